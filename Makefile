@@ -1,0 +1,42 @@
+# The commands of the README. `make test` is what CI runs.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+# Torch goes in first, by itself: on Linux the plain index offers a build that pulls gigabytes of CUDA packages.
+# For the CPU build, name PyTorch's own CPU index:  make setup TORCH_INDEX_URL=<the CPU index of pytorch.org>
+# Nothing is fetched when this version is already there, from whatever index.
+TORCH ?= torch==2.13.0
+TORCH_INDEX_URL ?=
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+help:
+	@echo "make setup | demo [MODE=...] | test | check | bench | clean"
+
+setup: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
+	$(PIP) install -e ".[dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/python examples/demo.py $(if $(MODE),--mode $(MODE))
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	PYTHON=$(BIN)/python scripts/check
+
+bench: setup
+	$(BIN)/python benchmarks/decode.py
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,75 @@
+"""Every error a user can cause, and nothing else: what we promise ourselves is asserted instead.
+
+    PacelineError
+    |-- CheckpointError          a model folder cannot be used
+    |   |-- MissingWeightsError  a file or a tensor is absent, truncated or unreadable
+    |   |-- WeightShapeError     a tensor has another shape than the configuration says
+    |   |-- WeightValueError     a tensor holds NaN or infinity
+    |   `-- UnknownArchitectureError
+    |-- RequestError             a request cannot be served (also a ValueError)
+    |   |-- PromptError          empty, too long, wrong type, ids out of range
+    |   `-- SamplingError        temperature, top-k, top-p, seed, stopping values out of range
+    |-- PairingError             draft and target cannot work together
+    |-- ConfigurationError       options of a decoder or a generator that contradict each other
+    |-- BackendError             a compiler or a device is missing, or compiling failed
+    |   `-- ArtefactError        saved graphs do not fit this decoder or this machine
+    `-- DecoderBusyError         two generations want one KV cache at the same time
+
+Each message says what is wrong and what to do about it.
+"""
+
+
+class PacelineError(Exception):
+    """Base of all errors raised on purpose by this package."""
+
+
+class CheckpointError(PacelineError):
+    """A model folder cannot be used."""
+
+
+class MissingWeightsError(CheckpointError):
+    """A weight file or a tensor is absent, truncated or unreadable."""
+
+
+class WeightShapeError(CheckpointError):
+    """A tensor has another shape than the configuration says."""
+
+
+class WeightValueError(CheckpointError):
+    """A tensor holds NaN or infinity."""
+
+
+class UnknownArchitectureError(CheckpointError):
+    """The folder's ``model_type`` or one of its options is not supported."""
+
+
+class RequestError(PacelineError, ValueError):
+    """A request cannot be served as it was asked."""
+
+
+class PromptError(RequestError):
+    """The prompt is empty, too long, of a wrong type, or has ids out of range."""
+
+
+class SamplingError(RequestError):
+    """A sampling or stopping value is out of range."""
+
+
+class PairingError(PacelineError):
+    """Draft and target cannot work together."""
+
+
+class ConfigurationError(PacelineError, ValueError):
+    """Options of a decoder or a generator contradict each other."""
+
+
+class BackendError(PacelineError):
+    """A compiler or a device is missing, or compiling failed."""
+
+
+class ArtefactError(BackendError):
+    """Saved graphs do not fit this decoder or this machine."""
+
+
+class DecoderBusyError(PacelineError):
+    """Two generations want one KV cache at the same time."""

@@ -1,0 +1,53 @@
+"""From logits to a law and to a choice: the only place that makes probabilities, for target and draft alike.
+
+Everything is float32. The order is Hugging Face's: temperature, top-k, top-p, min-p. Greedy (temperature 0) is the
+one-hot law of the largest logit, not a branch; equal logits are won by the lowest id.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.core import noise, reduce
+from paceline.core.types import SamplingBatch
+
+
+def choose(logits: Tensor, positions: Tensor, sampling: SamplingBatch, stream: int = noise.TARGET) -> Tensor:
+    """The token each row picks: argmax of the filtered, tempered logits plus the noise of its position.
+
+    logits [B, T, V] float32, positions [B, T] int32 (of the token that is picked) -> [B, T] int32
+    """
+    scores = filtered(logits, sampling)
+    hot = (sampling.knobs[:, 0] > 0).view(-1, 1, 1)
+    drawn = scores + noise.gumbel(sampling.keys, positions, logits.shape[-1], stream)
+    return reduce.argmax(torch.where(hot, drawn, scores))
+
+
+def filtered(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """Tempered logits, with `reduce.NEGATIVE` where top-k, top-p or min-p cut. [B, T, V] -> [B, T, V] float32."""
+    temperature, top_k, top_p, min_p = (sampling.knobs[:, i].view(-1, 1, 1) for i in range(4))
+    scores = logits.to(torch.float32) / torch.where(temperature > 0, temperature, 1.0)
+    count = torch.where(top_k > 0, top_k, float(logits.shape[-1])).expand(*scores.shape[:2], 1)
+    scores = torch.where(reduce.largest(scores, count.squeeze(-1)), scores, reduce.NEGATIVE)
+    weights = softmax(scores)
+    mass = top_p.expand(*scores.shape[:2], 1)
+    inside = reduce.heaviest(weights, mass.squeeze(-1)) | (mass >= 1.0)
+    scores = torch.where(inside, scores, reduce.NEGATIVE)
+    weights = softmax(scores)
+    return torch.where(weights >= min_p * weights.amax(-1, keepdim=True), scores, reduce.NEGATIVE)
+
+
+def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """The law that `choose` draws from. [B, T, V] -> [B, T, V] float32, rows sum to one."""
+    scores = filtered(logits, sampling)
+    hot = (sampling.knobs[:, 0] > 0).view(-1, 1, 1)
+    ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    one_hot = (ids == reduce.argmax(scores).unsqueeze(-1)).to(torch.float32)
+    return torch.where(hot, softmax(scores), one_hot)
+
+
+def softmax(scores: Tensor) -> Tensor:
+    """Softmax over the last dimension in float32."""
+    weights = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return weights / weights.sum(-1, keepdim=True)

@@ -1,0 +1,74 @@
+"""Reductions with one tie rule (the lowest id wins) in operations that every backend has.
+
+No sort, no variadic reduce, no integer products: see rule 3 of `docs/architecture.md`, section 5. An id that passes
+through float32 stays exact below 2**24, which no vocabulary reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+NEGATIVE = -1.0e30
+"""Stands for minus infinity in masked scores: finite, so that no device turns it into NaN."""
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """Index of the largest score, the lowest one of equals. [..., V] -> [...] int32."""
+    size = scores.shape[-1]
+    ids = torch.arange(size, dtype=torch.float32, device=scores.device)
+    best = scores.amax(dim=-1, keepdim=True)
+    first = torch.where(scores == best, ids, float(size)).amin(dim=-1)
+    return first.clamp(max=size - 1).to(torch.int32)  # an all-NaN row has no best; stay a legal id
+
+
+def largest(scores: Tensor, keep: Tensor) -> Tensor:
+    """Mask of the ``keep`` largest scores of every row, lowest ids first among equals.
+
+    scores [..., V] float32, keep [...] float32 (a count, at least 1) -> [..., V] bool
+    """
+    ordered = _ordered(scores)
+    target = keep.unsqueeze(-1)
+    edge = _search(ordered, lambda above: above.to(torch.float32).sum(-1, keepdim=True) >= target)
+    over, tied = ordered > edge, ordered == edge
+    room = target - over.to(torch.float32).sum(-1, keepdim=True)
+    rank = tied.to(torch.float32).cumsum(-1)
+    return over | (tied & (rank <= room))
+
+
+def heaviest(weights: Tensor, mass: Tensor) -> Tensor:
+    """Mask of the smallest set of largest weights whose sum reaches ``mass``, lowest ids first among equals.
+
+    weights [..., V] float32, not negative; mass [...] float32 -> [..., V] bool, never empty
+    """
+    ordered = _ordered(weights)
+    target = mass.unsqueeze(-1)
+    zero = torch.zeros((), dtype=weights.dtype, device=weights.device)
+
+    def reaches(above: Tensor) -> Tensor:
+        return torch.where(above, weights, zero).sum(-1, keepdim=True) >= target
+
+    edge = _search(ordered, reaches)
+    over, tied = ordered > edge, ordered == edge
+    before = torch.where(over, weights, zero).sum(-1, keepdim=True)
+    rank = tied.to(torch.float32).cumsum(-1) - 1.0
+    return over | (tied & (before + rank * weights < target))
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """float32 as int32 that compare in the same order."""
+    word = (x + 0.0).view(torch.int32)  # + 0.0 turns -0.0 into 0.0, which must be its equal
+    return torch.where(word < 0, word ^ 0x7FFFFFFF, word)
+
+
+def _search(ordered: Tensor, enough: Callable[[Tensor], Tensor]) -> Tensor:
+    """The largest integer edge for which ``enough(ordered >= edge)`` holds, bit by bit from the top. [..., 1] int32."""
+    edge = torch.full_like(ordered[..., :1], -(1 << 31))
+    half = torch.zeros_like(edge)
+    edge = torch.where(enough(ordered >= half), half, edge)
+    for bit in range(30, -1, -1):
+        trial = edge + (1 << bit)
+        edge = torch.where(enough(ordered >= trial), trial, edge)
+    return edge

@@ -1,0 +1,67 @@
+"""How one request samples, as a checked value, and how a batch of them becomes tensors.
+
+Not the law itself: what these numbers do to logits is in `paceline.core.law`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import SamplingError
+from paceline.core.types import SamplingBatch
+
+_MAX_EXACT_FLOAT = 1 << 24  # top-k travels in a float32 tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """Sampling of one request. ``temperature == 0`` is greedy decoding.
+
+    Raises:
+        SamplingError: a value is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise SamplingError(f"temperature must be a finite number >= 0, not {self.temperature}; 0 is greedy")
+        if not 0 <= self.top_k < _MAX_EXACT_FLOAT:
+            raise SamplingError(f"top_k must be 0 (off) or a positive integer, not {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise SamplingError(f"top_p must be in (0, 1], not {self.top_p}; 1 switches it off")
+        if not 0 <= self.min_p <= 1:
+            raise SamplingError(f"min_p must be in [0, 1], not {self.min_p}; 0 switches it off")
+        if not -(1 << 63) <= self.seed < 1 << 64:
+            raise SamplingError(f"seed must fit in 64 bits, not {self.seed}")
+
+
+def knob_row(sampling: Sampling) -> list[float]:
+    """The row of `SamplingBatch.knobs` of one request."""
+    return [sampling.temperature, float(sampling.top_k), sampling.top_p, sampling.min_p]
+
+
+def key_row(seed: int) -> list[int]:
+    """The row of `SamplingBatch.keys` of one request: low and high 32 bits, as signed integers."""
+    bits = seed & 0xFFFFFFFFFFFFFFFF
+    return [_signed(bits & 0xFFFFFFFF), _signed(bits >> 32)]
+
+
+def sampling_batch(requests: Sequence[Sampling]) -> SamplingBatch:
+    """Tensors for a batch of requests, in slot order."""
+    knobs: Tensor = torch.tensor([knob_row(r) for r in requests], dtype=torch.float32)
+    keys: Tensor = torch.tensor([key_row(r.seed) for r in requests], dtype=torch.int32)
+    return SamplingBatch(knobs, keys)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word

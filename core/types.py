@@ -1,0 +1,91 @@
+"""The values that cross the seams of a round, and the letters that shapes are written in.
+
+This is not a place for behaviour: no value here knows a model or how it was made.
+
+Glossary of shape letters, used in every docstring of the package:
+
+    B  slots of a batch            N  proposed nodes           D  depth of a proposal (N for a chain)
+    T  rows of a window, N + 1     S  length of a prompt       W  width of a commit, D + 1
+    V  vocabulary                  H  hidden width             F  feature width
+    P  positions a cache can hold
+
+A *row* is an index along the positions of a KV cache. The token at position p of a text sits in row p, and the
+logits of row p predict the token at position p + 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+PAD = -1
+"""No token here. Never a legal id: 0 is a token like any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """What the last round appended; the only place where a length lives.
+
+    tokens    [B, W] int32, PAD behind ``count``
+    count     [B] int32, at least 1
+    start     [B] int32, cache row of ``tokens[:, 0]``; the text is ``start + count`` tokens long
+    features  [B, W, F] or None; ``features[:, i]`` is the target's state that predicted ``tokens[:, i]``
+    """
+
+    tokens: Tensor
+    count: Tensor
+    start: Tensor
+    features: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Tokens a drafter puts forward.
+
+    tokens   [B, N] int32, parents before children, PAD = no node
+    parents  N parent nodes (-1 = the root, the last committed token), or None for a chain
+    law      [B, N, V] float32, the distribution each token was DRAWN from; None = not drawn (argmax, n-gram, heads)
+    """
+
+    tokens: Tensor
+    parents: tuple[int, ...] | None = None
+    law: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What an acceptor decided.
+
+    path   [B, D] int32, rows of the window of the accepted nodes (root is row 0), PAD behind ``count``
+    count  [B] int32, how many nodes were accepted, 0 to D
+    token  [B] int32, the target's own token after them
+    """
+
+    path: Tensor
+    count: Tensor
+    token: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """How every slot samples, as tensors, so that no value is baked into a graph.
+
+    knobs  [B, 4] float32: temperature (0 = greedy), top-k (0 = off), top-p (1 = off), min-p (0 = off)
+    keys   [B, 2] int32: the two halves of the 64-bit seed
+    """
+
+    knobs: Tensor
+    keys: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the host, which knows every length, lets a round do.
+
+    limit  [B] int32, how many proposed nodes may be accepted in each slot
+    rows   how many cache rows the longest text needs before this round (its root included)
+    """
+
+    limit: Tensor
+    rows: int

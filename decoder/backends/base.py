@@ -1,0 +1,73 @@
+"""The contract of a backend and what it compiles; `make` picks one by name."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.kernels import Kernels
+
+BACKENDS = {
+    "eager": ("paceline.decoder.backends.eager", "EagerBackend"),
+    "inductor": ("paceline.decoder.backends.inductor", "InductorBackend"),
+}
+
+Step = Callable[..., list[Tensor]]
+"""A compiled step: tensors in, a list of tensors out; state (weights, caches) stays inside."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One thing to compile.
+
+    name     of this graph among those of its decoder, with its bucket
+    module   the step; its parameters and buffers are the state, shared by all graphs of a decoder
+    example  inputs of the shapes and types it will always get
+    facts    all it depends on besides the source: model, options, shapes
+    """
+
+    name: str
+    module: nn.Module
+    example: tuple[Tensor, ...]
+    facts: dict[str, object]
+
+
+class Backend(Protocol):
+    """Compiles steps."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def kernels(self) -> Kernels: ...
+
+    def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        """The buckets of the cache length this backend makes graphs for, out of those wanted."""
+
+    def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
+        """Compile, or take from the cache. ``announce`` is called before anything slow."""
+
+    def save(self, graphs: Sequence[Graph], folder: Path) -> None:
+        """Copy what was compiled for these graphs into a folder."""
+
+    def load(self, folder: Path, facts: dict[str, object]) -> None:
+        """Take compiled graphs from a folder; ``facts`` are those of the decoder."""
+
+
+def make(name: str) -> Backend:
+    """A new backend.
+
+    Raises:
+        ConfigurationError: no backend has this name.
+    """
+    if name not in BACKENDS:
+        raise ConfigurationError(f"backend={name!r} is unknown; use one of {', '.join(BACKENDS)}")
+    module, attribute = BACKENDS[name]
+    made: Backend = getattr(importlib.import_module(module), attribute)()
+    return made

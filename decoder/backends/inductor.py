@@ -1,0 +1,116 @@
+"""AOTInductor on the CPU: every graph is compiled ahead of time into a package that holds no weights.
+
+The packages take weights and caches from the one set of the decoder, by reference. Products, attention and the choice
+of a token are calls of the native kernels; Inductor fuses what lies between them. A package is reused from the cache
+for any checkpoint of the same shape, on the same kind of machine, by the same version of the source.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ArtefactError, BackendError
+from paceline.decoder import artefacts, environment
+from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.kernels import Kernels
+from paceline.decoder.native import build
+from paceline.decoder.native.ops import Native, c_shims
+
+_PACKAGE = "graph.pt2"
+
+
+class InductorBackend:
+    """Compiled CPU graphs."""
+
+    name = "inductor"
+
+    def __init__(self) -> None:
+        build.require_compiler()
+        self.kernels: Kernels = Native()
+        self._root = environment.cache_root() / "inductor"
+        self._shipped: Path | None = None
+
+    def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        """One: the attention kernel reads the rows that are there, so a shorter bucket would gain nothing."""
+        return wanted[-1:]
+
+    def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
+        facts = self._facts(graph.facts)
+        folder = artefacts.find(self._shipped, facts) if self._shipped else None
+        if folder is None:
+            if artefacts.find(self._root, facts) is None:
+                announce(f"compiling {graph.name}")
+            folder = artefacts.ensure(self._root, facts, lambda to: _compile(graph, to))
+        return _load(folder, graph)
+
+    def save(self, graphs: Sequence[Graph], folder: Path) -> None:
+        for graph in graphs:
+            facts = self._facts(graph.facts)
+            found = artefacts.find(self._shipped, facts) if self._shipped else None
+            found = found or artefacts.find(self._root, facts)
+            assert found is not None, f"{graph.name} was compiled but is not in the cache"
+            artefacts.copy(found, folder)
+
+    def load(self, folder: Path, facts: dict[str, object]) -> None:
+        wanted = self._facts(facts)
+        seen = [json.loads(path.read_text()) for path in sorted(folder.glob(f"*/{artefacts.MANIFEST}"))]
+        if not seen:
+            raise ArtefactError(f"{folder} holds no compiled graphs; write them with decoder.save({str(folder)!r})")
+        if not any(all(one.get(name) == value for name, value in wanted.items()) for one in seen):
+            differ = sorted(name for name, value in wanted.items() if seen[0].get(name) != value)
+            raise ArtefactError(
+                f"the graphs in {folder} were compiled for something else: {', '.join(differ)} differ; compile them "
+                "again on this machine with these options"
+            )
+        self._shipped = folder
+
+    def _facts(self, facts: dict[str, object]) -> dict[str, object]:
+        return {"backend": self.name, "source": artefacts.source_hash(), **artefacts.machine_facts(), **facts}
+
+
+def _compile(graph: Graph, folder: Path) -> None:
+    """Trace and compile into ``folder``; the weights stay outside."""
+    configs = {
+        "aot_inductor.package_constants_in_so": False,
+        "aot_inductor.custom_ops_to_c_shims": c_shims(),
+        "cpp.enable_kernel_profile": False,
+    }
+    try:
+        with torch.no_grad():
+            program = torch.export.export(graph.module, graph.example, strict=False)
+            path = str(folder / _PACKAGE)
+            torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=configs)
+    except Exception as error:
+        raise BackendError(f"compiling {graph.name} failed: {type(error).__name__}: {error}") from error
+    strange = set(_open(folder).get_constant_fqns()) - set(_state(graph))
+    # A tensor made inside a step would have to be shipped with the package; steps use buffers or arange instead.
+    assert not strange, f"{graph.name} holds constants of its own: {sorted(strange)}"
+
+
+def _load(folder: Path, graph: Graph) -> Step:
+    """Open a package and hand it the decoder's own tensors."""
+    loader = _open(folder)
+    state = _state(graph)
+    constants = {name: state[name] for name in loader.get_constant_fqns()}
+    loader.load_constants(constants, False, True, True)
+    run = loader.run
+
+    def step(*inputs: Tensor) -> list[Tensor]:
+        return run(list(inputs))
+
+    step.keep = constants  # type: ignore[attr-defined]  # the package holds no reference of its own
+    return step
+
+
+def _open(folder: Path) -> torch._C._aoti.AOTIModelPackageLoader:
+    return torch._C._aoti.AOTIModelPackageLoader(str(folder / _PACKAGE), "model", False, 1, -1)
+
+
+def _state(graph: Graph) -> dict[str, Tensor]:
+    named = dict(graph.module.named_parameters(remove_duplicate=False))
+    return {name: value.detach() for name, value in (*named.items(), *graph.module.named_buffers())}

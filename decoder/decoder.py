@@ -1,0 +1,157 @@
+"""A model with its cache on a backend: what target and drafters build their graphs from.
+
+Stores rows, never a length: rolling back is not advancing. All graphs share one set of weights and one cache.
+Not here: laws, acceptance and loops.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import ArtefactError, ConfigurationError, DecoderBusyError
+from paceline.decoder import families
+from paceline.decoder.backends.base import Backend, Graph, Step
+from paceline.decoder.kernels import Place
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.options import DecoderOptions
+
+log = logging.getLogger("paceline")
+Announce = Callable[[str], None]
+StepMaker = Callable[["Body", int], nn.Module]
+
+
+class Body(nn.Module):
+    """The model and its cache as one module, so that a traced step sees both as state."""
+
+    def __init__(self, config: ModelConfig, options: DecoderOptions, weights: dict[str, Tensor], backend: Backend) -> None:
+        super().__init__()
+        self.config, self.kernels, self._options = config, backend.kernels, options
+        self.model = families.build(config, weights, backend.kernels, positions=options.n_positions)
+        shape = (options.batch_size, config.num_kv_heads, options.rows, config.head_dim)
+        for index in range(config.num_layers):
+            for side in ("keys", "values"):
+                self.register_buffer(f"{side}_{index}", torch.zeros(shape, dtype=options.dtype))
+        self.register_buffer("slots", torch.arange(options.batch_size, dtype=torch.int32))
+
+    def forward(self, tokens: Tensor, place: Place) -> Tensor:
+        """tokens [b, T] int32 -> hidden [b, T, H]; keys and values go to their rows of the cache."""
+        layers = range(self.config.num_layers)
+        caches = [(self.get_buffer(f"keys_{i}"), self.get_buffer(f"values_{i}")) for i in layers]
+        hidden: Tensor = self.model(tokens, place, caches)
+        return hidden
+
+    def window(self, tokens: Tensor, row: Tensor, reach: int) -> Tensor:
+        """Hidden states of a window of real tokens in every slot. tokens [B, T], row [B] -> [B, T, H].
+
+        A row past the last position is pulled back to it: what such a slot computes is not used by anyone.
+        """
+        row = row.clamp(max=self._options.n_positions - 1)
+        count = torch.full_like(row, tokens.shape[1])
+        return self(tokens, Place(row, count, self.get_buffer("slots"), reach))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[b, T, H] -> [b, T, V] float32."""
+        return self.model.logits(hidden)
+
+
+class CompiledDecoder:
+    """One model on one backend.
+
+    ``graph`` compiles (or finds in the cache) a step for a bucket of the cache length; ``announce`` is told before
+    anything that takes long.
+    """
+
+    def __init__(
+        self, config: ModelConfig, options: DecoderOptions, weights: dict[str, Tensor], *, backend: Backend
+    ) -> None:
+        self.config, self.options, self.backend = config, options, backend
+        self.reaches = backend.reaches(options.reaches)
+        self.body = Body(config, options, weights, backend).eval()
+        self.announce: Announce = log.warning  # a first use may take long, and silence would look like a hang
+        self.folder: Path | None = None
+        self._steps: dict[str, Step] = {}
+        self._used: list[Graph] = []
+        self._holder: object | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.options.batch_size
+
+    @property
+    def n_positions(self) -> int:
+        return self.options.n_positions
+
+    def reach(self, rows: int) -> int:
+        """The smallest bucket that holds so many rows; the largest if none does."""
+        return next((reach for reach in self.reaches if reach >= rows), self.reaches[-1])
+
+    def graph(self, name: str, reach: int, make: StepMaker, example: Sequence[Tensor]) -> Step:
+        """The step ``make(body, reach)``, compiled for the shapes of ``example``. Made once for a name and reach."""
+        full = f"{name}@{reach}"
+        step = self._steps.get(full)
+        if step is None:
+            graph = Graph(full, make(self.body, reach), tuple(example), self._facts(full, example))
+            self._used.append(graph)
+            step = self._steps[full] = self.backend.compile(graph, self.announce)
+        return step
+
+    def is_ready(self, name: str, reach: int) -> bool:
+        """Whether that graph is already in this process."""
+        return f"{name}@{reach}" in self._steps
+
+    def save(self, folder: str | Path) -> None:
+        """Copy the compiled graphs made so far into ``folder``, to ship them.
+
+        Raises:
+            ArtefactError: nothing is compiled, or this backend has nothing to save.
+        """
+        if not self._used:
+            raise ArtefactError("no graph is compiled yet: call compile() or generate something before save()")
+        self.backend.save(self._used, Path(folder))
+
+    def load(self, folder: str | Path) -> None:
+        """Use graphs that ``save`` wrote, instead of compiling them.
+
+        Raises:
+            ArtefactError: there are none for this model, these options, this version and this kind of machine.
+        """
+        self.backend.load(Path(folder), self._owner_facts())
+
+    @contextmanager
+    def held_by(self, holder: object) -> Iterator[None]:
+        """Keep the cache for one generation; the same holder may enter again.
+
+        Raises:
+            DecoderBusyError: another generation is under way on this decoder.
+        """
+        if self._holder is not None and self._holder is not holder:
+            raise DecoderBusyError(
+                "this decoder is in the middle of another generation: finish or close that one first, or load a "
+                "second decoder"
+            )
+        before, self._holder = self._holder, holder
+        try:
+            yield
+        finally:
+            self._holder = before
+
+    def check_width(self, width: int) -> None:
+        """Raise ConfigurationError unless a window of so many rows fits."""
+        limit = self.options.rows - self.n_positions
+        if not 1 <= width <= limit:
+            raise ConfigurationError(f"a window of {width} rows does not fit; 1 to {limit} (k + 1) are possible")
+
+    def _owner_facts(self) -> dict[str, object]:
+        options = self.options
+        shape = [options.batch_size, options.rows, options.n_positions]
+        return {"config": self.config.fingerprint(), "amp": options.amp, "shape": shape}
+
+    def _facts(self, name: str, example: Sequence[Tensor]) -> dict[str, object]:
+        inputs = [[str(x.dtype), list(x.shape)] for x in example]
+        return {"graph": name, "inputs": inputs, **self._owner_facts()}

@@ -1,0 +1,131 @@
+"""A checkpoint's JSON files, read with errors that name the file and the key.
+
+It knows JSON objects and the types of their values; it does not know what any key means.
+A key whose value is ``null`` counts as absent, because Hugging Face writes unset options either way.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import CheckpointError
+
+
+def read_json_object(path: Path) -> dict[str, object]:
+    """The JSON object in ``path``; anything else in there, or no such file, is a CheckpointError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{path} does not exist; give the folder of a Hugging Face checkpoint, downloaded in full."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); check the path and its permissions."
+        ) from error
+    # A file nested thousands deep exhausts the parser's stack: as broken as a syntax error, to a reader.
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON ({error}); download the file again.") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(
+            f"{path} holds a JSON {type(value).__name__}, not an object; download the file again."
+        )
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """One JSON object and the words for where it stands, e.g. ``/models/a/config.json``."""
+
+    values: Mapping[str, object]
+    where: str
+
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
+        """An integer of at least ``minimum``; without a default the key is required."""
+        value = self._required(key, default)
+        # bool is an int in Python, and `"num_hidden_layers": true` is a mistake, not one layer.
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self._wrong(key, value, f"an integer of at least {minimum}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number above zero; without a default the key is required."""
+        value = self._required(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._wrong(key, value, "a number above zero")
+        try:
+            number = float(value)
+        except OverflowError as error:
+            raise self._wrong(key, value, "a number above zero that a float can hold") from error
+        if not (math.isfinite(number) and number > 0):
+            raise self._wrong(key, value, "a finite number above zero")
+        return number
+
+    def optional_number(self, key: str) -> float | None:
+        """A finite number above zero, or None where the key is absent."""
+        return None if self.values.get(key) is None else self.number(key)
+
+    def numbers(self, key: str, *, length: int) -> tuple[float, ...]:
+        """A required list of ``length`` finite numbers above zero."""
+        value = self._required(key, None)
+        if not isinstance(value, list) or len(value) != length:
+            raise self._wrong(key, value, f"a list of {length} numbers")
+        items = Fields({f"{key}[{index}]": item for index, item in enumerate(value)}, self.where)
+        return tuple(items.number(name) for name in items.values)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """true or false."""
+        value = self._required(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        """A string; without a default the key is required."""
+        value = self._required(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a string")
+        return value
+
+    def child(self, key: str) -> "Fields | None":
+        """The object under ``key``, or None where the key is absent."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self._wrong(key, value, "an object")
+        return Fields(value, f"{self.where}: {key}")
+
+    def ids(self, key: str) -> tuple[int, ...] | None:
+        """One token id or a list of them, without repeats; None where the key is absent.
+
+        Negative ids are dropped: -1 is an old way to write that there is none.
+        """
+        value = self.values.get(key)
+        if value is None:
+            return None
+        items = value if isinstance(value, list) else [value]
+        found: list[int] = []
+        for item in items:
+            if isinstance(item, bool) or not isinstance(item, int):
+                raise self._wrong(key, value, "a token id or a list of token ids")
+            if item >= 0 and item not in found:
+                found.append(item)
+        return tuple(found)
+
+    def _required(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise CheckpointError(
+                f"{self.where}: the key {key!r} is missing; download the file again or add the key."
+            )
+        return value
+
+    def _wrong(self, key: str, value: object, wanted: str) -> CheckpointError:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        return CheckpointError(f"{self.where}: {key} is {shown}, but must be {wanted}; correct the file.")

@@ -1,0 +1,103 @@
+"""The three operations of a decoder that decide its speed, as a contract, and their plain PyTorch form.
+
+`Reference` is what tests and debugging run on and what the native kernels are compared with. It promises that a row's
+result does not depend on its place in the window or on the other rows; it makes no promise about speed.
+Not here: normalisation, rotation, activation, which every backend compiles from plain PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.core import law, noise, reduce
+from paceline.core.types import SamplingBatch
+
+_BY_ROW = 128  # up to so many rows (every window, no large prefill chunk) `Reference.linear` goes row by row
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the cache the rows of a call belong.
+
+    row    [b] int32, cache row of the first token of each line
+    count  [b] int32, how many of a line's tokens are real; the rest is padding
+    slots  [b] int32, which slot of the cache each line is
+    reach  how many cache rows the graph looks at (its bucket)
+    """
+
+    row: Tensor
+    count: Tensor
+    slots: Tensor
+    reach: int
+
+
+class Kernels(Protocol):
+    """Lines b, tokens T of a line, heads H, key-value heads G, head width D, cache rows R.
+
+    Activations are float32; weights and caches have the type that ``amp`` names.
+    """
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [b, T, in] @ weight [out, in].T -> [b, T, out]."""
+
+    def attend(
+        self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place
+    ) -> Tensor:
+        """Write keys and values to their rows, then attend to all rows up to a token's own.
+
+        q [b, T, H, D], k and v [b, T, G, D], cache twice [slots, G, R, D] (changed in place) -> [b, T, H * D]
+        """
+
+    def choose(
+        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, stream: int = noise.TARGET
+    ) -> Tensor:
+        """As `paceline.core.law.choose`."""
+
+
+class Reference:
+    """Plain PyTorch on one device, eager."""
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        weight = weight.float()
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) > _BY_ROW:
+            return torch.nn.functional.linear(x, weight)
+        # A matrix product may sum a row in another order according to its place among the rows; this one does not.
+        return torch.stack([torch.mv(weight, row) for row in rows]).view(*x.shape[:-1], -1)
+
+    def attend(
+        self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place
+    ) -> Tensor:
+        q, k, v = qkv
+        lines, window, heads, width = q.shape
+        groups = k.shape[2]
+        rows = place.row.unsqueeze(1) + torch.arange(window, dtype=torch.int32, device=q.device)  # [b, T]
+        keys, values = (store(c, x.to(c.dtype), place.slots, rows) for c, x in zip(cache, (k, v), strict=True))
+        keys, values = (c[:, :, : place.reach].float() for c in (keys, values))
+        query = q.view(lines, window, groups, heads // groups, width).transpose(1, 2).flatten(2, 3)
+        scores = (query * (1 / math.sqrt(width))) @ keys.transpose(2, 3)  # [b, G, T * H/G, reach]
+        seen = torch.arange(place.reach, device=q.device) <= rows.unsqueeze(-1)
+        seen = seen.unsqueeze(1).repeat_interleave(heads // groups, dim=2)
+        weights = law.softmax(torch.where(seen, scores, reduce.NEGATIVE))
+        mixed = (weights @ values).view(lines, groups, window, heads // groups, width)
+        return mixed.transpose(1, 2).reshape(lines, window, heads * width)
+
+    def choose(
+        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, stream: int = noise.TARGET
+    ) -> Tensor:
+        if not bool(
+            (sampling.knobs[:, 0] > 0).any()
+        ):  # eager may look at values; a greedy law needs no noise
+            return reduce.argmax(logits)
+        return law.choose(logits, positions, sampling, stream)
+
+
+def store(cache: Tensor, new: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+    """Write new [b, T, G, D] to rows [b, T] of slots [b] in place and return those slots' part, [b, G, R, D]."""
+    cache[slots.unsqueeze(1), :, rows] = new
+    return cache[slots]

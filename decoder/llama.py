@@ -1,0 +1,110 @@
+"""The Llama family (Llama 2 and 3, and what shares their layout) as pure fixed-shape functions.
+
+Holds weights and reads caches that it is given; holds no length and knows neither backends nor rounds. Activations
+are float32 throughout, whatever the type of the weights: no intermediate is rounded, so no fusion can change one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paceline.decoder.kernels import Kernels, Place
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.rope import apply_rope, rope_tables
+
+Weights = dict[str, Tensor]
+
+
+class LlamaModel(nn.Module):
+    """Embedding, layers, norm and head. ``weights`` (Hugging Face names) is emptied as it is read.
+
+    ``positions`` is how long a text may be; rows of a window past it read the last rotation, and mean nothing.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, *, positions: int) -> None:
+        super().__init__()
+        self.config, self._kernels = config, kernels
+        self.embedding = _frozen(weights.pop("model.embed_tokens.weight"))
+        self.layers = nn.ModuleList(LlamaLayer(config, weights, kernels, index=i) for i in range(config.num_layers))
+        self.norm = _frozen(weights.pop("model.norm.weight"))
+        head = weights.pop("lm_head.weight", None)
+        self.head = self.embedding if config.tie_word_embeddings or head is None else _frozen(head)
+        cos, sin = rope_tables(config.rope, config.head_dim, positions)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+
+    def forward(self, tokens: Tensor, place: Place, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """tokens [b, T] int32 -> hidden [b, T, H], before the head. Changes ``caches`` in place."""
+        hidden = nn.functional.embedding(tokens, self.embedding).float()
+        rows = place.row.unsqueeze(1) + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+        at = rows.clamp(max=self.cos.shape[0] - 1)
+        rotation = (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2))
+        for layer, cache in zip(self.layers, caches, strict=True):
+            hidden = layer(hidden, place, cache, rotation)
+        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [b, T, H] -> [b, T, V] float32."""
+        return self._kernels.linear(hidden, self.head)
+
+
+class LlamaLayer(nn.Module):
+    """Attention and gated MLP, each behind a norm and added to the stream."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, *, index: int) -> None:
+        super().__init__()
+        self.config, self._kernels = config, kernels
+        name = f"model.layers.{index}."
+        self.attention_norm = _frozen(weights.pop(name + "input_layernorm.weight"))
+        self.qkv = _joined(weights, [f"{name}self_attn.{x}_proj.weight" for x in "qkv"])
+        self.out = _frozen(weights.pop(name + "self_attn.o_proj.weight"))
+        self.mlp_norm = _frozen(weights.pop(name + "post_attention_layernorm.weight"))
+        self.gate_up = _joined(weights, [f"{name}mlp.{x}_proj.weight" for x in ("gate", "up")])
+        self.down = _frozen(weights.pop(name + "mlp.down_proj.weight"))
+        attention, mlp = config.attention_bias, config.mlp_bias
+        self.qkv_bias = _joined(weights, [f"{name}self_attn.{x}_proj.bias" for x in "qkv"]) if attention else None
+        self.out_bias = _frozen(weights.pop(name + "self_attn.o_proj.bias")) if attention else None
+        self.gate_up_bias = _joined(weights, [f"{name}mlp.{x}_proj.bias" for x in ("gate", "up")]) if mlp else None
+        self.down_bias = _frozen(weights.pop(name + "mlp.down_proj.bias")) if mlp else None
+
+    def forward(
+        self, hidden: Tensor, place: Place, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        eps = self.config.rms_norm_eps
+        hidden = hidden + self._attention(rms_norm(hidden, self.attention_norm, eps), place, cache, rotation)
+        return hidden + self._mlp(rms_norm(hidden, self.mlp_norm, eps))
+
+    def _attention(
+        self, x: Tensor, place: Place, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        heads, groups, width = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
+        mixed = _biased(self._kernels.linear(x, self.qkv), self.qkv_bias)
+        q, k, v = mixed.unflatten(-1, (heads + 2 * groups, width)).split((heads, groups, groups), dim=2)
+        q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
+        return _biased(self._kernels.linear(self._kernels.attend((q, k, v), cache, place), self.out), self.out_bias)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        gate, up = _biased(self._kernels.linear(x, self.gate_up), self.gate_up_bias).chunk(2, dim=-1)
+        return _biased(self._kernels.linear(nn.functional.silu(gate) * up, self.down), self.down_bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm."""
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
+    return x if bias is None else x + bias
+
+
+def _frozen(x: Tensor) -> nn.Parameter:
+    return nn.Parameter(x.contiguous(), requires_grad=False)
+
+
+def _joined(weights: Weights, names: list[str]) -> nn.Parameter:
+    """Several matrices as one, so that one product reads them all."""
+    return _frozen(torch.cat([weights.pop(name) for name in names]))

@@ -1,0 +1,499 @@
+// CPU kernels of a decoder: a product with a weight matrix, attention over cache rows, and the choice of a token.
+//
+// The property everything else relies on: a row of the result is computed by the same instructions in the same order
+// whatever the number of rows, its place among them, and the number of threads. So one token at a time, a window of
+// five and a prompt of 256 give the same bits. Each of the three is tested against plain PyTorch.
+//
+// Built with -ffp-contract=off except where a fused multiply-add is asked for by name, so that the noise of `choose`
+// equals that of paceline.core.noise bit for bit. The stable C interface of AOTInductor is declared by hand: no
+// PyTorch header is needed and the file builds in seconds.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <omp.h>
+#include <vector>
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int VL = 8;  // lanes of a vector; fixed, so that every machine sums in the same order
+typedef float Vec __attribute__((vector_size(VL * 4)));
+typedef int32_t VecI __attribute__((vector_size(VL * 4)));
+typedef uint32_t VecU __attribute__((vector_size(VL * 4)));
+typedef uint16_t VecH __attribute__((vector_size(VL * 2)));
+typedef _Float16 VecF16 __attribute__((vector_size(VL * 2)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+typedef _Float16 Float16;
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline Vec load(const BFloat16* p) {
+  VecH h;
+  std::memcpy(&h, p, sizeof h);
+  return (Vec)(__builtin_convertvector(h, VecU) << 16);
+}
+inline Vec load(const Float16* p) {
+  VecF16 h;
+  std::memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(h, Vec);
+}
+inline float widen(float x) { return x; }
+inline float widen(Float16 x) { return (float)x; }
+inline float widen(BFloat16 x) {
+  uint32_t word = (uint32_t)x.bits << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+inline void narrow(float* p, float x) { *p = x; }
+inline void narrow(Float16* p, float x) { *p = (Float16)x; }
+inline void narrow(BFloat16* p, float x) {  // round to nearest, ties to even, as PyTorch does
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  p->bits = x != x ? 0x7fc0 : (uint16_t)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+}
+inline void multiply_add(Vec& sum, Vec a, Vec b) {
+#ifdef __FMA__
+  sum = (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+  for (int i = 0; i < VL; i++) sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
+#endif
+}
+inline float total(Vec v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+
+// ---------------------------------------------------------------------------------------------------------- linear --
+
+// ROWS x COLS results at once. One accumulator for each, walked along K: the same arithmetic for every ROWS and COLS.
+template <class W, int ROWS, int COLS>
+inline void block(const float* x, const W* w, float* out, int64_t K, int64_t N) {
+  Vec sum[ROWS][COLS] = {};
+  int64_t k = 0;
+  for (; k + VL <= K; k += VL) {
+    Vec column[COLS];
+    for (int n = 0; n < COLS; n++) column[n] = load(w + n * K + k);
+    __builtin_prefetch((const char*)(w + COLS * K) + k * COLS * (int64_t)sizeof(W) + 1024);
+    for (int m = 0; m < ROWS; m++) {
+      Vec row = load(x + m * K + k);
+      for (int n = 0; n < COLS; n++) multiply_add(sum[m][n], row, column[n]);
+    }
+  }
+  for (int m = 0; m < ROWS; m++)
+    for (int n = 0; n < COLS; n++) {
+      float value = total(sum[m][n]);
+      for (int64_t j = k; j < K; j++) value = __builtin_fmaf(x[m * K + j], widen(w[n * K + j]), value);
+      out[m * N + n] = value;
+    }
+}
+
+template <class W, int COLS>
+void columns(const float* x, const W* w, float* out, int64_t M, int64_t K, int64_t N) {
+  int64_t m = 0;
+  while (m < M) {
+    int64_t left = M - m;
+    const float* row = x + m * K;
+    float* to = out + m * N;
+    // Six at a time, but no small remainder: 7 is 4 + 3, 9 is 5 + 4.
+    int take = left >= 11 || left == 6 ? 6 : left >= 9 || left == 5 ? 5 : left >= 7 || left == 4 ? 4 : (int)left;
+    switch (take) {
+      case 6: block<W, 6, COLS>(row, w, to, K, N); break;
+      case 5: block<W, 5, COLS>(row, w, to, K, N); break;
+      case 4: block<W, 4, COLS>(row, w, to, K, N); break;
+      case 3: block<W, 3, COLS>(row, w, to, K, N); break;
+      case 2: block<W, 2, COLS>(row, w, to, K, N); break;
+      default: block<W, 1, COLS>(row, w, to, K, N);
+    }
+    m += take;
+  }
+}
+
+template <class W>
+void linear(const float* x, const W* w, float* out, int64_t M, int64_t K, int64_t N) {
+#pragma omp parallel if (M * K * N > 16384)
+  {
+    int64_t threads = omp_get_num_threads(), me = omp_get_thread_num(), chunks = (N + 3) / 4;
+    int64_t n = chunks * me / threads * 4, end = std::min(N, chunks * (me + 1) / threads * 4);
+    if (M == 1)
+      for (; n + 4 <= end; n += 4) columns<W, 4>(x, w + n * K, out + n, M, K, N);
+    for (; n + 2 <= end; n += 2) columns<W, 2>(x, w + n * K, out + n, M, K, N);
+    for (; n < end; n++) columns<W, 1>(x, w + n * K, out + n, M, K, N);
+  }
+}
+
+// --------------------------------------------------------------------------------------------------------- softmax --
+
+// exp(x) for x <= 0, by range reduction and a polynomial of degree 6 (coefficients of Cephes' expf). Error 2 ulp.
+inline Vec exponential(Vec x) {
+  for (int i = 0; i < VL; i++) x[i] = x[i] < -87.0f ? -87.0f : x[i];
+  Vec shifted = x * 1.44269504f + 12582912.0f;  // rounds to an integer in the low bits of the mantissa
+  Vec n = shifted - 12582912.0f;
+  Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vec p = ((((((r * 1.9875691500e-4f + 1.3981999507e-3f) * r + 8.3334519073e-3f) * r + 4.1665795894e-2f) * r +
+             1.6666665459e-1f) * r + 5.0000001201e-1f) * r) * r + r + 1.0f;
+  VecI exponent = ((VecI)shifted - 0x4B400000 + 127) << 23;
+  return p * (Vec)exponent;
+}
+
+// Turns n scores into weights exp(score - max) and returns 1 / their sum; the buffer is padded to whole vectors.
+inline float weigh(float* s, int64_t n) {
+  float best = s[0];
+  for (int64_t i = 1; i < n; i++) best = std::max(best, s[i]);
+  for (int64_t i = n; i < (n + VL - 1) / VL * VL; i++) s[i] = -1e30f;
+  Vec sum = {};
+  for (int64_t i = 0; i < n; i += VL) {
+    Vec e = exponential(load(s + i) - best);
+    for (int j = 0; j < VL; j++) e[j] = i + j < n ? e[j] : 0.0f;
+    sum += e;
+    std::memcpy(s + i, &e, sizeof e);
+  }
+  return 1.0f / total(sum);
+}
+
+// ---------------------------------------------------------------------------------------------------------- attend --
+
+struct Attend {
+  int64_t batch, window, heads, kv_heads, width, rows;  // rows: of the cache, per slot and head
+  const int32_t *row, *count, *slots;
+};
+
+// Queries of one key-value head, up to eight at a time: the cache is read and widened once for all of them.
+template <class T>
+void attend_block(const Attend& a, const float* q, const T* keys, const T* values, float* out, int64_t first,
+                  int queries, int64_t row, float* scratch) {
+  const int64_t D = a.width, group = a.heads / a.kv_heads, vectors = (D + VL - 1) / VL;
+  const float scale = 1.0f / std::sqrt((float)D);
+  const int64_t stride = (a.rows + VL - 1) / VL * VL, padded = vectors * VL;
+  float *scores = scratch, *query = scores + 8 * stride, *line = query + 8 * padded, *sums = line + padded;
+  const float* from[8];
+  float* to[8];
+  int64_t seen[8], longest = 0;
+  for (int i = 0; i < queries; i++) {
+    int64_t t = (first + i) / group, h = (first + i) % group;
+    from[i] = q + (t * a.heads + h) * D;
+    to[i] = out + (t * a.heads + h) * D;
+    seen[i] = row + t + 1;
+    longest = std::max(longest, seen[i]);
+    for (int64_t d = 0; d < padded; d++) query[i * padded + d] = d < D ? from[i][d] * scale : 0.0f;
+  }
+  std::fill(line, line + padded, 0.0f);
+  for (int64_t p = 0; p < longest; p++) {
+    const T* key = keys + p * D;
+    Vec sum[8] = {};
+    for (int64_t v = 0; v < vectors; v++) {
+      Vec k;
+      if ((v + 1) * VL <= D) k = load(key + v * VL);
+      else {
+        for (int64_t d = v * VL; d < D; d++) line[d] = widen(key[d]);
+        k = load(line + v * VL);
+      }
+      for (int i = 0; i < queries; i++) multiply_add(sum[i], load(query + i * padded + v * VL), k);
+    }
+    for (int i = 0; i < queries; i++) scores[i * stride + p] = total(sum[i]);
+  }
+  float inverse[8];
+  for (int i = 0; i < queries; i++) {
+    inverse[i] = weigh(scores + i * stride, seen[i]);
+    for (int64_t p = seen[i]; p < longest; p++) scores[i * stride + p] = 0.0f;
+  }
+  std::fill(sums, sums + queries * padded, 0.0f);
+  for (int64_t p = 0; p < longest; p++) {
+    const T* value = values + p * D;
+    for (int64_t v = 0; v < vectors; v++) {
+      Vec k;
+      if ((v + 1) * VL <= D) k = load(value + v * VL);
+      else {
+        for (int64_t d = v * VL; d < D; d++) line[d] = widen(value[d]);
+        k = load(line + v * VL);
+      }
+      for (int i = 0; i < queries; i++) {
+        if (p >= seen[i]) continue;
+        float* at = sums + i * padded + v * VL;
+        Vec sum = load(at);
+        multiply_add(sum, k, Vec{} + scores[i * stride + p]);
+        std::memcpy(at, &sum, sizeof sum);
+      }
+    }
+  }
+  for (int i = 0; i < queries; i++)
+    for (int64_t d = 0; d < D; d++) to[i][d] = sums[i * padded + d] * inverse[i];
+}
+
+template <class T>
+void attend(const Attend& a, const float* q, const float* k, const float* v, T* keys, T* values, float* out) {
+  const int64_t D = a.width, group = a.heads / a.kv_heads;
+  const int64_t stride = (a.rows + VL - 1) / VL * VL, padded = (D + VL - 1) / VL * VL;
+#pragma omp parallel for collapse(2) schedule(static) if (a.batch * a.heads * a.window * a.rows > 2048)
+  for (int64_t b = 0; b < a.batch; b++)
+    for (int64_t g = 0; g < a.kv_heads; g++) {
+      static thread_local std::vector<float> scratch;
+      size_t need = 8 * stride + 17 * padded;
+      if (scratch.size() < need) scratch.resize(need);
+      int64_t base = ((int64_t)a.slots[b] * a.kv_heads + g) * a.rows * D;
+      int64_t n = std::min<int64_t>(a.count[b], a.window), row = a.row[b];
+      for (int64_t t = 0; t < n; t++) {
+        int64_t from = ((b * a.window + t) * a.kv_heads + g) * D;
+        for (int64_t d = 0; d < D; d++) {
+          narrow(keys + base + (row + t) * D + d, k[from + d]);
+          narrow(values + base + (row + t) * D + d, v[from + d]);
+        }
+      }
+      int64_t start = (b * a.window * a.heads + g * group) * D;
+      for (int64_t first = 0; first < n * group; first += 8)
+        attend_block(a, q + start, keys + base, values + base, out + start, first,
+                     (int)std::min<int64_t>(8, n * group - first), row, scratch.data());
+      for (int64_t t = n; t < a.window; t++)
+        std::fill(out + start + t * a.heads * D, out + start + (t * a.heads + group) * D, 0.0f);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- choose --
+
+// The tables of paceline.core.noise.log_table, handed over once when the library is loaded.
+const int32_t* noise_table = nullptr;
+constexpr int CELLS = 2048;
+constexpr int32_t LN2 = 11629080;
+constexpr uint32_t GOLDEN = 0x9E3779B9u, STREAM = 0x6C8E9CF5u, ROW = 0x2545F491u;
+
+inline uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+inline int32_t interpolate(const int32_t* table, int32_t cell, int32_t part) {
+  int32_t left = table[cell];
+  return left + (((table[cell + 1] - left) * part) >> 12);
+}
+inline int32_t log_fixed(const int32_t* table, float x) {
+  int32_t word;
+  std::memcpy(&word, &x, 4);
+  return ((word >> 23) - 127) * LN2 + interpolate(table, (word >> 12) & (CELLS - 1), word & 0xFFF);
+}
+// The same steps as paceline.core.noise.gumbel_of_bits.
+inline float gumbel(const int32_t* table, uint32_t bits) {
+  bool upper = bits >> 31;
+  uint32_t folded = upper ? ~bits : bits;
+  float small = (float)(int32_t)(folded >> 16) * 0x1p-16f + ((float)(int32_t)(folded & 0xFFFF) + 0.5f) * 0x1p-32f;
+  int32_t first = log_fixed(table, small);
+  int32_t rest = interpolate(table, (int32_t)(folded >> 20) + CELLS + 1, (folded >> 8) & 0xFFF);
+  int32_t inner = log_fixed(table, std::max((float)first * -0x1p-24f, 0x1p-24f));
+  return (float)(upper ? -inner : -first - rest) * 0x1p-24f;
+}
+
+inline int32_t ordered(float x) {
+  int32_t word;
+  x += 0.0f;
+  std::memcpy(&word, &x, 4);
+  return word < 0 ? word ^ 0x7FFFFFFF : word;
+}
+
+// The largest edge for which the weights of all entries at or above it reach `target`; without weights they count 1.
+int32_t search(const int32_t* order, const float* weights, int64_t V, float target) {
+  auto enough = [&](int32_t trial) {
+    Vec sum = {};
+    int64_t i = 0;
+    for (; i + VL <= V; i += VL)
+      for (int j = 0; j < VL; j++) sum[j] += order[i + j] >= trial ? (weights ? weights[i + j] : 1.0f) : 0.0f;
+    float all = total(sum);
+    for (; i < V; i++) all += order[i] >= trial ? (weights ? weights[i] : 1.0f) : 0.0f;
+    return all >= target;
+  };
+  int32_t edge = enough(0) ? 0 : INT32_MIN;
+  for (int bit = 30; bit >= 0; bit--)
+    if (enough(edge + (1 << bit))) edge += 1 << bit;
+  return edge;
+}
+
+constexpr float NEGATIVE = -1.0e30f;
+
+void softmax(const float* scores, float* weights, int64_t V) {
+  std::copy(scores, scores + V, weights);
+  float inverse = weigh(weights, V);
+  for (int64_t i = 0; i < V; i++) weights[i] *= inverse;
+}
+
+// Top-k, top-p and min-p on tempered logits, as paceline.core.law.filtered.
+void filter(float* s, int64_t V, float top_k, float top_p, float min_p, std::vector<float>& weights,
+            std::vector<int32_t>& order) {
+  weights.resize(V + VL);
+  order.resize(V);
+  if (top_k > 0 && top_k < (float)V) {
+    for (int64_t i = 0; i < V; i++) order[i] = ordered(s[i]);
+    int32_t edge = search(order.data(), nullptr, V, top_k);
+    float room = top_k;
+    for (int64_t i = 0; i < V; i++) room -= order[i] > edge;
+    for (int64_t i = 0; i < V; i++)
+      if (order[i] < edge || (order[i] == edge && room-- < 1)) s[i] = NEGATIVE;
+  }
+  if (top_p < 1) {
+    softmax(s, weights.data(), V);
+    for (int64_t i = 0; i < V; i++) order[i] = ordered(weights[i]);
+    int32_t edge = search(order.data(), weights.data(), V, top_p);
+    float before = 0;
+    for (int64_t i = 0; i < V; i++) before += order[i] > edge ? weights[i] : 0.0f;
+    for (int64_t i = 0; i < V; i++) {
+      if (order[i] > edge) continue;
+      bool kept = order[i] == edge && before < top_p;
+      if (order[i] == edge) before += weights[i];
+      if (!kept) s[i] = NEGATIVE;
+    }
+  }
+  if (min_p > 0) {
+    softmax(s, weights.data(), V);
+    float floor = min_p * *std::max_element(weights.begin(), weights.begin() + V);
+    for (int64_t i = 0; i < V; i++)
+      if (weights[i] < floor) s[i] = NEGATIVE;
+  }
+}
+
+int32_t argmax(const float* s, int64_t V) {
+  float best = s[0];
+  for (int64_t i = 1; i < V; i++) best = s[i] > best ? s[i] : best;
+  for (int64_t i = 0; i < V; i++)
+    if (s[i] == best) return (int32_t)i;
+  return (int32_t)V - 1;  // not a number anywhere: stay a legal id
+}
+
+struct Choose {
+  int64_t batch, window, vocabulary, stream;
+  const float *logits, *knobs;
+  const int32_t *positions, *keys;
+};
+
+void choose(const Choose& c, int32_t* out) {
+  const int64_t V = c.vocabulary;
+#pragma omp parallel for schedule(static) if (c.batch * c.window * V > 16384)
+  for (int64_t i = 0; i < c.batch * c.window; i++) {
+    const float *logits = c.logits + i * V, *knobs = c.knobs + i / c.window * 4;
+    if (knobs[0] <= 0) {  // one-hot: no filter removes the largest logit
+      out[i] = argmax(logits, V);
+      continue;
+    }
+    static thread_local std::vector<float> scores, weights;
+    static thread_local std::vector<int32_t> order;
+    scores.resize(V);
+    for (int64_t v = 0; v < V; v++) scores[v] = logits[v] / knobs[0];
+    filter(scores.data(), V, knobs[1], knobs[2], knobs[3], weights, order);
+    uint32_t low = c.keys[i / c.window * 2], high = c.keys[i / c.window * 2 + 1];
+    uint32_t key = mix(mix(low ^ ROW) + (uint32_t)c.positions[i] * GOLDEN);
+    key = mix((key ^ high) + (uint32_t)c.stream * STREAM);
+    uint32_t second = mix(key ^ GOLDEN);
+    for (int64_t v = 0; v < V; v++) scores[v] += gumbel(noise_table, mix(mix((uint32_t)v * GOLDEN + key) ^ second));
+    out[i] = argmax(scores.data(), V);
+  }
+}
+
+}  // namespace
+
+// ----------------------------------------------------------------------------------------------- plain C entry points --
+// dtype of weights and caches: 0 float32, 1 bfloat16, 2 float16. Activations are float32.
+
+extern "C" void paceline_linear(const float* x, const void* w, float* out, int64_t M, int64_t K, int64_t N,
+                                int64_t dtype) {
+  if (dtype == 0) linear(x, (const float*)w, out, M, K, N);
+  else if (dtype == 1) linear(x, (const BFloat16*)w, out, M, K, N);
+  else linear(x, (const Float16*)w, out, M, K, N);
+}
+
+extern "C" void paceline_attend(const float* q, const float* k, const float* v, void* keys, void* values, float* out,
+                                const int32_t* row, const int32_t* count, const int32_t* slots, const int64_t* sizes,
+                                int64_t dtype) {
+  Attend a{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], row, count, slots};
+  if (dtype == 0) attend(a, q, k, v, (float*)keys, (float*)values, out);
+  else if (dtype == 1) attend(a, q, k, v, (BFloat16*)keys, (BFloat16*)values, out);
+  else attend(a, q, k, v, (Float16*)keys, (Float16*)values, out);
+}
+
+extern "C" void paceline_choose(const float* logits, const int32_t* positions, const float* knobs, const int32_t* keys,
+                                int32_t* out, int64_t batch, int64_t window, int64_t vocabulary, int64_t stream) {
+  choose(Choose{batch, window, vocabulary, stream, logits, knobs, positions, keys}, out);
+}
+
+extern "C" void paceline_set_noise_table(const int32_t* table) { noise_table = table; }
+
+// ------------------------------------------------------------------------------------- entry points of compiled graphs --
+
+typedef struct AtenTensorOpaque* Handle;
+extern "C" {
+int32_t aoti_torch_get_data_ptr(Handle, void**);
+int32_t aoti_torch_get_sizes(Handle, int64_t**);
+int32_t aoti_torch_get_dim(Handle, int64_t*);
+int32_t aoti_torch_get_dtype(Handle, int32_t*);
+int32_t aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*);
+int32_t aoti_torch_dtype_float32();
+int32_t aoti_torch_dtype_bfloat16();
+int32_t aoti_torch_dtype_int32();
+int32_t aoti_torch_device_type_cpu();
+}
+
+namespace {
+
+template <class T>
+T* data(Handle handle) {
+  void* pointer = nullptr;
+  aoti_torch_get_data_ptr(handle, &pointer);
+  return (T*)pointer;
+}
+const int64_t* sizes(Handle handle) {
+  int64_t* found = nullptr;
+  aoti_torch_get_sizes(handle, &found);
+  return found;
+}
+int64_t code(int32_t dtype) {
+  return dtype == aoti_torch_dtype_float32() ? 0 : dtype == aoti_torch_dtype_bfloat16() ? 1 : 2;
+}
+int32_t dtype_of(Handle handle) {
+  int32_t dtype = 0;
+  aoti_torch_get_dtype(handle, &dtype);
+  return dtype;
+}
+Handle empty(int64_t dim, const int64_t* shape, int32_t dtype) {
+  int64_t strides[4] = {1, 1, 1, 1};
+  for (int64_t i = dim - 2; i >= 0; i--) strides[i] = strides[i + 1] * shape[i + 1];
+  Handle made = nullptr;
+  aoti_torch_empty_strided(dim, shape, strides, dtype, aoti_torch_device_type_cpu(), 0, &made);
+  return made;
+}
+
+}  // namespace
+
+extern "C" int32_t aoti_torch_cpu_row_linear(Handle x, Handle w, Handle* ret) {
+  int64_t dim = 0, shape[4], M = 1;
+  aoti_torch_get_dim(x, &dim);
+  for (int64_t i = 0; i < dim; i++) shape[i] = sizes(x)[i];
+  int64_t K = shape[dim - 1], N = sizes(w)[0];
+  for (int64_t i = 0; i < dim - 1; i++) M *= shape[i];
+  shape[dim - 1] = N;
+  *ret = empty(dim, shape, aoti_torch_dtype_float32());
+  paceline_linear(data<float>(x), data<void>(w), data<float>(*ret), M, K, N, code(dtype_of(w)));
+  return 0;
+}
+
+extern "C" int32_t aoti_torch_cpu_row_attend(Handle q, Handle k, Handle v, Handle keys, Handle values, Handle row,
+                                             Handle count, Handle slots, Handle* ret) {
+  const int64_t* s = sizes(q);
+  int64_t shape[3] = {s[0], s[1], s[2] * s[3]};
+  int64_t all[6] = {s[0], s[1], s[2], sizes(k)[2], s[3], sizes(keys)[2]};
+  *ret = empty(3, shape, aoti_torch_dtype_float32());
+  paceline_attend(data<float>(q), data<float>(k), data<float>(v), data<void>(keys), data<void>(values),
+                  data<float>(*ret), data<int32_t>(row), data<int32_t>(count), data<int32_t>(slots), all,
+                  code(dtype_of(keys)));
+  return 0;
+}
+
+extern "C" int32_t aoti_torch_cpu_row_choose(Handle logits, Handle positions, Handle knobs, Handle keys, int64_t stream,
+                                             Handle* ret) {
+  const int64_t* s = sizes(logits);
+  *ret = empty(2, s, aoti_torch_dtype_int32());
+  paceline_choose(data<float>(logits), data<int32_t>(positions), data<float>(knobs), data<int32_t>(keys),
+                  data<int32_t>(*ret), s[0], s[1], s[2], stream);
+  return 0;
+}

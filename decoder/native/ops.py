@@ -1,0 +1,122 @@
+"""The native kernels as PyTorch operators, so that graphs can be traced through them.
+
+A compiled graph calls the library directly (see `c_shims`); the Python implementations below serve tests and tracing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from paceline.core import noise
+from paceline.core.types import SamplingBatch
+from paceline.decoder.kernels import Place
+from paceline.decoder.native import build
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SCHEMAS = (
+    "row_linear(Tensor x, Tensor w) -> Tensor",
+    "row_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor row, Tensor count, "
+    "Tensor slots) -> Tensor",
+    "row_choose(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, int stream) -> Tensor",
+)
+
+
+class Native:
+    """The `Kernels` of a CPU, compiled. Inputs must be contiguous, which is made sure of here."""
+
+    def __init__(self) -> None:
+        register()
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        made: Tensor = torch.ops.paceline.row_linear(x.contiguous(), weight)
+        return made
+
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
+        q, k, v = (x.contiguous() for x in qkv)
+        made: Tensor = torch.ops.paceline.row_attend(q, k, v, *cache, place.row, place.count, place.slots)
+        return made
+
+    def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, stream: int = noise.TARGET) -> Tensor:
+        made: Tensor = torch.ops.paceline.row_choose(
+            logits, positions.contiguous(), sampling.knobs, sampling.keys, stream
+        )
+        return made
+
+
+def c_shims() -> dict[object, list[str]]:
+    """For AOTInductor: the C function behind each operator, so that a graph calls it without the dispatcher."""
+    register()
+    ops = torch.ops.paceline
+    tensors = "AtenTensorHandle x, AtenTensorHandle w"
+    many = ", ".join(f"AtenTensorHandle t{i}" for i in range(8))
+    four = ", ".join(f"AtenTensorHandle t{i}" for i in range(4))
+    head = "AOTITorchError aoti_torch_cpu_row_"
+    return {
+        ops.row_linear.default: [f"{head}linear({tensors}, AtenTensorHandle* ret)"],
+        ops.row_attend.default: [f"{head}attend({many}, AtenTensorHandle* ret)"],
+        ops.row_choose.default: [f"{head}choose({four}, int64_t stream, AtenTensorHandle* ret)"],
+    }
+
+
+@lru_cache(maxsize=1)
+def register() -> torch.library.Library:
+    """Build the kernels if needed and define the operators, once per process."""
+    build.library()
+    made = torch.library.Library("paceline", "DEF")
+    for schema in _SCHEMAS:
+        made.define(schema)
+    bodies = {"row_linear": (_linear, _shape_linear), "row_attend": (_attend, _shape_attend)}
+    bodies["row_choose"] = (_choose, _shape_choose)
+    for name, (body, shape) in bodies.items():
+        made.impl(name, body, "CPU")
+        torch.library.register_fake(f"paceline::{name}", shape, lib=made)
+    return made
+
+
+def _shape_linear(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], w.shape[0])
+
+
+def _shape_attend(q: Tensor, *_rest: Tensor) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
+
+
+def _shape_choose(logits: Tensor, *_rest: object) -> Tensor:
+    return logits.new_empty(*logits.shape[:-1], dtype=torch.int32)
+
+
+def _pointer(x: Tensor) -> ctypes.c_void_p:
+    assert x.is_contiguous()
+    return ctypes.c_void_p(x.data_ptr())
+
+
+def _linear(x: Tensor, w: Tensor) -> Tensor:
+    out = _shape_linear(x, w)
+    rows, width = x.numel() // x.shape[-1], x.shape[-1]
+    numbers = (ctypes.c_int64(n) for n in (rows, width, w.shape[0], _DTYPES[w.dtype]))
+    build.library().paceline_linear(_pointer(x), _pointer(w), _pointer(out), *numbers)
+    return out
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
+    keys, values, row, count, slots = rest
+    out = _shape_attend(q)
+    lines, window, heads, width = q.shape
+    sizes = (ctypes.c_int64 * 6)(lines, window, heads, k.shape[2], width, keys.shape[2])
+    pointers = (_pointer(x) for x in (q, k, v, keys, values, out, row, count, slots))
+    build.library().paceline_attend(*pointers, sizes, ctypes.c_int64(_DTYPES[keys.dtype]))
+    return out
+
+
+def _choose(logits: Tensor, positions: Tensor, knobs: Tensor, *rest: object) -> Tensor:
+    keys, stream = rest
+    assert isinstance(keys, Tensor) and isinstance(stream, int)
+    out = _shape_choose(logits)
+    pointers = (_pointer(x) for x in (logits, positions, knobs, keys, out))
+    numbers = (ctypes.c_int64(n) for n in (*logits.shape, stream))
+    build.library().paceline_choose(*pointers, *numbers)
+    return out

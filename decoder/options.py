@@ -1,0 +1,86 @@
+"""What a user chooses when a decoder is loaded, checked and completed; nothing about the model itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.core.errors import ConfigurationError
+
+AMP = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
+MAX_WIDTH = 128
+"""Rows one window may have at most; caches carry as many rows of slack, so that no window runs over their end."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderOptions:
+    """Shapes and number format of a decoder.
+
+    batch_size  slots; fixed, a slot without a request idles
+    reaches     buckets of the cache length, ascending; the last is how long a text may be (n_positions)
+    chunks      lengths of the prefill graphs, ascending; longer prompts are read in chunks of the largest
+    amp         number format of weights, cache and products: "bf16", "f16" or "f32"
+    """
+
+    batch_size: int
+    reaches: tuple[int, ...]
+    chunks: tuple[int, ...]
+    amp: str
+
+    @property
+    def n_positions(self) -> int:
+        return self.reaches[-1]
+
+    @property
+    def rows(self) -> int:
+        """Rows a cache has: all positions, and slack for a window or a padded chunk that begins at the last one."""
+        return self.n_positions + max(MAX_WIDTH, self.chunks[-1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return AMP[self.amp]
+
+
+def decoder_options(
+    *,
+    batch_size: int,
+    n_positions: int | Sequence[int] | None,
+    context_length_estimate: int | Sequence[int] | None,
+    amp: str,
+    trained: int,
+) -> DecoderOptions:
+    """Check and complete the options of `AutoDecoder.from_pretrained`; ``trained`` is the model's own context."""
+    if amp not in AMP:
+        raise ConfigurationError(f"amp={amp!r} is unknown; use one of {', '.join(AMP)}")
+    if batch_size < 1:
+        raise ConfigurationError(f"batch_size must be at least 1, not {batch_size}")
+    reaches = _ascending("n_positions", trained if n_positions is None else n_positions)
+    if reaches[-1] > trained:
+        raise ConfigurationError(
+            f"n_positions={reaches[-1]} is more than the {trained} positions the model was trained on "
+            "(max_position_embeddings); ask for fewer"
+        )
+    if n_positions is None or isinstance(n_positions, int):
+        reaches = _powers(reaches[-1])
+    chunks = _ascending("context_length_estimate", context_length_estimate or [64, 256])
+    chunks = tuple(sorted({min(chunk, reaches[-1]) for chunk in chunks}))
+    return DecoderOptions(batch_size, reaches, chunks, amp)
+
+
+def _ascending(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
+    values = (given,) if isinstance(given, int) else tuple(given)
+    if not values or any(v < 1 for v in values) or any(a >= b for a, b in zip(values, values[1:], strict=False)):
+        raise ConfigurationError(f"{name} must be a positive number or an ascending list of them, not {given}")
+    return values
+
+
+def _powers(last: int) -> tuple[int, ...]:
+    """128, 256, 512, ... and the last one itself."""
+    found = []
+    reach = 128
+    while reach < last:
+        found.append(reach)
+        reach *= 2
+    return (*found, last)

@@ -1,0 +1,184 @@
+"""Rotary position embedding: its settings, its tables for a fixed number of positions, and the rotation.
+
+Every type that Hugging Face's Llama knows how to read from a checkpoint is here. What is not here:
+frequencies that follow the length of the running sequence. A compiled decoder rotates keys once, when they
+enter the cache, with a table fixed at build time; so does every graph of a model, which is what makes their
+results agree. Two types depend on the length in Hugging Face's code, and a fixed table treats them so:
+
+- ``dynamic`` equals ``default`` up to ``max_position_embeddings`` and is refused beyond.
+- ``longrope`` has one set of factors for sequences up to the original length and one for longer sequences;
+  the *table's* length chooses, once, for all its rows. A table longer than the original length therefore uses
+  the long factors for short texts too; build the decoder with fewer positions to get the short ones.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigurationError, UnknownArchitectureError
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Settings of every rope type; a type reads those it knows and leaves the others.
+
+    ``factor`` None means ``max_position_embeddings / original_max_position_embeddings`` (yarn and longrope
+    only).
+    """
+
+    type: str = "default"
+    theta: float = 10000.0
+    max_position_embeddings: int = 2048
+    original_max_position_embeddings: int = 2048
+    factor: float | None = None
+    attention_factor: float | None = None
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+
+def rope_tables(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
+    """cos and sin, each float32 [positions, head_dim], with the type's attention scaling folded in.
+
+    Columns are laid out for ``apply_rope``: the head_dim / 2 angles, then the same angles once more.
+    """
+    if positions < 1 or head_dim < 2 or head_dim % 2:
+        raise ConfigurationError(
+            f"rope tables need at least one position and an even head size, not positions={positions} and "
+            f"head_dim={head_dim}; correct the decoder's length or the model's head_dim."
+        )
+    frequencies = _frequencies(config, head_dim, positions)
+    places = torch.arange(positions, dtype=torch.float32, device="cpu")
+    angles = places[:, None] * frequencies[None, :]
+    angles = torch.cat((angles, angles), dim=-1)
+    scale = _attention_scaling(config)
+    return angles.cos() * scale, angles.sin() * scale
+
+
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [..., H, D] by cos and sin [..., 1, D], the tables' rows of each token; keeps x's dtype.
+
+    Computed in float32 and rounded once, at the end. Hugging Face rounds cos and sin to x's dtype and
+    multiplies there, so in bf16 the two differ in the last bit; in float32 they agree exactly.
+    """
+    wide = x.to(torch.float32)
+    first, second = wide.chunk(2, dim=-1)
+    turned = torch.cat((-second, first), dim=-1)
+    return (wide * cos.to(torch.float32) + turned * sin.to(torch.float32)).to(x.dtype)
+
+
+def _frequencies(config: RopeConfig, head_dim: int, positions: int) -> Tensor:
+    """Angle per position of each pair of dimensions, float32 [head_dim / 2]."""
+    # The order of operations in this file follows Hugging Face's, so that float32 tables come out the same
+    # bits.
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
+    wavelengths = config.theta**exponents
+    if config.type == "default":
+        return 1.0 / wavelengths
+    if config.type == "linear":
+        return 1.0 / wavelengths / _factor(config)
+    if config.type == "dynamic":
+        _refuse_beyond_training(config, positions)
+        return 1.0 / wavelengths
+    if config.type == "llama3":
+        return _llama3(config, 1.0 / wavelengths)
+    if config.type == "yarn":
+        return _yarn(config, wavelengths)
+    if config.type == "longrope":
+        return 1.0 / (_longrope_factors(config, head_dim, positions) * wavelengths)
+    raise UnknownArchitectureError(
+        f"rope type {config.type!r} is not supported; use a checkpoint with one of {', '.join(ROPE_TYPES)}."
+    )
+
+
+def _refuse_beyond_training(config: RopeConfig, positions: int) -> None:
+    if positions > config.max_position_embeddings:
+        raise UnknownArchitectureError(
+            f"rope type 'dynamic' changes its frequencies with every token beyond max_position_embeddings = "
+            f"{config.max_position_embeddings}, and a compiled decoder's table is fixed; build the decoder "
+            f"with at most {config.max_position_embeddings} positions instead of {positions}, or use a model "
+            "with 'yarn', 'linear' or 'llama3' scaling."
+        )
+
+
+def _llama3(config: RopeConfig, inverse: Tensor) -> Tensor:
+    """Long waves stretched by the factor, short ones kept, those in between interpolated; [head_dim / 2]."""
+    factor = _factor(config)
+    original = config.original_max_position_embeddings
+    wavelength = 2 * math.pi / inverse
+    longest_kept = original / config.high_freq_factor
+    shortest_stretched = original / config.low_freq_factor
+    kept_share = (original / wavelength - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    between = (1 - kept_share) * inverse / factor + kept_share * inverse
+    result = torch.where(wavelength > shortest_stretched, inverse / factor, between)
+    return torch.where(wavelength < longest_kept, inverse, result)
+
+
+def _yarn(config: RopeConfig, wavelengths: Tensor) -> Tensor:
+    """A ramp over the dimensions from kept frequencies to stretched ones; [head_dim / 2]."""
+    half = wavelengths.shape[0]
+    low = _dimension_turning(config, config.beta_fast, 2 * half)
+    high = _dimension_turning(config, config.beta_slow, 2 * half)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width would divide by zero
+    ramp = ((torch.arange(half, dtype=torch.float32, device="cpu") - low) / (high - low)).clamp(0, 1)
+    kept_share = 1 - ramp
+    return 1.0 / (_factor(config) * wavelengths) * (1 - kept_share) + 1.0 / wavelengths * kept_share
+
+
+def _dimension_turning(config: RopeConfig, turns: float, head_dim: int) -> float:
+    """The (fractional) dimension whose angle makes ``turns`` full turns within the original length."""
+    original = config.original_max_position_embeddings
+    return (head_dim * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(config.theta))
+
+
+def _longrope_factors(config: RopeConfig, head_dim: int, positions: int) -> Tensor:
+    """One divisor per frequency, [head_dim / 2]; which set depends on the table's length (see the module)."""
+    long = positions > config.original_max_position_embeddings
+    factors = config.long_factor if long else config.short_factor
+    if len(factors) != head_dim // 2:
+        raise UnknownArchitectureError(
+            f"rope type 'longrope': {'long_factor' if long else 'short_factor'} has {len(factors)} entries, "
+            f"but a head of {head_dim} needs {head_dim // 2}; correct the checkpoint's config.json."
+        )
+    return torch.tensor(factors, dtype=torch.float32, device="cpu")
+
+
+def _factor(config: RopeConfig) -> float:
+    if config.factor is not None:
+        return config.factor
+    return config.max_position_embeddings / config.original_max_position_embeddings
+
+
+def _attention_scaling(config: RopeConfig) -> float:
+    """What cos and sin are multiplied with, so that attention stays as sharp over a stretched context."""
+    if config.type not in ("yarn", "longrope"):
+        return 1.0
+    if config.attention_factor is not None:
+        return config.attention_factor
+    factor = _factor(config)
+    if config.type == "longrope":
+        original = config.original_max_position_embeddings
+        return 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if config.mscale and config.mscale_all_dim:
+        return _yarn_scale(factor, config.mscale) / _yarn_scale(factor, config.mscale_all_dim)
+    return _yarn_scale(factor, 1.0)
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0

@@ -1,0 +1,49 @@
+"""A plain function from the tokens so far to the tokens that may follow, as a drafter.
+
+The quickest way to try an idea: ``SpeculativeGenerator(lift(my_function, 4), target)``. What the function returns is
+checked, since it may be anything: ids out of range and what goes past the length are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
+
+Function = Callable[[list[int]], list[int]]
+
+
+class LiftedDrafter:
+    """Calls ``function(tokens of the text) -> tokens`` for every slot and round."""
+
+    reach: int | None = None
+
+    def __init__(self, function: Function, length: int) -> None:
+        self._function, self.nodes = function, length
+        self._texts: dict[int, list[int]] = {}
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        self._texts[slot] = list(prompt)
+
+    def observe(self, commit: Commit) -> None:
+        for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
+            if slot in self._texts:
+                self._texts[slot] += tokens[:count]
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        limit = bounds.limit.tolist()
+        rows = []
+        for slot in range(len(commit.tokens)):
+            wanted = slot in self._texts and limit[slot] > 0
+            found = [int(t) for t in self._function(list(self._texts[slot]))] if wanted else []
+            found = found[: self.nodes]
+            bad = next((i for i, token in enumerate(found) if not 0 <= token < 1 << 31), len(found))
+            rows.append(found[:bad] + [PAD] * (self.nodes - bad))
+        return Proposal(torch.tensor(rows, dtype=torch.int32).view(len(rows), self.nodes))
+
+
+def lift(function: Function, length: int) -> LiftedDrafter:
+    """A drafter of up to ``length`` tokens a round from a plain function."""
+    return LiftedDrafter(function, length)

@@ -1,0 +1,85 @@
+"""Prompt lookup: propose what followed the last tokens when they stood earlier in the text.
+
+The longest match wins; among equals the most recent one, or the first (``prefer="first"``). Sources: A. Saxena,
+"Prompt Lookup Decoding" (2023); the two preferences are those of llama.cpp and vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from paceline.core.errors import ConfigurationError
+from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
+
+
+class NgramIndex:
+    """One text and, for every n-gram in it, where what follows begins."""
+
+    def __init__(self, sizes: range, *, first: bool) -> None:
+        self._sizes, self._first = sizes, first
+        self.tokens: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append to the text. An n-gram is entered when the token after it is known."""
+        for token in tokens:
+            end = len(self.tokens)
+            for size in self._sizes:
+                if size <= end:
+                    gram = tuple(self.tokens[end - size : end])
+                    if self._first:
+                        self._after.setdefault(gram, end)
+                    else:
+                        self._after[gram] = end
+            self.tokens.append(token)
+
+    def lookup(self, length: int) -> list[int]:
+        """Up to ``length`` tokens that followed the longest match."""
+        for size in reversed(self._sizes):
+            if size > len(self.tokens):
+                continue
+            at = self._after.get(tuple(self.tokens[-size:]))
+            if at is not None:
+                return self.tokens[at : at + length]
+        return []
+
+
+class NgramDrafter:
+    """Drafts chains of ``length`` tokens from n-grams of ``shortest`` to ``longest`` tokens."""
+
+    reach: int | None = None
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        longest: int = 3,
+        shortest: int = 1,
+        prefer: Literal["recent", "first"] = "recent",
+    ) -> None:
+        if not 1 <= shortest <= longest:
+            raise ConfigurationError(f"n-grams of {shortest} to {longest} tokens make no sense; 1 <= shortest <= longest")
+        if prefer not in ("recent", "first"):
+            raise ConfigurationError(f"prefer={prefer!r} is unknown; use 'recent' or 'first'")
+        self.nodes = length
+        self._sizes, self._first = range(shortest, longest + 1), prefer == "first"
+        self._texts: dict[int, NgramIndex] = {}
+
+    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+        self._texts[slot] = NgramIndex(self._sizes, first=self._first)
+        self._texts[slot].extend(prompt)
+
+    def observe(self, commit: Commit) -> None:
+        for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
+            if slot in self._texts:
+                self._texts[slot].extend(tokens[:count])
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        rows = []
+        for slot in range(len(commit.tokens)):
+            found = self._texts[slot].lookup(self.nodes) if slot in self._texts else []
+            rows.append(found + [PAD] * (self.nodes - len(found)))
+        return Proposal(torch.tensor(rows, dtype=torch.int32).view(len(rows), self.nodes))

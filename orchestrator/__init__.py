@@ -1,0 +1,24 @@
+"""Paceline: decoding with several models at once. Small models set the pace, the big one decides.
+
+    from paceline import AutoDecoder, SpeculativeGenerator
+"""
+
+from paceline.auto import AutoDecoder
+from paceline.core.errors import PacelineError
+from paceline.draft.lift import lift
+from paceline.draft.ngram import NgramDrafter
+from paceline.generator import SpeculativeGenerator
+from paceline.result import Event, GenerationResult, Statistics
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutoDecoder",
+    "Event",
+    "GenerationResult",
+    "NgramDrafter",
+    "PacelineError",
+    "SpeculativeGenerator",
+    "Statistics",
+    "lift",
+]

@@ -1,0 +1,81 @@
+"""The keywords of one call of `sample` or `stream` as a value, and what is made of them before any work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessor
+
+from paceline import processors, request
+from paceline.core.errors import SamplingError
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.request import InputIds, Request
+from paceline.stopping import Criterion, Decodes
+from paceline.target.host import Processor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """As documented at `paceline.sampler.Sampler.sample`."""
+
+    input_ids: InputIds
+    sequence_length: int | None
+    max_new_tokens: int | None
+    attention_mask: Tensor | None
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    do_sample: bool
+    seed: int | Sequence[int]
+    eos_token_id: int | Sequence[int] | None
+    stop_strings: str | Sequence[str] | None
+    tokenizer: Decodes | None
+    stopping_criteria_list: Sequence[Criterion] | None
+    logits_processor: Sequence[LogitsProcessor] | None
+    no_repeat_ngram_size: int | None
+    repetition_penalty: float | None
+
+    def requests(self, target: CompiledDecoder) -> list[Request]:
+        """Checked requests, in row order.
+
+        Raises:
+            PromptError, SamplingError: something cannot be served.
+        """
+        rows = request.prompts(self.input_ids, self.attention_mask, vocab_size=target.config.vocab_size)
+        if not isinstance(self.seed, int) and len(self.seed) != len(rows):
+            raise SamplingError(f"seed has {len(self.seed)} entries for {len(rows)} prompts; give one each, or an int")
+        return [self._request(index, row, target) for index, row in enumerate(rows)]
+
+    def processor(self) -> Processor | None:
+        """The processors asked for, as one."""
+        return processors.processor_list(
+            self.logits_processor,
+            repetition_penalty=self.repetition_penalty,
+            no_repeat_ngram_size=self.no_repeat_ngram_size,
+        )
+
+    def _request(self, index: int, prompt: tuple[int, ...], target: CompiledDecoder) -> Request:
+        length = request.total_length(
+            len(prompt), self.sequence_length, self.max_new_tokens, n_positions=target.n_positions
+        )
+        own = request.sampling(
+            index,
+            do_sample=self.do_sample,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+        )
+        limits = request.stopping(
+            length,
+            eos=self.eos_token_id,
+            default_eos=target.config.eos_token_ids,
+            stop_strings=self.stop_strings,
+            tokenizer=self.tokenizer,
+            criteria=self.stopping_criteria_list,
+        )
+        return Request(index, prompt, own, limits)

@@ -1,0 +1,82 @@
+"""`AutoDecoder.from_pretrained`: a Hugging Face folder becomes a decoder that can `sample`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from paceline import build, warm
+from paceline.core.accept import Match
+from paceline.decoder.backends.base import make
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.options import decoder_options
+from paceline.decoder.weights import load_weights
+from paceline.draft.none import NoDrafter
+from paceline.loop import Engine
+from paceline.result import Statistics
+from paceline.sampler import Sampler
+
+
+class SamplingDecoder(CompiledDecoder, Sampler):
+    """A compiled decoder that decodes plainly by itself, and is a draft or a target of a `SpeculativeGenerator`."""
+
+    statistics = Statistics()
+
+    def compile(self, width: int | None = None) -> None:
+        """Make every graph plain decoding needs, so that no call has to wait for one."""
+        warm.up(self._engine(build.Demands(width=width)), self._decoders())
+
+    def _decoders(self) -> list[CompiledDecoder]:
+        return [self]
+
+    def _engine(self, demands: build.Demands) -> Engine:
+        return build.engine(self, NoDrafter(), rule=Match(), exact=True, demands=demands)
+
+
+class AutoDecoder:
+    """Finds out from a folder's config.json which family it is."""
+
+    @staticmethod
+    def from_pretrained(
+        path: str | os.PathLike[str],
+        *,
+        batch_size: int = 1,
+        n_positions: int | Sequence[int] | None = None,
+        context_length_estimate: int | Sequence[int] | None = None,
+        amp: str = "bf16",
+        backend: str = "inductor",
+        progress: Callable[[int, int], None] | None = None,
+    ) -> SamplingDecoder:
+        """Load a decoder.
+
+        path                     folder with config.json and safetensors or .bin weights, whole or sharded
+        batch_size               slots; fixed
+        n_positions              longest text, or the ascending list of buckets of the cache length; default: what the
+                                 model was trained on. A single number gives buckets 128, 256, 512, ... up to it
+        context_length_estimate  lengths of the prefill graphs; default 64 and 256
+        amp                      "bf16", "f16" or "f32": number format of weights and cache
+        backend                  "inductor" (compiled, CPU) or "eager"
+        progress                 told (tensors loaded, tensors in all)
+
+        Graphs are compiled at first use, or by ``compile()``, and found in the cache from then on.
+
+        Raises:
+            CheckpointError: the folder cannot be used.
+            ConfigurationError: an option is out of range.
+            BackendError: the backend cannot work here.
+        """
+        config = ModelConfig.from_pretrained(path)
+        options = decoder_options(
+            batch_size=batch_size,
+            n_positions=n_positions,
+            context_length_estimate=context_length_estimate,
+            amp=amp,
+            trained=config.max_position_embeddings,
+        )
+        engine = make(backend)
+        weights = load_weights(path, config, options.dtype, progress=progress)
+        decoder = SamplingDecoder(config, options, weights, backend=engine)
+        decoder.folder = Path(path)
+        return decoder

@@ -1,0 +1,126 @@
+"""Slots and the texts in them. Requests join and leave between rounds; shapes never change.
+
+Holds the only lengths the host knows, all of them derived from commits. Knows no model and no drafter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from paceline.core.sampling import key_row, knob_row
+from paceline.core.types import PAD, Bounds, Commit, SamplingBatch
+from paceline.request import Request
+from paceline.result import Event, Statistics
+from paceline.stopping import Watch
+
+
+@dataclass(slots=True)
+class Slot:
+    """A request at work."""
+
+    request: Request
+    watch: Watch
+
+
+class Batch:
+    """Commit, sampling and bounds of all slots, and the texts behind them."""
+
+    def __init__(self, size: int, width: int, statistics: Statistics) -> None:
+        self.slots: list[Slot | None] = [None] * size
+        self.sampling = SamplingBatch(torch.zeros(size, 4), torch.zeros(size, 2, dtype=torch.int32))
+        tokens = torch.full((size, width), PAD, dtype=torch.int32)
+        ones, zeros = torch.ones(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int32)
+        self.commit = Commit(tokens, ones, zeros)
+        self._statistics = statistics
+        for slot in range(size):
+            self._rest(slot)
+
+    @property
+    def active(self) -> list[int]:
+        """Slots that hold a request."""
+        return [index for index, slot in enumerate(self.slots) if slot is not None]
+
+    @property
+    def free(self) -> int | None:
+        """A slot without a request."""
+        return next((index for index, slot in enumerate(self.slots) if slot is None), None)
+
+    def one(self, request: Request) -> SamplingBatch:
+        """Sampling of a single request, as a batch of one."""
+        knobs = torch.tensor([knob_row(request.sampling)], dtype=torch.float32)
+        return SamplingBatch(knobs, torch.tensor([key_row(request.sampling.seed)], dtype=torch.int32))
+
+    def join(self, slot: int, request: Request, first: int, logprobs: list[float] | None) -> Event:
+        """Seat a request whose prompt is read and whose first token is known."""
+        row = self.one(request)
+        self.sampling.knobs[slot], self.sampling.keys[slot] = row.knobs[0], row.keys[0]
+        self.slots[slot] = Slot(request, Watch(request.stopping, request.prompt))
+        self.commit.tokens[slot] = PAD
+        self.commit.tokens[slot, 0] = first
+        self.commit.count[slot] = 1
+        self.commit.start[slot] = len(request.prompt)
+        return self._append(slot, [first], 0, logprobs)
+
+    def apply(self, commit: Commit, drafted: list[int], logprobs: list[list[float]] | None) -> list[Event]:
+        """Take over a round's commit; one event for every request. ``drafted``: proposed tokens of every slot."""
+        self.commit = commit
+        events = []
+        rows, counts = commit.tokens.tolist(), commit.count.tolist()
+        for slot in self.active:
+            tokens = rows[slot][: counts[slot]]
+            event = self._append(slot, tokens, counts[slot] - 1, logprobs[slot] if logprobs else None)
+            self._statistics.count(drafted[slot], event.accepted)
+            events.append(event)
+        return events
+
+    def bounds(self, nodes: int, reach: int | None, bucket: int | None) -> Bounds:
+        """What the next round may do: ``nodes`` proposed at most, a drafter that follows ``reach`` positions, and no
+        window across the border of a ``bucket`` of the cache (None: there are no borders).
+        """
+        limits, longest = [0] * len(self.slots), 1
+        for index, slot in enumerate(self.slots):
+            if slot is None:
+                continue
+            length = len(slot.watch.text)
+            longest = max(longest, length)
+            limit = min(nodes, slot.watch.left - 1)
+            if reach is not None:
+                limit = min(limit, reach - length + 1) if length <= reach else 0
+            if bucket is not None:
+                limit = min(limit, bucket - length)
+            limits[index] = max(0, limit)
+        return Bounds(torch.tensor(limits, dtype=torch.int32), longest)
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest text."""
+        return max((len(slot.watch.text) for slot in self.slots if slot is not None), default=1)
+
+    def _append(self, slot: int, tokens: list[int], accepted: int, logprobs: list[float] | None) -> Event:
+        seat = self.slots[slot]
+        assert seat is not None
+        kept, reason = 0, None
+        while kept < len(tokens) and reason is None:
+            reason = seat.watch.append(tokens[kept])
+            kept += 1
+        self._statistics.new_tokens += kept
+        if reason is not None:
+            self.slots[slot] = None
+            self._rest(slot)
+        scores = None if logprobs is None else tuple(logprobs[:kept])
+        return Event(seat.request.index, tuple(tokens[:kept]), min(accepted, kept), reason, scores)
+
+    def _rest(self, slot: int) -> None:
+        """An idle slot computes a harmless token at row 0 of its own cache."""
+        self.commit.tokens[slot] = PAD
+        self.commit.tokens[slot, 0] = 0
+        self.commit.count[slot] = 1
+        self.commit.start[slot] = 0
+        self.sampling.knobs[slot] = torch.tensor(knob_row_idle())
+
+
+def knob_row_idle() -> list[float]:
+    """Greedy: the cheapest law."""
+    return [0.0, 0.0, 1.0, 0.0]

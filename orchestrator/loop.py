@@ -1,0 +1,89 @@
+"""The loop: requests in, events out. Seats requests in free slots, runs rounds, hands out what was committed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Protocol
+
+from paceline.batch import Batch
+from paceline.core.types import Bounds, Commit, SamplingBatch
+from paceline.request import Request
+from paceline.result import Event, Statistics
+
+
+class TimedRound(Protocol):
+    """A `paceline.core.protocols.Round` that says what it did."""
+
+    drafted: list[int]
+    prefill_seconds: float
+    draft_seconds: float
+    verify_seconds: float
+
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int: ...
+
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit: ...
+
+
+class Scored(Protocol):
+    """Where the log-probabilities of the last tokens of every slot are found."""
+
+    logprobs: list[list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A round and what the loop must know of it.
+
+    nodes    most tokens a round proposes
+    width    most tokens a round commits, and of the window that verifies them
+    reach    positions the drafter follows; None = all
+    buckets  borders of the target's cache lengths, ascending; a window crosses none
+    scores   log-probabilities, if they are asked for
+    """
+
+    round: TimedRound
+    slots: int
+    nodes: int
+    width: int
+    reach: int | None
+    buckets: tuple[int, ...]
+    scores: Scored | None = None
+
+
+def run(engine: Engine, requests: Sequence[Request], statistics: Statistics) -> Iterator[Event]:
+    """Serve the requests in order; yields at most one event for a request and round."""
+    begin = perf_counter()
+    waiting = deque(requests)
+    batch = Batch(engine.slots, engine.width, statistics)
+    away = 0.0  # time the consumer of the events spent
+    while waiting or batch.active:
+        events = []
+        while waiting and (slot := batch.free) is not None:
+            request = waiting.popleft()
+            first = engine.round.start(slot, request.prompt, batch.one(request))
+            scores = list(engine.scores.logprobs[slot]) if engine.scores else None
+            events.append(batch.join(slot, request, first, scores))
+        if batch.active:
+            bounds = batch.bounds(engine.nodes, engine.reach, _border(engine.buckets, batch.longest))
+            commit = engine.round(batch.commit, batch.sampling, bounds)
+            events += batch.apply(commit, engine.round.drafted, engine.scores.logprobs if engine.scores else None)
+        for event in events:
+            left = perf_counter()
+            yield event
+            away += perf_counter() - left
+    _book(engine.round, statistics, perf_counter() - begin - away)
+
+
+def _border(buckets: tuple[int, ...], rows: int) -> int:
+    return next((bucket for bucket in buckets if bucket >= rows), buckets[-1])
+
+
+def _book(done: TimedRound, statistics: Statistics, wall: float) -> None:
+    statistics.prefill_seconds += done.prefill_seconds
+    statistics.draft_seconds += done.draft_seconds
+    statistics.verify_seconds += done.verify_seconds
+    busy = done.prefill_seconds + done.draft_seconds + done.verify_seconds
+    statistics.host_seconds += max(0.0, wall - busy)

@@ -1,0 +1,164 @@
+"""`sample` and `stream`, with Hugging Face's keywords, for everything that can decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessor
+
+from paceline import streamers
+from paceline.ask import Ask
+from paceline.build import Demands
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.loop import Engine, run
+from paceline.request import InputIds, Request
+from paceline.result import Event, FinishReason, GenerationResult, Statistics
+from paceline.stopping import Criterion, Decodes
+from paceline.streamers import Streamer
+
+
+class Sampler:
+    """What `SpeculativeGenerator` and decoders share; they say which engine serves a call."""
+
+    statistics: Statistics
+    """Of the last call."""
+
+    def sample(
+        self,
+        input_ids: InputIds,
+        sequence_length: int | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        attention_mask: Tensor | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        do_sample: bool = False,
+        seed: int | Sequence[int] = 0,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        tokenizer: Decodes | None = None,
+        stopping_criteria_list: Sequence[Criterion] | None = None,
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        no_repeat_ngram_size: int | None = None,
+        repetition_penalty: float | None = None,
+        streamer: Streamer | None = None,
+        output_scores: bool = False,
+        return_dict: bool = False,
+        width: int | None = None,
+    ) -> Tensor | GenerationResult:
+        """Continue prompts.
+
+        input_ids               LongTensor [B, S], or lists of ids of unequal lengths; more prompts than slots queue
+        sequence_length         most tokens of a text, prompt included; default: all positions of the decoder
+        max_new_tokens          most new tokens; the smaller of the two limits holds
+        attention_mask          [B, S], 0 where input_ids is padding (left or right); without it every id is real
+        temperature, top_k, top_p, min_p, do_sample   as in Hugging Face; greedy unless ``do_sample``
+        seed                    row b draws with seed + b; or one seed for every row
+        eos_token_id            default: the checkpoint's; [] for none
+        pad_token_id            behind shorter rows; default: the checkpoint's, else its first eos id, else 0
+        stop_strings            need ``tokenizer``; the token that completes one is kept
+        stopping_criteria_list  Hugging Face criteria, called once per new token with ids [1, length]
+        logits_processor        Hugging Face processors, called once per decided token, on the host
+        streamer                Hugging Face streamer, for a single prompt
+        output_scores           log-probabilities of the new tokens (with ``return_dict``)
+        width                   rows of the verifying graph, at least k + 1: plain decoding at the width of a
+                                speculative run rounds as that run does
+
+        Returns LongTensor [B, <= sequence_length], or a `GenerationResult` with ``return_dict``.
+
+        Raises:
+            PromptError, SamplingError, ConfigurationError: before any work starts.
+            DecoderBusyError: a decoder is in the middle of another generation.
+        """
+        ask = Ask(
+            input_ids=input_ids, sequence_length=sequence_length, max_new_tokens=max_new_tokens,
+            attention_mask=attention_mask, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            do_sample=do_sample, seed=seed, eos_token_id=eos_token_id, stop_strings=stop_strings,
+            tokenizer=tokenizer, stopping_criteria_list=stopping_criteria_list, logits_processor=logits_processor,
+            no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty,
+        )  # fmt: skip
+        requests = ask.requests(self._decoders()[0])
+        streamers.check(streamer, len(requests))
+        events = self._events(requests, Demands(ask.processor(), output_scores, width))
+        result = self._collect(requests, streamers.feed(streamer, requests[0], events), pad_token_id, output_scores)
+        return result if return_dict else result.sequences
+
+    def stream(
+        self,
+        input_ids: InputIds,
+        sequence_length: int | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        attention_mask: Tensor | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        do_sample: bool = False,
+        seed: int | Sequence[int] = 0,
+        eos_token_id: int | Sequence[int] | None = None,
+        stop_strings: str | Sequence[str] | None = None,
+        tokenizer: Decodes | None = None,
+        stopping_criteria_list: Sequence[Criterion] | None = None,
+        logits_processor: Sequence[LogitsProcessor] | None = None,
+        no_repeat_ngram_size: int | None = None,
+        repetition_penalty: float | None = None,
+        output_scores: bool = False,
+        width: int | None = None,
+    ) -> Iterator[Event]:
+        """The tokens of `sample`, as they are committed; `statistics` is complete when the iterator is done.
+
+        Bad input raises here, not at the first event. Closing the iterator early frees the decoders.
+        """
+        ask = Ask(
+            input_ids=input_ids, sequence_length=sequence_length, max_new_tokens=max_new_tokens,
+            attention_mask=attention_mask, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+            do_sample=do_sample, seed=seed, eos_token_id=eos_token_id, stop_strings=stop_strings,
+            tokenizer=tokenizer, stopping_criteria_list=stopping_criteria_list, logits_processor=logits_processor,
+            no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty,
+        )  # fmt: skip
+        requests = ask.requests(self._decoders()[0])
+        return self._events(requests, Demands(ask.processor(), output_scores, width))
+
+    def _decoders(self) -> list[CompiledDecoder]:
+        """The decoders a generation holds, the target first."""
+        raise NotImplementedError
+
+    def _engine(self, demands: Demands) -> Engine:
+        """A fresh engine for one call."""
+        raise NotImplementedError
+
+    def _events(self, requests: list[Request], demands: Demands) -> Iterator[Event]:
+        engine = self._engine(demands)
+        return self._hold(engine, requests)
+
+    def _hold(self, engine: Engine, requests: list[Request]) -> Iterator[Event]:
+        self.statistics = Statistics()
+        with ExitStack() as stack:
+            for decoder in self._decoders():
+                stack.enter_context(decoder.held_by(engine))
+            yield from run(engine, requests, self.statistics)
+
+    def _collect(
+        self, requests: list[Request], events: Iterator[Event], pad: int | None, scores: bool
+    ) -> GenerationResult:
+        texts = [list(request.prompt) for request in requests]
+        logprobs: list[list[float]] = [[] for _ in requests]
+        reasons: list[FinishReason] = ["length"] * len(requests)
+        for event in events:
+            texts[event.index] += event.tokens
+            logprobs[event.index] += event.logprobs or ()
+            reasons[event.index] = event.finish_reason or reasons[event.index]
+        config = self._decoders()[0].config
+        if pad is None:
+            pad = config.pad_token_id if config.pad_token_id is not None else (*config.eos_token_ids, 0)[0]
+        longest = max(len(text) for text in texts)
+        rows = torch.tensor([text + [pad] * (longest - len(text)) for text in texts])
+        lengths = [len(text) for text in texts]
+        return GenerationResult(rows, lengths, reasons, logprobs if scores else None, self.statistics)

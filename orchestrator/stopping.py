@@ -1,0 +1,99 @@
+"""When a text ends: looked at after every single token, in order, so that the earliest reason wins.
+
+Text (stop strings) is handled here and nowhere deeper. Hugging Face's `StoppingCriteria` are called once for every
+committed token with the growing prefix, as plain decoding would call them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from transformers.generation import stopping_criteria as hf
+
+from paceline.result import FinishReason
+
+Criterion = Callable[..., object]
+"""Hugging Face's interface: (ids [1, length] int64, scores or None) -> bool or bool tensor [1]."""
+
+
+class Decodes(Protocol):
+    """The one thing asked of a tokenizer here."""
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """Limits of one request.
+
+    length        of the whole text, prompt included; always set
+    eos           ids that end the text and stay in it
+    strings       texts that end it; the token that completes one stays in it
+    tokenizer     turns ids into text, needed for ``strings``
+    criteria      Hugging Face's
+    """
+
+    length: int
+    eos: frozenset[int] = frozenset()
+    strings: tuple[str, ...] = ()
+    tokenizer: Decodes | None = None
+    criteria: tuple[Criterion, ...] = ()
+
+
+class Watch:
+    """Follows one text, token by token."""
+
+    def __init__(self, stopping: Stopping, prompt: Sequence[int]) -> None:
+        self._stopping = stopping
+        self.text = list(prompt)
+        # Every token but a special one is at least a byte of text, so so many tokens hold any stop string.
+        self._lookback = max((len(s.encode()) for s in stopping.strings), default=0) + 8
+
+    @property
+    def left(self) -> int:
+        """How many tokens may still come."""
+        return self._stopping.length - len(self.text)
+
+    def append(self, token: int) -> FinishReason | None:
+        """Add a token; the reason if the text ends with it."""
+        self.text.append(token)
+        if token in self._stopping.eos or self._ends_a_string():
+            return "stop"
+        reason = self._criterion()
+        if reason is None and len(self.text) >= self._stopping.length:
+            return "length"
+        return reason
+
+    def _ends_a_string(self) -> bool:
+        tokenizer = self._stopping.tokenizer
+        if not self._stopping.strings or tokenizer is None:
+            return False
+        tail = self.text[-self._lookback :]
+        now, before = tokenizer.decode(tail), tokenizer.decode(tail[:-1])
+        # An unfinished character decodes to a replacement mark, which the next token turns into text.
+        old = len(before.rstrip("\ufffd"))
+        return any(now.find(s, max(0, old - len(s) + 1)) >= 0 for s in self._stopping.strings)
+
+    def _criterion(self) -> FinishReason | None:
+        if not self._stopping.criteria:
+            return None
+        ids = torch.tensor([self.text])
+        for criterion in self._stopping.criteria:
+            verdict = criterion(ids, None)
+            if bool(verdict.all()) if isinstance(verdict, torch.Tensor) else bool(verdict):
+                return _reason(criterion)
+        return None
+
+
+def _reason(criterion: Criterion) -> FinishReason:
+    """Hugging Face's own criteria for length and time are named as such."""
+    if isinstance(criterion, hf.MaxTimeCriteria):
+        return "time"
+    if isinstance(criterion, hf.MaxLengthCriteria):
+        return "length"
+    if isinstance(criterion, (hf.StopStringCriteria, hf.EosTokenCriteria)):
+        return "stop"
+    return "criteria"

@@ -1,0 +1,288 @@
+"""The house rules that a syntax tree can show: who imports whom, sizes, and the list of packages.
+
+Reads the sources and never imports them. It is not a linter: style is ruff's, types are mypy's.
+Prints each violation as `file:line: message` and exits 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
+
+ROOT_PACKAGE = "paceline"
+ROOT_FOLDER = "orchestrator"
+
+# The import table: folder -> the parts of the package it may import.
+PARTS: dict[str, frozenset[str]] = {
+    "core": frozenset({"core"}),
+    "decoder": frozenset({"core", "decoder"}),
+    "draft": frozenset({"core", "decoder", "draft"}),
+    "target": frozenset({"core", "decoder", "target"}),
+    "medusa": frozenset({"core", "decoder", "medusa"}),
+    "eagle": frozenset({"core", "decoder", "eagle"}),
+    "placement": frozenset({"core", "decoder", "placement"}),
+    "orchestrator": frozenset(
+        {"core", "decoder", "draft", "target", "medusa", "eagle", "placement", "orchestrator"}
+    ),
+}
+SIZED_FOLDERS = (*PARTS, "tests", "benchmarks", "scripts", "examples")
+
+# These see protocols only: `paceline.core` and the modules beside them, except the one that builds.
+LOOP_FILES = frozenset({"orchestrator/loop.py", "orchestrator/rounds.py", "orchestrator/batch.py"})
+BUILDER = "build"
+
+# Other people's packages. Eager: at the top of a module. Inside a function anything goes, except in core,
+# and except what FENCED keeps to a few folders.
+EAGER: dict[str, frozenset[str]] = {
+    "core": frozenset({"torch"}),
+    "orchestrator": frozenset({"torch", "numpy", "safetensors", "transformers", "typer", "rich"}),
+}
+EAGER_ELSEWHERE = frozenset({"torch", "numpy", "safetensors"})
+FENCED: dict[str, tuple[str, ...]] = {"ray": ("placement/", "orchestrator/serving/")}
+
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 8
+MAX_POSITIONAL = 3
+
+# Public entry points that keep Hugging Face's keywords; they turn them at once into Sampling and Stopping.
+PUBLIC_ENTRY_POINTS: dict[str, frozenset[str]] = {"orchestrator/": frozenset({"sample", "stream"})}
+# A command's parameters are the options of the command line.
+COMMAND_DECORATORS = frozenset({"command", "callback"})
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Violation:
+    """One broken rule, at one line of one file (relative to the root)."""
+
+    file: str
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported dotted name; lazy when it runs only inside a function or for the type checker."""
+
+    name: str
+    line: int
+    lazy: bool
+
+
+def sources(root: Path, folders: tuple[str, ...]) -> Iterator[tuple[str, str, ast.Module]]:
+    """(file, text, tree) of every Python file in the folders, in order."""
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            text = path.read_text(encoding="utf-8")
+            yield path.relative_to(root).as_posix(), text, ast.parse(text, filename=str(path))
+
+
+# ---- imports
+
+
+def imports_of(node: ast.AST, *, lazy: bool = False) -> Iterator[Import]:
+    """Every import below node. `from a import b` counts as `a.b`; relative ones keep their dots."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (Import(alias.name, child.lineno, lazy) for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            base = "." * child.level + (child.module or "")
+            yield from (Import(f"{base}.{alias.name}", child.lineno, lazy) for alias in child.names)
+        elif isinstance(child, ast.Call) and (name := dynamic_import(child)):
+            yield Import(name, child.lineno, lazy)
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            yield from imports_of(ast.Module(body=child.body, type_ignores=[]), lazy=True)
+            yield from imports_of(ast.Module(body=child.orelse, type_ignores=[]), lazy=lazy)
+            continue
+        yield from imports_of(child, lazy=lazy or isinstance(child, Function | ast.Lambda))
+
+
+def dynamic_import(call: ast.Call) -> str | None:
+    """The name in `importlib.import_module("name")`, if it is written out."""
+    function = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if function not in {"import_module", "__import__"} or not call.args:
+        return None
+    value = call.args[0].value if isinstance(call.args[0], ast.Constant) else None
+    return value if isinstance(value, str) else None
+
+
+def part_of(name: str) -> str:
+    """The folder a name lives in: paceline.core.types -> core, paceline.loop -> orchestrator."""
+    second = name.split(".")[1] if "." in name else ""
+    return second if second in PARTS else ROOT_FOLDER
+
+
+def check_imports(root: Path) -> list[Violation]:
+    """The import table, for the package's own folders; absolute imports everywhere."""
+    found = []
+    for file, _, tree in sources(root, SIZED_FOLDERS):
+        for item in imports_of(tree):
+            if item.name.startswith("."):
+                message: str | None = "relative import; write it out from `paceline`"
+            elif file.split("/")[0] not in PARTS:
+                message = None
+            elif item.name.split(".")[0] == ROOT_PACKAGE:
+                message = own_import(root, file, item)
+            else:
+                message = foreign_import(file, item)
+            if message:
+                found.append(Violation(file, item.line, message))
+    return found
+
+
+def own_import(root: Path, file: str, item: Import) -> str | None:
+    """What is wrong with a file's import of the package itself, or None."""
+    folder, part = file.split("/")[0], part_of(item.name)
+    if part not in PARTS[folder]:
+        allowed = ", ".join(sorted(PARTS[folder]))
+        return f"{folder}/ may not import {item.name} ({part}/); it may import {allowed}"
+    if file not in LOOP_FILES or part == "core":
+        return None
+    sibling = item.name.partition(".")[2].partition(".")[0]
+    beside = (root / ROOT_FOLDER / f"{sibling}.py").is_file()
+    if part == ROOT_FOLDER and beside and sibling != BUILDER:
+        return None
+    return f"{file} may not import {item.name}; only paceline.core and the modules beside it, never build"
+
+
+def foreign_import(file: str, item: Import) -> str | None:
+    """What is wrong with a file's import of something outside the package, or None."""
+    folder, top = file.split("/")[0], item.name.split(".")[0]
+    if top in PARTS:
+        return f"`{top}` is the folder's name; import it as `{ROOT_PACKAGE}`"
+    if top in sys.stdlib_module_names or top == "__future__":
+        return None
+    if top in FENCED:
+        allowed = file.startswith(FENCED[top])
+        return None if allowed else f"`{top}` may be imported only in {' and '.join(FENCED[top])}"
+    if top in EAGER.get(folder, EAGER_ELSEWHERE):
+        return None
+    if folder == "core":
+        return f"core/ may import torch and the standard library only, not {top}"
+    return None if item.lazy else f"{folder}/ may import {top} only inside a function"
+
+
+# ---- sizes
+
+
+def check_sizes(root: Path) -> list[Violation]:
+    """Length of files and functions, number of parameters, a docstring in every module."""
+    found = []
+    for file, text, tree in sources(root, SIZED_FOLDERS):
+        lines = len(text.splitlines())
+        if lines > MAX_FILE_LINES:
+            found.append(Violation(file, lines, f"{lines} lines; a file has at most {MAX_FILE_LINES}"))
+        if not ast.get_docstring(tree):
+            found.append(Violation(file, 1, "a module says in a docstring what it is and what it is not"))
+        for function, in_class in functions_of(tree):
+            messages = function_messages(file, function, in_class=in_class)
+            found.extend(Violation(file, function.lineno, message) for message in messages)
+    return found
+
+
+def functions_of(node: ast.AST, *, in_class: bool = False) -> Iterator[tuple[Function, bool]]:
+    """Every function below node, with whether it is a method."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function):
+            yield child, in_class
+            yield from functions_of(child)
+        else:
+            yield from functions_of(child, in_class=isinstance(child, ast.ClassDef) or in_class)
+
+
+def function_messages(file: str, function: Function, *, in_class: bool) -> Iterator[str]:
+    """What is too big about one function."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    if lines > MAX_FUNCTION_LINES:
+        yield f"{function.name} has {lines} lines; a function has at most {MAX_FUNCTION_LINES}"
+    if keeps_its_parameters(file, function):
+        return
+    arguments = function.args
+    positional = len(arguments.posonlyargs) + len(arguments.args) - (in_class and not is_static(function))
+    total = positional + len(arguments.kwonlyargs) + bool(arguments.vararg) + bool(arguments.kwarg)
+    if total > MAX_PARAMETERS:
+        yield f"{function.name} has {total} parameters; at most {MAX_PARAMETERS}"
+    if positional > MAX_POSITIONAL and not is_dunder(function.name):
+        yield f"{function.name} takes {positional} by position; keyword-only after {MAX_POSITIONAL}"
+
+
+def is_static(function: Function) -> bool:
+    """Whether a method has no self or cls."""
+    return any(isinstance(mark, ast.Name) and mark.id == "staticmethod" for mark in function.decorator_list)
+
+
+def is_dunder(name: str) -> bool:
+    """Whether a protocol, Python's or ours, fixes the signature: `__call__`, but not `__init__`."""
+    return name.startswith("__") and name.endswith("__") and name not in {"__init__", "__new__"}
+
+
+def keeps_its_parameters(file: str, function: Function) -> bool:
+    """Whether it is a public entry point, a command of the command line, or a test (called by keyword)."""
+    if file.startswith("tests/") and function.name.startswith("test_"):
+        return True
+    marks = (mark.func if isinstance(mark, ast.Call) else mark for mark in function.decorator_list)
+    if any(isinstance(mark, ast.Attribute) and mark.attr in COMMAND_DECORATORS for mark in marks):
+        return True
+    return any(
+        file.startswith(where) and function.name in names for where, names in PUBLIC_ENTRY_POINTS.items()
+    )
+
+
+# ---- packages
+
+
+def check_packages(root: Path) -> list[Violation]:
+    """setuptools' `packages` and `package-dir` against the folders that hold Python files."""
+    file = "pyproject.toml"
+    table = tomllib.loads((root / file).read_text(encoding="utf-8")).get("tool", {}).get("setuptools", {})
+    homes = {path.parent for folder in PARTS for path in (root / folder).rglob("*.py")}
+    found = [
+        Violation((home / "__init__.py").relative_to(root).as_posix(), 1, "missing; the folder holds modules")
+        for home in sorted(homes)
+        if not (home / "__init__.py").is_file()
+    ]
+    actual = {package_name(home.relative_to(root)): home.relative_to(root).as_posix() for home in homes}
+    listed, mapped = set(table.get("packages", [])), table.get("package-dir", {})
+    found += [Violation(file, 1, f"packages lacks {name}") for name in actual.keys() - listed]
+    found += [Violation(file, 1, f"packages lists {name}: no folder") for name in listed - actual.keys()]
+    for name in actual.keys() | mapped.keys():
+        if mapped.get(name) != actual.get(name):
+            message = f"package-dir has {name} = {mapped.get(name)}; the folder is {actual.get(name)}"
+            found.append(Violation(file, 1, message))
+    return found
+
+
+def package_name(folder: Path) -> str:
+    """decoder/backends -> paceline.decoder.backends; orchestrator/serving -> paceline.serving."""
+    parts = folder.parts[1:] if folder.parts[0] == ROOT_FOLDER else folder.parts
+    return ".".join((ROOT_PACKAGE, *parts))
+
+
+def check(root: Path) -> list[Violation]:
+    """Every rule, over the whole tree."""
+    return sorted({*check_imports(root), *check_sizes(root), *check_packages(root)})
+
+
+def main() -> int:
+    """Check the repository this script lies in."""
+    violations = check(Path(__file__).resolve().parents[1])
+    for violation in violations:
+        print(violation)
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""Reading config.json: understood as Hugging Face understands it, or refused by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from paceline.core.errors import CheckpointError, UnknownArchitectureError
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.rope import RopeConfig
+
+SIZES: dict[str, object] = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def write(folder: Path, config: dict[str, object], generation: dict[str, object] | None = None) -> Path:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_defaults_are_those_of_hugging_face(tmp_path: Path) -> None:
+    ours = ModelConfig.from_pretrained(write(tmp_path, SIZES))
+    theirs = LlamaConfig(**{key: value for key, value in SIZES.items() if key != "model_type"})
+    assert ours.num_kv_heads == theirs.num_key_value_heads == 4
+    assert ours.head_dim == theirs.head_dim == 8
+    assert ours.rms_norm_eps == theirs.rms_norm_eps
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.rope == RopeConfig(theta=theirs.rope_parameters["rope_theta"])
+    assert (ours.tie_word_embeddings, ours.attention_bias, ours.mlp_bias) == (False, False, False)
+    assert (theirs.tie_word_embeddings, theirs.attention_bias, theirs.mlp_bias) == (False, False, False)
+    assert ours.hidden_act == theirs.hidden_act
+    assert ours.eos_token_ids == (theirs.eos_token_id,)
+    assert (ours.pad_token_id, ours.bos_token_id) == (theirs.pad_token_id, theirs.bos_token_id)
+
+
+def test_reads_what_transformers_saves(tmp_path: Path) -> None:
+    LlamaConfig(
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=512,
+        rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        eos_token_id=[7, 9],
+        pad_token_id=0,
+        bos_token_id=None,
+    ).save_pretrained(tmp_path)
+    assert ModelConfig.from_pretrained(str(tmp_path)) == ModelConfig(
+        model_type="llama",
+        vocab_size=96,
+        hidden_size=48,
+        intermediate_size=80,
+        num_layers=3,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=16,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=512,
+        rope=RopeConfig("llama3", 5e5, 512, 64, factor=8.0),
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        hidden_act="silu",
+        eos_token_ids=(7, 9),
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+
+
+@pytest.mark.parametrize("type_key", ["type", "rope_type"])
+def test_both_layouts_of_rope_read_the_same(tmp_path: Path, type_key: str) -> None:
+    old: dict[str, object] = {**SIZES, "rope_theta": 5e5, "rope_scaling": {type_key: "llama3", **LLAMA3}}
+    new: dict[str, object] = {
+        **SIZES,
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3},
+    }
+    first = ModelConfig.from_pretrained(write(tmp_path, old))
+    second = ModelConfig.from_pretrained(write(tmp_path, new))
+    assert first == second
+    assert first.fingerprint() == second.fingerprint()
+    assert first.rope == RopeConfig("llama3", 5e5, 2048, 64, factor=8.0)
+
+
+@pytest.mark.parametrize("unset", [None, {}])
+def test_an_empty_old_layout_leaves_the_new_one_in_force(tmp_path: Path, unset: object) -> None:
+    config = {**SIZES, "rope_scaling": unset, "rope_parameters": {"rope_type": "linear", "factor": 2.0}}
+    assert ModelConfig.from_pretrained(write(tmp_path, config)).rope.type == "linear"
+
+
+def test_the_old_layout_goes_before_the_new_one(tmp_path: Path) -> None:
+    linear, dynamic = ({"rope_type": kind, "factor": 2.0} for kind in ("linear", "dynamic"))
+    config = {**SIZES, "rope_scaling": dynamic, "rope_parameters": linear}
+    theirs = LlamaConfig(rope_scaling=dict(dynamic), rope_parameters=dict(linear)).rope_parameters
+    assert ModelConfig.from_pretrained(write(tmp_path, config)).rope.type == theirs["rope_type"] == "dynamic"
+
+
+def test_original_length_outside_the_rope_settings_wins(tmp_path: Path) -> None:
+    config = {**SIZES, "rope_scaling": {"type": "llama3", **LLAMA3}, "original_max_position_embeddings": 128}
+    assert ModelConfig.from_pretrained(write(tmp_path, config)).rope.original_max_position_embeddings == 128
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "eos", "pad"),
+    [
+        ({"eos_token_id": 5}, None, (5,), None),
+        ({"eos_token_id": 5}, {"eos_token_id": [6, 7, 6], "pad_token_id": 3}, (6, 7), 3),
+        ({"eos_token_id": 5, "pad_token_id": 4}, {"eos_token_id": None}, (5,), 4),
+        ({"eos_token_id": None, "pad_token_id": -1}, {}, (), None),
+        ({}, {}, (2,), None),
+    ],
+)
+def test_special_ids(
+    tmp_path: Path,
+    config: dict[str, object],
+    generation: dict[str, object] | None,
+    eos: tuple[int, ...],
+    pad: int | None,
+) -> None:
+    read = ModelConfig.from_pretrained(write(tmp_path, SIZES | config, generation))
+    assert (read.eos_token_ids, read.pad_token_id) == (eos, pad)
+
+
+def test_fingerprint_is_stable_and_sees_every_field(tmp_path: Path) -> None:
+    base = ModelConfig.from_pretrained(write(tmp_path, SIZES))
+    again = ModelConfig.from_pretrained(write(tmp_path, dict(reversed(SIZES.items()))))
+    # Written down, so that a change that would orphan every cached graph is made knowingly.
+    assert base.fingerprint() == again.fingerprint() == FINGERPRINT
+    changed = [
+        {"rms_norm_eps": 1e-5},
+        {"rope_theta": 20000},
+        {"num_hidden_layers": 3},
+        {"tie_word_embeddings": True},
+        {"eos_token_id": 3},
+    ]
+    prints = {
+        ModelConfig.from_pretrained(write(tmp_path, SIZES | change)).fingerprint() for change in changed
+    }
+    assert len(prints | {base.fingerprint()}) == len(changed) + 1
+    assert json.loads(json.dumps(base.to_dict()))["rope"]["theta"] == 10000.0
+
+
+FINGERPRINT = "808064a0f43c36ca598128fc7bbeeaf5787de9c7c36d65d953410def07dfebd0"
+
+
+def without(key: str) -> dict[str, object]:
+    return {name: value for name, value in SIZES.items() if name != key}
+
+
+def rope(**settings: object) -> dict[str, object]:
+    return {**SIZES, "rope_parameters": settings}
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "parts"),
+    [
+        (without("model_type"), CheckpointError, ["model_type", "missing"]),
+        (without("vocab_size"), CheckpointError, ["vocab_size", "missing"]),
+        (without("num_hidden_layers"), CheckpointError, ["num_hidden_layers", "missing"]),
+        (SIZES | {"model_type": "mamba"}, UnknownArchitectureError, ["'mamba'", "supported: llama"]),
+        (SIZES | {"hidden_act": "gelu"}, UnknownArchitectureError, ["'gelu'", "supported: silu"]),
+        (SIZES | {"quantization_config": {"bits": 4}}, UnknownArchitectureError, ["quantised"]),
+        (SIZES | {"per_layer_config": {"0": {}}}, UnknownArchitectureError, ["per_layer_config"]),
+        (SIZES | {"head_dim": 7}, UnknownArchitectureError, ["head_dim = 7", "odd"]),
+        (SIZES | {"partial_rotary_factor": 0.5}, UnknownArchitectureError, ["partial_rotary_factor"]),
+        (SIZES | {"hidden_size": 30}, CheckpointError, ["hidden_size = 30", "num_attention_heads = 4"]),
+        (SIZES | {"num_key_value_heads": 3}, CheckpointError, ["num_key_value_heads = 3"]),
+        (SIZES | {"hidden_size": "32"}, CheckpointError, ["hidden_size is '32'", "integer"]),
+        (SIZES | {"num_hidden_layers": True}, CheckpointError, ["num_hidden_layers is True"]),
+        (SIZES | {"num_hidden_layers": 0}, CheckpointError, ["num_hidden_layers is 0"]),
+        (SIZES | {"rms_norm_eps": float("nan")}, CheckpointError, ["rms_norm_eps", "finite"]),
+        (SIZES | {"rms_norm_eps": 10**400}, CheckpointError, ["rms_norm_eps", "..."]),
+        (SIZES | {"tie_word_embeddings": 1}, CheckpointError, ["tie_word_embeddings is 1", "true or false"]),
+        (SIZES | {"eos_token_id": 64}, CheckpointError, ["eos_token_id 64", "vocabulary of 64"]),
+        (SIZES | {"eos_token_id": "</s>"}, CheckpointError, ["eos_token_id", "token id"]),
+        (SIZES | {"rope_scaling": "linear"}, CheckpointError, ["rope_scaling", "object"]),
+        (rope(rope_type="su"), UnknownArchitectureError, ["'su'", "longrope"]),
+        (rope(rope_type="default", mrope_section=[1]), UnknownArchitectureError, ["'mrope_section'"]),
+        (rope(rope_type="linear"), CheckpointError, ["rope_parameters", "'factor'", "missing"]),
+        (rope(rope_type="llama3", factor=2.0), CheckpointError, ["'low_freq_factor'", "missing"]),
+        (rope(rope_type="llama3", **LLAMA3 | {"high_freq_factor": 1}), CheckpointError, ["not below"]),
+        (rope(rope_type="longrope", short_factor=[1.0] * 4), CheckpointError, ["'long_factor'", "missing"]),
+        (
+            rope(rope_type="longrope", short_factor=[1.0] * 3),
+            CheckpointError,
+            ["short_factor", "4 numbers"],
+        ),
+        (
+            rope(rope_type="longrope", short_factor=[1, 1, 0, 1]),
+            CheckpointError,
+            ["short_factor[2] is 0"],
+        ),
+        (rope(rope_theta=1.0), CheckpointError, ["rope_theta = 1.0"]),
+    ],
+)
+def test_bad_configurations(
+    tmp_path: Path, config: dict[str, object], error: type[CheckpointError], parts: list[str]
+) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_pretrained(write(tmp_path, config))
+    assert type(caught.value) is error
+    for part in [str(tmp_path / "config.json"), *parts]:
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        (b'{"model_type": ', ["not valid JSON"]),
+        (b"", ["not valid JSON"]),
+        (b"\xff\xfe", ["not valid JSON"]),
+        (b"[" * 100_000, ["not valid JSON"]),
+        (b"[1]", ["a JSON list, not an object"]),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_broken_files(tmp_path: Path, name: str, content: bytes, parts: list[str]) -> None:
+    write(tmp_path, SIZES)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_pretrained(tmp_path)
+    for part in [str(tmp_path / name), "download the file again", *parts]:
+        assert part in str(caught.value)
+
+
+def test_absent_folder_and_file(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"nowhere is not a folder; give the local folder"):
+        ModelConfig.from_pretrained(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"config\.json does not exist; give the folder"):
+        ModelConfig.from_pretrained(tmp_path)

@@ -1,0 +1,168 @@
+"""Rotary tables against transformers' own, type by type, and the rotation itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from paceline.core.errors import ConfigurationError, UnknownArchitectureError
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.rope import RopeConfig, apply_rope, rope_tables
+
+HEAD = 16
+LENGTH = 256  # max_position_embeddings of every configuration here
+ORIGINAL = 64
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": ORIGINAL,
+    "short_factor": [1.0 + 0.1 * i for i in range(HEAD // 2)],
+    "long_factor": [1.5 + 0.7 * i for i in range(HEAD // 2)],
+}
+CASES: dict[str, tuple[dict[str, object], int]] = {
+    "default": ({"rope_type": "default"}, LENGTH),
+    "default beyond training": ({"rope_type": "default", "rope_theta": 500000.0}, 3 * LENGTH),
+    "linear": ({"rope_type": "linear", "factor": 2.5}, LENGTH),
+    "dynamic": ({"rope_type": "dynamic", "factor": 3.0}, LENGTH),
+    "llama3": (
+        {
+            "rope_type": "llama3",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": ORIGINAL,
+        },
+        LENGTH,
+    ),
+    "yarn": (YARN, LENGTH),
+    "yarn smooth ends": (YARN | {"truncate": False, "beta_fast": 16, "beta_slow": 2}, LENGTH),
+    "yarn mscale": (YARN | {"mscale": 0.7, "mscale_all_dim": 1.1}, LENGTH),
+    "yarn attention_factor": (YARN | {"attention_factor": 1.3}, LENGTH),
+    "yarn factor from lengths": (YARN | {"factor": None}, LENGTH),
+    "longrope short": (LONGROPE, ORIGINAL),
+    "longrope long": (LONGROPE, ORIGINAL + 1),
+    "longrope factor": (LONGROPE | {"factor": 2.0}, LENGTH),
+    "longrope attention_factor": (LONGROPE | {"attention_factor": 1.2}, LENGTH),
+}
+
+
+def reference_config(rope: dict[str, object]) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=8,
+        hidden_size=4 * HEAD,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        max_position_embeddings=LENGTH,
+        eos_token_id=None,
+        rope_parameters=dict(rope),
+    )
+
+
+def reference_tables(config: LlamaConfig, positions: int) -> tuple[Tensor, Tensor]:
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(positions)[None])
+    return cos[0], sin[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", [4, 5])
+def test_tables_are_those_of_transformers(tmp_path: Path, case: str, layout: int) -> None:
+    rope, positions = CASES[case]
+    theirs = reference_config(rope)
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    saved = json.loads(file.read_text())
+    if layout == 4:
+        scaling = saved.pop("rope_parameters")
+        saved["rope_theta"] = scaling.pop("rope_theta")
+        saved["rope_scaling"] = None if scaling == {"rope_type": "default"} else scaling
+        file.write_text(json.dumps(saved))
+    config = ModelConfig.from_pretrained(tmp_path)
+    assert config.rope.type == rope["rope_type"]
+    cos, sin = rope_tables(config.rope, config.head_dim, positions)
+    assert cos.dtype == sin.dtype == torch.float32
+    assert cos.shape == sin.shape == (positions, HEAD)
+    expected_cos, expected_sin = reference_tables(theirs, positions)
+    torch.testing.assert_close(cos, expected_cos, rtol=0, atol=1e-6)
+    torch.testing.assert_close(sin, expected_sin, rtol=0, atol=1e-6)
+
+
+def test_dynamic_is_default_up_to_the_trained_length_and_refused_beyond() -> None:
+    dynamic = RopeConfig("dynamic", factor=2.0, max_position_embeddings=LENGTH)
+    default = RopeConfig(max_position_embeddings=LENGTH)
+    for ours, plain in zip(
+        rope_tables(dynamic, HEAD, LENGTH), rope_tables(default, HEAD, LENGTH), strict=True
+    ):
+        assert torch.equal(ours, plain)
+    with pytest.raises(UnknownArchitectureError) as caught:
+        rope_tables(dynamic, HEAD, LENGTH + 1)
+    for part in ("'dynamic'", "table is fixed", f"at most {LENGTH} positions instead of {LENGTH + 1}"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(("head_dim", "positions"), [(16, 0), (15, 4), (0, 4)])
+def test_impossible_sizes(head_dim: int, positions: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"positions={positions} and head_dim={head_dim}"):
+        rope_tables(RopeConfig(), head_dim, positions)
+
+
+def test_unknown_type_and_wrong_number_of_factors() -> None:
+    with pytest.raises(UnknownArchitectureError, match=r"'su' is not supported; .* longrope"):
+        rope_tables(RopeConfig("su"), HEAD, 4)
+    with pytest.raises(UnknownArchitectureError, match=r"short_factor has 1 entries, .* needs 8"):
+        rope_tables(RopeConfig("longrope", short_factor=(1.0,)), HEAD, 4)
+
+
+def test_tables_ignore_the_default_device() -> None:
+    with torch.device("meta"):
+        cos, sin = rope_tables(RopeConfig(), HEAD, 4)
+    assert cos.device.type == sin.device.type == "cpu"
+
+
+def rotated(x: Tensor, place: int) -> Tensor:
+    cos, sin = rope_tables(RopeConfig(), HEAD, LENGTH)
+    return apply_rope(x, cos[place, None], sin[place, None])
+
+
+def test_rotation_is_that_of_transformers_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 5, heads, HEAD, generator=generator) for heads in (4, 2))
+    cos, sin = rope_tables(RopeConfig(), HEAD, LENGTH)
+    places = torch.tensor([[0, 1, 2, 3, 4], [100, 7, 200, 9, 255]])
+    expected = apply_rotary_pos_emb(q, k, cos[places], sin[places], unsqueeze_dim=2)
+    for x, result in zip((q, k), expected, strict=True):
+        ours = apply_rope(x, cos[places][:, :, None], sin[places][:, :, None])
+        torch.testing.assert_close(ours, result, rtol=0, atol=1e-6)
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    x = torch.randn(7, 4, HEAD, generator=torch.Generator().manual_seed(1)).bfloat16()
+    result = rotated(x, 33)
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result, rotated(x.float(), 33).bfloat16())
+
+
+def test_products_depend_on_distance_alone() -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(1, HEAD, generator=generator) for _ in range(2))
+    near = rotated(q, 9) @ rotated(k, 4).T
+    far = rotated(q, 209) @ rotated(k, 204).T
+    torch.testing.assert_close(near, far, rtol=0, atol=1e-4)
+    assert not torch.allclose(near, rotated(q, 9) @ rotated(k, 5).T, atol=1e-2)
+
+
+def test_rotation_is_traceable() -> None:
+    cos, sin = rope_tables(RopeConfig(), HEAD, 5)
+    x = torch.randn(5, 4, HEAD, generator=torch.Generator().manual_seed(3)).bfloat16()
+    graph = make_fx(apply_rope)(x, cos[:, None], sin[:, None])
+    other = x.flip(0)
+    assert torch.equal(
+        graph(other, cos[:, None], sin[:, None]), apply_rope(other, cos[:, None], sin[:, None])
+    )

@@ -1,0 +1,157 @@
+"""Loading weights: every format gives the model's own tensors, and no wrong tensor passes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from paceline.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MissingWeightsError,
+    WeightShapeError,
+    WeightValueError,
+)
+from paceline.decoder.llama_layout import expected_tensors
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.weights import load_weights
+from tests.decoder.checkpoints import FORMATS, INDEX, State, load, model, refused, small_model
+
+NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> State:
+    return small_model(tmp_path)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_format_gives_the_same_tensors(
+    tmp_path: Path, state: State, form: str, dtype: torch.dtype
+) -> None:
+    FORMATS[form](tmp_path, state)
+    config = ModelConfig.from_pretrained(tmp_path)
+    calls: list[tuple[int, int]] = []
+    loaded = load_weights(tmp_path, config, dtype, progress=lambda done, total: calls.append((done, total)))
+    assert list(loaded) == list(expected_tensors(config))
+    for name, tensor in loaded.items():
+        assert tensor.is_contiguous()
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, state[name].to(dtype)), name
+    assert calls == [(done, len(state)) for done in range(1, len(state) + 1)]
+
+
+@pytest.mark.parametrize("size", ["10GB", "5KB"])
+def test_reads_what_transformers_saves(tmp_path: Path, size: str) -> None:
+    network = model().bfloat16()
+    network.save_pretrained(tmp_path, max_shard_size=size)
+    assert (tmp_path / INDEX).exists() == (size == "5KB")
+    loaded = load(tmp_path, torch.bfloat16)
+    theirs = network.state_dict()
+    assert loaded.keys() == theirs.keys()
+    assert all(torch.equal(loaded[name], theirs[name]) for name in loaded)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+def test_expected_tensors_are_those_of_the_model(tmp_path: Path, tied: bool, bias: bool) -> None:
+    network = model(tied=tied, bias=bias)
+    network.save_pretrained(tmp_path)
+    shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    if tied:
+        del shapes[HEAD]
+    assert expected_tensors(ModelConfig.from_pretrained(tmp_path)) == shapes
+    assert load(tmp_path).keys() == shapes.keys()
+
+
+def test_tied_head_may_be_stored_but_must_be_the_embedding(tmp_path: Path) -> None:
+    network = model(tied=True)
+    network.config.save_pretrained(tmp_path)
+    state = {name: tensor.detach().clone() for name, tensor in network.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    assert HEAD in state
+    assert HEAD not in load(tmp_path)
+    state[HEAD][3, 4] += 1
+    save_file(state, tmp_path / "model.safetensors")
+    refused(tmp_path, CheckpointError, HEAD, "differs from", "tie_word_embeddings", "to false")
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_the_result_does_not_share_memory_with_the_file(tmp_path: Path, state: State, form: str) -> None:
+    FORMATS[form](tmp_path, state)
+    loaded = load(tmp_path)
+    (file,) = (path for path in tmp_path.iterdir() if path.suffix in (".safetensors", ".bin"))
+    with file.open("r+b") as handle:  # in place: the same inode that a mapping would show
+        handle.write(bytes(file.stat().st_size))
+    assert all(torch.equal(loaded[name], state[name]) for name in loaded)
+
+
+def test_harmless_extras_are_passed_over(tmp_path: Path, state: State) -> None:
+    state["model.layers.1.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    state["model.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(state, tmp_path / "model.safetensors")
+    assert "model.rotary_emb.inv_freq" not in load(tmp_path)
+
+
+def test_unexpected_tensors(tmp_path: Path, state: State) -> None:
+    state |= {f"medusa.{number}.weight": torch.ones(4) for number in range(5)}
+    save_file(state, tmp_path / "model.safetensors")
+    refused(tmp_path, CheckpointError, "medusa.0.weight, medusa.1.weight, medusa.2.weight and 2 more")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_missing_tensor(tmp_path: Path, state: State, form: str) -> None:
+    del state[NORM]
+    FORMATS[form](tmp_path, state)
+    refused(tmp_path, MissingWeightsError, NORM, "download the checkpoint in full")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_wrong_shape_is_seen_before_anything_is_loaded(tmp_path: Path, state: State, form: str) -> None:
+    state[HEAD] = torch.ones(41, 24)
+    FORMATS[form](tmp_path, state)
+    seen: list[int] = []
+    with pytest.raises(WeightShapeError) as caught:
+        load_weights(
+            tmp_path,
+            ModelConfig.from_pretrained(tmp_path),
+            torch.float32,
+            progress=lambda done, _: seen.append(done),
+        )
+    for part in (str(tmp_path), HEAD, "[41, 24]", "[40, 24]", "config.json"):
+        assert part in str(caught.value)
+    assert seen == []
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_that_are_no_numbers(tmp_path: Path, state: State, bad: float, dtype: torch.dtype) -> None:
+    state[EMBEDDING][17, 5] = bad
+    save_file({name: tensor.to(dtype) for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    refused(tmp_path, WeightValueError, "model.safetensors", EMBEDDING, "NaN or infinity")
+
+
+def test_values_beyond_float16(tmp_path: Path, state: State) -> None:
+    state[EMBEDDING][17, 5] = 1e6
+    save_file(state, tmp_path / "model.safetensors")
+    assert load(tmp_path, torch.bfloat16)[EMBEDDING].dtype == torch.bfloat16
+    with pytest.raises(
+        WeightValueError, match=r"embed_tokens.*beyond the range of torch\.float16; load it in"
+    ):
+        load(tmp_path, torch.float16)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_quantised_tensors(tmp_path: Path, state: State, form: str) -> None:
+    state[HEAD] = state[HEAD].to(torch.int8)
+    FORMATS[form](tmp_path, state)
+    refused(tmp_path, CheckpointError, HEAD, "quantised")
+
+
+def test_unsuitable_dtype(tmp_path: Path, state: State) -> None:
+    with pytest.raises(ConfigurationError, match=r"torch\.int8; choose one of torch\.float32"):
+        load(tmp_path, torch.int8)

@@ -1,0 +1,222 @@
+"""scripts/structure.py: the repository keeps its rules, and each rule catches a small tree that breaks it."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = REPOSITORY / "scripts" / "structure.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("structure", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+structure = load()
+
+
+def plant(root: Path, files: dict[str, str]) -> Path:
+    """Write files below root; modules get a docstring unless they start with one."""
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text if path.suffix != ".py" or text.startswith('"""') else f'"""Made up."""\n{text}')
+    return root
+
+
+def import_messages(root: Path, file: str, text: str) -> list[str]:
+    plant(root, {"orchestrator/stopping.py": "", "orchestrator/build.py": "", file: text})
+    return [str(violation) for violation in structure.check_imports(root)]
+
+
+def size_messages(root: Path, file: str, text: str) -> list[str]:
+    return [str(violation) for violation in structure.check_sizes(plant(root, {file: text}))]
+
+
+def test_the_repository_keeps_every_rule() -> None:
+    assert [str(violation) for violation in structure.check(REPOSITORY)] == []
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("core/a.py", "import numpy as np", "core/ may import torch and the standard library only"),
+        ("core/a.py", "def f():\n    import numpy", "core/ may import torch and the standard library only"),
+        (
+            "core/a.py",
+            "from paceline.decoder.config import X",
+            "core/ may not import paceline.decoder.config.X",
+        ),
+        ("core/a.py", "from paceline import decoder", "core/ may not import paceline.decoder"),
+        ("core/a.py", "import paceline", "core/ may not import paceline (orchestrator/)"),
+        ("core/a.py", "from paceline.loop import X", "core/ may not import paceline.loop.X (orchestrator/)"),
+        ("core/a.py", "from . import types", "relative import"),
+        ("core/a.py", "from core.types import Commit", "import it as `paceline`"),
+        ("decoder/a.py", "from paceline.target.verify import X", "decoder/ may not import"),
+        ("decoder/a.py", "def f():\n    import paceline.draft", "decoder/ may not import paceline.draft"),
+        ("decoder/backends/neuron.py", "import torch_neuronx", "torch_neuronx only inside a function"),
+        ("decoder/a.py", "try:\n    import triton\nexcept ImportError:\n    pass", "only inside a function"),
+        ("draft/a.py", "from paceline.target import X", "draft/ may not import paceline.target.X"),
+        ("draft/a.py", "from paceline.medusa import X", "draft/ may not import paceline.medusa.X"),
+        ("target/a.py", "from paceline.draft import X", "target/ may not import paceline.draft.X"),
+        ("medusa/a.py", "from paceline.eagle import X", "medusa/ may not import paceline.eagle.X"),
+        ("eagle/a.py", "from paceline.medusa import X", "eagle/ may not import paceline.medusa.X"),
+        ("eagle/a.py", 'import_module("paceline.draft.ngram")', "eagle/ may not import paceline.draft.ngram"),
+        ("placement/a.py", "from paceline.target import X", "placement/ may not import paceline.target.X"),
+        ("draft/a.py", "def f():\n    import ray", "`ray` may be imported only in placement/"),
+        ("orchestrator/a.py", "from ray import serve", "`ray` may be imported only in placement/"),
+        ("orchestrator/loop.py", "from paceline.draft import X", "orchestrator/loop.py may not import"),
+        ("orchestrator/batch.py", "from paceline.build import X", "orchestrator/batch.py may not import"),
+        ("orchestrator/rounds.py", "from paceline import build", "orchestrator/rounds.py may not import"),
+        ("orchestrator/rounds.py", "from paceline import X", "orchestrator/rounds.py may not import"),
+        ("orchestrator/loop.py", "from paceline.serving.app import X", "orchestrator/loop.py may not import"),
+        ("tests/core/test_a.py", "from .fakes import X", "relative import"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, file: str, text: str, words: str) -> None:
+    messages = import_messages(tmp_path, file, text)
+    assert len(messages) == 1, messages
+    assert messages[0].startswith(f"{file}:")
+    assert words in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("core/a.py", "import math\nimport torch.nn.functional as F\nfrom paceline.core.types import Commit"),
+        ("decoder/a.py", "import torch\nfrom safetensors import safe_open\nfrom paceline.core import types"),
+        ("decoder/backends/neuron.py", "def f():\n    import torch_neuronx"),
+        ("decoder/a.py", "if TYPE_CHECKING:\n    import torch_neuronx"),
+        ("draft/a.py", "from paceline.decoder.config import X"),
+        ("placement/actors.py", "import ray"),
+        ("orchestrator/serving/app.py", "from ray import serve"),
+        ("orchestrator/build.py", "from paceline.draft.ngram import X\nfrom paceline.eagle import Y"),
+        ("orchestrator/loop.py", "from paceline.core.types import X\nfrom paceline.stopping import Y"),
+        ("orchestrator/loop.py", "from paceline import stopping"),
+        ("tests/core/test_a.py", "import numpy\nfrom orchestrator import X"),
+    ],
+)
+def test_a_right_import_passes(tmp_path: Path, file: str, text: str) -> None:
+    assert import_messages(tmp_path, file, text) == []
+
+
+def test_the_message_names_the_line(tmp_path: Path) -> None:
+    messages = import_messages(tmp_path, "core/a.py", "import math\nimport numpy")
+    assert [message.split(": ")[0] for message in messages] == ["core/a.py:3"]
+
+
+@pytest.mark.parametrize("folder", structure.SIZED_FOLDERS)
+def test_a_long_file_is_found(tmp_path: Path, folder: str) -> None:
+    assert size_messages(tmp_path, f"{folder}/a.py", "x = 1\n" * 299) == []
+    messages = size_messages(tmp_path, f"{folder}/a.py", "x = 1\n" * 300)
+    assert messages == [f"{folder}/a.py:301: 301 lines; a file has at most 300"]
+
+
+def test_a_long_function_is_found(tmp_path: Path) -> None:
+    assert size_messages(tmp_path, "tests/test_a.py", "def f():\n" + "    x = 1\n" * 59) == []
+    messages = size_messages(tmp_path, "tests/test_a.py", "def f():\n" + "    x = 1\n" * 60)
+    assert messages == ["tests/test_a.py:2: f has 61 lines; a function has at most 60"]
+
+
+def test_a_missing_docstring_is_found(tmp_path: Path) -> None:
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "a.py").write_text("x = 1\n")
+    assert ["docstring" in str(found) for found in structure.check_sizes(tmp_path)] == [True]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def f(a, b, c, d): ...", "f takes 4 by position"),
+        ("async def f(a, b, c, d=0): ...", "f takes 4 by position"),
+        ("def f(a, b, c, *, d, e, f, g, h, i): ...", "f has 9 parameters"),
+        ("def f(a, b, c, *d, e, f, g, h, **i): ...", "f has 9 parameters"),
+        ("class A:\n    def f(self, a, b, c, d): ...", "f takes 4 by position"),
+        ("class A:\n    @staticmethod\n    def f(a, b, c, d): ...", "f takes 4 by position"),
+        ("class A:\n    def __init__(self, a, b, c, d): ...", "__init__ takes 4 by position"),
+        ("def g():\n    def f(a, b, c, d): ...", "f takes 4 by position"),
+        ("def sample(a, b, c, d): ...", "sample takes 4 by position"),
+        ("def test_f(a, b, c, d): ...", "test_f takes 4 by position"),
+    ],
+)
+def test_too_many_parameters_are_found(tmp_path: Path, text: str, words: str) -> None:
+    messages = size_messages(tmp_path, "core/a.py", text)
+    assert len(messages) == 1, messages
+    assert words in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("core/a.py", "def f(a, b, c, *, d, e, f, g, h): ..."),
+        ("core/a.py", "class A:\n    def f(self, a, b, c): ..."),
+        ("core/a.py", "class A:\n    def __call__(self, commit, proposal, sampling, noise): ..."),
+        ("orchestrator/api.py", "class A:\n    def sample(self, a, b, c, d, *, e, f, g, h, i): ..."),
+        ("tests/test_a.py", "def test_f(a, b, c, d, e, f, g, h, i): ..."),
+        ("orchestrator/cli.py", "@app.command()\ndef bench(a, b, c, d, e, f, g, h, i): ..."),
+    ],
+)
+def test_few_or_exempt_parameters_pass(tmp_path: Path, file: str, text: str) -> None:
+    assert size_messages(tmp_path, file, text) == []
+
+
+GOOD_TREE = {
+    "orchestrator/__init__.py": "",
+    "orchestrator/serving/__init__.py": "",
+    "core/__init__.py": "",
+    "decoder/__init__.py": "",
+    "decoder/backends/__init__.py": "",
+}
+GOOD_TABLES = """
+[tool.setuptools]
+packages = ["paceline", "paceline.serving", "paceline.core", "paceline.decoder", "paceline.decoder.backends"]
+[tool.setuptools.package-dir]
+"paceline" = "orchestrator"
+"paceline.serving" = "orchestrator/serving"
+"paceline.core" = "core"
+"paceline.decoder" = "decoder"
+"paceline.decoder.backends" = "decoder/backends"
+"""
+
+
+@pytest.mark.parametrize(
+    ("files", "old", "new", "words"),
+    [
+        ({}, '"paceline.core", ', "", ["packages lacks paceline.core"]),
+        ({}, '"paceline", ', '"paceline", "paceline.draft", ', ["packages lists paceline.draft: no folder"]),
+        ({}, '= "decoder/backends"', '= "backends"', ["paceline.decoder.backends = backends; the folder is"]),
+        ({}, '"paceline.core" = "core"\n', "", ["package-dir has paceline.core = None; the folder is core"]),
+        ({"eagle/__init__.py": ""}, "", "", ["packages lacks paceline.eagle", "the folder is eagle"]),
+        ({"core/maths/a.py": ""}, "", "", ["core/maths/__init__.py:1: missing"]),
+    ],
+)
+def test_a_wrong_package_list_is_found(
+    tmp_path: Path, files: dict[str, str], old: str, new: str, words: list[str]
+) -> None:
+    plant(tmp_path, {**GOOD_TREE, "pyproject.toml": GOOD_TABLES})
+    assert structure.check_packages(tmp_path) == []
+    plant(tmp_path, {**files, "pyproject.toml": GOOD_TABLES.replace(old, new)})
+    messages = [str(violation) for violation in structure.check_packages(tmp_path)]
+    for word in words:
+        assert any(word in message for message in messages), messages
+
+
+def test_the_script_prints_violations_and_exits_1(tmp_path: Path) -> None:
+    plant(tmp_path, {**GOOD_TREE, "pyproject.toml": GOOD_TABLES, "scripts/structure.py": SCRIPT.read_text()})
+    script = [sys.executable, str(tmp_path / "scripts" / "structure.py")]
+    good = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert (good.returncode, good.stdout) == (0, "")
+    plant(tmp_path, {"core/a.py": "import numpy"})
+    bad = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert bad.returncode == 1
+    assert bad.stdout.startswith("core/a.py:2: ")
