@@ -13,14 +13,14 @@ from paceline.core import noise, reduce
 from paceline.core.types import SamplingBatch
 
 
-def choose(logits: Tensor, positions: Tensor, sampling: SamplingBatch, stream: int = noise.TARGET) -> Tensor:
+def choose(logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET) -> Tensor:
     """The token each row picks: argmax of the filtered, tempered logits plus the noise of its position.
 
     logits [B, T, V] float32, positions [B, T] int32 (of the token that is picked) -> [B, T] int32
     """
     scores = filtered(logits, sampling)
     hot = (sampling.knobs[:, 0] > 0).view(-1, 1, 1)
-    drawn = scores + noise.gumbel(sampling.keys, positions, logits.shape[-1], stream)
+    drawn = scores + noise.gumbel(sampling.keys, positions, logits.shape[-1], stream=stream)
     return reduce.argmax(torch.where(hot, drawn, scores))
 
 

@@ -8,11 +8,12 @@ Plain decoding is the drafter that proposes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens. It may be wrong, late or absent: the tokens a user gets do not depend on it.
 
@@ -43,9 +44,7 @@ class Verifier(Protocol):
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int:
         """Read a prompt into a slot and pick the first token. ``sampling`` has one row, the slot's."""
 
-    def __call__(
-        self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds
-    ) -> Commit:
+    def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; None = nothing is proposed."""
 
 

@@ -29,7 +29,9 @@ StepMaker = Callable[["Body", int], nn.Module]
 class Body(nn.Module):
     """The model and its cache as one module, so that a traced step sees both as state."""
 
-    def __init__(self, config: ModelConfig, options: DecoderOptions, weights: dict[str, Tensor], backend: Backend) -> None:
+    def __init__(
+        self, config: ModelConfig, options: DecoderOptions, weights: dict[str, Tensor], *, backend: Backend
+    ) -> None:
         super().__init__()
         self.config, self.kernels, self._options = config, backend.kernels, options
         self.model = families.build(config, weights, backend.kernels, positions=options.n_positions)
@@ -57,7 +59,8 @@ class Body(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, T, H] -> [b, T, V] float32."""
-        return self.model.logits(hidden)
+        made: Tensor = self.model.logits(hidden)
+        return made
 
 
 class CompiledDecoder:
@@ -72,7 +75,7 @@ class CompiledDecoder:
     ) -> None:
         self.config, self.options, self.backend = config, options, backend
         self.reaches = backend.reaches(options.reaches)
-        self.body = Body(config, options, weights, backend).eval()
+        self.body = Body(config, options, weights, backend=backend).eval()
         self.announce: Announce = log.warning  # a first use may take long, and silence would look like a hang
         self.folder: Path | None = None
         self._steps: dict[str, Step] = {}
@@ -91,7 +94,7 @@ class CompiledDecoder:
         """The smallest bucket that holds so many rows; the largest if none does."""
         return next((reach for reach in self.reaches if reach >= rows), self.reaches[-1])
 
-    def graph(self, name: str, reach: int, make: StepMaker, example: Sequence[Tensor]) -> Step:
+    def graph(self, name: str, make: StepMaker, example: Sequence[Tensor], *, reach: int) -> Step:
         """The step ``make(body, reach)``, compiled for the shapes of ``example``. Made once for a name and reach."""
         full = f"{name}@{reach}"
         step = self._steps.get(full)

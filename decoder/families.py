@@ -19,7 +19,5 @@ FAMILIES = {"llama": ("paceline.decoder.llama", "LlamaModel")}
 def build(config: ModelConfig, weights: dict[str, Tensor], kernels: Kernels, *, positions: int) -> LlamaModel:
     """The model of a configuration, on the given kernels."""
     module, name = FAMILIES[config.model_type]
-    made: LlamaModel = getattr(importlib.import_module(module), name)(
-        config, weights, kernels, positions=positions
-    )
+    made: LlamaModel = getattr(importlib.import_module(module), name)(config, weights, kernels, positions=positions)
     return made

@@ -22,16 +22,12 @@ def read_json_object(path: Path) -> dict[str, object]:
             f"{path} does not exist; give the folder of a Hugging Face checkpoint, downloaded in full."
         ) from error
     except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}); check the path and its permissions."
-        ) from error
+        raise CheckpointError(f"{path} cannot be read ({error}); check the path and its permissions.") from error
     # A file nested thousands deep exhausts the parser's stack: as broken as a syntax error, to a reader.
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON ({error}); download the file again.") from error
     if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path} holds a JSON {type(value).__name__}, not an object; download the file again."
-        )
+        raise CheckpointError(f"{path} holds a JSON {type(value).__name__}, not an object; download the file again.")
     return value
 
 
@@ -120,9 +116,7 @@ class Fields:
         if value is None:
             value = default
         if value is None:
-            raise CheckpointError(
-                f"{self.where}: the key {key!r} is missing; download the file again or add the key."
-            )
+            raise CheckpointError(f"{self.where}: the key {key!r} is missing; download the file again or add the key.")
         return value
 
     def _wrong(self, key: str, value: object, wanted: str) -> CheckpointError:

@@ -45,16 +45,14 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [b, T, in] @ weight [out, in].T -> [b, T, out]."""
 
-    def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place
-    ) -> Tensor:
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
         """Write keys and values to their rows, then attend to all rows up to a token's own.
 
         q [b, T, H, D], k and v [b, T, G, D], cache twice [slots, G, R, D] (changed in place) -> [b, T, H * D]
         """
 
     def choose(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, stream: int = noise.TARGET
+        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET
     ) -> Tensor:
         """As `paceline.core.law.choose`."""
 
@@ -70,14 +68,14 @@ class Reference:
         # A matrix product may sum a row in another order according to its place among the rows; this one does not.
         return torch.stack([torch.mv(weight, row) for row in rows]).view(*x.shape[:-1], -1)
 
-    def attend(
-        self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place
-    ) -> Tensor:
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
         q, k, v = qkv
         lines, window, heads, width = q.shape
         groups = k.shape[2]
         rows = place.row.unsqueeze(1) + torch.arange(window, dtype=torch.int32, device=q.device)  # [b, T]
-        keys, values = (store(c, x.to(c.dtype), place.slots, rows) for c, x in zip(cache, (k, v), strict=True))
+        keys, values = (
+            store(c, x.to(c.dtype), slots=place.slots, rows=rows) for c, x in zip(cache, (k, v), strict=True)
+        )
         keys, values = (c[:, :, : place.reach].float() for c in (keys, values))
         query = q.view(lines, window, groups, heads // groups, width).transpose(1, 2).flatten(2, 3)
         scores = (query * (1 / math.sqrt(width))) @ keys.transpose(2, 3)  # [b, G, T * H/G, reach]
@@ -88,16 +86,14 @@ class Reference:
         return mixed.transpose(1, 2).reshape(lines, window, heads * width)
 
     def choose(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, stream: int = noise.TARGET
+        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET
     ) -> Tensor:
-        if not bool(
-            (sampling.knobs[:, 0] > 0).any()
-        ):  # eager may look at values; a greedy law needs no noise
+        if not bool((sampling.knobs[:, 0] > 0).any()):  # eager may look at values; a greedy law needs no noise
             return reduce.argmax(logits)
-        return law.choose(logits, positions, sampling, stream)
+        return law.choose(logits, positions, sampling, stream=stream)
 
 
-def store(cache: Tensor, new: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> Tensor:
     """Write new [b, T, G, D] to rows [b, T] of slots [b] in place and return those slots' part, [b, G, R, D]."""
     cache[slots.unsqueeze(1), :, rows] = new
     return cache[slots]

@@ -75,11 +75,13 @@ class LlamaLayer(nn.Module):
         self, hidden: Tensor, place: Place, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
     ) -> Tensor:
         eps = self.config.rms_norm_eps
-        hidden = hidden + self._attention(rms_norm(hidden, self.attention_norm, eps), place, cache, rotation)
+        hidden = hidden + self._attention(
+            rms_norm(hidden, self.attention_norm, eps), place, cache=cache, rotation=rotation
+        )
         return hidden + self._mlp(rms_norm(hidden, self.mlp_norm, eps))
 
     def _attention(
-        self, x: Tensor, place: Place, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
+        self, x: Tensor, place: Place, *, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
     ) -> Tensor:
         heads, groups, width = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         mixed = _biased(self._kernels.linear(x, self.qkv), self.qkv_bias)

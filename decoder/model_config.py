@@ -72,14 +72,11 @@ class ModelConfig:
         folder = Path(path)
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder} is not a folder; give the local folder of a Hugging Face checkpoint (with "
-                "config.json)."
+                f"{folder} is not a folder; give the local folder of a Hugging Face checkpoint (with config.json)."
             )
         config = Fields(read_json_object(folder / "config.json"), str(folder / "config.json"))
         generation_file = folder / "generation_config.json"
-        generation = Fields(
-            read_json_object(generation_file) if generation_file.exists() else {}, str(generation_file)
-        )
+        generation = Fields(read_json_object(generation_file) if generation_file.exists() else {}, str(generation_file))
         return _parse(config, generation)
 
     def to_dict(self) -> dict[str, object]:
@@ -168,15 +165,12 @@ def _hidden_act(config: Fields) -> str:
     name = config.text("hidden_act", "silu")
     if name != "silu":
         raise UnknownArchitectureError(
-            f"{config.where}: hidden_act {name!r} is not supported; supported: silu. Use a model with a "
-            "SwiGLU MLP."
+            f"{config.where}: hidden_act {name!r} is not supported; supported: silu. Use a model with a SwiGLU MLP."
         )
     return name
 
 
-def _special_ids(
-    config: Fields, generation: Fields, vocab_size: int
-) -> tuple[tuple[int, ...], int | None, int | None]:
+def _special_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[tuple[int, ...], int | None, int | None]:
     """eos, pad and bos; generation_config.json goes before config.json, as in Hugging Face's generate."""
 
     def ids(key: str, default: tuple[int, ...]) -> tuple[int, ...]:
@@ -204,9 +198,7 @@ def _check_ids(where: str, key: str, ids: tuple[int, ...], *, vocab_size: int) -
 def _rope(config: Fields, head_dim: int, max_positions: int) -> RopeConfig:
     # transformers 5 renamed rope_scaling; where a file has both it lets the old name win, and so do we.
     given = [config.child(key) for key in ("rope_scaling", "rope_parameters")]
-    rope = next(
-        (fields for fields in given if fields is not None and fields.values), Fields({}, config.where)
-    )
+    rope = next((fields for fields in given if fields is not None and fields.values), Fields({}, config.where))
     kind = rope.text("rope_type", rope.text("type", "default"))
     _refuse_rope(config, rope, kind)
     # Some checkpoints keep this one outside the rope settings, and then transformers prefers it there.

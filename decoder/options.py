@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -71,7 +72,7 @@ def decoder_options(
 
 def _ascending(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
     values = (given,) if isinstance(given, int) else tuple(given)
-    if not values or any(v < 1 for v in values) or any(a >= b for a, b in zip(values, values[1:], strict=False)):
+    if not values or any(v < 1 for v in values) or any(a >= b for a, b in pairwise(values)):
         raise ConfigurationError(f"{name} must be a positive number or an ascending list of them, not {given}")
     return values
 

@@ -118,9 +118,7 @@ def _llama3(config: RopeConfig, inverse: Tensor) -> Tensor:
     wavelength = 2 * math.pi / inverse
     longest_kept = original / config.high_freq_factor
     shortest_stretched = original / config.low_freq_factor
-    kept_share = (original / wavelength - config.low_freq_factor) / (
-        config.high_freq_factor - config.low_freq_factor
-    )
+    kept_share = (original / wavelength - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     between = (1 - kept_share) * inverse / factor + kept_share * inverse
     result = torch.where(wavelength > shortest_stretched, inverse / factor, between)
     return torch.where(wavelength < longest_kept, inverse, result)

@@ -46,14 +46,14 @@ def prefill(decoder: CompiledDecoder, slot: int, prompt: Sequence[int]) -> Tenso
         part = list(prompt[done : done + chunk])
         tokens = torch.tensor([part + [0] * (chunk - len(part))], dtype=torch.int32)
         numbers = [torch.tensor([n], dtype=torch.int32) for n in (done, len(part), slot)]
-        step = decoder.graph(f"prefill[{chunk}]", decoder.reach(done + chunk), PrefillStep, (tokens, *numbers))
+        step = decoder.graph(f"prefill[{chunk}]", PrefillStep, (tokens, *numbers), reach=decoder.reach(done + chunk))
         (logits,) = step(tokens, *numbers)
         done += len(part)
     assert logits is not None, "an empty prompt is refused before this"
     return logits
 
 
-def window(decoder: CompiledDecoder, tokens: Tensor, row: Tensor, reach: int) -> Tensor:
+def window(decoder: CompiledDecoder, tokens: Tensor, row: Tensor, *, reach: int) -> Tensor:
     """Logits of a window. tokens [B, T] int32, row [B] int32 -> [B, T, V] float32."""
-    step = decoder.graph(f"window[{tokens.shape[1]}]", reach, WindowStep, (tokens, row))
+    step = decoder.graph(f"window[{tokens.shape[1]}]", WindowStep, (tokens, row), reach=reach)
     return step(tokens, row)[0]

@@ -73,9 +73,7 @@ def open_weight_file(path: Path) -> Iterator[WeightFile]:
         with safe_open(path, framework="pt", device="cpu") as handle:
             yield _SafetensorsFile(handle)
     except SafetensorError as error:
-        raise MissingWeightsError(
-            f"{path} is truncated or not a safetensors file ({error}); {_AGAIN}."
-        ) from error
+        raise MissingWeightsError(f"{path} is truncated or not a safetensors file ({error}); {_AGAIN}.") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +147,10 @@ def _unpickle(path: Path, start: bytes) -> dict[str, Tensor]:
         ) from error
     # A damaged pickle can fail in any way: in the archive, in an opcode, in a tensor's bounds.
     except Exception as error:
-        raise MissingWeightsError(
-            f"{path} cannot be read, it is truncated or damaged ({error}); {_AGAIN}."
-        ) from error
+        raise MissingWeightsError(f"{path} cannot be read, it is truncated or damaged ({error}); {_AGAIN}.") from error
     if not isinstance(state, dict):
         raise CheckpointError(
-            f"{path} holds a {type(state).__name__}, not a dictionary of tensors; save model.state_dict() "
-            "instead."
+            f"{path} holds a {type(state).__name__}, not a dictionary of tensors; save model.state_dict() instead."
         )
     for name, tensor in state.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:

@@ -54,9 +54,7 @@ def load_weights(
     tensors in all) after each one. With tied embeddings the result has no ``lm_head.weight``.
     """
     if dtype not in _DTYPES:
-        raise ConfigurationError(
-            f"weights cannot be loaded as {dtype}; choose one of {', '.join(map(str, _DTYPES))}."
-        )
+        raise ConfigurationError(f"weights cannot be loaded as {dtype}; choose one of {', '.join(map(str, _DTYPES))}.")
     expected = expected_tensors(config)
     places = _survey(Path(path))
     _check_names(Path(path), places, expected)
@@ -85,9 +83,7 @@ def load_weights(
 def _survey(folder: Path) -> dict[str, _Place]:
     """Every tensor in the folder's files. The files are believed, not their index, which only names them."""
     if not folder.is_dir():
-        raise CheckpointError(
-            f"{folder} is not a folder; give the local folder of a Hugging Face checkpoint."
-        )
+        raise CheckpointError(f"{folder} is not a folder; give the local folder of a Hugging Face checkpoint.")
     places: dict[str, _Place] = {}
     for file in find_weight_files(folder):
         with open_weight_file(file) as source:
@@ -109,9 +105,7 @@ def _check_names(folder: Path, places: dict[str, _Place], expected: dict[str, tu
             "belongs to these weights (num_hidden_layers, tie_word_embeddings and the *_bias options decide "
             "what is needed)."
         )
-    surplus = [
-        name for name in places if name not in expected and name != OUTPUT_HEAD and not is_harmless(name)
-    ]
+    surplus = [name for name in places if name not in expected and name != OUTPUT_HEAD and not is_harmless(name)]
     if surplus:
         raise CheckpointError(
             f"{folder} holds tensors that a decoder with this config.json does not use: {_some(surplus)}; "
@@ -142,8 +136,7 @@ def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, file: Pat
     if not _is_finite(tensor):
         if _is_finite(stored):
             raise WeightValueError(
-                f"{file}: {name} holds values beyond the range of {dtype}; load it in torch.bfloat16 or "
-                "torch.float32."
+                f"{file}: {name} holds values beyond the range of {dtype}; load it in torch.bfloat16 or torch.float32."
             )
         raise WeightValueError(
             f"{file}: {name} holds NaN or infinity; download the file again, and if that does not help the "

@@ -35,14 +35,15 @@ class DraftStep(nn.Module):
         hidden = self.body.window(known, start, self._reach)
         last = (count - 1).to(torch.int64).view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
         hidden = hidden.gather(1, last)
-        drafts, laws = [], []
+        drafts: list[Tensor] = []
+        laws: list[Tensor] = []
         for step in range(self._length):
             row = start + count + step  # of the token that is picked now
             if step:
                 hidden = self.body.window(drafts[-1], row - 1, self._reach)
             logits = self.body.logits(hidden)[..., : self._vocab_size].contiguous()
             stream = noise.DRAFT if self._drawn else noise.TARGET
-            drafts.append(self.body.kernels.choose(logits, row.unsqueeze(1), sampling, stream))
+            drafts.append(self.body.kernels.choose(logits, row.unsqueeze(1), sampling, stream=stream))
             if self._drawn:
                 laws.append(law.probabilities(logits, sampling))
         if self._drawn:
@@ -79,5 +80,5 @@ class ModelDrafter:
         name = f"draft[{self.nodes}{drawn},vocabulary {self._vocab_size},from {commit.tokens.shape[1]}]"
         make = partial(DraftStep, length=self.nodes, drawn=self._drawn, vocab_size=self._vocab_size)
         reach = self.decoder.reach(bounds.rows + self.nodes)
-        out = self.decoder.graph(name, reach, make, inputs)(*inputs)
+        out = self.decoder.graph(name, make, inputs, reach=reach)(*inputs)
         return Proposal(out[0], None, out[1] if self._drawn else None)

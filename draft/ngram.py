@@ -61,7 +61,9 @@ class NgramDrafter:
         prefer: Literal["recent", "first"] = "recent",
     ) -> None:
         if not 1 <= shortest <= longest:
-            raise ConfigurationError(f"n-grams of {shortest} to {longest} tokens make no sense; 1 <= shortest <= longest")
+            raise ConfigurationError(
+                f"n-grams of {shortest} to {longest} tokens make no sense; 1 <= shortest <= longest"
+            )
         if prefer not in ("recent", "first"):
             raise ConfigurationError(f"prefer={prefer!r} is unknown; use 'recent' or 'first'")
         self.nodes = length

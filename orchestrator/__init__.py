@@ -1,6 +1,6 @@
 """Paceline: decoding with several models at once. Small models set the pace, the big one decides.
 
-    from paceline import AutoDecoder, SpeculativeGenerator
+from paceline import AutoDecoder, SpeculativeGenerator
 """
 
 from paceline.auto import AutoDecoder

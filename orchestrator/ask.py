@@ -51,11 +51,12 @@ class Ask:
 
     def processor(self) -> Processor | None:
         """The processors asked for, as one."""
-        return processors.processor_list(
+        made: Processor | None = processors.processor_list(  # type: ignore[assignment]  # its call is annotated wider
             self.logits_processor,
             repetition_penalty=self.repetition_penalty,
             no_repeat_ngram_size=self.no_repeat_ngram_size,
         )
+        return made
 
     def _request(self, index: int, prompt: tuple[int, ...], target: CompiledDecoder) -> Request:
         length = request.total_length(

@@ -52,7 +52,7 @@ class Batch:
         knobs = torch.tensor([knob_row(request.sampling)], dtype=torch.float32)
         return SamplingBatch(knobs, torch.tensor([key_row(request.sampling.seed)], dtype=torch.int32))
 
-    def join(self, slot: int, request: Request, first: int, logprobs: list[float] | None) -> Event:
+    def join(self, slot: int, request: Request, first: int, *, logprobs: list[float] | None) -> Event:
         """Seat a request whose prompt is read and whose first token is known."""
         row = self.one(request)
         self.sampling.knobs[slot], self.sampling.keys[slot] = row.knobs[0], row.keys[0]
@@ -61,7 +61,7 @@ class Batch:
         self.commit.tokens[slot, 0] = first
         self.commit.count[slot] = 1
         self.commit.start[slot] = len(request.prompt)
-        return self._append(slot, [first], 0, logprobs)
+        return self._append(slot, [first], accepted=0, logprobs=logprobs)
 
     def apply(self, commit: Commit, drafted: list[int], logprobs: list[list[float]] | None) -> list[Event]:
         """Take over a round's commit; one event for every request. ``drafted``: proposed tokens of every slot."""
@@ -70,7 +70,7 @@ class Batch:
         rows, counts = commit.tokens.tolist(), commit.count.tolist()
         for slot in self.active:
             tokens = rows[slot][: counts[slot]]
-            event = self._append(slot, tokens, counts[slot] - 1, logprobs[slot] if logprobs else None)
+            event = self._append(slot, tokens, accepted=counts[slot] - 1, logprobs=logprobs[slot] if logprobs else None)
             self._statistics.count(drafted[slot], event.accepted)
             events.append(event)
         return events
@@ -98,7 +98,7 @@ class Batch:
         """Length of the longest text."""
         return max((len(slot.watch.text) for slot in self.slots if slot is not None), default=1)
 
-    def _append(self, slot: int, tokens: list[int], accepted: int, logprobs: list[float] | None) -> Event:
+    def _append(self, slot: int, tokens: list[int], *, accepted: int, logprobs: list[float] | None) -> Event:
         seat = self.slots[slot]
         assert seat is not None
         kept, reason = 0, None

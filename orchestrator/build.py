@@ -40,7 +40,7 @@ def acceptor(name: str) -> Acceptor:
     return ACCEPTORS[name]()
 
 
-def drafter(draft: DraftLike, target: CompiledDecoder, k: int, rule: Acceptor) -> Drafter:
+def drafter(draft: DraftLike, target: CompiledDecoder, *, k: int, rule: Acceptor) -> Drafter:
     """A drafter of k tokens a round from whatever the user gave.
 
     Raises:
@@ -56,7 +56,7 @@ def drafter(draft: DraftLike, target: CompiledDecoder, k: int, rule: Acceptor) -
         if draft not in DRAFTERS:
             raise ConfigurationError(f"no drafter is called {draft!r}; there are {', '.join(DRAFTERS)}")
         return DRAFTERS[draft](k)
-    if hasattr(draft, "propose"):
+    if isinstance(draft, Drafter):
         return draft
     if callable(draft):
         return lift(draft, k)
@@ -65,9 +65,7 @@ def drafter(draft: DraftLike, target: CompiledDecoder, k: int, rule: Acceptor) -
     )
 
 
-def engine(
-    target: CompiledDecoder, source: Drafter, *, rule: Acceptor, exact: bool, demands: Demands
-) -> Engine:
+def engine(target: CompiledDecoder, source: Drafter, *, rule: Acceptor, exact: bool, demands: Demands) -> Engine:
     """A round over these parts, and what the loop must know of it.
 
     Raises:

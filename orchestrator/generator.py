@@ -40,7 +40,7 @@ class SpeculativeGenerator(Sampler):
         self._rule = build.acceptor(acceptor)
         if isinstance(draft, CompiledDecoder):
             pairing.check(draft, target)
-        self.drafter = build.drafter(draft, target, k, self._rule)
+        self.drafter = build.drafter(draft, target, k=k, rule=self._rule)
         target.check_width(self.drafter.nodes + 1)
         self._parts = [target, draft] if isinstance(draft, CompiledDecoder) else [target]
         self.statistics = Statistics()

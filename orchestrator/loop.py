@@ -65,7 +65,7 @@ def run(engine: Engine, requests: Sequence[Request], statistics: Statistics) -> 
             request = waiting.popleft()
             first = engine.round.start(slot, request.prompt, batch.one(request))
             scores = list(engine.scores.logprobs[slot]) if engine.scores else None
-            events.append(batch.join(slot, request, first, scores))
+            events.append(batch.join(slot, request, first, logprobs=scores))
         if batch.active:
             bounds = batch.bounds(engine.nodes, engine.reach, _border(engine.buckets, batch.longest))
             commit = engine.round(batch.commit, batch.sampling, bounds)

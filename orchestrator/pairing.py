@@ -45,7 +45,9 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"]
-        pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], i) for i, row in enumerate(vocabulary))
+        pairs = (
+            vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], i) for i, row in enumerate(vocabulary))
+        )
         added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
         return {**dict(pairs), **added}
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:

@@ -48,9 +48,7 @@ def prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: i
     return [tuple(row) for row in rows]
 
 
-def total_length(
-    prompt: int, sequence_length: int | None, max_new_tokens: int | None, *, n_positions: int
-) -> int:
+def total_length(prompt: int, sequence_length: int | None, max_new_tokens: int | None, *, n_positions: int) -> int:
     """How long a text may become, prompt included.
 
     Raises:
@@ -127,7 +125,7 @@ def _rows(input_ids: InputIds) -> list[list[int]]:
                 f"input_ids must be an integer tensor [B, S], not {input_ids.dtype} of shape {list(input_ids.shape)}"
             )
         return [[int(token) for token in row] for row in input_ids.tolist()]
-    if isinstance(input_ids, str) or not all(isinstance(row, (list, tuple)) for row in input_ids):
+    if not all(isinstance(row, (list, tuple)) for row in input_ids):  # a text is a sequence of texts
         raise PromptError("input_ids must be a LongTensor [B, S] or a list of lists of ids; turn text into ids first")
     if not all(isinstance(token, int) for row in input_ids for token in row):
         raise PromptError("input_ids holds something that is not an integer")

@@ -55,8 +55,8 @@ class Sampler:
         """Continue prompts.
 
         input_ids               LongTensor [B, S], or lists of ids of unequal lengths; more prompts than slots queue
-        sequence_length         most tokens of a text, prompt included; default: all positions of the decoder
-        max_new_tokens          most new tokens; the smaller of the two limits holds
+        sequence_length         most tokens of a text, prompt included; default: all positions
+        max_new_tokens          most new tokens; the smaller limit holds
         attention_mask          [B, S], 0 where input_ids is padding (left or right); without it every id is real
         temperature, top_k, top_p, min_p, do_sample   as in Hugging Face; greedy unless ``do_sample``
         seed                    row b draws with seed + b; or one seed for every row
@@ -67,14 +67,10 @@ class Sampler:
         logits_processor        Hugging Face processors, called once per decided token, on the host
         streamer                Hugging Face streamer, for a single prompt
         output_scores           log-probabilities of the new tokens (with ``return_dict``)
-        width                   rows of the verifying graph, at least k + 1: plain decoding at the width of a
-                                speculative run rounds as that run does
+        width                   rows of the verifying graph, at least k + 1 (to compare runs at equal width)
 
-        Returns LongTensor [B, <= sequence_length], or a `GenerationResult` with ``return_dict``.
-
-        Raises:
-            PromptError, SamplingError, ConfigurationError: before any work starts.
-            DecoderBusyError: a decoder is in the middle of another generation.
+        Returns LongTensor [B, <= sequence_length], or a `GenerationResult` with ``return_dict``. Raises PromptError,
+        SamplingError or ConfigurationError before any work starts; DecoderBusyError if a decoder is in use.
         """
         ask = Ask(
             input_ids=input_ids, sequence_length=sequence_length, max_new_tokens=max_new_tokens,
@@ -86,7 +82,9 @@ class Sampler:
         requests = ask.requests(self._decoders()[0])
         streamers.check(streamer, len(requests))
         events = self._events(requests, Demands(ask.processor(), output_scores, width))
-        result = self._collect(requests, streamers.feed(streamer, requests[0], events), pad_token_id, output_scores)
+        result = self._collect(
+            requests, streamers.feed(streamer, requests[0], events), pad=pad_token_id, scores=output_scores
+        )
         return result if return_dict else result.sequences
 
     def stream(
@@ -146,7 +144,7 @@ class Sampler:
             yield from run(engine, requests, self.statistics)
 
     def _collect(
-        self, requests: list[Request], events: Iterator[Event], pad: int | None, scores: bool
+        self, requests: list[Request], events: Iterator[Event], *, pad: int | None, scores: bool
     ) -> GenerationResult:
         texts = [list(request.prompt) for request in requests]
         logprobs: list[list[float]] = [[] for _ in requests]

@@ -29,9 +29,7 @@ PARTS: dict[str, frozenset[str]] = {
     "medusa": frozenset({"core", "decoder", "medusa"}),
     "eagle": frozenset({"core", "decoder", "eagle"}),
     "placement": frozenset({"core", "decoder", "placement"}),
-    "orchestrator": frozenset(
-        {"core", "decoder", "draft", "target", "medusa", "eagle", "placement", "orchestrator"}
-    ),
+    "orchestrator": frozenset({"core", "decoder", "draft", "target", "medusa", "eagle", "placement", "orchestrator"}),
 }
 SIZED_FOLDERS = (*PARTS, "tests", "benchmarks", "scripts", "examples")
 
@@ -215,7 +213,7 @@ def function_messages(file: str, function: Function, *, in_class: bool) -> Itera
     total = positional + len(arguments.kwonlyargs) + bool(arguments.vararg) + bool(arguments.kwarg)
     if total > MAX_PARAMETERS:
         yield f"{function.name} has {total} parameters; at most {MAX_PARAMETERS}"
-    if positional > MAX_POSITIONAL and not is_dunder(function.name):
+    if positional > MAX_POSITIONAL and not has_fixed_signature(function.name):
         yield f"{function.name} takes {positional} by position; keyword-only after {MAX_POSITIONAL}"
 
 
@@ -224,9 +222,10 @@ def is_static(function: Function) -> bool:
     return any(isinstance(mark, ast.Name) and mark.id == "staticmethod" for mark in function.decorator_list)
 
 
-def is_dunder(name: str) -> bool:
-    """Whether a protocol, Python's or ours, fixes the signature: `__call__`, but not `__init__`."""
-    return name.startswith("__") and name.endswith("__") and name not in {"__init__", "__new__"}
+def has_fixed_signature(name: str) -> bool:
+    """Whether a protocol fixes the signature: `__call__` (but not `__init__`), and a module's `forward`."""
+    dunder = name.startswith("__") and name.endswith("__")
+    return name == "forward" or (dunder and name not in {"__init__", "__new__"})
 
 
 def keeps_its_parameters(file: str, function: Function) -> bool:
@@ -236,9 +235,7 @@ def keeps_its_parameters(file: str, function: Function) -> bool:
     marks = (mark.func if isinstance(mark, ast.Call) else mark for mark in function.decorator_list)
     if any(isinstance(mark, ast.Attribute) and mark.attr in COMMAND_DECORATORS for mark in marks):
         return True
-    return any(
-        file.startswith(where) and function.name in names for where, names in PUBLIC_ENTRY_POINTS.items()
-    )
+    return any(file.startswith(where) and function.name in names for where, names in PUBLIC_ENTRY_POINTS.items())
 
 
 # ---- packages

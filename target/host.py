@@ -46,9 +46,7 @@ class HostVerifier:
         self.logprobs[slot] = [_logprob(logits, token)]
         return token
 
-    def __call__(
-        self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds
-    ) -> Commit:
+    def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; see the protocol."""
         token, row = root_of(commit.tokens, commit.count, commit.start)
         width = self.width if self._exact or proposal is not None else 1
@@ -57,7 +55,7 @@ class HostVerifier:
         legal = (place < bounds.limit.unsqueeze(1)) & (drafts >= 0) & (drafts < self.decoder.config.vocab_size)
         drafts = torch.where(legal, drafts, PAD)
         tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0)
-        logits = window(self.decoder, tokens, row, self.decoder.reach(bounds.rows))
+        logits = window(self.decoder, tokens, row, reach=self.decoder.reach(bounds.rows))
         rows = []
         for slot in range(len(row)):
             text = self._texts[slot]
@@ -66,23 +64,23 @@ class HostVerifier:
                 rows.append([0])
                 continue
             part = Proposal(drafts[slot : slot + 1], None, _line(proposal, slot))
-            rows.append(self._decide(slot, logits[slot], part, one))
+            rows.append(self._decide(slot, logits[slot], part, sampling=one))
         count = torch.tensor([len(r) for r in rows], dtype=torch.int32)
         padded = torch.tensor([r + [PAD] * (self.width - len(r)) for r in rows], dtype=torch.int32)
         return Commit(padded, count, row + 1)
 
-    def _decide(self, slot: int, logits: Tensor, proposal: Proposal, sampling: SamplingBatch) -> list[int]:
+    def _decide(self, slot: int, logits: Tensor, proposal: Proposal, *, sampling: SamplingBatch) -> list[int]:
         text = self._texts[slot]
         if isinstance(self._acceptor, Match):
-            tokens, scores = self._match(text, logits, proposal.tokens[0].tolist(), sampling)
+            tokens, scores = self._match(text, logits, proposal.tokens[0].tolist(), sampling=sampling)
         else:
-            tokens, scores = self._reject(self._acceptor, text, logits, proposal, sampling)
+            tokens, scores = self._reject(text, logits, proposal, acceptor=self._acceptor, sampling=sampling)
         self.logprobs[slot] = scores
         text += tokens
         return tokens
 
     def _match(
-        self, text: list[int], logits: Tensor, drafts: list[int], sampling: SamplingBatch
+        self, text: list[int], logits: Tensor, drafts: list[int], *, sampling: SamplingBatch
     ) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         scores: list[float] = []
@@ -96,7 +94,7 @@ class HostVerifier:
         return tokens, scores
 
     def _reject(
-        self, acceptor: Reject, text: list[int], logits: Tensor, proposal: Proposal, sampling: SamplingBatch
+        self, text: list[int], logits: Tensor, proposal: Proposal, *, acceptor: Reject, sampling: SamplingBatch
     ) -> tuple[list[int], list[float]]:
         drafts = [token for token in proposal.tokens[0].tolist() if token != PAD]
         lines = [self._processed(text + drafts[:i], line) for i, line in enumerate(logits[: len(drafts) + 1])]

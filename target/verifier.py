@@ -79,9 +79,7 @@ class CompiledVerifier:
         position = torch.tensor([[len(prompt)]], dtype=torch.int32)
         return int(self.decoder.body.kernels.choose(logits, position, sampling))
 
-    def __call__(
-        self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds
-    ) -> Commit:
+    def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; see the protocol."""
         inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
         width = self.width if self._exact or proposal is not None else 1
@@ -97,4 +95,4 @@ class CompiledVerifier:
         drawn = ",drawn" if len(inputs) > _UNDRAWN else ""
         name = f"verify[{width},{kind}{drawn},from {inputs[0].shape[1]}]"
         make = partial(VerifyStep, acceptor=self._acceptor)
-        return self.decoder.graph(name, self.decoder.reach(rows), make, inputs)
+        return self.decoder.graph(name, make, inputs, reach=self.decoder.reach(rows))

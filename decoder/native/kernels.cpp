@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <omp.h>
+#include <type_traits>
 #include <vector>
 #ifdef __FMA__
 #include <immintrin.h>
@@ -69,7 +70,22 @@ inline void multiply_add(Vec& sum, Vec a, Vec b) {
   for (int i = 0; i < VL; i++) sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
 #endif
 }
-inline float total(Vec v) { return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7])); }
+inline float total(Vec v) {  // ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7))
+#ifdef __AVX2__
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+#else
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+#endif
+}
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+inline float largest(Vec v) {
+  float best = v[0];
+  for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+inline VecI lanes() { return VecI{0, 1, 2, 3, 4, 5, 6, 7}; }
 
 // ---------------------------------------------------------------------------------------------------------- linear --
 
@@ -145,13 +161,14 @@ inline Vec exponential(Vec x) {
 
 // Turns n scores into weights exp(score - max) and returns 1 / their sum; the buffer is padded to whole vectors.
 inline float weigh(float* s, int64_t n) {
-  float best = s[0];
-  for (int64_t i = 1; i < n; i++) best = std::max(best, s[i]);
   for (int64_t i = n; i < (n + VL - 1) / VL * VL; i++) s[i] = -1e30f;
+  Vec tops = load(s);
+  for (int64_t i = VL; i < n; i += VL) tops = larger(tops, load(s + i));
+  const float best = largest(tops);
   Vec sum = {};
   for (int64_t i = 0; i < n; i += VL) {
     Vec e = exponential(load(s + i) - best);
-    for (int j = 0; j < VL; j++) e[j] = i + j < n ? e[j] : 0.0f;
+    if (i + VL > n) e = lanes() < (int32_t)(n - i) ? e : Vec{};
     sum += e;
     std::memcpy(s + i, &e, sizeof e);
   }
@@ -165,66 +182,68 @@ struct Attend {
   const int32_t *row, *count, *slots;
 };
 
-// Queries of one key-value head, up to eight at a time: the cache is read and widened once for all of them.
 template <class T>
+inline Vec part(const T* line, int64_t v, int64_t D) {  // vector v of a line of D numbers, zeros behind its end
+  if ((v + 1) * VL <= D) return load(line + v * VL);
+  Vec found = {};
+  for (int64_t d = v * VL; d < D; d++) found[d - v * VL] = widen(line[d]);
+  return found;
+}
+
+// QUERIES rows of one key-value head at once: the cache is read and widened once for all of them. Each sum has an
+// accumulator of its own, so a row's result does not depend on QUERIES. DEEP = positions or vectors walked abreast.
+template <class T, int QUERIES>
 void attend_block(const Attend& a, const float* q, const T* keys, const T* values, float* out, int64_t first,
-                  int queries, int64_t row, float* scratch) {
-  const int64_t D = a.width, group = a.heads / a.kv_heads, vectors = (D + VL - 1) / VL;
+                  int64_t row, float* scratch) {
+  constexpr int DEEP = QUERIES == 1 ? 4 : QUERIES == 2 ? 4 : 2;
+  const int64_t D = a.width, group = a.heads / a.kv_heads, vectors = (D + VL - 1) / VL, padded = vectors * VL;
+  const int64_t stride = (a.rows + VL - 1) / VL * VL;
   const float scale = 1.0f / std::sqrt((float)D);
-  const int64_t stride = (a.rows + VL - 1) / VL * VL, padded = vectors * VL;
-  float *scores = scratch, *query = scores + 8 * stride, *line = query + 8 * padded, *sums = line + padded;
-  const float* from[8];
-  float* to[8];
-  int64_t seen[8], longest = 0;
-  for (int i = 0; i < queries; i++) {
-    int64_t t = (first + i) / group, h = (first + i) % group;
-    from[i] = q + (t * a.heads + h) * D;
-    to[i] = out + (t * a.heads + h) * D;
+  float *scores = scratch, *query = scores + QUERIES * stride;
+  float* to[QUERIES];
+  int64_t seen[QUERIES], longest = 0;
+  for (int i = 0; i < QUERIES; i++) {
+    int64_t t = (first + i) / group, at = (t * a.heads + (first + i) % group) * D;
+    to[i] = out + at;
     seen[i] = row + t + 1;
     longest = std::max(longest, seen[i]);
-    for (int64_t d = 0; d < padded; d++) query[i * padded + d] = d < D ? from[i][d] * scale : 0.0f;
+    for (int64_t d = 0; d < padded; d++) query[i * padded + d] = d < D ? q[at + d] * scale : 0.0f;
   }
-  std::fill(line, line + padded, 0.0f);
-  for (int64_t p = 0; p < longest; p++) {
-    const T* key = keys + p * D;
-    Vec sum[8] = {};
-    for (int64_t v = 0; v < vectors; v++) {
-      Vec k;
-      if ((v + 1) * VL <= D) k = load(key + v * VL);
-      else {
-        for (int64_t d = v * VL; d < D; d++) line[d] = widen(key[d]);
-        k = load(line + v * VL);
+  auto score = [&](auto deep, int64_t p) {
+    constexpr int N = decltype(deep)::value;
+    Vec sum[N][QUERIES] = {};
+    for (int64_t v = 0; v < vectors; v++)
+      for (int j = 0; j < N; j++) {
+        Vec key = part(keys + (p + j) * D, v, D);
+        for (int i = 0; i < QUERIES; i++) multiply_add(sum[j][i], load(query + i * padded + v * VL), key);
       }
-      for (int i = 0; i < queries; i++) multiply_add(sum[i], load(query + i * padded + v * VL), k);
-    }
-    for (int i = 0; i < queries; i++) scores[i * stride + p] = total(sum[i]);
-  }
-  float inverse[8];
-  for (int i = 0; i < queries; i++) {
+    for (int j = 0; j < N; j++)
+      for (int i = 0; i < QUERIES; i++) scores[i * stride + p + j] = total(sum[j][i]);
+  };
+  int64_t p = 0;
+  for (; p + DEEP <= longest; p += DEEP) score(std::integral_constant<int, DEEP>{}, p);
+  for (; p < longest; p++) score(std::integral_constant<int, 1>{}, p);
+  float inverse[QUERIES];
+  for (int i = 0; i < QUERIES; i++) {
     inverse[i] = weigh(scores + i * stride, seen[i]);
-    for (int64_t p = seen[i]; p < longest; p++) scores[i * stride + p] = 0.0f;
+    // A key behind a row's own weighs nothing; adding 0 * value changes no bit of a sum of finite numbers.
+    for (int64_t later = seen[i]; later < longest; later++) scores[i * stride + later] = 0.0f;
   }
-  std::fill(sums, sums + queries * padded, 0.0f);
-  for (int64_t p = 0; p < longest; p++) {
-    const T* value = values + p * D;
-    for (int64_t v = 0; v < vectors; v++) {
-      Vec k;
-      if ((v + 1) * VL <= D) k = load(value + v * VL);
-      else {
-        for (int64_t d = v * VL; d < D; d++) line[d] = widen(value[d]);
-        k = load(line + v * VL);
+  auto mix_values = [&](auto deep, int64_t v) {
+    constexpr int N = decltype(deep)::value;
+    Vec sum[N][QUERIES] = {};
+    for (int64_t at = 0; at < longest; at++)
+      for (int j = 0; j < N; j++) {
+        Vec value = part(values + at * D, v + j, D);
+        for (int i = 0; i < QUERIES; i++) multiply_add(sum[j][i], value, Vec{} + scores[i * stride + at]);
       }
-      for (int i = 0; i < queries; i++) {
-        if (p >= seen[i]) continue;
-        float* at = sums + i * padded + v * VL;
-        Vec sum = load(at);
-        multiply_add(sum, k, Vec{} + scores[i * stride + p]);
-        std::memcpy(at, &sum, sizeof sum);
-      }
-    }
-  }
-  for (int i = 0; i < queries; i++)
-    for (int64_t d = 0; d < D; d++) to[i][d] = sums[i * padded + d] * inverse[i];
+    for (int j = 0; j < N; j++)
+      for (int i = 0; i < QUERIES; i++)
+        for (int64_t d = 0; d < VL && (v + j) * VL + d < D; d++) to[i][(v + j) * VL + d] = sum[j][i][d] * inverse[i];
+  };
+  int64_t v = 0;
+  for (; v + DEEP <= vectors; v += DEEP) mix_values(std::integral_constant<int, DEEP>{}, v);
+  for (; v < vectors; v++) mix_values(std::integral_constant<int, 1>{}, v);
 }
 
 template <class T>
@@ -235,7 +254,7 @@ void attend(const Attend& a, const float* q, const float* k, const float* v, T* 
   for (int64_t b = 0; b < a.batch; b++)
     for (int64_t g = 0; g < a.kv_heads; g++) {
       static thread_local std::vector<float> scratch;
-      size_t need = 8 * stride + 17 * padded;
+      size_t need = 4 * stride + 4 * padded;
       if (scratch.size() < need) scratch.resize(need);
       int64_t base = ((int64_t)a.slots[b] * a.kv_heads + g) * a.rows * D;
       int64_t n = std::min<int64_t>(a.count[b], a.window), row = a.row[b];
@@ -247,9 +266,12 @@ void attend(const Attend& a, const float* q, const float* k, const float* v, T* 
         }
       }
       int64_t start = (b * a.window * a.heads + g * group) * D;
-      for (int64_t first = 0; first < n * group; first += 8)
-        attend_block(a, q + start, keys + base, values + base, out + start, first,
-                     (int)std::min<int64_t>(8, n * group - first), row, scratch.data());
+      for (int64_t first = 0, left = n * group; left > 0;) {
+        const int64_t take = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+        auto block = take == 4 ? attend_block<T, 4> : take == 2 ? attend_block<T, 2> : attend_block<T, 1>;
+        block(a, q + start, keys + base, values + base, out + start, first, row, scratch.data());
+        first += take, left -= take;
+      }
       for (int64_t t = n; t < a.window; t++)
         std::fill(out + start + t * a.heads * D, out + start + (t * a.heads + group) * D, 0.0f);
     }
@@ -263,29 +285,40 @@ constexpr int CELLS = 2048;
 constexpr int32_t LN2 = 11629080;
 constexpr uint32_t GOLDEN = 0x9E3779B9u, STREAM = 0x6C8E9CF5u, ROW = 0x2545F491u;
 
-inline uint32_t mix(uint32_t x) {
+template <class U>
+inline U mix(U x) {
   x = (x ^ (x >> 16)) * 0x7FEB352Du;
   x = (x ^ (x >> 15)) * 0x846CA68Bu;
   return x ^ (x >> 16);
 }
-inline int32_t interpolate(const int32_t* table, int32_t cell, int32_t part) {
-  int32_t left = table[cell];
-  return left + (((table[cell + 1] - left) * part) >> 12);
+inline VecI look_up(VecI cell) {
+#ifdef __AVX2__
+  return (VecI)_mm256_i32gather_epi32(noise_table, (__m256i)cell, 4);
+#else
+  VecI found;
+  for (int i = 0; i < VL; i++) found[i] = noise_table[cell[i]];
+  return found;
+#endif
 }
-inline int32_t log_fixed(const int32_t* table, float x) {
-  int32_t word;
-  std::memcpy(&word, &x, 4);
-  return ((word >> 23) - 127) * LN2 + interpolate(table, (word >> 12) & (CELLS - 1), word & 0xFFF);
+inline VecI interpolate(VecI cell, VecI part) {
+  VecI left = look_up(cell);
+  return left + (((look_up(cell + 1) - left) * part) >> 12);
 }
+inline VecI log_fixed(Vec x) {
+  VecI word = (VecI)x;
+  return ((word >> 23) - 127) * LN2 + interpolate((word >> 12) & (CELLS - 1), word & 0xFFF);
+}
+inline Vec to_float(VecI x) { return __builtin_convertvector(x, Vec); }
+
 // The same steps as paceline.core.noise.gumbel_of_bits.
-inline float gumbel(const int32_t* table, uint32_t bits) {
-  bool upper = bits >> 31;
-  uint32_t folded = upper ? ~bits : bits;
-  float small = (float)(int32_t)(folded >> 16) * 0x1p-16f + ((float)(int32_t)(folded & 0xFFFF) + 0.5f) * 0x1p-32f;
-  int32_t first = log_fixed(table, small);
-  int32_t rest = interpolate(table, (int32_t)(folded >> 20) + CELLS + 1, (folded >> 8) & 0xFFF);
-  int32_t inner = log_fixed(table, std::max((float)first * -0x1p-24f, 0x1p-24f));
-  return (float)(upper ? -inner : -first - rest) * 0x1p-24f;
+inline Vec gumbel(VecU bits) {
+  VecI upper = (VecI)bits < 0;  // all ones or zero
+  VecU folded = bits ^ (VecU)upper;
+  Vec small = to_float((VecI)(folded >> 16)) * 0x1p-16f + (to_float((VecI)(folded & 0xFFFFu)) + 0.5f) * 0x1p-32f;
+  VecI first = log_fixed(small);
+  VecI rest = interpolate((VecI)((folded >> 20) & (CELLS - 1)) + CELLS + 1, (VecI)((folded >> 8) & 0xFFFu));
+  VecI inner = log_fixed(larger(to_float(first) * -0x1p-24f, Vec{} + 0x1p-24f));
+  return to_float(upper ? -inner : -first - rest) * 0x1p-24f;
 }
 
 inline int32_t ordered(float x) {
@@ -299,12 +332,12 @@ inline int32_t ordered(float x) {
 int32_t search(const int32_t* order, const float* weights, int64_t V, float target) {
   auto enough = [&](int32_t trial) {
     Vec sum = {};
-    int64_t i = 0;
-    for (; i + VL <= V; i += VL)
-      for (int j = 0; j < VL; j++) sum[j] += order[i + j] >= trial ? (weights ? weights[i + j] : 1.0f) : 0.0f;
-    float all = total(sum);
-    for (; i < V; i++) all += order[i] >= trial ? (weights ? weights[i] : 1.0f) : 0.0f;
-    return all >= target;
+    for (int64_t i = 0; i < V; i += VL) {
+      VecI line;
+      std::memcpy(&line, order + i, sizeof line);
+      sum += line >= trial ? (weights ? load(weights + i) : Vec{} + 1.0f) : Vec{};
+    }
+    return total(sum) >= target;
   };
   int32_t edge = enough(0) ? 0 : INT32_MIN;
   for (int bit = 30; bit >= 0; bit--)
@@ -324,7 +357,7 @@ void softmax(const float* scores, float* weights, int64_t V) {
 void filter(float* s, int64_t V, float top_k, float top_p, float min_p, std::vector<float>& weights,
             std::vector<int32_t>& order) {
   weights.resize(V + VL);
-  order.resize(V);
+  order.assign(V + VL, INT32_MIN);  // behind the end: below every edge that is ever tried
   if (top_k > 0 && top_k < (float)V) {
     for (int64_t i = 0; i < V; i++) order[i] = ordered(s[i]);
     int32_t edge = search(order.data(), nullptr, V, top_k);
@@ -355,9 +388,18 @@ void filter(float* s, int64_t V, float top_k, float top_p, float min_p, std::vec
 }
 
 int32_t argmax(const float* s, int64_t V) {
-  float best = s[0];
-  for (int64_t i = 1; i < V; i++) best = s[i] > best ? s[i] : best;
-  for (int64_t i = 0; i < V; i++)
+  Vec tops = Vec{} + s[0];
+  int64_t i = 0;
+  for (; i + VL <= V; i += VL) tops = larger(load(s + i), tops);
+  float best = largest(tops);
+  for (; i < V; i++) best = s[i] > best ? s[i] : best;
+  for (i = 0; i + VL <= V; i += VL) {
+    VecI same = load(s + i) == best;
+    int64_t any = 0;
+    for (int j = 0; j < VL; j++) any |= same[j];
+    if (any) break;
+  }
+  for (; i < V; i++)
     if (s[i] == best) return (int32_t)i;
   return (int32_t)V - 1;  // not a number anywhere: stay a legal id
 }
@@ -379,14 +421,17 @@ void choose(const Choose& c, int32_t* out) {
     }
     static thread_local std::vector<float> scores, weights;
     static thread_local std::vector<int32_t> order;
-    scores.resize(V);
+    scores.resize(V + VL);
     for (int64_t v = 0; v < V; v++) scores[v] = logits[v] / knobs[0];
     filter(scores.data(), V, knobs[1], knobs[2], knobs[3], weights, order);
     uint32_t low = c.keys[i / c.window * 2], high = c.keys[i / c.window * 2 + 1];
     uint32_t key = mix(mix(low ^ ROW) + (uint32_t)c.positions[i] * GOLDEN);
     key = mix((key ^ high) + (uint32_t)c.stream * STREAM);
     uint32_t second = mix(key ^ GOLDEN);
-    for (int64_t v = 0; v < V; v++) scores[v] += gumbel(noise_table, mix(mix((uint32_t)v * GOLDEN + key) ^ second));
+    for (int64_t v = 0; v < V; v += VL) {
+      Vec drawn = load(scores.data() + v) + gumbel(mix(mix(((VecU)lanes() + (uint32_t)v) * GOLDEN + key) ^ second));
+      std::memcpy(scores.data() + v, &drawn, sizeof drawn);
+    }
     out[i] = argmax(scores.data(), V);
   }
 }

@@ -6,6 +6,7 @@ A compiled graph calls the library directly (see `c_shims`); the Python implemen
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -17,12 +18,11 @@ from paceline.decoder.kernels import Place
 from paceline.decoder.native import build
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_SCHEMAS = (
-    "row_linear(Tensor x, Tensor w) -> Tensor",
-    "row_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, Tensor row, Tensor count, "
-    "Tensor slots) -> Tensor",
-    "row_choose(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, int stream) -> Tensor",
-)
+_SCHEMAS = """
+row_linear(Tensor x, Tensor w) -> Tensor
+row_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots) -> Tensor
+row_choose(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, int stream) -> Tensor
+"""
 
 
 class Native:
@@ -40,7 +40,9 @@ class Native:
         made: Tensor = torch.ops.paceline.row_attend(q, k, v, *cache, place.row, place.count, place.slots)
         return made
 
-    def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, stream: int = noise.TARGET) -> Tensor:
+    def choose(
+        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET
+    ) -> Tensor:
         made: Tensor = torch.ops.paceline.row_choose(
             logits, positions.contiguous(), sampling.knobs, sampling.keys, stream
         )
@@ -67,10 +69,13 @@ def register() -> torch.library.Library:
     """Build the kernels if needed and define the operators, once per process."""
     build.library()
     made = torch.library.Library("paceline", "DEF")
-    for schema in _SCHEMAS:
+    for schema in _SCHEMAS.strip().splitlines():
         made.define(schema)
-    bodies = {"row_linear": (_linear, _shape_linear), "row_attend": (_attend, _shape_attend)}
-    bodies["row_choose"] = (_choose, _shape_choose)
+    bodies: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+        "row_linear": (_linear, _shape_linear),
+        "row_attend": (_attend, _shape_attend),
+        "row_choose": (_choose, _shape_choose),
+    }
     for name, (body, shape) in bodies.items():
         made.impl(name, body, "CPU")
         torch.library.register_fake(f"paceline::{name}", shape, lib=made)

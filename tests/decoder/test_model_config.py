@@ -154,9 +154,7 @@ def test_fingerprint_is_stable_and_sees_every_field(tmp_path: Path) -> None:
         {"tie_word_embeddings": True},
         {"eos_token_id": 3},
     ]
-    prints = {
-        ModelConfig.from_pretrained(write(tmp_path, SIZES | change)).fingerprint() for change in changed
-    }
+    prints = {ModelConfig.from_pretrained(write(tmp_path, SIZES | change)).fingerprint() for change in changed}
     assert len(prints | {base.fingerprint()}) == len(changed) + 1
     assert json.loads(json.dumps(base.to_dict()))["rope"]["theta"] == 10000.0
 

@@ -97,9 +97,7 @@ def test_tables_are_those_of_transformers(tmp_path: Path, case: str, layout: int
 def test_dynamic_is_default_up_to_the_trained_length_and_refused_beyond() -> None:
     dynamic = RopeConfig("dynamic", factor=2.0, max_position_embeddings=LENGTH)
     default = RopeConfig(max_position_embeddings=LENGTH)
-    for ours, plain in zip(
-        rope_tables(dynamic, HEAD, LENGTH), rope_tables(default, HEAD, LENGTH), strict=True
-    ):
+    for ours, plain in zip(rope_tables(dynamic, HEAD, LENGTH), rope_tables(default, HEAD, LENGTH), strict=True):
         assert torch.equal(ours, plain)
     with pytest.raises(UnknownArchitectureError) as caught:
         rope_tables(dynamic, HEAD, LENGTH + 1)
@@ -163,6 +161,4 @@ def test_rotation_is_traceable() -> None:
     x = torch.randn(5, 4, HEAD, generator=torch.Generator().manual_seed(3)).bfloat16()
     graph = make_fx(apply_rope)(x, cos[:, None], sin[:, None])
     other = x.flip(0)
-    assert torch.equal(
-        graph(other, cos[:, None], sin[:, None]), apply_rope(other, cos[:, None], sin[:, None])
-    )
+    assert torch.equal(graph(other, cos[:, None], sin[:, None]), apply_rope(other, cos[:, None], sin[:, None]))

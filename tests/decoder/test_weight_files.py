@@ -22,9 +22,7 @@ def state(tmp_path: Path) -> State:
     return small_model(tmp_path)
 
 
-def test_links_out_of_the_folder_are_followed_as_in_the_hugging_face_cache(
-    tmp_path: Path, state: State
-) -> None:
+def test_links_out_of_the_folder_are_followed_as_in_the_hugging_face_cache(tmp_path: Path, state: State) -> None:
     blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()
     snapshot.mkdir()
@@ -60,9 +58,7 @@ def test_files_that_are_something_else(
 
 
 def test_no_weights(tmp_path: Path, state: State) -> None:
-    refused(
-        tmp_path, MissingWeightsError, "model.safetensors, model.safetensors.index.json, pytorch_model.bin"
-    )
+    refused(tmp_path, MissingWeightsError, "model.safetensors, model.safetensors.index.json, pytorch_model.bin")
     config = ModelConfig.from_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="nowhere is not a folder"):
         load_weights(tmp_path / "nowhere", config, torch.float32)

@@ -30,9 +30,7 @@ def state(tmp_path: Path) -> State:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_format_gives_the_same_tensors(
-    tmp_path: Path, state: State, form: str, dtype: torch.dtype
-) -> None:
+def test_every_format_gives_the_same_tensors(tmp_path: Path, state: State, form: str, dtype: torch.dtype) -> None:
     FORMATS[form](tmp_path, state)
     config = ModelConfig.from_pretrained(tmp_path)
     calls: list[tuple[int, int]] = []
@@ -139,9 +137,7 @@ def test_values_beyond_float16(tmp_path: Path, state: State) -> None:
     state[EMBEDDING][17, 5] = 1e6
     save_file(state, tmp_path / "model.safetensors")
     assert load(tmp_path, torch.bfloat16)[EMBEDDING].dtype == torch.bfloat16
-    with pytest.raises(
-        WeightValueError, match=r"embed_tokens.*beyond the range of torch\.float16; load it in"
-    ):
+    with pytest.raises(WeightValueError, match=r"embed_tokens.*beyond the range of torch\.float16; load it in"):
         load(tmp_path, torch.float16)
 
 
