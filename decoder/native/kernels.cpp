@@ -15,7 +15,7 @@
 #include <omp.h>
 #include <type_traits>
 #include <vector>
-#ifdef __FMA__
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -39,14 +39,22 @@ inline Vec load(const float* p) {
   return v;
 }
 inline Vec load(const BFloat16* p) {
+#ifdef __AVX2__
+  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
   VecH h;
   std::memcpy(&h, p, sizeof h);
   return (Vec)(__builtin_convertvector(h, VecU) << 16);
+#endif
 }
 inline Vec load(const Float16* p) {
+#if defined(__AVX2__) && defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
   VecF16 h;
   std::memcpy(&h, p, sizeof h);
   return __builtin_convertvector(h, Vec);
+#endif
 }
 inline float widen(float x) { return x; }
 inline float widen(Float16 x) { return (float)x; }
@@ -64,7 +72,7 @@ inline void narrow(BFloat16* p, float x) {  // round to nearest, ties to even, a
   p->bits = x != x ? 0x7fc0 : (uint16_t)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
 }
 inline void multiply_add(Vec& sum, Vec a, Vec b) {
-#ifdef __FMA__
+#if defined(__AVX2__) && defined(__FMA__)
   sum = (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
 #else
   for (int i = 0; i < VL; i++) sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
@@ -85,22 +93,69 @@ inline float largest(Vec v) {
   for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
   return best;
 }
+inline Vec in_register(Vec v) {  // keeps the compiler from loading the same vector again for every use
+#ifdef __AVX2__
+  asm("" : "+x"(v));
+#endif
+  return v;
+}
 inline VecI lanes() { return VecI{0, 1, 2, 3, 4, 5, 6, 7}; }
 
 // ---------------------------------------------------------------------------------------------------------- linear --
 
+constexpr int STEP = 2 * VL;  // numbers of K walked at once
+
+// Two vectors that hold STEP numbers of a weight row between them, in the order `arrange` gives the activations.
+struct Pair {
+  Vec first, second;
+};
+template <class W>
+inline Pair load_pair(const W* p) {
+  return {load(p), load(p + VL)};
+}
+inline Pair load_pair(const BFloat16* p) {  // a bfloat16 is the upper half of a float: even ones shifted up, odd ones masked
+  VecU both;
+  std::memcpy(&both, p, sizeof both);
+  return {(Vec)(both << 16), (Vec)(both & 0xFFFF0000u)};
+}
+template <class W>
+const float* arrange(const float* x, int64_t, int64_t) {
+  return x;
+}
+template <>
+const float* arrange<BFloat16>(const float* x, int64_t M, int64_t K) {  // every STEP: the even ones, then the odd ones
+  static thread_local std::vector<float> scratch;
+  if ((int64_t)scratch.size() < M * K) scratch.resize(M * K);
+  for (int64_t m = 0; m < M; m++) {
+    const float* from = x + m * K;
+    float* to = scratch.data() + m * K;
+    int64_t k = 0;
+    for (; k + STEP <= K; k += STEP)
+      for (int i = 0; i < VL; i++) to[k + i] = from[k + 2 * i], to[k + VL + i] = from[k + 2 * i + 1];
+    std::copy(from + k, from + K, to + k);
+  }
+  return scratch.data();
+}
+
 // ROWS x COLS results at once. One accumulator for each, walked along K: the same arithmetic for every ROWS and COLS.
 template <class W, int ROWS, int COLS>
 inline void block(const float* x, const W* w, float* out, int64_t K, int64_t N) {
-  Vec sum[ROWS][COLS] = {};
+  Vec sum[ROWS][COLS];
+  for (int m = 0; m < ROWS; m++)
+    for (int n = 0; n < COLS; n++) sum[m][n] = Vec{};
   int64_t k = 0;
-  for (; k + VL <= K; k += VL) {
-    Vec column[COLS];
-    for (int n = 0; n < COLS; n++) column[n] = load(w + n * K + k);
-    __builtin_prefetch((const char*)(w + COLS * K) + k * COLS * (int64_t)sizeof(W) + 1024);
+  for (; k + STEP <= K; k += STEP) {
+    Pair column[COLS];
+    for (int n = 0; n < COLS; n++) column[n] = load_pair(w + n * K + k);
+    const char* ahead = (const char*)(w + COLS * K + k * COLS) + 1024;  // the next rows lie right behind these
+    for (size_t byte = 0; byte < COLS * STEP * sizeof(W); byte += 64) __builtin_prefetch(ahead + byte);
     for (int m = 0; m < ROWS; m++) {
-      Vec row = load(x + m * K + k);
-      for (int n = 0; n < COLS; n++) multiply_add(sum[m][n], row, column[n]);
+      Vec row = in_register(load(x + m * K + k));
+      for (int n = 0; n < COLS; n++) multiply_add(sum[m][n], column[n].first, row);
+    }
+    for (int m = 0; m < ROWS; m++) {
+      Vec row = in_register(load(x + m * K + k + VL));
+      for (int n = 0; n < COLS; n++) multiply_add(sum[m][n], column[n].second, row);
     }
   }
   for (int m = 0; m < ROWS; m++)
@@ -118,10 +173,9 @@ void columns(const float* x, const W* w, float* out, int64_t M, int64_t K, int64
     int64_t left = M - m;
     const float* row = x + m * K;
     float* to = out + m * N;
-    // Six at a time, but no small remainder: 7 is 4 + 3, 9 is 5 + 4.
-    int take = left >= 11 || left == 6 ? 6 : left >= 9 || left == 5 ? 5 : left >= 7 || left == 4 ? 4 : (int)left;
+    // Five at a time fill the registers; no small remainder is left over: 6 is 3 + 3, 7 is 4 + 3, 8 is 4 + 4.
+    int take = left >= 9 || left == 5 ? 5 : left >= 7 || left == 4 ? 4 : left == 6 ? 3 : (int)left;
     switch (take) {
-      case 6: block<W, 6, COLS>(row, w, to, K, N); break;
       case 5: block<W, 5, COLS>(row, w, to, K, N); break;
       case 4: block<W, 4, COLS>(row, w, to, K, N); break;
       case 3: block<W, 3, COLS>(row, w, to, K, N); break;
@@ -133,13 +187,12 @@ void columns(const float* x, const W* w, float* out, int64_t M, int64_t K, int64
 }
 
 template <class W>
-void linear(const float* x, const W* w, float* out, int64_t M, int64_t K, int64_t N) {
+void linear(const float* in, const W* w, float* out, int64_t M, int64_t K, int64_t N) {
+  const float* x = arrange<W>(in, M, K);
 #pragma omp parallel if (M * K * N > 16384)
   {
-    int64_t threads = omp_get_num_threads(), me = omp_get_thread_num(), chunks = (N + 3) / 4;
-    int64_t n = chunks * me / threads * 4, end = std::min(N, chunks * (me + 1) / threads * 4);
-    if (M == 1)
-      for (; n + 4 <= end; n += 4) columns<W, 4>(x, w + n * K, out + n, M, K, N);
+    int64_t threads = omp_get_num_threads(), me = omp_get_thread_num(), pairs = (N + 1) / 2;
+    int64_t n = pairs * me / threads * 2, end = std::min(N, pairs * (me + 1) / threads * 2);
     for (; n + 2 <= end; n += 2) columns<W, 2>(x, w + n * K, out + n, M, K, N);
     for (; n < end; n++) columns<W, 1>(x, w + n * K, out + n, M, K, N);
   }

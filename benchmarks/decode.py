@@ -1,0 +1,194 @@
+"""Speed of the compiled graphs and of decoding, as ratios measured in one run. JSON on the last line.
+
+    python benchmarks/decode.py                  everything (several minutes, more when graphs must be compiled)
+    python benchmarks/decode.py --part graphs    one random Llama shape: decode[1] and verify[5] against reading weights
+    python benchmarks/decode.py --part host      what the host adds to a round of the demo pair
+    python benchmarks/decode.py --part pair      tokens per second of the demo pair in every mode
+    python benchmarks/decode.py --part widths    how often decode[1] and verify[5] disagree on the demo prompts
+
+Times are medians over interleaved repeats. Nothing else should run on the machine: a thread that is preempted inside
+a parallel product stalls it for a scheduler slice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import logging
+import platform
+import statistics
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.bench import bench_pair
+from paceline.core.accept import Match
+from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.types import Bounds, Commit, Proposal
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.target.verifier import CompiledVerifier
+
+ROOT = Path(__file__).parents[1]
+PAIR = ROOT / "examples" / "pycode"
+
+
+def prompts(count: int) -> list[str]:
+    """The demo prompts, spread over the file."""
+    rows = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
+    return rows[:: max(1, len(rows) // count)][:count]
+
+
+def interleaved(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median milliseconds of each, taking turns."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(repeats + 5):
+        for name, run in runs.items():
+            begin = perf_counter()
+            run()
+            if turn >= 5:
+                times[name].append(1e3 * (perf_counter() - begin))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def graphs() -> dict[str, object]:
+    """V = 8192, width 512, 8 layers, 8 heads, MLP 1376, 512 positions, bf16, random weights."""
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        intermediate_size=1376,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        decoder = AutoDecoder.from_pretrained(folder, n_positions=512)
+    matrices = [p for name, p in decoder.body.named_parameters() if p.dim() == 2 and "embedding" not in name]
+    streams = [p.detach().view(torch.int32).flatten() for p in matrices]
+    step = {width: _verify(decoder, width) for width in (1, 5)}
+    ids = torch.randint(0, 8192, (1, 64))
+
+    def generate() -> object:
+        with torch.no_grad():
+            return model.generate(ids, attention_mask=torch.ones_like(ids), min_new_tokens=32, max_new_tokens=32)
+
+    # torch.sum over int32 is the plainest loop that touches every weight once, in the order it is stored.
+    runs = {"read": lambda: [s.sum(dtype=torch.int32) for s in streams], "decode": step[1], "verify5": step[5]}
+    found = interleaved(runs, 300)
+    theirs = interleaved({"generate": generate}, 5)["generate"] / 32
+    return {
+        "weights_mb": round(sum(p.numel() for p in matrices) * 2 / 1e6, 1),
+        "read_ms": round(found["read"], 3),
+        "decode1_ms": round(found["decode"], 3),
+        "verify5_ms": round(found["verify5"], 3),
+        "decode1_over_read": round(found["decode"] / found["read"], 3),
+        "verify5_over_decode1": round(found["verify5"] / found["decode"], 3),
+        "transformers_generate_ms_per_token": round(theirs, 3),
+        "transformers_over_decode1": round(theirs / found["decode"], 2),
+    }
+
+
+def _verify(decoder: CompiledDecoder, width: int) -> Callable[[], object]:
+    """A round's verification at a place in the middle of a text."""
+    verifier = CompiledVerifier(decoder, width, acceptor=Match(), exact=True)
+    tokens = torch.full((1, width), -1, dtype=torch.int32)
+    tokens[0, 0] = 7
+    one = torch.ones(1, dtype=torch.int32)
+    commit = Commit(tokens, one, one * 100)
+    proposal = Proposal(torch.full((1, width - 1), 9, dtype=torch.int32)) if width > 1 else None
+    bounds = Bounds(one * (width - 1), 101)
+    sampling = sampling_batch([Sampling()])
+    return lambda: verifier(commit, proposal, sampling, bounds)
+
+
+def host() -> dict[str, object]:
+    """Wall time of a generation minus the time inside compiled graphs, per round, with the demo pair."""
+    target, draft = (AutoDecoder.from_pretrained(PAIR / name, n_positions=512) for name in ("target", "draft"))
+    generator = SpeculativeGenerator(draft, target, k=4)
+    generator.compile()
+    spent = [0.0]
+    for decoder in (target, draft):
+        decoder._steps = {name: _metered(step, spent) for name, step in decoder._steps.items()}
+    shares, extras = [], []
+
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    for prompt in prompts(12):
+        ids = [tokenizer(prompt).input_ids]
+        spent[0] = 0.0
+        begin = perf_counter()
+        generator.sample(ids, max_new_tokens=128)
+        wall = perf_counter() - begin
+        rounds = generator.statistics.rounds
+        extras.append(1e6 * (wall - spent[0]) / rounds)
+        shares.append((wall - spent[0]) / wall)
+    return {"host_us_per_round": round(statistics.median(extras), 1), "host_share": round(statistics.median(shares), 4)}
+
+
+def _metered(step: Callable[..., object], spent: list[float]) -> Callable[..., object]:
+    def run(*inputs: object) -> object:
+        begin = perf_counter()
+        out = step(*inputs)
+        spent[0] += perf_counter() - begin
+        return out
+
+    return run
+
+
+def pair() -> dict[str, object]:
+    """Greedy, 128 new tokens."""
+    rows = prompts(12)
+    return bench_pair(str(PAIR / "target"), str(PAIR / "draft"), rows, k=(1, 2, 3, 4, 6), max_new_tokens=128)
+
+
+def widths() -> dict[str, object]:
+    """Greedy texts of all demo prompts at width 1 and at width 5, bf16: how many tokens differ at the same prefix."""
+
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    found: dict[str, object] = {}
+    for backend, count, new in (("inductor", 60, 128), ("eager", 4, 24)):
+        target = AutoDecoder.from_pretrained(PAIR / "target", n_positions=512, backend=backend)
+        differ = tokens = 0
+        for prompt in prompts(count):
+            ids = [tokenizer(prompt).input_ids]
+            narrow, wide = (target.sample(ids, max_new_tokens=new, width=width)[0].tolist() for width in (1, 5))
+            same = next((i for i, (a, b) in enumerate(zip(narrow, wide, strict=False)) if a != b), None)
+            tokens += (len(narrow) if same is None else same + 1) - len(ids[0])
+            differ += same is not None
+        found[backend] = {"tokens": tokens, "disagreements": differ}
+    return found
+
+
+PARTS: dict[str, Callable[[], dict[str, object]]] = {"graphs": graphs, "host": host, "pair": pair, "widths": widths}
+
+
+def main() -> None:
+    """Run the parts asked for."""
+    logging.basicConfig(level=logging.WARNING)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
+    asked = parser.parse_args().part
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    report: dict[str, object] = {
+        "date": datetime.date.today().isoformat(),
+        "commit": commit.stdout.strip(),
+        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "torch": torch.__version__,
+    }
+    for name in PARTS if asked == "all" else [asked]:
+        report[name] = PARTS[name]()
+        print(json.dumps({name: report[name]}, indent=1))
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""The demo: two small models complete Python code, then plain and speculative decoding are measured and compared.
+
+Not a benchmark: a few prompts on whatever this machine is doing. `paceline bench` and benchmarks/ are for figures.
+Exit status: 1 if speculative decoding gives other tokens than plain decoding at the same width, 2 if it cannot run.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline import AutoDecoder, PacelineError, SpeculativeGenerator, Statistics
+from paceline.console import TextView, by_position, err, out, say
+from paceline.detokenise import Tokenizer, load_tokenizer
+from paceline.progress import bar, compiling, loading
+from paceline.result import GenerationResult
+
+PAIR = Path(__file__).parent / "pycode"
+FIRST = 4  # the prompt whose completion is shown
+
+
+@dataclass
+class Measured:
+    """One way to decode: tokens per second of every repetition, and what it counted in the last one."""
+
+    speeds: list[float] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
+    total: Statistics = field(default_factory=Statistics)
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(self.speeds)
+
+
+def main() -> int:
+    """Load, stream, measure, compare."""
+    parser = argparse.ArgumentParser(description="Plain against speculative decoding with two small code models.")
+    parser.add_argument("--mode", choices=["speculative", "ngram"], default="speculative", help="who drafts")
+    parser.add_argument("--k", type=int, default=4, help="drafted tokens per round")
+    parser.add_argument("--prompts", type=int, default=6, help="how many prompts are measured")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--repetitions", type=int, default=3)
+    options = parser.parse_args()
+    console = out()
+    try:
+        return demo(console, options)
+    except PacelineError as error:
+        say(err(), f"error: {error}", style="red")
+        return 2
+
+
+def demo(console: Console, options: argparse.Namespace) -> int:
+    """The whole demo; the exit status."""
+    prompts = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
+    tokenizer = load_tokenizer(PAIR / "target")
+    decoders = {"target": decoder("target")}
+    if options.mode == "speculative":
+        decoders["draft"] = decoder("draft")
+    target = decoders["target"]
+    source = SpeculativeGenerator(decoders.get("draft", "ngram"), target, k=options.k)
+    say(err(), "Compiling: about a minute the first time on two cores; from then on the graphs are in the cache.")
+    made = compiling(err(), decoders, [source.compile])
+    fresh = [one for one in made if one.compiled]
+    say(err(), f"{len(made)} graphs, {len(fresh)} of them compiled in {sum(one.seconds for one in fresh):.0f} s.")
+    stream(console, source, tokenizer, prompts[FIRST], options.max_new_tokens)
+    compiling(err(), {"target": target}, [target.compile])
+    ids = [tokenizer.encode(text) for text in prompts[: options.prompts]]
+    return compare(console, source, target, ids, options)
+
+
+def decoder(name: str):
+    """Load one of the pair; its prompts have up to 128 tokens, so one prefill graph is enough."""
+    with loading(err(), PAIR / name) as report:
+        return AutoDecoder.from_pretrained(
+            PAIR / name, n_positions=512, context_length_estimate=128, amp="bf16", backend="inductor", progress=report
+        )
+
+
+def stream(console: Console, source, tokenizer: Tokenizer, prompt: str, max_new_tokens: int) -> None:
+    """Show one completion as it grows."""
+    ids = tokenizer.encode(prompt)
+    view = TextView(console, tokenizer, ids, marks=True)
+    console.print(f"\n{view.legend()}\n")
+    view.prompt(prompt)
+    for event in source.stream([ids], max_new_tokens=max_new_tokens):
+        view.show(event)
+    console.print("\n")
+
+
+def compare(console: Console, source, target, prompts: list[list[int]], options: argparse.Namespace) -> int:
+    """Measure both, check that they agree, show the table; the exit status."""
+    plain, fast = Measured(), Measured()
+    repetitions = options.repetitions
+    with bar(err(), "measuring, plain and speculative by turns", len(prompts) * (2 * repetitions + 1)) as shown:
+        for _ in range(repetitions):
+            for sampler, measured in ((target, plain), (source, fast)):
+                run(sampler, prompts, measured, options.max_new_tokens)
+                shown.advance(len(prompts))
+        wide = Measured()
+        run(target, prompts, wide, options.max_new_tokens, width=options.k + 1)
+    console.print(table(plain, fast, options))
+    narrow = sum(a == b for a, b in zip(plain.texts, fast.texts, strict=True))
+    if wide.texts != fast.texts:
+        differ = sum(a != b for a, b in zip(wide.texts, fast.texts, strict=True))
+        say(console, f"NOT IDENTICAL: {differ} of {len(prompts)} texts differ at width {options.k + 1}.", style="red")
+        return 1
+    say(console, f"Checked: both outputs are identical, token for token, in all {len(prompts)} texts, decoded at equal")
+    say(
+        console, f"width ({options.k + 1} rows). Plain decoding at one row gave the same in {narrow} of {len(prompts)}."
+    )
+    if fast.speed < plain.speed:
+        say(console, "Speculation does not pay here: its rounds cost more than the tokens they gain.")
+    return 0
+
+
+def run(
+    sampler, prompts: list[list[int]], measured: Measured, max_new_tokens: int, *, width: int | None = None
+) -> None:
+    """Decode all prompts once, greedily."""
+    measured.texts, measured.total = [], Statistics()
+    begin = perf_counter()
+    for ids in prompts:
+        result = sampler.sample([ids], max_new_tokens=max_new_tokens, width=width, return_dict=True)
+        assert isinstance(result, GenerationResult)
+        measured.texts.append(result.sequences[0].tolist())
+        add(measured.total, result.statistics)
+    measured.speeds.append(measured.total.new_tokens / (perf_counter() - begin))
+
+
+def add(total: Statistics, one: Statistics) -> None:
+    """Add the counts of one call."""
+    for name in ("rounds", "drafted", "accepted", "new_tokens"):
+        setattr(total, name, getattr(total, name) + getattr(one, name))
+    for name in ("accepted_per_position", "drafted_per_position"):
+        mine, other = getattr(total, name), getattr(one, name)
+        size = max(len(mine), len(other))
+        filled = [values + [0] * (size - len(values)) for values in (mine, other)]
+        setattr(total, name, [a + b for a, b in zip(*filled, strict=True)])
+
+
+def table(plain: Measured, fast: Measured, options: argparse.Namespace) -> Table:
+    """Both, side by side."""
+    title = (
+        f"{options.prompts} prompts, {options.max_new_tokens} new tokens, greedy, bf16, median of {options.repetitions}"
+    )
+    made = Table("", "plain", f"{options.mode}, k = {options.k}", title=title)
+    made.add_row("tokens/s, prefill included", *(f"{one.speed:.0f}" for one in (plain, fast)))
+    made.add_row("slowest to fastest", *(f"{min(one.speeds):.0f} to {max(one.speeds):.0f}" for one in (plain, fast)))
+    made.add_row("speed-up", "1", f"{fast.speed / plain.speed:.2f}")
+    made.add_row("tokens per round (tau)", "1", f"{fast.total.tau:.2f}")
+    made.add_row("accepted by position", "", by_position(fast.total))
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())

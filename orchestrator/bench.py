@@ -1,0 +1,172 @@
+"""Tokens per second of a target and a draft, in every mode, beside Hugging Face's `generate`, in one run.
+
+Modes take turns on every prompt, so that a noisy machine slows them all; each figure is the median of the repeats.
+Compiling and warming up are not measured. Not a test: nothing here passes or fails.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from paceline.auto import AutoDecoder
+from paceline.generator import SpeculativeGenerator
+from paceline.result import GenerationResult, Statistics
+from paceline.sampler import Sampler
+
+Run = Callable[[list[int]], "Outcome"]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """New tokens of one prompt in one mode, and what it took."""
+
+    tokens: list[int]
+    statistics: Statistics | None = None
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Mode:
+    """A way to decode, and what was seen of it: for every prompt one outcome per repeat."""
+
+    name: str
+    run: Run
+    seen: list[list[Outcome]] = field(default_factory=list)
+
+    def tokens_per_second(self) -> float:
+        """New tokens of all prompts over the sum of their median times."""
+        times = [statistics.median(outcome.seconds for outcome in repeats) for repeats in self.seen]
+        return sum(len(repeats[0].tokens) for repeats in self.seen) / sum(times)
+
+    def summary(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        found: dict[str, object] = {"tokens_per_second": round(self.tokens_per_second(), 2)}
+        counted = [repeats[0].statistics for repeats in self.seen]
+        rounds = sum(s.rounds for s in counted if s)
+        if rounds:
+            accepted = sum(s.accepted for s in counted if s)
+            found["tau"] = round(1 + accepted / rounds, 3)
+            found["acceptance_by_position"] = _by_position([s for s in counted if s])
+        return found
+
+
+def bench_pair(
+    target: str,
+    draft: str,
+    prompts: Sequence[str],
+    *,
+    k: Sequence[int] = (2, 4, 6),
+    max_new_tokens: int = 128,
+    backend: str = "inductor",
+    amp: str = "bf16",
+    repeats: int = 3,
+) -> dict[str, object]:
+    """Measure plain, speculative (every k), n-gram and Hugging Face decoding, greedy, one prompt at a time.
+
+    Returns a JSON-ready dictionary: ``modes`` by name, ``best_k``, ratios, and whether all our modes gave the same
+    tokens (``identical``).
+    """
+    tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
+    ids = [tokenizer(prompt).input_ids for prompt in prompts]
+    positions = max(len(row) for row in ids) + max_new_tokens
+    big, small = (
+        AutoDecoder.from_pretrained(path, n_positions=positions, amp=amp, backend=backend) for path in (target, draft)
+    )
+    plain = SpeculativeGenerator(None, big)
+    ngram = SpeculativeGenerator("ngram", big, k=max(k))
+    pairs = {n: SpeculativeGenerator(small, big, k=n) for n in k}
+    for generator in (plain, ngram, *pairs.values()):
+        generator.compile()
+    modes = [Mode("plain", _ours(plain, max_new_tokens)), Mode("ngram", _ours(ngram, max_new_tokens))]
+    modes += [Mode(f"speculative k={n}", _ours(generator, max_new_tokens)) for n, generator in pairs.items()]
+    ours = len(modes)
+    modes += _hugging_face(target, draft, max_new_tokens)
+    for mode in modes:
+        mode.run(ids[0])
+    for row in ids:
+        for mode in modes:
+            mode.seen.append([])
+        for _ in range(repeats):
+            for mode in modes:
+                mode.seen[-1].append(_timed(mode.run, row))
+    return _report(modes, ours, list(k))
+
+
+def _report(modes: list[Mode], ours: int, k: list[int]) -> dict[str, object]:
+    speeds = {mode.name: mode.tokens_per_second() for mode in modes}
+    best = max(k, key=lambda n: speeds[f"speculative k={n}"])
+    fastest = speeds[f"speculative k={best}"]
+    texts = [[repeats[0].tokens for repeats in mode.seen] for mode in modes[:ours]]
+    assisted = max(speed for name, speed in speeds.items() if name.startswith("transformers assisted"))
+    generate = max(speed for name, speed in speeds.items() if name.startswith("transformers generate"))
+    return {
+        "modes": {mode.name: mode.summary() for mode in modes},
+        "best_k": best,
+        "speculative_over_plain": round(fastest / speeds["plain"], 3),
+        "speculative_over_transformers_assisted": round(fastest / assisted, 3),
+        "plain_over_transformers_generate": round(speeds["plain"] / generate, 3),
+        "identical": all(text == texts[0] for text in texts),
+        "prompts": len(texts[0]),
+    }
+
+
+def _ours(generator: Sampler, max_new_tokens: int) -> Run:
+    def run(row: list[int]) -> Outcome:
+        result = generator.sample([row], max_new_tokens=max_new_tokens, return_dict=True)
+        assert isinstance(result, GenerationResult)
+        return Outcome(result.sequences[0, len(row) : result.lengths[0]].tolist(), result.statistics)
+
+    return run
+
+
+def _hugging_face(target: str, draft: str, max_new_tokens: int) -> list[Mode]:
+    """`generate` alone and with an assistant, in both number formats: which is faster depends on the machine."""
+    modes = []
+    for name, dtype in (("bf16", torch.bfloat16), ("f32", torch.float32)):
+        big, small = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+            for path in (target, draft)
+        )
+        modes.append(Mode(f"transformers generate {name}", _theirs(big, None, max_new_tokens)))
+        modes.append(Mode(f"transformers assisted {name}", _theirs(big, small, max_new_tokens)))
+    return modes
+
+
+def _theirs(model: PreTrainedModel, assistant: PreTrainedModel | None, max_new_tokens: int) -> Run:
+    def run(row: list[int]) -> Outcome:
+        ids = torch.tensor([row])
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                assistant_model=assistant,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+            )
+        return Outcome(out[0, len(row) :].tolist())
+
+    return run
+
+
+def _timed(run: Run, row: list[int]) -> Outcome:
+    begin = perf_counter()
+    outcome = run(row)
+    outcome.seconds = perf_counter() - begin
+    return outcome
+
+
+def _by_position(counted: list[Statistics]) -> list[float]:
+    """Of the rounds that proposed a token at a place, the share in which it was accepted."""
+    places = max(len(s.drafted_per_position) for s in counted)
+    found = []
+    for place in range(places):
+        drafted = sum(s.drafted_per_position[place] for s in counted if place < len(s.drafted_per_position))
+        accepted = sum(s.accepted_per_position[place] for s in counted if place < len(s.accepted_per_position))
+        found.append(round(accepted / drafted, 3) if drafted else 0.0)
+    return found

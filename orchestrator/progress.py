@@ -1,0 +1,125 @@
+"""Progress of long work: loading weights, compiling graphs, generating. A bar on a terminal, lines elsewhere.
+
+Not here: what is loaded or compiled. Graphs are watched from outside, by a backend around the backend.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+from paceline.decoder.backends.base import Backend, Graph, Step
+from paceline.decoder.decoder import CompiledDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class GraphTime:
+    """One graph that was made: compiled, or taken from the cache."""
+
+    owner: str
+    graph: str
+    seconds: float
+    compiled: bool
+
+
+class Bar:
+    """Steps of one piece of work. ``step`` names what is being done, ``advance`` counts what is done."""
+
+    def __init__(self, console: Console, progress: Progress, task: TaskID) -> None:
+        self._console, self._progress, self._task = console, progress, task
+
+    def step(self, label: str) -> None:
+        """Say what is being done now."""
+        self._progress.update(self._task, label=label)
+        if not self._console.is_terminal:
+            self._console.print(Text(label), soft_wrap=True)
+
+    def reach(self, done: int, total: int) -> None:
+        """So much is done."""
+        self._progress.update(self._task, completed=done, total=total)
+
+    def advance(self, by: int = 1) -> None:
+        """So much more is done."""
+        self._progress.advance(self._task, by)
+
+
+@contextmanager
+def bar(console: Console, label: str, total: int | None = None) -> Iterator[Bar]:
+    """A bar that disappears when the work is done; on anything but a terminal a line for each step."""
+    columns = (SpinnerColumn(), TextColumn("{task.fields[label]}", markup=False), BarColumn(), MofNCompleteColumn())
+    shown = console.is_terminal
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not shown) as progress:
+        made = Bar(console, progress, progress.add_task("", total=total, label=label))
+        made.step(label)
+        yield made
+
+
+@contextmanager
+def loading(console: Console, folder: Path) -> Iterator[Callable[[int, int], None]]:
+    """A bar for `AutoDecoder.from_pretrained(progress=...)`."""
+    with bar(console, f"loading {folder}") as shown:
+        yield shown.reach
+
+
+class Watched:
+    """A backend that tells when a graph is begun and made."""
+
+    def __init__(self, inner: Backend, owner: str, shown: Bar, made: list[GraphTime]) -> None:
+        self.inner, self._owner, self._bar, self._made = inner, owner, shown, made
+        self.name, self.kernels = inner.name, inner.kernels
+
+    def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        return self.inner.reaches(wanted)
+
+    def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
+        slow: list[str] = []
+
+        def told(what: str) -> None:
+            slow.append(what)
+            self._bar.step(f"{what} of the {self._owner}")
+
+        begin = perf_counter()
+        step = self.inner.compile(graph, told)
+        self._made.append(GraphTime(self._owner, graph.name, perf_counter() - begin, bool(slow)))
+        self._bar.advance()
+        return step
+
+    def save(self, graphs: Sequence[Graph], folder: Path) -> None:
+        self.inner.save(graphs, folder)
+
+    def load(self, folder: Path, facts: dict[str, object]) -> None:
+        self.inner.load(folder, facts)
+
+
+@contextmanager
+def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, made: list[GraphTime]) -> Iterator[None]:
+    """Show every graph that these decoders make inside the block, and note it in ``made``."""
+    with ExitStack() as stack:
+        for owner, decoder in decoders.items():
+            stack.callback(setattr, decoder, "backend", decoder.backend)
+            decoder.backend = Watched(decoder.backend, owner, shown, made)
+        stack.enter_context(warnings.catch_warnings())
+        # Torch's own exporter and loader warn about themselves, once for every graph.
+        warnings.filterwarnings("ignore", message=r"`isinstance\(treespec", category=FutureWarning)
+        yield
+
+
+def compiling(
+    console: Console, decoders: Mapping[str, CompiledDecoder], jobs: Sequence[Callable[[], None]]
+) -> list[GraphTime]:
+    """Run jobs that make graphs, such as `SpeculativeGenerator.compile`, under one bar; what they made."""
+    made: list[GraphTime] = []
+    prefills = sum(len(decoder.options.chunks) for decoder in decoders.values())
+    rounds = len(decoders) - 1 + len(jobs)  # a graph for each draft, a verifying graph for each job
+    with bar(console, "preparing graphs", prefills + rounds) as shown, watching(decoders, shown, made):
+        for job in jobs:
+            job()
+    return made

@@ -1,0 +1,111 @@
+"""Laws against Hugging Face's warpers, and choices against laws."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.generation import logits_process as hf
+
+from paceline.core import law, noise
+from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.types import SamplingBatch
+from tests.fakes import misfit
+
+
+def batch(**knobs: float) -> SamplingBatch:
+    return sampling_batch([Sampling(**knobs)])  # type: ignore[arg-type]
+
+
+def random_logits(rows: int, vocab_size: int, *, seed: int, spread: float = 2.0) -> Tensor:
+    return torch.randn(1, rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def theirs(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    scores, ids = logits[0].clone(), torch.zeros(logits.shape[1], 1, dtype=torch.int64)
+    warpers: list[hf.LogitsProcessor] = [hf.TemperatureLogitsWarper(temperature)]
+    warpers += [hf.TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [hf.TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [hf.MinPLogitsWarper(min_p)] if min_p else []
+    for warper in warpers:
+        scores = warper(ids, scores)
+    return torch.softmax(scores, -1).unsqueeze(0)
+
+
+KNOBS = [
+    {"temperature": 1.0},
+    {"temperature": 0.3},
+    {"temperature": 2.0},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 0.8, "top_k": 5},
+    {"temperature": 1.0, "top_k": 10_000},
+    {"temperature": 1.0, "top_p": 0.5},
+    {"temperature": 1.4, "top_p": 0.95},
+    {"temperature": 1.0, "top_p": 0.01},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 0.7, "min_p": 1.0},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+]
+
+
+@pytest.mark.parametrize("vocab_size", [2, 100, 1025])
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+def test_the_law_is_that_of_hugging_face(knobs: dict[str, float], vocab_size: int) -> None:
+    logits = random_logits(6, vocab_size, seed=1)
+    knobs = {name: min(value, vocab_size) if name == "top_k" else value for name, value in knobs.items()}
+    ours = law.probabilities(logits, batch(**knobs))
+    torch.testing.assert_close(ours, theirs(logits, **knobs), atol=1e-6, rtol=1e-5)  # type: ignore[arg-type]
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours.sum(-1), torch.ones(1, 6), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+def test_cut_tokens_have_no_probability_at_all(knobs: dict[str, float]) -> None:
+    logits = random_logits(6, 100, seed=2)
+    cut = theirs(logits, **(knobs | {"top_k": min(knobs.get("top_k", 0), 100)})) == 0  # type: ignore[arg-type]
+    assert torch.equal(law.probabilities(logits, batch(**knobs)) == 0, cut)
+
+
+def test_rows_of_a_batch_have_their_own_law() -> None:
+    asked = [Sampling(temperature=0.5), Sampling(), Sampling(temperature=1.0, top_k=3)]
+    logits = random_logits(4, 50, seed=3)
+    together = law.probabilities(logits.expand(3, 4, 50), sampling_batch(asked))
+    for row, one in enumerate(asked):
+        assert torch.equal(together[row], law.probabilities(logits, sampling_batch([one]))[0])
+
+
+def test_greedy_is_the_one_hot_law_of_the_lowest_largest_id() -> None:
+    logits = torch.tensor([[[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [-9.0, -8.0, -7.0, -6.0]]])
+    found = law.probabilities(logits, batch())
+    assert found.tolist() == [[[0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]]
+    assert law.choose(logits, torch.tensor([[7, 8, 9]], dtype=torch.int32), batch()).tolist() == [[1, 0, 3]]
+
+
+def test_equal_logits_at_the_border_of_top_k_are_cut_by_id() -> None:
+    found = law.probabilities(torch.tensor([[[1.0, 2.0, 1.0, 1.0]]]), batch(temperature=1.0, top_k=2))
+    assert (found[0, 0] > 0).tolist() == [True, True, False, False]
+
+
+def test_half_precision_logits_give_a_float32_law() -> None:
+    logits = random_logits(3, 30, seed=4).to(torch.bfloat16)
+    found = law.probabilities(logits, batch(temperature=1e-3))
+    assert found.dtype == torch.float32
+    assert bool(found.isfinite().all())
+
+
+@pytest.mark.parametrize("knobs", [k for k in KNOBS if k.get("top_k") != 10_000], ids=str)
+def test_choices_follow_the_law(knobs: dict[str, float]) -> None:
+    rows, logits = 50_000, random_logits(1, 12, seed=5)
+    where = torch.arange(rows, dtype=torch.int32).unsqueeze(0)
+    picked = law.choose(logits.expand(1, rows, 12), where, batch(**knobs))[0]
+    assert misfit(picked.unsqueeze(1).numpy(), law.probabilities(logits, batch(**knobs))[0, 0].double().numpy()) > 1e-3
+
+
+def test_a_choice_depends_on_its_position_seed_and_stream_only() -> None:
+    logits = random_logits(5, 64, seed=6, spread=0.1)
+    where = torch.tensor([[3, 4, 5, 6, 7]], dtype=torch.int32)
+    whole = law.choose(logits, where, batch(temperature=1.0, seed=9))[0].tolist()
+    for row in range(5):
+        one = law.choose(logits[:, row : row + 1], where[:, row : row + 1], batch(temperature=1.0, seed=9))
+        assert one.tolist() == [[whole[row]]]
+    assert law.choose(logits, where, batch(temperature=1.0, seed=10))[0].tolist() != whole
+    drawn = law.choose(logits, where, batch(temperature=1.0, seed=9), stream=noise.DRAFT)
+    assert drawn[0].tolist() != whole

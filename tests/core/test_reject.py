@@ -1,0 +1,199 @@
+"""`Reject`: exact in law for drawn and undrawn chains, and the golden figures of rejection sampling.
+
+One seed per slot: a batch of many slots is many independent trials.
+"""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.core import law, noise
+from paceline.core.accept import Match, Reject, committed
+from paceline.core.types import PAD, Proposal, SamplingBatch, Verdict
+from tests.fakes import misfit
+
+TRIALS = 40_000
+P = torch.tensor([0.1, 0.4, 0.3, 0.2])
+Q = torch.tensor([0.05, 0.6, 0.2, 0.15])
+
+
+def trials(count: int = TRIALS, *, temperature: float = 1.0) -> SamplingBatch:
+    keys = torch.stack((torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32)), 1)
+    return SamplingBatch(torch.tensor([[temperature, 0.0, 1.0, 0.0]]).expand(count, 4), keys)
+
+
+def places(count: int, rows: int) -> Tensor:
+    return torch.arange(5, 5 + rows, dtype=torch.int32).expand(count, rows)
+
+
+def drawn(q: Tensor, sampling: SamplingBatch) -> Tensor:
+    """One draft per trial, from its law."""
+    logits = q.log().expand(len(sampling.keys), 1, len(q))
+    return law.choose(logits, places(len(logits), 1), sampling, stream=noise.DRAFT)
+
+
+def one(p: Tensor, drafts: Tensor, q: Tensor | None, sampling: SamplingBatch) -> Verdict:
+    """The verdict on one draft per trial; the row behind it has the same law."""
+    count = len(drafts)
+    proposal = Proposal(drafts, None, None if q is None else q.expand(count, 1, len(q)))
+    return Reject()(proposal, p.expand(count, 2, len(p)), places(count, 2), sampling)
+
+
+def first(proposal: Proposal, verdict: Verdict) -> np.ndarray:
+    return committed(proposal, verdict)[:, :1].numpy()
+
+
+def test_golden_acceptance_residual_and_law() -> None:
+    sampling = trials()
+    drafts = drawn(Q, sampling)
+    verdict = one(P, drafts, Q, sampling)
+    accepted = verdict.count.double().mean()
+    assert float(accepted) == pytest.approx(0.80, abs=4 * math.sqrt(0.8 * 0.2 / TRIALS))
+    left = verdict.token[verdict.count == 0].unsqueeze(1).numpy()
+    assert misfit(left, np.array([0.25, 0, 0.5, 0.25])) > 1e-3
+    assert misfit(first(Proposal(drafts), verdict), P.double().numpy()) > 1e-3
+    bonus = verdict.token[verdict.count == 1].unsqueeze(1).numpy()
+    assert misfit(bonus, P.double().numpy()) > 1e-3
+
+
+@pytest.mark.parametrize("draft", range(4))
+def test_an_undrawn_draft_is_a_point_mass(draft: int) -> None:
+    sampling = trials()
+    drafts = torch.full((TRIALS, 1), draft, dtype=torch.int32)
+    verdict = one(P, drafts, None, sampling)
+    share = float(P[draft])
+    assert float(verdict.count.double().mean()) == pytest.approx(share, abs=4 * math.sqrt(share / TRIALS))
+    assert misfit(first(Proposal(drafts), verdict), P.double().numpy()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("p", "q", "draft", "wrong"),
+    [(P, Q, 1, 2 / 3), (torch.tensor([0.5, 0.5]), torch.tensor([0.6, 0.4]), 0, 5 / 6)],
+    ids=["four tokens", "two tokens"],
+)
+def test_an_argmax_draft_scored_with_a_softmax_law_is_seen(p: Tensor, q: Tensor, draft: int, wrong: float) -> None:
+    """The classic mistake; the figures are those that other code bases show."""
+    sampling = trials()
+    drafts = torch.full((TRIALS, 1), draft, dtype=torch.int32)
+    verdict = one(p, drafts, q, sampling)
+    out = first(Proposal(drafts), verdict)
+    assert float((out == draft).mean()) == pytest.approx(wrong, abs=0.01)
+    assert misfit(out, p.double().numpy()) < 1e-6
+
+
+def test_golden_acceptance_of_sample_and_match() -> None:
+    """.335 for an independent draw, .40 for the argmax; and exact in law for both."""
+    sampling = trials()
+    choices = law.choose(P.log().expand(TRIALS, 2, 4), places(TRIALS, 2), sampling)
+    for drafts, share in ((drawn(Q, sampling), 0.335), (torch.full((TRIALS, 1), 1, dtype=torch.int32), 0.40)):
+        verdict = Match()(Proposal(drafts), choices)
+        assert float(verdict.count.double().mean()) == pytest.approx(share, abs=4 * math.sqrt(share / TRIALS))
+        assert misfit(first(Proposal(drafts), verdict), P.double().numpy()) > 1e-3
+
+
+def test_coupled_drafts_are_accepted_nearly_as_often_as_by_rejection() -> None:
+    sampling = trials()
+    choices = law.choose(P.log().expand(TRIALS, 2, 4), places(TRIALS, 2), sampling)
+    drafts = law.choose(Q.log().expand(TRIALS, 1, 4), places(TRIALS, 1), sampling)
+    rate = float(Match()(Proposal(drafts), choices).count.double().mean())
+    distance = 0.20  # total variation of P and Q
+    assert (1 - distance) / (1 + distance) <= rate <= 1 - distance
+
+
+def test_no_uniform_accepts_what_the_target_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "uniform", lambda keys, where, stream: torch.zeros(where.shape))
+    p = torch.tensor([0.0, 1.0])
+    for q in (None, torch.tensor([0.5, 0.5])):
+        verdict = one(p, torch.zeros(100, 1, dtype=torch.int32), q, trials(100))
+        assert verdict.count.tolist() == [0] * 100
+        assert verdict.token.tolist() == [1] * 100
+
+
+def test_a_draft_the_drafter_could_not_have_drawn_is_refused() -> None:
+    verdict = one(P, torch.zeros(1000, 1, dtype=torch.int32), torch.tensor([0.0, 0.5, 0.25, 0.25]), trials(1000))
+    assert verdict.count.tolist() == [0] * 1000
+
+
+def test_the_target_as_its_own_draft_is_always_accepted_and_never_nan() -> None:
+    p = torch.softmax(torch.randn(64, generator=torch.Generator().manual_seed(0)) * 3, -1)
+    sampling = trials(20_000)
+    verdict = one(p, drawn(p, sampling), p, sampling)
+    assert float(verdict.count.double().mean()) == 1.0
+    assert bool(((verdict.token >= 0) & (verdict.token < 64)).all())
+
+
+def test_a_residual_without_mass_falls_back_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(noise, "uniform", lambda keys, where, stream: torch.ones(where.shape))  # rejects all
+    sampling = trials()
+    verdict = one(P, drawn(P, sampling), P, sampling)
+    assert verdict.count.sum() == 0
+    assert misfit(verdict.token.unsqueeze(1).numpy(), P.double().numpy()) > 1e-3
+
+
+@pytest.mark.parametrize("size", [100, 8193])
+def test_a_recovered_token_is_in_the_vocabulary(size: int) -> None:
+    p = torch.zeros(size)
+    p[size - 1] = 1.0
+    for q in (None, torch.full((size,), 1 / size)):
+        verdict = one(p, torch.zeros(50, 1, dtype=torch.int32), q, trials(50))
+        assert verdict.token.tolist() == [size - 1] * 50
+    empty = one(torch.zeros(size), torch.zeros(50, 1, dtype=torch.int32), None, trials(50))  # no mass at all
+    assert bool(((empty.token >= 0) & (empty.token < size)).all())
+
+
+def test_ids_the_draft_lacks_come_through_the_residual() -> None:
+    q = torch.tensor([0.5, 0.5, 0.0, 0.0])  # a draft of two ids, padded to the target's four
+    sampling = trials()
+    drafts = drawn(q, sampling)
+    assert misfit(first(Proposal(drafts), one(P, drafts, q, sampling)), P.double().numpy()) > 1e-3
+
+
+def test_padding_is_refused_without_taking_mass_from_the_target() -> None:
+    sampling = trials()
+    for q in (None, Q):
+        verdict = one(P, torch.full((TRIALS, 1), PAD, dtype=torch.int32), q, sampling)
+        assert int(verdict.count.sum()) == 0
+        assert misfit(verdict.token.unsqueeze(1).numpy(), P.double().numpy()) > 1e-3
+
+
+def test_greedy_accepts_the_argmax_only_and_emits_it_at_a_mismatch() -> None:
+    sharp = torch.tensor([0.0, 1.0, 0.0, 0.0])
+    for draft, count in ((1, 1), (2, 0)):
+        own = torch.eye(4)[draft]
+        for q in (None, own):
+            drafts = torch.full((64, 1), draft, dtype=torch.int32)
+            verdict = one(sharp, drafts, q, trials(64, temperature=0.0))
+            assert verdict.count.tolist() == [count] * 64
+            assert verdict.token.tolist() == [1] * 64
+
+
+def test_the_joint_law_of_a_chain_is_the_target_s() -> None:
+    """Three drafts of different laws, ragged by padding, against a product of laws."""
+    generator = torch.Generator().manual_seed(3)
+    p = torch.softmax(torch.randn(4, 5, generator=generator), -1)
+    q = torch.softmax(torch.randn(3, 5, generator=generator), -1)
+    sampling = trials()
+    where = places(TRIALS, 4)
+    drafts = law.choose(q.log().expand(TRIALS, 3, 5), where[:, :3], sampling, stream=noise.DRAFT)
+    drafts[::3, 2] = PAD
+    drafts[::7, 0] = PAD
+    proposal = Proposal(drafts, None, q.expand(TRIALS, 3, 5))
+    verdict = Reject()(proposal, p.expand(TRIALS, 4, 5), where, sampling)
+    out = committed(proposal, verdict).numpy()
+    for size in (1, 2):
+        enough = verdict.count.numpy() >= size  # what follows an accepted token is the target's own law
+        law_here = p[size].double().numpy()
+        assert misfit(out[enough][:, size : size + 1], law_here) > 1e-3
+    assert misfit(out[:, :1], p[0].double().numpy()) > 1e-3
+    assert bool((out[::7, 1] == PAD).all())
+
+
+def test_a_later_acceptance_behind_a_rejection_is_not_counted() -> None:
+    sharp = torch.eye(4)[[1, 1, 1, 1]]
+    drafts = torch.tensor([[2, 1, 1], [1, 2, 1], [1, 1, 1]], dtype=torch.int32)
+    verdict = Reject()(Proposal(drafts), sharp.expand(3, 4, 4), places(3, 4), trials(3))
+    assert verdict.count.tolist() == [0, 1, 3]
+    assert committed(Proposal(drafts), verdict).tolist() == [[1, -1, -1, -1], [1, 1, -1, -1], [1, 1, 1, 1]]

@@ -1,0 +1,54 @@
+"""Sampling values: what is refused, and what becomes of the rest as tensors."""
+
+import math
+
+import pytest
+import torch
+
+from paceline.core.errors import RequestError, SamplingError
+from paceline.core.sampling import Sampling, key_row, knob_row, sampling_batch
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -0.1}, "temperature must be a finite number >= 0, not -0.1"),
+        ({"temperature": math.nan}, "temperature"),
+        ({"temperature": math.inf}, "temperature"),
+        ({"top_k": -1}, "top_k must be 0 (off) or a positive integer, not -1"),
+        ({"top_k": 1 << 24}, "top_k"),
+        ({"top_p": 0.0}, "top_p must be in (0, 1], not 0.0"),
+        ({"top_p": 1.01}, "top_p"),
+        ({"top_p": math.nan}, "top_p"),
+        ({"min_p": -0.1}, "min_p must be in [0, 1], not -0.1"),
+        ({"min_p": 1.1}, "min_p"),
+        ({"min_p": math.nan}, "min_p"),
+        ({"seed": 1 << 64}, "seed must fit in 64 bits"),
+        ({"seed": -(1 << 63) - 1}, "seed"),
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused_by_name(values: dict[str, float], message: str) -> None:
+    with pytest.raises(SamplingError) as caught:
+        Sampling(**values)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+    assert isinstance(caught.value, (RequestError, ValueError))
+
+
+def test_the_default_is_greedy_and_cuts_nothing() -> None:
+    assert knob_row(Sampling()) == [0.0, 0.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("seed", "words"),
+    [(0, [0, 0]), (-1, [-1, -1]), ((1 << 64) - 1, [-1, -1]), (1 << 31, [-(1 << 31), 0]), (5 + (7 << 32), [5, 7])],
+)
+def test_a_seed_is_two_signed_words(seed: int, words: list[int]) -> None:
+    assert key_row(seed) == words
+
+
+def test_a_batch_keeps_slot_order_and_types() -> None:
+    made = sampling_batch([Sampling(temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=5), Sampling()])
+    assert made.knobs.tolist() == [[0.5, 3.0, 0.75, 0.25], [0.0, 0.0, 1.0, 0.0]]
+    assert made.keys.tolist() == [[5, 0], [0, 0]]
+    assert (made.knobs.dtype, made.keys.dtype) == (torch.float32, torch.int32)

@@ -1,0 +1,42 @@
+"""Trees as tuples of parents: depths and ancestors against a walk up from every node."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core import tree
+from paceline.core.errors import ConfigurationError
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[int, ...]:
+    size = draw(st.integers(0, 12))
+    return tuple(draw(st.integers(-1, node - 1)) for node in range(size))
+
+
+def way_up(parents: tuple[int, ...], node: int) -> list[int]:
+    found = []
+    while node != tree.ROOT:
+        found.append(node)
+        node = parents[node]
+    return found
+
+
+@given(trees())
+def test_depths_and_ancestors_are_the_way_up(parents: tuple[int, ...]) -> None:
+    tree.check(parents)
+    ways = [way_up(parents, node) for node in range(len(parents))]
+    assert tree.depths(parents) == tuple(len(way) for way in ways)
+    assert tree.ancestors(parents) == tuple(tuple(m in way for m in range(len(parents))) for way in ways)
+    assert tree.is_chain(parents) == (list(parents) == list(range(-1, len(parents) - 1)))
+
+
+def test_a_chain_hangs_every_node_on_the_one_before() -> None:
+    assert tree.chain(0) == ()
+    assert tree.chain(4) == (-1, 0, 1, 2)
+
+
+@pytest.mark.parametrize(("parents", "node", "parent"), [((0,), 0, 0), ((-1, -2), 1, -2), ((-1, 2, 0), 1, 2)])
+def test_a_parent_behind_its_child_is_refused(parents: tuple[int, ...], node: int, parent: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"node {node} of a token tree has parent {parent}"):
+        tree.check(parents)

@@ -1,0 +1,29 @@
+"""The values of a round cannot be changed by those they are handed to."""
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+import torch
+
+from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch, Verdict
+
+ONE = torch.zeros(1, 1, dtype=torch.int32)
+VALUES = [Commit(ONE, ONE[0], ONE[0]), Proposal(ONE), Verdict(ONE, ONE[0], ONE[0]), SamplingBatch(ONE, ONE)]
+
+
+@pytest.mark.parametrize("value", [*VALUES, Bounds(ONE[0], 1)], ids=lambda v: type(v).__name__)
+def test_a_value_is_frozen_and_takes_no_new_fields(value: object) -> None:
+    name = fields(value)[0].name  # type: ignore[arg-type]
+    with pytest.raises(FrozenInstanceError):
+        setattr(value, name, None)
+    with pytest.raises((AttributeError, TypeError)):
+        value.extra = 1  # type: ignore[attr-defined]
+
+
+def test_no_token_is_not_a_token() -> None:
+    assert PAD < 0
+
+
+def test_a_proposal_is_an_undrawn_chain_unless_it_says_otherwise() -> None:
+    assert Proposal(ONE).parents is None
+    assert Proposal(ONE).law is None

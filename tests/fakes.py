@@ -1,0 +1,215 @@
+"""A table model whose law is known, in place of a network, with a cache that checks itself; no tests in here.
+
+The next token depends on the last two, by a fixed random table. The model reads the tokens it depends on from its
+cache, so a wrong cache row changes the law; and when it is told what was committed, it asserts at every forward that
+every row it may look at holds the committed token, or one that was fed in the same round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+from paceline import SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.build import Demands
+from paceline.core.types import Bounds, Commit, SamplingBatch
+from paceline.decoder.backends.base import Step
+from paceline.decoder.backends.eager import EagerBackend
+from paceline.decoder.kernels import Place, Reference
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.options import DecoderOptions
+from paceline.decoder.rope import RopeConfig
+from paceline.loop import Engine, TimedRound
+
+EMPTY = -7  # a cache row that nobody has written
+
+
+def config(vocab_size: int, *, eos: tuple[int, ...] = (), pad: int | None = None) -> ModelConfig:
+    return ModelConfig(
+        "llama", vocab_size, 8, 8, 1, 1, 1, 8, 1e-6, 2048, RopeConfig(), False, False, False, "silu", eos, pad, None
+    )
+
+
+def table(vocab_size: int, *, seed: int, spread: float = 1.0) -> Tensor:
+    """Logits [V, V, V]: of what follows two tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(vocab_size, vocab_size, vocab_size, generator=generator) * spread
+
+
+def near(logits: Tensor, *, seed: int, spread: float) -> Tensor:
+    """A table that resembles another one: what a draft is to its target."""
+    return logits + torch.randn(logits.shape, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+class TableBody:
+    """Stands for `paceline.decoder.decoder.Body`. A hidden state is a token and the one before it."""
+
+    def __init__(self, logits: Tensor, shape: ModelConfig, *, slots: int, positions: int, slack: int) -> None:
+        self.config, self.kernels = shape, Reference()
+        self._table, self._positions = logits, positions
+        self.cache = torch.full((slots, positions + slack), EMPTY, dtype=torch.int64)
+        self.stamp = torch.zeros(slots, positions + slack, dtype=torch.int64)
+        self.truth: Truth | None = None
+        self.forwards = 0
+
+    def __call__(self, tokens: Tensor, place: Place) -> Tensor:
+        """tokens [b, T] -> hidden [b, T, 2]."""
+        self.forwards += 1
+        slots = place.slots.to(torch.int64)
+        rows = place.row.unsqueeze(1).to(torch.int64) + torch.arange(tokens.shape[1])
+        if self.truth is not None:
+            self._check(slots, rows[:, 0])
+        self.cache[slots.unsqueeze(1), rows] = tokens.to(torch.int64)
+        self.stamp[slots.unsqueeze(1), rows] = self.truth.rounds if self.truth else 0
+        before = self.cache[slots.unsqueeze(1), (rows - 1).clamp(min=0)]
+        before = torch.where(rows > 0, before, 0)
+        seen = torch.stack((before, tokens.to(torch.int64)), -1)
+        assert bool((seen >= 0).all()), "a row was read that nobody has written"
+        return seen.to(torch.float32)
+
+    def window(self, tokens: Tensor, row: Tensor, reach: int) -> Tensor:
+        row = row.clamp(max=self._positions - 1)
+        return self(tokens, Place(row, torch.full_like(row, tokens.shape[1]), torch.arange(len(row)), reach))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        pair = hidden.to(torch.int64)
+        return self._table[pair[..., 0], pair[..., 1]]
+
+    def _check(self, slots: Tensor, row: Tensor) -> None:
+        assert self.truth is not None
+        text, length = self.truth.text[slots], self.truth.length[slots].unsqueeze(1)
+        place = torch.arange(text.shape[1])
+        read = (place < row.unsqueeze(1)) & (length > 0) & (length <= self._positions)  # past it nobody asks
+        known = read & (place < length)
+        wrong = known & (self.cache[slots][:, : text.shape[1]] != text)
+        assert not bool(wrong.any()), f"the cache is not the committed prefix at {wrong.nonzero()[0].tolist()}"
+        ahead = read & (place >= length)
+        stale = ahead & (self.stamp[slots][:, : text.shape[1]] != self.truth.rounds)
+        assert not bool(stale.any()), f"a row of an earlier round is read at {stale.nonzero()[0].tolist()}"
+
+
+class TableDecoder(SamplingDecoder):
+    """A decoder over a table: the real graphs, loop and cache discipline, without a network."""
+
+    def __init__(
+        self,
+        logits: Tensor,
+        *,
+        slots: int = 1,
+        reaches: tuple[int, ...] = (64,),
+        eos: tuple[int, ...] = (),
+        pad: int | None = None,
+    ) -> None:
+        self.config = config(logits.shape[-1], eos=eos, pad=pad)
+        self.options = DecoderOptions(slots, reaches, (8, 16), "f32")
+        self.backend, self.reaches = EagerBackend(), reaches
+        self.body = TableBody(logits, self.config, slots=slots, positions=reaches[-1], slack=128)
+        self.announce, self.folder = print, None
+        self._made: dict[str, tuple[list[torch.Size], Step]] = {}
+        self._holder = None
+
+    def graph(
+        self, name: str, make: Callable[[TableBody, int], nn.Module], example: Sequence[Tensor], *, reach: int
+    ) -> Step:
+        """As the real one, and strict about what a compiled graph is strict about: its shapes."""
+        shapes = [x.shape for x in example]
+        full = f"{name}@{reach}"
+        if full not in self._made:
+            module = make(self.body, reach)
+            self._made[full] = (shapes, lambda *inputs: list(module(*inputs)))
+        assert self._made[full][0] == shapes, f"{full} was compiled for {self._made[full][0]} and is given {shapes}"
+        return self._made[full][1]
+
+
+class Truth:
+    """What was committed to every slot, by the commits alone."""
+
+    def __init__(self, slots: int, positions: int) -> None:
+        self.text = torch.full((slots, positions), -1, dtype=torch.int64)
+        self.length = torch.zeros(slots, dtype=torch.int64)
+        self.rounds = 0
+
+    def admit(self, slot: int, text: Sequence[int]) -> None:
+        self.text[slot, : len(text)] = torch.tensor(text)
+        self.length[slot] = len(text)
+
+    def add(self, commit: Commit) -> None:
+        live = commit.start == self.length
+        self.rounds += 1
+        for place in range(commit.tokens.shape[1]):
+            at = (commit.start + place).to(torch.int64)
+            here = live & (place < commit.count) & (at < self.text.shape[1])
+            self.text[here, at[here]] = commit.tokens[here, place].to(torch.int64)
+        self.length = torch.where(live, (commit.start + commit.count).to(torch.int64), 0)  # an idle slot is at row 0
+
+
+class WatchedRound:
+    """A round that tells table models what was committed, so that they can check their caches."""
+
+    def __init__(self, inner: TimedRound, bodies: Sequence[TableBody]) -> None:
+        self._inner, self._bodies = inner, bodies
+        self.truth = Truth(*bodies[0].cache.shape)
+        for body in bodies:
+            body.truth = self.truth
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._inner, name)
+
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int:
+        self.truth.rounds += 1
+        self.truth.admit(slot, prompt)
+        first = self._inner.start(slot, prompt, sampling)
+        self.truth.admit(slot, [*prompt, first])
+        return first
+
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+        self.truth.length[commit.start == 0] = 0  # a slot whose request is done
+        self.truth.rounds += 1
+        made = self._inner(commit, sampling, bounds)
+        self.truth.add(made)
+        return made
+
+
+class Checked(SpeculativeGenerator):
+    """A generator over table decoders whose caches are checked at every forward."""
+
+    def _engine(self, demands: Demands) -> Engine:
+        engine = super()._engine(demands)
+        return replace(engine, round=WatchedRound(engine.round, [part.body for part in self._parts]))
+
+
+# ---- laws
+
+
+def softmax(logits: Tensor) -> np.ndarray:
+    return torch.softmax(logits.double(), -1).numpy()
+
+
+def joint(logits: Tensor, before: int, last: int) -> np.ndarray:
+    """The exact law of the next three tokens, [V, V, V]."""
+    law = softmax(logits)
+    return law[before, last][:, None, None] * law[last][:, :, None] * law
+
+
+def misfit(samples: np.ndarray, law: np.ndarray) -> float:
+    """p-value of a chi-square test of samples [n, ...] of ids against a law; cells with few expected are joined."""
+    law = law.ravel() / law.sum()
+    shape = (round(len(law) ** (1 / samples.shape[1])),) * samples.shape[1]
+    seen = np.bincount(np.ravel_multi_index(tuple(samples.T), shape), minlength=len(law)).astype(float)
+    expected = law * len(samples)
+    if seen[expected == 0].any():
+        return 0.0
+    rare = expected < 5
+    observed, wanted = [*seen[~rare]], [*expected[~rare]]
+    if expected[rare].sum() > 0:
+        observed.append(seen[rare].sum())
+        wanted.append(expected[rare].sum())
+    if len(wanted) == 1:
+        return 1.0  # all mass in one cell, and nothing was seen outside it
+    return float(stats.chisquare(observed, wanted).pvalue)
