@@ -181,7 +181,7 @@ def main() -> None:
     report: dict[str, object] = {
         "date": datetime.date.today().isoformat(),
         "commit": commit.stdout.strip(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}",
+        "machine": [platform.machine(), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()],
         "torch": torch.__version__,
     }
     for name in PARTS if asked == "all" else [asked]:

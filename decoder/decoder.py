@@ -55,7 +55,8 @@ class Body(nn.Module):
         """
         row = row.clamp(max=self._options.n_positions - 1)
         count = torch.full_like(row, tokens.shape[1])
-        return self(tokens, Place(row, count, self.get_buffer("slots"), reach))
+        hidden: Tensor = self(tokens, Place(row, count, self.get_buffer("slots"), reach))
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, T, H] -> [b, T, V] float32."""

@@ -1,12 +1,18 @@
-"""The only place that reads environment variables.
+"""The only place that reads and writes environment variables.
 
 PACELINE_CACHE  folder of compiled artefacts; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
+
+Written only while a graph is compiled:
+
+    TORCHINDUCTOR_CACHE_DIR  Inductor's scratch folder, put below PACELINE_CACHE
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -18,3 +24,18 @@ def cache_root() -> Path:
 def compiler() -> str:
     """The C++ compiler."""
     return os.environ.get("CXX") or "g++"
+
+
+@contextmanager
+def inductor_scratch() -> Iterator[None]:
+    """Keep Inductor's scratch files beside our artefacts, where our lock protects them from other processes."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    os.environ[name] = str(cache_root() / "scratch")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -22,8 +22,6 @@ from paceline.sampler import Sampler
 class SamplingDecoder(CompiledDecoder, Sampler):
     """A compiled decoder that decodes plainly by itself, and is a draft or a target of a `SpeculativeGenerator`."""
 
-    statistics = Statistics()
-
     def compile(self, width: int | None = None) -> None:
         """Make every graph plain decoding needs, so that no call has to wait for one."""
         warm.up(self._engine(build.Demands(width=width)), self._decoders())
@@ -78,5 +76,5 @@ class AutoDecoder:
         engine = make(backend)
         weights = load_weights(path, config, options.dtype, progress=progress)
         decoder = SamplingDecoder(config, options, weights, backend=engine)
-        decoder.folder = Path(path)
+        decoder.folder, decoder.statistics = Path(path), Statistics()
         return decoder

@@ -88,7 +88,9 @@ class CompiledVerifier:
             if proposal is not None and proposal.law is not None and isinstance(self._acceptor, Reject):
                 inputs.append(proposal.law)
         tokens, count, start = self._step(width, inputs, bounds.rows)(*inputs)
-        return Commit(nn.functional.pad(tokens, (0, self.width - width), value=PAD), count, start)
+        if width < self.width:
+            tokens = nn.functional.pad(tokens, (0, self.width - width), value=PAD)
+        return Commit(tokens, count, start)
 
     def _step(self, width: int, inputs: list[Tensor], rows: int) -> Step:
         kind = "reject" if isinstance(self._acceptor, Reject) else "match"

@@ -213,3 +213,23 @@ def misfit(samples: np.ndarray, law: np.ndarray) -> float:
     if len(wanted) == 1:
         return 1.0  # all mass in one cell, and nothing was seen outside it
     return float(stats.chisquare(observed, wanted).pvalue)
+
+
+def scripted(script: Sequence[int], vocab_size: int) -> Tensor:
+    """A table that goes on with the script after its first two tokens; every pair in it must be unlike the others."""
+    logits = torch.zeros(vocab_size, vocab_size, vocab_size)
+    pairs = list(zip([0, *script], script, strict=False))
+    assert len(set(pairs[:-1])) == len(pairs) - 1, "a pair comes twice, so what follows it is not clear"
+    for (before, last), token in zip(pairs, script[1:], strict=False):
+        logits[before, last, token] = 50.0
+    return logits
+
+
+class Pieces:
+    """A tokenizer whose ids stand for pieces of bytes; what is not valid UTF-8 decodes to replacement marks."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = list(pieces)
+
+    def decode(self, token_ids: Sequence[int], **_: object) -> str:
+        return b"".join(self._pieces[int(i)] for i in token_ids).decode("utf-8", "replace")

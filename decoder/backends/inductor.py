@@ -8,6 +8,7 @@ for any checkpoint of the same shape, on the same kind of machine, by the same v
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -81,7 +82,8 @@ def _compile(graph: Graph, folder: Path) -> None:
         "cpp.enable_kernel_profile": False,
     }
     try:
-        with torch.no_grad():
+        with torch.no_grad(), environment.inductor_scratch(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, about its own trees
             program = torch.export.export(graph.module, graph.example, strict=False)
             path = str(folder / _PACKAGE)
             torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=configs)

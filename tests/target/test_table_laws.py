@@ -1,6 +1,6 @@
 """The joint law of three tokens, exact, in every mode of chains; and that the classic mistake would be seen.
 
-Real verifier, drafters and rounds over table models, 200 000 slots at once, every cache checked at every forward.
+Real verifier, drafters and rounds over table models, 50 000 slots at once, every cache checked at every forward.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.rounds import TwoStep
 from paceline.target.verifier import Acceptor, CompiledVerifier
 from tests.fakes import TableDecoder, WatchedRound, joint, misfit, near, table
 
-SLOTS, V, K = 200_000, 8, 3
+SLOTS, V, K = 50_000, 8, 3
 PROMPT = [2, 5, 1, 2, 5]
 TARGET = table(V, seed=0, spread=1.2)
 DRAFT = near(TARGET, seed=1, spread=0.7)

@@ -1,0 +1,28 @@
+"""What every test shares: a cache of its own for compiled things, and small checkpoints with decoders over them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from transformers.utils import logging
+
+from tests.decoder.tiny import Workshop
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compiled graphs of a test run stay in its own folder, unless PACELINE_CACHE names one to be used again."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not os.environ.get("PACELINE_CACHE"):
+            patch.setenv("PACELINE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        logging.disable_progress_bar()
+        yield
+
+
+@pytest.fixture(scope="session")
+def workshop(compile_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Decoders over small checkpoints, each made once for all tests."""
+    return Workshop(tmp_path_factory.mktemp("checkpoints"))

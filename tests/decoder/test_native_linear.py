@@ -1,0 +1,97 @@
+"""The native product with a weight matrix: right, and the same bits for a row wherever and beside whatever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.decoder.kernels import Reference
+from paceline.decoder.native.ops import Native
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 1), (3, 2), (7, 5), (8, 8), (15, 1), (16, 16), (17, 3), (33, 96), (48, 31), (100, 101), (384, 130)]
+"""K and N; some odd, some below a vector, some multiples of it."""
+ROWS = [*range(1, 13), 16, 31, 64, 69, 70]
+
+
+@pytest.fixture(scope="module")
+def native() -> Native:
+    return Native()
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_a_product_in_float32(native: Native, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    K, N = shape
+    weight = numbers(N, K, seed=1).to(dtype)
+    for rows in ROWS:
+        x = numbers(1, rows, K)
+        made = native.linear(x, weight)
+        exact = x.double() @ weight.double().T
+        room = x.abs().double() @ weight.abs().double().T * (K + 1) * 2.0**-24 + 1e-30  # any order of summing
+        assert made.dtype == torch.float32
+        assert made.shape == (1, rows, N)
+        assert ((made - exact).abs() <= room).all()
+        torch.testing.assert_close(made, Reference().linear(x, weight), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_row_has_the_same_bits_in_every_company(native: Native, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    K, N = shape
+    weight, x = numbers(N, K, seed=1).to(dtype), numbers(1, 70, K)
+    alone = torch.cat([native.linear(x[:, i : i + 1], weight) for i in range(70)], 1)
+    for rows in ROWS:
+        assert torch.equal(native.linear(x[:, :rows], weight), alone[:, :rows])
+        assert torch.equal(native.linear(x[:, 70 - rows :], weight), alone[:, 70 - rows :])
+    assert torch.equal(native.linear(x.view(7, 10, K), weight).view(1, 70, N), alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf"), 3e38])
+def test_junk_in_other_rows_changes_nothing(native: Native, dtype: torch.dtype, junk: float) -> None:
+    weight, x = numbers(96, 33, seed=1).to(dtype), numbers(1, 9, 33)
+    alone = native.linear(x, weight)
+    for kept in range(9):
+        dirty = torch.full_like(x, junk)
+        dirty[:, kept] = x[:, kept]
+        assert torch.equal(native.linear(dirty, weight)[:, kept], alone[:, kept])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_threads_change_nothing(native: Native, restored_threads: None, dtype: torch.dtype) -> None:
+    for K, N in ((384, 130), (384, 131), (100, 997)):  # past the size at which threads are used at all
+        weight, x = numbers(N, K, seed=1).to(dtype), numbers(1, 6, K)
+        seen = []
+        for threads in (1, 2, 3, 5, 8):
+            torch.set_num_threads(threads)
+            seen += [native.linear(x, weight), torch.cat([native.linear(x[:, i : i + 1], weight) for i in range(6)], 1)]
+        assert all(torch.equal(seen[0], other) for other in seen)
+
+
+def test_inputs_that_are_not_contiguous(native: Native) -> None:
+    weight, x = numbers(6, 24), numbers(24, 5, 1)
+    turned = x.transpose(0, 2)
+    assert torch.equal(native.linear(turned, weight), native.linear(turned.contiguous(), weight))
+
+
+def test_a_smaller_product_after_a_larger_one(native: Native) -> None:
+    """The kernel keeps its scratch memory between calls."""
+    small, x = numbers(5, 17, seed=1).bfloat16(), numbers(1, 2, 17)
+    before = native.linear(x, small)
+    native.linear(torch.full((1, 70, 384), float("nan")), numbers(8, 384).bfloat16())
+    assert torch.equal(native.linear(x, small), before)

@@ -1,0 +1,115 @@
+"""Small random Llama checkpoints, and decoders over them that all tests share; no tests in here.
+
+The draft is the target without its last layer, so that it is right often and wrong often. Graphs depend on shapes
+alone: with a few shapes for all tests, little is compiled.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from paceline import AutoDecoder
+from paceline.auto import SamplingDecoder
+
+VOCABULARY = 96
+POSITIONS = 128
+CHUNK = 16
+
+KINDS: dict[str, dict[str, object]] = {
+    "grouped": {},
+    "llama 2": {"num_key_value_heads": 4, "rms_norm_eps": 1e-5},
+    "llama 3": {
+        "tie_word_embeddings": True,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "rope_theta": 5000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "biased": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
+    "one key head": {"num_key_value_heads": 1, "head_dim": 16},
+}
+
+
+def network(kind: str = "grouped", *, layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
+    """A random model. Layers beyond the first add little, so that a model without them resembles it."""
+    shape = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": POSITIONS,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(seed)
+    made = LlamaForCausalLM(LlamaConfig(**{**shape, **KINDS[kind], "num_hidden_layers": layers})).eval()
+    for name, parameter in made.named_parameters():
+        later = "layers." in name and "layers.0." not in name
+        mean = 1.0 if "norm" in name else 0.0
+        torch.nn.init.normal_(parameter, mean, 0.1 if later else 0.35)
+    return made
+
+
+def save_pair(folder: Path, kind: str = "grouped", *, seed: int = 0) -> None:
+    """``folder/target`` of two layers and ``folder/draft``, the first of them alone."""
+    target, draft = network(kind, seed=seed), network(kind, layers=1, seed=seed)
+    draft.load_state_dict(target.state_dict(), strict=False)
+    target.save_pretrained(folder / "target")
+    draft.save_pretrained(folder / "draft")
+
+
+class Workshop:
+    """Makes decoders over tiny checkpoints; the same wishes give the same decoder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._made: dict[tuple[object, ...], SamplingDecoder] = {}
+
+    def checkpoint(self, role: str = "target", kind: str = "grouped", *, seed: int = 0) -> Path:
+        """Folder of a tiny checkpoint; ``role`` is "target" or "draft"."""
+        folder = self._folder / f"{kind} {seed}"
+        if not folder.exists():
+            save_pair(folder, kind, seed=seed)
+        return folder / role
+
+    def decoder(
+        self,
+        role: str = "target",
+        *,
+        backend: str = "eager",
+        amp: str = "f32",
+        slots: int = 4,
+        kind: str = "grouped",
+        seed: int = 0,
+    ) -> SamplingDecoder:
+        """A decoder, shared by all tests that ask for the same."""
+        wishes = (role, backend, amp, slots, kind, seed)
+        if wishes not in self._made:
+            made = fresh(self.checkpoint(role, kind, seed=seed), backend=backend, amp=amp, batch_size=slots)
+            made.announce = lambda _line: None
+            self._made[wishes] = made
+        return self._made[wishes]
+
+    def pair(
+        self, *, backend: str = "eager", amp: str = "f32", slots: int = 4
+    ) -> tuple[SamplingDecoder, SamplingDecoder]:
+        """Draft and target."""
+        draft, target = (self.decoder(r, backend=backend, amp=amp, slots=slots) for r in ("draft", "target"))
+        return draft, target
+
+
+def fresh(folder: Path, *, backend: str = "eager", amp: str = "f32", batch_size: int = 1) -> SamplingDecoder:
+    """A decoder of its own, in the shapes all tests share."""
+    return AutoDecoder.from_pretrained(
+        folder, backend=backend, amp=amp, batch_size=batch_size, context_length_estimate=[CHUNK]
+    )

@@ -1,0 +1,90 @@
+"""What the tests of token equality share: laws, prompts, processors and drafts that are wrong; no tests in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from transformers.generation.logits_process import LogitsProcessor
+
+from paceline import GenerationResult
+from paceline.auto import SamplingDecoder
+from paceline.sampler import Sampler
+from tests.decoder.tiny import VOCABULARY
+
+Law = dict[str, object]
+NEW = 20
+
+LAWS: dict[str, Law] = {
+    "greedy": {},
+    "cool": {"do_sample": True, "temperature": 0.7, "seed": 11},
+    "hot and cut": {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": 1 << 40},
+}
+PROMPTS = [[5, 9, 5, 9, 5], [17], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3], [80, 81, 80]]
+"""Ragged: one of a single token, one longer than the prefill graph."""
+
+
+class Growing(LogitsProcessor):
+    """A processor of the user's own with a memory: wrong if it is called out of order, twice, or on a rejected text."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[int]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.seen.append(input_ids[0].tolist())
+        scores[:, int(input_ids[0, -1])] -= 1.5
+        scores[:, (len(self.seen) * 7) % VOCABULARY] += 2.0
+        return scores
+
+
+PROCESSORS: dict[str, Callable[[], Law]] = {
+    "repetition penalty": lambda: {"repetition_penalty": 1.4},
+    "no repeated n-grams": lambda: {"no_repeat_ngram_size": 2},
+    "both and one with a memory": lambda: {
+        "repetition_penalty": 1.2,
+        "no_repeat_ngram_size": 3,
+        "logits_processor": [Growing()],
+    },
+}
+
+
+def run(sampler: Sampler, law: Law, *, prompts: list[list[int]] = PROMPTS, new: int = NEW) -> GenerationResult:
+    """The result of one call."""
+    made = sampler.sample(prompts, max_new_tokens=new, return_dict=True, **law)  # type: ignore[arg-type]
+    assert isinstance(made, GenerationResult)
+    return made
+
+
+def texts(result: GenerationResult) -> list[list[int]]:
+    """The texts, without padding."""
+    return [row[:length].tolist() for row, length in zip(result.sequences, result.lengths, strict=True)]
+
+
+def plain(
+    target: SamplingDecoder, law: Law, *, width: int | None = None, prompts: list[list[int]] = PROMPTS, new: int = NEW
+) -> list[list[int]]:
+    """Plain decoding."""
+    return texts(run(target, {**law, "width": width}, prompts=prompts, new=new))
+
+
+def stumbling(known: list[list[int]], *, every: int = 3) -> Callable[[list[int]], list[int]]:
+    """Knows how the texts go on, but every few tokens, by the text's length, it is wrong."""
+
+    def propose(tokens: list[int]) -> list[int]:
+        text = next((t for t in known if t[: len(tokens)] == tokens), tokens)
+        following = text[len(tokens) :]
+        wrong = len(tokens) % every
+        return [(t + 1) % VOCABULARY if i == wrong else t for i, t in enumerate(following)]
+
+    return propose
+
+
+def assert_rolled_back(result: GenerationResult) -> None:
+    """Equality shows nothing when all drafts are accepted, or none."""
+    assert 0 < result.statistics.accepted < result.statistics.drafted
+
+
+def threads(count: int) -> None:
+    """Threads of PyTorch and of everything that uses its OpenMP."""
+    torch.set_num_threads(count)

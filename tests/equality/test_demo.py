@@ -1,0 +1,66 @@
+"""The demo pair of examples/pycode, compiled: trained weights have other near-ties than random ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaForCausalLM
+
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from tests.equality.laws import LAWS, assert_rolled_back, plain, run, texts
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "pycode"
+NEW = 48
+Pair = tuple[SamplingDecoder, SamplingDecoder]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """The first of them, of unequal lengths."""
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
+    lines = (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [tokenizer(json.loads(line)["prompt"]).input_ids for line in lines[:4]]
+    assert len({len(ids) for ids in found}) > 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def pairs(compile_cache: None) -> dict[str, Pair]:
+    """Draft and target in both formats, as compiled for two slots."""
+    made: dict[str, Pair] = {}
+    for amp in ("f32", "bf16"):
+        draft, target = (
+            AutoDecoder.from_pretrained(FOLDER / role, batch_size=2, n_positions=256, context_length_estimate=64, amp=amp)
+            for role in ("draft", "target")
+        )
+        draft.announce = target.announce = lambda _line: None
+        made[amp] = (draft, target)
+    return made
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("amp", ["f32", "bf16"])
+def test_the_pair_gives_the_tokens_of_plain_decoding(
+    pairs: dict[str, Pair], prompts: list[list[int]], amp: str, law: str
+) -> None:
+    draft, target = pairs[amp]
+    known = plain(target, LAWS[law], width=5, prompts=prompts, new=NEW)
+    for source in (draft, "ngram"):
+        result = run(SpeculativeGenerator(source, target, k=4), LAWS[law], prompts=prompts, new=NEW)
+        assert texts(result) == known
+        assert_rolled_back(result)
+    assert plain(target, LAWS[law], width=1, prompts=prompts, new=NEW) == known  # all widths give the same bits
+
+
+def test_greedy_decoding_is_that_of_hugging_face(pairs: dict[str, Pair], prompts: list[list[int]]) -> None:
+    model = LlamaForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32)
+    expected = []
+    for prompt in prompts[:3]:
+        ids = torch.tensor([prompt])
+        made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
+        expected.append(made[0].tolist())
+    assert plain(pairs["f32"][1], {}, prompts=prompts[:3], new=NEW) == expected

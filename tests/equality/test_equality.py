@@ -1,0 +1,135 @@
+"""The headline property: with one seed, every way of decoding gives the same tokens.
+
+f32 throughout; bf16 and f16 are in test_formats.py, the demo pair in test_demo.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline import SpeculativeGenerator
+from tests.decoder.tiny import Workshop, fresh
+from tests.equality.laws import LAWS, NEW, PROMPTS, assert_rolled_back, plain, run, stumbling, texts
+
+BACKENDS = ["eager", "inductor"]
+SPAN = [0, 1, 2, 4, 8]
+
+
+@pytest.fixture(scope="session")
+def expected(workshop: Workshop) -> dict[tuple[str, str], list[list[int]]]:
+    """Plain decoding of every backend and law, one token at a time."""
+    return {
+        (backend, name): plain(workshop.decoder(backend=backend), law)
+        for backend in BACKENDS
+        for name, law in LAWS.items()
+    }
+
+
+def drafts(kind: str, workshop: Workshop, backend: str, known: list[list[int]]) -> object:
+    if kind == "model":
+        return workshop.decoder("draft", backend=backend)
+    return "ngram" if kind == "ngram" else stumbling(known)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("kind", ["model", "ngram", "lift"])
+@pytest.mark.parametrize("k", SPAN)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_speculation_gives_the_tokens_of_plain_decoding(
+    workshop: Workshop, expected: dict[tuple[str, str], list[list[int]]], backend: str, k: int, kind: str, law: str
+) -> None:
+    target, known = workshop.decoder(backend=backend), expected[backend, law]
+    result = run(SpeculativeGenerator(drafts(kind, workshop, backend, known), target, k=k), LAWS[law])  # type: ignore[arg-type]
+    assert texts(result) == known
+    if k == 0:
+        assert result.statistics.drafted == 0
+    elif kind != "ngram":
+        assert_rolled_back(result)
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_text_does_not_depend_on_the_batch_it_is_in(
+    workshop: Workshop, expected: dict[tuple[str, str], list[list[int]]], backend: str, law: str
+) -> None:
+    draft, target = workshop.pair(backend=backend, slots=1)
+    generator = SpeculativeGenerator(draft, target, k=4)
+    assert texts(run(generator, LAWS[law])) == expected[backend, law]  # four requests queue for one slot
+    for row, prompt in enumerate(PROMPTS):
+        alone = {**LAWS[law], "seed": int(str(LAWS[law].get("seed", 0))) + row}
+        assert texts(run(generator, alone, prompts=[prompt])) == [expected[backend, law][row]]
+
+
+def test_the_backends_agree(expected: dict[tuple[str, str], list[list[int]]]) -> None:
+    for law in LAWS:
+        assert expected["eager", law] == expected["inductor", law]
+
+
+def test_the_laws_and_the_seeds_give_different_texts(
+    workshop: Workshop, expected: dict[tuple[str, str], list[list[int]]]
+) -> None:
+    seen = [expected["eager", law] for law in LAWS]
+    seen += [plain(workshop.decoder(), {**LAWS["cool"], "seed": 12})]
+    assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_rounds_without_a_proposal_may_take_a_narrower_graph(
+    workshop: Workshop, expected: dict[tuple[str, str], list[list[int]]], backend: str, law: str
+) -> None:
+    target, known = workshop.decoder(backend=backend), expected[backend, law]
+
+    def now_and_then(tokens: list[int]) -> list[int]:
+        return stumbling(known)(tokens) if len(tokens) % 4 else []
+
+    for draft in (workshop.decoder("draft", backend=backend), now_and_then):
+        generator = SpeculativeGenerator(draft, target, k=4, exact=False)
+        assert texts(run(generator, LAWS[law])) == known
+        one = [[*PROMPTS[0]]]  # one request: when it is not drafted for, nobody is
+        assert texts(run(generator, LAWS[law], prompts=one)) == known[:1]
+    assert target.is_ready("verify[1,match,from 5]", target.reach(1))
+
+
+def test_more_requests_than_slots_queue(workshop: Workshop) -> None:
+    draft, target = workshop.pair()
+    prompts = [[i, i + 1, i] for i in range(3, 14)]
+    law = LAWS["cool"]
+    known = plain(target, law, prompts=prompts, new=9)
+    assert texts(run(SpeculativeGenerator(draft, target, k=4), law, prompts=prompts, new=9)) == known
+    seeds = [11 + i for i in range(len(prompts))]
+    order = [7, 0, 10, 3, 4, 9, 1, 8, 2, 6, 5]
+    other = {**law, "seed": [seeds[i] for i in order]}
+    shuffled = texts(run(SpeculativeGenerator("ngram", target, k=2), other, prompts=[prompts[i] for i in order], new=9))
+    assert shuffled == [known[i] for i in order]
+
+
+def test_decoding_to_the_last_position(workshop: Workshop) -> None:
+    draft, target = workshop.pair()
+    known = plain(target, LAWS["cool"], new=1000)
+    assert {len(text) for text in known} == {target.n_positions}
+    for k in (1, 8):
+        assert texts(run(SpeculativeGenerator(draft, target, k=k), LAWS["cool"], new=1000)) == known
+
+
+def test_an_eos_id_inside_a_round_ends_the_text_where_plain_decoding_ends_it(
+    workshop: Workshop, expected: dict[tuple[str, str], list[list[int]]]
+) -> None:
+    draft, target = workshop.pair()
+    for place in range(NEW):
+        text = expected["eager", "cool"][0]
+        law = {**LAWS["cool"], "eos_token_id": text[len(PROMPTS[0]) + place]}
+        known = plain(target, law)
+        assert known[0] == text[: text.index(law["eos_token_id"], len(PROMPTS[0])) + 1]
+        result = run(SpeculativeGenerator(draft, target, k=4), law)
+        assert texts(result) == known
+        assert result.finish_reasons[0] == "stop"
+
+
+def test_a_model_that_drafts_for_itself_is_always_accepted(workshop: Workshop) -> None:
+    target = workshop.decoder()
+    own = fresh(workshop.checkpoint("target"), batch_size=4)
+    for law in LAWS.values():
+        for k in (1, 4):
+            statistics = run(SpeculativeGenerator(own, target, k=k), law, new=k * 5 + 1).statistics
+            assert statistics.accepted == statistics.drafted > 0

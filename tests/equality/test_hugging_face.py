@@ -1,0 +1,124 @@
+"""Greedy decoding in f32 gives, token for token, what `transformers` generates."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from transformers.generation import logits_process as hf
+
+from paceline import SpeculativeGenerator
+from tests.decoder.tiny import KINDS, VOCABULARY, Workshop
+from tests.equality.laws import PROMPTS, Law, plain, run, texts
+
+NEW = 40
+EOS = 7
+
+
+def generated(model: LlamaForCausalLM, prompt: list[int], **wishes: object) -> list[int]:
+    ids = torch.tensor([prompt])
+    made = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, pad_token_id=0, **wishes
+    )
+    return made[0].tolist()
+
+
+def hugging_face(workshop: Workshop, kind: str = "grouped", **wishes: object) -> list[list[int]]:
+    model = LlamaForCausalLM.from_pretrained(workshop.checkpoint("target", kind), dtype=torch.float32)
+    return [generated(model, prompt, **wishes) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_model(workshop: Workshop, kind: str) -> None:
+    expected = hugging_face(workshop, kind)
+    assert len({tuple(text[-NEW:]) for text in expected}) > 1
+    target = workshop.decoder(kind=kind)
+    assert plain(target, {}, new=NEW) == expected
+    draft = workshop.decoder("draft", kind=kind)
+    assert texts(run(SpeculativeGenerator(draft, target, k=4), {}, new=NEW)) == expected
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_other_weights_on_compiled_graphs(workshop: Workshop, seed: int) -> None:
+    model = LlamaForCausalLM.from_pretrained(workshop.checkpoint("target", seed=seed), dtype=torch.float32)
+    target = workshop.decoder(backend="inductor", seed=seed)
+    assert plain(target, {}, new=NEW) == [generated(model, prompt) for prompt in PROMPTS]
+
+
+def bad_words(_prompt: list[int]) -> hf.LogitsProcessor:
+    return hf.NoBadWordsLogitsProcessor([[i] for i in range(0, VOCABULARY, 2)] + [[5, 9]], eos_token_id=EOS)
+
+
+def late_end(prompt: list[int]) -> hf.LogitsProcessor:
+    return hf.MinNewTokensLengthLogitsProcessor(len(prompt), NEW - 8, EOS)
+
+
+# name -> what generate is asked, what sample is asked in the same words, and the processor that says the rest
+CASES = {
+    "repetition penalty": ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}, None),
+    "no repeated n-grams": ({"no_repeat_ngram_size": 2}, {"no_repeat_ngram_size": 2}, None),
+    "both": (
+        {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
+        {"repetition_penalty": 1.2, "no_repeat_ngram_size": 3},
+        None,
+    ),
+    "bad words": ({"bad_words_ids": [[i] for i in range(0, VOCABULARY, 2)] + [[5, 9]]}, {}, bad_words),
+    "a late end": ({"min_new_tokens": NEW - 8}, {"repetition_penalty": 1.3}, late_end),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_processors(workshop: Workshop, name: str) -> None:
+    theirs, ours, make = CASES[name]
+    expected = hugging_face(workshop, eos_token_id=EOS, **{**ours, **theirs})
+    assert expected != hugging_face(workshop, eos_token_id=EOS)
+    draft, target = workshop.pair()
+    for prompt, text in zip(PROMPTS, expected, strict=True):
+        asked: Law = {**ours, "eos_token_id": EOS, "logits_processor": [make(prompt)] if make else None}
+        assert plain(target, asked, prompts=[prompt], new=NEW) == [text]
+        generator = SpeculativeGenerator(draft, target, k=4)
+        assert texts(run(generator, asked, prompts=[prompt], new=NEW)) == [text]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_the_end_of_a_text(workshop: Workshop, backend: str) -> None:
+    draft, target = workshop.pair(backend=backend)
+    free = plain(target, {}, new=NEW)
+    ends = [free[row][len(PROMPTS[row]) + place] for row, place in ((0, 3), (1, 0), (3, 10))]
+    expected = hugging_face(workshop, eos_token_id=ends)
+    assert any(len(text) < len(whole) for text, whole in zip(expected, free, strict=True))
+    for sampler in (target, SpeculativeGenerator(draft, target, k=4), SpeculativeGenerator("ngram", target, k=2)):
+        result = run(sampler, {"eos_token_id": ends}, new=NEW)
+        assert texts(result) == expected
+        reasons = ["stop" if text[-1] in ends else "length" for text in expected]
+        assert result.finish_reasons == reasons
+
+
+def test_the_end_that_the_checkpoint_names(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> None:
+    from tests.decoder.tiny import fresh, network
+
+    model = network()
+    end = plain(workshop.decoder(), {}, new=NEW)[0][len(PROMPTS[0]) + 5]
+    model.config.eos_token_id = model.generation_config.eos_token_id = end
+    folder = tmp_path_factory.mktemp("named end")
+    model.save_pretrained(folder)
+    target = fresh(folder, batch_size=4)
+    expected = [generated(model, prompt) for prompt in PROMPTS]
+    assert plain(target, {}, new=NEW) == expected
+    assert plain(target, {"eos_token_id": []}, new=NEW) == plain(workshop.decoder(), {}, new=NEW)
+
+
+def test_logits_of_every_row_are_close(workshop: Workshop) -> None:
+    """Token equality is blind to small errors; this is not."""
+    from paceline.decoder import steps
+
+    for kind in KINDS:
+        model = LlamaForCausalLM.from_pretrained(workshop.checkpoint("target", kind), dtype=torch.float32)
+        target = workshop.decoder(kind=kind)
+        text = torch.randint(VOCABULARY, (1, 12), generator=torch.Generator().manual_seed(3))
+        with torch.no_grad():
+            expected = model(text).logits[0]
+        rows = text.expand(4, -1).to(torch.int32).contiguous()
+        made = steps.window(target, rows, torch.zeros(4, dtype=torch.int32), reach=target.n_positions)
+        for line in made:
+            torch.testing.assert_close(line, expected, rtol=1e-5, atol=2e-5)

@@ -1,0 +1,83 @@
+"""Logits processors see what plain decoding shows them, so drafting changes no token under any of them."""
+
+from __future__ import annotations
+
+import pytest
+from transformers.generation.logits_process import LogitsProcessorList
+
+from paceline import SpeculativeGenerator
+from tests.decoder.tiny import Workshop
+from tests.equality.laws import LAWS, NEW, PROCESSORS, PROMPTS, Growing, Law, plain, run, stumbling, texts
+
+# A processor with a memory must see one text at a time: a batch would interleave them.
+ONE = PROMPTS[:1]
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("kind", ["model", "ngram", "lift"])
+@pytest.mark.parametrize("name", [name for name in PROCESSORS if "memory" not in name])
+def test_processors_in_a_batch(workshop: Workshop, name: str, kind: str, law: str) -> None:
+    draft, target = workshop.pair()
+    asked: Law = {**LAWS[law], **PROCESSORS[name]()}
+    known = plain(target, asked)
+    drafts = {"model": draft, "ngram": "ngram", "lift": stumbling(known)}
+    result = run(SpeculativeGenerator(drafts[kind], target, k=4), asked)  # type: ignore[arg-type]
+    assert texts(result) == known
+    assert known != plain(target, LAWS[law]), "the processor changes nothing, so this shows nothing"
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("k", [1, 2, 8])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processors_one_text_at_a_time(workshop: Workshop, name: str, k: int, law: str) -> None:
+    target = workshop.decoder()
+    asked: Law = {**LAWS[law], **PROCESSORS[name]()}
+    known = plain(target, asked, prompts=ONE)
+    again: Law = {**LAWS[law], **PROCESSORS[name]()}  # a processor with a memory starts afresh
+    assert texts(run(SpeculativeGenerator(stumbling(known), target, k=k), again, prompts=ONE)) == known
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_processor_is_called_once_for_every_token_and_never_on_a_rejected_text(
+    workshop: Workshop, backend: str
+) -> None:
+    draft, target = workshop.pair(backend=backend)
+    seen = Growing()
+    result = run(
+        SpeculativeGenerator(draft, target, k=4), {**LAWS["cool"], "logits_processor": [seen]}, prompts=ONE
+    )
+    text = texts(result)[0]
+    assert 0 < result.statistics.accepted < result.statistics.drafted
+    called = [text[: len(ONE[0]) + i] for i in range(NEW)]
+    assert seen.seen[:NEW] == called
+    # Past the limit of tokens a round may go on, on a text that goes on from the one that is kept.
+    assert all(more[: len(text)] == text for more in seen.seen[NEW:])
+
+
+def test_a_list_of_processors_is_one_processor_after_the_other(workshop: Workshop) -> None:
+    target = workshop.decoder()
+    together = LogitsProcessorList([Growing()])
+    known = plain(target, {"logits_processor": [Growing()]}, prompts=ONE)
+    assert plain(target, {"logits_processor": together}, prompts=ONE) == known
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_scores_change_no_token_and_are_those_of_plain_decoding(workshop: Workshop, law: str) -> None:
+    draft, target = workshop.pair()
+    asked: Law = {**LAWS[law], "output_scores": True}
+    known, result = run(target, asked), run(SpeculativeGenerator(draft, target, k=4), asked)
+    assert texts(result) == texts(known) == plain(target, LAWS[law])
+    assert known.logprobs is not None and result.logprobs is not None
+    for ours, theirs in zip(result.logprobs, known.logprobs, strict=True):
+        assert len(ours) == NEW
+        assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+def test_processors_under_compiled_graphs(workshop: Workshop) -> None:
+    draft, target = workshop.pair(backend="inductor")
+    for name, make in PROCESSORS.items():
+        for law in LAWS.values():
+            asked: Law = {**law, **make()}
+            known = plain(workshop.decoder(), asked, prompts=ONE)
+            again: Law = {**law, **make()}
+            assert texts(run(SpeculativeGenerator(draft, target, k=4), again, prompts=ONE)) == known, name

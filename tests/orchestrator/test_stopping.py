@@ -1,0 +1,171 @@
+"""A text ends at its earliest reason, token by token, wherever the borders of windows and tokens are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
+
+from paceline import SpeculativeGenerator, lift
+from paceline.result import GenerationResult
+from tests.fakes import Checked, Pieces, TableDecoder, scripted
+from tests.orchestrator.drafting import anti_oracle, oracle
+
+V = 16
+SCRIPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0]
+WINDOWS = [0, 1, 2, 3, 4, 5, 8, 12]  # drafted tokens a round
+
+
+def generator(k: int, *, script: Sequence[int] = SCRIPT, right: bool = True, **decoder: object) -> SpeculativeGenerator:
+    target = TableDecoder(scripted(script, V), **decoder)  # type: ignore[arg-type]
+    if not k:
+        return SpeculativeGenerator(None, target)
+    made = oracle([script], k) if right else anti_oracle([script], k, vocab_size=V)
+    return Checked(lift(made, k), target, k=k)
+
+
+def run(g: SpeculativeGenerator, prompt: Sequence[int], **asked: object) -> tuple[list[int], str, GenerationResult]:
+    result = g.sample([list(prompt)], return_dict=True, **asked)  # type: ignore[arg-type]
+    assert isinstance(result, GenerationResult)
+    return result.sequences[0].tolist(), result.finish_reasons[0], result
+
+
+@pytest.mark.parametrize("k", WINDOWS)
+@pytest.mark.parametrize("eos", [3, [3], [9, 3], [3, 4]])
+def test_the_first_of_several_eos_ids_ends_the_text_and_stays_in_it(k: int, eos: int | list[int]) -> None:
+    text, reason, result = run(generator(k), [1], eos_token_id=eos, max_new_tokens=12)
+    assert (text, reason) == ([1, 2, 3], "stop")
+    assert result.statistics.new_tokens == 2
+
+
+@pytest.mark.parametrize("k", WINDOWS)
+def test_every_place_of_an_eos_in_the_window(k: int) -> None:
+    for eos in range(2, 13):
+        text, reason, _ = run(generator(k), [1], eos_token_id=eos, max_new_tokens=15)
+        assert (text, reason) == (list(range(1, eos + 1)), "stop")
+
+
+def test_the_checkpoint_s_eos_ids_hold_unless_others_are_given() -> None:
+    assert run(generator(4, eos=(6, 5)), [1])[0] == [1, 2, 3, 4, 5]
+    assert run(generator(4, eos=(6, 5)), [1], eos_token_id=4)[0] == [1, 2, 3, 4]
+    assert run(generator(4, eos=(6, 5)), [1], eos_token_id=[], max_new_tokens=8)[0] == list(range(1, 10))
+
+
+@pytest.mark.parametrize("k", WINDOWS)
+def test_an_eos_in_the_prompt_ends_nothing(k: int) -> None:
+    assert run(generator(k), [1, 2, 3], eos_token_id=3, max_new_tokens=2)[0] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("k", WINDOWS)
+def test_id_zero_and_the_pad_id_are_tokens_like_any_other(k: int) -> None:
+    script = [5, 0, 7, 0, 0, 7, 7, 9, 0, 9]
+    text, reason, result = run(generator(k, script=script, pad=7), [5], max_new_tokens=9)
+    assert (text, reason, result.lengths) == (script, "length", [10])
+
+
+PIECES = [b"?", b"", b"st", b"op", b"opera", b"las", b"topper", b" x", b"s", b"t", b"o", b"p", b"stop"]
+E9, ACCENT = b"\xc3", b"\xa9"
+OVERHANG = [
+    (["stop"], [b"st", b"opera", b"s"], 2),
+    (["stop"], [b"las", b"topper", b"s"], 2),
+    (["stop"], [b"s", b"t", b"o", b"p", b" x"], 4),
+    (["stop"], [b" x", b"stop", b"s"], 2),
+    (["stop"], [b" stopper", b" x"], 1),
+    (["top", "opera"], [b"st", b"opera", b" x"], 2),
+    (["x\n\n"], [b"a x", b"\n", b"\nb", b"c"], 3),
+    (["\u00e9"], [b"a", E9, ACCENT, b"b"], 3),
+    (["\u00e9t"], [b"a", E9, ACCENT, b"t", b"b"], 4),
+    (["\u20ac!"], [b"\xe2", b"\x82", b"\xac", b"!!", b"x"], 4),
+    (["a\u00e9"], [b"aa\xc3", ACCENT, b"b"], 2),
+]
+
+
+@pytest.mark.parametrize("k", WINDOWS)
+@pytest.mark.parametrize(("strings", "pieces", "kept"), OVERHANG, ids=str)
+def test_a_stop_string_is_found_across_windows_and_tokens(
+    strings: list[str], pieces: list[bytes], kept: int, k: int
+) -> None:
+    names = [b"<", *pieces, *[b"z%d" % i for i in range(V)]]
+    script = list(range(0, len(pieces) + 4))
+    asked = {"stop_strings": strings, "tokenizer": Pieces(names), "max_new_tokens": len(script) - 1}
+    text, reason, _ = run(generator(k, script=script), [0], **asked)
+    assert (text, reason) == (script[: kept + 1], "stop")
+
+
+@pytest.mark.parametrize("k", WINDOWS)
+def test_a_stop_string_may_begin_in_the_prompt_but_not_end_there(k: int) -> None:
+    names = [b"", b"st", b"op", b" go", b" st", b"op", b"."] + [b"z"] * V
+    script = [1, 2, 3, 4, 5, 6]
+    asked = {"stop_strings": "stop", "tokenizer": Pieces(names), "max_new_tokens": 4}
+    assert run(generator(k, script=script), [1], **asked)[:2] == ([1, 2], "stop")
+    assert run(generator(k, script=script), [1, 2], **asked)[:2] == ([1, 2, 3, 4, 5], "stop")
+
+
+def test_an_unfinished_character_does_not_hide_a_stop_string_before_it() -> None:
+    names = [b"<", b"a sto", b"p\xc3", ACCENT, b"b"] + [b"z"] * V
+    asked = {"stop_strings": "stop", "tokenizer": Pieces(names), "max_new_tokens": 4}
+    assert run(generator(3, script=[0, 1, 2, 3, 4]), [0], **asked)[:2] == ([0, 1, 2], "stop")
+
+
+class Seen(StoppingCriteria):
+    """Writes down what it is shown; stops at a length."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.texts = at, []
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        assert input_ids.dtype == torch.int64
+        self.texts.append(input_ids[0].tolist())
+        return torch.tensor([input_ids.shape[1] >= self.at])
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("k", WINDOWS[1:])
+def test_a_criterion_sees_every_committed_token_once_with_the_text_before_it(k: int, right: bool) -> None:
+    seen = Seen(7)
+    text, reason, _ = run(generator(k, right=right), [1, 2], stopping_criteria_list=[seen], max_new_tokens=12)
+    assert (text, reason) == ([1, 2, 3, 4, 5, 6, 7], "criteria")
+    assert seen.texts == [list(range(1, size + 1)) for size in range(3, 8)]
+
+
+@pytest.mark.parametrize("k", WINDOWS)
+@pytest.mark.parametrize(
+    ("asked", "size", "why"),
+    [
+        ({"eos_token_id": 4, "max_new_tokens": 5}, 4, "stop"),
+        ({"eos_token_id": 6, "max_new_tokens": 4}, 5, "length"),
+        ({"eos_token_id": 5, "max_new_tokens": 4}, 5, "stop"),
+        ({"stopping_criteria_list": [Seen(5)], "eos_token_id": 6, "max_new_tokens": 8}, 5, "criteria"),
+        ({"stopping_criteria_list": [Seen(6)], "eos_token_id": 5, "max_new_tokens": 8}, 5, "stop"),
+        ({"stopping_criteria_list": [Seen(8)], "max_new_tokens": 3}, 4, "length"),
+        ({"stopping_criteria_list": StoppingCriteriaList([MaxLengthCriteria(6)]), "max_new_tokens": 9}, 6, "length"),
+        ({"stop_strings": "d", "tokenizer": Pieces([b"", *b"a b c d e f g h".split()] + [b"z"] * 9),
+          "eos_token_id": 5, "max_new_tokens": 9}, 4, "stop"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_earliest_reason_wins(k: int, asked: dict[str, object], size: int, why: str) -> None:
+    text, reason, result = run(generator(k), [1], **asked)
+    assert (text, reason) == (list(range(1, size + 1)), why)
+    assert result.statistics.new_tokens == size - 1
+
+
+def test_running_out_of_time_is_called_so() -> None:
+    over = StoppingCriteriaList([MaxTimeCriteria(1.0, initial_timestamp=time.time() - 10)])
+    assert run(generator(4), [1], stopping_criteria_list=over)[:2] == ([1, 2], "time")
+
+
+def test_a_criterion_may_answer_with_a_plain_bool() -> None:
+    assert run(generator(4), [1], stopping_criteria_list=[lambda ids, _: ids.shape[1] > 3])[0] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("k", WINDOWS)
+def test_what_a_stop_cuts_is_not_counted(k: int) -> None:
+    events = list(generator(k).stream([[1]], eos_token_id=5))
+    assert [t for event in events for t in event.tokens] == [2, 3, 4, 5]
+    for event in events:
+        assert 0 <= event.accepted <= len(event.tokens)
+    assert [event.finish_reason for event in events] == [None] * (len(events) - 1) + ["stop"]
