@@ -6,6 +6,7 @@ Exit status: 1 if speculative decoding gives other tokens than plain decoding at
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from dataclasses import dataclass, field
@@ -16,10 +17,12 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline import AutoDecoder, PacelineError, SpeculativeGenerator, Statistics
+from paceline.auto import SamplingDecoder
 from paceline.console import TextView, by_position, err, out, say
 from paceline.detokenise import Tokenizer, load_tokenizer
 from paceline.progress import bar, compiling, loading
 from paceline.result import GenerationResult
+from paceline.sampler import Sampler
 
 PAIR = Path(__file__).parent / "pycode"
 FIRST = 4  # the prompt whose completion is shown
@@ -68,13 +71,13 @@ def demo(console: Console, options: argparse.Namespace) -> int:
     made = compiling(err(), decoders, [source.compile])
     fresh = [one for one in made if one.compiled]
     say(err(), f"{len(made)} graphs, {len(fresh)} of them compiled in {sum(one.seconds for one in fresh):.0f} s.")
-    stream(console, source, tokenizer, prompts[FIRST], options.max_new_tokens)
+    stream(console, source, tokenizer, prompt=prompts[FIRST], max_new_tokens=options.max_new_tokens)
     compiling(err(), {"target": target}, [target.compile])
     ids = [tokenizer.encode(text) for text in prompts[: options.prompts]]
-    return compare(console, source, target, ids, options)
+    return compare(source, target, ids, console=console, options=options)
 
 
-def decoder(name: str):
+def decoder(name: str) -> SamplingDecoder:
     """Load one of the pair; its prompts have up to 128 tokens, so one prefill graph is enough."""
     with loading(err(), PAIR / name) as report:
         return AutoDecoder.from_pretrained(
@@ -82,7 +85,7 @@ def decoder(name: str):
         )
 
 
-def stream(console: Console, source, tokenizer: Tokenizer, prompt: str, max_new_tokens: int) -> None:
+def stream(console: Console, source: Sampler, tokenizer: Tokenizer, *, prompt: str, max_new_tokens: int) -> None:
     """Show one completion as it grows."""
     ids = tokenizer.encode(prompt)
     view = TextView(console, tokenizer, ids, marks=True)
@@ -93,17 +96,21 @@ def stream(console: Console, source, tokenizer: Tokenizer, prompt: str, max_new_
     console.print("\n")
 
 
-def compare(console: Console, source, target, prompts: list[list[int]], options: argparse.Namespace) -> int:
+def compare(
+    source: Sampler, target: Sampler, prompts: list[list[int]], *, console: Console, options: argparse.Namespace
+) -> int:
     """Measure both, check that they agree, show the table; the exit status."""
     plain, fast = Measured(), Measured()
     repetitions = options.repetitions
-    with bar(err(), "measuring, plain and speculative by turns", len(prompts) * (2 * repetitions + 1)) as shown:
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    label = "measuring, plain and speculative by turns"
+    with bar(err(), label, len(prompts) * 2 * repetitions, still=True) as shown:
         for _ in range(repetitions):
             for sampler, measured in ((target, plain), (source, fast)):
-                run(sampler, prompts, measured, options.max_new_tokens)
+                run(sampler, prompts, measured, max_new_tokens=options.max_new_tokens)
                 shown.advance(len(prompts))
         wide = Measured()
-        run(target, prompts, wide, options.max_new_tokens, width=options.k + 1)
+        run(target, prompts, wide, max_new_tokens=options.max_new_tokens, width=options.k + 1)
     console.print(table(plain, fast, options))
     narrow = sum(a == b for a, b in zip(plain.texts, fast.texts, strict=True))
     if wide.texts != fast.texts:
@@ -114,13 +121,17 @@ def compare(console: Console, source, target, prompts: list[list[int]], options:
     say(
         console, f"width ({options.k + 1} rows). Plain decoding at one row gave the same in {narrow} of {len(prompts)}."
     )
-    if fast.speed < plain.speed:
+    if load > 1.5 * cores:
+        say(
+            console, f"The machine was busy with other work (load {load:.1f} on {cores} cores): speeds here say little."
+        )
+    elif fast.speed < plain.speed:
         say(console, "Speculation does not pay here: its rounds cost more than the tokens they gain.")
     return 0
 
 
 def run(
-    sampler, prompts: list[list[int]], measured: Measured, max_new_tokens: int, *, width: int | None = None
+    sampler: Sampler, prompts: list[list[int]], measured: Measured, *, max_new_tokens: int, width: int | None = None
 ) -> None:
     """Decode all prompts once, greedily."""
     measured.texts, measured.total = [], Statistics()

@@ -5,7 +5,6 @@ Only options and their wiring are here; what is shown is in `paceline.console`, 
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -127,7 +126,11 @@ def generate(
         if backend != "eager":
             progress.compiling(console.err(), decoders, [source.compile])
         begin = perf_counter()
-        done = _quiet(stream, tokenizer, ids, total=max_new_tokens) if as_json else _shown(stream, tokenizer, text, ids)
+        done = (
+            _quiet(stream, tokenizer, ids, total=max_new_tokens)
+            if as_json
+            else _shown(stream, tokenizer, ids, prompt=text)
+        )
         seconds = perf_counter() - begin
     if as_json:
         typer.echo(json.dumps({"prompt": text, **asdict(done), "statistics": source.statistics.to_dict()}))
@@ -175,7 +178,7 @@ def bench(
     target: Annotated[Path, typer.Option(help="Folder of the target.")],
     draft: Annotated[Path, typer.Option(help="Folder of the draft.")],
     prompts: Annotated[Path, typer.Option(help='File of JSON lines, each with a "prompt".')],
-    k: Annotated[list[int] | None, typer.Option(help="Drafted tokens per round; repeatable. Default: 2 4 8.")] = None,
+    k: Annotated[list[int] | None, typer.Option(help="Drafted tokens per round; repeatable. Default: 2 4 6.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.")] = 128,
     count: Annotated[int, typer.Option(help="How many of the prompts.")] = 6,
     backend: BackendName = "inductor",
@@ -183,10 +186,11 @@ def bench(
 ) -> None:
     """Measure plain and speculative decoding in one run. The last line of stdout is a JSON object."""
     with console.refusals():
-        measure = importlib.import_module("paceline.bench").bench_pair
+        from paceline.bench import bench_pair  # loads much that the other commands do not need
+
         texts = _prompts(prompts)[:count]
-        figures = measure(
-            str(target), str(draft), texts, k=tuple(k or (2, 4, 8)), max_new_tokens=max_new_tokens, backend=backend,
+        figures = bench_pair(
+            str(target), str(draft), texts, k=tuple(k or (2, 4, 6)), max_new_tokens=max_new_tokens, backend=backend,
             amp=amp,
         )  # fmt: skip
     console.err().print(console.values_table("bench", figures))
@@ -207,7 +211,7 @@ def _source(
     return decoders["target"], decoders
 
 
-def _shown(stream: Iterator[Event], tokenizer: Tokenizer, prompt: str, ids: list[int]) -> Outcome:
+def _shown(stream: Iterator[Event], tokenizer: Tokenizer, ids: list[int], *, prompt: str) -> Outcome:
     """Write the text while it grows."""
     view = console.TextView(console.out(), tokenizer, ids)
     if console.out().is_terminal:

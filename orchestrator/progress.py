@@ -33,8 +33,8 @@ class GraphTime:
 class Bar:
     """Steps of one piece of work. ``step`` names what is being done, ``advance`` counts what is done."""
 
-    def __init__(self, console: Console, progress: Progress, task: TaskID) -> None:
-        self._console, self._progress, self._task = console, progress, task
+    def __init__(self, console: Console, progress: Progress, task: TaskID, *, still: bool = False) -> None:
+        self._console, self._progress, self._task, self._still = console, progress, task, still
 
     def step(self, label: str) -> None:
         """Say what is being done now."""
@@ -49,15 +49,28 @@ class Bar:
     def advance(self, by: int = 1) -> None:
         """So much more is done."""
         self._progress.advance(self._task, by)
+        if self._still:
+            self._progress.refresh()
 
 
 @contextmanager
-def bar(console: Console, label: str, total: int | None = None) -> Iterator[Bar]:
-    """A bar that disappears when the work is done; on anything but a terminal a line for each step."""
+def bar(console: Console, label: str, total: int | None = None, *, still: bool = False) -> Iterator[Bar]:
+    """A bar that disappears when the work is done; on anything but a terminal a line for each step.
+
+    ``still``: drawn only when something was done, so that drawing does not disturb what is being measured.
+    """
     columns = (SpinnerColumn(), TextColumn("{task.fields[label]}", markup=False), BarColumn(), MofNCompleteColumn())
-    shown = console.is_terminal
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not shown) as progress:
-        made = Bar(console, progress, progress.add_task("", total=total, label=label))
+    progress = Progress(
+        *columns,
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        auto_refresh=not still,
+        refresh_per_second=4,
+        disable=not console.is_terminal,
+    )
+    with progress:
+        made = Bar(console, progress, progress.add_task("", total=total, label=label), still=still)
         made.step(label)
         yield made
 
@@ -72,7 +85,7 @@ def loading(console: Console, folder: Path) -> Iterator[Callable[[int, int], Non
 class Watched:
     """A backend that tells when a graph is begun and made."""
 
-    def __init__(self, inner: Backend, owner: str, shown: Bar, made: list[GraphTime]) -> None:
+    def __init__(self, inner: Backend, owner: str, *, shown: Bar, made: list[GraphTime]) -> None:
         self.inner, self._owner, self._bar, self._made = inner, owner, shown, made
         self.name, self.kernels = inner.name, inner.kernels
 
@@ -105,7 +118,7 @@ def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, made: list[Gra
     with ExitStack() as stack:
         for owner, decoder in decoders.items():
             stack.callback(setattr, decoder, "backend", decoder.backend)
-            decoder.backend = Watched(decoder.backend, owner, shown, made)
+            decoder.backend = Watched(decoder.backend, owner, shown=shown, made=made)
         stack.enter_context(warnings.catch_warnings())
         # Torch's own exporter and loader warn about themselves, once for every graph.
         warnings.filterwarnings("ignore", message=r"`isinstance\(treespec", category=FutureWarning)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, closing
 
 import torch
 from torch import Tensor
@@ -81,10 +81,10 @@ class Sampler:
         )  # fmt: skip
         requests = ask.requests(self._decoders()[0])
         streamers.check(streamer, len(requests))
-        events = self._events(requests, Demands(ask.processor(), output_scores, width))
-        result = self._collect(
-            requests, streamers.feed(streamer, requests[0], events), pad=pad_token_id, scores=output_scores
-        )
+        with closing(self._events(requests, Demands(ask.processor(), output_scores, width))) as events:
+            result = self._collect(
+                requests, streamers.feed(streamer, requests[0], events), pad=pad_token_id, scores=output_scores
+            )
         return result if return_dict else result.sequences
 
     def stream(
@@ -132,11 +132,11 @@ class Sampler:
         """A fresh engine for one call."""
         raise NotImplementedError
 
-    def _events(self, requests: list[Request], demands: Demands) -> Iterator[Event]:
+    def _events(self, requests: list[Request], demands: Demands) -> Generator[Event, None, None]:
         engine = self._engine(demands)
         return self._hold(engine, requests)
 
-    def _hold(self, engine: Engine, requests: list[Request]) -> Iterator[Event]:
+    def _hold(self, engine: Engine, requests: list[Request]) -> Generator[Event, None, None]:
         self.statistics = Statistics()
         with ExitStack() as stack:
             for decoder in self._decoders():

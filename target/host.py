@@ -16,7 +16,7 @@ from paceline.core.accept import Match, Reject, committed
 from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.steps import prefill, window
-from paceline.target.verifier import Acceptor, root_of
+from paceline.target.verifier import Acceptor, fitted, root_of
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """Hugging Face's interface: ids [1, length] int64, scores [1, V] float32 -> scores [1, V]."""
@@ -48,6 +48,7 @@ class HostVerifier:
 
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; see the protocol."""
+        proposal = fitted(proposal, self.width - 1)
         token, row = root_of(commit.tokens, commit.count, commit.start)
         width = self.width if self._exact or proposal is not None else 1
         drafts = torch.full((len(row), width - 1), PAD, dtype=torch.int32) if proposal is None else proposal.tokens

@@ -30,6 +30,15 @@ def root_of(tokens: Tensor, count: Tensor, start: Tensor) -> Root:
     return tokens.gather(1, last).squeeze(1), start + count - 1
 
 
+def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:
+    """A chain filled up with PAD to the number of nodes that the graph takes."""
+    if proposal is None or proposal.tokens.shape[1] == nodes:
+        return proposal
+    missing = nodes - proposal.tokens.shape[1]
+    tokens = nn.functional.pad(proposal.tokens, (0, missing), value=PAD)
+    return Proposal(tokens, None, None if proposal.law is None else nn.functional.pad(proposal.law, (0, 0, 0, missing)))
+
+
 class VerifyStep(nn.Module):
     """Target pass over the root and a chain of drafts, law, acceptance."""
 
@@ -81,6 +90,7 @@ class CompiledVerifier:
 
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; see the protocol."""
+        proposal = fitted(proposal, self.width - 1)
         inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
         width = self.width if self._exact or proposal is not None else 1
         if width > 1:

@@ -70,6 +70,9 @@ class TableBody:
         before = self.cache[slots.unsqueeze(1), (rows - 1).clamp(min=0)]
         before = torch.where(rows > 0, before, 0)
         seen = torch.stack((before, tokens.to(torch.int64)), -1)
+        if self.truth is not None:  # a text this model cannot follow: nothing is asked of it, and anything may come
+            beyond = self.truth.length[slots] > self._positions
+            seen = torch.where(beyond.view(-1, 1, 1), seen.clamp(min=0), seen)
         assert bool((seen >= 0).all()), "a row was read that nobody has written"
         return seen.to(torch.float32)
 
@@ -83,14 +86,16 @@ class TableBody:
 
     def _check(self, slots: Tensor, row: Tensor) -> None:
         assert self.truth is not None
-        text, length = self.truth.text[slots], self.truth.length[slots].unsqueeze(1)
-        place = torch.arange(text.shape[1])
+        width = min(self.truth.text.shape[1], self.cache.shape[1])
+        known_ids = self.config.vocab_size - 1  # a draft of fewer ids reads what it lacks as its last one
+        text, length = self.truth.text[slots, :width].clamp(max=known_ids), self.truth.length[slots].unsqueeze(1)
+        place = torch.arange(width)
         read = (place < row.unsqueeze(1)) & (length > 0) & (length <= self._positions)  # past it nobody asks
         known = read & (place < length)
-        wrong = known & (self.cache[slots][:, : text.shape[1]] != text)
+        wrong = known & (self.cache[slots, :width] != text)
         assert not bool(wrong.any()), f"the cache is not the committed prefix at {wrong.nonzero()[0].tolist()}"
         ahead = read & (place >= length)
-        stale = ahead & (self.stamp[slots][:, : text.shape[1]] != self.truth.rounds)
+        stale = ahead & (self.stamp[slots, :width] != self.truth.rounds)
         assert not bool(stale.any()), f"a row of an earlier round is read at {stale.nonzero()[0].tolist()}"
 
 

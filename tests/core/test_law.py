@@ -19,7 +19,9 @@ def random_logits(rows: int, vocab_size: int, *, seed: int, spread: float = 2.0)
     return torch.randn(1, rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def theirs(logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+def theirs(
+    logits: Tensor, *, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> Tensor:
     scores, ids = logits[0].clone(), torch.zeros(logits.shape[1], 1, dtype=torch.int64)
     warpers: list[hf.LogitsProcessor] = [hf.TemperatureLogitsWarper(temperature)]
     warpers += [hf.TopKLogitsWarper(top_k)] if top_k else []

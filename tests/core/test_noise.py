@@ -25,7 +25,7 @@ def mix(x: int) -> int:
     return x ^ x >> 16
 
 
-def word_of(seed: int, position: int, token: int, stream: int) -> int:
+def word_of(seed: int, position: int, token: int, *, stream: int) -> int:
     low, high = seed & WORD, seed >> 32 & WORD
     first = mix((mix(low ^ 0x2545F491) + position * 0x9E3779B9) & WORD)
     first = mix(((first ^ high) + stream * 0x6C8E9CF5) & WORD)
@@ -86,9 +86,9 @@ def test_noise_equals_the_reference_in_plain_integers(seed: int, stream: int) ->
     places = [0, 1, 77, 4095, 131071]
     got = noise.gumbel(keys(seed), positions(places), 40, stream=stream)[0].tolist()
     for place, row in zip(places, got, strict=True):
-        assert row == [gumbel_of(word_of(seed, place, token, stream)) for token in range(40)]
+        assert row == [gumbel_of(word_of(seed, place, token, stream=stream)) for token in range(40)]
     uniform = noise.uniform(keys(seed), positions(places), stream)[0].tolist()
-    assert uniform == [(word_of(seed, place, 0, stream) >> 8) / SCALE for place in places]
+    assert uniform == [(word_of(seed, place, 0, stream=stream) >> 8) / SCALE for place in places]
 
 
 def test_every_word_becomes_the_gumbel_quantile() -> None:

@@ -35,7 +35,7 @@ def drawn(q: Tensor, sampling: SamplingBatch) -> Tensor:
     return law.choose(logits, places(len(logits), 1), sampling, stream=noise.DRAFT)
 
 
-def one(p: Tensor, drafts: Tensor, q: Tensor | None, sampling: SamplingBatch) -> Verdict:
+def one(p: Tensor, drafts: Tensor, q: Tensor | None, *, sampling: SamplingBatch) -> Verdict:
     """The verdict on one draft per trial; the row behind it has the same law."""
     count = len(drafts)
     proposal = Proposal(drafts, None, None if q is None else q.expand(count, 1, len(q)))
@@ -49,7 +49,7 @@ def first(proposal: Proposal, verdict: Verdict) -> np.ndarray:
 def test_golden_acceptance_residual_and_law() -> None:
     sampling = trials()
     drafts = drawn(Q, sampling)
-    verdict = one(P, drafts, Q, sampling)
+    verdict = one(P, drafts, Q, sampling=sampling)
     accepted = verdict.count.double().mean()
     assert float(accepted) == pytest.approx(0.80, abs=4 * math.sqrt(0.8 * 0.2 / TRIALS))
     left = verdict.token[verdict.count == 0].unsqueeze(1).numpy()
@@ -63,7 +63,7 @@ def test_golden_acceptance_residual_and_law() -> None:
 def test_an_undrawn_draft_is_a_point_mass(draft: int) -> None:
     sampling = trials()
     drafts = torch.full((TRIALS, 1), draft, dtype=torch.int32)
-    verdict = one(P, drafts, None, sampling)
+    verdict = one(P, drafts, None, sampling=sampling)
     share = float(P[draft])
     assert float(verdict.count.double().mean()) == pytest.approx(share, abs=4 * math.sqrt(share / TRIALS))
     assert misfit(first(Proposal(drafts), verdict), P.double().numpy()) > 1e-3
@@ -78,7 +78,7 @@ def test_an_argmax_draft_scored_with_a_softmax_law_is_seen(p: Tensor, q: Tensor,
     """The classic mistake; the figures are those that other code bases show."""
     sampling = trials()
     drafts = torch.full((TRIALS, 1), draft, dtype=torch.int32)
-    verdict = one(p, drafts, q, sampling)
+    verdict = one(p, drafts, q, sampling=sampling)
     out = first(Proposal(drafts), verdict)
     assert float((out == draft).mean()) == pytest.approx(wrong, abs=0.01)
     assert misfit(out, p.double().numpy()) < 1e-6
@@ -107,20 +107,22 @@ def test_no_uniform_accepts_what_the_target_cannot_say(monkeypatch: pytest.Monke
     monkeypatch.setattr(noise, "uniform", lambda keys, where, stream: torch.zeros(where.shape))
     p = torch.tensor([0.0, 1.0])
     for q in (None, torch.tensor([0.5, 0.5])):
-        verdict = one(p, torch.zeros(100, 1, dtype=torch.int32), q, trials(100))
+        verdict = one(p, torch.zeros(100, 1, dtype=torch.int32), q, sampling=trials(100))
         assert verdict.count.tolist() == [0] * 100
         assert verdict.token.tolist() == [1] * 100
 
 
 def test_a_draft_the_drafter_could_not_have_drawn_is_refused() -> None:
-    verdict = one(P, torch.zeros(1000, 1, dtype=torch.int32), torch.tensor([0.0, 0.5, 0.25, 0.25]), trials(1000))
+    verdict = one(
+        P, torch.zeros(1000, 1, dtype=torch.int32), torch.tensor([0.0, 0.5, 0.25, 0.25]), sampling=trials(1000)
+    )
     assert verdict.count.tolist() == [0] * 1000
 
 
 def test_the_target_as_its_own_draft_is_always_accepted_and_never_nan() -> None:
     p = torch.softmax(torch.randn(64, generator=torch.Generator().manual_seed(0)) * 3, -1)
     sampling = trials(20_000)
-    verdict = one(p, drawn(p, sampling), p, sampling)
+    verdict = one(p, drawn(p, sampling), p, sampling=sampling)
     assert float(verdict.count.double().mean()) == 1.0
     assert bool(((verdict.token >= 0) & (verdict.token < 64)).all())
 
@@ -128,7 +130,7 @@ def test_the_target_as_its_own_draft_is_always_accepted_and_never_nan() -> None:
 def test_a_residual_without_mass_falls_back_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noise, "uniform", lambda keys, where, stream: torch.ones(where.shape))  # rejects all
     sampling = trials()
-    verdict = one(P, drawn(P, sampling), P, sampling)
+    verdict = one(P, drawn(P, sampling), P, sampling=sampling)
     assert verdict.count.sum() == 0
     assert misfit(verdict.token.unsqueeze(1).numpy(), P.double().numpy()) > 1e-3
 
@@ -138,9 +140,9 @@ def test_a_recovered_token_is_in_the_vocabulary(size: int) -> None:
     p = torch.zeros(size)
     p[size - 1] = 1.0
     for q in (None, torch.full((size,), 1 / size)):
-        verdict = one(p, torch.zeros(50, 1, dtype=torch.int32), q, trials(50))
+        verdict = one(p, torch.zeros(50, 1, dtype=torch.int32), q, sampling=trials(50))
         assert verdict.token.tolist() == [size - 1] * 50
-    empty = one(torch.zeros(size), torch.zeros(50, 1, dtype=torch.int32), None, trials(50))  # no mass at all
+    empty = one(torch.zeros(size), torch.zeros(50, 1, dtype=torch.int32), None, sampling=trials(50))  # no mass at all
     assert bool(((empty.token >= 0) & (empty.token < size)).all())
 
 
@@ -148,13 +150,13 @@ def test_ids_the_draft_lacks_come_through_the_residual() -> None:
     q = torch.tensor([0.5, 0.5, 0.0, 0.0])  # a draft of two ids, padded to the target's four
     sampling = trials()
     drafts = drawn(q, sampling)
-    assert misfit(first(Proposal(drafts), one(P, drafts, q, sampling)), P.double().numpy()) > 1e-3
+    assert misfit(first(Proposal(drafts), one(P, drafts, q, sampling=sampling)), P.double().numpy()) > 1e-3
 
 
 def test_padding_is_refused_without_taking_mass_from_the_target() -> None:
     sampling = trials()
     for q in (None, Q):
-        verdict = one(P, torch.full((TRIALS, 1), PAD, dtype=torch.int32), q, sampling)
+        verdict = one(P, torch.full((TRIALS, 1), PAD, dtype=torch.int32), q, sampling=sampling)
         assert int(verdict.count.sum()) == 0
         assert misfit(verdict.token.unsqueeze(1).numpy(), P.double().numpy()) > 1e-3
 
@@ -165,7 +167,7 @@ def test_greedy_accepts_the_argmax_only_and_emits_it_at_a_mismatch() -> None:
         own = torch.eye(4)[draft]
         for q in (None, own):
             drafts = torch.full((64, 1), draft, dtype=torch.int32)
-            verdict = one(sharp, drafts, q, trials(64, temperature=0.0))
+            verdict = one(sharp, drafts, q, sampling=trials(64, temperature=0.0))
             assert verdict.count.tolist() == [count] * 64
             assert verdict.token.tolist() == [1] * 64
 

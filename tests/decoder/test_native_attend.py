@@ -39,7 +39,12 @@ class Case:
 
 
 def case(
-    heads: tuple[int, int] = (8, 2), width: int = 16, *, dtype: torch.dtype = torch.float32, window: int = 5, seed: int = 0
+    heads: tuple[int, int] = (8, 2),
+    width: int = 16,
+    *,
+    dtype: torch.dtype = torch.float32,
+    window: int = 5,
+    seed: int = 0,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     many, few = heads
@@ -142,9 +147,7 @@ def test_rows_behind_the_count_are_zero_and_leave_no_trace(native: Native) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("width", [12, 48])
-def test_a_row_has_the_same_bits_in_every_window(
-    native: Native, heads: str, dtype: torch.dtype, width: int
-) -> None:
+def test_a_row_has_the_same_bits_in_every_window(native: Native, heads: str, dtype: torch.dtype, width: int) -> None:
     """A text of nine tokens: all at once, one by one, and in every split; a row's result never changes."""
     given = case(HEADS[heads], width, dtype=dtype, window=9)
     whole = attend(native, given.copied())

@@ -56,7 +56,7 @@ def network(kind: str = "grouped", *, layers: int = 2, seed: int = 0) -> LlamaFo
     for name, parameter in made.named_parameters():
         later = "layers." in name and "layers.0." not in name
         mean = 1.0 if "norm" in name else 0.0
-        torch.nn.init.normal_(parameter, mean, 0.1 if later else 0.35)
+        torch.nn.init.normal_(parameter, mean, 0.25 if later else 0.35)
     return made
 
 

@@ -34,7 +34,9 @@ def pairs(compile_cache: None) -> dict[str, Pair]:
     made: dict[str, Pair] = {}
     for amp in ("f32", "bf16"):
         draft, target = (
-            AutoDecoder.from_pretrained(FOLDER / role, batch_size=2, n_positions=256, context_length_estimate=64, amp=amp)
+            AutoDecoder.from_pretrained(
+                FOLDER / role, batch_size=2, n_positions=256, context_length_estimate=64, amp=amp
+            )
             for role in ("draft", "target")
         )
         draft.announce = target.announce = lambda _line: None

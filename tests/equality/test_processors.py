@@ -43,9 +43,7 @@ def test_a_processor_is_called_once_for_every_token_and_never_on_a_rejected_text
 ) -> None:
     draft, target = workshop.pair(backend=backend)
     seen = Growing()
-    result = run(
-        SpeculativeGenerator(draft, target, k=4), {**LAWS["cool"], "logits_processor": [seen]}, prompts=ONE
-    )
+    result = run(SpeculativeGenerator(draft, target, k=4), {**LAWS["cool"], "logits_processor": [seen]}, prompts=ONE)
     text = texts(result)[0]
     assert 0 < result.statistics.accepted < result.statistics.drafted
     called = [text[: len(ONE[0]) + i] for i in range(NEW)]

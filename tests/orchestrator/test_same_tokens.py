@@ -39,7 +39,7 @@ def plain(prompts: list[list[int]], **asked: object) -> list[list[int]]:
     return texts(run(SpeculativeGenerator(None, target()), prompts, **asked))
 
 
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("k", [1, 4, 8])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("drafter", ["model", "ngram", "function"])
 @pytest.mark.parametrize("slots", [1, 3])
@@ -74,7 +74,6 @@ def test_one_decoder_may_be_its_own_draft() -> None:
 
 
 HOLE = "draft/model.py: a commit is never read if no proposal follows it (all limits 0, as at a bucket's border)"
-WIDTH = "target/: proposals narrower than width - 1 are not padded to the width of the graph"
 
 
 @pytest.mark.xfail(reason=HOLE, strict=True)
@@ -101,9 +100,7 @@ def test_an_oracle_gains_k_tokens_a_round_and_its_opposite_none(k: int, mode: st
     assert done.statistics.accepted == 0 < done.statistics.drafted
 
 
-@pytest.mark.parametrize(
-    ("alpha", "k", "golden"), [(0.6, 1, 1.60), (0.6, 4, 2.31), (0.8, 2, 2.44), (0.8, 5, 3.69)]
-)
+@pytest.mark.parametrize(("alpha", "k", "golden"), [(0.6, 1, 1.60), (0.6, 4, 2.31), (0.8, 2, 2.44), (0.8, 5, 3.69)])
 def test_a_coin_gains_what_the_formula_says(alpha: float, k: int, golden: float) -> None:
     mean = (1 - alpha ** (k + 1)) / (1 - alpha)
     assert mean == pytest.approx(golden, abs=0.005)
@@ -118,7 +115,6 @@ def test_a_coin_gains_what_the_formula_says(alpha: float, k: int, golden: float)
     assert done.statistics.tau == pytest.approx(mean, abs=3 * sigma)
 
 
-@pytest.mark.xfail(reason=WIDTH)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("scores", [False, True])
 @pytest.mark.parametrize("acceptor", ["match", "reject"])

@@ -1,0 +1,148 @@
+"""The cache of compiled things: complete or absent, built once, whoever fails or dies in between."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.core.errors import BackendError
+from paceline.decoder import artefacts
+from paceline.decoder.native import build
+
+FACTS: dict[str, object] = {"kind": "test", "shape": [1, 2]}
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from paceline.decoder import artefacts
+
+def build(folder):
+    (folder / "half").write_text("x")
+    os._exit(9)
+
+artefacts.ensure(Path(sys.argv[1]), {"kind": "test", "shape": [1, 2]}, build)
+"""
+
+RIVAL = """
+import sys, time
+from pathlib import Path
+from paceline.decoder import artefacts
+
+root, me = Path(sys.argv[1]), sys.argv[2]
+
+def build(folder):
+    deadline = time.monotonic() + 120
+    while not ((root / "ready 1").exists() and (root / "ready 2").exists()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.5)  # the other one has its chance now
+    with (root / "builds").open("a") as log:
+        log.write(me)
+    (folder / "made").write_text(me)
+
+(root / f"ready {me}").touch()
+folder = artefacts.ensure(root / "cache", {"kind": "test"}, build)
+print((folder / "made").read_text())
+"""
+
+
+def started(script: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def made(folder: Path) -> None:
+    (folder / "thing").write_text("whole")
+
+
+def never(folder: Path) -> None:
+    raise AssertionError("it is in the cache")
+
+
+def test_what_is_built_is_found_and_not_built_again(tmp_path: Path) -> None:
+    assert artefacts.find(tmp_path, FACTS) is None
+    folder = artefacts.ensure(tmp_path, FACTS, made)
+    assert (folder / "thing").read_text() == "whole"
+    assert artefacts.find(tmp_path, FACTS) == artefacts.ensure(tmp_path, dict(reversed(FACTS.items())), never) == folder
+
+
+def test_the_manifest_holds_all_the_facts(tmp_path: Path) -> None:
+    facts = {**FACTS, **artefacts.machine_facts(), "source": artefacts.source_hash()}
+    folder = artefacts.ensure(tmp_path, facts, made)
+    assert json.loads((folder / artefacts.MANIFEST).read_text()) == facts
+    assert facts["torch"] == torch.__version__
+    assert folder.name == artefacts.key(facts)
+
+
+def test_every_fact_is_part_of_the_key() -> None:
+    others = [{**FACTS, "kind": "other"}, {**FACTS, "shape": [2, 1]}, {**FACTS, "more": 0}, {"kind": "test"}]
+    assert len({artefacts.key(facts) for facts in (FACTS, *others)}) == 5
+
+
+def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    def fails(folder: Path) -> None:
+        (folder / "half").write_text("x")
+        raise BackendError("no")
+
+    for _ in range(2):
+        with pytest.raises(BackendError, match="no"):
+            artefacts.ensure(tmp_path, FACTS, fails)
+        assert artefacts.find(tmp_path, FACTS) is None
+        assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    artefacts.ensure(tmp_path, FACTS, made)
+
+
+def test_a_killed_build_leaves_nothing_under_the_key_and_no_lock(tmp_path: Path) -> None:
+    process = started(KILLED, str(tmp_path))
+    assert process.wait(120) == 9
+    assert any(path.name == "half" for path in tmp_path.rglob("*")), "it was killed before it built anything"
+    assert artefacts.find(tmp_path, FACTS) is None
+    assert not (tmp_path / artefacts.key(FACTS)).exists()
+    folder = artefacts.ensure(tmp_path, FACTS, made)  # hangs if the lock is still held
+    assert sorted(path.name for path in folder.iterdir()) == [artefacts.MANIFEST, "thing"]
+
+
+def test_a_folder_without_a_manifest_is_built_anew(tmp_path: Path) -> None:
+    folder = tmp_path / artefacts.key(FACTS)
+    folder.mkdir()
+    (folder / "half").write_text("x")
+    assert artefacts.find(tmp_path, FACTS) is None
+    artefacts.ensure(tmp_path, FACTS, made)
+    assert not (folder / "half").exists()
+
+
+def test_two_processes_build_once(tmp_path: Path) -> None:
+    rivals = [started(RIVAL, str(tmp_path), name) for name in "12"]
+    said = [process.communicate(timeout=240)[0].strip() for process in rivals]
+    assert [process.returncode for process in rivals] == [0, 0]
+    builder = (tmp_path / "builds").read_text()
+    assert builder in ("1", "2")
+    assert said == [builder, builder]
+
+
+def test_a_copy_is_an_artefact(tmp_path: Path) -> None:
+    folder = artefacts.ensure(tmp_path / "here", FACTS, made)
+    artefacts.copy(folder, tmp_path / "far" / "there")
+    artefacts.copy(folder, tmp_path / "far" / "there")  # again, over what is there
+    found = artefacts.find(tmp_path / "far" / "there", FACTS)
+    assert found is not None
+    assert (found / "thing").read_text() == "whole"
+
+
+def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "broken"
+    compiler.write_text("#!/bin/sh\necho 'the reason' >&2\nexit 3\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.raises(BackendError, match="the reason"):
+        artefacts.ensure(tmp_path / "cache", build.library_facts(), build._build)
+    assert artefacts.find(tmp_path / "cache", build.library_facts()) is None
+
+
+def test_the_library_depends_on_its_source_its_flags_and_the_machine() -> None:
+    facts = build.library_facts()
+    assert {"source", "flags", "cpu", "machine", "torch"} <= facts.keys()

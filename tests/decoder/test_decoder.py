@@ -1,0 +1,250 @@
+"""A loaded decoder: its options, its prompts in chunks, the borders of its cache, and who may use it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.core.errors import ConfigurationError, DecoderBusyError, MissingWeightsError, WeightValueError
+from paceline.decoder import steps
+from paceline.decoder.backends.base import Step
+from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop, network
+from tests.equality.laws import LAWS, PROMPTS, plain, run, texts
+
+
+def loaded(folder: Path, **options: object) -> SamplingDecoder:
+    return AutoDecoder.from_pretrained(folder, **{"backend": "eager", "amp": "f32", **options})  # type: ignore[arg-type]
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "reaches", "chunks"),
+    [
+        ({}, (128,), (64, 128)),
+        ({"n_positions": 100}, (100,), (64, 100)),
+        ({"n_positions": [16, 32, 64]}, (16, 32, 64), (64,)),
+        ({"n_positions": (128,), "context_length_estimate": 5}, (128,), (5,)),
+        ({"context_length_estimate": [4, 32, 500]}, (128,), (4, 32, 128)),
+        ({"n_positions": 1}, (1,), (1,)),
+    ],
+)
+def test_buckets_and_chunks(
+    workshop: Workshop, options: dict[str, object], reaches: tuple[int, ...], chunks: tuple[int, ...]
+) -> None:
+    decoder = loaded(workshop.checkpoint(), **options)
+    assert (decoder.options.reaches, decoder.options.chunks) == (reaches, chunks)
+    assert decoder.n_positions == reaches[-1]
+
+
+def test_a_single_number_of_positions_gives_buckets_of_doubling_length(tmp_path: Path) -> None:
+    model = network(layers=1)
+    model.config.max_position_embeddings = 1000
+    model.save_pretrained(tmp_path)
+    assert loaded(tmp_path).options.reaches == (128, 256, 512, 1000)
+    assert loaded(tmp_path, n_positions=512).options.reaches == (128, 256, 512)
+    assert loaded(tmp_path, n_positions=513).options.reaches == (128, 256, 512, 513)
+
+
+@pytest.mark.parametrize("amp", ["f32", "bf16", "f16"])
+def test_the_format_is_that_of_weights_and_cache(workshop: Workshop, amp: str) -> None:
+    decoder = loaded(workshop.checkpoint(), amp=amp)
+    dtype = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}[amp]
+    assert {p.dtype for p in decoder.body.parameters()} == {dtype}
+    assert decoder.body.get_buffer("keys_1").dtype == dtype
+    assert decoder.body.get_buffer("keys_1").shape == (1, 2, decoder.options.rows, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"batch_size": 0}, ["batch_size", "not 0"]),
+        ({"n_positions": 0}, ["n_positions", "positive", "not 0"]),
+        ({"n_positions": []}, ["n_positions", "ascending"]),
+        ({"n_positions": [64, 64]}, ["n_positions", "ascending"]),
+        ({"n_positions": [64, 32]}, ["n_positions", "ascending"]),
+        ({"n_positions": POSITIONS + 1}, ["n_positions=129", "128 positions", "max_position_embeddings"]),
+        ({"n_positions": [64, 256]}, ["n_positions=256", "128 positions"]),
+        ({"context_length_estimate": -1}, ["context_length_estimate", "positive"]),
+        ({"context_length_estimate": [8, 4]}, ["context_length_estimate", "ascending"]),
+        ({"context_length_estimate": 0}, ["context_length_estimate", "positive"]),
+        ({"amp": "fp16"}, ["amp='fp16'", "bf16, f16, f32"]),
+        ({"backend": "tpu"}, ["backend='tpu'", "eager, inductor"]),
+    ],
+)
+def test_bad_options_are_refused_with_what_is_possible(
+    workshop: Workshop, options: dict[str, object], parts: list[str]
+) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        loaded(workshop.checkpoint(), **options)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+# ---- checkpoints that cannot be used: refused while loading, before anything is compiled
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_weights_that_are_not_numbers(tmp_path: Path, backend: str) -> None:
+    network(layers=1).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(WeightValueError, match=r"model\.norm\.weight holds NaN"):
+        loaded(tmp_path, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_truncated_file(tmp_path: Path, backend: str) -> None:
+    network(layers=1).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 100)
+    with pytest.raises(MissingWeightsError, match="download the file again"):
+        loaded(tmp_path, backend=backend)
+
+
+def test_progress_is_told_while_weights_are_read(workshop: Workshop) -> None:
+    seen: list[tuple[int, int]] = []
+    loaded(workshop.checkpoint(), progress=lambda done, all_: seen.append((done, all_)))
+    assert [done for done, _ in seen] == list(range(1, len(seen) + 1))
+    assert {all_ for _, all_ in seen} == {len(seen)}
+
+
+# ---- prompts in chunks
+
+
+@pytest.mark.parametrize("chunks", [[1], [4, 8], [7], [64], [16, 128]])
+def test_a_prompt_in_chunks_gives_the_logits_of_hugging_face(workshop: Workshop, chunks: list[int]) -> None:
+    model = LlamaForCausalLM.from_pretrained(workshop.checkpoint(), dtype=torch.float32)
+    decoder = loaded(workshop.checkpoint(), context_length_estimate=chunks, batch_size=2)
+    for length in (1, 7, 8, 9, 37, 100):
+        prompt = torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
+        with torch.no_grad():
+            expected = model(prompt).logits[0, -1]
+        for slot in (1, 0):
+            made = steps.prefill(decoder, slot, prompt[0].tolist())
+            torch.testing.assert_close(made[0, 0], expected, rtol=1e-5, atol=2e-5)
+
+
+def test_chunks_change_no_token(workshop: Workshop) -> None:
+    prompts = [list(range(3, 3 + length)) for length in (1, 15, 16, 17, 40, 90)]
+    known = plain(workshop.decoder(), LAWS["cool"], prompts=prompts, new=8)
+    for chunks in ([3], [5, 20], [128]):
+        decoder = loaded(workshop.checkpoint(), context_length_estimate=chunks)
+        assert plain(decoder, LAWS["cool"], prompts=prompts, new=8) == known
+
+
+# ---- borders of buckets
+
+
+class Guard:
+    """Stands in a decoder's place for ``graph`` and checks that no accepted draft lies past the border of its graph."""
+
+    def __init__(self, decoder: SamplingDecoder) -> None:
+        self._graph, self.reaches = decoder.graph, set[int]()
+
+    def __call__(self, name: str, make: type[nn.Module], example: Sequence[Tensor], *, reach: int) -> Step:
+        step = self._graph(name, make, example, reach=reach)
+        if not name.startswith("verify"):
+            return step
+
+        def run(*inputs: Tensor) -> list[Tensor]:
+            _tokens, count, start, limit = inputs[:4]
+            root = start + count - 1
+            assert bool((root + limit < reach).all()), f"rows {(root + limit).tolist()} in a graph of {reach}"
+            self.reaches.add(reach)
+            return step(*inputs)
+
+        return run
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_no_window_crosses_the_border_of_a_bucket(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, k: int, law: str
+) -> None:
+    options = {"batch_size": 2, "context_length_estimate": 8}
+    single = plain(loaded(workshop.checkpoint(), n_positions=[64], **options), LAWS[law], new=100)
+    assert {len(text) for text in single} == {64}
+    draft, target = (
+        loaded(workshop.checkpoint(role), n_positions=[16, 32, 64], **options) for role in ("draft", "target")
+    )
+    assert plain(target, LAWS[law], new=100) == single
+    guard = Guard(target)
+    monkeypatch.setattr(target, "graph", guard)
+    for source in (draft, "ngram"):
+        result = run(SpeculativeGenerator(source, target, k=k), LAWS[law], new=100)
+        assert texts(result) == single
+        assert result.statistics.accepted > 0
+    assert guard.reaches == {16, 32, 64}
+
+
+# ---- who may use it
+
+
+def test_a_decoder_serves_one_generation_at_a_time(workshop: Workshop) -> None:
+    draft, target = workshop.pair()
+    generator = SpeculativeGenerator(draft, target, k=2)
+    known = plain(target, {})
+    first = target.stream(PROMPTS, max_new_tokens=20)
+    next(first)
+    for other in (target, generator):
+        with pytest.raises(DecoderBusyError, match="finish or close that one first, or load a second decoder"):
+            run(other, {})
+    run(draft, {}, new=2)  # the draft is free
+    first.close()  # type: ignore[attr-defined]
+    assert texts(run(generator, {})) == known
+    second = generator.stream(PROMPTS, max_new_tokens=20)
+    next(second)
+    with pytest.raises(DecoderBusyError):
+        run(draft, {})
+    second.close()  # type: ignore[attr-defined]
+    assert plain(target, {}) == known
+
+
+def test_a_refused_generation_leaves_the_holder_alone(workshop: Workshop) -> None:
+    target = workshop.decoder()
+    with target.held_by("a"):
+        for _ in range(2):
+            with pytest.raises(DecoderBusyError), target.held_by("b"):
+                pass
+        with target.held_by("a"):
+            pass
+        with pytest.raises(DecoderBusyError), target.held_by("b"):
+            pass
+    with pytest.raises(ZeroDivisionError), target.held_by("a"):
+        raise ZeroDivisionError
+    with target.held_by("b"):
+        pass
+
+
+@pytest.mark.parametrize(("width", "fits"), [(1, True), (128, True), (129, False), (0, False), (-1, False)])
+def test_widths_of_a_window(workshop: Workshop, width: int, fits: bool) -> None:
+    decoder = workshop.decoder()
+    if fits:
+        decoder.check_width(width)
+    else:
+        with pytest.raises(ConfigurationError, match=rf"window of {width} rows does not fit; 1 to 128"):
+            decoder.check_width(width)
+
+
+def test_a_width_that_does_not_fit_is_refused_before_work(workshop: Workshop) -> None:
+    draft, target = workshop.pair()
+    for k in (128, -1):
+        with pytest.raises(ConfigurationError):
+            SpeculativeGenerator(draft, target, k=k)
+    with pytest.raises(ConfigurationError, match="width=3 is too small for 4 drafted tokens"):
+        run(SpeculativeGenerator(draft, target, k=4), {"width": 3})
+    known = plain(target, {}, new=4)
+    assert texts(run(SpeculativeGenerator(draft, target, k=127), {}, new=4)) == known

@@ -1,0 +1,127 @@
+"""What a compiler is given: graphs of fixed shape, without a branch on data, in operations every backend has."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+
+from paceline.core.accept import Match, Reject
+from paceline.decoder.steps import PrefillStep, WindowStep
+from paceline.draft.model import DraftStep
+from paceline.target.verifier import VerifyStep
+from tests.decoder.tiny import VOCABULARY, Workshop
+
+SLOTS, NODES, WIDTH = 4, 3, 5
+FORBIDDEN = set(
+    "sort topk kthvalue median nonzero unique masked_select _local_scalar_dense item _assert_async multinomial "
+    "bernoulli rand bincount argmax argmin cond while_loop".split()
+)
+"""Data-dependent shapes and branches, state of a random generator, and reductions whose ties are the backend's."""
+
+draft_step = partial(DraftStep, length=NODES, vocab_size=VOCABULARY)
+STEPS = {
+    "prefill": PrefillStep,
+    "window": WindowStep,
+    "verify": partial(VerifyStep, acceptor=Match()),
+    "verify nothing": partial(VerifyStep, acceptor=Match()),
+    "verify, reject": partial(VerifyStep, acceptor=Reject()),
+    "verify, reject, drawn": partial(VerifyStep, acceptor=Reject()),
+    "draft": partial(draft_step, drawn=False),
+    "draft, drawn": partial(draft_step, drawn=True),
+}
+
+
+def inputs(name: str, seed: int) -> tuple[Tensor, ...]:
+    """Inputs of a step; another seed changes every value and no shape."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    if name == "prefill":
+        return ids(0, VOCABULARY, 1, 16), ids(0, 50, 1), ids(1, 16, 1), ids(0, SLOTS, 1)
+    if name == "window":
+        return ids(0, VOCABULARY, SLOTS, WIDTH), ids(0, 90, SLOTS)
+    commit = (ids(0, VOCABULARY, SLOTS, WIDTH), ids(1, WIDTH, SLOTS), ids(0, 90, SLOTS))
+    knobs, keys = torch.rand(SLOTS, 4, generator=generator) * seed, ids(-(1 << 31), (1 << 31) - 1, SLOTS, 2)
+    if name.startswith("draft"):
+        return *commit, knobs, keys
+    drafts, law = ids(-1, VOCABULARY, SLOTS, NODES), torch.rand(SLOTS, NODES, VOCABULARY, generator=generator)
+    more = {"verify nothing": (), "verify, reject, drawn": (drafts, law)}.get(name, (drafts,))
+    return *commit, ids(0, NODES, SLOTS), knobs, keys, *more
+
+
+@pytest.fixture(scope="module", params=STEPS)
+def traced(request: pytest.FixtureRequest, workshop: Workshop) -> tuple[str, nn.Module, ExportedProgram]:
+    """A step over the native kernels, and its graph."""
+    decoder = workshop.decoder(backend="inductor")
+    step = STEPS[request.param](decoder.body, decoder.n_positions)
+    return request.param, step, program(step, inputs(request.param, 0))
+
+
+def program(step: nn.Module, example: tuple[Tensor, ...]) -> ExportedProgram:
+    with torch.no_grad():
+        return torch.export.export(step, example, strict=False)
+
+
+Traced = tuple[str, nn.Module, ExportedProgram]
+
+
+def test_values_do_not_change_the_graph(traced: Traced) -> None:
+    name, step, exported = traced
+    for seed in (1, 2):
+        other = program(step, inputs(name, seed))
+        assert str(other.graph) == str(exported.graph)
+        assert other.graph_module.code == exported.graph_module.code
+
+
+def test_no_shape_depends_on_data(traced: Traced) -> None:
+    exported = traced[2]
+    assert not exported.range_constraints
+    for value in values(exported):
+        assert all(type(size) is int for size in (*value.shape, *value.stride()))
+
+
+def values(exported: ExportedProgram) -> list[Tensor]:
+    """Every tensor of a graph."""
+    found = [node.meta.get("val") for node in exported.graph.nodes]
+    flat = [x for value in found for x in (value if isinstance(value, (list, tuple)) else (value,))]
+    return [x for x in flat if isinstance(x, Tensor)]
+
+
+def test_no_operation_that_a_backend_lacks_or_decides_by_itself(traced: Traced) -> None:
+    called = {str(node.target) for node in traced[2].graph.nodes if node.op == "call_function"}
+    assert called
+    words = {target: target.removeprefix("aten.").split(".")[0] for target in called}
+    assert not {target for target, word in words.items() if word in FORBIDDEN}
+
+
+def test_no_number_of_64_bits_but_the_indices_that_pytorch_asks_for(traced: Traced) -> None:
+    exported = traced[2]
+    assert torch.float64 not in {value.dtype for value in values(exported)}
+    wide = {
+        str(node.target).removeprefix("aten.").split(".")[0]
+        for node in exported.graph.nodes
+        if isinstance(value := node.meta.get("val"), Tensor) and value.dtype == torch.int64
+    }
+    # Made for gather, and from arange where ids are compared; no product or sum of them.
+    assert wide <= {"to", "_to_copy", "view", "expand", "unsqueeze", "arange", "clamp", "sub", "add"}
+
+
+def test_nothing_is_infinite(traced: Traced) -> None:
+    for node in traced[2].graph.nodes:
+        for argument in node.args:
+            assert not (isinstance(argument, float) and abs(argument) == float("inf"))
+
+
+def test_weights_and_caches_are_state_and_nothing_else_is(traced: Traced) -> None:
+    """A tensor made inside a step would travel with the package."""
+    name, step, exported = traced
+    named = {*dict(step.named_parameters(remove_duplicate=False)), *dict(step.named_buffers())}
+    held = {*exported.state_dict, *exported.constants}
+    assert held <= named
+    assert all(f"body.keys_{index}" in held for index in range(2)), name

@@ -1,0 +1,158 @@
+"""The native choice of a token is that of paceline.core.law, and its noise that of paceline.core.noise, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.core import law, noise
+from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.types import SamplingBatch
+from paceline.decoder.native.ops import Native
+
+SIZES = [1, 7, 8, 100, 4096]
+KNOBS = [
+    Sampling(),
+    Sampling(0.7, seed=1),
+    Sampling(1.0, seed=-5),
+    Sampling(1.0, top_k=1, seed=2),
+    Sampling(1.3, top_k=5, seed=3),
+    Sampling(1.0, top_k=100000, seed=3),
+    Sampling(0.9, top_p=0.5, seed=4),
+    Sampling(0.9, top_p=0.95, seed=1 << 63),
+    Sampling(2.0, top_p=1e-6, seed=5),
+    Sampling(1.0, min_p=0.1, seed=6),
+    Sampling(1.0, min_p=1.0, seed=6),
+    Sampling(0.8, top_k=20, top_p=0.9, min_p=0.02, seed=(1 << 64) - 1),
+    Sampling(0.01, seed=8),
+    Sampling(50.0, top_k=40, seed=9),
+]
+
+
+@pytest.fixture(scope="module")
+def native() -> Native:
+    return Native()
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def logits(size: int, *, rows: int = 6, seed: int = 0, spread: float = 3.0) -> Tensor:
+    return torch.randn(len(KNOBS), rows, size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def places(rows: int = 6) -> Tensor:
+    return torch.arange(rows, dtype=torch.int32).expand(len(KNOBS), rows) * 977 + torch.arange(
+        len(KNOBS), dtype=torch.int32
+    ).unsqueeze(1)
+
+
+@pytest.mark.parametrize("stream", [noise.TARGET, noise.DRAFT])
+@pytest.mark.parametrize("size", SIZES)
+def test_it_is_the_choice_of_the_law(native: Native, size: int, stream: int) -> None:
+    sampling = sampling_batch(KNOBS)
+    for seed, spread in ((0, 3.0), (1, 0.1), (2, 30.0)):
+        x = logits(size, seed=seed, spread=spread)
+        chosen = native.choose(x, places(), sampling, stream=stream)
+        assert chosen.dtype == torch.int32
+        assert torch.equal(chosen, law.choose(x, places(), sampling, stream=stream))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ties_fall_as_in_the_law(native: Native, size: int) -> None:
+    """Logits of a few values: every cut goes through a group of equals."""
+    sampling = sampling_batch(KNOBS)
+    for levels in (1, 2, 3):
+        x = torch.randint(levels, (len(KNOBS), 6, size), generator=torch.Generator().manual_seed(levels)).float()
+        assert torch.equal(native.choose(x, places(), sampling), law.choose(x, places(), sampling))
+
+
+def one(sampling: Sampling) -> SamplingBatch:
+    return sampling_batch([sampling])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_lowest_id_wins_a_tie(native: Native, size: int) -> None:
+    for first in {0, size // 3, size - 1}:
+        x = torch.zeros(1, 1, size)
+        x[..., first:] = 1.0
+        position = torch.zeros(1, 1, dtype=torch.int32)
+        assert int(native.choose(x, position, one(Sampling()))) == first
+        assert int(native.choose(x, position, one(Sampling(1.0, top_k=1)))) == first
+    zeros = torch.tensor([[[-0.0, 0.0, -0.0]]])
+    assert int(native.choose(zeros, torch.zeros(1, 1, dtype=torch.int32), one(Sampling()))) == 0
+
+
+def test_the_noise_has_the_same_bits(native: Native) -> None:
+    """Two ids whose logits differ by exactly the difference of their noise tie, and one float less decides.
+
+    A row holds the noise of the law with its sign changed: what the kernel adds cancels it, every id ties at zero,
+    and the lowest wins. Were a single bit of the noise of an id other, that id would win, or the lowest lose.
+    """
+    size, rows = 4096, 64
+    for seed in (0, 1, -3, 1 << 40, (1 << 64) - 1):
+        sampling = one(Sampling(1.0, seed=seed))
+        positions = torch.arange(rows, dtype=torch.int32).unsqueeze(0) * 37
+        for stream in (noise.TARGET, noise.DRAFT, noise.RESIDUAL):
+            drawn = noise.gumbel(sampling.keys, positions, size, stream=stream)
+            assert not native.choose(-drawn, positions, sampling, stream=stream).any()
+            # And the other way round: raise each of some ids by the least there is, and it wins.
+            for index in (1, 77, 4095):
+                raised = -drawn
+                raised[..., index] += 2.0**-18
+                assert (native.choose(raised, positions, sampling, stream=stream) == index).all()
+
+
+def test_zero_logits_choose_the_largest_noise(native: Native) -> None:
+    positions = torch.arange(500, dtype=torch.int32).unsqueeze(0)
+    for size in SIZES:
+        sampling = one(Sampling(1.0, seed=7))
+        chosen = native.choose(torch.zeros(1, 500, size), positions, sampling)
+        drawn = noise.gumbel(sampling.keys, positions, size)
+        assert torch.equal(drawn.gather(-1, chosen.long().unsqueeze(-1)).squeeze(-1), drawn.amax(-1))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf")])
+def test_junk_gives_a_legal_id_and_stays_in_its_row(native: Native, size: int, junk: float) -> None:
+    sampling = sampling_batch(KNOBS)
+    x = logits(size)
+    clean = native.choose(x, places(), sampling)
+    dirty = x.clone()
+    dirty[:, ::2] = junk
+    chosen = native.choose(dirty, places(), sampling)
+    assert ((chosen >= 0) & (chosen < size)).all()
+    assert torch.equal(chosen[:, 1::2], clean[:, 1::2])
+
+
+def test_a_row_is_chosen_alike_in_every_company(native: Native) -> None:
+    sampling, x, at = sampling_batch(KNOBS), logits(100), places()
+    whole = native.choose(x, at, sampling)
+    for b in range(len(KNOBS)):
+        alone = SamplingBatch(sampling.knobs[b : b + 1], sampling.keys[b : b + 1])
+        for t in range(6):
+            row = native.choose(x[b : b + 1, t : t + 1].contiguous(), at[b : b + 1, t : t + 1], alone)
+            assert int(row) == int(whole[b, t])
+
+
+def test_threads_change_nothing(native: Native, restored_threads: None) -> None:
+    sampling, x = sampling_batch(KNOBS), logits(4096)
+    seen = []
+    for threads in (1, 2, 3, 8):
+        torch.set_num_threads(threads)
+        seen.append(native.choose(x, places(), sampling))
+    assert all(torch.equal(seen[0], other) for other in seen)
+
+
+def test_inputs_are_left_alone(native: Native) -> None:
+    sampling, x = sampling_batch(KNOBS), logits(100)
+    before = x.clone()
+    native.choose(x, places(), sampling)
+    assert torch.equal(x, before)

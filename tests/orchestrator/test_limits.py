@@ -1,0 +1,121 @@
+"""Lengths are exact, contexts are not overrun, rows come and go, poison is harmless."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline import NgramDrafter, SpeculativeGenerator, lift
+from paceline.result import GenerationResult
+from tests.fakes import Checked, TableDecoder, near, table
+from tests.orchestrator.drafting import oracle
+
+V, N = 12, 24
+TARGET = table(V, seed=3, spread=2.0)
+DRAFT = near(TARGET, seed=4, spread=0.5)
+LONG = [(7 * i + i * i) % V for i in range(N - 1)]
+
+
+def target(slots: int = 1) -> TableDecoder:
+    return TableDecoder(TARGET, slots=slots, reaches=(N,))
+
+
+def run(g: SpeculativeGenerator, prompts: list[list[int]], **asked: object) -> GenerationResult:
+    result = g.sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
+    assert isinstance(result, GenerationResult)
+    return result
+
+
+def texts(result: GenerationResult) -> list[list[int]]:
+    return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
+
+
+def whole(prompt: list[int]) -> list[int]:
+    """All positions filled."""
+    return texts(run(SpeculativeGenerator(None, target()), [prompt]))[0]
+
+
+@pytest.mark.parametrize("drafter", ["self", "oracle", "ngram", "none"])
+@pytest.mark.parametrize("new", [None, 1, 2, 3, 5, 6, 40])
+@pytest.mark.parametrize("length", [None, 6, 7, 13, N])
+def test_limits_are_exact(drafter: str, new: int | None, length: int | None) -> None:
+    prompt = LONG[:5]
+    k = 4
+    sources = {"self": target(), "oracle": lift(oracle([whole(prompt)], k), k), "ngram": NgramDrafter(k), "none": None}
+    done = run(Checked(sources[drafter], target(), k=k), [prompt], max_new_tokens=new, sequence_length=length)
+    size = min(length or N, 5 + (new or N))
+    assert texts(done) == [whole(prompt)[:size]]
+    assert done.finish_reasons == ["length"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 8, 9, 16, 17, N - 6, N - 5, N - 4, N - 2, N - 1])
+@pytest.mark.parametrize("k", [0, 1, 4, 30])
+def test_prompts_of_every_size_fill_all_positions(size: int, k: int) -> None:
+    for source in (target(), NgramDrafter(max(k, 1)), None):
+        done = run(Checked(source, target(), k=k), [LONG[:size]])
+        assert texts(done) == [whole(LONG[:size])]
+        assert done.lengths == [N]
+
+
+@pytest.mark.parametrize("size", range(1, N))
+@pytest.mark.parametrize("acceptor", ["match", "reject"])
+def test_a_draft_of_short_context_stops_drafting_and_the_text_goes_on(size: int, acceptor: str) -> None:
+    draft = TableDecoder(TARGET, reaches=(10,))
+    done = run(Checked(draft, target(), k=3, acceptor=acceptor), [LONG[:size]])
+    assert texts(done) == [whole(LONG[:size])]
+    assert done.statistics.accepted == done.statistics.drafted
+    assert (done.statistics.drafted > 0) == (size < 10)
+
+
+def test_rows_of_all_lengths_share_a_draft_of_short_context() -> None:
+    draft = TableDecoder(DRAFT, slots=3, reaches=(10,))
+    prompts = [LONG[:size] for size in (1, 15, 8, 10, 9, 3, N - 1)]
+    assert texts(run(Checked(draft, target(3), k=3), prompts)) == [whole(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 5])
+def test_rows_come_and_go_at_different_rounds(slots: int) -> None:
+    prompts = [LONG[:size] for size in (5, 1, 9, 3, 20, 2, 7)]
+    ends = [whole(prompt)[len(prompt) + 2] for prompt in prompts]
+    wanted = [_cut(whole(prompt), len(prompt), ends[0]) for prompt in prompts]
+    draft = TableDecoder(DRAFT, slots=slots, reaches=(N,))
+    for source in (draft, NgramDrafter(4), None):
+        done = run(Checked(source, target(slots), k=4), prompts, eos_token_id=ends[0], pad_token_id=0)
+        assert texts(done) == wanted
+        for row, size in zip(done.sequences, done.lengths, strict=True):
+            assert set(row[size:].tolist()) <= {0}
+        assert len({*done.lengths}) > 1
+        assert done.finish_reasons == ["stop" if row[-1] == ends[0] else "length" for row in wanted]
+
+
+def _cut(text: list[int], prompt: int, eos: int) -> list[int]:
+    at = next((i for i in range(prompt, len(text)) if text[i] == eos), len(text) - 1)
+    return text[: at + 1]
+
+
+POISON = {
+    "too large": lambda text: [V, V + 1],
+    "far too large": lambda text: [1 << 40],
+    "negative": lambda text: [-1, -5],
+    "behind a good one": lambda text: [0, V, 0, -1],
+    "nothing": lambda text: [],
+    "too many": lambda text: [0] * 100,
+}
+
+
+@pytest.mark.parametrize("name", POISON)
+@pytest.mark.parametrize("acceptor", ["match", "reject"])
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_poisoned_drafter_changes_nothing(name: str, acceptor: str, scores: bool) -> None:
+    generator = Checked(lift(POISON[name], 3), target(2), acceptor=acceptor)
+    done = run(generator, [LONG[:4], LONG[:6]], output_scores=scores)
+    assert texts(done) == [whole(LONG[:4]), whole(LONG[:6])]
+
+
+def test_a_drafter_that_raises_leaves_the_decoder_free() -> None:
+    def broken(text: list[int]) -> list[int]:
+        raise LookupError("no idea")
+
+    decoder = target()
+    with pytest.raises(LookupError):
+        run(SpeculativeGenerator(lift(broken, 2), decoder), [LONG[:4]])
+    assert texts(run(SpeculativeGenerator(None, decoder), [LONG[:4]])) == [whole(LONG[:4])]

@@ -1,0 +1,143 @@
+"""What is refused, before any work starts, and how the message names the remedy; padding and masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline import SpeculativeGenerator
+from paceline.core.errors import ConfigurationError, PairingError, PromptError, RequestError, SamplingError
+from tests.fakes import TableDecoder, table
+from tests.orchestrator.test_stopping import Pieces
+
+V = 10
+TARGET = table(V, seed=7, spread=2.0)
+
+
+def generator(slots: int = 1) -> SpeculativeGenerator:
+    return SpeculativeGenerator("ngram", TableDecoder(TARGET, slots=slots, reaches=(16,)), k=2)
+
+
+PROMPT_ERRORS = [
+    ([], "holds no prompt"),
+    ([[]], "prompt 0 is empty"),
+    ([[1], []], "prompt 1 is empty"),
+    ([[1, V]], f"id {V}, outside the vocabulary of {V}"),
+    ([[1], [-1]], "prompt 1 holds id -1"),
+    ([1, 2], "turn text into ids first"),
+    (["text"], "turn text into ids first"),
+    ("text", "turn text into ids first"),
+    ([[1.5]], "not an integer"),
+    (torch.tensor([1, 2]), "must be an integer tensor [B, S]"),
+    (torch.tensor([[1.0]]), "torch.float32"),
+    (torch.tensor([[True]]), "torch.bool"),
+    (torch.zeros(1, 0, dtype=torch.int64), "prompt 0 is empty"),
+    ([list(range(8)) * 2], "leaves no room in 16 positions"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "message"), PROMPT_ERRORS, ids=str)
+def test_bad_prompts_are_refused(prompts: object, message: str) -> None:
+    one = generator()
+    with pytest.raises(PromptError) as caught:
+        one.sample(prompts)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+    assert isinstance(caught.value, RequestError)
+    assert one.target.body.forwards == 0  # type: ignore[attr-defined]
+
+
+SAMPLING_ERRORS = [
+    ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
+    ({"temperature": -1.0}, "temperature must not be negative"),
+    ({"temperature": float("nan"), "do_sample": True}, "temperature must be a finite"),
+    ({"top_k": -1}, "top_k"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"min_p": 2.0}, "min_p"),
+    ({"seed": 1 << 64}, "seed must fit in 64 bits"),
+    ({"seed": [1, 2]}, "seed has 2 entries for 1 prompts"),
+    ({"stop_strings": "x"}, "need the tokenizer"),
+    ({"stop_strings": ["x", ""], "tokenizer": Pieces([b"x"])}, "a stop string is empty"),
+    ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
+    ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size must be positive"),
+]
+
+
+@pytest.mark.parametrize(("asked", "message"), SAMPLING_ERRORS, ids=str)
+@pytest.mark.parametrize("call", ["sample", "stream"])
+def test_bad_values_are_refused(asked: dict[str, object], message: str, call: str) -> None:
+    one = generator()
+    with pytest.raises(SamplingError) as caught:
+        getattr(one, call)([[1, 2]], **asked)
+    assert message in str(caught.value)
+    assert one.target.body.forwards == 0  # type: ignore[attr-defined]
+
+
+def test_lengths_past_the_positions_are_refused() -> None:
+    with pytest.raises(PromptError, match="sequence_length=17 is more than the 16 positions"):
+        generator().sample([[1]], 17)
+    with pytest.raises(PromptError, match="leaves no room in 2 positions"):
+        generator().sample([[1, 2]], 2)
+
+
+MASK_ERRORS = [
+    ([[1, 1]], "does not fit input_ids"),
+    ([[1, 0, 1]], "has a hole"),
+    ([[0, 0, 0]], "prompt 0 is empty"),
+    ([[1, 1, 1], [1, 1, 1]], "does not fit input_ids"),
+]
+
+
+@pytest.mark.parametrize(("mask", "message"), MASK_ERRORS, ids=str)
+def test_masks_that_do_not_fit_are_refused(mask: list[list[int]], message: str) -> None:
+    with pytest.raises(PromptError, match=message):
+        generator().sample(torch.tensor([[1, 2, 3]]), attention_mask=torch.tensor(mask))
+
+
+def test_padding_on_either_side_is_left_out() -> None:
+    padded = torch.tensor([[1, 2, 3], [0, 4, 5], [6, 0, 0]])
+    mask = torch.tensor([[1, 1, 1], [0, 1, 1], [1, 0, 0]])
+    asked = {"max_new_tokens": 4, "pad_token_id": 9, "return_dict": True}
+    got = generator(2).sample(padded, attention_mask=mask, **asked)  # type: ignore[arg-type]
+    wanted = generator(2).sample([[1, 2, 3], [4, 5], [6]], **asked)  # type: ignore[arg-type]
+    assert torch.equal(got.sequences, wanted.sequences)  # type: ignore[union-attr]
+    assert got.lengths == [7, 6, 5]  # type: ignore[union-attr]
+    assert got.sequences[2, 5:].tolist() == [9, 9]  # type: ignore[union-attr]
+    assert got.sequences.dtype == torch.int64  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("eos", "pad", "wanted"), [((), None, 0), ((3, 4), None, 3), ((3,), 5, 5)], ids=["zero", "eos", "pad"]
+)
+def test_rows_are_padded_with_the_checkpoint_s_pad_id(eos: tuple[int, ...], pad: int | None, wanted: int) -> None:
+    decoder = TableDecoder(TARGET, slots=2, reaches=(16,), eos=eos, pad=pad)
+    got = decoder.sample([[1, 2, 3], [4]], max_new_tokens=1)
+    assert got[1, 2:].tolist() == [wanted, wanted]  # type: ignore[union-attr]
+
+
+CONFIGURATION_ERRORS = [
+    ({"acceptor": "typical"}, "acceptor='typical' is unknown; use one of match, reject"),
+    ({"k": -1}, "k must be 0 or more drafted tokens per round, not -1"),
+    ({"draft": "suffix"}, "no drafter is called 'suffix'; there are none, ngram"),
+    ({"draft": 3}, "draft is a int; give a decoder, a drafter, a function"),
+    ({"k": 128}, "a window of 129 rows does not fit"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), CONFIGURATION_ERRORS, ids=str)
+def test_impossible_generators_are_refused(options: dict[str, object], message: str) -> None:
+    asked = {"draft": "ngram", **options}
+    with pytest.raises(ConfigurationError) as caught:
+        SpeculativeGenerator(target=TableDecoder(TARGET), **asked)  # type: ignore[arg-type]
+    assert message in str(caught.value)
+
+
+def test_a_width_below_the_proposal_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="width=2 is too small for 2 drafted tokens"):
+        generator().sample([[1]], width=2)
+    with pytest.raises(ConfigurationError, match="width=0 is too small for 0 drafted"):
+        TableDecoder(TARGET).sample([[1]], width=0)
+
+
+def test_a_pair_of_different_batch_sizes_is_refused() -> None:
+    with pytest.raises(PairingError, match="batch_size=2 and the target 1"):
+        SpeculativeGenerator(TableDecoder(TARGET, slots=2), TableDecoder(TARGET))

@@ -1,0 +1,178 @@
+"""Streams, streamers, events and statistics tell the same story as the result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import TextIteratorStreamer, TextStreamer
+
+from paceline import Event, NgramDrafter, SpeculativeGenerator
+from paceline.core.errors import DecoderBusyError, SamplingError
+from paceline.result import GenerationResult
+from tests.fakes import Checked, TableDecoder, near, table
+
+V = 12
+TARGET = table(V, seed=5, spread=2.0)
+PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6], [7, 7, 8]]
+
+
+class Letters:
+    """A tokenizer of one letter per id."""
+
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return "".join("abcdefghijkl "[int(i)] for i in token_ids)
+
+
+class Heard:
+    """A streamer that writes down what it is given."""
+
+    def __init__(self, *, fails_at: int = -1) -> None:
+        self.values: list[torch.Tensor] = []
+        self.ended, self._fails_at = 0, fails_at
+
+    def put(self, value: torch.Tensor) -> None:
+        if len(self.values) == self._fails_at:
+            raise OSError("the reader is gone")
+        self.values.append(value)
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def generator(slots: int = 1, *, k: int = 4, acceptor: str = "match") -> SpeculativeGenerator:
+    draft = TableDecoder(near(TARGET, seed=6, spread=0.4), slots=slots)
+    return Checked(draft, TableDecoder(TARGET, slots=slots), k=k, acceptor=acceptor)
+
+
+def test_a_streamer_gets_the_prompt_and_then_every_token_once() -> None:
+    heard = Heard()
+    text = generator().sample([PROMPTS[0]], max_new_tokens=17, streamer=heard)
+    assert isinstance(text, torch.Tensor)
+    assert heard.values[0].tolist() == [PROMPTS[0]]
+    assert torch.cat(heard.values[1:]).tolist() == text[0, len(PROMPTS[0]) :].tolist()
+    assert heard.ended == 1
+
+
+def test_a_streamer_gets_nothing_behind_a_stop() -> None:
+    heard = Heard()
+    first = generator().sample([PROMPTS[0]], max_new_tokens=17)
+    assert isinstance(first, torch.Tensor)
+    eos = int(first[0, 12])
+    text = generator().sample([PROMPTS[0]], eos_token_id=eos, streamer=heard)
+    assert isinstance(text, torch.Tensor)
+    assert torch.cat(heard.values[1:]).tolist() == text[0, len(PROMPTS[0]) :].tolist()
+    assert int(heard.values[-1]) == eos
+
+
+def test_hugging_face_s_text_streamer_prints_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    streamer = TextStreamer(Letters(), skip_prompt=True)  # type: ignore[arg-type]
+    text = generator().sample([PROMPTS[0]], max_new_tokens=17, streamer=streamer)
+    assert isinstance(text, torch.Tensor)
+    assert capsys.readouterr().out == Letters().decode(text[0, len(PROMPTS[0]) :].tolist()) + "\n"
+
+
+def test_hugging_face_s_iterator_streamer_works_across_threads() -> None:
+    streamer = TextIteratorStreamer(Letters(), timeout=60)  # type: ignore[arg-type]
+    kept: list[object] = []
+    asked = {"max_new_tokens": 17, "streamer": streamer}
+    thread = threading.Thread(target=lambda: kept.append(generator().sample([PROMPTS[0]], **asked)))
+    thread.start()
+    heard = "".join(streamer)
+    thread.join()
+    assert heard == Letters().decode(kept[0][0].tolist())  # type: ignore[index]
+
+
+def test_a_streamer_for_several_prompts_is_refused() -> None:
+    heard = Heard()
+    with pytest.raises(SamplingError, match="2 prompts"):
+        generator(2).sample(PROMPTS[:2], streamer=heard)
+    assert not heard.values
+
+
+def test_a_streamer_is_ended_when_the_generation_fails() -> None:
+    def broken(ids: torch.Tensor, scores: object) -> bool:
+        raise LookupError("no idea")
+
+    heard = Heard()
+    with pytest.raises(LookupError):
+        generator().sample([PROMPTS[0]], streamer=heard, stopping_criteria_list=[broken])
+    assert heard.ended == 1
+
+
+def test_a_streamer_that_fails_is_ended_and_leaves_the_decoders_free() -> None:
+    one, heard = generator(), Heard(fails_at=3)
+    with pytest.raises(OSError, match="gone") as caught:
+        one.sample([PROMPTS[0]], streamer=heard)
+    assert heard.ended == 1
+    assert caught.tb is not None  # somebody looks at the traceback, which keeps the frames alive
+    one.sample([PROMPTS[0]], max_new_tokens=2)
+
+
+def test_a_stream_holds_its_decoders_until_it_is_closed() -> None:
+    one = generator()
+    events = one.stream([PROMPTS[0]])
+    next(events)
+    with pytest.raises(DecoderBusyError, match="another generation"):
+        one.sample([PROMPTS[0]])
+    with pytest.raises(DecoderBusyError):
+        SpeculativeGenerator(None, one.target).sample([PROMPTS[0]])
+    events.close()  # type: ignore[attr-defined]
+    one.sample([PROMPTS[0]], max_new_tokens=2)
+
+
+def test_a_stream_refuses_bad_input_before_its_first_event() -> None:
+    with pytest.raises(SamplingError):
+        generator().stream([PROMPTS[0]], max_new_tokens=0)
+
+
+def story(events: Iterator[Event], count: int) -> tuple[list[list[int]], list[object], list[Event]]:
+    kept = list(events)
+    tokens = [[t for e in kept if e.index == row for t in e.tokens] for row in range(count)]
+    ends = [[e.finish_reason for e in kept if e.index == row] for row in range(count)]
+    assert all(end[:-1] == [None] * (len(end) - 1) for end in ends)
+    return tokens, [end[-1] for end in ends], kept
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("acceptor", ["match", "reject"])
+def test_events_statistics_and_result_agree(slots: int, acceptor: str) -> None:
+    asked = {"max_new_tokens": 19, "do_sample": True, "eos_token_id": 3}
+    one = generator(slots, acceptor=acceptor)
+    result = one.sample(PROMPTS, return_dict=True, **asked)  # type: ignore[arg-type]
+    assert isinstance(result, GenerationResult)
+    tokens, ends, events = story(one.stream(PROMPTS, **asked), len(PROMPTS))  # type: ignore[arg-type]
+    rows = zip(PROMPTS, result.sequences.tolist(), result.lengths, strict=True)
+    assert tokens == [row[len(prompt) : size] for prompt, row, size in rows]
+    assert ends == result.finish_reasons
+    counts = one.statistics
+    assert counts.new_tokens == sum(len(t) for t in tokens)
+    assert counts.accepted == sum(e.accepted for e in events) == sum(counts.accepted_per_position)
+    assert counts.drafted == sum(counts.drafted_per_position)
+    own_cut = sum(1 for e in events if e.accepted == len(e.tokens))  # the target's own token fell behind a stop
+    firsts = len(PROMPTS)
+    assert counts.new_tokens == firsts + counts.rounds + counts.accepted - own_cut
+    assert counts.rounds == len(events) - firsts
+    assert counts.tau == pytest.approx(1 + sum(n / counts.rounds for n in counts.accepted_per_position))
+    assert counts.acceptance_rate == pytest.approx(counts.accepted / counts.drafted)
+    for few, many in zip(counts.accepted_per_position, counts.drafted_per_position, strict=True):
+        assert 0 <= few <= many
+    assert sorted(counts.accepted_per_position, reverse=True) == counts.accepted_per_position
+    assert counts.to_dict()["tau"] == counts.tau
+
+
+def test_plain_decoding_has_a_tau_of_one_and_drafts_nothing() -> None:
+    one = SpeculativeGenerator(None, TableDecoder(TARGET))
+    one.sample([PROMPTS[0]], max_new_tokens=5)
+    assert (one.statistics.rounds, one.statistics.drafted, one.statistics.tau) == (4, 0, 1.0)
+    one.sample([PROMPTS[0]], max_new_tokens=1)
+    assert (one.statistics.rounds, one.statistics.tau, one.statistics.acceptance_rate) == (0, 1.0, 0.0)
+
+
+def test_statistics_are_those_of_the_last_call() -> None:
+    one = Checked(NgramDrafter(3), TableDecoder(TARGET))
+    for size in (9, 4):
+        one.sample([PROMPTS[0]], max_new_tokens=size)
+        assert one.statistics.new_tokens == size

@@ -1,0 +1,223 @@
+"""The command line over tiny checkpoints, streamed text, and the examples of README and guide."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import paceline
+from paceline.cli import app
+from paceline.console import TextView
+from paceline.detokenise import Detokeniser, load_tokenizer
+from paceline.result import Event
+
+ROOT = Path(__file__).parents[2]
+EAGER = ["--backend", "eager", "--amp", "f32", "--n-positions", "64", "--context-length-estimate", "16"]
+PROMPT = "def main"
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder like the repository's root, with a tiny pair in place of the demo's."""
+    home = tmp_path_factory.mktemp("home")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=280, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"]
+    )
+    tokenizer.train_from_iterator(["def main(argv=None):\n    return argv\n"] * 4, trainer)
+    for name, layers in (("target", 2), ("draft", 1)):
+        torch.manual_seed(0)
+        shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "max_position_embeddings": 512}
+        config = LlamaConfig(vocab_size=280, num_hidden_layers=layers, bos_token_id=0, eos_token_id=None, **shape)
+        folder = home / "examples" / "pycode" / name
+        LlamaForCausalLM(config).save_pretrained(folder)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
+    return home / "examples" / "pycode"
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def generate(home: Path, *arguments: object) -> Result:
+    given = ("generate", "--target", home / "target", "--prompt", PROMPT, "--max-new-tokens", 20, *EAGER)
+    return call(*given, *arguments)
+
+
+def answer(home: Path, *arguments: object) -> dict[str, object]:
+    done = generate(home, "--json", *arguments)
+    assert done.exit_code == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 1
+    found: dict[str, object] = json.loads(done.stdout)
+    return found
+
+
+def test_json_is_one_object_with_the_new_tokens(home: Path) -> None:
+    found = answer(home)
+    assert list(found) == ["prompt", "text", "tokens", "finish_reason", "statistics"]
+    assert found["prompt"] == PROMPT and found["finish_reason"] == "length"
+    tokens = found["tokens"]
+    assert isinstance(tokens, list) and len(tokens) == 20
+    tokenizer = load_tokenizer(home / "target")
+    everything = tokenizer.decode([*tokenizer.encode(PROMPT), *tokens])
+    assert everything == PROMPT + str(found["text"])
+    statistics = found["statistics"]
+    assert isinstance(statistics, dict) and statistics["new_tokens"] == 20 and statistics["tau"] == 1
+
+
+@pytest.mark.parametrize("sampling", [[], ["--temperature", 0.9, "--top-p", 0.95, "--top-k", 50, "--seed", 3]])
+def test_every_drafter_gives_the_same_tokens(home: Path, sampling: list[object]) -> None:
+    plain = answer(home, *sampling)
+    for drafting in (["--ngram", "--k", 3], ["--draft", home / "draft", "--k", 2], ["--draft", home / "target"]):
+        found = answer(home, *sampling, *drafting)
+        assert (found["tokens"], found["text"]) == (plain["tokens"], plain["text"])
+    assert found["statistics"]["rounds"] < plain["statistics"]["rounds"]  # type: ignore[index]  # its own draft
+
+
+def test_text_goes_to_stdout_and_nothing_else(home: Path) -> None:
+    text = answer(home)["text"]
+    done = generate(home, "--draft", home / "draft", "--stats")
+    assert done.stdout == f"{text}\n"
+    assert "tokens per round" in done.stderr
+    assert "tokens per round" not in generate(home).stderr
+
+
+def test_a_prompt_may_come_from_a_file(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text(PROMPT + "\n")
+    found = call(
+        "generate", "--json", "--target", home / "target", "--prompt-file", tmp_path / "prompt", *EAGER,
+        "--max-new-tokens", 20,
+    )  # fmt: skip
+    assert json.loads(found.stdout)["tokens"] == answer(home)["tokens"]
+
+
+def test_stop_strings(home: Path) -> None:
+    tokens = answer(home)["tokens"]
+    assert isinstance(tokens, list)
+    tokenizer = load_tokenizer(home / "target")
+    at = next(i for i, token in enumerate(tokens) if tokenizer.decode([token]).isascii())
+    found = answer(home, "--stop", "\n\n\n\n never", "--stop", tokenizer.decode([tokens[at]]), "--ngram")
+    assert found["finish_reason"] == "stop" and found["tokens"] == tokens[: at + 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--temperature", -1], "temperature"),
+        (["--ngram", "--k", -1], "k must be"),
+        (["--ngram", "--draft", "x"], "exclude"),
+        (["--draft", "no such folder"], "no such folder"),
+        (["--prompt-file", "no such file"], "--prompt"),
+        (["--amp", "f8"], "amp"),
+        (["--backend", "magic"], "backend"),
+        (["--top-p", 2, "--temperature", 1], "top_p"),
+        (["--max-new-tokens", 0], "max_new_tokens"),
+        (["--n-positions", 1], "prompt"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(home: Path, arguments: list[object], says: str) -> None:
+    done = generate(home, *arguments)
+    last = done.stderr.splitlines()[-1]
+    assert done.exit_code == 2 and not done.stdout
+    assert last.startswith("error: ") and says in last and "Traceback" not in done.stderr
+
+
+def test_folders_without_a_model_or_a_tokenizer(home: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        done = call("generate", "--target", tmp_path, "--prompt", PROMPT, *EAGER)
+        assert done.exit_code == 2 and str(tmp_path) in done.stderr
+        (tmp_path / name).symlink_to(home / "target" / name)
+    done = call("generate", "--target", tmp_path, "--prompt", PROMPT, *EAGER)
+    assert done.exit_code == 2 and "tokenizer" in done.stderr
+
+
+def test_compile_says_that_eager_compiles_nothing(home: Path, tmp_path: Path) -> None:
+    done = call("compile", home / "target", "--backend", "eager")
+    assert done.exit_code == 0 and "nothing to compile" in done.stderr
+    done = call("compile", home / "target", "--backend", "eager", "--save", tmp_path)
+    assert done.exit_code == 2 and "nothing to save" in done.stderr
+
+
+def test_bench_ends_with_a_json_object(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
+    given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
+    done = call("bench", *given, "--k", 2, "--max-new-tokens", 4, "--backend", "eager", "--amp", "f32")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout.splitlines()[-1])["identical"] is True
+
+
+def test_version() -> None:
+    assert call("--version").stdout == f"{paceline.__version__}\n"
+
+
+def test_pieces_of_text_add_up_and_hold_back_unfinished_characters(home: Path) -> None:
+    tokenizer = load_tokenizer(home / "target")
+    text = " def na\u00efve(\u65e5\u672c): return '\U0001f642'"
+    tokens = tokenizer.encode(text)
+    growing = Detokeniser(tokenizer, tokenizer.encode(PROMPT))
+    pieces = [growing.push(token) for token in tokens]
+    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+    assert "" in pieces  # something had to wait
+    cut = Detokeniser(tokenizer)
+    assert "".join(map(cut.push, tokenizer.encode("\u65e5")[:-1])) == "" and cut.flush() == "\ufffd"
+
+
+def test_drafted_text_looks_different_on_a_terminal(home: Path) -> None:
+    tokenizer = load_tokenizer(home / "target")
+    tokens = tuple(tokenizer.encode("xyz\x1b"))
+    written = io.StringIO()
+    console = Console(file=written, force_terminal=True, color_system="standard", _environ={})
+    TextView(console, tokenizer, []).show(Event(0, tokens, accepted=2, finish_reason="length"))
+    assert written.getvalue() == "\x1b[1;32mx\x1b[0m\x1b[1;32my\x1b[0mz\ufffd"  # no escape from a model
+
+    written = io.StringIO()
+    view = TextView(Console(file=written, _environ={}), tokenizer, [], marks=True)
+    view.show(Event(0, tokens[:3], accepted=2, finish_reason="length"))
+    assert written.getvalue() == "\u2039xy\u203az"
+
+
+def test_readme_names_commands_that_exist() -> None:
+    readme, makefile = ((ROOT / name).read_text() for name in ("README.md", "Makefile"))
+    named = re.findall(r"^    make (\w+)", readme, re.MULTILINE)
+    assert named == ["demo", "test"]
+    assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in named)
+    for command, options in re.findall(r"^    paceline (\w+)((?:.*\\\n)*.*)$", readme, re.MULTILINE):
+        known = call(command, "--help").stdout
+        assert all(option in known for option in re.findall(r"--[a-z-]+", options)), command
+
+
+def test_python_of_the_readme_runs(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(home.parents[1])
+    exec(block.replace('"inductor"', '"eager"').replace('"bf16"', '"f32"'), {})
+    assert capsys.readouterr().out.startswith("def main(argv=None):")
+
+
+def test_drafters_of_the_guide_keep_the_tokens(home: Path) -> None:
+    blocks = re.findall(r"```python drafter\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    target = paceline.AutoDecoder.from_pretrained(
+        home / "target", n_positions=64, amp="f32", backend="eager", batch_size=2
+    )
+    prompts = [[5, 6, 7, 5], [9, 5, 6]]
+    for block in blocks:
+        names: dict[str, object] = {"target": target}
+        exec(block, names)
+        generator = names["generator"]
+        assert isinstance(generator, paceline.SpeculativeGenerator)
+        for sampling in ({}, {"do_sample": True, "seed": 4}):
+            ids = generator.sample(prompts, max_new_tokens=24, **sampling)
+            assert torch.equal(ids, target.sample(prompts, max_new_tokens=24, **sampling))
+        assert generator.statistics.drafted
