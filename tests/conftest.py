@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 from transformers.utils import logging
 
 from tests.decoder.tiny import Workshop
@@ -19,7 +20,10 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setenv("PACELINE_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         logging.disable_progress_bar()
+        before = torch.get_num_threads()
+        torch.set_num_threads(1)  # small products gain nothing from a second thread and wait long for it when busy
         yield
+        torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from paceline.core.accept import Match, Reject, committed
 from paceline.core.types import PAD, Proposal, SamplingBatch, Verdict
 from tests.fakes import misfit
 
-TRIALS = 40_000
+TRIALS = 25_000
 P = torch.tensor([0.1, 0.4, 0.3, 0.2])
 Q = torch.tensor([0.05, 0.6, 0.2, 0.15])
 
@@ -104,7 +104,7 @@ def test_coupled_drafts_are_accepted_nearly_as_often_as_by_rejection() -> None:
 
 
 def test_no_uniform_accepts_what_the_target_cannot_say(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "uniform", lambda keys, where, stream: torch.zeros(where.shape))
+    monkeypatch.setattr(noise, "uniform", lambda _keys, where, _stream: torch.zeros(where.shape))
     p = torch.tensor([0.0, 1.0])
     for q in (None, torch.tensor([0.5, 0.5])):
         verdict = one(p, torch.zeros(100, 1, dtype=torch.int32), q, sampling=trials(100))
@@ -128,7 +128,7 @@ def test_the_target_as_its_own_draft_is_always_accepted_and_never_nan() -> None:
 
 
 def test_a_residual_without_mass_falls_back_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(noise, "uniform", lambda keys, where, stream: torch.ones(where.shape))  # rejects all
+    monkeypatch.setattr(noise, "uniform", lambda _keys, where, _stream: torch.ones(where.shape))  # rejects all
     sampling = trials()
     verdict = one(P, drawn(P, sampling), P, sampling=sampling)
     assert verdict.count.sum() == 0

@@ -115,6 +115,6 @@ def test_a_lifted_function_sees_the_whole_text_and_is_not_called_for_nothing() -
     [([], [PAD] * 3), ([-1, 2], [PAD] * 3), ([1, 1 << 31, 2], [1, PAD, PAD]), ([1, 2, 3, 4], [1, 2, 3])],
 )
 def test_a_lifted_answer_is_cut_where_it_goes_wrong(answer: list[int], wanted: list[int]) -> None:
-    drafter = lift(lambda text: answer, 3)
+    drafter = lift(lambda _: answer, 3)
     drafter.admit(0, [1])
     assert propose(drafter, commit([[1]])) == [wanted]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessor
 
@@ -84,7 +83,3 @@ def assert_rolled_back(result: GenerationResult) -> None:
     """Equality shows nothing when all drafts are accepted, or none."""
     assert 0 < result.statistics.accepted < result.statistics.drafted
 
-
-def threads(count: int) -> None:
-    """Threads of PyTorch and of everything that uses its OpenMP."""
-    torch.set_num_threads(count)

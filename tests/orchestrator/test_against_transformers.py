@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,7 @@ def test_custom_processors_are_called_once_per_token_with_its_text(folders: tupl
     done = run(generator, PROMPTS[:1], max_new_tokens=20, logits_processor=[processor])
     text = texts(done)[0]
     assert [s for s in seen if len(s) < len(text)] == [text[:size] for size in range(5, len(text))]
-    assert all(a != b for a, b in zip(text[4:], text[5:], strict=False))
+    assert all(a != b for a, b in pairwise(text[4:]))
 
 
 def test_forbidden_tokens_never_come_even_if_drafted(folders: tuple[Path, Path], judge: LlamaForCausalLM) -> None:
@@ -137,7 +138,7 @@ def test_forbidden_tokens_never_come_even_if_drafted(folders: tuple[Path, Path],
     banned = sorted({*wanted[5:8]})
     rules = [SuppressTokensLogitsProcessor(banned), MinNewTokensLengthLogitsProcessor(5, 4, 7)]
     for acceptor in ("match", "reject"):
-        source = lift(lambda text: banned[:3], 3)
+        source = lift(lambda _: banned[:3], 3)
         generator = SpeculativeGenerator(source, load(folders[0]), acceptor=acceptor)
         for asked in ({}, SAMPLED):
             text = texts(run(generator, PROMPTS[:1], max_new_tokens=20, logits_processor=rules, **asked))[0]

@@ -93,12 +93,12 @@ def _cut(text: list[int], prompt: int, eos: int) -> list[int]:
 
 
 POISON = {
-    "too large": lambda text: [V, V + 1],
-    "far too large": lambda text: [1 << 40],
-    "negative": lambda text: [-1, -5],
-    "behind a good one": lambda text: [0, V, 0, -1],
-    "nothing": lambda text: [],
-    "too many": lambda text: [0] * 100,
+    "too large": lambda _: [V, V + 1],
+    "far too large": lambda _: [1 << 40],
+    "negative": lambda _: [-1, -5],
+    "behind a good one": lambda _: [0, V, 0, -1],
+    "nothing": lambda _: [],
+    "too many": lambda _: [0] * 100,
 }
 
 
