@@ -65,7 +65,7 @@ class Reject:
         proposed = torch.where((here[:, :nodes] & (drafts != PAD)).unsqueeze(-1), drawn, zero).sum(1)
         residual = (at - proposed).clamp(min=0)
         weights = torch.where(residual.sum(-1, keepdim=True) > 0, residual, at)
-        where = torch.where(here, positions, 0).sum(-1, keepdim=True).to(torch.int32)
+        where = torch.where(here, positions, 0).sum(-1, keepdim=True, dtype=torch.int32)
         gumbel = noise.gumbel(sampling.keys, where, law.shape[-1], stream=noise.RESIDUAL).squeeze(1)
         scores = torch.where(weights > 0, weights.clamp(min=1e-38).log() + gumbel, reduce.NEGATIVE)
         hot = sampling.knobs[:, :1] > 0

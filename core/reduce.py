@@ -1,6 +1,6 @@
 """Reductions with one tie rule (the lowest id wins) in operations that every backend has.
 
-No sort, no variadic reduce, no integer products: see rule 3 of `docs/architecture.md`, section 5. An id that passes
+No sort, no variadic reduce, no integer products: see `docs/architecture.md`, section "Graphs". An id that passes
 through float32 stays exact below 2**24, which no vocabulary reaches.
 """
 

@@ -28,12 +28,19 @@ class Place:
     count  [b] int32, how many of a line's tokens are real; the rest is padding
     slots  [b] int32, which slot of the cache each line is
     reach  how many cache rows the graph looks at (its bucket)
+    padded whether ``count`` may be smaller than the window: then padding need not be computed
     """
 
     row: Tensor
     count: Tensor
     slots: Tensor
     reach: int
+    padded: bool = False
+
+    @property
+    def real(self) -> Tensor | None:
+        """``count`` if it says something."""
+        return self.count if self.padded else None
 
 
 class Kernels(Protocol):
@@ -42,8 +49,8 @@ class Kernels(Protocol):
     Activations are float32; weights and caches have the type that ``amp`` names.
     """
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x [b, T, in] @ weight [out, in].T -> [b, T, out]."""
+    def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
+        """x [b, T, in] @ weight [out, in].T -> [b, T, out]; rows from ``count`` [b] on may hold anything finite."""
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
         """Write keys and values to their rows, then attend to all rows up to a token's own.
@@ -60,7 +67,7 @@ class Kernels(Protocol):
 class Reference:
     """Plain PyTorch on one device, eager."""
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         weight = weight.float()
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) > _BY_ROW:

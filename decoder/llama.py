@@ -78,20 +78,22 @@ class LlamaLayer(nn.Module):
         hidden = hidden + self._attention(
             rms_norm(hidden, self.attention_norm, eps), place, cache=cache, rotation=rotation
         )
-        return hidden + self._mlp(rms_norm(hidden, self.mlp_norm, eps))
+        return hidden + self._mlp(rms_norm(hidden, self.mlp_norm, eps), place.real)
 
     def _attention(
         self, x: Tensor, place: Place, *, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
     ) -> Tensor:
         heads, groups, width = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        mixed = _biased(self._kernels.linear(x, self.qkv), self.qkv_bias)
+        mixed = _biased(self._kernels.linear(x, self.qkv, place.real), self.qkv_bias)
         q, k, v = mixed.unflatten(-1, (heads + 2 * groups, width)).split((heads, groups, groups), dim=2)
         q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
-        return _biased(self._kernels.linear(self._kernels.attend((q, k, v), cache, place), self.out), self.out_bias)
+        return _biased(
+            self._kernels.linear(self._kernels.attend((q, k, v), cache, place), self.out, place.real), self.out_bias
+        )
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        gate, up = _biased(self._kernels.linear(x, self.gate_up), self.gate_up_bias).chunk(2, dim=-1)
-        return _biased(self._kernels.linear(nn.functional.silu(gate) * up, self.down), self.down_bias)
+    def _mlp(self, x: Tensor, real: Tensor | None) -> Tensor:
+        gate, up = _biased(self._kernels.linear(x, self.gate_up, real), self.gate_up_bias).chunk(2, dim=-1)
+        return _biased(self._kernels.linear(nn.functional.silu(gate) * up, self.down, real), self.down_bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -65,7 +65,9 @@ def decoder_options(
         )
     if n_positions is None or isinstance(n_positions, int):
         reaches = _powers(reaches[-1])
-    chunks = _ascending("context_length_estimate", context_length_estimate or [64, 256])
+    chunks = _ascending(
+        "context_length_estimate", [64, 256] if context_length_estimate is None else context_length_estimate
+    )
     chunks = tuple(sorted({min(chunk, reaches[-1]) for chunk in chunks}))
     return DecoderOptions(batch_size, reaches, chunks, amp)
 

@@ -20,7 +20,7 @@ class PrefillStep(nn.Module):
 
     def forward(self, tokens: Tensor, row: Tensor, count: Tensor, slot: Tensor) -> tuple[Tensor]:
         """tokens [1, chunk] int32; row, count, slot [1] int32 -> logits [1, 1, V] of the last real token."""
-        hidden = self.body(tokens, Place(row, count, slot, self._reach))
+        hidden = self.body(tokens, Place(row, count, slot, self._reach, padded=True))
         last = (count - 1).to(torch.int64).view(1, 1, 1).expand(1, 1, hidden.shape[-1])
         return (self.body.logits(hidden.gather(1, last)),)
 

@@ -142,7 +142,7 @@ def _theirs(model: PreTrainedModel, assistant: PreTrainedModel | None, max_new_t
     def run(row: list[int]) -> Outcome:
         ids = torch.tensor([row])
         with torch.no_grad():
-            out = model.generate(
+            out = model.generate(  # type: ignore[operator]
                 ids,
                 attention_mask=torch.ones_like(ids),
                 assistant_model=assistant,

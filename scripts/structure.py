@@ -213,7 +213,8 @@ def function_messages(file: str, function: Function, *, in_class: bool) -> Itera
     total = positional + len(arguments.kwonlyargs) + bool(arguments.vararg) + bool(arguments.kwarg)
     if total > MAX_PARAMETERS:
         yield f"{function.name} has {total} parameters; at most {MAX_PARAMETERS}"
-    if positional > MAX_POSITIONAL and not has_fixed_signature(function.name):
+    part_of_package = file.split("/")[0] in PARTS
+    if part_of_package and positional > MAX_POSITIONAL and not has_fixed_signature(function.name):
         yield f"{function.name} takes {positional} by position; keyword-only after {MAX_POSITIONAL}"
 
 

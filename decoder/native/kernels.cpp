@@ -501,6 +501,16 @@ extern "C" void paceline_linear(const float* x, const void* w, float* out, int64
   else linear(x, (const Float16*)w, out, M, K, N);
 }
 
+// Lines of T rows of which only the first count[b] are real; the others become zero.
+extern "C" void paceline_linear_real(const float* x, const void* w, float* out, const int32_t* count, int64_t lines,
+                                     int64_t T, int64_t K, int64_t N, int64_t dtype) {
+  for (int64_t b = 0; b < lines; b++) {
+    const int64_t real = std::min<int64_t>(count[b], T);
+    paceline_linear(x + b * T * K, w, out + b * T * N, real, K, N, dtype);
+    std::fill(out + (b * T + real) * N, out + (b + 1) * T * N, 0.0f);
+  }
+}
+
 extern "C" void paceline_attend(const float* q, const float* k, const float* v, void* keys, void* values, float* out,
                                 const int32_t* row, const int32_t* count, const int32_t* slots, const int64_t* sizes,
                                 int64_t dtype) {
@@ -572,6 +582,14 @@ extern "C" int32_t aoti_torch_cpu_row_linear(Handle x, Handle w, Handle* ret) {
   shape[dim - 1] = N;
   *ret = empty(dim, shape, aoti_torch_dtype_float32());
   paceline_linear(data<float>(x), data<void>(w), data<float>(*ret), M, K, N, code(dtype_of(w)));
+  return 0;
+}
+
+extern "C" int32_t aoti_torch_cpu_row_linear_real(Handle x, Handle w, Handle count, Handle* ret) {
+  const int64_t *s = sizes(x), N = sizes(w)[0], shape[3] = {s[0], s[1], N};
+  *ret = empty(3, shape, aoti_torch_dtype_float32());
+  paceline_linear_real(data<float>(x), data<void>(w), data<float>(*ret), data<int32_t>(count), s[0], s[1], s[2], N,
+                       code(dtype_of(w)));
   return 0;
 }
 

@@ -20,6 +20,7 @@ from paceline.decoder.native import build
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SCHEMAS = """
 row_linear(Tensor x, Tensor w) -> Tensor
+row_linear_real(Tensor x, Tensor w, Tensor count) -> Tensor
 row_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots) -> Tensor
 row_choose(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, int stream) -> Tensor
 """
@@ -31,8 +32,13 @@ class Native:
     def __init__(self) -> None:
         register()
 
-    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        made: Tensor = torch.ops.paceline.row_linear(x.contiguous(), weight)
+    def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
+        ops = torch.ops.paceline
+        made: Tensor = (
+            ops.row_linear(x.contiguous(), weight)
+            if count is None
+            else ops.row_linear_real(x.contiguous(), weight, count)
+        )
         return made
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
@@ -59,6 +65,7 @@ def c_shims() -> dict[object, list[str]]:
     head = "AOTITorchError aoti_torch_cpu_row_"
     return {
         ops.row_linear.default: [f"{head}linear({tensors}, AtenTensorHandle* ret)"],
+        ops.row_linear_real.default: [f"{head}linear_real({tensors}, AtenTensorHandle count, AtenTensorHandle* ret)"],
         ops.row_attend.default: [f"{head}attend({many}, AtenTensorHandle* ret)"],
         ops.row_choose.default: [f"{head}choose({four}, int64_t stream, AtenTensorHandle* ret)"],
     }
@@ -73,6 +80,7 @@ def register() -> torch.library.Library:
         made.define(schema)
     bodies: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         "row_linear": (_linear, _shape_linear),
+        "row_linear_real": (_linear_real, _shape_linear_real),
         "row_attend": (_attend, _shape_attend),
         "row_choose": (_choose, _shape_choose),
     }
@@ -84,6 +92,10 @@ def register() -> torch.library.Library:
 
 def _shape_linear(x: Tensor, w: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], w.shape[0])
+
+
+def _shape_linear_real(x: Tensor, w: Tensor, _count: Tensor) -> Tensor:
+    return _shape_linear(x, w)
 
 
 def _shape_attend(q: Tensor, *_rest: Tensor) -> Tensor:
@@ -104,6 +116,13 @@ def _linear(x: Tensor, w: Tensor) -> Tensor:
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     numbers = (ctypes.c_int64(n) for n in (rows, width, w.shape[0], _DTYPES[w.dtype]))
     build.library().paceline_linear(_pointer(x), _pointer(w), _pointer(out), *numbers)
+    return out
+
+
+def _linear_real(x: Tensor, w: Tensor, count: Tensor) -> Tensor:
+    out = _shape_linear(x, w)
+    numbers = (ctypes.c_int64(n) for n in (*x.shape, w.shape[0], _DTYPES[w.dtype]))
+    build.library().paceline_linear_real(_pointer(x), _pointer(w), _pointer(out), _pointer(count), *numbers)
     return out
 
 

@@ -98,7 +98,8 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_killed_build_leaves_nothing_under_the_key_and_no_lock(tmp_path: Path) -> None:
     process = started(KILLED, str(tmp_path))
-    assert process.wait(120) == 9
+    process.communicate(timeout=240)
+    assert process.returncode == 9
     assert any(path.name == "half" for path in tmp_path.rglob("*")), "it was killed before it built anything"
     assert artefacts.find(tmp_path, FACTS) is None
     assert not (tmp_path / artefacts.key(FACTS)).exists()

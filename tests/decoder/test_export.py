@@ -16,10 +16,26 @@ from paceline.target.verifier import VerifyStep
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 SLOTS, NODES, WIDTH = 4, 3, 5
-FORBIDDEN = set(
-    "sort topk kthvalue median nonzero unique masked_select _local_scalar_dense item _assert_async multinomial "
-    "bernoulli rand bincount argmax argmin cond while_loop".split()
-)
+FORBIDDEN = {
+    "sort",
+    "topk",
+    "kthvalue",
+    "median",
+    "nonzero",
+    "unique",
+    "masked_select",
+    "_local_scalar_dense",
+    "item",
+    "_assert_async",
+    "multinomial",
+    "bernoulli",
+    "rand",
+    "bincount",
+    "argmax",
+    "argmin",
+    "cond",
+    "while_loop",
+}
 """Data-dependent shapes and branches, state of a random generator, and reductions whose ties are the backend's."""
 
 draft_step = partial(DraftStep, length=NODES, vocab_size=VOCABULARY)

@@ -82,4 +82,3 @@ def stumbling(known: list[list[int]], *, every: int = 3) -> Callable[[list[int]]
 def assert_rolled_back(result: GenerationResult) -> None:
     """Equality shows nothing when all drafts are accepted, or none."""
     assert 0 < result.statistics.accepted < result.statistics.drafted
-

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from paceline import NgramDrafter, SpeculativeGenerator, lift
+from paceline.core import law
+from paceline.core.sampling import Sampling, sampling_batch
 from paceline.result import GenerationResult
 from tests.fakes import Checked, TableDecoder, near, table
 from tests.orchestrator.drafting import anti_oracle, coin, oracle
@@ -37,6 +39,17 @@ def texts(result: GenerationResult) -> list[list[int]]:
 
 def plain(prompts: list[list[int]], **asked: object) -> list[list[int]]:
     return texts(run(SpeculativeGenerator(None, target()), prompts, **asked))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_plain_decoding_chooses_with_the_noise_of_every_token_s_own_position(mode: str) -> None:
+    text = list(PROMPTS[0])
+    asked = {name: value for name, value in MODES[mode].items() if name != "do_sample"}
+    knobs = Sampling(**({"temperature": 1.0} | asked if asked else {}))  # type: ignore[arg-type]
+    for position in range(len(text), len(text) + 25):
+        logits = TARGET[text[-2], text[-1]].view(1, 1, V)
+        text.append(int(law.choose(logits, torch.tensor([[position]], dtype=torch.int32), sampling_batch([knobs]))))
+    assert plain(PROMPTS[:1], max_new_tokens=25, **MODES[mode]) == [text]
 
 
 @pytest.mark.parametrize("k", [1, 4, 8])
