@@ -11,7 +11,6 @@ sleeps while the file `--pause-file` exists. On a GPU it computes in bfloat16, o
 import argparse
 import contextlib
 import math
-import os
 import time
 from pathlib import Path
 
