@@ -33,6 +33,7 @@ class Batch:
         tokens = torch.full((size, width), PAD, dtype=torch.int32)
         ones, zeros = torch.ones(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int32)
         self.commit = Commit(tokens, ones, zeros)
+        self._limits, self._limit = [0] * size, zeros.clone()
         self._statistics = statistics
         for slot in range(size):
             self._rest(slot)
@@ -91,7 +92,9 @@ class Batch:
             if bucket is not None:
                 limit = min(limit, bucket - length)
             limits[index] = max(0, limit)
-        return Bounds(torch.tensor(limits, dtype=torch.int32), longest)
+        if limits != self._limits:  # they seldom change, and a new tensor costs more than this whole method
+            self._limits, self._limit = limits, torch.tensor(limits, dtype=torch.int32)
+        return Bounds(self._limit, longest)
 
     @property
     def longest(self) -> int:

@@ -79,7 +79,6 @@ def _compile(graph: Graph, folder: Path) -> None:
     configs = {
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.custom_ops_to_c_shims": c_shims(),
-        "cpp.enable_kernel_profile": False,
     }
     try:
         with torch.no_grad(), environment.inductor_scratch(), warnings.catch_warnings():

@@ -95,3 +95,20 @@ def test_a_smaller_product_after_a_larger_one(native: Native) -> None:
     before = native.linear(x, small)
     native.linear(torch.full((1, 70, 384), float("nan")), numbers(8, 384).bfloat16())
     assert torch.equal(native.linear(x, small), before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(17, 3), (48, 31), (384, 130)])
+def test_padding_is_zero_and_real_rows_have_the_same_bits(
+    native: Native, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    K, N = shape
+    weight, x = numbers(N, K, seed=1).to(dtype), numbers(4, 9, K)
+    whole = native.linear(x, weight)
+    count = torch.tensor([9, 4, 1, 0], dtype=torch.int32)
+    for b in range(4):
+        x[b, count[b] :] = float("nan")
+    made = native.linear(x, weight, count)
+    for b in range(4):
+        assert torch.equal(made[b, : count[b]], whole[b, : count[b]])
+        assert not made[b, count[b] :].any()

@@ -58,6 +58,18 @@ def test_the_pair_gives_the_tokens_of_plain_decoding(
     assert plain(target, LAWS[law], width=1, prompts=prompts, new=NEW) == known  # all widths give the same bits
 
 
+def test_threads_change_no_token(pairs: dict[str, Pair], prompts: list[list[int]]) -> None:
+    draft, target = pairs["bf16"]
+    seen = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        try:
+            seen.append(texts(run(SpeculativeGenerator(draft, target, k=4), LAWS["cool"], prompts=prompts, new=NEW)))
+        finally:
+            torch.set_num_threads(1)
+    assert seen[0] == seen[1] == seen[2]
+
+
 def test_greedy_decoding_is_that_of_hugging_face(pairs: dict[str, Pair], prompts: list[list[int]]) -> None:
     model = LlamaForCausalLM.from_pretrained(FOLDER / "target", dtype=torch.float32)
     expected = []
