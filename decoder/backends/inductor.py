@@ -59,7 +59,10 @@ class InductorBackend:
 
     def load(self, folder: Path, facts: dict[str, object]) -> None:
         wanted = self._facts(facts)
-        seen = [json.loads(path.read_text()) for path in sorted(folder.glob(f"*/{artefacts.MANIFEST}"))]
+        try:
+            seen = [json.loads(path.read_text()) for path in sorted(folder.glob(f"*/{artefacts.MANIFEST}"))]
+        except (OSError, ValueError) as error:
+            raise ArtefactError(f"{folder} holds a damaged manifest ({error}); copy the graphs again") from error
         if not seen:
             raise ArtefactError(f"{folder} holds no compiled graphs; write them with decoder.save({str(folder)!r})")
         if not any(all(one.get(name) == value for name, value in wanted.items()) for one in seen):
@@ -95,7 +98,10 @@ def _compile(graph: Graph, folder: Path) -> None:
 
 def _load(folder: Path, graph: Graph) -> Step:
     """Open a package and hand it the decoder's own tensors."""
-    loader = _open(folder)
+    try:
+        loader = _open(folder)
+    except RuntimeError as error:
+        raise ArtefactError(f"the package in {folder} is damaged; delete that folder, or copy it again") from error
     state = _state(graph)
     constants = {name: state[name] for name in loader.get_constant_fqns()}
     loader.load_constants(constants, False, True, True)

@@ -55,7 +55,8 @@ def test_the_pair_gives_the_tokens_of_plain_decoding(
         result = run(SpeculativeGenerator(source, target, k=4), LAWS[law], prompts=prompts, new=NEW)
         assert texts(result) == known
         assert_rolled_back(result)
-    assert plain(target, LAWS[law], width=1, prompts=prompts, new=NEW) == known  # all widths give the same bits
+    if amp == "bf16":  # all widths give the same bits; for f32 the tiny models show it
+        assert plain(target, LAWS[law], width=1, prompts=prompts, new=NEW) == known
 
 
 def test_threads_change_no_token(pairs: dict[str, Pair], prompts: list[list[int]]) -> None:
@@ -77,4 +78,4 @@ def test_greedy_decoding_is_that_of_hugging_face(pairs: dict[str, Pair], prompts
         ids = torch.tensor([prompt])
         made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False)
         expected.append(made[0].tolist())
-    assert plain(pairs["f32"][1], {}, prompts=prompts[:3], new=NEW) == expected
+    assert plain(pairs["f32"][1], {}, width=5, prompts=prompts[:3], new=NEW) == expected
