@@ -10,12 +10,13 @@ Both are pure, stay on the device and have static shapes. Neither makes probabil
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paceline.core import noise, reduce, tree
+from paceline.core import law, noise, reduce, tree
 from paceline.core.types import PAD, Proposal, SamplingBatch, Verdict
 
 
@@ -42,10 +43,18 @@ class Match:
 class Reject:
     """Rejection sampling on a chain; a proposal without a law counts as drawn from a point mass."""
 
-    def __call__(self, proposal: Proposal, law: Tensor, positions: Tensor, sampling: SamplingBatch) -> Verdict:
+    def __call__(
+        self,
+        proposal: Proposal,
+        law: Tensor,
+        positions: Tensor,
+        sampling: SamplingBatch,
+        *,
+        choose: Callable[..., Tensor] = law.choose,
+    ) -> Verdict:
         """Proposal of a chain of N, law [B, N + 1, V] float32, positions [B, N + 1] int32 -> Verdict.
 
-        ``positions`` are those of the tokens decided by each row.
+        ``positions`` are those of the tokens decided by each row; ``choose`` is `law.choose` or a kernel equal to it.
         """
         drafts = proposal.tokens
         slots, nodes = drafts.shape
@@ -66,10 +75,11 @@ class Reject:
         residual = (at - proposed).clamp(min=0)
         weights = torch.where(residual.sum(-1, keepdim=True) > 0, residual, at)
         where = torch.where(here, positions, 0).sum(-1, keepdim=True, dtype=torch.int32)
-        gumbel = noise.gumbel(sampling.keys, where, law.shape[-1], stream=noise.RESIDUAL).squeeze(1)
-        scores = torch.where(weights > 0, weights.clamp(min=1e-38).log() + gumbel, reduce.NEGATIVE)
-        hot = sampling.knobs[:, :1] > 0
-        token = reduce.argmax(torch.where(hot, scores, weights))
+        scores = torch.where(weights > 0, weights.clamp(min=1e-38).log(), reduce.NEGATIVE)
+        hot = (sampling.knobs[:, :1] > 0).to(torch.float32)
+        unfiltered = torch.cat((hot, torch.zeros_like(hot), torch.ones_like(hot), torch.zeros_like(hot)), 1)
+        drawn_from = SamplingBatch(unfiltered, sampling.keys)
+        token = choose(scores.unsqueeze(1), where, drawn_from, stream=noise.RESIDUAL).squeeze(1)
         rows = torch.arange(1, nodes + 1, dtype=torch.int32, device=law.device).expand(slots, nodes)
         return Verdict(torch.where(standing, rows, PAD), count, token)
 

@@ -6,6 +6,7 @@ committed token with the growing prefix, as plain decoding would call them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -73,8 +74,8 @@ class Watch:
             return False
         tail = self.text[-self._lookback :]
         now, before = tokenizer.decode(tail), tokenizer.decode(tail[:-1])
-        # An unfinished character decodes to a replacement mark, which the next token turns into text.
-        old = len(before.rstrip("\ufffd"))
+        # The next token may change the end of what was text: a replacement mark becomes a character, a space goes.
+        old = len(os.path.commonprefix([before, now]))
         return any(now.find(s, max(0, old - len(s) + 1)) >= 0 for s in self._stopping.strings)
 
     def _criterion(self) -> FinishReason | None:

@@ -66,7 +66,9 @@ class VerifyStep(nn.Module):
         if isinstance(self._acceptor, Match):
             verdict = self._acceptor(proposal, self.body.kernels.choose(logits, positions, sampling))
         else:
-            verdict = self._acceptor(proposal, law.probabilities(logits, sampling), positions, sampling)
+            probabilities = law.probabilities(logits, sampling)
+            choose = self.body.kernels.choose
+            verdict = self._acceptor(proposal, probabilities, positions, sampling, choose=choose)
         return committed(proposal, verdict), verdict.count + 1, row + 1
 
 
