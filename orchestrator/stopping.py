@@ -6,9 +6,9 @@ committed token with the growing prefix, as plain decoding would call them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -75,7 +75,7 @@ class Watch:
         tail = self.text[-self._lookback :]
         now, before = tokenizer.decode(tail), tokenizer.decode(tail[:-1])
         # The next token may change the end of what was text: a replacement mark becomes a character, a space goes.
-        old = len(os.path.commonprefix([before, now]))
+        old = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, now, strict=False)))
         return any(now.find(s, max(0, old - len(s) + 1)) >= 0 for s in self._stopping.strings)
 
     def _criterion(self) -> FinishReason | None:
