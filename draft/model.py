@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.core import law, noise
+from paceline.core import noise
 from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
 from paceline.decoder.decoder import Body, CompiledDecoder
 from paceline.decoder.steps import prefill
@@ -45,7 +45,7 @@ class DraftStep(nn.Module):
             stream = noise.DRAFT if self._drawn else noise.TARGET
             drafts.append(self.body.kernels.choose(logits, row.unsqueeze(1), sampling, stream=stream))
             if self._drawn:
-                laws.append(law.probabilities(logits, sampling))
+                laws.append(self.body.kernels.probabilities(logits, sampling))
         if self._drawn:
             return torch.cat(drafts, 1), torch.cat(laws, 1)
         return (torch.cat(drafts, 1),)

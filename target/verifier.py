@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.core import law
 from paceline.core.accept import Match, Reject, committed
 from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
 from paceline.decoder.backends.base import Step
@@ -66,9 +65,9 @@ class VerifyStep(nn.Module):
         if isinstance(self._acceptor, Match):
             verdict = self._acceptor(proposal, self.body.kernels.choose(logits, positions, sampling))
         else:
-            probabilities = law.probabilities(logits, sampling)
-            choose = self.body.kernels.choose
-            verdict = self._acceptor(proposal, probabilities, positions, sampling, choose=choose)
+            kernels = self.body.kernels
+            law = kernels.probabilities(logits, sampling)
+            verdict = self._acceptor(proposal, law, positions, sampling, choose=kernels.choose)
         return committed(proposal, verdict), verdict.count + 1, row + 1
 
 

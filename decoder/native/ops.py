@@ -23,6 +23,7 @@ row_linear(Tensor x, Tensor w) -> Tensor
 row_linear_real(Tensor x, Tensor w, Tensor count) -> Tensor
 row_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots) -> Tensor
 row_choose(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, int stream) -> Tensor
+row_law(Tensor logits, Tensor knobs) -> Tensor
 """
 
 
@@ -54,6 +55,10 @@ class Native:
         )
         return made
 
+    def probabilities(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+        made: Tensor = torch.ops.paceline.row_law(logits, sampling.knobs)
+        return made
+
 
 def c_shims() -> dict[object, list[str]]:
     """For AOTInductor: the C function behind each operator, so that a graph calls it without the dispatcher."""
@@ -68,6 +73,7 @@ def c_shims() -> dict[object, list[str]]:
         ops.row_linear_real.default: [f"{head}linear_real({tensors}, AtenTensorHandle count, AtenTensorHandle* ret)"],
         ops.row_attend.default: [f"{head}attend({many}, AtenTensorHandle* ret)"],
         ops.row_choose.default: [f"{head}choose({four}, int64_t stream, AtenTensorHandle* ret)"],
+        ops.row_law.default: [f"{head}law({tensors}, AtenTensorHandle* ret)"],
     }
 
 
@@ -83,6 +89,7 @@ def register() -> torch.library.Library:
         "row_linear_real": (_linear_real, _shape_linear_real),
         "row_attend": (_attend, _shape_attend),
         "row_choose": (_choose, _shape_choose),
+        "row_law": (_law, _shape_law),
     }
     for name, (body, shape) in bodies.items():
         made.impl(name, body, "CPU")
@@ -104,6 +111,10 @@ def _shape_attend(q: Tensor, *_rest: Tensor) -> Tensor:
 
 def _shape_choose(logits: Tensor, *_rest: object) -> Tensor:
     return logits.new_empty(*logits.shape[:-1], dtype=torch.int32)
+
+
+def _shape_law(logits: Tensor, _knobs: Tensor) -> Tensor:
+    return torch.empty_like(logits)
 
 
 def _pointer(x: Tensor) -> ctypes.c_void_p:
@@ -143,4 +154,11 @@ def _choose(logits: Tensor, positions: Tensor, knobs: Tensor, *rest: object) -> 
     pointers = (_pointer(x) for x in (logits, positions, knobs, keys, out))
     numbers = (ctypes.c_int64(n) for n in (*logits.shape, stream))
     build.library().paceline_choose(*pointers, *numbers)
+    return out
+
+
+def _law(logits: Tensor, knobs: Tensor) -> Tensor:
+    out = _shape_law(logits, knobs)
+    pointers = (_pointer(x) for x in (logits, knobs, out))
+    build.library().paceline_law(*pointers, *(ctypes.c_int64(n) for n in logits.shape))
     return out
