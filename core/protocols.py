@@ -31,6 +31,9 @@ class Drafter(Protocol):
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         """A request takes a slot: read its prompt."""
 
+    def release(self, slot: int) -> None:
+        """The request in a slot is done, finished or given up: forget it. Its cache rows may keep what they hold."""
+
     def observe(self, commit: Commit) -> None:
         """See a commit. Called once for every commit, before `propose`, whether or not `propose` follows."""
 
@@ -43,6 +46,9 @@ class Verifier(Protocol):
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int:
         """Read a prompt into a slot and pick the first token. ``sampling`` has one row, the slot's."""
+
+    def release(self, slot: int) -> None:
+        """The request in a slot is done: forget it."""
 
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; None = nothing is proposed."""
@@ -57,6 +63,9 @@ class Round(Protocol):
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int:
         """Read a prompt into a slot and return the first token."""
+
+    def release(self, slot: int) -> None:
+        """The request in a slot is done, or `start` failed for it: both sides forget it."""
 
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """One round."""

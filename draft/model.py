@@ -70,6 +70,9 @@ class ModelDrafter:
         if len(prompt) < self.decoder.n_positions:
             prefill(self.decoder, slot, prompt)
 
+    def release(self, slot: int) -> None:
+        """Nothing to forget: the next request's prompt overwrites the cache rows."""
+
     def observe(self, commit: Commit) -> None:
         """Nothing to do: `propose` reads the commit itself."""
 

@@ -18,6 +18,9 @@ class NoDrafter:
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         """Nothing to read."""
 
+    def release(self, slot: int) -> None:
+        """Nothing to forget."""
+
     def observe(self, commit: Commit) -> None:
         """Nothing to see."""
 

@@ -28,6 +28,11 @@ class TwoStep:
         self.prefill_seconds += perf_counter() - begin
         return first
 
+    def release(self, slot: int) -> None:
+        """Both sides forget the request in a slot."""
+        self.verifier.release(slot)
+        self.drafter.release(slot)
+
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """One round."""
         begin = perf_counter()

@@ -46,6 +46,10 @@ class HostVerifier:
         self.logprobs[slot] = [_logprob(logits, token)]
         return token
 
+    def release(self, slot: int) -> None:
+        """Forget the slot's text."""
+        self._texts[slot], self.logprobs[slot] = [], []
+
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; see the protocol."""
         proposal = fitted(proposal, self.width - 1)

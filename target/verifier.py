@@ -89,6 +89,9 @@ class CompiledVerifier:
         position = torch.tensor([[len(prompt)]], dtype=torch.int32)
         return int(self.decoder.body.kernels.choose(logits, position, sampling))
 
+    def release(self, slot: int) -> None:
+        """Nothing to forget: the next request's prompt overwrites the cache rows."""
+
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; see the protocol."""
         proposal = fitted(proposal, self.width - 1)

@@ -41,6 +41,9 @@ class Mislabelled:
     def admit(self, slot: int, prompt: list[int]) -> None:
         self.inner.admit(slot, prompt)
 
+    def release(self, slot: int) -> None:
+        self.inner.release(slot)
+
     def observe(self, commit: Commit) -> None:
         self.inner.observe(commit)
 
