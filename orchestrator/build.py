@@ -46,7 +46,7 @@ def drafter(draft: DraftLike, target: CompiledDecoder, *, k: int, rule: Acceptor
     Raises:
         ConfigurationError: k is negative, or nothing can be made of ``draft``.
     """
-    if k < 0:
+    if not isinstance(k, int) or k < 0:
         raise ConfigurationError(f"k must be 0 or more drafted tokens per round, not {k}")
     if draft is None or k == 0:
         return NoDrafter()
@@ -72,7 +72,7 @@ def engine(target: CompiledDecoder, source: Drafter, *, rule: Acceptor, exact: b
         ConfigurationError: the width asked for is smaller than a full proposal needs.
     """
     width = source.nodes + 1 if demands.width is None else demands.width
-    if width < source.nodes + 1:
+    if not isinstance(width, int) or width < source.nodes + 1:
         raise ConfigurationError(f"width={width} is too small for {source.nodes} drafted tokens and the target's own")
     if demands.processor is None and not demands.scores:
         verifier: CompiledVerifier | HostVerifier = CompiledVerifier(target, width, acceptor=rule, exact=exact)
