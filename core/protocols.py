@@ -48,6 +48,14 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class Shortens(Protocol):
+    """A drafter that can be had at a smaller depth, with the same state behind it."""
+
+    def shortened(self, length: int) -> Drafter:
+        """This drafter, proposing ``length`` tokens. What one of them is told, both know."""
+
+
+@runtime_checkable
 class GraphDrafter(Drafter, Protocol):
     """A drafter whose proposing is one traceable step, so that it can share a graph with the verifier."""
 

@@ -7,6 +7,7 @@ acceptance close to the best possible; under `Reject` it draws from its law with
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 
@@ -68,6 +69,12 @@ class ModelDrafter:
         self._vocab_size = min(vocab_size, decoder.config.vocab_size)
         self.reach: int | None = decoder.n_positions
         self._backlog = Backlog()
+
+    def shortened(self, length: int) -> ModelDrafter:
+        """See `paceline.core.protocols.Shortens`."""
+        made = copy.copy(self)
+        made.outline = Outline.chain(length)
+        return made
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Read a prompt, unless it is longer than this model's context: then nothing is ever asked of it."""

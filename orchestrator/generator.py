@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline import build, pairing, warm
+from paceline import pace as pacing
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.loop import Engine
 from paceline.result import Statistics
@@ -17,7 +20,8 @@ class SpeculativeGenerator(Sampler):
 
     draft     a decoder, any drafter, a function from ids to ids, "ngram", or None (plain decoding)
     target    the decoder whose text it is
-    k         drafted tokens per round, not counting the target's own; a drafter object brings its own number
+    k         drafted tokens per round, not counting the target's own; a drafter object brings its own number. A
+              sequence of depths, such as `paceline.LADDER`, lets every round choose among them
     acceptor  "match" or "reject"
     exact     run every round through one graph width, so that no rounding depends on what was proposed; False
               lets rounds without a proposal take a narrower graph
@@ -33,16 +37,16 @@ class SpeculativeGenerator(Sampler):
         draft: build.DraftLike,
         target: CompiledDecoder,
         *,
-        k: int = 4,
+        k: int | Sequence[int] = 4,
         acceptor: str = "match",
         exact: bool = True,
         fused: bool | None = None,
     ) -> None:
-        self.target, self._exact, self._fused = target, exact, fused
-        self._rule = build.acceptor(acceptor)
+        rule, depth, pace = build.acceptor(acceptor), *pacing.of(k)
+        self.target, self._plan = target, build.Plan(rule, exact, fused, pace)
         if isinstance(draft, CompiledDecoder):
             pairing.check(draft, target)
-        self.drafter = build.drafter(draft, target, k=k, rule=self._rule)
+        self.drafter = build.drafter(draft, target, k=depth, rule=rule)
         target.check_width(self.drafter.outline.nodes + 1)
         self._parts = [target, draft] if isinstance(draft, CompiledDecoder) else [target]
         self.statistics = Statistics()
@@ -55,6 +59,4 @@ class SpeculativeGenerator(Sampler):
         return self._parts
 
     def _engine(self, demands: build.Demands) -> Engine:
-        return build.engine(
-            self.target, self.drafter, rule=self._rule, exact=self._exact, demands=demands, fused=self._fused
-        )
+        return build.engine(self.target, self.drafter, self._plan, demands=demands)

@@ -37,6 +37,7 @@ class Statistics:
     accepted                proposed tokens that are in the output; those accepted but cut by a stop are not counted
     accepted_per_position   the same, by place in the proposal (first = index 0)
     drafted_per_position    proposals that had this place
+    rungs                   depth chosen for every round of the batch, if it is chosen anew every time
     *_seconds               time in prefill, drafting, verification and everything else (host)
     """
 
@@ -45,6 +46,7 @@ class Statistics:
     accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)
+    rungs: list[int] = field(default_factory=list)
     new_tokens: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0

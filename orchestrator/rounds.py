@@ -13,8 +13,11 @@ from paceline.core.types import Bounds, Commit, Proposal, Reading, SamplingBatch
 class Timed:
     """What all rounds have: reading a prompt on both sides, and a record of what the last round did.
 
-    ``drafted`` is how deep the last round's proposal went in every slot; the seconds add up over all rounds.
+    ``drafted`` is how deep the last round's proposal went in every slot; the seconds add up over all rounds; ``rung``
+    is the depth that was chosen for it, where there is a choice.
     """
+
+    rung: int | None = None
 
     def __init__(self, drafter: Drafter, verifier: Verifier) -> None:
         self._sides = (drafter, verifier)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+from paceline.adaptive import Adaptive
 from paceline.batch import Batch
 from paceline.core.types import Bounds
 from paceline.decoder import steps
@@ -23,6 +24,8 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
                 steps.prefill(decoder, 0, [0] * min(chunk, decoder.n_positions - 1))
         batch = Batch(engine.slots, engine.width, Statistics())
         idle = batch.bounds(0, None, None)
-        engine.round(batch.commit, batch.sampling, idle)
-        if engine.depth:
-            engine.round(batch.commit, batch.sampling, Bounds(idle.limit + engine.depth, 1))
+        rounds = engine.round.rungs.values() if isinstance(engine.round, Adaptive) else [engine.round]
+        for one in rounds:
+            one(batch.commit, batch.sampling, idle)
+            if engine.depth:
+                one(batch.commit, batch.sampling, Bounds(idle.limit + engine.depth, 1))
