@@ -98,6 +98,16 @@ class FusedVerifier(Verifier, Protocol):
         """Draft and verify in one call. -> the next commit, and how deep each slot's proposal went, [B] int32."""
 
 
+class PlainTarget(Protocol):
+    """A target that decodes several tokens at a call, by itself."""
+
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        """Read a prompt into a slot and pick the first token."""
+
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+        """Up to ``bounds.limit + 1`` tokens in every slot."""
+
+
 class Round(Protocol):
     """From what was last committed to what is committed next."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paceline.adaptive import Adaptive
@@ -12,22 +12,30 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, GraphDrafter, Shortens
 from paceline.core.types import Outline
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.draft.chained import ChainedDrafter
 from paceline.draft.lift import lift
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
+from paceline.draft.suffix import SuffixDrafter
 from paceline.loop import Engine, TimedRound
 from paceline.pace import Pace
-from paceline.rounds import Fused, TwoStep
+from paceline.rounds import Fused, MultiStep, TwoStep
 from paceline.target.host import HostVerifier, Processor
+from paceline.target.plain import PlainDecoder
 from paceline.target.verifier import Acceptor, CompiledVerifier
 
 log = logging.getLogger("paceline")
 
 ACCEPTORS: dict[str, type[Acceptor]] = {"match": Match, "reject": Reject}
-DRAFTERS: dict[str, Callable[[int], Drafter]] = {"none": lambda _k: NoDrafter(), "ngram": NgramDrafter}
+DRAFTERS: dict[str, Callable[[int], Drafter]] = {
+    "none": lambda _k: NoDrafter(),
+    "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+}
 
-DraftLike = CompiledDecoder | Drafter | Callable[[list[int]], list[int]] | str | None
+OneDraft = CompiledDecoder | Drafter | Callable[[list[int]], list[int]] | str
+DraftLike = OneDraft | Sequence[OneDraft] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,7 @@ def acceptor(name: str) -> Acceptor:
     return ACCEPTORS[name]()
 
 
-def drafter(draft: DraftLike, target: CompiledDecoder, *, k: int, rule: Acceptor) -> Drafter:
+def drafter(draft: DraftLike, target: CompiledDecoder, *, k: int, rule: Acceptor, confidence: float = 0.0) -> Drafter:
     """A drafter of k tokens a round from whatever the user gave.
 
     Raises:
@@ -57,17 +65,23 @@ def drafter(draft: DraftLike, target: CompiledDecoder, *, k: int, rule: Acceptor
     if draft is None or k == 0:
         return NoDrafter()
     if isinstance(draft, CompiledDecoder):
-        return ModelDrafter(draft, k, vocab_size=target.config.vocab_size, drawn=isinstance(rule, Reject))
+        size, drawn = target.config.vocab_size, isinstance(rule, Reject)
+        return ModelDrafter(draft, k, vocab_size=size, drawn=drawn, confidence=confidence)
     if isinstance(draft, str):
         if draft not in DRAFTERS:
             raise ConfigurationError(f"no drafter is called {draft!r}; there are {', '.join(DRAFTERS)}")
         return DRAFTERS[draft](k)
     if isinstance(draft, Drafter):
         return draft
+    if isinstance(draft, Sequence):
+        if isinstance(rule, Reject):
+            raise ConfigurationError("a list of drafters goes with acceptor='match': none of them reports a law")
+        return ChainedDrafter([drafter(one, target, k=k, rule=rule, confidence=confidence) for one in draft])
     if callable(draft):
         return lift(draft, k)
     raise ConfigurationError(
-        f"draft is a {type(draft).__name__}; give a decoder, a drafter, a function from ids to ids, 'ngram', or None"
+        f"draft is a {type(draft).__name__}; give a decoder, a drafter, a function from ids to ids, 'ngram', 'suffix', "
+        "a list of these, or None"
     )
 
 
@@ -79,12 +93,14 @@ class Plan:
     exact   no rounding depends on what was proposed
     fused   draft and verify in one graph; None = wherever that can be done
     pace    chooses the depth of every round; None = always that of the drafter
+    steps   plain steps in one graph, where nothing is drafted at all
     """
 
     rule: Acceptor
     exact: bool = True
     fused: bool | None = None
     pace: Pace | None = None
+    steps: int = 1
 
 
 def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Demands) -> Engine:
@@ -94,6 +110,10 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
         ConfigurationError: the width asked for does not hold a full proposal, the acceptance rule does not fit the
             drafter, or the drafter cannot be fused or shortened.
     """
+    on_device = demands.processor is None and not demands.scores
+    if plan.steps > 1 and isinstance(source, NoDrafter) and on_device and demands.width is None:
+        steps: TimedRound = MultiStep(PlainDecoder(target, plan.steps))
+        return Engine(steps, target.batch_size, plan.steps - 1, plan.steps, None, target.reaches)
     outline = _outline(source, demands.width)
     if isinstance(plan.rule, Reject) and not outline.is_chain:
         raise ConfigurationError("acceptor='reject' is for chains; this drafter proposes trees: use acceptor='match'")
@@ -101,8 +121,7 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
     one_width = plan.exact and outline.is_chain and not target.body.kernels.width_free
     wide = demands.width is not None or one_width
     width, scores = outline.depth + 1, None
-    steps: TimedRound
-    if demands.processor is not None or demands.scores:
+    if not on_device:
         if plan.fused or plan.pace:
             log.info("processors and scores need the host at every token: draft and target are two graphs of one depth")
         host = HostVerifier(

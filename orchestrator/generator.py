@@ -18,13 +18,16 @@ class SpeculativeGenerator(Sampler):
     The tokens are those of plain decoding with the same seed, at any temperature, whatever the draft
     (``acceptor="match"``); ``acceptor="reject"`` keeps the law but not the tokens, and accepts a little more.
 
-    draft     a decoder, any drafter, a function from ids to ids, "ngram", or None (plain decoding)
+    draft     a decoder, any drafter, a function from ids to ids, "ngram", "suffix", None (plain decoding), or a list
+              of these, of which the first that has something to say proposes
     target    the decoder whose text it is
     k         drafted tokens per round, not counting the target's own; a drafter object brings its own number. A
-              sequence of depths, such as `paceline.LADDER`, lets every round choose among them
+              sequence of depths, such as `paceline.LADDER`, lets every round choose among them. Without a draft, k + 1
+              plain steps run in one graph
     acceptor  "match" or "reject"
     exact     run every round through one graph width, so that no rounding depends on what was proposed; False
               lets rounds without a proposal take a narrower graph
+    confidence  a draft model stops proposing where its largest probability falls below this; 0 = never
     fused     draft and verify in one graph; None (default) = wherever it can be done, False = never
 
     Raises:
@@ -41,14 +44,19 @@ class SpeculativeGenerator(Sampler):
         acceptor: str = "match",
         exact: bool = True,
         fused: bool | None = None,
+        confidence: float = 0.0,
     ) -> None:
         rule, depth, pace = build.acceptor(acceptor), *pacing.of(k)
-        self.target, self._plan = target, build.Plan(rule, exact, fused, pace)
-        if isinstance(draft, CompiledDecoder):
-            pairing.check(draft, target)
-        self.drafter = build.drafter(draft, target, k=depth, rule=rule)
+        steps = depth + 1 if draft is None else 1
+        self.target, self._plan = target, build.Plan(rule, exact, fused, pace, steps)
+        models = [
+            one for one in (draft if isinstance(draft, list | tuple) else [draft]) if isinstance(one, CompiledDecoder)
+        ]
+        for model in models:
+            pairing.check(model, target)
+        self.drafter = build.drafter(draft, target, k=depth, rule=rule, confidence=confidence)
         target.check_width(self.drafter.outline.nodes + 1)
-        self._parts = [target, draft] if isinstance(draft, CompiledDecoder) else [target]
+        self._parts = [target, *models]
         self.statistics = Statistics()
 
     def compile(self) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from paceline import LADDER, SpeculativeGenerator
 from paceline.build import Demands
-from paceline.core.errors import ConfigurationError
+from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.loop import Engine
 from paceline.pace import Pace, of
 from tests.decoder.tiny import Workshop
@@ -144,3 +144,43 @@ def test_real_models_on_a_ladder(workshop: Workshop, backend: str) -> None:
     made = SpeculativeGenerator(draft, target, k=ladder).sample(PROMPTS, max_new_tokens=40, return_dict=True)
     assert torch.equal(made.sequences, plain)
     assert set(made.statistics.rungs) <= set(ladder)
+
+
+@pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4, "top_p": 0.9}])
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_several_plain_steps_in_one_graph_are_plain_decoding(k: int, heat: dict) -> None:
+    own = {"slots": 2, "reaches": (32, 64)}
+    call = {"max_new_tokens": 45, "eos_token_id": [3], "pad_token_id": 0, **heat}
+    plain = TableDecoder(TARGET, **own).sample(PROMPTS, **call)
+    maker = Checked(None, TableDecoder(TARGET, **own), k=k)
+    assert torch.equal(maker.sample(PROMPTS, **call), plain)
+    done = maker.statistics
+    assert (done.drafted, done.accepted, done.tau) == (0, 0, 1.0)
+    assert done.rounds < done.new_tokens
+
+
+def test_a_request_may_do_without_drafts() -> None:
+    maker = Checked(TableDecoder(DRAFT, slots=2), TableDecoder(TARGET, slots=2), k=3)
+    plain = TableDecoder(TARGET, slots=2).sample(PROMPTS, max_new_tokens=30)
+    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30, speculate=[True, False, True, False]), plain)
+    some = maker.statistics.drafted
+    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30, speculate=False), plain)
+    assert maker.statistics.drafted == 0 < some
+    with pytest.raises(SamplingError, match="2 entries for 4 prompts"):
+        maker.sample(PROMPTS, max_new_tokens=30, speculate=[True, False])
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_draft_in_doubt_stops(fused: bool | None) -> None:
+    plain = TableDecoder(TARGET, slots=2).sample(PROMPTS, max_new_tokens=30)
+    drafted, rates = [], []
+    for confidence in (0.0, 0.5, 0.9, 1.0):
+        draft, target = TableDecoder(DRAFT, slots=2), TableDecoder(TARGET, slots=2)
+        maker = Checked(draft, target, k=4, confidence=confidence, fused=fused)
+        assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30), plain)
+        drafted.append(maker.statistics.drafted)
+        rates.append(maker.statistics.acceptance_rate)
+    assert drafted == sorted(drafted, reverse=True) and drafted[0] > drafted[2] and drafted[3] == 0
+    assert rates[2] > rates[0]
+    with pytest.raises(ConfigurationError, match="no probability"):
+        SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), confidence=2)
