@@ -7,14 +7,15 @@ looked at only when all drafts before it stand, so a rejected token leaves no tr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from paceline.core import law
 from paceline.core.accept import Match, Reject, committed
 from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.kernels import Reference
 from paceline.decoder.steps import prefill, window
 from paceline.target.verifier import Acceptor, fitted, root_of
 
@@ -34,14 +35,14 @@ class HostVerifier:
     ) -> None:
         decoder.check_width(width)
         self.decoder, self.width, self._acceptor, self._exact = decoder, width, acceptor, exact
-        self._processor = processor
+        self._processor, self._kernels = processor, Reference()
         self._texts: list[list[int]] = [[] for _ in range(decoder.batch_size)]
         self.logprobs: list[list[float]] = [[] for _ in range(decoder.batch_size)]
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int:
         """Read a prompt and pick the first token; see the protocol."""
         logits = self._processed(list(prompt), prefill(self.decoder, slot, prompt)[0, 0])
-        token = _choose(logits, len(prompt), sampling)
+        token = self._choose(logits, len(prompt), sampling)
         self._texts[slot] = [*prompt, token]
         self.logprobs[slot] = [_logprob(logits, token)]
         return token
@@ -57,9 +58,8 @@ class HostVerifier:
         width = self.width if self._exact or proposal is not None else 1
         drafts = torch.full((len(row), width - 1), PAD, dtype=torch.int32) if proposal is None else proposal.tokens
         place = torch.arange(width - 1, dtype=torch.int32)
-        legal = (place < bounds.limit.unsqueeze(1)) & (drafts >= 0) & (drafts < self.decoder.config.vocab_size)
-        drafts = torch.where(legal, drafts, PAD)
-        tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0)
+        drafts = torch.where((place < bounds.limit.unsqueeze(1)) & (drafts >= 0), drafts, PAD)
+        tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0, max=self.decoder.config.vocab_size - 1)
         logits = window(self.decoder, tokens, row, reach=self.decoder.reach(bounds.rows))
         rows = []
         for slot in range(len(row)):
@@ -91,7 +91,7 @@ class HostVerifier:
         scores: list[float] = []
         for index, line in enumerate(logits):
             processed = self._processed(text + tokens, line)
-            token = _choose(processed, len(text) + index, sampling)
+            token = self._choose(processed, len(text) + index, sampling)
             tokens.append(token)
             scores.append(_logprob(processed, token))
             if index == len(drafts) or token != drafts[index]:
@@ -101,27 +101,33 @@ class HostVerifier:
     def _reject(
         self, text: list[int], logits: Tensor, proposal: Proposal, *, acceptor: Reject, sampling: SamplingBatch
     ) -> tuple[list[int], list[float]]:
-        drafts = [token for token in proposal.tokens[0].tolist() if token != PAD]
-        lines = [self._processed(text + drafts[:i], line) for i, line in enumerate(logits[: len(drafts) + 1])]
+        size = self.decoder.config.vocab_size
+        drafts = list(takewhile(lambda token: token != PAD, proposal.tokens[0].tolist()))
+        legal = list(takewhile(lambda token: token < size, drafts))
+        lines = [self._processed(text + legal[:i], line) for i, line in enumerate(logits[: len(legal) + 1])]
+        if len(legal) < len(drafts):  # an id out of range counts as drawn; it is refused, so the row behind it is idle
+            drafts = drafts[: len(legal) + 1]
+            lines.append(lines[-1])
         processed = torch.stack(lines)
-        laws = law.probabilities(processed.unsqueeze(0), sampling)
+        laws = self._kernels.probabilities(processed.unsqueeze(0), sampling)
         q = None
         if proposal.law is not None:
             q = torch.nn.functional.pad(proposal.law[:, : len(drafts)], (0, laws.shape[-1] - proposal.law.shape[-1]))
         positions = torch.arange(len(text), len(text) + len(lines), dtype=torch.int32).unsqueeze(0)
         cut = Proposal(proposal.tokens[:, : len(drafts)], None, q)
-        tokens = [t for t in committed(cut, acceptor(cut, laws, positions, sampling))[0].tolist() if t != PAD]
+        verdict = acceptor(cut, laws, positions, sampling, choose=self._kernels.choose)
+        tokens = [t for t in committed(cut, verdict)[0].tolist() if t != PAD]
         return tokens, [_logprob(line, token) for line, token in zip(processed, tokens, strict=False)]
+
+    def _choose(self, logits: Tensor, position: int, sampling: SamplingBatch) -> int:
+        where = torch.tensor([[position]], dtype=torch.int32)
+        return int(self._kernels.choose(logits.view(1, 1, -1), where, sampling))
 
     def _processed(self, ids: list[int], logits: Tensor) -> Tensor:
         if self._processor is None:
             return logits
         # A copy: processors may write into what they get.
         return self._processor(torch.tensor([ids]), logits.unsqueeze(0).clone())[0].clamp(min=-1e30)
-
-
-def _choose(logits: Tensor, position: int, sampling: SamplingBatch) -> int:
-    return int(law.choose(logits.view(1, 1, -1), torch.tensor([[position]], dtype=torch.int32), sampling))
 
 
 def _logprob(logits: Tensor, token: int) -> float:

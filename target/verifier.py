@@ -54,10 +54,10 @@ class VerifyStep(nn.Module):
         sampling = SamplingBatch(knobs, keys)
         token, row = root_of(tokens, count, start)
         place = torch.arange(drafts.shape[1], dtype=torch.int32, device=tokens.device)
-        legal = (place < limit.unsqueeze(1)) & (drafts >= 0) & (drafts < self.body.config.vocab_size)
-        drafts = torch.where(legal, drafts, PAD)
+        # Ids out of range stay: no rule accepts them, and a drawn one counts as drawn, so that the law stays exact.
+        drafts = torch.where((place < limit.unsqueeze(1)) & (drafts >= 0), drafts, PAD)
         window = torch.cat((token.unsqueeze(1), drafts), 1)
-        hidden = self.body.window(window.clamp(min=0), row, self._reach)
+        hidden = self.body.window(window.clamp(min=0, max=self.body.config.vocab_size - 1), row, self._reach)
         logits = self.body.logits(hidden)
         positions = row.unsqueeze(1) + 1 + torch.arange(window.shape[1], dtype=torch.int32, device=tokens.device)
         drawn = nn.functional.pad(rest[4], (0, logits.shape[-1] - rest[4].shape[-1])) if len(rest) > 4 else None
