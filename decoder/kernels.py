@@ -151,10 +151,16 @@ class Reference:
     ) -> Tensor:
         if not bool((sampling.knobs[:, 0] > 0).any()):  # eager may look at values; a greedy law needs no noise
             return reduce.argmax(logits)
-        return law.choose(logits, positions, sampling, stream=stream)
+        return law.choose(logits, positions, sampling, stream=stream, cut=_cuts(sampling))
 
     def probabilities(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
-        return law.probabilities(logits, sampling)
+        return law.probabilities(logits, sampling, cut=_cuts(sampling))
+
+
+def _cuts(sampling: SamplingBatch) -> bool:
+    """Whether top-k, top-p or min-p is on in any row."""
+    top_k, top_p, min_p = (sampling.knobs[:, i] for i in range(1, 4))
+    return bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
 
 
 def _seen(place: Place, rows: Tensor, extent: int) -> Tensor:

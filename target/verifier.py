@@ -44,8 +44,9 @@ class VerifyStep(nn.Module):
         drafts = proposed.pop(0) if proposed else tokens[:, :0]
         parents = proposed.pop(0) if self.outline.dynamic else None
         token, row = root_of(tokens, count, start)
-        view = self.window(drafts, parents, limit=limit, vocab_size=self.body.config.vocab_size)
-        read = torch.cat((token.unsqueeze(1), view.proposal.tokens), 1).clamp(min=0)
+        view = self.window(drafts, parents, limit=limit)
+        read = torch.cat((token.unsqueeze(1), view.proposal.tokens), 1)
+        read = read.clamp(min=0, max=self.body.config.vocab_size - 1)
         hidden, features = self.body.window(read, row, self._reach, tree=view.tree, reads=self._reads)
         logits = self.body.logits(hidden)
         positions = row.unsqueeze(1) + 1 + view.depth
@@ -85,9 +86,7 @@ class FusedStep(nn.Module):
                 for one in proposed
             ]
         parents = proposed[1] if self.verify.outline.dynamic else None
-        deep = self.verify.window(
-            proposed[0], parents, limit=limit, vocab_size=self.verify.body.config.vocab_size
-        ).reached()
+        deep = self.verify.window(proposed[0], parents, limit=limit).reached()
         return (deep, *self.verify(tokens, count, start, limit, knobs, keys, *proposed))
 
 
