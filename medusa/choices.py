@@ -64,7 +64,7 @@ class Choices:
         assert self.paths == tuple(sorted(self.paths, key=_order)), "made by `of`, which sorts"
 
     @classmethod
-    def of(cls, choices: Iterable[Sequence[int]]) -> Choices:
+    def of(cls, choices: Iterable[object]) -> Choices:
         """A tree from choices in any order, as lists of ranks.
 
         Raises:
@@ -72,7 +72,7 @@ class Choices:
         """
         paths = []
         for choice in choices:
-            if isinstance(choice, str) or not isinstance(choice, Sequence):
+            if not isinstance(choice, list | tuple):
                 raise ConfigurationError(f"{choice!r} is no choice; a choice is a list of ranks, such as [0, 2]")
             if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in choice):
                 raise ConfigurationError(f"the choice {list(choice)} holds something else than whole numbers")

@@ -121,7 +121,7 @@ class Trainer:
                 loss = torch.nn.functional.cross_entropy(logits, tokens[:, ahead + 1 :].flatten())
             else:
                 loss = torch.nn.functional.cross_entropy(logits, law[:, ahead:-1].flatten(0, 1))
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             found.append(float(loss.detach()))
         torch.nn.utils.clip_grad_norm_(self.heads.own().values(), 1.0)
         self._optimiser.step()

@@ -25,6 +25,10 @@ from paceline.train_cli import token_stream
 _PROMPT = 64  # tokens of a prompt that is cut out of data
 
 
+app = typer.Typer(help="Trees and files of Medusa heads.", add_completion=False)
+
+
+@app.command()
 def tree(
     target: Annotated[Path, typer.Option(help="Folder of the target.")],
     medusa: Annotated[Path, typer.Option(help="Folder of the heads.")],
@@ -51,10 +55,10 @@ def tree(
                 target, n_positions=max(map(len, rows)) + max_new_tokens, amp=amp, backend=backend, progress=report
             )
         searched, checked = rows[::2], rows[1::2]
-        found, single = _search(decoder, target, medusa, searched, nodes=nodes, length=max_new_tokens)
+        found, single = _search(decoder, target, medusa, rows=searched, nodes=nodes, length=max_new_tokens)
         found.choices.write(out)
         drafter = MedusaDrafter.from_pretrained(medusa, decoder, tree=found.choices)
-        taus = _run(decoder, drafter, checked, max_new_tokens)
+        taus = _run(decoder, drafter, checked, length=max_new_tokens)
     figures = {
         "nodes": len(found.choices),
         "depth": found.choices.depth,
@@ -68,6 +72,7 @@ def tree(
     typer.echo(json.dumps(figures))
 
 
+@app.command(name="convert-medusa")
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder of Medusa heads, in any layout.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
@@ -81,7 +86,7 @@ def convert(
 
 
 def _search(
-    decoder: SamplingDecoder, target: Path, medusa: Path, rows: list[list[int]], *, nodes: int, length: int
+    decoder: SamplingDecoder, target: Path, medusa: Path, *, rows: list[list[int]], nodes: int, length: int
 ) -> tuple[search.Found, float]:
     """The tree, and what a search with independent heads would expect of it."""
     frozen = FrozenTarget(target)
@@ -98,7 +103,7 @@ def _search(
     return best, search.expected(best.choices, search.by_heads(measured.top()))
 
 
-def _run(decoder: SamplingDecoder, drafter: MedusaDrafter, rows: list[list[int]], length: int) -> list[float]:
+def _run(decoder: SamplingDecoder, drafter: MedusaDrafter, rows: list[list[int]], *, length: int) -> list[float]:
     """Tokens a round of every text, decoded with the tree."""
     generator = SpeculativeGenerator(drafter, decoder)
     taus = []

@@ -132,12 +132,16 @@ class Sampler:
         """A fresh engine for one call."""
         raise NotImplementedError
 
+    def _fresh(self) -> Statistics:
+        """Empty statistics, with what is known before anything is decoded."""
+        return Statistics()
+
     def _events(self, requests: list[Request], demands: Demands) -> Generator[Event, None, None]:
         engine = self._engine(demands)
         return self._hold(engine, requests)
 
     def _hold(self, engine: Engine, requests: list[Request]) -> Generator[Event, None, None]:
-        self.statistics = Statistics()
+        self.statistics = self._fresh()
         with ExitStack() as stack:
             for decoder in self._decoders():
                 stack.enter_context(decoder.held_by(engine))
