@@ -119,8 +119,9 @@ def compare(
         differ = sum(a != b for a, b in zip(wide.texts, fast.texts, strict=True))
         say(console, f"NOT IDENTICAL: {differ} of {len(prompts)} texts differ at width {width or 1}.", style="red")
         return 1
-    say(console, f"Checked: both outputs are identical, token for token, in all {len(prompts)} texts, decoded at equal")
-    say(console, f"width ({width or 1} rows). Plain decoding at one row gave the same in {narrow} of {len(prompts)}.")
+    rows = "one row at a time" if width is None else f"at equal width ({width} rows)"
+    say(console, f"Checked: both outputs are identical, token for token, in all {len(prompts)} texts; plain decoding")
+    say(console, f"went {rows}. Plain decoding at one row gave the same in {narrow} of {len(prompts)}.")
     if load > 1.5 * cores:
         say(
             console, f"The machine was busy with other work (load {load:.1f} on {cores} cores): speeds here say little."

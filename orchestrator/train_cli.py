@@ -37,7 +37,9 @@ def medusa(
     generated: Annotated[int, typer.Option(help="Tokens of the target's own continuations to train on.")] = 0,
     temperature: Annotated[list[float] | None, typer.Option(help="Of those, by turns. Default: 0 and 1.")] = None,
     epochs: Annotated[float, typer.Option(help="Passes over all of it.")] = 1.0,
-    rows: Annotated[int, typer.Option(help="Texts of 256 tokens in a step.")] = 8,
+    window: Annotated[int, typer.Option(help="Tokens of one text.")] = 256,
+    measured: Annotated[int, typer.Option(help="Texts to measure the accuracy on.")] = 64,
+    rows: Annotated[int, typer.Option(help="Texts in a step.")] = 8,
     rate: Annotated[float, typer.Option(help="Largest learning rate.")] = 1e-3,
     labels: Annotated[str, typer.Option(help="target: its distribution; text: the tokens that came.")] = "target",
     minutes: Annotated[float | None, typer.Option(help="Stop after so long; run again to go on.")] = None,
@@ -45,7 +47,14 @@ def medusa(
 ) -> None:
     """Train Medusa heads on a frozen target. The last line of stdout is a JSON object with the accuracies."""
     with console.refusals():
-        plan = pipeline.Plan(tokens=tokens, generated=generated, temperatures=tuple(temperature or (0.0, 1.0)))
+        plan = pipeline.Plan(
+            tokens=tokens,
+            generated=generated,
+            temperatures=tuple(temperature or (0.0, 1.0)),
+            window=window,
+            prompt=window // 4,
+            measured=measured,
+        )
         options = TrainingOptions(epochs=epochs, rows=rows, rate=rate, labels=labels, minutes=minutes)
         sizes = ModelConfig.from_pretrained(target)
         config = MedusaConfig(heads, layers, sizes.hidden_size, sizes.vocab_size, tied, base=target.name)
