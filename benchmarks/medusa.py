@@ -81,7 +81,7 @@ def modes(sizes: list[int], k: int) -> dict[str, Mode]:
         for name in ("target", "draft")
     )
     made = {
-        "plain": Mode(SpeculativeGenerator(None, target), 0),
+        "plain": Mode(SpeculativeGenerator(None, target, k=0), 0),
         f"draft model, two graphs, k = {k}": Mode(SpeculativeGenerator(draft, target, k=k, fused=False), k),
         f"draft model, one graph, k = {k}": Mode(SpeculativeGenerator(draft, target, k=k), k),
     }

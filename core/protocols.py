@@ -48,6 +48,14 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
+class Shortens(Protocol):
+    """A drafter that can be had at a smaller depth, with the same state behind it."""
+
+    def shortened(self, length: int) -> Drafter:
+        """This drafter, proposing ``length`` tokens. What one of them is told, both know."""
+
+
+@runtime_checkable
 class GraphDrafter(Drafter, Protocol):
     """A drafter whose proposing is one traceable step, so that it can share a graph with the verifier."""
 
@@ -88,6 +96,16 @@ class FusedVerifier(Verifier, Protocol):
         self, drafter: GraphDrafter, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds
     ) -> tuple[Commit, Tensor]:
         """Draft and verify in one call. -> the next commit, and how deep each slot's proposal went, [B] int32."""
+
+
+class PlainTarget(Protocol):
+    """A target that decodes several tokens at a call, by itself."""
+
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        """Read a prompt into a slot and pick the first token."""
+
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+        """Up to ``bounds.limit + 1`` tokens in every slot."""
 
 
 class Round(Protocol):

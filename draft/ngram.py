@@ -6,6 +6,7 @@ The longest match wins; among equals the most recent one, or the first (``prefer
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Literal
 
@@ -71,6 +72,12 @@ class NgramDrafter:
         self.outline = Outline.chain(length)
         self._sizes, self._first = range(shortest, longest + 1), prefer == "first"
         self._texts: dict[int, NgramIndex] = {}
+
+    def shortened(self, length: int) -> NgramDrafter:
+        """See `paceline.core.protocols.Shortens`."""
+        made = copy.copy(self)
+        made.outline = Outline.chain(length)
+        return made
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         self._texts[slot] = NgramIndex(self._sizes, first=self._first)

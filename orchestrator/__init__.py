@@ -10,11 +10,13 @@ from paceline.draft.lift import lift
 from paceline.draft.ngram import NgramDrafter
 from paceline.generator import SpeculativeGenerator
 from paceline.medusa.drafter import MedusaDrafter
+from paceline.pace import LADDER
 from paceline.result import Event, GenerationResult, Statistics
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LADDER",
     "AutoDecoder",
     "Event",
     "GenerationResult",

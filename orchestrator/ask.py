@@ -37,6 +37,7 @@ class Ask:
     logits_processor: Sequence[LogitsProcessor] | None
     no_repeat_ngram_size: int | None
     repetition_penalty: float | None
+    speculate: bool | Sequence[bool]
 
     def requests(self, target: CompiledDecoder) -> list[Request]:
         """Checked requests, in row order.
@@ -48,6 +49,8 @@ class Ask:
         rows = request.prompts(self.input_ids, self.attention_mask, vocab_size=target.config.vocab_size)
         if isinstance(self.seed, Sequence) and len(self.seed) != len(rows):
             raise SamplingError(f"seed has {len(self.seed)} entries for {len(rows)} prompts; give one each, or an int")
+        if not isinstance(self.speculate, bool) and len(self.speculate) != len(rows):
+            raise SamplingError(f"speculate has {len(self.speculate)} entries for {len(rows)} prompts; give one each")
         return [self._request(index, row, target) for index, row in enumerate(rows)]
 
     def processor(self) -> Processor | None:
@@ -99,4 +102,5 @@ class Ask:
             tokenizer=self.tokenizer,
             criteria=self.stopping_criteria_list,
         )
-        return Request(index, prompt, own, limits)
+        speculate = self.speculate if isinstance(self.speculate, bool) else self.speculate[index]
+        return Request(index, prompt, own, limits, speculate)

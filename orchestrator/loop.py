@@ -17,10 +17,17 @@ from paceline.result import Event, Statistics
 class TimedRound(Protocol):
     """A `paceline.core.protocols.Round` that says what it did."""
 
+    rung: int | None
     drafted: list[int]
-    prefill_seconds: float
-    draft_seconds: float
-    verify_seconds: float
+
+    @property
+    def prefill_seconds(self) -> float: ...
+
+    @property
+    def draft_seconds(self) -> float: ...
+
+    @property
+    def verify_seconds(self) -> float: ...
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading: ...
 
@@ -75,6 +82,8 @@ def run(engine: Engine, requests: Sequence[Request], statistics: Statistics) -> 
             if batch.active:
                 bounds = batch.bounds(engine.depth, engine.reach, _border(engine.buckets, batch.longest))
                 commit = engine.round(batch.commit, batch.sampling, bounds)
+                if engine.round.rung is not None:
+                    statistics.rungs.append(engine.round.rung)
                 events += batch.apply(commit, engine.round.drafted, engine.scores.logprobs if engine.scores else None)
                 _release(engine.round, held, batch.active)
             for event in events:

@@ -38,6 +38,7 @@ class Statistics:
     accepted_per_position   the same, by place in the proposal (first = index 0)
     drafted_per_position    proposals that had this place
     acceptor                the acceptance rule: "match", "reject" or "typical"
+    rungs                   depth chosen for every round of the batch, if it is chosen anew every time
     *_seconds               time in prefill, drafting, verification and everything else (host)
     """
 
@@ -46,6 +47,7 @@ class Statistics:
     accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)
+    rungs: list[int] = field(default_factory=list)
     new_tokens: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from paceline.adaptive import Adaptive
 from paceline.batch import Batch
 from paceline.core.types import Bounds, SamplingBatch
 from paceline.decoder import steps
@@ -24,12 +25,15 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
                 steps.prefill(decoder, 0, [0] * min(chunk, decoder.n_positions - 1))
         batch = Batch(engine.slots, engine.width, Statistics())
         commit, idle = batch.commit, batch.bounds(0, None, None)
-        one = SamplingBatch(batch.sampling.knobs[:1], batch.sampling.keys[:1])
+        sampling = SamplingBatch(batch.sampling.knobs[:1], batch.sampling.keys[:1])
         for chunk in decoders[0].options.chunks:
             # Through the round, which knows what the drafter reads of the target.
-            seen = engine.round.start(0, [0] * min(chunk, decoders[0].n_positions - 1), one).features
+            seen = engine.round.start(0, [0] * min(chunk, decoders[0].n_positions - 1), sampling).features
             if seen is not None:
                 commit = replace(commit, features=seen.new_zeros(engine.slots, engine.width, seen.shape[-1]))
-        engine.round(commit, batch.sampling, idle)
-        if engine.depth:
-            engine.round(commit, batch.sampling, Bounds(idle.limit + engine.depth, 1))
+            engine.round.release(0)
+        rounds = engine.round.rungs.values() if isinstance(engine.round, Adaptive) else [engine.round]
+        for one in rounds:
+            one(commit, batch.sampling, idle)
+            if engine.depth:
+                one(commit, batch.sampling, Bounds(idle.limit + engine.depth, 1))

@@ -83,6 +83,12 @@ class FusedStep(nn.Module):
         """
         knobs, keys, *features = rest
         proposed = self.draft(tokens, count, start, knobs, keys, *features)
+        missing = self.verify.outline.nodes - proposed[0].shape[1]
+        if missing:  # a chain shorter than the window; its law, if it has one, ends with it too
+            proposed = [
+                nn.functional.pad(one, (0, missing), value=PAD) if one.dim() == 2 else _pad_law(one, missing)
+                for one in proposed
+            ]
         parents = proposed[1] if self.verify.outline.dynamic else None
         deep = self.verify.window(
             proposed[0], parents, limit=limit, vocab_size=self.verify.body.config.vocab_size
@@ -94,6 +100,7 @@ class CompiledVerifier:
     """Runs `VerifyStep` for one outline, and for nothing proposed.
 
     ``wide``: a round without a proposal goes through the graph of one with a proposal; otherwise through a narrow one.
+    ``width``: tokens a commit has room for, where other verifiers with deeper outlines take turns with this one.
     """
 
     def __init__(
@@ -104,8 +111,10 @@ class CompiledVerifier:
         acceptor: Acceptor,
         wide: bool,
         reads: Reads | None = None,
+        width: int | None = None,
     ) -> None:
         decoder.check_width(outline.nodes + 1)
+        self._width = outline.depth + 1 if width is None else width
         self.decoder, self.outline, self._acceptor, self._reads = decoder, outline, acceptor, reads
         self._wide = wide
         self._nothing = torch.full((decoder.batch_size, outline.nodes), PAD, dtype=torch.int32)
@@ -160,7 +169,7 @@ class CompiledVerifier:
     def _commit(self, out: Sequence[Tensor]) -> Commit:
         """Filled up to the width that every round of this verifier has, so that graphs meet one shape."""
         tokens, count, start, *features = out
-        missing = self.outline.depth + 1 - tokens.shape[1]
+        missing = self._width - tokens.shape[1]
         if missing:
             tokens = nn.functional.pad(tokens, (0, missing), value=PAD)
             features = [nn.functional.pad(one, (0, 0, 0, missing)) for one in features]
@@ -190,7 +199,11 @@ def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:
         return proposal
     missing = nodes - proposal.tokens.shape[1]
     tokens = nn.functional.pad(proposal.tokens, (0, missing), value=PAD)
-    return Proposal(tokens, None, None if proposal.law is None else nn.functional.pad(proposal.law, (0, 0, 0, missing)))
+    return Proposal(tokens, None, None if proposal.law is None else _pad_law(proposal.law, missing))
+
+
+def _pad_law(law: Tensor, missing: int) -> Tensor:
+    return nn.functional.pad(law, (0, 0, 0, missing))
 
 
 def features_of(path: Tensor, features: Tensor) -> Tensor:
