@@ -5,9 +5,11 @@ from paceline import AutoDecoder, SpeculativeGenerator
 
 from paceline.auto import AutoDecoder
 from paceline.core.errors import PacelineError
+from paceline.core.typical import Typical
 from paceline.draft.lift import lift
 from paceline.draft.ngram import NgramDrafter
 from paceline.generator import SpeculativeGenerator
+from paceline.medusa.drafter import MedusaDrafter
 from paceline.pace import LADDER
 from paceline.result import Event, GenerationResult, Statistics
 
@@ -18,9 +20,11 @@ __all__ = [
     "AutoDecoder",
     "Event",
     "GenerationResult",
+    "MedusaDrafter",
     "NgramDrafter",
     "PacelineError",
     "SpeculativeGenerator",
     "Statistics",
+    "Typical",
     "lift",
 ]

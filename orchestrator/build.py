@@ -11,6 +11,7 @@ from paceline.core.accept import Match, Reject
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, GraphDrafter, Shortens
 from paceline.core.types import Outline
+from paceline.core.typical import Typical
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.chained import ChainedDrafter
 from paceline.draft.lift import lift
@@ -27,7 +28,7 @@ from paceline.target.verifier import Acceptor, CompiledVerifier
 
 log = logging.getLogger("paceline")
 
-ACCEPTORS: dict[str, type[Acceptor]] = {"match": Match, "reject": Reject}
+ACCEPTORS: dict[str, type[Acceptor]] = {"match": Match, "reject": Reject, "typical": Typical}
 DRAFTERS: dict[str, Callable[[int], Drafter]] = {
     "none": lambda _k: NoDrafter(),
     "ngram": NgramDrafter,
@@ -47,8 +48,10 @@ class Demands:
     width: int | None = None
 
 
-def acceptor(name: str) -> Acceptor:
-    """The acceptance rule of that name."""
+def acceptor(name: str | Acceptor) -> Acceptor:
+    """The acceptance rule of that name, or a rule with values of the user's own."""
+    if not isinstance(name, str):
+        return name
     if name not in ACCEPTORS:
         raise ConfigurationError(f"acceptor={name!r} is unknown; use one of {', '.join(ACCEPTORS)}")
     return ACCEPTORS[name]()
@@ -117,6 +120,11 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
     outline = _outline(source, demands.width)
     if isinstance(plan.rule, Reject) and not outline.is_chain:
         raise ConfigurationError("acceptor='reject' is for chains; this drafter proposes trees: use acceptor='match'")
+    if isinstance(plan.rule, Typical) and not on_device:
+        raise ConfigurationError(
+            "acceptor='typical' decides on the device, without logits processors and scores; leave them out, or use "
+            "acceptor='match'"
+        )
     # Where a row's bits depend on how many rows there are, every round of an exact generator has the same number.
     one_width = plan.exact and outline.is_chain and not target.body.kernels.width_free
     wide = demands.width is not None or one_width
