@@ -1,7 +1,7 @@
 """EAGLE as a drafter: a pass over the last commit's real features, then drafts that grow from its last pair.
 
-Each round rewrites the head's cache from the target's features (EAGLE, arXiv 2401.15077), so that what it drafted before
-leaves no trace: after any number of rounds the cache is that of one pass over the committed text. The first drafts come
+Each round writes the head's cache anew from the target's features (EAGLE, arXiv 2401.15077), so that old drafts leave
+no trace: after any number of rounds the cache is that of one pass over the committed text. The first drafts come
 from that same pass. Not here: the shape of growth (`paceline.eagle.growth`) and the verifier.
 """
 

@@ -1,11 +1,11 @@
 """How drafts grow from a head: a chain, a tree of fixed shape, or the dynamic tree of EAGLE-2.
 
 Each is a module inside a drafting graph: shapes never depend on data, only the parents of a dynamic tree do.
-Drafts are picked with the target's own noise of their position (coupled drafting), so that at any temperature the first
-child of a node is what the target would pick if it agreed with the head. Sources: EAGLE-2 (arXiv 2406.16858).
+Drafts are picked with the target's own noise of their position (coupled drafting): at any temperature the first child
+of a node is what the target would pick if it agreed with the head. Sources: EAGLE-2 (arXiv 2406.16858).
 Not here: the pass over committed pairs that comes first (`paceline.eagle.drafter`).
 
-Letters: B slots, n nodes of a level, H width of the head, U ids that can be drafted, K width of a beam, N and D as ever.
+Letters: B slots, n nodes of a level, H width of the head, U ids that can be drafted, V, N and D as ever.
 """
 
 from __future__ import annotations

@@ -29,7 +29,8 @@ class Plan:
     """Which head is made.
 
     version           1 (also for EAGLE-2) or 3
-    layers            version 3: the target's residual streams it reads; empty = a low, a middle and the last one
+    layers            version 3: the target's residual streams it reads; empty = a low, a middle and the last one.
+                      For version 1 they only decide what is kept, so that a head of version 3 may use it too
     draft_vocab_size  version 3: the most frequent ids of the data, so many; None = all
     measured          texts, written greedily by the target, on which acceptance is measured
     depth             of the chains that are measured
@@ -58,7 +59,7 @@ def train(
     stream [n], token ids end to end. Returns the share of places where chains of 1, 2, ... drafts are all right.
     """
     sizes = ModelConfig.from_pretrained(target)
-    layers = plan.layers or initial.default_layers(sizes.num_layers)
+    layers = plan.layers or (initial.default_layers(sizes.num_layers) if plan.version == 3 else ())
     frozen = FrozenTarget(target, layers)
     counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
     kept = plan.draft_vocab_size if plan.version == 3 else None

@@ -1,8 +1,8 @@
 """Training of a head on a frozen target: losses, the training-time test, a run that can be stopped and gone on with.
 
-EAGLE-1's loss (arXiv 2401.15077, section 4.2): smooth L1 on the next hidden state and cross-entropy against the target's
-law. EAGLE-3's (arXiv 2503.01840): cross-entropy alone, over several passes in which the head reads its own output, each
-weighted 0.8 times the one before. Not here: where texts come from (`paceline.eagle.corpus`).
+EAGLE-1 (arXiv 2401.15077, section 4.2): smooth L1 on the next hidden state, and cross-entropy against the target's law.
+EAGLE-3 (arXiv 2503.01840): cross-entropy alone, over several passes in which the head reads its own output, each with
+0.8 times the weight of the one before. Not here: where texts come from (`paceline.eagle.corpus`).
 """
 
 from __future__ import annotations

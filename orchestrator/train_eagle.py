@@ -18,7 +18,7 @@ from paceline.train_cli import reports, token_stream
 def eagle(
     target: Annotated[Path, typer.Option(help="Folder of the model the head is for.")],
     data: Annotated[
-        list[Path], typer.Option(help="Text, or .bin with uint16 token ids; a file or folder; repeatable.")
+        list[Path], typer.Option(help="Text, or .bin of uint16 ids; a file or folder; repeatable.")
     ],
     out: Annotated[Path, typer.Option(help="Folder for the head.")],
     version: Annotated[int, typer.Option(help="1 (also for EAGLE-2) or 3.")] = 3,
@@ -32,7 +32,7 @@ def eagle(
     rows: Annotated[int, typer.Option(help="Texts in a step.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a text.")] = 256,
     keep: Annotated[
-        float, typer.Option(help="GB of the target's states to keep on disk; 0 = compute them anew.")
+        float, typer.Option(help="GB of states to keep on disk; 0 = none.")
     ] = 2.0,
     minutes: Annotated[float | None, typer.Option(help="Stop after so long; run again to go on.")] = None,
     work: Annotated[Path | None, typer.Option(help="Folder for what is kept meanwhile; default: OUT/work.")] = None,
