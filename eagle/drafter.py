@@ -143,7 +143,7 @@ class EagleDrafter:
         name = f"{self.name(bounds.rows)},from {commit.tokens.shape[1]}"
         reach = self._reach(bounds.rows)
         step = self.target.graph(
-            name, lambda _body, _reach: self.step(bounds.rows), inputs, reach=reach, guest=self.facts()
+            name, lambda _body, _reach: self.step(bounds.rows), inputs, reach=reach, guest=self.facts(), owner=self
         )
         out = step(*inputs)
         if self.outline.dynamic:
@@ -180,9 +180,9 @@ class EagleDrafter:
             inputs = (torch.tensor([part], dtype=torch.int32), known.unsqueeze(0), *numbers)
             reach = self.target.reach(row + done + chunk)
             name = f"eagle{self.head.config.version} reads[{chunk}]"
-            self.target.graph(name, lambda _body, r: ReadStep(self.head, r), inputs, reach=reach, guest=self.facts())(
-                *inputs
-            )
+            self.target.graph(
+                name, lambda _body, r: ReadStep(self.head, r), inputs, reach=reach, guest=self.facts(), owner=self
+            )(*inputs)
             done += count
 
 
