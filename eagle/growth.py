@@ -203,7 +203,7 @@ def gumbel(word: Tensor) -> Tensor:
     upper = word < 0
     folded = torch.where(upper, ~word, word)
     small = (folded >> 8).to(torch.float32) * 2.0**-24 + 2.0**-25
-    return -torch.where(upper, -torch.log1p(-small), -torch.log(small)).log()
+    return -torch.where(upper, -torch.log(small), -torch.log1p(-small)).log()
 
 
 def kept(tokens: Tensor, worth: Tensor, parents: Tensor, *, nodes: int) -> tuple[Tensor, Tensor]:
