@@ -106,17 +106,17 @@ class Trainer:
         self._restore()
 
     def run(self, report: Report) -> bool:
-        """Train to the end or until the minutes are over; whether it is the end."""
+        """Train to the end, or until the minutes are over (at least one step); whether it is the end."""
         began, minutes = perf_counter(), self._options.minutes
         texts: Texts | None = None
         while self.done < self.steps:
-            if minutes is not None and perf_counter() - began > 60 * minutes:
-                break
             number, part = divmod(self.done, self._per_batch)
             if texts is None or not part:
                 texts = self._corpus.batch(number)
             self._step(_part(texts, part, self._options.rows))
             report(self.done, self.steps, self.loss)
+            if minutes is not None and perf_counter() - began > 60 * minutes:
+                break
         self._save()
         return self.done >= self.steps
 
