@@ -37,6 +37,9 @@ class Drafter(Protocol):
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """A request takes a slot: read its prompt. features [S, F] of its tokens, if this drafter ``reads`` any."""
 
+    def release(self, slot: int) -> None:
+        """The request in a slot is done, finished or given up: forget it. Its cache rows may keep what they hold."""
+
     def observe(self, commit: Commit) -> None:
         """See a commit. Called once for every commit, before `propose`, whether or not `propose` follows."""
 
@@ -71,6 +74,9 @@ class Verifier(Protocol):
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
         """Read a prompt into a slot and pick the first token. ``sampling`` has one row, the slot's."""
 
+    def release(self, slot: int) -> None:
+        """The request in a slot is done: forget it."""
+
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; None = nothing is proposed."""
 
@@ -89,6 +95,9 @@ class Round(Protocol):
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
         """Read a prompt into a slot."""
+
+    def release(self, slot: int) -> None:
+        """The request in a slot is done, or `start` failed for it: both sides forget it."""
 
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """One round."""

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.core import law, noise
+from paceline.core import noise
 from paceline.core.backlog import Backlog
 from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.decoder.decoder import Body, CompiledDecoder
@@ -46,7 +46,7 @@ class DraftStep(nn.Module):
             stream = noise.DRAFT if self._drawn else noise.TARGET
             drafts.append(self.body.kernels.choose(logits, row.unsqueeze(1), sampling, stream=stream))
             if self._drawn:
-                laws.append(law.probabilities(logits, sampling))
+                laws.append(self.body.kernels.probabilities(logits, sampling))
         if self._drawn:
             return torch.cat(drafts, 1), torch.cat(laws, 1)
         return (torch.cat(drafts, 1),)
@@ -74,6 +74,9 @@ class ModelDrafter:
         self._backlog.forget(slot)
         if len(prompt) < self.decoder.n_positions:
             prefill(self.decoder, slot, prompt)
+
+    def release(self, slot: int) -> None:
+        """Nothing to forget: the next request's prompt overwrites the cache rows."""
 
     def observe(self, commit: Commit) -> None:
         """Only noted: the step of `propose` reads the last commit itself."""

@@ -76,6 +76,9 @@ class NgramDrafter:
         self._texts[slot] = NgramIndex(self._sizes, first=self._first)
         self._texts[slot].extend(prompt)
 
+    def release(self, slot: int) -> None:
+        self._texts.pop(slot, None)
+
     def observe(self, commit: Commit) -> None:
         for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
             if slot in self._texts:

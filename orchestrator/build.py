@@ -50,7 +50,7 @@ def drafter(draft: DraftLike, target: CompiledDecoder, *, k: int, rule: Acceptor
     Raises:
         ConfigurationError: k is negative, or nothing can be made of ``draft``.
     """
-    if k < 0:
+    if not isinstance(k, int) or k < 0:
         raise ConfigurationError(f"k must be 0 or more drafted tokens per round, not {k}")
     if draft is None or k == 0:
         return NoDrafter()
@@ -125,6 +125,6 @@ def _outline(source: Drafter, width: int | None) -> Outline:
         return outline
     if not outline.is_chain:
         raise ConfigurationError(f"width={width} is for chains; this drafter's tree has {outline.nodes} nodes")
-    if width < outline.nodes + 1:
+    if not isinstance(width, int) or width < outline.nodes + 1:
         raise ConfigurationError(f"width={width} is too small for {outline.nodes} drafted tokens and the target's own")
     return Outline.chain(width - 1)

@@ -30,6 +30,11 @@ class Timed:
         self.prefill_seconds += perf_counter() - begin
         return reading
 
+    def release(self, slot: int) -> None:
+        """A request is gone from a slot, on both sides."""
+        for side in self._sides:
+            side.release(slot)
+
 
 class TwoStep(Timed):
     """Draft, then verify: two calls a round."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -112,7 +113,8 @@ class Sampler:
     ) -> Iterator[Event]:
         """The tokens of `sample`, as they are committed; `statistics` is complete when the iterator is done.
 
-        Bad input raises here, not at the first event. Closing the iterator early frees the decoders.
+        Bad input and a busy decoder raise here, not at the first event. The decoders are held from here on until the
+        iterator is done, closed or dropped.
         """
         ask = Ask(
             input_ids=input_ids, sequence_length=sequence_length, max_new_tokens=max_new_tokens,
@@ -133,14 +135,18 @@ class Sampler:
         raise NotImplementedError
 
     def _events(self, requests: list[Request], demands: Demands) -> Generator[Event, None, None]:
-        engine = self._engine(demands)
-        return self._hold(engine, requests)
+        """Events of a generation that holds its decoders from now on, until they are at an end, closed or dropped."""
+        events = self._hold(self._engine(demands), requests)
+        next(events)  # a generator that has not begun would not run its clean-up when it is closed or dropped
+        return cast("Generator[Event, None, None]", events)
 
-    def _hold(self, engine: Engine, requests: list[Request]) -> Generator[Event, None, None]:
-        self.statistics = Statistics()
+    def _hold(self, engine: Engine, requests: list[Request]) -> Generator[Event | None, None, None]:
+        """None when the decoders are held, then the events."""
         with ExitStack() as stack:
             for decoder in self._decoders():
                 stack.enter_context(decoder.held_by(engine))
+            self.statistics = Statistics()
+            yield None
             yield from run(engine, requests, self.statistics)
 
     def _collect(

@@ -56,6 +56,10 @@ class HostVerifier:
         self.logprobs[slot] = [_logprob(logits, token)]
         return Reading(token, features)
 
+    def release(self, slot: int) -> None:
+        """Forget the slot's text."""
+        self._texts[slot], self.logprobs[slot] = [], []
+
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; see the protocol."""
         proposal = fitted(proposal, self.outline.nodes)

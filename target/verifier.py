@@ -12,7 +12,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.core import law
 from paceline.core.accept import Match, Reject, committed
 from paceline.core.protocols import GraphDrafter
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
@@ -55,10 +54,10 @@ class VerifyStep(nn.Module):
             verdict = self._acceptor(view.proposal, choices, self.outline.depth)
         else:
             drawn = nn.functional.pad(proposed[0], (0, logits.shape[-1] - proposed[0].shape[-1])) if proposed else None
-            probabilities = law.probabilities(logits, sampling)
+            kernels = self.body.kernels
+            law = kernels.probabilities(logits, sampling)
             chain = Proposal(view.proposal.tokens, None, drawn)
-            choose = self.body.kernels.choose
-            verdict = self._acceptor(chain, probabilities, positions, sampling, choose=choose)
+            verdict = self._acceptor(chain, law, positions, sampling, choose=kernels.choose)
         if view.tree is not None:
             self.body.keep(row, verdict.path)
         out = (committed(view.proposal, verdict), verdict.count + 1, row + 1)
@@ -111,6 +110,9 @@ class CompiledVerifier:
         logits, features = prefill(self.decoder, slot, prompt, reads=self._reads)
         position = torch.tensor([[len(prompt)]], dtype=torch.int32)
         return Reading(int(self.decoder.body.kernels.choose(logits, position, sampling)), features)
+
+    def release(self, slot: int) -> None:
+        """Nothing to forget: the next request's prompt overwrites the cache rows."""
 
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; see the protocol."""

@@ -43,6 +43,9 @@ class Mislabelled:
     def admit(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
         self.inner.admit(slot, prompt)
 
+    def release(self, slot: int) -> None:
+        self.inner.release(slot)
+
     def observe(self, commit: Commit) -> None:
         self.inner.observe(commit)
 
