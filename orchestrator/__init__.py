@@ -5,9 +5,11 @@ from paceline import AutoDecoder, SpeculativeGenerator
 
 from paceline.auto import AutoDecoder
 from paceline.core.errors import PacelineError
+from paceline.core.typical import Typical
 from paceline.draft.lift import lift
 from paceline.draft.ngram import NgramDrafter
 from paceline.generator import SpeculativeGenerator
+from paceline.medusa.drafter import MedusaDrafter
 from paceline.result import Event, GenerationResult, Statistics
 
 __version__ = "0.1.0"
@@ -16,9 +18,11 @@ __all__ = [
     "AutoDecoder",
     "Event",
     "GenerationResult",
+    "MedusaDrafter",
     "NgramDrafter",
     "PacelineError",
     "SpeculativeGenerator",
     "Statistics",
+    "Typical",
     "lift",
 ]

@@ -10,6 +10,7 @@ from paceline.core.accept import Match, Reject
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, GraphDrafter
 from paceline.core.types import Outline
+from paceline.core.typical import Typical
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.lift import lift
 from paceline.draft.model import ModelDrafter
@@ -22,7 +23,7 @@ from paceline.target.verifier import Acceptor, CompiledVerifier
 
 log = logging.getLogger("paceline")
 
-ACCEPTORS: dict[str, type[Acceptor]] = {"match": Match, "reject": Reject}
+ACCEPTORS: dict[str, type[Acceptor]] = {"match": Match, "reject": Reject, "typical": Typical}
 DRAFTERS: dict[str, Callable[[int], Drafter]] = {"none": lambda _k: NoDrafter(), "ngram": NgramDrafter}
 
 DraftLike = CompiledDecoder | Drafter | Callable[[list[int]], list[int]] | str | None
@@ -37,8 +38,10 @@ class Demands:
     width: int | None = None
 
 
-def acceptor(name: str) -> Acceptor:
-    """The acceptance rule of that name."""
+def acceptor(name: str | Acceptor) -> Acceptor:
+    """The acceptance rule of that name, or a rule with values of the user's own."""
+    if not isinstance(name, str):
+        return name
     if name not in ACCEPTORS:
         raise ConfigurationError(f"acceptor={name!r} is unknown; use one of {', '.join(ACCEPTORS)}")
     return ACCEPTORS[name]()
@@ -89,6 +92,11 @@ def engine(
     outline = _outline(source, demands.width)
     if isinstance(rule, Reject) and not outline.is_chain:
         raise ConfigurationError("acceptor='reject' is for chains; this drafter proposes trees: use acceptor='match'")
+    if isinstance(rule, Typical) and (demands.processor is not None or demands.scores):
+        raise ConfigurationError(
+            "acceptor='typical' decides on the device, without logits processors and scores; leave them out, or use "
+            "acceptor='match'"
+        )
     # Where a row's bits depend on how many rows there are, every round of an exact generator has the same number.
     wide = demands.width is not None or (exact and outline.is_chain and not target.body.kernels.width_free)
     scores = None

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+
 from paceline import build, pairing, warm
+from paceline.core.typical import Typical
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.loop import Engine
 from paceline.result import Statistics
 from paceline.sampler import Sampler
+from paceline.target.verifier import Acceptor
+
+log = logging.getLogger("paceline")
 
 
 class SpeculativeGenerator(Sampler):
@@ -14,11 +20,12 @@ class SpeculativeGenerator(Sampler):
 
     The tokens are those of plain decoding with the same seed, at any temperature, whatever the draft
     (``acceptor="match"``); ``acceptor="reject"`` keeps the law but not the tokens, and accepts a little more.
+    ``acceptor="typical"`` is LOSSY: it keeps neither, above temperature 0.
 
     draft     a decoder, any drafter, a function from ids to ids, "ngram", or None (plain decoding)
     target    the decoder whose text it is
     k         drafted tokens per round, not counting the target's own; a drafter object brings its own number
-    acceptor  "match" or "reject"
+    acceptor  "match", "reject", "typical", or a rule with values of its own: `Typical(epsilon=0.09, alpha=0.3)`
     exact     run every round through one graph width, so that no rounding depends on what was proposed; False
               lets rounds without a proposal take a narrower graph
     fused     draft and verify in one graph; None (default) = wherever it can be done, False = never
@@ -34,22 +41,27 @@ class SpeculativeGenerator(Sampler):
         target: CompiledDecoder,
         *,
         k: int = 4,
-        acceptor: str = "match",
+        acceptor: str | Acceptor = "match",
         exact: bool = True,
         fused: bool | None = None,
     ) -> None:
         self.target, self._exact, self._fused = target, exact, fused
         self._rule = build.acceptor(acceptor)
+        if isinstance(self._rule, Typical):
+            log.warning("acceptor 'typical' is lossy: above temperature 0 the text does not follow the target's law")
         if isinstance(draft, CompiledDecoder):
             pairing.check(draft, target)
         self.drafter = build.drafter(draft, target, k=k, rule=self._rule)
         target.check_width(self.drafter.outline.nodes + 1)
         self._parts = [target, draft] if isinstance(draft, CompiledDecoder) else [target]
-        self.statistics = Statistics()
+        self.statistics = self._fresh()
 
     def compile(self) -> None:
         """Make every graph a call without host-side processors needs, so that no call has to wait for one."""
         warm.up(self._engine(build.Demands()), self._decoders())
+
+    def _fresh(self) -> Statistics:
+        return Statistics(acceptor=type(self._rule).__name__.lower())
 
     def _decoders(self) -> list[CompiledDecoder]:
         return self._parts

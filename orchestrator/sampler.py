@@ -134,6 +134,10 @@ class Sampler:
         """A fresh engine for one call."""
         raise NotImplementedError
 
+    def _fresh(self) -> Statistics:
+        """Empty statistics, with what is known before anything is decoded."""
+        return Statistics()
+
     def _events(self, requests: list[Request], demands: Demands) -> Generator[Event, None, None]:
         """Events of a generation that holds its decoders from now on, until they are at an end, closed or dropped."""
         events = self._hold(self._engine(demands), requests)
@@ -145,7 +149,7 @@ class Sampler:
         with ExitStack() as stack:
             for decoder in self._decoders():
                 stack.enter_context(decoder.held_by(engine))
-            self.statistics = Statistics()
+            self.statistics = self._fresh()
             yield None
             yield from run(engine, requests, self.statistics)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from paceline.batch import Batch
 from paceline.core.types import Bounds, SamplingBatch
+from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.loop import Engine
 from paceline.result import Statistics
@@ -18,15 +19,17 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
     with ExitStack() as stack:
         for decoder in decoders:
             stack.enter_context(decoder.held_by(engine))
+        for decoder in decoders[1:]:
+            for chunk in decoder.options.chunks:
+                steps.prefill(decoder, 0, [0] * min(chunk, decoder.n_positions - 1))
         batch = Batch(engine.slots, engine.width, Statistics())
-        commit, sampling = batch.commit, batch.sampling
-        longest = decoders[0].n_positions - 1
-        for rows in sorted({min(chunk, longest) for decoder in decoders for chunk in decoder.options.chunks}):
-            reading = engine.round.start(0, [0] * rows, SamplingBatch(sampling.knobs[:1], sampling.keys[:1]))
-            if reading.features is not None:
-                states = reading.features.new_zeros(*commit.tokens.shape, reading.features.shape[-1])
-                commit = replace(commit, features=states)
-        idle = batch.bounds(0, None, None)
-        engine.round(commit, sampling, idle)
+        commit, idle = batch.commit, batch.bounds(0, None, None)
+        one = SamplingBatch(batch.sampling.knobs[:1], batch.sampling.keys[:1])
+        for chunk in decoders[0].options.chunks:
+            # Through the round, which knows what the drafter reads of the target.
+            seen = engine.round.start(0, [0] * min(chunk, decoders[0].n_positions - 1), one).features
+            if seen is not None:
+                commit = replace(commit, features=seen.new_zeros(engine.slots, engine.width, seen.shape[-1]))
+        engine.round(commit, batch.sampling, idle)
         if engine.depth:
-            engine.round(commit, sampling, Bounds(idle.limit + engine.depth, 1))
+            engine.round(commit, batch.sampling, Bounds(idle.limit + engine.depth, 1))

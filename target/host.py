@@ -85,6 +85,7 @@ class HostVerifier:
             elif isinstance(self._acceptor, Match):
                 way, answer = self._match(slot, logits[slot], drafts[slot].tolist(), parents=lines[slot], sampling=one)
             else:
+                assert isinstance(self._acceptor, Reject), "nothing else is offered on the host"
                 part = Proposal(drafts[slot : slot + 1], None, _line(proposal, slot))
                 way, answer = self._reject(slot, logits[slot], part, acceptor=self._acceptor, sampling=one)
             paths.append(way + [PAD] * (self.outline.depth - len(way)))

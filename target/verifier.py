@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from paceline.core.accept import Match, Reject, committed
 from paceline.core.protocols import GraphDrafter
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
+from paceline.core.typical import Typical
 from paceline.decoder.decoder import Body, CompiledDecoder
 from paceline.decoder.steps import prefill
 from paceline.target.window import Window
 
-Acceptor = Match | Reject
+Acceptor = Match | Reject | Typical
 
 
 class VerifyStep(nn.Module):
@@ -52,6 +53,10 @@ class VerifyStep(nn.Module):
         if isinstance(self._acceptor, Match):
             choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
             verdict = self._acceptor(view.proposal, choices, self.outline.depth)
+        elif isinstance(self._acceptor, Typical):
+            choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
+            probabilities = law.probabilities(logits, sampling)
+            verdict = self._acceptor(view.proposal, probabilities, choices, depth=self.outline.depth)
         else:
             drawn = nn.functional.pad(proposed[0], (0, logits.shape[-1] - proposed[0].shape[-1])) if proposed else None
             kernels = self.body.kernels
@@ -163,6 +168,8 @@ class CompiledVerifier:
 
     def _name(self, outline: Outline, commit: Commit, *, drawn: bool = False) -> str:
         kind = "reject" if isinstance(self._acceptor, Reject) else "match"
+        if isinstance(self._acceptor, Typical):  # its numbers are part of the graph
+            kind = f"typical {self._acceptor.epsilon} {self._acceptor.alpha}"
         shape = "tree" if outline.dynamic else "chain" if outline.is_chain else f"tree{list(outline.parents or ())}"
         reads = "" if self._reads is None else f",reads {self._reads.layers}"
         return (
