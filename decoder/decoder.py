@@ -120,8 +120,8 @@ class CompiledDecoder:
     ) -> Step:
         """The step ``make(body, reach)``, compiled for the shapes of ``example``. Made once for a name and reach.
 
-        ``guest`` are the facts of another model in the same step, ``owner`` is whose model that is: two of one shape have
-        one artefact, and steps of their own.
+        ``guest`` are the facts of another model in the same step, ``owner`` is whose model that is: two of one shape
+        have one artefact, and steps of their own.
         """
         full = f"{name}@{reach}"
         self._owners[id(owner)] = owner

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.core.errors import CheckpointError, PairingError
 from paceline.core.types import Reads
@@ -116,9 +117,10 @@ def parse_own(fields: Fields) -> EagleConfig:
     numbers = ("version", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
     sizes = ("max_position_embeddings", "vocab_size", "draft_vocab_size", "target_hidden_size")
     flags = ("attention_bias", "mlp_bias", "fc_bias", "input_norm", "norm_before_residual")
+    plain: dict[str, Any] = {name: fields.integer(name) for name in (*numbers, *sizes)}
+    plain |= {name: fields.flag(name, False) for name in flags}
     return EagleConfig(
-        **{name: fields.integer(name) for name in (*numbers, *sizes)},
-        **{name: fields.flag(name, False) for name in flags},
+        **plain,
         rms_norm_eps=fields.number("rms_norm_eps"),
         rope=_rope(fields),
         layers=layer_ids(fields, "layers") or (),

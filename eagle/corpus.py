@@ -63,10 +63,11 @@ class FrozenTarget:
         from transformers import AutoModelForCausalLM
 
         try:
-            self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{folder} is no checkpoint that transformers can load ({error})") from error
-        self._model.eval().requires_grad_(False)
+        model.eval().requires_grad_(False)
+        self._model: Any = model
         self.layers = layers
         self.head: Tensor = self._model.get_output_embeddings().weight.detach()
         self.embedding: Tensor = self._model.get_input_embeddings().weight.detach()
@@ -134,7 +135,7 @@ class Corpus:
             "target": target.fingerprint(),
             "layers": target.layers,
             "options": {**asdict(options), "keep_bytes": None},
-            "data": hashlib.sha256(np.ascontiguousarray(stream).view(np.uint8)).hexdigest(),
+            "data": hashlib.sha256(np.ascontiguousarray(stream).tobytes()).hexdigest(),
         }
         self._folder = folder / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.backlog import Backlog
-from paceline.core.errors import ConfigurationError
 from paceline.core.types import Bounds, Commit, Proposal, Reads, SamplingBatch
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels import Place
@@ -125,6 +124,10 @@ class EagleDrafter:
         assert features is not None, "the verifier gives the features that `reads` asks for"
         self._read(slot, 0, prompt[1:], features)
 
+    def release(self, slot: int) -> None:
+        """Its commits are of no interest any more; the next request's pairs overwrite the cache rows."""
+        self._backlog.forget(slot)
+
     def observe(self, commit: Commit) -> None:
         """Only noted: the step reads the last commit itself."""
         self._backlog.add(commit)
@@ -184,20 +187,6 @@ class EagleDrafter:
                 name, lambda _body, r: ReadStep(self.head, r), inputs, reach=reach, guest=self.facts(), owner=self
             )(*inputs)
             done += count
-
-
-def drawn_chain(length: int) -> Chain:
-    """A chain drawn from the head's law, for ``acceptor="reject"``."""
-    return Chain(length, drawn=True)
-
-
-def check_drawn(growth: Growth) -> None:
-    """Raise ConfigurationError unless drafts of this growth may be drawn: only chains have an exact rule for it."""
-    if not isinstance(growth, Chain):
-        raise ConfigurationError(
-            "only chains can be drawn from the head's law (acceptor='reject'); grow a chain, or keep acceptor='match', "
-            "which is exact for trees"
-        )
 
 
 def _at(x: Tensor, index: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.core import law, noise, reduce, tree
+from paceline.core import noise, reduce, tree
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import Outline, SamplingBatch
 from paceline.decoder.kernels import Tree
@@ -58,7 +58,7 @@ class Chain(nn.Module):
             logits = head.spread(head.logits(hidden)).contiguous()
             drafts.append(head.kernels.choose(logits, _positions(root, step + 1), sampling, stream=stream))
             if self.drawn:
-                laws.append(law.probabilities(logits, sampling))
+                laws.append(head.kernels.probabilities(logits, sampling))
         return (torch.cat(drafts, 1), torch.cat(laws, 1)) if self.drawn else (torch.cat(drafts, 1),)
 
 

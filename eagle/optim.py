@@ -45,4 +45,5 @@ def orthogonal(x: Tensor) -> Tensor:
     for _ in range(_ITERATIONS):
         gram = y @ y.T
         y = a * y + (b * gram + c * gram @ gram) @ y
-    return y.T if tall else y
+    found: Tensor = y.T if tall else y
+    return found

@@ -122,7 +122,7 @@ class Trainer:
 
     def _step(self, texts: Texts) -> None:
         loss = objective(self.network, texts, self._options, head=self._head, vocabulary=self._vocabulary)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         scale = min(1.0, (self.done + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * self.done / self.steps)))
         for optimizer in self._optimizers:

@@ -8,6 +8,8 @@ from paceline.core.errors import PacelineError
 from paceline.core.typical import Typical
 from paceline.draft.lift import lift
 from paceline.draft.ngram import NgramDrafter
+from paceline.eagle.drafter import EagleDrafter
+from paceline.eagle.growth import Chain, DynamicTree, StaticTree
 from paceline.generator import SpeculativeGenerator
 from paceline.medusa.drafter import MedusaDrafter
 from paceline.result import Event, GenerationResult, Statistics
@@ -16,12 +18,16 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutoDecoder",
+    "Chain",
+    "DynamicTree",
+    "EagleDrafter",
     "Event",
     "GenerationResult",
     "MedusaDrafter",
     "NgramDrafter",
     "PacelineError",
     "SpeculativeGenerator",
+    "StaticTree",
     "Statistics",
     "Typical",
     "lift",

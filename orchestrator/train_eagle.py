@@ -1,4 +1,4 @@
-"""`paceline train eagle` and `paceline convert eagle`: options and their wiring; the work is in the head's folder."""
+"""`paceline train eagle` and `paceline convert-eagle`: options and their wiring; the work is in the head's folder."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from typing import Annotated
 import typer
 
 from paceline import console
-from paceline.eagle import pipeline
-from paceline.eagle.corpus import CorpusOptions
+from paceline.decoder.model_config import ModelConfig
+from paceline.eagle import checkpoint, pipeline
+from paceline.eagle.corpus import CorpusOptions, FrozenTarget
 from paceline.eagle.training import TrainingOptions
 from paceline.train_cli import reports, token_stream
 
 
 def eagle(
     target: Annotated[Path, typer.Option(help="Folder of the model the head is for.")],
-    data: Annotated[
-        list[Path], typer.Option(help="Text, or .bin of uint16 ids; a file or folder; repeatable.")
-    ],
+    data: Annotated[list[Path], typer.Option(help="Text, or .bin of uint16 ids; a file or folder; repeatable.")],
     out: Annotated[Path, typer.Option(help="Folder for the head.")],
     version: Annotated[int, typer.Option(help="1 (also for EAGLE-2) or 3.")] = 3,
     layers: Annotated[list[int] | None, typer.Option(help="Version 3: a residual stream to read; repeatable.")] = None,
@@ -31,9 +30,7 @@ def eagle(
     rate: Annotated[float, typer.Option(help="Largest learning rate.")] = 2e-3,
     rows: Annotated[int, typer.Option(help="Texts in a step.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a text.")] = 256,
-    keep: Annotated[
-        float, typer.Option(help="GB of states to keep on disk; 0 = none.")
-    ] = 2.0,
+    keep: Annotated[float, typer.Option(help="GB of states to keep on disk; 0 = none.")] = 2.0,
     minutes: Annotated[float | None, typer.Option(help="Stop after so long; run again to go on.")] = None,
     work: Annotated[Path | None, typer.Option(help="Folder for what is kept meanwhile; default: OUT/work.")] = None,
 ) -> None:
@@ -68,3 +65,16 @@ def eagle(
     shown = " ".join(f"{share:.3f}" for share in shares)
     console.say(console.err(), f"greedy chains of 1, 2, ... drafts that are all right: {shown}")
     typer.echo(json.dumps({"version": version, "greedy chains": shares}))
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of an EAGLE head, in any layout.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    target: Annotated[Path, typer.Option(help="Folder of the target the head is for.")],
+    layout: Annotated[str, typer.Option(help="paceline, eagle, nxd or speculators.")] = "paceline",
+) -> None:
+    """Rewrite an EAGLE head in another layout: ours, the EAGLE repository's, NxD Inference's or speculators'."""
+    with console.refusals():
+        head = FrozenTarget(target, ()).head
+        checkpoint.convert(source, out, ModelConfig.from_pretrained(target), layout=layout, head=head)
+    console.say(console.out(), str(out))

@@ -87,6 +87,10 @@ def test_rounds_that_asked_nothing_are_read_before_the_next_proposal(workshop: W
             made.admit(*inputs)  # type: ignore[arg-type]
             other.admit(*inputs)  # type: ignore[arg-type]
 
+        def release(self, slot: int) -> None:
+            made.release(slot)
+            other.release(slot)
+
         def observe(self, commit: object) -> None:
             made.observe(commit)  # type: ignore[arg-type]
             other.observe(commit)  # type: ignore[arg-type]
