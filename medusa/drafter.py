@@ -118,6 +118,9 @@ class MedusaDrafter:
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Nothing to read: the first commit brings the state behind the prompt."""
 
+    def release(self, slot: int) -> None:
+        """Nothing is kept for a slot."""
+
     def observe(self, commit: Commit) -> None:
         """Nothing to note: a proposal depends on the last commit alone."""
 

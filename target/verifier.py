@@ -55,8 +55,8 @@ class VerifyStep(nn.Module):
             verdict = self._acceptor(view.proposal, choices, self.outline.depth)
         elif isinstance(self._acceptor, Typical):
             choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
-            probabilities = self.body.kernels.probabilities(logits, sampling)
-            verdict = self._acceptor(view.proposal, probabilities, choices, depth=self.outline.depth)
+            law = self.body.kernels.probabilities(logits, sampling)
+            verdict = self._acceptor(view.proposal, law, choices, depth=self.outline.depth)
         else:
             drawn = nn.functional.pad(proposed[0], (0, logits.shape[-1] - proposed[0].shape[-1])) if proposed else None
             kernels = self.body.kernels

@@ -85,6 +85,9 @@ class Recorder:
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         self.inner.admit(slot, prompt, features)
 
+    def release(self, slot: int) -> None:
+        self.inner.release(slot)
+
     def observe(self, commit: Commit) -> None:
         self.inner.observe(commit)
 
