@@ -122,7 +122,7 @@ class EagleDrafter:
         """Read the pairs of a prompt: all but its last feature, whose token is yet to come."""
         self._backlog.forget(slot)
         assert features is not None, "the verifier gives the features that `reads` asks for"
-        self._read(slot, 0, prompt[1:], features)
+        self._read(slot, 0, tokens=prompt[1:], features=features)
 
     def release(self, slot: int) -> None:
         """Its commits are of no interest any more; the next request's pairs overwrite the cache rows."""
@@ -136,7 +136,7 @@ class EagleDrafter:
         """Read what was committed while nothing was proposed."""
         for missed in self._backlog.take():
             assert missed.features is not None, "commits carry the features that `reads` asks for"
-            self._read(missed.slot, missed.start - 1, missed.tokens, missed.features)
+            self._read(missed.slot, missed.start - 1, tokens=missed.tokens, features=missed.features)
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """Draft; see the protocol."""
@@ -170,7 +170,7 @@ class EagleDrafter:
     def _reach(self, rows: int) -> int:
         return self.target.reach(rows + self.outline.depth)
 
-    def _read(self, slot: int, row: int, tokens: Sequence[int], features: Tensor) -> None:
+    def _read(self, slot: int, row: int, *, tokens: Sequence[int], features: Tensor) -> None:
         """Pairs of tokens and the features [>= n, F] that predicted them, from cache row ``row`` on, in chunks."""
         done, chunks = 0, self.target.options.chunks
         while done < len(tokens):

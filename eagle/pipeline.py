@@ -78,11 +78,11 @@ def train(
         vocabulary=vocabulary,
         skip=corpus.prompt,
     )
-    write(out, network, vocabulary, shares)
+    write(out, network, vocabulary, shares=shares)
     return shares
 
 
-def write(out: Path, network: EagleNetwork, vocabulary: Vocabulary, shares: list[float]) -> None:
+def write(out: Path, network: EagleNetwork, vocabulary: Vocabulary, *, shares: list[float]) -> None:
     """A head in bfloat16 and how well it did."""
     weights: dict[str, Tensor] = {name: x.detach().bfloat16() for name, x in network.state_dict().items()}
     if network.config.version == 3:

@@ -31,8 +31,8 @@ app = typer.Typer(
 )
 app.add_typer(train_cli.app, name="train")
 app.registered_commands += medusa_cli.app.registered_commands
-train_cli.app.command()(train_eagle.eagle)
-app.command(name="convert-eagle")(train_eagle.convert)
+app.registered_commands += train_eagle.files.registered_commands
+train_cli.app.registered_commands += train_eagle.app.registered_commands
 
 Amp = Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")]
 BackendName = Annotated[str, typer.Option("--backend", help="inductor (compiled, CPU) or eager.")]

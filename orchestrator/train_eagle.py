@@ -15,7 +15,11 @@ from paceline.eagle.corpus import CorpusOptions, FrozenTarget
 from paceline.eagle.training import TrainingOptions
 from paceline.train_cli import reports, token_stream
 
+app = typer.Typer(help="Train EAGLE heads.", add_completion=False)
+files = typer.Typer(help="Files of EAGLE heads.", add_completion=False)
 
+
+@app.command()
 def eagle(
     target: Annotated[Path, typer.Option(help="Folder of the model the head is for.")],
     data: Annotated[list[Path], typer.Option(help="Text, or .bin of uint16 ids; a file or folder; repeatable.")],
@@ -67,6 +71,7 @@ def eagle(
     typer.echo(json.dumps({"version": version, "greedy chains": shares}))
 
 
+@files.command(name="convert-eagle")
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder of an EAGLE head, in any layout.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
