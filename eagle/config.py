@@ -52,8 +52,7 @@ class EagleConfig:
     layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.version not in (1, 3):
-            raise CheckpointError(f"version {self.version} of an EAGLE head is unknown; 1 (also for EAGLE-2) or 3")
+        check_version(self.version)
         if self.version == 3 and not self.layers:
             raise CheckpointError("an EAGLE-3 head must say which residual streams of the target it reads: set layers")
         if self.version == 1 and (self.layers or self.draft_vocab_size != self.vocab_size):
@@ -102,6 +101,12 @@ class EagleConfig:
         """Write config.json, in our own form."""
         text = json.dumps({"paceline_eagle": 1, **asdict(self)}, indent=2) + "\n"
         (folder / CONFIG).write_text(text, encoding="utf-8")
+
+
+def check_version(version: int) -> None:
+    """Raise CheckpointError unless there is such a version."""
+    if version not in (1, 3):
+        raise CheckpointError(f"version {version} of an EAGLE head is unknown; give 1 (also for EAGLE-2) or 3")
 
 
 def parse_own(fields: Fields) -> EagleConfig:

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.model_config import ModelConfig
-from paceline.eagle.config import EagleConfig, layer_ids, parse_own
+from paceline.eagle.config import EagleConfig, check_version, layer_ids, parse_own
 
 LAYOUTS = ("paceline", "eagle", "nxd", "speculators")
 EMBEDDING, HEAD, OFFSETS, MASK = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
@@ -41,7 +41,9 @@ def layout_of(config: Fields, names: Iterable[str]) -> tuple[str, int]:
     """
     found = set(names)
     if "paceline_eagle" in config.values:
-        return "paceline", config.integer("version")
+        version = config.integer("version")
+        check_version(version)
+        return "paceline", version
     kind = config.values.get("speculators_model_type")
     if kind is not None:
         if kind not in ("eagle", "eagle3"):

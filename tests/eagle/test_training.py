@@ -59,10 +59,10 @@ def test_a_head_learns(workshop: Workshop, tmp_path: Path, version: int, passes:
     frozen, corpus, network, vocabulary = parts(workshop, tmp_path, version)
     options = TrainingOptions(tokens=24 * 64 * 6, passes=passes, rows=8, law_weight=1.0, rate=3e-3)
     texts = corpus.batch(1)
-    before = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary))
+    before = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary).detach())
     trainer = Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path)
     assert trainer.run(lambda *_: None)
-    after = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary))
+    after = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary).detach())
     assert after < 0.9 * before
     shares = acceptance(
         network, corpus.measured(8), depth=3, head=frozen.head, vocabulary=vocabulary, skip=SHORT.prompt
