@@ -1,1 +1,1 @@
-"""How the EAGLE heads of the demo pair were trained: the commands are in its README."""
+"""How the EAGLE head of the demo pair was trained: the commands are in its README."""
