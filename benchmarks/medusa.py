@@ -25,7 +25,6 @@ import torch
 from transformers import AutoTokenizer
 
 from paceline import AutoDecoder, MedusaDrafter, SpeculativeGenerator
-from paceline.medusa.choices import Choices
 from paceline.result import GenerationResult, Statistics
 
 ROOT = Path(__file__).parents[1]
@@ -76,7 +75,7 @@ class Mode:
 
 
 def modes(sizes: list[int], k: int) -> dict[str, Mode]:
-    """Plain, a draft model in two graphs and in one, Medusa's chain and its trees."""
+    """Plain, a draft model in two graphs and in one, Medusa's trees; those of 2 and 4 nodes are chains."""
     target, draft = (
         AutoDecoder.from_pretrained(PAIR / name, n_positions=512, context_length_estimate=128)
         for name in ("target", "draft")
@@ -86,8 +85,6 @@ def modes(sizes: list[int], k: int) -> dict[str, Mode]:
         f"draft model, two graphs, k = {k}": Mode(SpeculativeGenerator(draft, target, k=k, fused=False), k),
         f"draft model, one graph, k = {k}": Mode(SpeculativeGenerator(draft, target, k=k), k),
     }
-    chain = MedusaDrafter.from_pretrained(PAIR / "medusa", target, tree=Choices.chain(4))
-    made["medusa, chain"] = Mode(SpeculativeGenerator(chain, target), 4)
     for size in sizes:
         drafter = MedusaDrafter.from_pretrained(PAIR / "medusa", target, tree=PAIR / "medusa" / f"tree-{size}.json")
         made[f"medusa, tree of {size}"] = Mode(SpeculativeGenerator(drafter, target), size)
@@ -99,7 +96,7 @@ def modes(sizes: list[int], k: int) -> dict[str, Mode]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trees", default="8,16,32,64", help="sizes of the trees of examples/pycode/medusa")
+    parser.add_argument("--trees", default="2,4,8,16,32,64", help="sizes of the trees of examples/pycode/medusa")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--new", type=int, default=128)

@@ -50,11 +50,11 @@ class MedusaStep(nn.Module):
     ) -> tuple[Tensor]:
         """The fields of a Commit [B, W] with features [B, W, H], knobs [B, 4], keys [B, 2] -> drafts [B, N] int32."""
         last = (count - 1).to(torch.int64).view(-1, 1, 1).expand(-1, 1, features.shape[-1])
-        logits = self.heads(features.gather(1, last).squeeze(1), self._kernels.linear)
         levels = len(self._widths)
+        logits = self.heads(features.gather(1, last).squeeze(1), self._kernels.linear, levels)
         depth = torch.arange(levels, dtype=torch.int32, device=tokens.device)
         positions = (start + count).unsqueeze(1) + depth  # of the tokens that the heads predict
-        best = self._best(logits[:, :levels], positions, SamplingBatch(knobs, keys))
+        best = self._best(logits, positions, SamplingBatch(knobs, keys))
         return (best.flatten(1)[:, self.place],)
 
     def _best(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Tensor:

@@ -71,12 +71,13 @@ class Heads(nn.Module):
         if config.tied:
             self.output = output
 
-    def forward(self, states: Tensor, linear: Linear) -> Tensor:
-        """states [B, H] float32 -> logits [B, heads, V] float32"""
-        ahead = torch.stack([head(states, linear) for head in self.heads], 1)
+    def forward(self, states: Tensor, linear: Linear, used: int | None = None) -> Tensor:
+        """states [B, H] float32 -> logits [B, used, V] float32 of the first ``used`` heads; None = all of them."""
+        heads = list(self.heads)[:used]
+        ahead = torch.stack([head(states, linear) for head in heads], 1)
         if self.config.tied:
             return linear(ahead, self.output)
-        return torch.stack([self.project(i, ahead[:, i : i + 1], linear) for i in range(len(self.heads))], 1).squeeze(2)
+        return torch.cat([self.project(i, ahead[:, i : i + 1], linear) for i in range(len(heads))], 1)
 
     def project(self, index: int, x: Tensor, linear: Linear) -> Tensor:
         """What the blocks of one head made of a state, [..., H] -> its logits [..., V]."""
