@@ -114,10 +114,10 @@ class ModelDrafter:
 
     def ready(self) -> None:
         """Read what was committed while nothing was proposed, as far as this model's context goes."""
-        for slot, start, tokens in self._backlog.take():
-            if start + len(tokens) <= self.decoder.n_positions:
-                known = [min(token, self.decoder.config.vocab_size - 1) for token in tokens]
-                prefill(self.decoder, slot, known, start=start)
+        for missed in self._backlog.take():
+            if missed.start + len(missed.tokens) <= self.decoder.n_positions:
+                known = [min(token, self.decoder.config.vocab_size - 1) for token in missed.tokens]
+                prefill(self.decoder, missed.slot, known, start=missed.start)
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """Draft; see the protocol."""

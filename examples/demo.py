@@ -16,7 +16,7 @@ from time import perf_counter
 from rich.console import Console
 from rich.table import Table
 
-from paceline import AutoDecoder, MedusaDrafter, PacelineError, SpeculativeGenerator, Statistics
+from paceline import AutoDecoder, Chain, EagleDrafter, MedusaDrafter, PacelineError, SpeculativeGenerator, Statistics
 from paceline.auto import SamplingDecoder
 from paceline.console import TextView, by_position, err, out, say
 from paceline.detokenise import Tokenizer, load_tokenizer
@@ -44,7 +44,8 @@ class Measured:
 def main() -> int:
     """Load, stream, measure, compare."""
     parser = argparse.ArgumentParser(description="Plain against speculative decoding with two small code models.")
-    parser.add_argument("--mode", choices=["speculative", "ngram", "medusa"], default="speculative", help="who drafts")
+    modes = ["speculative", "ngram", "medusa", "eagle"]
+    parser.add_argument("--mode", choices=modes, default="speculative", help="who drafts")
     parser.add_argument("--k", type=int, default=4, help="drafted tokens per round")
     parser.add_argument("--prompts", type=int, default=6, help="how many prompts are measured")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -66,7 +67,11 @@ def demo(console: Console, options: argparse.Namespace) -> int:
     if options.mode == "speculative":
         decoders["draft"] = decoder("draft")
     target = decoders["target"]
-    drafter = MedusaDrafter.from_pretrained(PAIR / "medusa", target) if options.mode == "medusa" else None
+    drafter: MedusaDrafter | EagleDrafter | None = None
+    if options.mode == "medusa":
+        drafter = MedusaDrafter.from_pretrained(PAIR / "medusa", target)
+    if options.mode == "eagle":
+        drafter = EagleDrafter.from_pretrained(PAIR / "eagle3", target, Chain(options.k))
     source = SpeculativeGenerator(drafter or decoders.get("draft", "ngram"), target, k=options.k)
     say(err(), "Compiling: about a minute the first time on two cores; from then on the graphs are in the cache.")
     made = compiling(err(), decoders, [source.compile])

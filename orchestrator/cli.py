@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 import paceline
-from paceline import console, medusa_cli, progress, train_cli
+from paceline import console, medusa_cli, progress, train_cli, train_eagle
 from paceline.core.errors import ArtefactError, PromptError
 from paceline.decoder.environment import cache_root
 from paceline.detokenise import Detokeniser, Tokenizer, load_tokenizer
@@ -31,6 +31,8 @@ app = typer.Typer(
 )
 app.add_typer(train_cli.app, name="train")
 app.registered_commands += medusa_cli.app.registered_commands
+app.registered_commands += train_eagle.files.registered_commands
+train_cli.app.registered_commands += train_eagle.app.registered_commands
 
 Amp = Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")]
 BackendName = Annotated[str, typer.Option("--backend", help="inductor (compiled, CPU) or eager.")]
@@ -42,6 +44,8 @@ Chunks = Annotated[
 DraftFolder = Annotated[Path | None, typer.Option(help="Folder of the draft model.")]
 MedusaFolder = Annotated[Path | None, typer.Option("--medusa", help="Folder of Medusa heads for the target.")]
 TreeFile = Annotated[Path | None, typer.Option("--tree", help="File of their choices; default: the folder's own.")]
+EagleFolder = Annotated[Path | None, typer.Option("--eagle", help="Folder of an EAGLE head for the target.")]
+GrowthName = Annotated[str | None, typer.Option(help="Of EAGLE drafts: chain (of k), tree:-1,-1,0 or dynamic:16,4,4.")]
 Drafted = Annotated[int, typer.Option("--k", help="Drafted tokens per round, not counting the target's own.")]
 
 
@@ -68,6 +72,8 @@ def generate(
     ngram: Annotated[bool, typer.Option("--ngram", help="Draft from n-grams of the text, without a model.")] = False,
     medusa: MedusaFolder = None,
     tree: TreeFile = None,
+    eagle: EagleFolder = None,
+    growth: GrowthName = None,
     k: Drafted = 4,
     acceptor: Annotated[str, typer.Option(help="match (exact), reject (exact in law) or typical (LOSSY).")] = "match",
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
@@ -89,13 +95,13 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Show counts and times on stderr.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")] = False,
 ) -> None:
-    """Continue a text: plainly, with a draft model (--draft), n-grams (--ngram) or Medusa heads (--medusa)."""
+    """Continue a text: plainly, or with a draft model, n-grams, Medusa heads or an EAGLE head."""
     with console.refusals():
         text = _prompt(prompt, prompt_file)
         options = Loading(backend, amp, n_positions, context_length_estimate)
         if not temperature and (top_k, top_p, min_p) != (None, None, None):
             console.say(console.err(), "note: greedy decoding ignores top-k, top-p and min-p; set --temperature")
-        source, decoders = source_of(target, options, Drafting(k, draft, ngram, medusa, tree, acceptor))
+        source, decoders = source_of(target, options, Drafting(k, draft, ngram, medusa, tree, acceptor, eagle, growth))
         tokenizer = load_tokenizer(target)
         ids = tokenizer.encode(text)
         stream = source.stream(
@@ -123,6 +129,8 @@ def compile_graphs(
     draft: DraftFolder = None,
     medusa: MedusaFolder = None,
     tree: TreeFile = None,
+    eagle: EagleFolder = None,
+    growth: GrowthName = None,
     k: Drafted = 4,
     batch_size: Annotated[int, typer.Option(help="Slots.")] = 1,
     n_positions: Positions = None,
@@ -142,7 +150,9 @@ def compile_graphs(
                 raise ArtefactError("backend 'eager' compiles nothing, so there is nothing to save; use 'inductor'")
             console.say(console.err(), "backend 'eager' runs steps as they are written: there is nothing to compile")
             return
-        source, decoders = source_of(target, options, Drafting(k, draft, not (draft or medusa), medusa, tree))
+        source, decoders = source_of(
+            target, options, Drafting(k, draft, not (draft or medusa or eagle), medusa, tree, "match", eagle, growth)
+        )
         plain = decoders["target"]
         made = progress.compiling(console.err(), decoders, [source.compile, plain.compile])
         if save:

@@ -12,6 +12,8 @@ from paceline import console, progress
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.build import DraftLike
 from paceline.core.errors import ConfigurationError
+from paceline.eagle import spec
+from paceline.eagle.drafter import EagleDrafter
 from paceline.generator import SpeculativeGenerator
 from paceline.medusa.drafter import MedusaDrafter
 
@@ -52,17 +54,21 @@ class Drafting:
     medusa: Path | None = None
     tree: Path | None = None
     acceptor: str = "match"
+    eagle: Path | None = None
+    growth: str | None = None
 
     def check(self) -> None:
         """Raise ConfigurationError if the options contradict each other."""
-        asked = {"--draft": self.draft, "--ngram": self.ngram, "--medusa": self.medusa}
+        asked = {"--draft": self.draft, "--ngram": self.ngram, "--medusa": self.medusa, "--eagle": self.eagle}
         given = [name for name, value in asked.items() if value]
         if len(given) > 1:
             raise ConfigurationError(f"{' and '.join(given)} exclude each other; give one of them")
         if self.tree and not self.medusa:
             raise ConfigurationError("--tree is the tree of Medusa heads; give their folder with --medusa")
+        if self.growth and not self.eagle:
+            raise ConfigurationError("--growth is how drafts of an EAGLE head grow; give its folder with --eagle")
         if self.acceptor != "match" and not given:
-            raise ConfigurationError("--acceptor needs a drafter: give --draft, --ngram or --medusa")
+            raise ConfigurationError("--acceptor needs a drafter: give --draft, --ngram, --medusa or --eagle")
 
 
 def source_of(target: Path, options: Loading, how: Drafting) -> tuple[Source, dict[str, SamplingDecoder]]:
@@ -74,6 +80,9 @@ def source_of(target: Path, options: Loading, how: Drafting) -> tuple[Source, di
         drafter = decoders["draft"] = options.decoder(how.draft)
     if how.medusa:
         drafter = MedusaDrafter.from_pretrained(how.medusa, decoders["target"], tree=how.tree)
+    if how.eagle:
+        growth = spec.growth(how.growth or "chain", k=how.k, drawn=how.acceptor == "reject")
+        drafter = EagleDrafter.from_pretrained(how.eagle, decoders["target"], growth)
     if drafter is None:
         return decoders["target"], decoders
     return SpeculativeGenerator(drafter, decoders["target"], k=how.k, acceptor=how.acceptor), decoders
