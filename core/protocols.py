@@ -59,6 +59,10 @@ class Shortens(Protocol):
 class GraphDrafter(Drafter, Protocol):
     """A drafter whose proposing is one traceable step, so that it can share a graph with the verifier."""
 
+    @property
+    def state(self) -> nn.Module:
+        """What holds the weights and caches of its steps. Drafters of one state share compiled steps."""
+
     def step(self, rows: int) -> nn.Module:
         """The step for texts that need so many cache rows.
 

@@ -127,6 +127,11 @@ class ModelDrafter:
         out = self.decoder.graph(name, self._make, inputs, reach=self._reach(bounds.rows))(*inputs)
         return Proposal(out[0], None, out[1] if self._drawn else None)
 
+    @property
+    def state(self) -> nn.Module:
+        """See the protocol."""
+        return self.decoder.body
+
     def step(self, rows: int) -> nn.Module:
         """See the protocol."""
         return self._make(self.decoder.body, self._reach(rows))

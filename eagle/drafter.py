@@ -146,12 +146,22 @@ class EagleDrafter:
         name = f"{self.name(bounds.rows)},from {commit.tokens.shape[1]}"
         reach = self._reach(bounds.rows)
         step = self.target.graph(
-            name, lambda _body, _reach: self.step(bounds.rows), inputs, reach=reach, guest=self.facts(), owner=self
+            name,
+            lambda _body, _reach: self.step(bounds.rows),
+            inputs,
+            reach=reach,
+            guest=self.facts(),
+            owner=self.state,
         )
         out = step(*inputs)
         if self.outline.dynamic:
             return Proposal(out[0], out[1])
         return Proposal(out[0], self.outline.parents, out[1] if len(out) > 1 else None)
+
+    @property
+    def state(self) -> nn.Module:
+        """See the protocol."""
+        return self.head
 
     def step(self, rows: int) -> nn.Module:
         """See the protocol."""
@@ -184,7 +194,7 @@ class EagleDrafter:
             reach = self.target.reach(row + done + chunk)
             name = f"eagle{self.head.config.version} reads[{chunk}]"
             self.target.graph(
-                name, lambda _body, r: ReadStep(self.head, r), inputs, reach=reach, guest=self.facts(), owner=self
+                name, lambda _body, r: ReadStep(self.head, r), inputs, reach=reach, guest=self.facts(), owner=self.state
             )(*inputs)
             done += count
 

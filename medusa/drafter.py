@@ -8,12 +8,9 @@ they are the head's best tokens. It has no cache and reads no commit but the las
 from __future__ import annotations
 
 import hashlib
-import inspect
 import logging
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +21,6 @@ from paceline.core.types import Bounds, Commit, Proposal, Reads, SamplingBatch
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels import Kernels
 from paceline.medusa import checkpoint
-from paceline.medusa import heads as heads_module
 from paceline.medusa.choices import Choices
 from paceline.medusa.heads import Heads
 
@@ -137,8 +133,15 @@ class MedusaDrafter:
         inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys, commit.features)
         name = f"{self.name(bounds.rows)},from {commit.tokens.shape[1]}"
         reach = self.target.reach(bounds.rows)
-        (tokens,) = self.target.graph(name, lambda _b, _r: self._step, inputs, reach=reach, guest=self.facts())(*inputs)
+        (tokens,) = self.target.graph(
+            name, lambda _b, _r: self._step, inputs, reach=reach, guest=self.facts(), owner=self.state
+        )(*inputs)
         return Proposal(tokens, None if self.outline.is_chain else self.choices.parents)
+
+    @property
+    def state(self) -> nn.Module:
+        """See the protocol."""
+        return self.heads
 
     def step(self, rows: int) -> nn.Module:
         """See the protocol; the same for every length."""
@@ -150,14 +153,12 @@ class MedusaDrafter:
         return f"medusa[{len(self.choices)} nodes,{kind}]"
 
     def facts(self) -> dict[str, object]:
-        """See the protocol. With the source of the step, which is not in a folder that all graphs depend on."""
-        modules: tuple[ModuleType, ...] = (sys.modules[__name__], heads_module)
-        source = hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
+        """See the protocol."""
         sizes = self.heads.config
         shape = [sizes.heads, sizes.layers, sizes.hidden_size, sizes.vocab_size, sizes.tied]
         dtype = str(next(iter(self.heads.own().values())).dtype)
         paths = [list(path) for path in self.choices.paths]
-        return {"medusa": {"sizes": shape, "dtype": dtype, "choices": paths, "source": source}}
+        return {"medusa": {"sizes": shape, "dtype": dtype, "choices": paths}}
 
 
 def _choices(given: TreeLike) -> Choices:

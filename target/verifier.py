@@ -159,7 +159,9 @@ class CompiledVerifier:
             return FusedStep(drafter.step(bounds.rows), self._step(body, reach, outline=self.outline))
 
         reach = self.decoder.reach(bounds.rows)
-        deep, *rest = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts(), owner=drafter)(*inputs)
+        deep, *rest = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts(), owner=drafter.state)(
+            *inputs
+        )
         return self._commit(rest), deep
 
     def _step(self, body: Body, reach: int, *, outline: Outline) -> VerifyStep:

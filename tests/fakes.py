@@ -131,7 +131,7 @@ class TableDecoder(SamplingDecoder):
         self.backend, self.reaches = EagerBackend(), reaches
         self.body = TableBody(logits, self.config, slots=slots, positions=reaches[-1], slack=128)
         self.announce, self.folder = print, None
-        self._made: dict[str, tuple[list[torch.Size], Step]] = {}
+        self._made: dict[tuple[str, object], tuple[list[torch.Size], Step]] = {}
         self._holder = None
 
     def graph(
@@ -142,10 +142,11 @@ class TableDecoder(SamplingDecoder):
         *,
         reach: int,
         guest: dict[str, object] | None = None,
+        owner: object | None = None,
     ) -> Step:
         """As the real one, and strict about what a compiled graph is strict about: its shapes."""
         shapes = [x.shape for x in example]
-        full = f"{name}@{reach}"
+        full = (f"{name}@{reach}", owner)
         if full not in self._made:
             module = make(self.body, reach)
             self._made[full] = (shapes, lambda *inputs: list(module(*inputs)))

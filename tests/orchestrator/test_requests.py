@@ -161,7 +161,7 @@ def test_rows_are_padded_with_the_checkpoint_s_pad_id(eos: tuple[int, ...], pad:
 
 
 CONFIGURATION_ERRORS = [
-    ({"acceptor": "typical"}, "acceptor='typical' is unknown; use one of match, reject"),
+    ({"acceptor": "hope"}, "acceptor='hope' is unknown; use one of match, reject"),
     ({"k": -1}, "k must be 0 or more drafted tokens per round, not -1"),
     ({"draft": "suffix"}, "no drafter is called 'suffix'; there are none, ngram"),
     ({"draft": 3}, "draft is a int; give a decoder, a drafter, a function"),
