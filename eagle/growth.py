@@ -123,18 +123,22 @@ class DynamicTree(nn.Module):
         self.outline = Outline(nodes, depth, None, dynamic=True)
         self.width, self.name = width, f"dynamic {nodes} of depth {depth}, width {width}"
         self.register_buffer("owner", torch.arange(width * width) // width)
+        self.register_buffer("same", torch.eye(width))
 
     def forward(self, head: EagleHead, root: Root, sampling: SamplingBatch, reach: int) -> tuple[Tensor, ...]:
         """-> drafts [B, N] int32, parents [B, N] int32."""
         slots, width = len(root.row), self.width
         beam, hidden = Beam(head, root, reach), root.hidden
-        worth, tokens = (x.squeeze(1) for x in best(head, hidden, width, sampling=sampling, positions=_positions(root)))
+        # A product with the identity is exact, and what it gives is computed once: see `best`.
+        worth, tokens = best(head, hidden, width, sampling=sampling, positions=_positions(root))
+        worth, tokens = head.kernels.linear(worth, self.get_buffer("same")).squeeze(1), tokens.squeeze(1)
         steps = torch.arange(width, dtype=torch.int32, device=tokens.device).expand(slots, -1)
         ids, rows, hidden = steps, torch.zeros_like(steps), hidden.expand(-1, width, -1)
         every = [(tokens, worth, torch.full_like(tokens, tree.ROOT))]
         for level in range(2, self.outline.depth + 1):
             hidden = beam.extend(tokens, hidden, rows)
             more, picks = best(head, hidden, width, sampling=sampling, positions=_positions(root, level))
+            more = head.kernels.linear(more, self.get_buffer("same"))
             value, token = (worth.unsqueeze(-1) + more).flatten(1), picks.flatten(1)
             owner = self.get_buffer("owner").expand(slots, -1)
             every.append((token, value, ids.gather(1, owner)))
@@ -183,19 +187,28 @@ def best(
 ) -> tuple[Tensor, Tensor]:
     """The likeliest next tokens of nodes of one level. hidden [B, n, H], positions [B, 1] int32 of the drafted tokens.
 
-    -> worth [B, n, count], log-probabilities, falling; tokens [B, n, count] int32, the target's ids. With a
-    temperature both are of the law given the position's noise. Its top-k, top-p and min-p are left out: drafts are
-    guesses, and the target applies them.
+    -> worth [B, n, count], log-probabilities, with a temperature those of the law given the position's noise (without
+    top-k, top-p and min-p); tokens [B, n, count] int32, the target's ids, the first of them what a chain would take.
     """
+    logits = head.logits(hidden)
+    left, at = head.spread(logits), positions.expand(-1, hidden.shape[1])
+    everything = torch.arange(left.shape[-1], dtype=torch.int32, device=left.device)
+    tokens: list[Tensor] = []
+    for _ in range(count):
+        # By the kernel, one after the other: a comparison of scores with their largest must not see them computed
+        # twice, and a compiler may do that, with other roundings.
+        tokens.append(head.kernels.choose(left.contiguous(), at.contiguous(), sampling).unsqueeze(-1))
+        left = torch.where(everything == tokens[-1], reduce.NEGATIVE, left)
+    picks = torch.cat(tokens, -1)
     temperature = sampling.knobs[:, :1].unsqueeze(-1)
     hot = temperature > 0
     rows = noise.row_keys(sampling.keys, positions, noise.TARGET)
-    scores = head.logits(hidden) / torch.where(hot, temperature, 1.0)
+    scores = logits / torch.where(hot, temperature, 1.0)
     scores = scores + torch.where(hot, gumbel(noise.bits(rows, head.ids)), 0.0)
     high = scores.amax(-1, keepdim=True)
     total = high + (scores - high).exp().sum(-1, keepdim=True).log()
-    values, picks = reduce.top(scores, count)
-    return (values - total).clamp(max=0.0), head.ids[picks]
+    places = head.places[picks].clamp(max=scores.shape[-1] - 1).to(torch.int64)
+    return (scores.gather(-1, places) - total).clamp(max=0.0), picks
 
 
 def gumbel(word: Tensor) -> Tensor:
@@ -218,7 +231,7 @@ def kept(tokens: Tensor, worth: Tensor, parents: Tensor, *, nodes: int) -> tuple
     wanted = torch.arange(nodes, dtype=torch.float32, device=worth.device).view(1, -1, 1)
     mine = ((rank.unsqueeze(1) == wanted) & chosen.unsqueeze(1)).to(torch.float32)
     found = [(mine * x.to(torch.float32).unsqueeze(1)).sum(-1).to(torch.int32) for x in (tokens, above)]
-    return found[0], found[1]
+    return found[0], torch.minimum(found[1], torch.arange(-1, nodes - 1, dtype=torch.int32, device=worth.device))
 
 
 def _positions(root: Root, ahead: int = 1) -> Tensor:

@@ -36,7 +36,7 @@ def test_the_first_pick_of_a_tree_is_the_pick_of_a_chain(
     worth, picks = best(head, hidden, 3, sampling=sampling, positions=positions)
     chosen = head.kernels.choose(head.spread(head.logits(hidden)), positions, sampling)
     assert torch.equal(picks[..., 0], chosen)
-    assert (worth <= 0).all() and (worth.diff(dim=-1) <= 0).all() and (worth.exp().sum(-1) <= 1.0001).all()
+    assert (worth <= 0).all() and (worth.diff(dim=-1) <= 1e-3).all() and (worth.exp().sum(-1) <= 1.0001).all()
 
 
 @given(st.lists(st.integers(-3, 0), min_size=4, max_size=30), st.randoms(use_true_random=False))
