@@ -79,6 +79,11 @@ class ModelConfig:
         generation = Fields(read_json_object(generation_file) if generation_file.exists() else {}, str(generation_file))
         return _parse(config, generation)
 
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> "ModelConfig":
+        """The configuration in a ``config.json`` alone, to plan with; generation settings are not looked for."""
+        return _parse(Fields(read_json_object(Path(path)), str(path)), Fields({}, str(path)))
+
     def to_dict(self) -> dict[str, object]:
         """Plain values under these field names (not Hugging Face's), ready for JSON."""
         return asdict(self)
