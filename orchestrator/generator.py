@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 from paceline import build, pairing, warm
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.loop import Engine
-from paceline.result import Statistics
+from paceline.request import Request
+from paceline.result import Event, Reports, Statistics
 from paceline.sampler import Sampler
 
 
@@ -54,3 +57,11 @@ class SpeculativeGenerator(Sampler):
 
     def _engine(self, demands: build.Demands) -> Engine:
         return build.engine(self.target, self.drafter, rule=self._rule, exact=self._exact, demands=demands)
+
+    def _hold(self, engine: Engine, requests: list[Request]) -> Generator[Event, None, None]:
+        before = self.drafter.health if isinstance(self.drafter, Reports) else None
+        try:
+            yield from super()._hold(engine, requests)
+        finally:
+            if before is not None and isinstance(self.drafter, Reports):
+                self.statistics.health = self.drafter.health.since(before)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from paceline.placement.health import DrafterHealth
 
 FinishReason = Literal["stop", "length", "time", "criteria"]
 
@@ -28,6 +30,14 @@ class Event:
     logprobs: tuple[float, ...] | None = None
 
 
+@runtime_checkable
+class Reports(Protocol):
+    """A drafter that knows how it is doing."""
+
+    @property
+    def health(self) -> DrafterHealth: ...
+
+
 @dataclass(slots=True)
 class Statistics:
     """Counts over all requests of a call, and where its time went.
@@ -38,6 +48,7 @@ class Statistics:
     accepted_per_position   the same, by place in the proposal (first = index 0)
     drafted_per_position    proposals that had this place
     *_seconds               time in prefill, drafting, verification and everything else (host)
+    health                  of a drafter in another process, during this call; None for one in this process
     """
 
     rounds: int = 0
@@ -50,6 +61,7 @@ class Statistics:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     host_seconds: float = 0.0
+    health: DrafterHealth | None = None
 
     @property
     def tau(self) -> float:
@@ -67,6 +79,7 @@ class Statistics:
         return {name: getattr(self, name) for name in names} | {
             "tau": self.tau,
             "acceptance_rate": self.acceptance_rate,
+            "health": None if self.health is None else asdict(self.health),
         }
 
     def count(self, drafted: int, accepted: int) -> None:

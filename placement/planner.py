@@ -84,7 +84,6 @@ def plan(models: Sequence[Model], instance: Instance, *, taken: Sequence[CoreRan
         size = footprint(model.config, model.shape, degree)
         needs += [Need(model, replica, degree, size) for replica in range(model.replicas)]
     seats = place(sorted(needs, key=lambda need: need.order), instance, taken)
-    _check_host(needs, instance)
     by_cores = sorted(seats, key=lambda pair: pair[1])
     share = max(1, instance.vcpus // max(1, len(by_cores)))
     targets = [(need.model.name, need.replica) for need in needs if not need.model.draft_of]
@@ -134,18 +133,6 @@ def _no_room(need: Need, needs: Sequence[Need], instance: Instance, *, used: Seq
         f"{label}: {left.free} cores free but no aligned run of {need.degree} on {instance.name} (the longest free run "
         f"is {left.largest}); stop or move what breaks it up, or use tp_degree={left.largest}"
     )
-
-
-def _check_host(needs: Sequence[Need], instance: Instance) -> None:
-    """Weights pass through the host's memory one model at a time; without a device they stay there."""
-    if instance.sdk:
-        return
-    wanted = sum(need.footprint.total for need in needs)
-    if wanted > instance.host_memory:
-        raise PlanError(
-            f"the models need {wanted} bytes and the host has {instance.host_memory}: {wanted - instance.host_memory} "
-            "too many; leave one out"
-        )
 
 
 def _placement(instance: Instance, index: int, seat: tuple[Need, CoreRange], *, share: int) -> Placement:
