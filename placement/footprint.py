@@ -42,8 +42,8 @@ class Shape:
     n_positions: int
 
 
-def footprint(config: ModelConfig, shape: Shape, degree: int) -> Footprint:
-    """Bytes on each of ``degree`` cores."""
+def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1) -> Footprint:
+    """Bytes on each of ``degree`` cores. ``caches``: one for each target that shares a draft."""
     wide = NUMBER_BYTES[shape.amp]
     narrow = QUANTISED_BYTES.get(shape.quantisation, wide)
     products, rest = product_weights(config), (2 * config.num_layers + 1) * config.hidden_size
@@ -51,7 +51,7 @@ def footprint(config: ModelConfig, shape: Shape, degree: int) -> Footprint:
     weights = _share(products * narrow + tables * wide, degree) + rest * wide
     heads = max(1, -(-config.num_kv_heads // degree))  # of keys; one that is shared by several cores is on each of them
     rows = shape.n_positions + _SLACK_ROWS
-    cache = 2 * config.num_layers * heads * config.head_dim * rows * shape.batch_size * wide
+    cache = caches * 2 * config.num_layers * heads * config.head_dim * rows * shape.batch_size * wide
     chunk = min(_CHUNK, shape.n_positions)
     hidden = 4 * config.hidden_size + _share(3 * config.intermediate_size, degree)
     scores = _share(config.num_heads, degree) * shape.n_positions

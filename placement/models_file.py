@@ -44,7 +44,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One entry. ``folder`` is None when only a configuration was given; ``degree`` None means auto."""
+    """One entry.
+
+    ``folder`` is None when only a configuration was given; ``degree`` None means auto; ``clients`` is how many targets
+    each replica of a draft serves, each with a cache of its own.
+    """
 
     name: str
     config: ModelConfig
@@ -54,6 +58,7 @@ class Model:
     draft_of: tuple[str, ...] = ()
     k: int = 4
     replicas: int = 1
+    clients: int = 1
     backend: str = "inductor"
 
 
@@ -108,7 +113,7 @@ def _model(entry: Mapping[str, object], folder: Path, where: str) -> Model:
     degree = None if wanted == "auto" else _count(entry, "tp_degree", where, default=1)
     backend = _choice(entry, "backend", where, of=_BACKENDS)
     k, replicas = (_count(entry, key, where, default=default) for key, default in (("k", 4), ("replicas", 1)))
-    return Model(name, config, home, shape, degree, _targets(entry, where), k, replicas, backend)
+    return Model(name, config, home, shape, degree, _targets(entry, where), k, replicas, backend=backend)
 
 
 def _configuration(entry: Mapping[str, object], folder: Path, where: str) -> tuple[ModelConfig, Path | None]:
@@ -155,9 +160,9 @@ def _paired(model: Model, models: Sequence[Model], *, explicit: bool) -> Model:
         raise PlanError(
             f"{model.name!r} has {model.replicas} replicas for {most} of its target; ask for at most as many"
         )
-    if explicit or len(model.draft_of) > 1:
-        return model
-    return replace(model, replicas=most)
+    replicas = model.replicas if explicit or len(model.draft_of) > 1 else most
+    clients = max(sum(len(range(r, known[n].replicas, replicas)) for n in model.draft_of) for r in range(replicas))
+    return replace(model, replicas=replicas, clients=clients)
 
 
 def _text(entry: Mapping[str, object], key: str, where: str, *, default: str | None) -> str:

@@ -44,9 +44,9 @@ def degree_of(model: Model, instance: Instance) -> int:
     heads, name = model.config.num_heads, model.name
     legal = [degree for degree in instance.degrees if heads % degree == 0]
     if model.degree is None:
-        fits = [d for d in legal if footprint(model.config, model.shape, d).total <= instance.memory]
+        fits = [d for d in legal if _size(model, d).total <= instance.memory]
         if not fits:
-            over = footprint(model.config, model.shape, legal[-1]).total - instance.memory
+            over = _size(model, legal[-1]).total - instance.memory
             raise PlanError(
                 f"{name} does not fit {instance.name} at any degree that divides its {heads} heads: at {legal[-1]} it "
                 f"needs {over} bytes more on each core than the {instance.memory} there are; lower n_positions or "
@@ -63,7 +63,7 @@ def degree_of(model: Model, instance: Instance) -> int:
             f"{name}: {heads} attention heads are not divisible by tp_degree={model.degree}; use one of "
             f"{', '.join(map(str, legal))}"
         )
-    over = footprint(model.config, model.shape, model.degree).total - instance.memory
+    over = _size(model, model.degree).total - instance.memory
     if over > 0:
         raise PlanError(
             f"{name} does not fit at tp_degree={model.degree}: each core needs {over} bytes more than the "
@@ -81,7 +81,7 @@ def plan(models: Sequence[Model], instance: Instance, *, taken: Sequence[CoreRan
     needs = []
     for model in models:
         degree = degree_of(model, instance)
-        size = footprint(model.config, model.shape, degree)
+        size = _size(model, degree)
         needs += [Need(model, replica, degree, size) for replica in range(model.replicas)]
     seats = place(sorted(needs, key=lambda need: need.order), instance, taken)
     by_cores = sorted(seats, key=lambda pair: pair[1])
@@ -112,6 +112,10 @@ def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange])
             raise PlanError(_no_room(need, needs, instance, used=used))
         seats.append((need, run))
     return seats
+
+
+def _size(model: Model, degree: int) -> Footprint:
+    return footprint(model.config, model.shape, degree, caches=model.clients)
 
 
 def _targets_of(need: Need, targets: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

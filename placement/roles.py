@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Protocol
 
 from paceline.core.errors import ConfigurationError
+from paceline.core.protocols import Drafter
 from paceline.placement.draft_server import MakeDrafter
 
 Settings = Mapping[str, object]
@@ -41,15 +42,12 @@ class Target(Protocol):
     def statistics(self) -> Settings:
         """Of the last call."""
 
-    def close(self) -> None:
-        """Let go of the drafter."""
 
-
-MakeTarget = Callable[[Settings], Target]
+MakeTarget = Callable[[Settings, Drafter | None], Target]
 MakeDraft = Callable[[Settings], MakeDrafter]
 
 
-def maker(path: str) -> Callable[[Settings], object]:
+def maker(path: str) -> Callable[..., object]:
     """The function that ``module:name`` means.
 
     Raises:
@@ -57,7 +55,7 @@ def maker(path: str) -> Callable[[Settings], object]:
     """
     module, _, name = path.partition(":")
     try:
-        found: Callable[[Settings], object] = getattr(import_module(module), name)
+        found: Callable[..., object] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(f"{path!r} names no function ({error}); write module:function") from error
     return found

@@ -1,0 +1,262 @@
+"""A group: targets and the drafts they share, on one node, started and stopped together.
+
+Ray's placement group keeps them on a node and counts their cores; the ledger says which cores. Drafts are restarted by
+Ray, in place. A target is restarted here, in place if its node lives, else the whole group moves to another node.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from paceline.core.errors import PlanError, WorkerError
+from paceline.placement import environment
+from paceline.placement.actors import NAMESPACE, Assignment, DraftWorker, Link, Ready, TargetWorker
+from paceline.placement.catalogue import Instance
+from paceline.placement.channel import Address
+from paceline.placement.ledger import WORKERS, Claim, ledger
+from paceline.placement.plan import Placement
+from paceline.placement.ranges import CoreRange
+from paceline.placement.remote import Patience, Terms
+from paceline.placement.roles import MAKERS, Settings
+
+RESOURCE = "neuron_cores"
+
+
+@dataclass(frozen=True, slots=True)
+class Care:
+    """How workers are looked after; seconds, and how often.
+
+    start     a worker may take to load its model
+    silence   a target may say nothing in the middle of a request, before it counts as hung; the first round has
+              ``start`` on top, for it may compile
+    room      to wait for a node with enough free cores
+    retries   deaths of its target that one request survives
+    ahead     drafts work while their targets verify
+    makers    role -> "module:function" that makes what a worker runs
+    """
+
+    start: float = 600.0
+    silence: float = 60.0
+    room: float = 30.0
+    retries: int = 2
+    ahead: bool = False
+    patience: Patience = field(default_factory=Patience)
+    makers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(MAKERS))
+
+
+class Group:
+    """Workers that live and move together. ``given``: the caller's placement group, from its bundle ``offset`` on."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        placements: Sequence[Placement],
+        care: Care,
+        *,
+        given: PlacementGroup | None = None,
+        offset: int = 0,
+    ) -> None:
+        self._instance, self._care, self._given, self._offset = instance, care, given, offset
+        # Drafts first: a target calls its draft as soon as it is made.
+        self.placements = sorted(placements, key=lambda item: item.role != "draft")
+        self._stamp = secrets.token_hex(4)
+        self._group: PlacementGroup | None = None
+        self._assigned: dict[str, Assignment] = {}
+        self._actors: dict[str, ray.actor.ActorHandle] = {}
+        self.moves = self.restarts = 0
+
+    @property
+    def targets(self) -> list[str]:
+        """Labels of the targets."""
+        return [item.label for item in self.placements if item.role == "target"]
+
+    def actor(self, label: str) -> ray.actor.ActorHandle:
+        """The worker of that label."""
+        return self._actors[label]
+
+    def assignment(self, label: str) -> Assignment:
+        """What that worker was given."""
+        return self._assigned[label]
+
+    # ---- starting
+
+    def start(self) -> None:
+        """Find a node, take cores, start every worker, and wait until all are ready.
+
+        Raises:
+            PlanError: no node has room.
+            WorkerError: a worker did not start.
+        """
+        try:
+            node = self._reserve()
+            self._assign(node)
+            for item in self.placements:
+                self._actors[item.label] = self._spawn(item)
+            self._wait([item.label for item in self.placements])
+        except BaseException:
+            self.stop()
+            raise
+
+    def _reserve(self) -> str:
+        """A node with enough cores, as Ray counts them."""
+        wanted = sum(len(item.cores) for item in self.placements)
+        self._group = self._given
+        if self._group is None:
+            bundles = [{RESOURCE: float(len(item.cores))} for item in self.placements]
+            self._group = placement_group(bundles, strategy="STRICT_PACK")
+            if not self._group.wait(self._care.room):
+                labels = ", ".join(item.label for item in self.placements)
+                raise PlanError(
+                    f"no node of the cluster has {wanted} free {RESOURCE} for {labels}; stop a model, add a node, or "
+                    "start Ray's nodes with that resource"
+                )
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        return str(nodes[self._offset])
+
+    def _assign(self, node: str) -> None:
+        names = {item.label: f"{WORKERS}{item.label}-{self._stamp}" for item in self.placements}
+        claims = [Claim(names[item.label], len(item.cores), item.cores) for item in self.placements]
+        claimed = _asked(ledger(self._instance).claim.remote(node, claims), self._care.room)
+        secret = secrets.token_bytes(32)
+        folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / "sockets"
+        sockets = {
+            item.label: Address(path=str(folder / f"{item.label}-{secrets.token_hex(4)}")) for item in self.placements
+        }
+        for item, cores in zip(self.placements, claimed, strict=True):
+            mine = item if item.role == "draft" else self._draft_of(item)
+            self._assigned[item.label] = Assignment(
+                actor=names[item.label],
+                label=item.label,
+                node=node,
+                cores=cores,
+                env=self._env(item, cores),
+                affinity=item.affinity,
+                vcpus=self._instance.vcpus,
+                maker=self._care.makers[item.role],
+                settings=self._settings(item),
+                secret=secret,
+                address=None if mine is None else sockets[mine.label],
+            )
+
+    def _env(self, item: Placement, cores: CoreRange) -> tuple[tuple[str, str], ...]:
+        """The plan's, or the same for the range that was free instead."""
+        if cores == item.cores:
+            return item.env
+        threads = int(dict(item.env)["OMP_NUM_THREADS"])
+        return environment.planned(
+            self._instance, cores, label=item.label, index=cores.first, threads=threads, timeout=item.timeout
+        )
+
+    def _settings(self, item: Placement) -> Settings:
+        model = item.model
+        if model.folder is None:
+            raise PlanError(f"{item.name} was planned from a configuration alone; give `path` to run it")
+        shape = asdict(model.shape)
+        return {**shape, "folder": str(model.folder), "backend": model.backend, "k": model.k, "ahead": self._care.ahead}
+
+    def _draft_of(self, item: Placement) -> Placement | None:
+        return next((p for p in self.placements if (item.name, item.replica) in p.drafts_for), None)
+
+    def _spawn(self, item: Placement) -> ray.actor.ActorHandle:
+        given, index = self._assigned[item.label], self.placements.index(item) + self._offset
+        options = {
+            "name": given.actor,
+            "namespace": NAMESPACE,
+            "num_cpus": 0,
+            "resources": {RESOURCE: len(item.cores)},
+            "max_restarts": -1 if item.role == "draft" else 0,
+            "max_task_retries": 0,
+            "runtime_env": {"env_vars": dict(given.env)},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index),
+        }
+        if item.role == "draft":
+            return ray.remote(DraftWorker).options(**options).remote(given)
+        return ray.remote(TargetWorker).options(**options).remote(given, self._link(item))
+
+    def _link(self, item: Placement) -> Link | None:
+        draft = self._draft_of(item)
+        if draft is None:
+            return None
+        shape = item.model.shape
+        reach = draft.model.shape.n_positions
+        terms = Terms(draft.model.k, shape.batch_size, item.model.config.vocab_size, reach, item.label)
+        return Link(terms, self._care.patience, self._assigned[draft.label].actor)
+
+    def _wait(self, labels: Sequence[str]) -> list[Ready]:
+        made = [self._actors[label].ready.remote() for label in labels]
+        try:
+            found: list[Ready] = ray.get(made, timeout=self._care.start)
+        except ray.exceptions.RayError as error:
+            raise WorkerError(f"{', '.join(labels)} did not start: {error}") from error
+        return found
+
+    # ---- restarting and stopping
+
+    def revive(self, label: str) -> None:
+        """Bring a dead or hung target back: on its cores if its node lives, else the whole group somewhere else.
+
+        Raises:
+            PlanError: no node has room.
+            WorkerError: it does not start.
+        """
+        self.restarts += 1
+        item = next(p for p in self.placements if p.label == label)
+        _kill(self._actors.get(label))
+        if self._node_lives():
+            with suppress(WorkerError):
+                self._actors[label] = self._spawn(item)
+                self._wait([label])
+                return
+        if self._given is not None:
+            raise WorkerError(f"{label} died with its node; whoever gave it its placement group starts it anew")
+        self.moves += 1
+        self.stop()
+        self._stamp = secrets.token_hex(4)
+        self.start()
+
+    def _node_lives(self) -> bool:
+        node = self._assigned[self.placements[0].label].node
+        return any(item["NodeID"] == node and item["Alive"] for item in ray.nodes())
+
+    def stop(self) -> None:
+        """End every worker and give everything back."""
+        for actor in self._actors.values():
+            _kill(actor)
+        names = [given.actor for given in self._assigned.values()]
+        if names:
+            with suppress(ray.exceptions.RayError):
+                _asked(ledger(self._instance).release.remote(names), self._care.room)
+        if self._group is not None and self._given is None:
+            remove_placement_group(self._group)
+        for given in self._assigned.values():
+            if given.address is not None and given.address.path:
+                Path(given.address.path).unlink(missing_ok=True)
+        self._actors, self._assigned, self._group = {}, {}, None
+
+
+def _kill(actor: ray.actor.ActorHandle | None) -> None:
+    if actor is not None:
+        with suppress(ray.exceptions.RayError):
+            ray.kill(actor)
+
+
+def _asked(reference: ray.ObjectRef, seconds: float) -> list[CoreRange]:
+    """The ledger's answer, its refusals as what they are."""
+    try:
+        found: list[CoreRange] = ray.get(reference, timeout=seconds)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, PlanError):
+            raise error.cause from error
+        raise
+    return found
