@@ -104,6 +104,8 @@ class Group:
             for item in self.placements:
                 self._actors[item.label] = self._spawn(item)
             self._wait([item.label for item in self.placements])
+            names = [given.actor for given in self._assigned.values()]
+            _asked(ledger(self._instance).confirm.remote(names), self._care.room)
         except BaseException:
             self.stop()
             raise

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import ray
 
-from paceline.core.errors import ConfigurationError, PlacementError, TargetLostError
+from paceline.core.errors import ConfigurationError, DecoderBusyError, PlacementError, TargetLostError
 from paceline.placement.actors import NAMESPACE
 from paceline.placement.group import RESOURCE, Care, Group
 from paceline.placement.ledger import NAME, ledger
@@ -40,9 +40,11 @@ class _Call:
 class Deployment:
     """Running models. A context manager: leaving it ends every worker."""
 
-    def __init__(self, plan: Plan, care: Care) -> None:
+    def __init__(self, plan: Plan, care: Care, groups: Sequence[Group] | None = None) -> None:
         self.plan, self._care = plan, care
-        self._groups = [Group(plan.instance, members, care) for members in groups_of(plan)]
+        self._busy: set[str] = set()
+        made = [Group(plan.instance, members, care) for members in groups_of(plan)] if groups is None else groups
+        self._groups = list(made)
 
     def start(self) -> Deployment:
         """Start all groups; if one cannot start, none is left."""
@@ -75,10 +77,13 @@ class Deployment:
 
         Raises:
             ConfigurationError: no such target runs.
+            DecoderBusyError: it is busy with another call of this process.
             RequestError: the request cannot be served.
             TargetLostError: the target died more often than ``Care.retries``; has the tokens so far.
         """
         group = self.group(model)
+        if model in self._busy:
+            raise DecoderBusyError(f"{model} is in the middle of another generation: finish or close that one first")
         call = _Call(
             [list(p) for p in prompts], [[] for _ in prompts], seeded(ask, len(prompts)), [*range(len(prompts))]
         )
@@ -137,6 +142,13 @@ class Deployment:
     # ---- one call
 
     def _serve(self, group: Group, model: str, call: _Call) -> Iterator[Piece]:
+        self._busy.add(model)
+        try:
+            yield from self._persist(group, model, call)
+        finally:
+            self._busy.discard(model)
+
+    def _persist(self, group: Group, model: str, call: _Call) -> Iterator[Piece]:
         while call.open:
             try:
                 yield from self._attempt(group, model, call)

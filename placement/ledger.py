@@ -36,9 +36,9 @@ class Ledger:
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
         self._taken: dict[str, dict[str, CoreRange]] = {}
-        for actor in ray.util.list_named_actors(all_namespaces=True):
-            if actor["namespace"] == NAMESPACE and actor["name"].startswith(WORKERS):
-                self._recall(actor["name"])
+        self._running: set[str] = set()
+        for name in _workers():
+            self._recall(name)
 
     def _recall(self, name: str) -> None:
         """A living worker's cores are taken; one that does not answer is dying or hangs, and its locks still count."""
@@ -47,6 +47,15 @@ class Ledger:
         except (ray.exceptions.RayError, ValueError):
             return
         self._taken.setdefault(given.node, {})[name] = given.cores
+        self._running.add(name)
+
+    def _forget_dead(self) -> None:
+        """A worker that ran and is no more has lost its cores, even if nobody could say so."""
+        self.release(sorted(self._running - _workers()))
+
+    def confirm(self, actors: Sequence[str]) -> None:
+        """These workers run now; from here on their claims end with them."""
+        self._running.update(actors)
 
     def claim(self, node: str, claims: Sequence[Claim]) -> list[CoreRange]:
         """Ranges on a node for workers that start together; all of them or none.
@@ -54,6 +63,7 @@ class Ledger:
         Raises:
             PlanError: there is no room.
         """
+        self._forget_dead()
         mine = {claim.actor for claim in claims}  # a claim that is made again, after a fault, replaces itself
         taken = {actor: cores for actor, cores in self._taken.get(node, {}).items() if actor not in mine}
         made = []
@@ -74,17 +84,26 @@ class Ledger:
 
     def release(self, actors: Sequence[str]) -> None:
         """These workers are gone."""
+        self._running.difference_update(actors)
         for ranges in self._taken.values():
             for actor in actors:
                 ranges.pop(actor, None)
 
     def taken(self) -> dict[str, dict[str, CoreRange]]:
         """Node -> worker -> cores."""
+        self._forget_dead()
         return {node: dict(ranges) for node, ranges in self._taken.items() if ranges}
 
     def report(self) -> dict[str, Fragmentation]:
         """What is free on each node where something runs or ran, and in what pieces."""
+        self._forget_dead()
         return {node: fragmentation(self._instance, list(ranges.values())) for node, ranges in self._taken.items()}
+
+
+def _workers() -> set[str]:
+    """Names of all living workers of the cluster."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return {a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(WORKERS)}
 
 
 def ledger(instance: Instance) -> ray.actor.ActorHandle:

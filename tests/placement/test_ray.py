@@ -149,7 +149,7 @@ def test_three_large_targets_then_one_leaves(cluster: Cluster, workshop: Worksho
         assert left.free == 16 and dict(left.runs)[8] == 2
         models.add(planned(entry(workshop, "d", tp_degree=2)))
         assert models.cores()["d"].first in before["b"].cores  # the gap, not a whole run of eight
-        with pytest.raises(PlanError, match="no node of the cluster|no aligned run"):
+        with pytest.raises(PlanError, match=r"no node of the cluster|no aligned run"):
             models.add(planned(*[entry(workshop, f"e{i}", tp_degree=4, replicas=2) for i in range(6)]))
         assert models.sample("d", PROMPTS, **asked) == expected
 
