@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 import paceline
-from paceline import console, plan_cli, progress
+from paceline import console, plan_cli, progress, serve_cli
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core.errors import ArtefactError, ConfigurationError, PromptError
 from paceline.decoder.environment import cache_root
@@ -32,6 +32,7 @@ app = typer.Typer(
 )
 
 plan_cli.register(app)
+serve_cli.register(app)
 
 Amp = Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")]
 BackendName = Annotated[str, typer.Option("--backend", help="inductor (compiled, CPU) or eager.")]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +15,8 @@ from ray.cluster_utils import Cluster
 from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError, PlanError, PromptError, TargetLostError, WorkerError
 from paceline.placement import INSTANCES, Plan, plan
-from paceline.placement.actors import NAMESPACE
-from paceline.placement.cores import held
 from paceline.placement.group import Care
 from paceline.placement.launch import launch
-from paceline.placement.ledger import NAME, WORKERS
 from paceline.placement.models_file import models_of
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Patience
@@ -31,37 +27,7 @@ SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 4}
 CARE = Care(start=90, silence=20, room=10, patience=Patience(deadline=2, hang=3, rest=0.01, longest=0.1))
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Two nodes of an inf2.48xlarge each, simulated; dead nodes are noticed soon. One for all tests."""
-    system = {"health_check_period_ms": 300, "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0}
-    node = {"num_cpus": 1, "resources": {"neuron_cores": 24}, "object_store_memory": 100 << 20}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PACELINE_LOCKS", str(tmp_path_factory.mktemp("locks")))
-        made = Cluster(
-            initialize_head=True, head_node_args={**node, "_system_config": system, "include_dashboard": False}
-        )
-        try:
-            ray.init(address=made.address, namespace=NAMESPACE, log_to_driver=False)
-            yield made
-        finally:
-            ray.shutdown()
-            made.shutdown()
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(cluster: Cluster) -> Iterator[None]:
-    """No actor and no core is in use after a test."""
-    yield
-    end = time.monotonic() + 20
-    while True:
-        names = [item["name"] for item in ray.util.list_named_actors(all_namespaces=True)]
-        left = [name for name in names if name.startswith(WORKERS) or name == NAME]
-        cores = [found for node in ray.nodes() if (found := held(node["NodeID"]))]
-        if not left and not cores:
-            return
-        assert time.monotonic() < end, (left, cores)
-        time.sleep(0.1)
+pytestmark = pytest.mark.usefixtures("nothing_left")
 
 
 def entry(workshop: Workshop, name: str, role: str = "target", **more: object) -> dict[str, object]:
