@@ -17,7 +17,7 @@ from paceline.core.errors import ChannelError
 from paceline.core.types import Bounds, Commit, SamplingBatch
 
 VERSION = 1
-_HEAD = struct.Struct("<BBq")  # version, kind, number of the message
+_HEAD = struct.Struct("<BBHq")  # version, kind, nothing (so that words are aligned), number of the message
 _TWO, _FOUR = struct.Struct("<ii"), struct.Struct("<iiii")
 _HELLO, _ADMIT, _ASK, _WELCOME, _ANSWER, _FAILURE = range(1, 7)
 
@@ -108,7 +108,7 @@ def decode(frame: bytearray) -> Request | Reply:
         ChannelError: the bytes are none.
     """
     try:
-        version, kind, number = _HEAD.unpack_from(frame)
+        version, kind, _, number = _HEAD.unpack_from(frame)
         if version != VERSION:
             raise ChannelError(f"the other side speaks version {version} of the protocol, not {VERSION}; update it")
         return _READERS[kind](frame, number)
@@ -120,7 +120,7 @@ def decode(frame: bytearray) -> Request | Reply:
 
 
 def _head(kind: int, number: int) -> bytes:
-    return _HEAD.pack(VERSION, kind, number)
+    return _HEAD.pack(VERSION, kind, 0, number)
 
 
 def _words(tensor: Tensor) -> bytes:
