@@ -25,7 +25,7 @@ from paceline.placement.actors import NAMESPACE, Assignment, DraftWorker, Link, 
 from paceline.placement.catalogue import Instance
 from paceline.placement.channel import Address
 from paceline.placement.ledger import WORKERS, Claim, ledger
-from paceline.placement.plan import Placement
+from paceline.placement.plans import Placement
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Patience, Terms
 from paceline.placement.roles import MAKERS, Settings

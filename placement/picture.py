@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.placement.plan import Plan
+from paceline.placement.plans import Plan
 
 _MARKS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _FREE = "."

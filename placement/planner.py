@@ -14,7 +14,7 @@ from paceline.placement import environment
 from paceline.placement.catalogue import Instance
 from paceline.placement.footprint import Footprint, footprint
 from paceline.placement.models_file import Model
-from paceline.placement.plan import Placement, Plan
+from paceline.placement.plans import Placement, Plan
 from paceline.placement.ranges import CoreRange, best_fit, fragmentation
 
 _TIMEOUT = 600.0

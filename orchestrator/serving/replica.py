@@ -15,9 +15,9 @@ import ray
 
 from paceline.core.errors import PlacementError, RequestError
 from paceline.detokenise import Tokenizer, load_tokenizer
+from paceline.placement.deployment import Deployment
 from paceline.placement.group import Care, Group
-from paceline.placement.launch import Deployment
-from paceline.placement.plan import Placement, Plan
+from paceline.placement.plans import Placement, Plan
 from paceline.placement.roles import Piece
 from paceline.serving.answers import Failed, Opening, TextPiece
 from paceline.serving.asks import Ask, RefusedError

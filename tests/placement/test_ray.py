@@ -15,8 +15,8 @@ from ray.cluster_utils import Cluster
 from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError, PlanError, PromptError, TargetLostError, WorkerError
 from paceline.placement import INSTANCES, Plan, plan
+from paceline.placement.deployment import launch
 from paceline.placement.group import Care
-from paceline.placement.launch import launch
 from paceline.placement.models_file import models_of
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Patience

@@ -19,7 +19,7 @@ from paceline.core.errors import ConfigurationError, DecoderBusyError, Placement
 from paceline.placement.actors import NAMESPACE
 from paceline.placement.group import RESOURCE, Care, Group
 from paceline.placement.ledger import NAME, ledger
-from paceline.placement.plan import Placement, Plan
+from paceline.placement.plans import Placement, Plan
 from paceline.placement.ranges import CoreRange, Fragmentation
 from paceline.placement.roles import Piece, Settings
 
