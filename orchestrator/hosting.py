@@ -5,7 +5,7 @@ Not here: processes, sockets and cores. A maker is called once in a worker, when
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,7 +80,7 @@ class TargetHost:
 
     def stream(
         self, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], ask: Mapping[str, object]
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """See `paceline.placement.roles.Target`."""
         unknown = sorted(set(ask) - ASKS)
         if unknown:

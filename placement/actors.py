@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
@@ -138,12 +138,16 @@ class TargetWorker(_Worker):
             caller = Caller(assignment.address, assignment.secret, ActorKeeper(link.actor, local=local))
             self._draft = RemoteDraft(link.terms, caller, patience=link.patience)
         self._target = cast(MakeTarget, maker(assignment.maker))(assignment.settings, self._draft)
+        self._current: Generator[Piece, None, None] | None = None
 
     def stream(
         self, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], ask: Settings
     ) -> Iterator[Piece]:
         """See `paceline.placement.roles.Target`."""
-        yield from self._target.stream(prompts, emitted, ask)
+        if self._current is not None:
+            self._current.close()  # a call that was cancelled may not have let go of the decoder yet
+        self._current = self._target.stream(prompts, emitted, ask)
+        yield from self._current
 
     def statistics(self) -> Settings:
         """Of the last call."""

@@ -157,7 +157,7 @@ class Deployment:
                 if call.deaths > self._care.retries:
                     raise self._lost(model, call, str(error)) from error
                 try:
-                    group.revive(model)
+                    group.revive(model, hung=isinstance(error, ray.exceptions.GetTimeoutError))
                 except PlacementError as why:
                     raise self._lost(model, call, str(why)) from why
 

@@ -86,7 +86,11 @@ class DraftServer:
             self._listener.close()
             for client in list(self._clients):
                 self._drop(client)
+            while self._arrivals:
+                self._arrivals.popleft().close()
             self._selector.close()
+            self._wake.close()
+            self._woken.close()
 
     # ---- connections
 
@@ -107,7 +111,10 @@ class DraftServer:
             channel.close()
             return
         self._arrivals.append(channel)
-        self._wake.send(b".")
+        try:
+            self._wake.send(b".")
+        except OSError:  # the server ended meanwhile
+            channel.close()
 
     def _drop(self, client: _Client) -> None:
         self._selector.unregister(client.channel)

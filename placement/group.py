@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 from types import MappingProxyType
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from paceline.core.errors import PlanError, WorkerError
 from paceline.placement import environment
@@ -31,6 +33,7 @@ from paceline.placement.remote import Patience, Terms
 from paceline.placement.roles import MAKERS, Settings
 
 RESOURCE = "neuron_cores"
+_LOOK = 1.0  # seconds between looks at a node's health
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class Group:
         self._group: PlacementGroup | None = None
         self._assigned: dict[str, Assignment] = {}
         self._actors: dict[str, ray.actor.ActorHandle] = {}
+        self._pids: dict[str, int] = {}
         self.moves = self.restarts = 0
 
     @property
@@ -195,17 +199,26 @@ class Group:
         terms = Terms(draft.model.k, shape.batch_size, item.model.config.vocab_size, reach, item.label)
         return Link(terms, self._care.patience, self._assigned[draft.label].actor)
 
-    def _wait(self, labels: Sequence[str]) -> list[Ready]:
+    def _wait(self, labels: Sequence[str]) -> None:
+        """Until these workers are ready; no longer than their node lives."""
         made = [self._actors[label].ready.remote() for label in labels]
+        end, names = monotonic() + self._care.start, ", ".join(labels)
+        while len(ray.wait(made, num_returns=len(made), timeout=_LOOK)[0]) < len(made):
+            if monotonic() > end:
+                raise WorkerError(
+                    f"{names} did not start within {self._care.start} seconds; give them more (Care.start)"
+                )
+            if not self._node_lives():
+                raise WorkerError(f"the node of {names} died while they started")
         try:
-            found: list[Ready] = ray.get(made, timeout=self._care.start)
+            found: list[Ready] = ray.get(made)
         except ray.exceptions.RayError as error:
-            raise WorkerError(f"{', '.join(labels)} did not start: {error}") from error
-        return found
+            raise WorkerError(f"{names} did not start: {error}") from error
+        self._pids |= {label: ready.pid for label, ready in zip(labels, found, strict=True)}
 
     # ---- restarting and stopping
 
-    def revive(self, label: str) -> None:
+    def revive(self, label: str, *, hung: bool = False) -> None:
         """Bring a dead or hung target back: on its cores if its node lives, else the whole group somewhere else.
 
         Raises:
@@ -213,12 +226,12 @@ class Group:
             WorkerError: it does not start.
         """
         self.restarts += 1
-        item = next(p for p in self.placements if p.label == label)
         _kill(self._actors.get(label))
         if self._node_lives():
             with suppress(WorkerError):
-                self._actors[label] = self._spawn(item)
-                self._wait([label])
+                if hung:
+                    self._end_process(label)
+                self._respawn(label)
                 return
         if self._given is not None:
             raise WorkerError(f"{label} died with its node; whoever gave it its placement group starts it anew")
@@ -226,6 +239,24 @@ class Group:
         self.stop()
         self._stamp = secrets.token_hex(4)
         self.start()
+
+    def _respawn(self, label: str) -> None:
+        """A new worker in the place of a dead one. Its name is new too: Ray may not have forgotten the old one yet."""
+        item, old = next(p for p in self.placements if p.label == label), self._assigned[label]
+        keeper, name = ledger(self._instance), f"{WORKERS}{label}-{secrets.token_hex(4)}"
+        _asked(keeper.release.remote([old.actor]), self._care.room)
+        (cores,) = _asked(keeper.claim.remote(old.node, [Claim(name, len(old.cores), old.cores)]), self._care.room)
+        self._assigned[label] = replace(old, actor=name, cores=cores, env=self._env(item, cores))
+        self._actors[label] = self._spawn(item)
+        self._wait([label])
+        _asked(keeper.confirm.remote([name]), self._care.room)
+
+    def _end_process(self, label: str) -> None:
+        """A process that was stopped hears no request to end, and keeps its cores: it is killed by a task beside it."""
+        here = NodeAffinitySchedulingStrategy(self._assigned[label].node, soft=False)
+        task = ray.remote(_kill_process).options(num_cpus=0, scheduling_strategy=here, max_retries=0)
+        with suppress(ray.exceptions.RayError):
+            ray.get(task.remote(self._pids[label]), timeout=self._care.room)
 
     def _node_lives(self) -> bool:
         node = self._assigned[self.placements[0].label].node
@@ -251,6 +282,12 @@ def _kill(actor: ray.actor.ActorHandle | None) -> None:
     if actor is not None:
         with suppress(ray.exceptions.RayError):
             ray.kill(actor)
+
+
+def _kill_process(pid: int) -> None:
+    """Runs on the worker's node."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _asked(reference: ray.ObjectRef, seconds: float) -> list[CoreRange]:

@@ -120,7 +120,7 @@ def _configuration(entry: Mapping[str, object], folder: Path, where: str) -> tup
     if ("path" in entry) == ("config" in entry):
         raise PlanError(f"{where}: give `path` (a checkpoint folder) or `config` (a config.json), one of them")
     if "path" in entry:
-        home = folder / _text(entry, "path", where, default=None)
+        home = (folder / _text(entry, "path", where, default=None)).resolve()  # workers run in other folders
         return ModelConfig.from_pretrained(home), home
     file = folder / _text(entry, "config", where, default=None)
     if file.is_dir():

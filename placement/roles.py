@@ -5,7 +5,7 @@ A maker is called in the new process, after its environment was checked and its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
@@ -36,7 +36,7 @@ class Target(Protocol):
 
     def stream(
         self, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], ask: Settings
-    ) -> Iterator[Piece]:
+    ) -> Generator[Piece, None, None]:
         """Continue prompts of which ``emitted`` was handed out before; yields only what is new."""
 
     def statistics(self) -> Settings:

@@ -13,10 +13,18 @@ import ray
 from ray.cluster_utils import Cluster
 
 from paceline import AutoDecoder
-from paceline.core.errors import ConfigurationError, PlanError, PromptError, TargetLostError, WorkerError
+from paceline.core.errors import (
+    ConfigurationError,
+    DecoderBusyError,
+    PlanError,
+    PromptError,
+    TargetLostError,
+    WorkerError,
+)
 from paceline.placement import INSTANCES, Plan, plan
 from paceline.placement.deployment import launch
 from paceline.placement.group import Care
+from paceline.placement.ledger import Claim, ledger
 from paceline.placement.models_file import models_of
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Patience
@@ -112,11 +120,18 @@ def test_three_large_targets_then_one_leaves(cluster: Cluster, workshop: Worksho
         before = models.cores()
         models.stop("b")
         (left,) = models.fragmentation().values()
-        assert left.free == 16 and dict(left.runs)[8] == 2
+        assert left.free == 16 and (dict(left.runs)[8], dict(left.runs)[4]) == (1, 4)
         models.add(planned(entry(workshop, "d", tp_degree=2)))
         assert models.cores()["d"].first in before["b"].cores  # the gap, not a whole run of eight
-        with pytest.raises(PlanError, match=r"no node of the cluster|no aligned run"):
-            models.add(planned(*[entry(workshop, f"e{i}", tp_degree=4, replicas=2) for i in range(6)]))
+        claims = [Claim("x", 8, CoreRange(0, 7)), Claim("y", 8, CoreRange(8, 15))]
+        node = models.group("a").assignment("a").node
+        with pytest.raises(PlanError, match="6 cores free but no aligned run of 8"):
+            ray.get(ledger(INSTANCES["inf2.48xlarge"]).claim.remote(node, claims))
+        with pytest.raises(DecoderBusyError):
+            busy = models.stream("a", PROMPTS)
+            next(busy)
+            models.stream("a", PROMPTS)
+        busy.close()
         assert models.sample("d", PROMPTS, **asked) == expected
 
 

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -84,14 +84,20 @@ def test_addresses() -> None:
             Address.parse(text)
 
 
-def pair() -> tuple[Channel, Channel, socket.socket]:
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def pair(stack: ExitStack) -> tuple[Channel, socket.socket]:
     one, other = socket.socketpair()
-    raw = other.dup()
-    return Channel(one), Channel(other), raw
+    stack.enter_context(other)
+    return stack.enter_context(closing(Channel(one))), other
 
 
-def test_a_deadline_cuts_no_frame_in_two() -> None:
-    here, _, raw = pair()
+def test_a_deadline_cuts_no_frame_in_two(stack: ExitStack) -> None:
+    here, raw = pair(stack)
     frame = wire.encode(MESSAGES[2])
     data = len(frame).to_bytes(4, "little") + frame
     for at in range(len(data) - 1):
@@ -104,11 +110,10 @@ def test_a_deadline_cuts_no_frame_in_two() -> None:
         here.receive(0)
 
 
-def test_a_side_that_does_not_read_is_given_up() -> None:
-    here, there, _ = pair()
+def test_a_side_that_does_not_read_is_given_up(stack: ExitStack) -> None:
+    here, _ = pair(stack)
     with pytest.raises(ChannelError, match="does not read"):
         here.send(bytes(8 << 20), 0.05)
-    there.close()
 
 
 class Slow:
@@ -138,8 +143,8 @@ def serving(address: Address, quota: Quota) -> Iterator[None]:
         thread.join()
 
 
-def hello(address: Address, name: str, *, cost: int = 1) -> tuple[Channel, wire.Request | wire.Reply]:
-    channel = connect(address, SECRET, seconds=5)
+def hello(stack: ExitStack, address: Address, name: str, *, cost: int = 1) -> tuple[Channel, wire.Request | wire.Reply]:
+    channel = stack.enter_context(closing(connect(address, SECRET, seconds=5)))
     channel.send(wire.encode(wire.Hello(0, name, 2, cost)), 1)
     frame = channel.receive(5)
     assert frame is not None
@@ -147,7 +152,7 @@ def hello(address: Address, name: str, *, cost: int = 1) -> tuple[Channel, wire.
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-def test_a_stranger_is_not_served(tmp_path: Path, kind: str) -> None:
+def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -> None:
     with socket.socket() as link:
         link.bind(("127.0.0.1", 0))
         port = link.getsockname()[1]
@@ -155,38 +160,39 @@ def test_a_stranger_is_not_served(tmp_path: Path, kind: str) -> None:
     with serving(address, Quota()):
         with pytest.raises(ChannelError, match="secret"):
             connect(address, b"another", seconds=5)
-        rude = socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET)
+        rude = stack.enter_context(socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET))
         rude.connect(address.path or (address.host, address.port))
         rude.send(b"GET / HTTP/1.1\r\n\r\n" + bytes(90))  # nobody waits for this one
-        channel, reply = hello(address, "a")
+        channel, reply = hello(stack, address, "a")
         assert isinstance(reply, wire.Welcome) and (channel.peer() is None) == (kind == "tcp")
         channel.send(wire.encode(wire.Failure(1, "not a request")), 1)
         with pytest.raises(ChannelError, match="hung up"):
             channel.receive(5)
-        rude.close()
 
 
-def test_quotas_are_kept(tmp_path: Path) -> None:
+def test_quotas_are_kept(tmp_path: Path, stack: ExitStack) -> None:
     address = Address(path=str(tmp_path / "s"))
     with serving(address, Quota(clients=2, slots=4)):
-        first, _ = hello(address, "a")
-        second, reply = hello(address, "b")
+        first, _ = hello(stack, address, "a")
+        second, reply = hello(stack, address, "b")
         assert isinstance(reply, wire.Welcome)
-        _, reply = hello(address, "c")
+        _, reply = hello(stack, address, "c")
         assert isinstance(reply, wire.Failure) and "quota" in reply.reason
         first.close()
         end = time.monotonic() + 5
         while isinstance(reply, wire.Failure):  # who leaves makes room
             assert time.monotonic() < end
-            _, reply = hello(address, "c")
+            _, reply = hello(stack, address, "c")
         assert second.receive(0) is None
 
 
-def test_turns_are_fair_and_shares_count(tmp_path: Path) -> None:
+def test_turns_are_fair_and_shares_count(tmp_path: Path, stack: ExitStack) -> None:
     """A target that asks without pause, and whose drafts cost more, gets its share of the time and no more."""
     address = Address(path=str(tmp_path / "s"))
     with serving(address, Quota(shares={"double": 2.0})):
-        channels = {name: hello(address, name, cost=cost)[0] for name, cost in (("a", 4), ("b", 1), ("double", 1))}
+        channels = {
+            name: hello(stack, address, name, cost=cost)[0] for name, cost in (("a", 4), ("b", 1), ("double", 1))
+        }
         costs = {"a": 4, "b": 1, "double": 1}
         done = dict.fromkeys(channels, 0)
         sent = dict.fromkeys(channels, 0)
