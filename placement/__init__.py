@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from paceline.placement.care import Care
 from paceline.placement.catalogue import INSTANCES, Instance, instance
 from paceline.placement.channel import Address
 from paceline.placement.local import LocalProcess, Order
@@ -13,7 +14,6 @@ from paceline.placement.revival import Caller
 
 if TYPE_CHECKING:
     from paceline.placement.deployment import Deployment, launch
-    from paceline.placement.group import Care
 
 __all__ = [
     "INSTANCES",
@@ -37,7 +37,6 @@ __all__ = [
 ]
 
 _WITH_RAY = {
-    "Care": "paceline.placement.group",
     "Deployment": "paceline.placement.deployment",
     "launch": "paceline.placement.deployment",
 }

@@ -17,7 +17,8 @@ import ray
 
 from paceline.core.errors import ConfigurationError, DecoderBusyError, PlacementError, TargetLostError
 from paceline.placement.actors import NAMESPACE
-from paceline.placement.group import RESOURCE, Care, Group
+from paceline.placement.care import Care
+from paceline.placement.group import RESOURCE, Group
 from paceline.placement.ledger import NAME, ledger
 from paceline.placement.plans import Placement, Plan
 from paceline.placement.ranges import CoreRange, Fragmentation

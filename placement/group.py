@@ -10,12 +10,11 @@ import os
 import secrets
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
-from types import MappingProxyType
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -24,38 +23,17 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from paceline.core.errors import PlanError, WorkerError
 from paceline.placement import environment
 from paceline.placement.actors import NAMESPACE, Assignment, DraftWorker, Link, Ready, TargetWorker
+from paceline.placement.care import Care
 from paceline.placement.catalogue import Instance
 from paceline.placement.channel import Address
 from paceline.placement.ledger import WORKERS, Claim, ledger
 from paceline.placement.plans import Placement
 from paceline.placement.ranges import CoreRange
-from paceline.placement.remote import Patience, Terms
-from paceline.placement.roles import MAKERS, Settings
+from paceline.placement.remote import Terms
+from paceline.placement.roles import Settings
 
 RESOURCE = "neuron_cores"
 _LOOK = 1.0  # seconds between looks at a node's health
-
-
-@dataclass(frozen=True, slots=True)
-class Care:
-    """How workers are looked after; seconds, and how often.
-
-    start     a worker may take to load its model
-    silence   a target may say nothing in the middle of a request, before it counts as hung; the first round has
-              ``start`` on top, for it may compile
-    room      to wait for a node with enough free cores
-    retries   deaths of its target that one request survives
-    ahead     drafts work while their targets verify
-    makers    role -> "module:function" that makes what a worker runs
-    """
-
-    start: float = 600.0
-    silence: float = 60.0
-    room: float = 30.0
-    retries: int = 2
-    ahead: bool = False
-    patience: Patience = field(default_factory=Patience)
-    makers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(MAKERS))
 
 
 class Group:

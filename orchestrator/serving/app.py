@@ -17,9 +17,10 @@ from ray import serve
 
 from paceline.core.errors import ConfigurationError
 from paceline.placement import Plan, instance, plan, read_models
+from paceline.placement.care import Care
 from paceline.placement.deployment import groups_of
 from paceline.placement.detect import detect
-from paceline.placement.group import RESOURCE, Care
+from paceline.placement.group import RESOURCE
 from paceline.placement.plans import Placement
 from paceline.serving.ingress import Ingress, Seat
 from paceline.serving.replica import Replica

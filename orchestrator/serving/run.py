@@ -10,7 +10,8 @@ import ray
 from ray import serve
 
 from paceline.placement import Plan
-from paceline.placement.group import RESOURCE, Care
+from paceline.placement.care import Care
+from paceline.placement.group import RESOURCE
 from paceline.serving.app import application
 
 _CPUS = 2  # of Ray's own count; workers on cores do not take part in it

@@ -22,12 +22,13 @@ from paceline.core.errors import (
     WorkerError,
 )
 from paceline.placement import INSTANCES, Plan, plan
+from paceline.placement.care import Care
 from paceline.placement.deployment import launch
-from paceline.placement.group import Care
 from paceline.placement.ledger import Claim, ledger
 from paceline.placement.models_file import models_of
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Patience
+from paceline.result import GenerationResult
 from tests.decoder.tiny import Workshop
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
@@ -55,7 +56,9 @@ def pair(workshop: Workshop) -> Plan:
 def wanted(workshop: Workshop, prompts: list[list[int]], **asked: object) -> list[list[int]]:
     """What the target says in this process, plainly."""
     decoder = AutoDecoder.from_pretrained(workshop.checkpoint(), n_positions=128, amp="f32", backend="eager")
-    return decoder.sample(prompts, width=5, **asked).tolist()  # type: ignore[arg-type]
+    result = decoder.sample(prompts, width=5, return_dict=True, **asked)  # type: ignore[arg-type]
+    assert isinstance(result, GenerationResult)
+    return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
 
 
 @pytest.mark.ray

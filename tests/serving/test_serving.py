@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline import AutoDecoder
 from paceline.placement import INSTANCES, plan
-from paceline.placement.group import Care
+from paceline.placement.care import Care
 from paceline.placement.models_file import models_of
 from paceline.placement.remote import Patience
 from paceline.serving.app import application
