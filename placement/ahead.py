@@ -37,26 +37,37 @@ class Ahead:
         self._inner, self.nodes, self.reach = inner, inner.nodes - 1, inner.reach
         self._last: _Round | None = None
         self._guess: _Round | None = None
+        self._noted: Commit | None = None
         self.hit = False
 
     def admit(self, slot: int, prompt: Sequence[int]) -> None:
         """A text is read: nothing that was expected can happen."""
         self._last = self._guess = None
+        self._pass_on()
         self._inner.admit(slot, prompt)
 
     def observe(self, commit: Commit) -> None:
-        self._inner.observe(commit)
+        """Only noted: a commit that was expected has been read already, and need not be read again."""
+        self._pass_on()
+        self._noted = commit
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """The proposal that is ready, or one made now."""
         guess, self._guess = self._guess, None
         self.hit = guess is not None and _same(guess.commit, commit)
         if guess is not None and self.hit:
+            self._noted = None
             tokens = guess.tokens
         else:
+            self._pass_on()
             tokens = self._inner.propose(commit, sampling, bounds).tokens
         self._last = _Round(commit, tokens, sampling, bounds)
         return Proposal(tokens[:, : self.nodes])
+
+    def _pass_on(self) -> None:
+        if self._noted is not None:
+            self._inner.observe(self._noted)
+        self._noted = None
 
     @property
     def idle(self) -> bool:
