@@ -71,7 +71,7 @@ class Replica:
 
 def keywords(ask: Ask) -> dict[str, object]:
     """The keywords of `sample` for a request."""
-    drawn = ask.temperature > 0
+    drawn = ask.temperature != 0  # a negative one is refused with the others that are out of range
     given: dict[str, object] = {"max_new_tokens": ask.limit, "do_sample": drawn, "seed": ask.seed}
     if drawn:
         given |= {"temperature": ask.temperature, "top_p": ask.top_p, "top_k": ask.top_k, "min_p": ask.min_p}

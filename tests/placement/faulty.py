@@ -122,9 +122,10 @@ class Forked:
         self._process.start()
 
     def signal(self, number: signal.Signals) -> None:
-        assert self._process is not None and self._process.pid is not None
-        with suppress(ProcessLookupError):
-            os.kill(self._process.pid, number)
+        process = self._process  # another thread may be about to replace it
+        if process is not None and process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
     def _end(self) -> None:
         if self._process is not None:

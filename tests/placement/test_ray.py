@@ -23,7 +23,7 @@ from paceline.core.errors import (
 )
 from paceline.placement import INSTANCES, Plan, plan
 from paceline.placement.care import Care
-from paceline.placement.deployment import launch
+from paceline.placement.deployment import Deployment, launch
 from paceline.placement.ledger import Claim, ledger
 from paceline.placement.models_file import models_of
 from paceline.placement.ranges import CoreRange
@@ -61,6 +61,15 @@ def wanted(workshop: Workshop, prompts: list[list[int]], **asked: object) -> lis
     return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
 
 
+def pid_of(models: Deployment, label: str) -> int | None:
+    """The process of a worker; that of a draft as its target knows it, for one that hangs says nothing."""
+    chat = models.group("chat").actor("chat")
+    if label == "chat":
+        return int(ray.get(chat.ready.remote(), timeout=30).pid)
+    found: int | None = ray.get(chat.draft_pid.remote(), timeout=30)
+    return found
+
+
 @pytest.mark.ray
 def test_faults_change_no_token(cluster: Cluster, workshop: Workshop, pair: Plan) -> None:
     """In one deployment, since starting is what takes time: calm, draft killed, draft hung, target killed and hung."""
@@ -79,16 +88,16 @@ def test_faults_change_no_token(cluster: Cluster, workshop: Workshop, pair: Plan
             ("chat", signal.SIGKILL), ("chat", signal.SIGSTOP),
         ):  # fmt: skip
             found = [list(prompt) for prompt in PROMPTS]
-            pid = ray.get(chat(who).ready.remote()).pid
+            pid = pid_of(models, who)
             for index, piece in enumerate(models.stream("chat", PROMPTS, **asked)):
                 found[piece.index] += piece.tokens
                 if index == 4:
                     os.kill(pid, number)
             assert found == expected, (who, number)
-            end = time.monotonic() + 60
-            while not ray.get(chat("chat").wait_for_draft.remote(60)) or ray.get(chat(who).ready.remote()).pid == pid:
+            end = time.monotonic() + 40
+            while pid_of(models, who) in (pid, None) or not ray.get(chat("chat").wait_for_draft.remote(5)):
                 models.sample("chat", PROMPTS[:1], max_new_tokens=4)  # a hung drafter is noticed in rounds
-                assert time.monotonic() < end
+                assert time.monotonic() < end, models.statistics("chat")
         assert models.cores()["chat"] == CoreRange(0, 1) and models.group("chat").restarts == 2
         with pytest.raises(PromptError, match="vocabulary"):
             models.sample("chat", [[10**6]])
@@ -96,12 +105,10 @@ def test_faults_change_no_token(cluster: Cluster, workshop: Workshop, pair: Plan
             models.sample("x", PROMPTS)
         with pytest.raises(ConfigurationError, match="streamer"):
             models.sample("chat", PROMPTS, streamer=1)
-        killed = 0
-        with pytest.raises(TargetLostError) as lost:
+        with pytest.raises(TargetLostError, match="lost 3 times") as lost:
             for _ in models.stream("chat", PROMPTS, **asked):
-                os.kill(ray.get(chat("chat").ready.remote()).pid, signal.SIGKILL)
-                killed += 1
-        assert killed >= CARE.retries and any(lost.value.tokens)
+                ray.kill(chat("chat"))
+        assert any(lost.value.tokens)
         for prompt, tokens, text in zip(PROMPTS, lost.value.tokens, expected, strict=True):
             assert text[len(prompt) :][: len(tokens)] == list(tokens)
 
