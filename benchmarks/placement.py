@@ -1,9 +1,10 @@
 """What a drafter in another process costs and gains, with models that sleep. JSON on the last line.
 
-    python benchmarks/placement.py                    everything (about a minute)
+    python benchmarks/placement.py                    all but the last (about a minute)
     python benchmarks/placement.py --part overhead    a round with the drafter elsewhere against one process
     python benchmarks/placement.py --part ahead       drafting while the target verifies, against taking turns
     python benchmarks/placement.py --part recovery    from the death of a drafter to its next proposal
+    python benchmarks/placement.py --part colocation  up to 24 models on Ray, on the cores of a simulated inf2.48xlarge
 
 The models sleep in place of computing, so that the CPU is idle as it is beside an accelerator, and know the text; the
 drafter errs with a given probability. What is measured is therefore everything but the models.
@@ -26,6 +27,7 @@ from time import perf_counter
 
 import torch
 
+from paceline import placement
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
@@ -33,6 +35,7 @@ from paceline.placement.ahead import Ahead
 from paceline.placement.channel import Address
 from paceline.placement.draft_server import MakeDrafter
 from paceline.placement.local import LocalProcess, Order
+from paceline.placement.models_file import models_of
 from paceline.placement.remote import Patience, RemoteDraft, Terms
 from paceline.placement.revival import Caller
 from paceline.placement.wire import Hello
@@ -221,7 +224,52 @@ def recovery() -> dict[str, object]:
     return found
 
 
-PARTS: dict[str, Callable[[], dict[str, object]]] = {"overhead": overhead, "ahead": ahead, "recovery": recovery}
+def colocation() -> dict[str, object]:
+    """Models side by side on a simulated inf2.48xlarge, on Ray: seconds to start, all used at once, and what is left."""
+    import ray
+
+    found: dict[str, object] = {}
+    target, draft = ({"path": str(ROOT / "examples" / "pycode" / name)} for name in ("target", "draft"))
+    common = {"n_positions": 128, "amp": "f32", "backend": "eager"}
+    mixes = {
+        "three of 8": [{"name": f"t{i}", "tp_degree": 8, **target} for i in range(3)],
+        "8 with a draft of 2, and others": [
+            {"name": "t", "tp_degree": 8, **target},
+            {"name": "d", "tp_degree": 2, "draft_of": "t", **draft},
+            *({"name": f"o{i}", "tp_degree": degree, **draft} for i, degree in enumerate((4, 4, 1))),
+        ],
+        "24 of 1": [{"name": f"s{i}", "tp_degree": 1, **draft} for i in range(24)],
+    }
+    try:
+        for name, entries in mixes.items():
+            models = models_of([{**e, **common} for e in entries], folder=ROOT, where=name)
+            begin = perf_counter()
+            with placement.launch(placement.plan(models, placement.instance("inf2.48xlarge"))) as running:
+                started = perf_counter() - begin
+                streams = [running.stream(label, [[5, 6, 7, 8]], max_new_tokens=16) for label in running.models]
+                texts = {tuple(token for piece in stream for token in piece.tokens) for stream in streams}
+                running.stop(running.models[0])
+                (left,) = running.fragmentation().values()
+                found[name] = {
+                    "workers": len(models),
+                    "start_seconds": round(started, 1),
+                    "texts": len(texts),
+                    "free_after_one_left": left.free,
+                    "largest_run": left.largest,
+                    "stranded": round(left.stranded, 2),
+                }
+    finally:
+        ray.shutdown()
+    return found
+
+
+PARTS: dict[str, Callable[[], dict[str, object]]] = {
+    "overhead": overhead,
+    "ahead": ahead,
+    "recovery": recovery,
+    "colocation": colocation,
+}
+USUAL = ("overhead", "ahead", "recovery")
 
 
 def main() -> None:
@@ -229,7 +277,7 @@ def main() -> None:
     parser.add_argument("--part", choices=list(PARTS), action="append")
     os.chdir(ROOT)  # so that the drafter's process finds this file
     torch.set_num_threads(1)
-    print(json.dumps({name: PARTS[name]() for name in parser.parse_args().part or PARTS}))
+    print(json.dumps({name: PARTS[name]() for name in parser.parse_args().part or USUAL}))
 
 
 if __name__ == "__main__":

@@ -22,9 +22,10 @@ from paceline.core.errors import (
     WorkerError,
 )
 from paceline.placement import INSTANCES, Plan, plan
+from paceline.placement.actors import NAMESPACE
 from paceline.placement.care import Care
 from paceline.placement.deployment import Deployment, launch
-from paceline.placement.ledger import Claim, ledger
+from paceline.placement.ledger import NAME, Claim, ledger
 from paceline.placement.models_file import models_of
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Patience
@@ -129,6 +130,10 @@ def test_three_large_targets_then_one_leaves(cluster: Cluster, workshop: Worksho
                     texts[name][piece.index] += piece.tokens
         assert texts == dict.fromkeys(streams, expected)
         before = models.cores()
+        keeper = ray.get_actor(NAME, NAMESPACE)
+        taken = ray.get(keeper.taken.remote())
+        ray.kill(keeper, no_restart=False)
+        assert ray.get(keeper.taken.remote(), timeout=30) == taken  # rebuilt from what the workers say
         models.stop("b")
         (left,) = models.fragmentation().values()
         assert left.free == 16 and (dict(left.runs)[8], dict(left.runs)[4]) == (1, 4)
@@ -144,6 +149,30 @@ def test_three_large_targets_then_one_leaves(cluster: Cluster, workshop: Worksho
             models.stream("a", PROMPTS)
         busy.close()
         assert models.sample("d", PROMPTS, **asked) == expected
+
+
+@pytest.mark.ray
+def test_two_targets_share_a_drafter(cluster: Cluster, workshop: Workshop) -> None:
+    asked = {"max_new_tokens": 40, **SAMPLED}
+    expected = wanted(workshop, PROMPTS, **asked)
+    shared = planned(
+        entry(workshop, "a"), entry(workshop, "b"), entry(workshop, "d", "draft", draft_of=["a", "b"], tp_degree=1)
+    )
+    with launch(shared, care=replace(CARE, ahead=True)) as models:
+        assert all(ray.get(models.group(name).actor(name).wait_for_draft.remote(60)) for name in "ab")
+        streams = {name: models.stream(name, PROMPTS, **asked) for name in "ab"}
+        texts = {name: [list(prompt) for prompt in PROMPTS] for name in streams}
+        while streams:
+            for name, stream in list(streams.items()):
+                piece = next(stream, None)
+                if piece is None:
+                    del streams[name]
+                else:
+                    texts[name][piece.index] += piece.tokens
+        assert texts == {"a": expected, "b": expected}
+        for name in "ab":
+            health = models.statistics(name)["health"]
+            assert isinstance(health, dict) and health["answered"] > 0 and health["ahead"] > 0
 
 
 @pytest.mark.ray
