@@ -225,7 +225,7 @@ def recovery() -> dict[str, object]:
 
 
 def colocation() -> dict[str, object]:
-    """Models side by side on a simulated inf2.48xlarge, on Ray: seconds to start, all used at once, and what is left."""
+    """Models side by side on a simulated inf2.48xlarge: seconds to start, all used at once, and what is left."""
     import ray
 
     found: dict[str, object] = {}
