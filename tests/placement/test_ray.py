@@ -34,7 +34,7 @@ from tests.decoder.tiny import Workshop
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
 SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 4}
-CARE = Care(start=90, silence=20, room=10, patience=Patience(deadline=2, hang=3, rest=0.01, longest=0.1))
+CARE = Care(start=90, silence=20, room=10, patience=Patience(deadline=2, hang=1.5, rest=0.01, longest=0.1))
 
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -76,7 +76,7 @@ def test_faults_change_no_token(cluster: Cluster, workshop: Workshop, pair: Plan
     """In one deployment, since starting is what takes time: calm, draft killed, draft hung, target killed and hung."""
     asked = {"max_new_tokens": 60, **SAMPLED}
     expected = wanted(workshop, PROMPTS, **asked)
-    with launch(pair, care=replace(CARE, silence=4)) as models:
+    with launch(pair, care=replace(CARE, silence=3)) as models:
         chat = models.group("chat").actor
         assert ray.get(chat("chat").wait_for_draft.remote(60))
         assert models.cores() == {"chat": CoreRange(0, 1), "chat-draft": CoreRange(2, 3)}
