@@ -79,13 +79,17 @@ class ActorKeeper:
     def __init__(self, actor: str, *, local: bool) -> None:
         self._actor, self._local = actor, local
 
-    def restart(self, pid: int | None) -> None:
-        if self._local:
-            if pid is not None:
-                os.kill(pid, signal.SIGKILL)  # one that is stopped hears nothing else
-            return
+    def replace(self, pid: int | None) -> bool:
+        if self._local and pid is not None:
+            os.kill(pid, signal.SIGKILL)  # one that is stopped hears nothing else
+            return True
         with suppress(ValueError):  # no such actor now: Ray is at it already
             ray.kill(ray.get_actor(self._actor, NAMESPACE), no_restart=False)
+        return True
+
+    def ensure(self) -> bool:
+        """Ray does."""
+        return False
 
 
 class _Worker:

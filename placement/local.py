@@ -55,7 +55,7 @@ class LocalProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
-        self.restart(None)
+        self.ensure()
 
     @property
     def pid(self) -> int:
@@ -63,22 +63,38 @@ class LocalProcess:
         assert self._process is not None
         return self._process.pid
 
-    def restart(self, pid: int | None) -> None:
-        """Kill the process ``pid`` if it is still ours, and start a new one if none runs."""
+    def replace(self, pid: int | None) -> bool:
+        """Kill the process ``pid`` if it is still ours (None: whichever runs), and start a new one."""
         with self._lock:
-            running = self._process is not None and self._process.poll() is None
-            if self._closed or (running and self._process is not None and pid != self._process.pid):
-                return
+            if self._closed or (self._runs and self._process is not None and pid not in (None, self._process.pid)):
+                return False
             self._end()
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "paceline.placement.draft_process"],
-                stdin=subprocess.PIPE,
-                env=environment.for_child(self._order.env),
-            )
-            assert self._process.stdin is not None
-            with suppress(BrokenPipeError):  # it died at once; whoever calls it will see
-                self._process.stdin.write(self._order.to_json().encode() + b"\n")
-                self._process.stdin.flush()
+            self._start()
+            return True
+
+    def ensure(self) -> bool:
+        """Start a process if none runs."""
+        with self._lock:
+            if self._closed or self._runs:
+                return False
+            self._end()
+            self._start()
+            return True
+
+    @property
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.placement.draft_process"],
+            stdin=subprocess.PIPE,
+            env=environment.for_child(self._order.env),
+        )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it died at once; whoever calls it will see
+            self._process.stdin.write(self._order.to_json().encode() + b"\n")
+            self._process.stdin.flush()
 
     def close(self) -> None:
         """End the process."""

@@ -9,7 +9,7 @@ end (`draft_server`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import monotonic
 
 import torch
@@ -59,6 +59,9 @@ class Patience:
     longest: float = 30.0
 
 
+_COUNTED = ("asked", "answered", "ahead", "skipped", "lost", "late", "failed", "invalid", "rereads")
+
+
 class RemoteDraft:
     """Proposes what a process at the other end of a socket drafts. ``close`` when done."""
 
@@ -72,7 +75,11 @@ class RemoteDraft:
         self._overdue: tuple[int, float] | None = None  # the message whose answer is late, and since when
         self._resting = 0.0  # until then it is not asked
         self._row = 0  # faults in a row
-        self._counts = DrafterHealth()
+        self._counts = dict.fromkeys(
+            ("asked", "answered", "ahead", "skipped", "lost", "late", "failed", "invalid", "rereads"), 0
+        )
+        self._last_error = ""
+        self._seen: tuple[Commit, list[int], list[int]] | None = None  # a commit, its counts and its starts
         self._channel: Channel | None = None
         hello = wire.Hello(0, terms.client, terms.slots, terms.vocab_size)
         self._revival = Revival(caller, hello, nodes=terms.nodes, longest=self._patience.longest)
@@ -99,12 +106,13 @@ class RemoteDraft:
         for slot, text in self._texts.items():
             if starts[slot] == len(text):
                 text += rows[slot][: counts[slot]]
+        self._seen = (commit, counts, starts)
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """Ask, and wait no longer than the deadline."""
         channel = self._usable()
         if channel is None:
-            self._count("skipped")
+            self._counts["skipped"] += 1
             return self._nothing()
         live = self._live(commit)
         behind = [slot for slot, (start, _) in live.items() if self._known.get(slot) != start]
@@ -114,8 +122,8 @@ class RemoteDraft:
             wait += self._patience.reread
         self._reading = False
         ask = wire.Ask(self._next(), texts, commit, sampling, bounds)
-        self._count("asked")
-        self._counts = replace(self._counts, rereads=self._counts.rereads + len(texts))
+        self._counts["asked"] += 1
+        self._counts["rereads"] += len(texts)
         try:
             channel.send(wire.encode(ask), wait)
             reply = self._reply(channel, ask.number, wait)
@@ -135,7 +143,7 @@ class RemoteDraft:
         if state == "up":
             resting = self._resting > monotonic()
             state = "late" if self._overdue else "broken" if resting else "up"
-        return replace(self._counts, state=state, restarts=self._revival.restarts)
+        return DrafterHealth(state=state, restarts=self._revival.restarts, last_error=self._last_error, **self._counts)
 
     @property
     def pid(self) -> int | None:
@@ -160,13 +168,13 @@ class RemoteDraft:
     def _nothing(self) -> Proposal:
         return Proposal(torch.full((self._terms.slots, self.nodes), PAD, dtype=torch.int32))
 
-    def _count(self, name: str) -> None:
-        self._counts = replace(self._counts, **{name: getattr(self._counts, name) + 1})
-
     def _live(self, commit: Commit) -> dict[int, tuple[int, int]]:
         """(start, count) of every slot whose text ends with this commit, if the drafter can follow it."""
         found = {}
-        for slot, (start, count) in enumerate(zip(commit.start.tolist(), commit.count.tolist(), strict=True)):
+        seen = self._seen
+        if seen is None or seen[0] is not commit:
+            seen = (commit, commit.count.tolist(), commit.start.tolist())
+        for slot, (count, start) in enumerate(zip(seen[1], seen[2], strict=True)):
             here = slot in self._texts and len(self._texts[slot]) == start + count
             if here and (self.reach is None or start + count <= self.reach):
                 found[slot] = (start, count)
@@ -212,20 +220,21 @@ class RemoteDraft:
             wanted = [self._terms.slots, self.nodes]
             self._fault("invalid", f"a proposal of shape {list(tokens.shape)}, not {wanted}")
             return self._nothing()
-        if int(tokens.max()) >= self._terms.vocab_size or int(tokens.min()) < PAD:
+        ids = tokens.view(-1).tolist()  # few; reductions of a tensor take longer
+        if max(ids, default=0) >= self._terms.vocab_size or min(ids, default=0) < PAD:
             self._fault("invalid", f"ids outside the vocabulary of {self._terms.vocab_size}")
             return self._nothing()
         self._known |= {slot: start + count for slot, (start, count) in live.items()}
         self._row = 0
-        self._count("answered")
+        self._counts["answered"] += 1
         if reply.ahead:
-            self._count("ahead")
+            self._counts["ahead"] += 1
         return Proposal(tokens)
 
     def _fault(self, kind: Fault, why: str) -> None:
         """Count it, let the process rest, and start it anew if it is gone or fails too often."""
-        self._count(kind)
-        self._counts = replace(self._counts, last_error=why)
+        self._counts[kind] += 1
+        self._last_error = why
         self._row += 1
         self._known.clear()
         if kind == "lost" or (self._row >= self._patience.trips and kind != "late"):
@@ -235,7 +244,7 @@ class RemoteDraft:
             self._resting = monotonic() + rest
 
     def _revive(self, why: str) -> None:
-        self._counts = replace(self._counts, last_error=why)
+        self._last_error = why
         self._overdue = None
         delay = min(self._patience.rest * 2 ** max(0, self._row - 1), self._patience.longest)
         self._channel = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from time import monotonic
 from typing import Protocol
 
 from paceline.core.errors import ChannelError
@@ -13,19 +14,29 @@ from paceline.placement.channel import Address, Channel, connect
 from paceline.placement.health import State
 
 _SAY_HELLO = 60.0  # seconds a drafter may take to make itself ready for a target
-_FIRST_PAUSE = 0.02
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between calls
+_FIRST_REST = 0.2  # seconds between restarts of a process that dies before it can be called
 
 
 class Keeper(Protocol):
     """Who keeps a drafter's process alive."""
 
-    def restart(self, pid: int | None) -> None:
-        """Make sure that a new process comes up; ``pid`` is the old one's, to be killed if it still runs."""
+    def replace(self, pid: int | None) -> bool:
+        """Kill the process ``pid`` if it is still the one that runs (None: whichever runs), and have a new one come up.
+
+        Returns whether anything was done.
+        """
+
+    def ensure(self) -> bool:
+        """Start a process if none runs. Returns whether one was started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """How to reach a drafter. ``keeper`` None: somebody else restarts it, and it is only called again."""
+    """How to reach a drafter. ``keeper`` None: somebody else restarts it, and it is only called again.
+
+    ``patience``: seconds after which a process that cannot be called is replaced.
+    """
 
     address: Address
     secret: bytes
@@ -87,26 +98,27 @@ class Revival:
 
     def _run(self, restart: bool, delay: float) -> None:
         """Until it works: restart if need be, call, and wait longer after each failure."""
-        pause, waited = _FIRST_PAUSE, 0.0
         if self._stop.wait(delay):
             return
+        if restart:
+            old, self.pid = self.pid, None
+            self._replace(old)
+        pause, begun, rest, again = _FIRST_PAUSE, monotonic(), _FIRST_REST, monotonic() + _FIRST_REST
         while not self._stop.is_set():
-            if restart and self._caller.keeper is not None:
-                old, self.pid = self.pid, None
-                self.restarts += 1
-                with suppress(ProcessLookupError):
-                    self._caller.keeper.restart(old)
-                restart = False
             try:
                 channel = self._call()
             except ChannelError as error:
                 self.last_error = str(error)
                 if self._stop.wait(pause):
                     return
-                waited += pause
-                pause = min(pause * 1.5, self._longest, 1.0)
-                if waited > self._caller.patience:  # the new process never came up: try another one
-                    restart, waited = True, 0.0
+                pause = min(pause * 1.5, _LONGEST_PAUSE)
+                if monotonic() - begun > self._caller.patience:  # it hangs before it can be called
+                    self._replace(None)
+                    begun = monotonic()
+                elif monotonic() > again and self._caller.keeper is not None and self._caller.keeper.ensure():
+                    self.restarts += 1  # it died before it could be called; if it does so again, leave it alone longer
+                    rest = min(2 * rest, self._longest)
+                    again = monotonic() + rest
                 continue
             with self._lock:
                 if self._stop.is_set():
@@ -115,6 +127,11 @@ class Revival:
                 self._channel, self._thread = channel, None
                 self._up.set()
             return
+
+    def _replace(self, pid: int | None) -> None:
+        if self._caller.keeper is not None:
+            with suppress(ProcessLookupError):
+                self.restarts += self._caller.keeper.replace(pid)
 
     def _call(self) -> Channel:
         channel = connect(self._caller.address, self._caller.secret, seconds=2.0)

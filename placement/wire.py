@@ -126,7 +126,8 @@ def _head(kind: int, number: int) -> bytes:
 def _words(tensor: Tensor) -> bytes:
     """Raw bytes of an int32 or float32 tensor."""
     assert tensor.element_size() == 4, f"{tensor.dtype} does not travel"
-    return tensor.contiguous().numpy().tobytes()
+    found: bytes = tensor.numpy().tobytes()
+    return found
 
 
 def _text(slot: int, ids: tuple[int, ...]) -> bytes:

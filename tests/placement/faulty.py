@@ -109,11 +109,25 @@ class Forked:
         self._context.set_forkserver_preload(["tests.placement.faulty"])
         self._process: ForkServerProcess | None = None
         self._seed, self._closed = seed, False
-        self.restart(None)
+        self.ensure()
 
-    def restart(self, pid: int | None) -> None:
-        if self._closed or (self._process is not None and self._process.is_alive() and pid != self._process.pid):
-            return
+    def replace(self, pid: int | None) -> bool:
+        if self._closed or (self._runs and self._process is not None and pid not in (None, self._process.pid)):
+            return False
+        self._start()
+        return True
+
+    def ensure(self) -> bool:
+        if self._closed or self._runs:
+            return False
+        self._start()
+        return True
+
+    @property
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    def _start(self) -> None:
         self._end()
         self._seed += 1
         k, faults, rate, slow, ahead = self._asked

@@ -27,7 +27,7 @@ HASTE = Patience(deadline=0.25, reread=5.0, hang=0.4, trips=3, rest=0.002, longe
 
 def remote(keeper: Forked, *, slots: int = 1, k: int = 4, patience: Patience = HASTE, wait: bool = True) -> RemoteDraft:
     terms = Terms(nodes=k, slots=slots, vocab_size=V, reach=64)
-    made = RemoteDraft(terms, Caller(keeper.address, SECRET, keeper), patience=patience)
+    made = RemoteDraft(terms, Caller(keeper.address, SECRET, keeper, patience=8), patience=patience)
     assert not wait or made.wait_until_up(30)
     return made
 
