@@ -105,7 +105,7 @@ def test_two_hundred_faults_change_no_token(tmp_path: Path, stack: ExitStack) ->
         asked = {"max_new_tokens": 40, "seed": turn, **(SAMPLED if turn % 2 else {})}
         prompts = dice.sample(PROMPTS, 2)
         found = [list(prompt) for prompt in prompts]
-        hit = dice.randrange(30) if signals < 24 and turn % 2 else -1
+        hit = dice.randrange(30) if signals < 12 and turn % 2 else -1
         for number, event in enumerate(generator.stream(prompts, **asked)):
             found[event.index] += event.tokens
             if number == hit:
@@ -120,7 +120,7 @@ def test_two_hundred_faults_change_no_token(tmp_path: Path, stack: ExitStack) ->
         if turn % 4 == 0:
             revived(draft)
     answered = total.answered
-    assert total.faults >= 200 and signals >= 20 and answered > 100, (signals, asdict(total))
+    assert total.faults >= 200 and signals >= 10 and answered > 100, (signals, asdict(total))
     assert min(total.lost, total.late, total.failed, total.invalid, total.restarts) > 5, asdict(total)
 
 
