@@ -43,6 +43,7 @@ from paceline.rounds import TwoStep
 
 ROOT = Path(__file__).parents[1]
 V, K = 1000, 4
+_BLOCK = 20
 GREEDY = sampling_batch([Sampling()])
 LIMIT = Bounds(torch.full((1,), K, dtype=torch.int32), 1)
 
@@ -150,14 +151,15 @@ class Text:
 
 
 def alternating(steps: Mapping[str, Callable[[], None]], turns: int) -> dict[str, list[float]]:
-    """Milliseconds of each step, taking turns."""
+    """Milliseconds of each step, in blocks that take turns; the first of a block find cold caches and do not count."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(turns + 5):
+    for _ in range(max(2, turns // _BLOCK)):
         for name, step in steps.items():
-            begin = perf_counter()
-            step()
-            if turn >= 5:
-                times[name].append(1e3 * (perf_counter() - begin))
+            for place in range(_BLOCK + 3):
+                begin = perf_counter()
+                step()
+                if place >= 3:
+                    times[name].append(1e3 * (perf_counter() - begin))
     return times
 
 
