@@ -26,11 +26,12 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from paceline import placement
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, SamplingBatch
 from paceline.placement.ahead import Ahead
 from paceline.placement.channel import Address
 from paceline.placement.draft_server import MakeDrafter
@@ -61,19 +62,22 @@ def right(position: int, alpha: float) -> bool:
 class SleepingDrafter:
     """Proposes the text, with errors, after a while."""
 
-    reach = None
+    reach = reads = None
 
     def __init__(self, nodes: int, seconds: float, alpha: float) -> None:
-        self.nodes, self._seconds, self._alpha = nodes, seconds, alpha
+        self.outline, self._seconds, self._alpha = Outline.chain(nodes), seconds, alpha
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None: ...
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None: ...
+
+    def release(self, slot: int) -> None: ...
 
     def observe(self, commit: Commit) -> None: ...
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         time.sleep(self._seconds)
         first = int(commit.start[0] + commit.count[0])
-        row = [truth(p) if right(p, self._alpha) else (truth(p) + 1) % V for p in range(first, first + self.nodes)]
+        places = range(first, first + self.outline.nodes)
+        row = [truth(p) if right(p, self._alpha) else (truth(p) + 1) % V for p in places]
         return Proposal(torch.tensor([row], dtype=torch.int32))
 
 
@@ -83,8 +87,10 @@ class SleepingVerifier:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int:
-        return truth(len(prompt))
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        return Reading(truth(len(prompt)))
+
+    def release(self, slot: int) -> None: ...
 
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         time.sleep(self._seconds)

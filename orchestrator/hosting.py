@@ -109,7 +109,7 @@ class TargetHost:
 
     def compile(self) -> None:
         """Make the graphs before the first request waits for them."""
-        self._target.compile(width=self._generator.drafter.nodes + 1)
+        self._target.compile(width=self._generator.drafter.outline.nodes + 1)
 
     def _text(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -156,4 +156,4 @@ def ready(drafter: ModelDrafter, width: int) -> None:
     idle = SamplingBatch(
         torch.tensor([[0.0, 0.0, 1.0, 0.0]]).repeat(slots, 1), torch.zeros(slots, 2, dtype=torch.int32)
     )
-    drafter.propose(Commit(tokens, one, zero), idle, Bounds(zero + drafter.nodes, 1))
+    drafter.propose(Commit(tokens, one, zero), idle, Bounds(zero + drafter.outline.nodes, 1))

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from paceline.core.protocols import Drafter
-from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,7 @@ class _Round:
     """What is known of a round: ``tokens`` [B, N + 1] is the whole proposal."""
 
     commit: Commit
-    tokens: torch.Tensor
+    tokens: Tensor
     sampling: SamplingBatch
     bounds: Bounds
 
@@ -32,19 +33,26 @@ class _Round:
 class Ahead:
     """A drafter that works in its idle time. ``hit``: the last proposal was ready when it was asked for."""
 
+    reads: Reads | None = None
+
     def __init__(self, inner: Drafter) -> None:
-        assert inner.nodes > 1, "the drafter underneath proposes one token more than is sent"
-        self._inner, self.nodes, self.reach = inner, inner.nodes - 1, inner.reach
+        assert inner.outline.is_chain and inner.outline.nodes > 1, "one token more is proposed than is sent"
+        self._inner, self._nodes, self.reach = inner, inner.outline.nodes - 1, inner.reach
+        self.outline = Outline.chain(self._nodes)
         self._last: _Round | None = None
         self._guess: _Round | None = None
         self._noted: Commit | None = None
         self.hit = False
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """A text is read: nothing that was expected can happen."""
         self._last = self._guess = None
         self._pass_on()
         self._inner.admit(slot, prompt)
+
+    def release(self, slot: int) -> None:
+        """What was expected may still happen in the other slots."""
+        self._inner.release(slot)
 
     def observe(self, commit: Commit) -> None:
         """Only noted: a commit that was expected has been read already, and need not be read again."""
@@ -62,7 +70,7 @@ class Ahead:
             self._pass_on()
             tokens = self._inner.propose(commit, sampling, bounds).tokens
         self._last = _Round(commit, tokens, sampling, bounds)
-        return Proposal(tokens[:, : self.nodes])
+        return Proposal(tokens[:, : self._nodes])
 
     def _pass_on(self) -> None:
         if self._noted is not None:
@@ -80,7 +88,7 @@ class Ahead:
         if last is None:
             return
         width = last.commit.tokens.shape[1]
-        gained = self.nodes + 1
+        gained = self._nodes + 1
         rows = last.bounds.rows + gained
         # Past its reach nothing is asked of a drafter; and a token that was not drafted cannot be expected.
         if gained > width or (self.reach is not None and rows + gained > self.reach):

@@ -225,11 +225,13 @@ class DraftServer:
             return wire.Failure(hello.number, f"quota: {len(others)} targets with {slots - hello.slots} slots are here")
         try:
             drafter = self._make(hello)
+            if drafter.reads is not None or not drafter.outline.is_chain:
+                raise ValueError("a drafter in another process proposes chains, from tokens alone")
         except Exception as error:  # as above
             return wire.Failure(hello.number, repr(error))
         client.name, client.slots, client.drafter = hello.client, hello.slots, drafter
         client.share = self._quota.shares.get(hello.client, 1.0)
-        return wire.Welcome(hello.number, drafter.nodes, drafter.reach, os.getpid())
+        return wire.Welcome(hello.number, drafter.outline.nodes, drafter.reach, os.getpid())
 
 
 def _undrawn(made: Proposal) -> torch.Tensor:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from time import monotonic
 
 import torch
+from torch import Tensor
 
 from paceline.core.errors import ChannelError
-from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.placement import wire
 from paceline.placement.channel import Channel
 from paceline.placement.health import DrafterHealth, Fault
@@ -65,8 +66,10 @@ _COUNTED = ("asked", "answered", "ahead", "skipped", "lost", "late", "failed", "
 class RemoteDraft:
     """Proposes what a process at the other end of a socket drafts. ``close`` when done."""
 
+    reads: Reads | None = None
+
     def __init__(self, terms: Terms, caller: Caller, *, patience: Patience | None = None) -> None:
-        self.nodes, self.reach = terms.nodes, terms.reach
+        self.outline, self.reach = Outline.chain(terms.nodes), terms.reach
         self._terms, self._patience = terms, patience or Patience()
         self._texts: dict[int, list[int]] = {}
         self._known: dict[int, int] = {}  # how much of a slot's text the process has read
@@ -87,7 +90,7 @@ class RemoteDraft:
 
     # ---- the drafter
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Remember the text, and let the process read it while the target reads on."""
         self._texts[slot] = list(prompt)
         self._known.pop(slot, None)
@@ -99,6 +102,11 @@ class RemoteDraft:
             self._known[slot], self._reading = len(prompt), True
         except ChannelError as error:
             self._fault("lost", str(error))
+
+    def release(self, slot: int) -> None:
+        """Forget the text; what the process keeps of it is overwritten by the next request in that slot."""
+        self._texts.pop(slot, None)
+        self._known.pop(slot, None)
 
     def observe(self, commit: Commit) -> None:
         """Follow the texts, whether or not the process does."""
@@ -166,7 +174,7 @@ class RemoteDraft:
         return self._number
 
     def _nothing(self) -> Proposal:
-        return Proposal(torch.full((self._terms.slots, self.nodes), PAD, dtype=torch.int32))
+        return Proposal(torch.full((self._terms.slots, self._terms.nodes), PAD, dtype=torch.int32))
 
     def _live(self, commit: Commit) -> dict[int, tuple[int, int]]:
         """(start, count) of every slot whose text ends with this commit, if the drafter can follow it."""
@@ -216,8 +224,8 @@ class RemoteDraft:
             self._fault("failed", reply.reason if isinstance(reply, wire.Failure) else "an answer to another question")
             return self._nothing()
         tokens = reply.tokens
-        if tokens.shape != (self._terms.slots, self.nodes):
-            wanted = [self._terms.slots, self.nodes]
+        if tokens.shape != (self._terms.slots, self._terms.nodes):
+            wanted = [self._terms.slots, self._terms.nodes]
             self._fault("invalid", f"a proposal of shape {list(tokens.shape)}, not {wanted}")
             return self._nothing()
         ids = tokens.view(-1).tolist()  # few; reductions of a tensor take longer

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from paceline.core.protocols import Drafter
-from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
+from paceline.core.types import Bounds, Commit, Outline, Proposal, SamplingBatch
 from paceline.draft.model import ModelDrafter
 from paceline.placement.ahead import Ahead
 from paceline.placement.channel import Address, listen
@@ -40,12 +40,16 @@ class Faulty:
 
     def __init__(self, slots: int, k: int, *, faults: Sequence[str], rate: float, seed: int, slow: float) -> None:
         self._inner, self._nan = drafter(slots, k), drafter(slots, k, DRAFT * float("nan"))
-        self.nodes, self.reach = k, self._inner.reach
+        self.outline, self.reach, self.reads = Outline.chain(k), self._inner.reach, None
         self._dice, self._faults, self._rate, self._slow = random.Random(seed), faults, rate, slow
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def admit(self, slot: int, prompt: Sequence[int], features: object = None) -> None:
         self._inner.admit(slot, prompt)
         self._nan.admit(slot, prompt)
+
+    def release(self, slot: int) -> None:
+        self._inner.release(slot)
+        self._nan.release(slot)
 
     def observe(self, commit: Commit) -> None:
         self._inner.observe(commit)

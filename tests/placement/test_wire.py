@@ -15,7 +15,7 @@ import torch
 
 from paceline.core.errors import ChannelError, ConfigurationError
 from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import Bounds, Commit, Proposal
+from paceline.core.types import Bounds, Commit, Outline, Proposal
 from paceline.placement import wire
 from paceline.placement.channel import Address, Channel, connect, listen
 from paceline.placement.draft_server import DraftServer, Quota
@@ -120,9 +120,11 @@ class Slow:
     """Proposes zeros, and takes its time."""
 
     def __init__(self, seconds: float) -> None:
-        self.nodes, self.reach, self._seconds = 2, None, seconds
+        self.outline, self.reach, self.reads, self._seconds = Outline.chain(2), None, None, seconds
 
-    def admit(self, slot: int, prompt: object) -> None: ...
+    def admit(self, slot: int, prompt: object, features: object = None) -> None: ...
+
+    def release(self, slot: int) -> None: ...
 
     def observe(self, commit: Commit) -> None: ...
 
