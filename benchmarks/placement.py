@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import secrets
 import signal
 import statistics
@@ -56,7 +57,7 @@ def truth(position: int) -> int:
 
 def right(position: int, alpha: float) -> bool:
     """Whether the drafter knows this one: with probability alpha, the same in every run."""
-    return (position * 2654435761 % 2**32) / 2**32 < alpha
+    return random.Random(position).random() < alpha
 
 
 class SleepingDrafter:

@@ -16,7 +16,6 @@ from pathlib import Path
 from time import monotonic
 
 from paceline.core.errors import ChannelError, ConfigurationError
-from paceline.placement.rhythm import Rhythm
 
 _LENGTH = struct.Struct("<I")
 _MOST = 64 << 20  # bytes in a frame; a prompt of a million ids is 4 MiB
@@ -55,7 +54,7 @@ class Channel:
         link.setblocking(False)
         if link.family != socket.AF_UNIX:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._link, self._buffer, self._rhythm = link, bytearray(), Rhythm()
+        self._link, self._buffer = link, bytearray()
         self._reads = select.poll()
         self._reads.register(link, select.POLLIN)
         self._writes = select.poll()
@@ -81,14 +80,10 @@ class Channel:
         """
         end = monotonic() + seconds
         while (frame := self._cut()) is None:
-            left = end - monotonic()
-            if not (self._rhythm.wait(self._readable, left) if left > 0 else self._readable(0)):
+            if not self._reads.poll(max(0.0, end - monotonic()) * 1000):
                 return None
             self._fill()
         return frame
-
-    def _readable(self, seconds: float) -> bool:
-        return bool(self._reads.poll(seconds * 1000))
 
     def waiting(self) -> bool:
         """Whether a whole frame has arrived; reads what is there without waiting."""

@@ -25,11 +25,9 @@ from paceline.core.types import Proposal
 from paceline.placement import wire
 from paceline.placement.ahead import Ahead
 from paceline.placement.channel import Channel
-from paceline.placement.rhythm import Rhythm
 
 MakeDrafter = Callable[[wire.Hello], Drafter]
 _SEND = 5.0  # seconds a target may take to read an answer
-_LOOK = 60.0  # seconds; only so that waiting has an end
 _PENDING = 64  # messages a target may have waiting; more is not our protocol
 
 
@@ -66,7 +64,6 @@ class DraftServer:
         self._clients: list[_Client] = []
         self._arrivals: deque[Channel] = deque()
         self._clock = 0.0
-        self._rhythm = Rhythm()
         self._stopped = False
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -130,7 +127,7 @@ class DraftServer:
         """Read what has arrived and serve one message, or work ahead when there is none."""
         busy = any(client.pending for client in self._clients)
         eager = [c for c in self._clients if isinstance(c.drafter, Ahead) and not c.drafter.idle]
-        for key, _ in self._selector.select(0) if busy or eager else self._sleep():
+        for key, _ in self._selector.select(0 if busy or eager else None):
             if key.data is None:
                 self._woken.recv(4096)
             else:
@@ -145,17 +142,6 @@ class DraftServer:
             self._serve(min(ready, key=lambda client: client.turn))
         elif eager:
             self._ahead(min(eager, key=lambda client: client.turn))
-
-    def _sleep(self) -> list[tuple[selectors.SelectorKey, int]]:
-        """Until something arrives, or for a while."""
-        found: list[tuple[selectors.SelectorKey, int]] = []
-
-        def ready(seconds: float) -> bool:
-            found[:] = self._selector.select(seconds)
-            return bool(found)
-
-        self._rhythm.wait(ready, _LOOK)
-        return found
 
     def _read(self, client: _Client) -> None:
         try:
