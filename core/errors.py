@@ -13,7 +13,13 @@
     |-- ConfigurationError       options of a decoder or a generator that contradict each other
     |-- BackendError             a compiler or a device is missing, or compiling failed
     |   `-- ArtefactError        saved graphs do not fit this decoder or this machine
-    `-- DecoderBusyError         two generations want one KV cache at the same time
+    |-- DecoderBusyError         two generations want one KV cache at the same time
+    `-- PlacementError           models cannot be put on cores, or cannot be kept running there
+        |-- PlanError            no plan exists (also a ConfigurationError)
+        |-- CoresBusyError       another process uses the cores
+        |-- WorkerError          a worker did not start as planned
+        |-- ChannelError         the socket between a target and its drafter failed
+        `-- TargetLostError      a target died more often than it may; carries the tokens so far
 
 Each message says what is wrong and what to do about it.
 """
@@ -73,3 +79,35 @@ class ArtefactError(BackendError):
 
 class DecoderBusyError(PacelineError):
     """Two generations want one KV cache at the same time."""
+
+
+class PlacementError(PacelineError):
+    """Models cannot be put on cores, or cannot be kept running there."""
+
+
+class PlanError(PlacementError, ConfigurationError):
+    """No plan exists for these models on this instance."""
+
+
+class CoresBusyError(PlacementError):
+    """Another process uses cores that this one was given."""
+
+
+class WorkerError(PlacementError):
+    """A worker did not start as planned."""
+
+
+class ChannelError(PlacementError):
+    """The socket between a target and its drafter failed: closed, late, or not understood."""
+
+
+class TargetLostError(PlacementError):
+    """A target died more often than it may. ``tokens`` has, for every request of the call, what was emitted so far."""
+
+    def __init__(self, message: str, tokens: tuple[tuple[int, ...], ...] = ()) -> None:
+        super().__init__(message)
+        self.tokens = tokens
+
+    def __reduce__(self) -> tuple[type["TargetLostError"], tuple[str, tuple[tuple[int, ...], ...]]]:
+        """Keep the tokens when the error crosses a process."""
+        return type(self), (str(self), self.tokens)

@@ -6,6 +6,7 @@ Not here: laws, acceptance and loops.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -174,6 +175,14 @@ class CompiledDecoder:
             yield
         finally:
             self._holder = before
+
+    def sibling(self) -> CompiledDecoder:
+        """Another decoder over the same weights, with a cache and graphs of its own."""
+        shared = {id(weight): weight for weight in self.body.parameters()}
+        made = copy.copy(self)
+        made.body = copy.deepcopy(self.body, {**shared, id(self.body.kernels): self.body.kernels})
+        made._steps, made._used, made._holder = {}, [], None
+        return made
 
     def check_width(self, width: int) -> None:
         """Raise ConfigurationError unless a window of so many rows fits."""

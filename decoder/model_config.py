@@ -80,6 +80,11 @@ class ModelConfig:
         return _parse(config, generation)
 
     @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> "ModelConfig":
+        """The configuration in a ``config.json`` alone, to plan with; generation settings are not looked for."""
+        return _parse(Fields(read_json_object(Path(path)), str(path)), Fields({}, str(path)))
+
+    @classmethod
     def from_fields(cls, config: Fields) -> "ModelConfig":
         """The configuration in an object laid out like ``config.json``, as part of another file."""
         return _parse(config, Fields({}, config.where))

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 import paceline
-from paceline import console, medusa_cli, progress, train_cli, train_eagle
+from paceline import console, medusa_cli, plan_cli, progress, serve_cli, train_cli, train_eagle
 from paceline.core.errors import ArtefactError, PromptError
 from paceline.decoder.environment import cache_root
 from paceline.detokenise import Detokeniser, Tokenizer, load_tokenizer
@@ -33,6 +33,9 @@ app.add_typer(train_cli.app, name="train")
 app.registered_commands += medusa_cli.app.registered_commands
 app.registered_commands += train_eagle.files.registered_commands
 train_cli.app.registered_commands += train_eagle.app.registered_commands
+
+plan_cli.register(app)
+serve_cli.register(app)
 
 Amp = Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")]
 BackendName = Annotated[str, typer.Option("--backend", help="inductor (compiled, CPU) or eager.")]

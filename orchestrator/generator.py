@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 from paceline import build, pairing, warm
 from paceline import pace as pacing
 from paceline.core.typical import Typical
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.loop import Engine
-from paceline.result import Statistics
+from paceline.request import Request
+from paceline.result import Event, Reports, Statistics
 from paceline.sampler import Sampler
 from paceline.target.verifier import Acceptor
 
@@ -79,3 +80,11 @@ class SpeculativeGenerator(Sampler):
 
     def _engine(self, demands: build.Demands) -> Engine:
         return build.engine(self.target, self.drafter, self._plan, demands=demands)
+
+    def _hold(self, engine: Engine, requests: list[Request]) -> Generator[Event | None, None, None]:
+        before = self.drafter.health if isinstance(self.drafter, Reports) else None
+        try:
+            yield from super()._hold(engine, requests)
+        finally:
+            if before is not None and isinstance(self.drafter, Reports):
+                self.statistics.health = self.drafter.health.since(before)

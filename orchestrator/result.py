@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from paceline.placement.health import DrafterHealth
 
 FinishReason = Literal["stop", "length", "time", "criteria"]
 
@@ -28,6 +30,14 @@ class Event:
     logprobs: tuple[float, ...] | None = None
 
 
+@runtime_checkable
+class Reports(Protocol):
+    """A drafter that knows how it is doing."""
+
+    @property
+    def health(self) -> DrafterHealth: ...
+
+
 @dataclass(slots=True)
 class Statistics:
     """Counts over all requests of a call, and where its time went.
@@ -40,6 +50,7 @@ class Statistics:
     acceptor                the acceptance rule: "match", "reject" or "typical"
     rungs                   depth chosen for every round of the batch, if it is chosen anew every time
     *_seconds               time in prefill, drafting, verification and everything else (host)
+    health                  of a drafter in another process, during this call; None for one in this process
     """
 
     rounds: int = 0
@@ -53,6 +64,7 @@ class Statistics:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     host_seconds: float = 0.0
+    health: DrafterHealth | None = None
     acceptor: str = "match"
 
     @property
@@ -76,6 +88,7 @@ class Statistics:
         return {name: getattr(self, name) for name in names} | {
             "tau": self.tau,
             "acceptance_rate": self.acceptance_rate,
+            "health": None if self.health is None else asdict(self.health),
             "lossy": self.lossy,
         }
 

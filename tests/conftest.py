@@ -10,6 +10,7 @@ import torch
 from transformers.utils import logging
 
 from tests.decoder.tiny import Workshop
+from tests.simulation import check_nothing_left, simulated
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,3 +31,17 @@ def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def workshop(compile_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Decoders over small checkpoints, each made once for all tests."""
     return Workshop(tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(scope="session")
+def cluster(compile_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    """Ray, started once for all tests that need it."""
+    with simulated(str(tmp_path_factory.mktemp("locks"))) as made:
+        yield made
+
+
+@pytest.fixture
+def nothing_left(cluster: object) -> Iterator[None]:
+    """After the test no actor of ours and no core is in use."""
+    yield
+    check_nothing_left()

@@ -1,0 +1,293 @@
+"""What a drafter in another process costs and gains, with models that sleep. JSON on the last line.
+
+    python benchmarks/placement.py                    all but the last (about a minute)
+    python benchmarks/placement.py --part overhead    a round with the drafter elsewhere against one process
+    python benchmarks/placement.py --part ahead       drafting while the target verifies, against taking turns
+    python benchmarks/placement.py --part recovery    from the death of a drafter to its next proposal
+    python benchmarks/placement.py --part colocation  up to 24 models on Ray, on the cores of a simulated inf2.48xlarge
+
+The models sleep in place of computing, so that the CPU is idle as it is beside an accelerator, and know the text; the
+drafter errs with a given probability. What is measured is therefore everything but the models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import secrets
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from paceline import placement
+from paceline.core.protocols import Drafter
+from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, SamplingBatch
+from paceline.placement.ahead import Ahead
+from paceline.placement.channel import Address
+from paceline.placement.draft_server import MakeDrafter
+from paceline.placement.local import LocalProcess, Order
+from paceline.placement.models_file import models_of
+from paceline.placement.remote import Patience, RemoteDraft, Terms
+from paceline.placement.revival import Caller
+from paceline.placement.wire import Hello
+from paceline.rounds import TwoStep
+
+ROOT = Path(__file__).parents[1]
+V, K = 1000, 4
+_BLOCK = 20
+GREEDY = sampling_batch([Sampling()])
+LIMIT = Bounds(torch.full((1,), K, dtype=torch.int32), 1)
+
+
+def truth(position: int) -> int:
+    """The text: a token for every position."""
+    return (position * 7919 + 13) % V
+
+
+def right(position: int, alpha: float) -> bool:
+    """Whether the drafter knows this one: with probability alpha, the same in every run."""
+    return random.Random(position).random() < alpha
+
+
+class SleepingDrafter:
+    """Proposes the text, with errors, after a while."""
+
+    reach = reads = None
+
+    def __init__(self, nodes: int, seconds: float, alpha: float) -> None:
+        self.outline, self._seconds, self._alpha = Outline.chain(nodes), seconds, alpha
+
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+    def observe(self, commit: Commit) -> None: ...
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        time.sleep(self._seconds)
+        first = int(commit.start[0] + commit.count[0])
+        places = range(first, first + self.outline.nodes)
+        row = [truth(p) if right(p, self._alpha) else (truth(p) + 1) % V for p in places]
+        return Proposal(torch.tensor([row], dtype=torch.int32))
+
+
+class SleepingVerifier:
+    """Accepts what is the text, after a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        return Reading(truth(len(prompt)))
+
+    def release(self, slot: int) -> None: ...
+
+    def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+        time.sleep(self._seconds)
+        start = int(commit.start[0] + commit.count[0])
+        drafts = [] if proposal is None else proposal.tokens[0].tolist()
+        count = 0
+        while count < len(drafts) and drafts[count] == truth(start + count):
+            count += 1
+        row = [truth(start + i) for i in range(count + 1)] + [PAD] * (K - count)
+        made = torch.tensor([row], dtype=torch.int32)
+        return Commit(made, torch.tensor([count + 1], dtype=torch.int32), commit.start + commit.count)
+
+
+def sleeper(settings: Mapping[str, object]) -> MakeDrafter:
+    """The maker of the drafter's process."""
+    seconds, alpha, ahead = float(str(settings["seconds"])), float(str(settings["alpha"])), bool(settings["ahead"])
+
+    def make(_: Hello) -> Drafter:
+        inner = SleepingDrafter(K + ahead, seconds, alpha)
+        return Ahead(inner) if ahead else inner
+
+    return make
+
+
+@contextmanager
+def elsewhere(seconds: float, alpha: float, *, ahead: bool = False) -> Iterator[tuple[RemoteDraft, LocalProcess]]:
+    """The drafter in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        order = Order(
+            Address(path=f"{folder}/s"),
+            secrets.token_bytes(16),
+            {"seconds": seconds, "alpha": alpha, "ahead": ahead},
+            maker="benchmarks.placement:sleeper",
+        )
+        with LocalProcess(order) as process:
+            terms = Terms(nodes=K, slots=1, vocab_size=V)
+            patience = Patience(deadline=1.0, hang=1.0, rest=0.01)
+            draft = RemoteDraft(terms, Caller(order.address, order.secret, process), patience=patience)
+            try:
+                if not draft.wait_until_up(60):
+                    raise RuntimeError("the drafter's process did not come up")
+                yield draft, process
+            finally:
+                draft.close()
+
+
+class Text:
+    """One request, round by round."""
+
+    def __init__(self, drafter: Drafter, verify: float) -> None:
+        self._round = TwoStep(drafter, SleepingVerifier(verify))
+        prompt = [truth(p) for p in range(8)]
+        self._round.start(0, prompt, GREEDY)
+        tokens = torch.tensor([[truth(8)] + [PAD] * K], dtype=torch.int32)
+        self.commit = Commit(tokens, torch.ones(1, dtype=torch.int32), torch.full((1,), 8, dtype=torch.int32))
+        self.first = 9
+
+    def step(self) -> None:
+        self.commit = self._round(self.commit, GREEDY, LIMIT)
+
+    @property
+    def tokens(self) -> int:
+        return int(self.commit.start[0] + self.commit.count[0]) - self.first
+
+
+def alternating(steps: Mapping[str, Callable[[], None]], turns: int) -> dict[str, list[float]]:
+    """Milliseconds of each step, in blocks that take turns; the first of a block find cold caches and do not count."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(max(2, turns // _BLOCK)):
+        for name, step in steps.items():
+            for place in range(_BLOCK + 3):
+                begin = perf_counter()
+                step()
+                if place >= 3:
+                    times[name].append(1e3 * (perf_counter() - begin))
+    return times
+
+
+def overhead() -> dict[str, object]:
+    """A round of so many milliseconds, half drafting and half verifying, here and elsewhere."""
+    found: dict[str, object] = {}
+    for total, turns in ((1, 400), (5, 250), (10, 200), (30, 80)):
+        half = total / 2000
+        with elsewhere(half, 0.8) as (draft, _):
+            here, there = Text(SleepingDrafter(K, half, 0.8), half), Text(draft, half)
+            times = alternating({"here": here.step, "there": there.step}, turns)
+            assert here.tokens == there.tokens, "another process, another text"
+        mean = {name: statistics.fmean(values) for name, values in times.items()}
+        middle = {name: statistics.median(values) for name, values in times.items()}
+        found[f"{total} ms"] = {
+            "here_ms": round(middle["here"], 3),
+            "there_ms": round(middle["there"], 3),
+            "overhead_percent": round(100 * (middle["there"] / middle["here"] - 1), 2),
+            "overhead_percent_of_means": round(100 * (mean["there"] / mean["here"] - 1), 2),
+        }
+    return found
+
+
+def ahead() -> dict[str, object]:
+    """Milliseconds a token, taking turns and ahead."""
+    found: dict[str, object] = {}
+    for draft_ms, verify_ms in ((5, 5), (10, 20)):
+        for alpha in (1.0, 0.9, 0.7):
+            row: dict[str, object] = {}
+            for name, on in (("turns", False), ("ahead", True)):
+                with elsewhere(draft_ms / 1000, alpha, ahead=on) as (draft, _):
+                    text = Text(draft, verify_ms / 1000)
+                    begin = perf_counter()
+                    for _ in range(120):
+                        text.step()
+                    row[f"{name}_ms_a_token"] = round(1e3 * (perf_counter() - begin) / text.tokens, 3)
+                    health = draft.health
+                    if on:
+                        row["hit_rate"] = round(health.ahead / health.answered, 3)
+            found[f"{draft_ms}+{verify_ms} ms, alpha {alpha}"] = row
+    return found
+
+
+def recovery() -> dict[str, object]:
+    """Seconds from a signal to the next proposal, in rounds of 10 ms; rounds go on all the while."""
+    found: dict[str, object] = {}
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        times, longest = [], []
+        with elsewhere(0.005, 0.8) as (draft, process):
+            text = Text(draft, 0.005)
+            for _ in range(3):
+                for _ in range(20):
+                    text.step()
+                answered, begin = draft.health.answered, perf_counter()
+                os.kill(process.pid, number)
+                slowest = 0.0
+                while draft.health.answered <= answered + 1:
+                    before = perf_counter()
+                    text.step()
+                    slowest = max(slowest, perf_counter() - before)
+                times.append(perf_counter() - begin)
+                longest.append(slowest)
+        found[number.name] = {"seconds": [round(t, 2) for t in times], "longest_round": round(max(longest), 3)}
+    return found
+
+
+def colocation() -> dict[str, object]:
+    """Models side by side on a simulated inf2.48xlarge: seconds to start, all used at once, and what is left."""
+    import ray
+
+    found: dict[str, object] = {}
+    target, draft = ({"path": str(ROOT / "examples" / "pycode" / name)} for name in ("target", "draft"))
+    common = {"n_positions": 128, "amp": "f32", "backend": "eager"}
+    mixes = {
+        "three of 8": [{"name": f"t{i}", "tp_degree": 8, **target} for i in range(3)],
+        "8 with a draft of 2, and others": [
+            {"name": "t", "tp_degree": 8, **target},
+            {"name": "d", "tp_degree": 2, "draft_of": "t", **draft},
+            *({"name": f"o{i}", "tp_degree": degree, **draft} for i, degree in enumerate((4, 4, 1))),
+        ],
+        "24 of 1": [{"name": f"s{i}", "tp_degree": 1, **draft} for i in range(24)],
+    }
+    try:
+        for name, entries in mixes.items():
+            models = models_of([{**e, **common} for e in entries], folder=ROOT, where=name)
+            begin = perf_counter()
+            with placement.launch(placement.plan(models, placement.instance("inf2.48xlarge"))) as running:
+                started = perf_counter() - begin
+                streams = [running.stream(label, [[5, 6, 7, 8]], max_new_tokens=16) for label in running.models]
+                texts = {tuple(token for piece in stream for token in piece.tokens) for stream in streams}
+                running.stop(running.models[0])
+                (left,) = running.fragmentation().values()
+                found[name] = {
+                    "workers": len(models),
+                    "start_seconds": round(started, 1),
+                    "texts": len(texts),
+                    "free_after_one_left": left.free,
+                    "largest_run": left.largest,
+                    "stranded": round(left.stranded, 2),
+                }
+    finally:
+        ray.shutdown()
+    return found
+
+
+PARTS: dict[str, Callable[[], dict[str, object]]] = {
+    "overhead": overhead,
+    "ahead": ahead,
+    "recovery": recovery,
+    "colocation": colocation,
+}
+USUAL = ("overhead", "ahead", "recovery")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=list(PARTS), action="append")
+    os.chdir(ROOT)  # so that the drafter's process finds this file
+    torch.set_num_threads(1)
+    print(json.dumps({name: PARTS[name]() for name in parser.parse_args().part or USUAL}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""What workers of `paceline.placement` run: a target with its loop, or a draft model, made from plain settings.
+
+Not here: processes, sockets and cores. A maker is called once in a worker, when that worker may touch its cores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.auto import AutoDecoder, SamplingDecoder
+from paceline.core.errors import ConfigurationError
+from paceline.core.protocols import Drafter
+from paceline.core.types import PAD, Bounds, Commit, SamplingBatch
+from paceline.decoder import steps
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.detokenise import Tokenizer, load_tokenizer
+from paceline.draft.model import ModelDrafter
+from paceline.generator import SpeculativeGenerator
+from paceline.placement.ahead import Ahead
+from paceline.placement.draft_server import MakeDrafter
+from paceline.placement.roles import Piece
+from paceline.placement.wire import Hello
+from paceline.replay import Replay
+
+ASKS = frozenset(
+    {
+        "sequence_length", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "do_sample", "seed",
+        "eos_token_id", "stop_strings", "no_repeat_ngram_size", "repetition_penalty",
+    }
+)  # fmt: skip
+"""Keywords of `sample` that can be asked of a target in another process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hosted:
+    """Settings of a worker: how its model is loaded, drafted tokens a round, and whether it works ahead."""
+
+    folder: Path
+    amp: str
+    batch_size: int
+    n_positions: int
+    backend: str
+    k: int
+    ahead: bool
+
+    @classmethod
+    def of(cls, settings: Mapping[str, object]) -> Hosted:
+        """Read them; quantisation is planned with, but not run.
+
+        Raises:
+            ConfigurationError: a setting that nothing here does.
+        """
+        if settings["quantisation"] != "none":
+            raise ConfigurationError(
+                f"quantisation={settings['quantisation']!r} can be planned but not run yet; use none to launch"
+            )
+        slots, positions, k = (int(str(settings[name])) for name in ("batch_size", "n_positions", "k"))
+        folder, ahead = Path(str(settings["folder"])), bool(settings["ahead"])
+        return cls(folder, str(settings["amp"]), slots, positions, str(settings["backend"]), k, ahead)
+
+    def decoder(self) -> SamplingDecoder:
+        return AutoDecoder.from_pretrained(
+            self.folder, batch_size=self.batch_size, n_positions=self.n_positions, amp=self.amp, backend=self.backend
+        )
+
+
+class TargetHost:
+    """Generates for one caller at a time; the loop runs here, beside the target."""
+
+    def __init__(self, settings: Mapping[str, object], drafter: Drafter | None) -> None:
+        given = Hosted.of(settings)
+        self._folder, self._drafter = given.folder, drafter
+        self._target = given.decoder()
+        self._generator = SpeculativeGenerator(drafter, self._target)
+        self._tokenizer: Tokenizer | None = None
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], ask: Mapping[str, object]
+    ) -> Generator[Piece, None, None]:
+        """See `paceline.placement.roles.Target`."""
+        unknown = sorted(set(ask) - ASKS)
+        if unknown:
+            raise ConfigurationError(
+                f"{unknown[0]!r} cannot be asked of a target in another process; there are {', '.join(sorted(ASKS))}"
+            )
+        if any(emitted):
+            inner = self._generator.drafter
+            self._generator = SpeculativeGenerator(Replay(inner, emitted), self._target)
+        else:
+            self._generator = SpeculativeGenerator(self._drafter, self._target)
+        tokenizer = self._text() if ask.get("stop_strings") else None
+        events = self._generator.stream([list(p) for p in prompts], tokenizer=tokenizer, **ask)  # type: ignore[arg-type]
+        known = [list(tokens) for tokens in emitted]
+        for event in events:
+            before = known[event.index][: len(event.tokens)]
+            assert before == list(event.tokens[: len(before)]), "the same seed gave other tokens after a fault"
+            del known[event.index][: len(before)]
+            fresh = event.tokens[len(before) :]
+            if fresh or event.finish_reason is not None:
+                yield Piece(event.index, fresh, max(0, event.accepted - len(before)), event.finish_reason)
+
+    def statistics(self) -> Mapping[str, object]:
+        """Of the last call."""
+        return self._generator.statistics.to_dict()
+
+    def compile(self) -> None:
+        """Make the graphs before the first request waits for them."""
+        self._target.compile(width=self._generator.drafter.outline.nodes + 1)
+
+    def _text(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._folder)
+        return self._tokenizer
+
+
+def target(settings: Mapping[str, object], drafter: Drafter | None) -> TargetHost:
+    """The maker of a target's worker."""
+    host = TargetHost(settings, drafter)
+    host.compile()
+    return host
+
+
+def draft(settings: Mapping[str, object]) -> MakeDrafter:
+    """The maker of a draft's worker: for each target a decoder of its own, all over the same weights."""
+    given = Hosted.of(settings)
+    first = given.decoder()
+    spare: list[CompiledDecoder] = [first]
+
+    def make(hello: Hello) -> Drafter:
+        if hello.slots != given.batch_size:
+            raise ConfigurationError(
+                f"the target {hello.client} has {hello.slots} slots and the draft {given.batch_size}; give both "
+                "the same batch_size"
+            )
+        decoder = spare.pop() if spare else first.sibling()
+        drafter = ModelDrafter(decoder, given.k + given.ahead, vocab_size=hello.vocab_size)
+        ready(drafter, given.k + 1)
+        return Ahead(drafter) if given.ahead else drafter
+
+    return make
+
+
+def ready(drafter: ModelDrafter, width: int) -> None:
+    """Make the graphs of a drafter by running each once, for commits of that width."""
+    decoder = drafter.decoder
+    for chunk in decoder.options.chunks:
+        steps.prefill(decoder, 0, [0] * min(chunk, decoder.n_positions - 1))
+    slots = decoder.batch_size
+    tokens = torch.full((slots, width), PAD, dtype=torch.int32)
+    tokens[:, 0] = 0
+    one, zero = torch.ones(slots, dtype=torch.int32), torch.zeros(slots, dtype=torch.int32)
+    idle = SamplingBatch(
+        torch.tensor([[0.0, 0.0, 1.0, 0.0]]).repeat(slots, 1), torch.zeros(slots, 2, dtype=torch.int32)
+    )
+    drafter.propose(Commit(tokens, one, zero), idle, Bounds(zero + drafter.outline.nodes, 1))

@@ -1,0 +1,76 @@
+"""From a models file to a Serve application: one deployment for each group of targets and their drafts.
+
+`build` is a builder for `serve deploy`:
+
+    applications:
+      - name: paceline
+        import_path: paceline.serving.app:build
+        args: {models: /path/models.yaml, instance: inf2.48xlarge}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ray import serve
+
+from paceline.core.errors import ConfigurationError
+from paceline.placement import Plan, instance, plan, read_models
+from paceline.placement.care import Care
+from paceline.placement.deployment import groups_of
+from paceline.placement.detect import detect
+from paceline.placement.group import RESOURCE
+from paceline.placement.plans import Placement
+from paceline.serving.ingress import Ingress, Seat
+from paceline.serving.replica import Replica
+
+_ARGUMENTS = frozenset({"models", "instance"})
+_WAITING = 64  # requests a deployment takes in; they wait for their turn in it
+_SHARE = 0.01  # of a host CPU that Serve counts for a process without a model
+
+
+def build(arguments: Mapping[str, str]) -> serve.Application:
+    """The application for ``models`` (a file) on ``instance`` (a name; default: what neuron-ls finds).
+
+    Raises:
+        ConfigurationError: an argument is unknown or missing.
+        PlanError: there is no plan.
+    """
+    unknown = sorted(set(arguments) - _ARGUMENTS)
+    if unknown or "models" not in arguments:
+        raise ConfigurationError(f"arguments are `models` and `instance`, not {', '.join(arguments) or 'none'}")
+    name = arguments.get("instance")
+    machine = detect() if name is None else instance(name)
+    if machine is None:
+        raise ConfigurationError("there is no neuron-ls here to ask; give `instance` (cpu to simulate)")
+    return application(plan(read_models(Path(arguments["models"])), machine), Care())
+
+
+def application(made: Plan, care: Care) -> serve.Application:
+    """The application for a plan."""
+    seats: dict[str, list[Seat]] = {}
+    for members in groups_of(made):
+        # Drafts first, as the group starts them; the replica itself has the bundle before them.
+        ordered = sorted(members, key=lambda item: item.role != "draft")
+        handle = _deployment(made, ordered, care)
+        for item in ordered:
+            if item.role == "target":
+                seats.setdefault(item.name, []).append(Seat(handle, item.label))
+    front = serve.deployment(Ingress, name="openai", max_ongoing_requests=256, ray_actor_options={"num_cpus": _SHARE})
+    return front.bind(seats)
+
+
+def _deployment(made: Plan, members: Sequence[Placement], care: Care) -> serve.Application:
+    bundles = [{"CPU": _SHARE}, *({RESOURCE: float(len(item.cores))} for item in members)]
+    label = next(item.label for item in members if item.role == "target")
+    deployment = serve.deployment(
+        Replica,
+        name=f"models-{label}",
+        num_replicas=1,
+        max_ongoing_requests=_WAITING,
+        ray_actor_options={"num_cpus": _SHARE},
+        placement_group_bundles=bundles,
+        placement_group_strategy="STRICT_PACK",
+    )
+    return deployment.bind(made, members, care)

@@ -1,0 +1,181 @@
+"""Requests in OpenAI's format, checked field by field. Values only: no HTTP, no model.
+
+What a field means is OpenAI's; ``top_k`` and ``min_p`` are additions. A field that would change the answer and is not
+served is refused by name, not passed over.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeVar
+
+Kind = Literal["completion", "chat"]
+Prompt = str | tuple[int, ...]
+Number = TypeVar("Number", int, float)
+
+_COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; chat has none
+_MOST_STOPS = 4
+
+# Fields that are served by their only harmless value, and those that change nothing.
+_ONLY: dict[str, tuple[object, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False, 0), "top_logprobs": (0,),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "tools": ([],), "tool_choice": ("none",),
+    "response_format": ({"type": "text"},), "modalities": (["text"],), "functions": ([],),
+}  # fmt: skip
+_NOTHING = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "stream_options"})
+_READ = frozenset(
+    {
+        "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p",
+        "seed", "stop", "stream",
+    }
+)  # fmt: skip
+
+
+class RefusedError(Exception):
+    """A request that gets an error object. ``status`` is HTTP's."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    @property
+    def body(self) -> dict[str, object]:
+        """OpenAI's error object."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A checked request. ``limit`` None: as long as the model can."""
+
+    kind: Kind
+    model: str
+    prompts: tuple[Prompt, ...]
+    messages: tuple[Message, ...]
+    limit: int | None
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    seed: int
+    stop: tuple[str, ...]
+    stream: bool
+    usage: bool
+
+
+def read(kind: Kind, body: object) -> Ask:
+    """Check a request's JSON.
+
+    Raises:
+        RefusedError: with status 400, and the field that is wrong.
+    """
+    if not isinstance(body, dict):
+        raise RefusedError(400, "the body must be a JSON object")
+    fields = {key: value for key, value in body.items() if value is not None}
+    _only_what_is_served(fields)
+    chat = kind == "chat"
+    limit = _number(fields, "max_completion_tokens", int, default=None) or _number(
+        fields, "max_tokens", int, default=None
+    )
+    options = fields.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise RefusedError(400, "stream_options must be an object", param="stream_options")
+    seed = _number(fields, "seed", int, default=None)
+    temperature = _number(fields, "temperature", float, default=1.0)
+    assert temperature is not None
+    stream = fields.get("stream", False)
+    if not isinstance(stream, bool):
+        raise RefusedError(400, "stream must be true or false", param="stream")
+    return Ask(
+        kind=kind,
+        model=_text(fields, "model"),
+        prompts=() if chat else _prompts(fields),
+        messages=_messages(fields) if chat else (),
+        limit=limit if limit is not None or chat else _COMPLETION_TOKENS,
+        temperature=temperature,
+        top_p=_number(fields, "top_p", float, default=None),
+        top_k=_number(fields, "top_k", int, default=None),
+        min_p=_number(fields, "min_p", float, default=None),
+        seed=secrets.randbits(31) if seed is None else seed,
+        stop=_stops(fields),
+        stream=stream,
+        usage=bool(options.get("include_usage", False)),
+    )
+
+
+def _only_what_is_served(fields: Mapping[str, object]) -> None:
+    for name, value in fields.items():
+        if name in _READ or name in _NOTHING:
+            continue
+        if name not in _ONLY:
+            raise RefusedError(400, f"{name!r} is not a field of this endpoint", param=name)
+        if value not in _ONLY[name]:
+            raise RefusedError(400, f"{name}={value!r} is not served; leave it out", param=name)
+
+
+def _text(fields: Mapping[str, object], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise RefusedError(400, f"{name} must be a text", param=name)
+    return value
+
+
+def _number(fields: Mapping[str, object], name: str, kind: type[Number], *, default: Number | None) -> Number | None:
+    value = fields.get(name, default)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | kind):
+        raise RefusedError(400, f"{name} must be a number, not {value!r}", param=name)
+    return kind(value)
+
+
+def _prompts(fields: Mapping[str, object]) -> tuple[Prompt, ...]:
+    value = fields.get("prompt")
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return tuple(value)
+        if _ids(value):
+            return (tuple(value),)
+        if all(isinstance(item, list) and _ids(item) for item in value):
+            return tuple(tuple(item) for item in value)
+    raise RefusedError(400, "prompt must be a text, a list of texts, or a list of ids", param="prompt")
+
+
+def _ids(value: list[object]) -> bool:
+    return bool(value) and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
+
+
+def _messages(fields: Mapping[str, object]) -> tuple[Message, ...]:
+    value = fields.get("messages")
+    if not isinstance(value, list) or not value:
+        raise RefusedError(400, "messages must be a list of at least one message", param="messages")
+    found = []
+    for item in value:
+        role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
+        if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
+            content = "".join(str(part.get("text", "")) for part in content)
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise RefusedError(400, "a message has a role and a content, both texts", param="messages")
+        found.append(Message(role, content))
+    return tuple(found)
+
+
+def _stops(fields: Mapping[str, object]) -> tuple[str, ...]:
+    value = fields.get("stop", [])
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or len(stops) > _MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise RefusedError(400, f"stop must be a text or a list of at most {_MOST_STOPS}", param="stop")
+    return tuple(stops)

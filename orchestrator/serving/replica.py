@@ -1,0 +1,125 @@
+"""One deployment's replica: a group of workers in the replica's own placement group, and the text around them.
+
+The replica has no model: it turns text into ids and back, and passes on what the target's worker streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from paceline.core.errors import PlacementError, RequestError
+from paceline.detokenise import Tokenizer, load_tokenizer
+from paceline.placement.care import Care
+from paceline.placement.deployment import Deployment
+from paceline.placement.group import Group
+from paceline.placement.plans import Placement, Plan
+from paceline.placement.roles import Piece
+from paceline.serving.answers import Failed, Opening, TextPiece
+from paceline.serving.asks import Ask, RefusedError
+from paceline.serving.text import Writer
+
+Item = Opening | TextPiece | Failed
+_OWN_BUNDLE = 1  # the replica itself has bundle 0
+
+
+class Replica:
+    """Serves the targets of one group. One request at a time for each target; the others wait their turn."""
+
+    def __init__(self, plan: Plan, members: Sequence[Placement], care: Care) -> None:
+        group = Group(plan.instance, members, care, given=ray.util.get_current_placement_group(), offset=_OWN_BUNDLE)
+        self._models = Deployment(plan, care, [group]).start()
+        self._turns = {label: asyncio.Lock() for label in self._models.models}
+        folders = {item.label: item.model.folder for item in members}
+        self._tokenizers = {label: load_tokenizer(Path(str(folders[label]))) for label in self._models.models}
+
+    async def stream(self, label: str, ask: Ask) -> AsyncIterator[Item]:
+        """An opening and then pieces; or a failure, wherever it happens."""
+        try:
+            tokenizer = self._tokenizers[label]
+            prompts = await asyncio.to_thread(encoded, tokenizer, ask)
+            writers = [Writer(tokenizer, prompt, ask.stop) for prompt in prompts]
+            async with self._turns[label]:
+                pieces = _threaded(self._models.stream(label, prompts, **keywords(ask)))
+                async with aclosing(pieces):
+                    first = await anext(pieces, None)  # a request that the target refuses has no opening
+                    yield Opening(sum(map(len, prompts)))
+                    if first is not None:
+                        yield _text(first, writers[first.index])
+                    async for piece in pieces:
+                        yield _text(piece, writers[piece.index])
+        except RefusedError as error:
+            yield Failed(error.status, error.message, error.param, error.code)
+        except RequestError as error:
+            yield Failed(400, str(error))
+        except PlacementError as error:
+            yield Failed(503, str(error), code="model_unavailable")
+
+    async def check_health(self) -> None:
+        """Serve asks; workers that die are brought back by the request that finds them dead."""
+
+    def __del__(self) -> None:
+        models: Deployment | None = self.__dict__.get("_models")
+        if models is not None:
+            models.close()
+
+
+def keywords(ask: Ask) -> dict[str, object]:
+    """The keywords of `sample` for a request."""
+    drawn = ask.temperature != 0  # a negative one is refused with the others that are out of range
+    given: dict[str, object] = {"max_new_tokens": ask.limit, "do_sample": drawn, "seed": ask.seed}
+    if drawn:
+        given |= {"temperature": ask.temperature, "top_p": ask.top_p, "top_k": ask.top_k, "min_p": ask.min_p}
+    if ask.stop:
+        given["stop_strings"] = list(ask.stop)
+    return given
+
+
+def encoded(tokenizer: Tokenizer, ask: Ask) -> list[list[int]]:
+    """The prompts as ids.
+
+    Raises:
+        RefusedError: the model has no chat template, or it refuses the messages.
+    """
+    if ask.kind != "chat":
+        return [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in ask.prompts]
+    whole: Any = tokenizer
+    if not getattr(whole, "chat_template", None):
+        raise RefusedError(400, f"{ask.model} has no chat template; use /v1/completions", param="messages")
+    messages = [{"role": message.role, "content": message.content} for message in ask.messages]
+    try:
+        text = whole.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs that raise what they like
+        raise RefusedError(400, f"the chat template refuses these messages: {error}", param="messages") from error
+    return [list(whole.encode(text, add_special_tokens=False))]
+
+
+def _text(piece: Piece, writer: Writer) -> TextPiece:
+    text = writer.push(piece.tokens)
+    if piece.finish_reason is None:
+        return TextPiece(piece.index, text, len(piece.tokens))
+    reason = "length" if piece.finish_reason == "length" else "stop"
+    return TextPiece(piece.index, text + writer.end(), len(piece.tokens), reason)
+
+
+async def _threaded(pieces: Iterator[Piece]) -> AsyncGenerator[Piece, None]:
+    """An iterator that blocks, run beside the event loop; closed when nobody wants more."""
+    step: asyncio.Task[Piece | None] | None = None
+    try:
+        while True:
+            step = asyncio.create_task(asyncio.to_thread(next, pieces, None))
+            piece = await asyncio.shield(step)
+            if piece is None:
+                return
+            yield piece
+    finally:
+        if step is not None and not step.done():  # a generator cannot be closed while it runs
+            await asyncio.wait([step])
+        close = getattr(pieces, "close", None)
+        if close is not None:
+            await asyncio.to_thread(close)

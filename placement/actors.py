@@ -1,0 +1,181 @@
+"""The Ray actors: one process for each placement, started with the environment of its plan.
+
+An actor first compares its environment with the plan, then takes its cores, and only then loads a model. Ray counts
+cores (`neuron_cores`) and restarts processes; it does not choose cores. Not here: who starts actors (`group`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import cast
+
+import ray
+import torch
+
+from paceline.core.errors import ConfigurationError, WorkerError
+from paceline.placement import environment
+from paceline.placement.channel import Address, listen
+from paceline.placement.cores import CoreLocks
+from paceline.placement.draft_server import DraftServer, Quota
+from paceline.placement.ranges import CoreRange
+from paceline.placement.remote import Patience, RemoteDraft, Terms
+from paceline.placement.revival import Caller
+from paceline.placement.roles import MakeDraft, MakeTarget, Piece, Settings, maker
+
+NAMESPACE = "paceline"
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What one worker is: its cores on its node, its environment, and what to make.
+
+    actor     its name among Ray's actors
+    affinity  CPUs of the instance it may use, first and last; ``vcpus`` are the instance's in all
+    address   of the drafter: where a draft listens, or whom a target calls; None for a target without one
+    shares    of a draft: turns of its targets, where they are not equal
+    """
+
+    actor: str
+    label: str
+    node: str
+    cores: CoreRange
+    env: tuple[tuple[str, str], ...]
+    affinity: tuple[int, int]
+    vcpus: int
+    maker: str
+    settings: Settings
+    secret: bytes = field(repr=False)
+    address: Address | None = None
+    shares: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How a target calls its drafter: what they agree on, how patient it is, and the drafter's actor."""
+
+    terms: Terms
+    patience: Patience
+    actor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A worker that runs."""
+
+    pid: int
+    node: str
+    cores: str
+
+
+class ActorKeeper:
+    """Kills a drafter's process; Ray starts it anew, with the same environment, wherever it has to."""
+
+    def __init__(self, actor: str, *, local: bool) -> None:
+        self._actor, self._local = actor, local
+
+    def replace(self, pid: int | None) -> bool:
+        if self._local and pid is not None:
+            os.kill(pid, signal.SIGKILL)  # one that is stopped hears nothing else
+            return True
+        with suppress(ValueError):  # no such actor now: Ray is at it already
+            ray.kill(ray.get_actor(self._actor, NAMESPACE), no_restart=False)
+        return True
+
+    def ensure(self) -> bool:
+        """Ray does."""
+        return False
+
+
+class _Worker:
+    """What both kinds of workers do first."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        environment.check(assignment.env)
+        node = ray.get_runtime_context().get_node_id()
+        if node != assignment.node:
+            raise WorkerError(f"{assignment.label} was planned for node {assignment.node} and started on {node}")
+        self._given = assignment
+        self._locks = CoreLocks(assignment.cores, node=node)
+        self._locks.acquire()
+        environment.share_cpus(*assignment.affinity)
+        first, last = assignment.affinity
+        here = len(os.sched_getaffinity(0))
+        torch.set_num_threads(max(1, min(last - first + 1, here * (last - first + 1) // assignment.vcpus)))
+
+    def ready(self) -> Ready:
+        """Answers when the worker is made."""
+        return Ready(os.getpid(), self._given.node, os.environ.get("PACELINE_CORES", ""))
+
+    def assignment(self) -> Assignment:
+        """What it was given: the ledger asks after its own restart."""
+        return self._given
+
+
+class DraftWorker(_Worker):
+    """Serves proposals at its socket, in a thread; its methods are for whoever looks after it."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        super().__init__(assignment)
+        if assignment.address is None:
+            raise ConfigurationError(f"{assignment.label} has no address to listen at")
+        make = cast(MakeDraft, maker(assignment.maker))(assignment.settings)
+        listener = listen(assignment.address)
+        quota = Quota(shares=dict(assignment.shares))
+        server = DraftServer(listener, assignment.secret, make, quota=quota)
+        threading.Thread(target=_serve, args=(server,), daemon=True, name="paceline-draft").start()
+
+
+class TargetWorker(_Worker):
+    """Generates: the whole loop is here, and what it commits streams to the caller round by round."""
+
+    def __init__(self, assignment: Assignment, link: Link | None) -> None:
+        super().__init__(assignment)
+        self._draft: RemoteDraft | None = None
+        if link is not None and assignment.address is not None:
+            local = bool(assignment.address.path)
+            caller = Caller(assignment.address, assignment.secret, ActorKeeper(link.actor, local=local))
+            self._draft = RemoteDraft(link.terms, caller, patience=link.patience)
+        self._target = cast(MakeTarget, maker(assignment.maker))(assignment.settings, self._draft)
+        self._current: Generator[Piece, None, None] | None = None
+
+    def stream(
+        self, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], ask: Settings
+    ) -> Iterator[Piece]:
+        """See `paceline.placement.roles.Target`."""
+        if self._current is not None:
+            self._current.close()  # a call that was cancelled may not have let go of the decoder yet
+        self._current = self._target.stream(prompts, emitted, ask)
+        yield from self._current
+
+    def statistics(self) -> Settings:
+        """Of the last call."""
+        return self._target.statistics()
+
+    def wait_for_draft(self, seconds: float) -> bool:
+        """Whether the drafter is there within so many seconds; a target without one has nothing to wait for."""
+        return self._draft is None or self._draft.wait_until_up(seconds)
+
+    def draft_pid(self) -> int | None:
+        """The drafter's process, if it is up."""
+        return None if self._draft is None else self._draft.pid
+
+
+def _serve(server: DraftServer) -> None:
+    """A server that ends by an error takes its process along, so that it is started anew."""
+    try:
+        server.run()
+    finally:
+        os._exit(1)
+
+
+def free_port() -> int:
+    """A TCP port nobody uses now."""
+    with socket.socket() as link:
+        link.bind(("", 0))
+        return int(link.getsockname()[1])

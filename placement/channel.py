@@ -1,0 +1,206 @@
+"""Frames over a socket: AF_UNIX within a machine, TCP between machines, both with a shared secret.
+
+Each side proves that it knows the secret before a frame is read (challenge and response with HMAC-SHA256). Frames
+themselves are neither signed nor encrypted: on TCP use a network of your own. Not here: what the frames mean (`wire`).
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import select
+import socket
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+
+from paceline.core.errors import ChannelError, ConfigurationError
+
+_LENGTH = struct.Struct("<I")
+_MOST = 64 << 20  # bytes in a frame; a prompt of a million ids is 4 MiB
+_READ = 1 << 16
+_NONCE = 32
+_HANDSHAKE = 5.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a drafter listens: a socket file, or host and port."""
+
+    path: str = ""
+    host: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}" if self.path else f"tcp:{self.host}:{self.port}"
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read ``unix:/path`` or ``tcp:host:port``."""
+        kind, _, rest = text.partition(":")
+        if kind == "unix" and rest:
+            return cls(path=rest)
+        host, _, port = rest.rpartition(":")
+        if kind == "tcp" and host and port.isdigit():
+            return cls(host=host, port=int(port))
+        raise ConfigurationError(f"{text!r} is no address; write unix:/path/of/socket or tcp:host:port")
+
+
+class Channel:
+    """One connection. Frames that arrive late are kept whole: a deadline never cuts one in two."""
+
+    def __init__(self, link: socket.socket) -> None:
+        link.setblocking(False)
+        if link.family != socket.AF_UNIX:
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._link, self._buffer = link, bytearray()
+        self._reads = select.poll()
+        self._reads.register(link, select.POLLIN)
+        self._writes = select.poll()
+        self._writes.register(link, select.POLLOUT)
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._link.fileno()
+
+    def send(self, frame: bytes, seconds: float) -> None:
+        """Write a frame.
+
+        Raises:
+            ChannelError: the other side is gone, or did not take it in time; the channel is of no use then.
+        """
+        self._write(_LENGTH.pack(len(frame)) + frame, monotonic() + seconds)
+
+    def receive(self, seconds: float) -> bytearray | None:
+        """The next frame; None if it is not there in time, and it may then be asked for again.
+
+        Raises:
+            ChannelError: the other side is gone, or sends what cannot be a frame.
+        """
+        end = monotonic() + seconds
+        while (frame := self._cut()) is None:
+            if not self._reads.poll(max(0.0, end - monotonic()) * 1000):
+                return None
+            self._fill()
+        return frame
+
+    def waiting(self) -> bool:
+        """Whether a whole frame has arrived; reads what is there without waiting."""
+        while self._reads.poll(0):
+            self._fill()
+        return len(self._buffer) >= _LENGTH.size and len(self._buffer) >= self._wanted()
+
+    def peer(self) -> int | None:
+        """The process at the other end, where the kernel knows it (AF_UNIX)."""
+        if self._link.family != socket.AF_UNIX:
+            return None
+        pid, _, _ = struct.unpack("iII", self._link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return int(pid)
+
+    def close(self) -> None:
+        """Hang up; may be called twice."""
+        self._link.close()
+
+    def prove(self, secret: bytes, *, server: bool) -> None:
+        """Both sides show that they know the secret.
+
+        Raises:
+            ChannelError: the other one does not.
+        """
+        end = monotonic() + _HANDSHAKE
+        mine, theirs = (b"drafter", b"target") if server else (b"target", b"drafter")
+        nonce = secrets.token_bytes(_NONCE)
+        self._write(nonce, end)
+        challenge = self._exactly(_NONCE, end)
+        self._write(hmac.digest(secret, mine + challenge, "sha256"), end)
+        if not hmac.compare_digest(self._exactly(32, end), hmac.digest(secret, theirs + nonce, "sha256")):
+            raise ChannelError("the other side does not know the secret; start both with the same one")
+
+    def _exactly(self, size: int, end: float) -> bytes:
+        while len(self._buffer) < size:
+            if not self._reads.poll(max(0.0, end - monotonic()) * 1000):
+                raise ChannelError("the other side did not introduce itself in time")
+            self._fill()
+        found = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return found
+
+    def _write(self, data: bytes, end: float) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                try:
+                    view = view[self._link.send(view) :]
+                except BlockingIOError:
+                    if not self._writes.poll(max(0.0, end - monotonic()) * 1000):
+                        raise ChannelError("the other side does not read; it hangs or is overloaded") from None
+        except OSError as error:
+            raise ChannelError(f"the other side is gone ({error})") from error
+
+    def _fill(self) -> None:
+        try:
+            data = self._link.recv(_READ)
+        except BlockingIOError:
+            return
+        except (OSError, ValueError) as error:
+            raise ChannelError(f"the other side is gone ({error})") from error
+        if not data:
+            raise ChannelError("the other side hung up")
+        self._buffer += data
+
+    def _wanted(self) -> int:
+        size = int(_LENGTH.unpack_from(self._buffer)[0])
+        if size > _MOST:
+            raise ChannelError(f"a frame of {size} bytes was announced; that is no frame of ours")
+        return size + _LENGTH.size
+
+    def _cut(self) -> bytearray | None:
+        if len(self._buffer) < _LENGTH.size or len(self._buffer) < (size := self._wanted()):
+            return None
+        frame = self._buffer[_LENGTH.size : size]
+        del self._buffer[:size]
+        return frame
+
+
+def connect(address: Address, secret: bytes, *, seconds: float) -> Channel:
+    """Call a drafter.
+
+    Raises:
+        ChannelError: nobody answers in time, or the secrets differ.
+    """
+    link = socket.socket(socket.AF_UNIX if address.path else socket.AF_INET, socket.SOCK_STREAM)
+    channel = None
+    try:
+        link.settimeout(seconds)
+        link.connect(address.path or (address.host, address.port))
+        channel = Channel(link)
+        channel.prove(secret, server=False)
+    except (OSError, ChannelError) as error:
+        link.close()
+        raise ChannelError(f"no drafter answers at {address} ({error})") from error
+    return channel
+
+
+def listen(address: Address) -> socket.socket:
+    """A listening socket. A socket file is for its owner alone, and takes the place of one left behind.
+
+    Raises:
+        ChannelError: the address cannot be taken.
+    """
+    link = socket.socket(socket.AF_UNIX if address.path else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        if address.path:
+            path = Path(address.path)
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            link.bind(address.path)
+            path.chmod(0o600)
+        else:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            link.bind((address.host, address.port))
+        link.listen(16)
+    except OSError as error:
+        link.close()
+        raise ChannelError(f"cannot listen at {address} ({error}); choose another address") from error
+    return link

@@ -1,0 +1,83 @@
+"""One process for each core, held by file locks: what the Neuron runtime does itself, for a host without it too.
+
+A lock goes with its process, however that ends, so a dead worker never keeps a core. Cores are told apart by node: on
+a simulated cluster every node has a core 0.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from pathlib import Path
+from time import monotonic, sleep
+
+from paceline.core.errors import CoresBusyError
+from paceline.placement.environment import lock_folder
+from paceline.placement.ranges import CoreRange
+
+_PAUSE = 0.05
+
+
+class CoreLocks:
+    """Holds the cores of a range until `release` or the end of the process."""
+
+    def __init__(self, cores: CoreRange, *, node: str = "local") -> None:
+        self._cores, self._node = cores, re.sub(r"[^A-Za-z0-9_.-]", "_", node)
+        self._held: list[int] = []
+
+    def acquire(self, patience: float = 10.0) -> None:
+        """Take every core, waiting for a process that is just ending.
+
+        Raises:
+            CoresBusyError: another process keeps one; none is held then.
+        """
+        folder = lock_folder() / self._node
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        end = monotonic() + patience
+        for core in self._cores.cores:
+            path = folder / f"core-{core}"
+            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._held.append(number)
+            while not _take(number):
+                if monotonic() > end:
+                    owner = _owner(path)
+                    self.release()
+                    raise CoresBusyError(
+                        f"core {core} of {self._cores} is in use by process {owner}; stop it, or plan with those cores "
+                        "taken"
+                    )
+                sleep(_PAUSE)
+            os.ftruncate(number, 0)
+            os.pwrite(number, str(os.getpid()).encode(), 0)
+
+    def release(self) -> None:
+        """Give the cores back."""
+        while self._held:
+            os.close(self._held.pop())
+
+
+def held(node: str = "local") -> dict[int, int]:
+    """Core -> process of the cores in use on a node of this host."""
+    found = {}
+    folder = lock_folder() / re.sub(r"[^A-Za-z0-9_.-]", "_", node)
+    for path in folder.glob("core-*") if folder.is_dir() else ():
+        number = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if not _take(number):
+                found[int(path.name.removeprefix("core-"))] = _owner(path)
+        finally:
+            os.close(number)
+    return found
+
+
+def _take(number: int) -> bool:
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _owner(path: Path) -> int:
+    return int(path.read_text() or 0)

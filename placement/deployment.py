@@ -1,0 +1,246 @@
+"""`launch(plan)`: a plan becomes running workers, and requests go to them.
+
+    with launch(plan) as models:
+        for piece in models.stream("chat", [ids], max_new_tokens=64): ...
+
+The caller's process only hands out requests and collects tokens, one message a round. It is also who notices that a
+target died, has it brought back, and lets the new one read what was emitted: the same tokens go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import ray
+
+from paceline.core.errors import ConfigurationError, DecoderBusyError, PlacementError, TargetLostError
+from paceline.placement.actors import NAMESPACE
+from paceline.placement.care import Care
+from paceline.placement.group import RESOURCE, Group
+from paceline.placement.ledger import NAME, ledger
+from paceline.placement.plans import Placement, Plan
+from paceline.placement.ranges import CoreRange, Fragmentation
+from paceline.placement.roles import Piece, Settings
+
+_ASK = 30.0
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call under way: what each request has so far."""
+
+    prompts: list[list[int]]
+    emitted: list[list[int]]
+    ask: dict[str, object]
+    open: list[int]
+    deaths: int = 0
+
+
+class Deployment:
+    """Running models. A context manager: leaving it ends every worker."""
+
+    def __init__(self, plan: Plan, care: Care, groups: Sequence[Group] | None = None) -> None:
+        self.plan, self._care = plan, care
+        self._busy: set[str] = set()
+        made = [Group(plan.instance, members, care) for members in groups_of(plan)] if groups is None else groups
+        self._groups = list(made)
+
+    def start(self) -> Deployment:
+        """Start all groups; if one cannot start, none is left."""
+        try:
+            for group in self._groups:
+                group.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    @property
+    def models(self) -> list[str]:
+        """Labels of the targets that run."""
+        return [label for group in self._groups for label in group.targets]
+
+    def group(self, model: str) -> Group:
+        """The group of a target.
+
+        Raises:
+            ConfigurationError: no such target runs.
+        """
+        found = next((group for group in self._groups if model in group.targets), None)
+        if found is None:
+            raise ConfigurationError(f"no target {model!r} runs here; there are {', '.join(self.models)}")
+        return found
+
+    def stream(self, model: str, prompts: Sequence[Sequence[int]], **ask: object) -> Iterator[Piece]:
+        """Continue prompts, with the keywords of `sample`; one piece for each request and round.
+
+        Raises:
+            ConfigurationError: no such target runs.
+            DecoderBusyError: it is busy with another call of this process.
+            RequestError: the request cannot be served.
+            TargetLostError: the target died more often than ``Care.retries``; has the tokens so far.
+        """
+        group = self.group(model)
+        if model in self._busy:
+            raise DecoderBusyError(f"{model} is in the middle of another generation: finish or close that one first")
+        call = _Call(
+            [list(p) for p in prompts], [[] for _ in prompts], seeded(ask, len(prompts)), [*range(len(prompts))]
+        )
+        return self._serve(group, model, call)
+
+    def sample(self, model: str, prompts: Sequence[Sequence[int]], **ask: object) -> list[list[int]]:
+        """The whole texts, prompts included."""
+        texts = [list(prompt) for prompt in prompts]
+        for piece in self.stream(model, prompts, **ask):
+            texts[piece.index] += piece.tokens
+        return texts
+
+    def statistics(self, model: str) -> Settings:
+        """Of the last call to a target, its drafter's health included."""
+        found: Settings = ray.get(self.group(model).actor(model).statistics.remote(), timeout=_ASK)
+        return found
+
+    def fragmentation(self) -> dict[str, Fragmentation]:
+        """Node -> what is free there, and in what pieces."""
+        found: dict[str, Fragmentation] = ray.get(ledger(self.plan.instance).report.remote(), timeout=_ASK)
+        return found
+
+    def cores(self) -> dict[str, CoreRange]:
+        """Label -> cores it really has."""
+        return {item.label: g.assignment(item.label).cores for g in self._groups for item in g.placements}
+
+    def stop(self, model: str) -> None:
+        """End one target, and the drafts and targets of its group."""
+        group = self.group(model)
+        group.stop()
+        self._groups.remove(group)
+
+    def add(self, plan: Plan) -> None:
+        """Start the groups of another plan beside those that run; cores that are taken are replaced by free ones."""
+        for members in groups_of(plan):
+            group = Group(plan.instance, members, self._care)
+            group.start()
+            self._groups.append(group)
+
+    def close(self) -> None:
+        """End everything, and the ledger too if nobody else uses it."""
+        for group in self._groups:
+            group.stop()
+        self._groups = []
+        with suppress(ValueError, ray.exceptions.RayError):
+            keeper = ray.get_actor(NAME, NAMESPACE)
+            if not ray.get(keeper.taken.remote(), timeout=_ASK):
+                ray.kill(keeper)
+
+    def __enter__(self) -> Deployment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- one call
+
+    def _serve(self, group: Group, model: str, call: _Call) -> Iterator[Piece]:
+        self._busy.add(model)
+        try:
+            yield from self._persist(group, model, call)
+        finally:
+            self._busy.discard(model)
+
+    def _persist(self, group: Group, model: str, call: _Call) -> Iterator[Piece]:
+        while call.open:
+            try:
+                yield from self._attempt(group, model, call)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                call.deaths += 1
+                if call.deaths > self._care.retries:
+                    raise self._lost(model, call, str(error)) from error
+                try:
+                    group.revive(model, hung=isinstance(error, ray.exceptions.GetTimeoutError))
+                except PlacementError as why:
+                    raise self._lost(model, call, str(why)) from why
+
+    def _lost(self, model: str, call: _Call, why: str) -> TargetLostError:
+        return TargetLostError(
+            f"{model} was lost {call.deaths} times in one request ({why}); `tokens` has what came before, and the same "
+            "request with the same seed gives the same tokens again",
+            tuple(tuple(tokens) for tokens in call.emitted),
+        )
+
+    def _attempt(self, group: Group, model: str, call: _Call) -> Iterator[Piece]:
+        """Stream from a target that lives, until the call is done or it dies."""
+        which = list(call.open)
+        seeds = call.ask["seed"]
+        assert isinstance(seeds, list)
+        ask = {**call.ask, "seed": [seeds[index] for index in which]}
+        prompts, emitted = [call.prompts[i] for i in which], [call.emitted[i] for i in which]
+        stream = group.actor(model).stream.options(num_returns="streaming").remote(prompts, emitted, ask)
+        patience = self._care.start + self._care.silence
+        try:
+            while True:
+                ready, _ = ray.wait([stream], timeout=patience)
+                if not ready:
+                    raise ray.exceptions.GetTimeoutError(f"no word for {patience} seconds")
+                patience = self._care.silence
+                try:
+                    piece: Piece = _value(next(stream))
+                except StopIteration:
+                    return
+                index = which[piece.index]
+                call.emitted[index] += piece.tokens
+                if piece.finish_reason is not None:
+                    call.open.remove(index)
+                yield replace(piece, index=index)
+        finally:
+            with suppress(ray.exceptions.RayError, ValueError, TypeError):
+                ray.cancel(stream)
+
+
+def launch(plan: Plan, *, care: Care | None = None, address: str | None = None) -> Deployment:
+    """Start every worker of a plan.
+
+    ``address`` of a Ray cluster; None: the one this process is connected to, else one that is started here with the
+    plan's cores. On a host without Neuron the same workers run on the CPU and cores are file locks.
+
+    Raises:
+        PlanError: the cluster has no room.
+        WorkerError: a worker did not start.
+    """
+    if not ray.is_initialized():
+        own = {} if address else {"resources": {RESOURCE: plan.instance.cores}, "include_dashboard": False}
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, **own)
+    return Deployment(plan, care or Care()).start()
+
+
+def groups_of(plan: Plan) -> list[list[Placement]]:
+    """Placements that belong together: targets connected by drafts they share."""
+    groups: list[list[Placement]] = []
+    for item in plan.placements:
+        mine = {(item.name, item.replica)} | set(item.drafts_for)
+        linked = [g for g in groups if any(mine & ({(p.name, p.replica)} | set(p.drafts_for)) for p in g)]
+        groups = [g for g in groups if g not in linked] + [[item, *(p for g in linked for p in g)]]
+    return groups
+
+
+def seeded(ask: dict[str, object], count: int) -> dict[str, object]:
+    """The same keywords with a seed for every request, so that a part of the call can be made again."""
+    seed = ask.get("seed", 0)
+    if isinstance(seed, int):
+        return {**ask, "seed": [seed + row for row in range(count)]}
+    if not isinstance(seed, list | tuple) or len(seed) != count:
+        raise ConfigurationError(f"seed must be a number, or {count} of them for {count} prompts")
+    return {**ask, "seed": list(seed)}
+
+
+def _value(reference: ray.ObjectRef) -> Piece:
+    """A piece; an error of ours as what it is."""
+    try:
+        found: Piece = ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, Exception) and type(cause).__module__.startswith("paceline."):
+            raise cause from error
+        raise
+    return found

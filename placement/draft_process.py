@@ -1,0 +1,37 @@
+"""The main function of a drafter's process (`python -m paceline.placement.draft_process`, its order on stdin)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from typing import cast
+
+from paceline.placement import environment
+from paceline.placement.channel import Address, listen
+from paceline.placement.cores import CoreLocks
+from paceline.placement.draft_server import DraftServer, MakeDrafter, Quota
+from paceline.placement.ranges import CoreRange
+from paceline.placement.roles import maker
+
+
+def main() -> None:
+    """Check the environment, take the cores, make the drafter, and serve until the parent is gone."""
+    order = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_follow_parent, daemon=True, name="paceline-parent").start()
+    environment.check(tuple((name, value) for name, value in order["env"]))
+    if order["cores"]:
+        CoreLocks(CoreRange(*order["cores"])).acquire()
+    make = cast(MakeDrafter, maker(order["maker"])(order["settings"]))
+    quota = Quota(shares=dict(order["shares"]))
+    DraftServer(listen(Address.parse(order["address"])), bytes.fromhex(order["secret"]), make, quota=quota).run()
+
+
+def _follow_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(0)  # the main thread may be deep in a model; there is nothing to save
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""A group: targets and the drafts they share, on one node, started and stopped together.
+
+Ray's placement group keeps them on a node and counts their cores; the ledger says which cores. Drafts are restarted by
+Ray, in place. A target is restarted here, in place if its node lives, else the whole group moves to another node.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from time import monotonic
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from paceline.core.errors import PlanError, WorkerError
+from paceline.placement import environment
+from paceline.placement.actors import NAMESPACE, Assignment, DraftWorker, Link, Ready, TargetWorker
+from paceline.placement.care import Care
+from paceline.placement.catalogue import Instance
+from paceline.placement.channel import Address
+from paceline.placement.ledger import WORKERS, Claim, ledger
+from paceline.placement.plans import Placement
+from paceline.placement.ranges import CoreRange
+from paceline.placement.remote import Terms
+from paceline.placement.roles import Settings
+
+RESOURCE = "neuron_cores"
+_LOOK = 1.0  # seconds between looks at a node's health
+
+
+class Group:
+    """Workers that live and move together. ``given``: the caller's placement group, from its bundle ``offset`` on."""
+
+    def __init__(
+        self,
+        instance: Instance,
+        placements: Sequence[Placement],
+        care: Care,
+        *,
+        given: PlacementGroup | None = None,
+        offset: int = 0,
+    ) -> None:
+        self._instance, self._care, self._given, self._offset = instance, care, given, offset
+        # Drafts first: a target calls its draft as soon as it is made.
+        self.placements = sorted(placements, key=lambda item: item.role != "draft")
+        self._stamp = secrets.token_hex(4)
+        self._group: PlacementGroup | None = None
+        self._assigned: dict[str, Assignment] = {}
+        self._actors: dict[str, ray.actor.ActorHandle] = {}
+        self._pids: dict[str, int] = {}
+        self.moves = self.restarts = 0
+
+    @property
+    def targets(self) -> list[str]:
+        """Labels of the targets."""
+        return [item.label for item in self.placements if item.role == "target"]
+
+    def actor(self, label: str) -> ray.actor.ActorHandle:
+        """The worker of that label."""
+        return self._actors[label]
+
+    def assignment(self, label: str) -> Assignment:
+        """What that worker was given."""
+        return self._assigned[label]
+
+    # ---- starting
+
+    def start(self) -> None:
+        """Find a node, take cores, start every worker, and wait until all are ready.
+
+        Raises:
+            PlanError: no node has room.
+            WorkerError: a worker did not start.
+        """
+        try:
+            node = self._reserve()
+            self._assign(node)
+            for item in self.placements:
+                self._actors[item.label] = self._spawn(item)
+            self._wait([item.label for item in self.placements])
+            names = [given.actor for given in self._assigned.values()]
+            _asked(ledger(self._instance).confirm.remote(names), self._care.room)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _reserve(self) -> str:
+        """A node with enough cores, as Ray counts them."""
+        wanted = sum(len(item.cores) for item in self.placements)
+        self._group = self._given
+        if self._group is None:
+            bundles = [{RESOURCE: float(len(item.cores))} for item in self.placements]
+            self._group = placement_group(bundles, strategy="STRICT_PACK")
+            if not self._group.wait(self._care.room):
+                labels = ", ".join(item.label for item in self.placements)
+                raise PlanError(
+                    f"no node of the cluster has {wanted} free {RESOURCE} for {labels}; stop a model, add a node, or "
+                    "start Ray's nodes with that resource"
+                )
+        nodes = placement_group_table(self._group)["bundles_to_node_id"]
+        return str(nodes[self._offset])
+
+    def _assign(self, node: str) -> None:
+        names = {item.label: f"{WORKERS}{item.label}-{self._stamp}" for item in self.placements}
+        claims = [Claim(names[item.label], len(item.cores), item.cores) for item in self.placements]
+        claimed = _asked(ledger(self._instance).claim.remote(node, claims), self._care.room)
+        secret = secrets.token_bytes(32)
+        folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / "sockets"
+        sockets = {
+            item.label: Address(path=str(folder / f"{item.label}-{secrets.token_hex(4)}")) for item in self.placements
+        }
+        for item, cores in zip(self.placements, claimed, strict=True):
+            mine = item if item.role == "draft" else self._draft_of(item)
+            self._assigned[item.label] = Assignment(
+                actor=names[item.label],
+                label=item.label,
+                node=node,
+                cores=cores,
+                env=self._env(item, cores),
+                affinity=item.affinity,
+                vcpus=self._instance.vcpus,
+                maker=self._care.makers[item.role],
+                settings=self._settings(item),
+                secret=secret,
+                address=None if mine is None else sockets[mine.label],
+            )
+
+    def _env(self, item: Placement, cores: CoreRange) -> tuple[tuple[str, str], ...]:
+        """The plan's, or the same for the range that was free instead."""
+        if cores == item.cores:
+            return item.env
+        threads = int(dict(item.env)["OMP_NUM_THREADS"])
+        return environment.planned(
+            self._instance, cores, label=item.label, index=cores.first, threads=threads, timeout=item.timeout
+        )
+
+    def _settings(self, item: Placement) -> Settings:
+        model = item.model
+        if model.folder is None:
+            raise PlanError(f"{item.name} was planned from a configuration alone; give `path` to run it")
+        shape = asdict(model.shape)
+        return {**shape, "folder": str(model.folder), "backend": model.backend, "k": model.k, "ahead": self._care.ahead}
+
+    def _draft_of(self, item: Placement) -> Placement | None:
+        return next((p for p in self.placements if (item.name, item.replica) in p.drafts_for), None)
+
+    def _spawn(self, item: Placement) -> ray.actor.ActorHandle:
+        given, index = self._assigned[item.label], self.placements.index(item) + self._offset
+        options = {
+            "name": given.actor,
+            "namespace": NAMESPACE,
+            "num_cpus": 0,
+            "resources": {RESOURCE: len(item.cores)},
+            "max_restarts": -1 if item.role == "draft" else 0,
+            "max_task_retries": 0,
+            "runtime_env": {"env_vars": dict(given.env)},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index),
+        }
+        if item.role == "draft":
+            return ray.remote(DraftWorker).options(**options).remote(given)
+        return ray.remote(TargetWorker).options(**options).remote(given, self._link(item))
+
+    def _link(self, item: Placement) -> Link | None:
+        draft = self._draft_of(item)
+        if draft is None:
+            return None
+        shape = item.model.shape
+        reach = draft.model.shape.n_positions
+        terms = Terms(draft.model.k, shape.batch_size, item.model.config.vocab_size, reach, item.label)
+        return Link(terms, self._care.patience, self._assigned[draft.label].actor)
+
+    def _wait(self, labels: Sequence[str]) -> None:
+        """Until these workers are ready; no longer than their node lives."""
+        made = [self._actors[label].ready.remote() for label in labels]
+        end, names = monotonic() + self._care.start, ", ".join(labels)
+        while len(ray.wait(made, num_returns=len(made), timeout=_LOOK)[0]) < len(made):
+            if monotonic() > end:
+                raise WorkerError(
+                    f"{names} did not start within {self._care.start} seconds; give them more (Care.start)"
+                )
+            if not self._node_lives():
+                raise WorkerError(f"the node of {names} died while they started")
+        try:
+            found: list[Ready] = ray.get(made)
+        except ray.exceptions.RayError as error:
+            raise WorkerError(f"{names} did not start: {error}") from error
+        self._pids |= {label: ready.pid for label, ready in zip(labels, found, strict=True)}
+
+    # ---- restarting and stopping
+
+    def revive(self, label: str, *, hung: bool = False) -> None:
+        """Bring a dead or hung target back: on its cores if its node lives, else the whole group somewhere else.
+
+        Raises:
+            PlanError: no node has room.
+            WorkerError: it does not start.
+        """
+        self.restarts += 1
+        _kill(self._actors.get(label))
+        if self._node_lives():
+            with suppress(WorkerError):
+                if hung:
+                    self._end_process(label)
+                self._respawn(label)
+                return
+        if self._given is not None:
+            raise WorkerError(f"{label} died with its node; whoever gave it its placement group starts it anew")
+        self.moves += 1
+        self.stop()
+        self._stamp = secrets.token_hex(4)
+        self.start()
+
+    def _respawn(self, label: str) -> None:
+        """A new worker in the place of a dead one. Its name is new too: Ray may not have forgotten the old one yet."""
+        item, old = next(p for p in self.placements if p.label == label), self._assigned[label]
+        keeper, name = ledger(self._instance), f"{WORKERS}{label}-{secrets.token_hex(4)}"
+        _asked(keeper.release.remote([old.actor]), self._care.room)
+        (cores,) = _asked(keeper.claim.remote(old.node, [Claim(name, len(old.cores), old.cores)]), self._care.room)
+        self._assigned[label] = replace(old, actor=name, cores=cores, env=self._env(item, cores))
+        self._actors[label] = self._spawn(item)
+        self._wait([label])
+        _asked(keeper.confirm.remote([name]), self._care.room)
+
+    def _end_process(self, label: str) -> None:
+        """A process that was stopped hears no request to end, and keeps its cores: it is killed by a task beside it."""
+        here = NodeAffinitySchedulingStrategy(self._assigned[label].node, soft=False)
+        task = ray.remote(_kill_process).options(num_cpus=0, scheduling_strategy=here, max_retries=0)
+        with suppress(ray.exceptions.RayError):
+            ray.get(task.remote(self._pids[label]), timeout=self._care.room)
+
+    def _node_lives(self) -> bool:
+        node = self._assigned[self.placements[0].label].node
+        return any(item["NodeID"] == node and item["Alive"] for item in ray.nodes())
+
+    def stop(self) -> None:
+        """End every worker and give everything back."""
+        for actor in self._actors.values():
+            _kill(actor)
+        names = [given.actor for given in self._assigned.values()]
+        if names:
+            with suppress(ray.exceptions.RayError):
+                _asked(ledger(self._instance).release.remote(names), self._care.room)
+        if self._group is not None and self._given is None:
+            remove_placement_group(self._group)
+        for given in self._assigned.values():
+            if given.address is not None and given.address.path:
+                Path(given.address.path).unlink(missing_ok=True)
+        self._actors, self._assigned, self._group = {}, {}, None
+
+
+def _kill(actor: ray.actor.ActorHandle | None) -> None:
+    if actor is not None:
+        with suppress(ray.exceptions.RayError):
+            ray.kill(actor)
+
+
+def _kill_process(pid: int) -> None:
+    """Runs on the worker's node."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _asked(reference: ray.ObjectRef, seconds: float) -> list[CoreRange]:
+    """The ledger's answer, its refusals as what they are."""
+    try:
+        found: list[CoreRange] = ray.get(reference, timeout=seconds)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, PlanError):
+            raise error.cause from error
+        raise
+    return found

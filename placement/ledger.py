@@ -1,0 +1,115 @@
+"""Who has which cores in a cluster: one state, in one actor, so that no two plans give away the same core.
+
+The ledger is kept by a named actor. If that dies, it is rebuilt from what the living workers say they have. It holds
+no model and starts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import ray
+
+from paceline.core.errors import PlanError
+from paceline.placement.actors import NAMESPACE
+from paceline.placement.catalogue import Instance
+from paceline.placement.ranges import CoreRange, Fragmentation, best_fit, fragmentation
+
+NAME = "paceline-ledger"
+WORKERS = "paceline-worker-"
+_ASK = 5.0  # seconds a worker has to say what it has
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Cores for one worker. ``wanted`` is the range of the plan; another one is given if that is taken."""
+
+    actor: str
+    degree: int
+    wanted: CoreRange
+
+
+class Ledger:
+    """Claims and releases; methods run one at a time."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self._taken: dict[str, dict[str, CoreRange]] = {}
+        self._running: set[str] = set()
+        for name in _workers():
+            self._recall(name)
+
+    def _recall(self, name: str) -> None:
+        """A living worker's cores are taken; one that does not answer is dying or hangs, and its locks still count."""
+        try:
+            given = ray.get(ray.get_actor(name, NAMESPACE).assignment.remote(), timeout=_ASK)
+        except (ray.exceptions.RayError, ValueError):
+            return
+        self._taken.setdefault(given.node, {})[name] = given.cores
+        self._running.add(name)
+
+    def _forget_dead(self) -> None:
+        """A worker that ran and is no more has lost its cores, even if nobody could say so."""
+        self.release(sorted(self._running - _workers()))
+
+    def confirm(self, actors: Sequence[str]) -> None:
+        """These workers run now; from here on their claims end with them."""
+        self._running.update(actors)
+
+    def claim(self, node: str, claims: Sequence[Claim]) -> list[CoreRange]:
+        """Ranges on a node for workers that start together; all of them or none.
+
+        Raises:
+            PlanError: there is no room.
+        """
+        self._forget_dead()
+        mine = {claim.actor for claim in claims}  # a claim that is made again, after a fault, replaces itself
+        taken = {actor: cores for actor, cores in self._taken.get(node, {}).items() if actor not in mine}
+        made = []
+        for claim in claims:
+            used = list(taken.values())
+            free = all(set(claim.wanted.cores).isdisjoint(item.cores) for item in used)
+            run = claim.wanted if free else best_fit(self._instance, used, claim.degree)
+            if run is None:
+                left = fragmentation(self._instance, used)
+                raise PlanError(
+                    f"{left.free} cores free but no aligned run of {claim.degree} on node {node[:8]}; stop a model, or "
+                    "start this one where there is room"
+                )
+            taken[claim.actor] = run
+            made.append(run)
+        self._taken[node] = taken
+        return made
+
+    def release(self, actors: Sequence[str]) -> None:
+        """These workers are gone."""
+        self._running.difference_update(actors)
+        for ranges in self._taken.values():
+            for actor in actors:
+                ranges.pop(actor, None)
+
+    def taken(self) -> dict[str, dict[str, CoreRange]]:
+        """Node -> worker -> cores."""
+        self._forget_dead()
+        return {node: dict(ranges) for node, ranges in self._taken.items() if ranges}
+
+    def report(self) -> dict[str, Fragmentation]:
+        """What is free on each node where something runs or ran, and in what pieces."""
+        self._forget_dead()
+        return {node: fragmentation(self._instance, list(ranges.values())) for node, ranges in self._taken.items()}
+
+
+def _workers() -> set[str]:
+    """Names of all living workers of the cluster."""
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    return {a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(WORKERS)}
+
+
+def ledger(instance: Instance) -> ray.actor.ActorHandle:
+    """The cluster's ledger, made if there is none."""
+    made = ray.remote(Ledger).options(
+        name=NAME, namespace=NAMESPACE, get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1,
+        max_task_retries=3,
+    )  # fmt: skip
+    return made.remote(instance)

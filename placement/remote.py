@@ -1,0 +1,259 @@
+"""`RemoteDraft`: a drafter in another process, which may die, hang, lie or be late without anybody noticing.
+
+It is an ordinary drafter to the loop: one message a round goes out, one comes back. Whatever goes wrong, the round goes
+on with nothing proposed, so that the tokens are those of plain decoding; the process is restarted behind the scenes,
+reads the texts anew, and is asked again. Not here: processes (`local`, `actors`), reconnecting (`revival`), the other
+end (`draft_server`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import monotonic
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ChannelError
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.placement import wire
+from paceline.placement.channel import Channel
+from paceline.placement.health import DrafterHealth, Fault
+from paceline.placement.revival import Caller, Revival
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What target and drafter agree on.
+
+    nodes       N, drafted tokens a round
+    slots       B of the target's batch
+    vocab_size  V of the target
+    reach       positions the drafter follows; None = all
+    client      the target's name, for turns and quotas
+    """
+
+    nodes: int
+    slots: int
+    vocab_size: int
+    reach: int | None = None
+    client: str = "target"
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Seconds, and how often.
+
+    deadline  an answer may take; a round waits no longer
+    reread    more, when texts have to be read anew (the first round of a request too)
+    hang      after which an overdue answer means that the process hangs, and it is restarted
+    trips     faults in a row after which it is restarted
+    rest      it is left alone after a fault, twice as long after each further one, up to ``longest``
+    """
+
+    deadline: float = 1.0
+    reread: float = 10.0
+    hang: float = 10.0
+    trips: int = 4
+    rest: float = 0.05
+    longest: float = 30.0
+
+
+_COUNTED = ("asked", "answered", "ahead", "skipped", "lost", "late", "failed", "invalid", "rereads")
+
+
+class RemoteDraft:
+    """Proposes what a process at the other end of a socket drafts. ``close`` when done."""
+
+    reads: Reads | None = None
+
+    def __init__(self, terms: Terms, caller: Caller, *, patience: Patience | None = None) -> None:
+        self.outline, self.reach = Outline.chain(terms.nodes), terms.reach
+        self._terms, self._patience = terms, patience or Patience()
+        self._texts: dict[int, list[int]] = {}
+        self._known: dict[int, int] = {}  # how much of a slot's text the process has read
+        self._reading = False  # a prompt was sent that may not be read yet
+        self._number = 0
+        self._overdue: tuple[int, float] | None = None  # the message whose answer is late, and since when
+        self._resting = 0.0  # until then it is not asked
+        self._row = 0  # faults in a row
+        self._counts = dict.fromkeys(
+            ("asked", "answered", "ahead", "skipped", "lost", "late", "failed", "invalid", "rereads"), 0
+        )
+        self._last_error = ""
+        self._seen: tuple[Commit, list[int], list[int]] | None = None  # a commit, its counts and its starts
+        self._channel: Channel | None = None
+        hello = wire.Hello(0, terms.client, terms.slots, terms.vocab_size)
+        self._revival = Revival(caller, hello, nodes=terms.nodes, longest=self._patience.longest)
+        self._revival.begin(restart=False)
+
+    # ---- the drafter
+
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        """Remember the text, and let the process read it while the target reads on."""
+        self._texts[slot] = list(prompt)
+        self._known.pop(slot, None)
+        channel = self._usable()
+        if channel is None or (self.reach is not None and len(prompt) >= self.reach):
+            return
+        try:
+            channel.send(wire.encode(wire.Admit(self._next(), slot, tuple(prompt))), self._patience.deadline)
+            self._known[slot], self._reading = len(prompt), True
+        except ChannelError as error:
+            self._fault("lost", str(error))
+
+    def release(self, slot: int) -> None:
+        """Forget the text; what the process keeps of it is overwritten by the next request in that slot."""
+        self._texts.pop(slot, None)
+        self._known.pop(slot, None)
+
+    def observe(self, commit: Commit) -> None:
+        """Follow the texts, whether or not the process does."""
+        rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
+        for slot, text in self._texts.items():
+            if starts[slot] == len(text):
+                text += rows[slot][: counts[slot]]
+        self._seen = (commit, counts, starts)
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        """Ask, and wait no longer than the deadline."""
+        channel = self._usable()
+        if channel is None:
+            self._counts["skipped"] += 1
+            return self._nothing()
+        live = self._live(commit)
+        behind = [slot for slot, (start, _) in live.items() if self._known.get(slot) != start]
+        texts = tuple((slot, tuple(self._texts[slot][: live[slot][0]])) for slot in behind)
+        wait = self._patience.deadline
+        if texts or self._reading:
+            wait += self._patience.reread
+        self._reading = False
+        ask = wire.Ask(self._next(), texts, commit, sampling, bounds)
+        self._counts["asked"] += 1
+        self._counts["rereads"] += len(texts)
+        try:
+            channel.send(wire.encode(ask), wait)
+            reply = self._reply(channel, ask.number, wait)
+        except ChannelError as error:
+            self._fault("lost", str(error))
+            return self._nothing()
+        if reply is None:
+            self._overdue = (ask.number, monotonic())
+            self._fault("late", f"no answer within {wait} seconds")
+            return self._nothing()
+        return self._judged(reply, live)
+
+    @property
+    def health(self) -> DrafterHealth:
+        """Counts so far and the state of now."""
+        state = self._revival.state
+        if state == "up":
+            resting = self._resting > monotonic()
+            state = "late" if self._overdue else "broken" if resting else "up"
+        return DrafterHealth(state=state, restarts=self._revival.restarts, last_error=self._last_error, **self._counts)
+
+    @property
+    def pid(self) -> int | None:
+        """The process at the other end, if it is up."""
+        return self._revival.pid
+
+    def wait_until_up(self, seconds: float) -> bool:
+        """Whether the process is there within so many seconds. Nobody has to wait; a first request may want to."""
+        return self._revival.wait(seconds)
+
+    def close(self) -> None:
+        """Hang up for good."""
+        self._revival.close()
+        self._channel = None
+
+    # ---- inside
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _nothing(self) -> Proposal:
+        return Proposal(torch.full((self._terms.slots, self._terms.nodes), PAD, dtype=torch.int32))
+
+    def _live(self, commit: Commit) -> dict[int, tuple[int, int]]:
+        """(start, count) of every slot whose text ends with this commit, if the drafter can follow it."""
+        found = {}
+        seen = self._seen
+        if seen is None or seen[0] is not commit:
+            seen = (commit, commit.count.tolist(), commit.start.tolist())
+        for slot, (count, start) in enumerate(zip(seen[1], seen[2], strict=True)):
+            here = slot in self._texts and len(self._texts[slot]) == start + count
+            if here and (self.reach is None or start + count <= self.reach):
+                found[slot] = (start, count)
+        return found
+
+    def _usable(self) -> Channel | None:
+        """The channel, if the process is up, not resting and owes no answer."""
+        channel = self._revival.channel
+        if channel is not self._channel:  # a new process knows no text
+            self._channel, self._overdue = channel, None
+            self._known.clear()
+        if channel is None or self._resting > monotonic():
+            return None
+        if self._overdue is None:
+            return channel
+        number, since = self._overdue
+        try:
+            while (frame := channel.receive(0)) is not None:
+                if wire.decode(frame).number == number:
+                    self._overdue = None
+                    return channel
+        except ChannelError as error:
+            self._fault("lost", str(error))
+            return None
+        if monotonic() - since > self._patience.hang:
+            self._revive("the process hangs")
+        return None
+
+    def _reply(self, channel: Channel, number: int, wait: float) -> wire.Reply | None:
+        end = monotonic() + wait
+        while (frame := channel.receive(max(0.0, end - monotonic()))) is not None:
+            reply = wire.decode(frame)
+            if reply.number == number and isinstance(reply, wire.Answer | wire.Failure):
+                return reply
+        return None
+
+    def _judged(self, reply: wire.Reply, live: dict[int, tuple[int, int]]) -> Proposal:
+        if not isinstance(reply, wire.Answer):
+            self._fault("failed", reply.reason if isinstance(reply, wire.Failure) else "an answer to another question")
+            return self._nothing()
+        tokens = reply.tokens
+        if tokens.shape != (self._terms.slots, self._terms.nodes):
+            wanted = [self._terms.slots, self._terms.nodes]
+            self._fault("invalid", f"a proposal of shape {list(tokens.shape)}, not {wanted}")
+            return self._nothing()
+        ids = tokens.view(-1).tolist()  # few; reductions of a tensor take longer
+        if max(ids, default=0) >= self._terms.vocab_size or min(ids, default=0) < PAD:
+            self._fault("invalid", f"ids outside the vocabulary of {self._terms.vocab_size}")
+            return self._nothing()
+        self._known |= {slot: start + count for slot, (start, count) in live.items()}
+        self._row = 0
+        self._counts["answered"] += 1
+        if reply.ahead:
+            self._counts["ahead"] += 1
+        return Proposal(tokens)
+
+    def _fault(self, kind: Fault, why: str) -> None:
+        """Count it, let the process rest, and start it anew if it is gone or fails too often."""
+        self._counts[kind] += 1
+        self._last_error = why
+        self._row += 1
+        self._known.clear()
+        if kind == "lost" or (self._row >= self._patience.trips and kind != "late"):
+            self._revive(why)
+        else:
+            rest = min(self._patience.rest * 2 ** (self._row - 1), self._patience.longest)
+            self._resting = monotonic() + rest
+
+    def _revive(self, why: str) -> None:
+        self._last_error = why
+        self._overdue = None
+        delay = min(self._patience.rest * 2 ** max(0, self._row - 1), self._patience.longest)
+        self._channel = None
+        self._revival.begin(restart=True, delay=delay)

@@ -1,0 +1,155 @@
+"""Drafters that fail on purpose, in processes of their own that start fast; no tests in here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+
+import torch
+
+from paceline.core.protocols import Drafter
+from paceline.core.types import Bounds, Commit, Outline, Proposal, SamplingBatch
+from paceline.draft.model import ModelDrafter
+from paceline.placement.ahead import Ahead
+from paceline.placement.channel import Address, listen
+from paceline.placement.draft_server import DraftServer
+from paceline.placement.wire import Hello
+from tests.fakes import TableDecoder, near, table
+
+V = 24
+TARGET = table(V, seed=0, spread=2.0)
+DRAFT = near(TARGET, seed=1, spread=0.8)
+SECRET = b"a secret of the tests"
+
+FAULTS = ("raise", "nan", "beyond", "negative", "short", "long", "rows", "float", "drawn", "slow", "die")
+
+
+def drafter(slots: int, k: int, logits: torch.Tensor = DRAFT) -> ModelDrafter:
+    return ModelDrafter(TableDecoder(logits, slots=slots), k, vocab_size=V)
+
+
+class Faulty:
+    """A model drafter that makes one of the faults now and then. ``slow``: seconds, more than a deadline."""
+
+    def __init__(self, slots: int, k: int, *, faults: Sequence[str], rate: float, seed: int, slow: float) -> None:
+        self._inner, self._nan = drafter(slots, k), drafter(slots, k, DRAFT * float("nan"))
+        self.outline, self.reach, self.reads = Outline.chain(k), self._inner.reach, None
+        self._dice, self._faults, self._rate, self._slow = random.Random(seed), faults, rate, slow
+
+    def admit(self, slot: int, prompt: Sequence[int], features: object = None) -> None:
+        self._inner.admit(slot, prompt)
+        self._nan.admit(slot, prompt)
+
+    def release(self, slot: int) -> None:
+        self._inner.release(slot)
+        self._nan.release(slot)
+
+    def observe(self, commit: Commit) -> None:
+        self._inner.observe(commit)
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        made = self._inner.propose(commit, sampling, bounds)
+        tokens = made.tokens
+        if self._dice.random() >= self._rate:
+            return made
+        fault = self._dice.choice(self._faults)
+        if fault == "raise":
+            raise RuntimeError("a fault that was asked for")
+        if fault == "nan":
+            return self._nan.propose(commit, sampling, bounds)
+        if fault == "drawn":
+            return Proposal(tokens, None, torch.zeros(*tokens.shape, V))
+        if fault == "slow":
+            time.sleep(self._slow)
+        if fault == "die":
+            os._exit(3)
+        changed: dict[str, Callable[[], torch.Tensor]] = {
+            "beyond": lambda: tokens + V,
+            "negative": lambda: tokens - V - 1,
+            "short": lambda: tokens[:, :-1],
+            "long": lambda: torch.cat((tokens, tokens), 1),
+            "rows": lambda: torch.cat((tokens, tokens), 0),
+            "float": lambda: tokens.to(torch.float32),
+        }
+        return Proposal(changed[fault]() if fault in changed else tokens)
+
+
+def serve(address: str, k: int, faults: Sequence[str], rate: float, seed: int, slow: float, ahead: bool) -> None:
+    """The main function of a process."""
+    torch.set_num_threads(1)
+
+    def make(hello: Hello) -> Drafter:
+        if ahead:
+            return Ahead(drafter(hello.slots, k + 1))
+        return Faulty(hello.slots, k, faults=faults, rate=rate, seed=seed, slow=slow)
+
+    DraftServer(listen(Address.parse(address)), SECRET, make).run()
+
+
+class Forked:
+    """A keeper whose processes start from a server that has everything imported already."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        k: int = 4,
+        faults: Sequence[str] = (),
+        rate: float = 0.0,
+        slow: float = 0.5,
+        ahead: bool = False,
+        seed: int = 0,
+    ) -> None:
+        self.address = Address(path=str(folder / "draft.sock"))
+        self._asked = (k, tuple(faults), rate, slow, ahead)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.placement.faulty"])
+        self._process: ForkServerProcess | None = None
+        self._seed, self._closed = seed, False
+        self.ensure()
+
+    def replace(self, pid: int | None) -> bool:
+        if self._closed or (self._runs and self._process is not None and pid not in (None, self._process.pid)):
+            return False
+        self._start()
+        return True
+
+    def ensure(self) -> bool:
+        if self._closed or self._runs:
+            return False
+        self._start()
+        return True
+
+    @property
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.is_alive()
+
+    def _start(self) -> None:
+        self._end()
+        self._seed += 1
+        k, faults, rate, slow, ahead = self._asked
+        arguments = (str(self.address), k, faults, rate, self._seed, slow, ahead)
+        self._process = self._context.Process(target=serve, args=arguments, daemon=True)
+        self._process.start()
+
+    def signal(self, number: signal.Signals) -> None:
+        process = self._process  # another thread may be about to replace it
+        if process is not None and process.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
+
+    def _end(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+
+    def close(self) -> None:
+        self._closed = True
+        self._end()

@@ -1,0 +1,114 @@
+"""`paceline plan`, the models file and what `neuron-ls` says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.core.errors import PlanError
+from paceline.placement import read_models
+from paceline.placement.detect import matching, parse
+
+CHAT = "{name: chat, config: big, tp_degree: 8, n_positions: 2048, amp: bf16}"
+DRAFT = "{name: chat-draft, config: small.json, tp_degree: 2, draft_of: chat}"
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    shape = {"max_position_embeddings": 4096, "vocab_size": 1000}
+    LlamaConfig(**shape, hidden_size=512, num_attention_heads=8, num_hidden_layers=4).save_pretrained(tmp_path / "big")
+    LlamaConfig(**shape, hidden_size=128, num_attention_heads=4, num_hidden_layers=1).to_json_file(
+        tmp_path / "small.json"
+    )
+    return tmp_path
+
+
+def call(home: Path, *entries: str, on: str = "inf2.48xlarge", options: tuple[str, ...] = ()) -> Result:
+    (home / "models.yaml").write_text("models:\n" + "".join(f"  - {entry}\n" for entry in entries))
+    return CliRunner().invoke(app, ["plan", str(home / "models.yaml"), "--instance", on, *options])
+
+
+def test_json_has_every_process_with_its_environment(home: Path) -> None:
+    done = call(home, CHAT, DRAFT, options=("--json",))
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["instance"] == "inf2.48xlarge"
+    chat, draft = found["placements"]
+    assert (chat["name"], chat["cores"], chat["tp_degree"], chat["replica"]) == ("chat", [0, 7], 8, 0)
+    assert (draft["name"], draft["cores"], draft["drafts_for"]) == ("chat-draft", [8, 9], [["chat", 0]])
+    assert chat["env"]["NEURON_RT_VISIBLE_CORES"] == "0-7" and chat["env"]["OMP_NUM_THREADS"] == "96"
+    assert chat["bytes"] == chat["weight_bytes"] + chat["cache_bytes"] + chat["scratch_bytes"]
+    assert found["free"]["cores"] == 14
+
+
+def test_the_picture_shows_every_core_once(home: Path) -> None:
+    done = call(home, CHAT, DRAFT)
+    assert done.exit_code == 0, done.output
+    assert "  0 [A A]   2 [A A]   4 [A A]   6 [A A]\n  8 [B B]  10 [. .]" in done.stdout
+    assert "aligned runs: 1 of 8" in done.stdout and "B  chat-draft, cores 8-9" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("entries", "says"),
+    [
+        (["{name: a, config: big, tp_degree: 3}"], "tp_degree=3 is illegal"),
+        (["{name: a, config: small.json, tp_degree: 8}"], "4 attention heads are not divisible"),
+        ([CHAT, CHAT], "two models are called"),
+        ([DRAFT], "names 'chat'; it must be another model"),
+        ([CHAT, DRAFT, DRAFT.replace("chat-draft", "b")], "both draft for 'chat'"),
+        ([CHAT, DRAFT.replace("2,", "2, batch_size: 3,")], "batch_size=3"),
+        ([CHAT, DRAFT.replace("2,", "2, replicas: 2,")], "2 replicas for 1"),
+        (["{name: a, config: big, tpdegree: 8}"], "'tpdegree' is not a key"),
+        (["{name: a, config: big, path: big}"], "one of them"),
+        (["{name: a b, config: big}"], "a name is"),
+        (["{name: a, config: big, amp: f8}"], "amp='f8' is unknown"),
+        (["{name: a, config: big, batch_size: 0}"], "batch_size must be"),
+        (["{name: a, config: nowhere}"], "does not exist"),
+        (["[1, 2]"], "not a mapping"),
+        (["{name: a, config: big, tp_degree: 8, replicas: 4}"], "0 of 24"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_with_exit_status_2(home: Path, entries: list[str], says: str) -> None:
+    done = call(home, *entries)
+    assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
+    assert not done.stdout and "Traceback" not in done.stderr
+
+
+def test_files_that_are_no_models_file(home: Path) -> None:
+    for text in ("", "models: {a: 1}", "models: []", "other: []", "models: [", "\x00"):
+        (home / "models.yaml").write_text(text)
+        with pytest.raises(PlanError):
+            read_models(home / "models.yaml")
+    with pytest.raises(PlanError, match="cannot read"):
+        read_models(home / "none.yaml")
+    assert CliRunner().invoke(app, ["plan", str(home / "none.yaml"), "--instance", "tpu"]).exit_code == 2
+
+
+def test_a_draft_follows_the_replicas_of_its_target(home: Path) -> None:
+    call(home, CHAT.replace("8,", "4, replicas: 3,"), DRAFT)
+    assert [model.replicas for model in read_models(home / "models.yaml")] == [3, 3]
+    call(home, CHAT.replace("8,", "4, replicas: 3,"), DRAFT.replace("2,", "2, replicas: 1,"))
+    assert [model.replicas for model in read_models(home / "models.yaml")] == [3, 1]
+
+
+def test_neuron_ls_is_understood() -> None:
+    def rows(count: int, cores: int, memory: int, logical: int | None) -> str:
+        more = {} if logical is None else {"logical_neuroncore_config": logical}
+        ids = list(range(cores))
+        one = {"nc_count": cores, "memory_size": memory, "neuroncore_ids": ids, "neuron_processes": [], **more}
+        return json.dumps([{"neuron_device": n, **one} for n in range(count)])
+
+    gib = 1 << 30
+    assert matching(parse(rows(12, 2, 32 * gib, None))).name == "inf2.48xlarge"
+    assert matching(parse(rows(16, 2, 32 * gib, 1))).name == "trn1.32xlarge"
+    assert matching(parse(rows(16, 4, 96 * gib, 2))).name == "trn2.48xlarge"
+    assert matching(parse(rows(1, 2, 30 * gib, None))).memory == 15 * gib
+    for text in ("", "[]", "{}", '[{"nc_count": 2}]', rows(3, 2, gib, None), rows(1, 2, gib, 1)[:-1]):
+        with pytest.raises(PlanError, match="--instance"):
+            matching(parse(text))

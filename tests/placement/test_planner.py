@@ -1,0 +1,180 @@
+"""The planner: its rules on every instance type, the best packing by comparison with brute force, and its refusals."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.errors import PlanError
+from paceline.placement import INSTANCES, Instance, Plan, plan
+from paceline.placement.catalogue import instance
+from paceline.placement.footprint import Shape, footprint, product_weights
+from paceline.placement.planner import degree_of
+from paceline.placement.ranges import CoreRange, best_fit, fragmentation, free_runs
+from tests.placement.wishes import config, model
+
+
+def check(made: Plan, taken: tuple[CoreRange, ...] = ()) -> None:
+    """Everything a plan promises."""
+    used = [core for item in (*taken, *(p.cores for p in made.placements)) for core in item.cores]
+    assert len(used) == len(set(used)) and set(used) <= set(range(made.instance.cores))
+    ports = set()
+    for item in made.placements:
+        cores, env = item.cores, dict(item.env)
+        assert len(cores) in made.instance.degrees and cores.first % len(cores) == 0
+        assert item.model.config.num_heads % len(cores) == 0
+        assert item.footprint.total <= made.instance.memory
+        assert env["PACELINE_CORES"] == str(cores)
+        assert env.get("NEURON_RT_VISIBLE_CORES", str(cores)) == str(cores)
+        assert 0 <= item.affinity[0] <= item.affinity[1] < made.instance.vcpus
+        assert ("NEURON_RT_ROOT_COMM_ID" in env) == (len(cores) > 1)
+        ports.add(env.get("NEURON_RT_ROOT_COMM_ID", item.label))
+    assert len(ports) == len(made.placements)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.sampled_from(sorted(INSTANCES)), st.randoms(use_true_random=False))
+def test_a_plan_keeps_every_rule_or_there_is_none(name: str, dice: random.Random) -> None:
+    machine = instance(name)
+    degrees = [dice.choice(machine.degrees) for _ in range(dice.randint(1, 10))]
+    models = [model(f"m{i}", degree) for i, degree in enumerate(degrees)]
+    taken = tuple(CoreRange(core, core) for core in range(machine.cores) if dice.random() < 0.1)
+    try:
+        made = plan(models, machine, taken=taken)
+    except PlanError as error:
+        assert "free" in str(error)
+        return
+    check(made, taken)
+    assert sorted(len(p.cores) for p in made.placements) == sorted(degrees)
+    dice.shuffle(models)
+    assert plan(models, machine, taken=taken) == made  # the order of the file does not matter
+
+
+def best_by_force(machine: Instance, taken: tuple[CoreRange, ...], degrees: list[int]) -> tuple[int, ...] | None:
+    """Of all packings, the most free runs left, longest first; None if there is no packing."""
+    best: tuple[int, ...] | None = None
+    reached: set[tuple[int, frozenset[CoreRange]]] = set()
+    stack = [(0, frozenset(taken))]
+    order = sorted(degrees, reverse=True)
+    while stack:
+        depth, used = stack.pop()
+        if depth == len(order):
+            left = tuple(count for _, count in fragmentation(machine, sorted(used)).runs)
+            best = left if best is None else max(best, left)
+            continue
+        for run in free_runs(machine, sorted(used), order[depth]):
+            state = (depth + 1, used | {run})
+            if state not in reached:
+                reached.add(state)
+                stack.append(state)
+    return best
+
+
+def test_no_packing_is_better() -> None:
+    dice, found, none = random.Random(5), 0, 0
+    for _ in range(150):
+        machine = INSTANCES[dice.choice(("inf2.24xlarge", "inf2.24xlarge", "inf2.xlarge", "trn2.3xlarge"))]
+        degrees = [min(dice.choice(machine.degrees) for _ in range(2)) for _ in range(dice.randint(1, 8))]
+        taken = tuple(CoreRange(core, core) for core in range(machine.cores) if dice.random() < 0.15)
+        wanted = best_by_force(machine, taken, degrees)
+        try:
+            made = plan([model(f"m{i}", d) for i, d in enumerate(degrees)], machine, taken=taken)
+        except PlanError:
+            assert wanted is None
+            none += 1
+            continue
+        found += 1
+        used = [*taken, *(p.cores for p in made.placements)]
+        assert tuple(count for _, count in fragmentation(machine, used).runs) == wanted
+    assert found > 40 and none > 20
+
+
+def test_eight_models_fill_an_instance_when_they_can() -> None:
+    machine = INSTANCES["inf2.48xlarge"]
+    for degrees in ([8, 4, 2, 2, 1, 1, 1, 1], [8, 8, 2, 2, 1, 1, 1, 1], [4, 4, 4, 4, 4, 2, 1, 1], [8, 8, 8]):
+        for order in itertools.islice(itertools.permutations(degrees), 0, 4000, 997):
+            made = plan([model(f"m{i}", d) for i, d in enumerate(order)], machine)
+            check(made)
+            assert made.fragmentation.free == 24 - sum(degrees)
+    check(plan([model(f"m{i}", 1) for i in range(24)], machine))
+
+
+def test_what_is_left_stays_in_one_piece() -> None:
+    machine = INSTANCES["inf2.48xlarge"]
+    taken = [CoreRange(0, 7), CoreRange(8, 9)]
+    assert best_fit(machine, taken, 2) == CoreRange(10, 11)
+    assert best_fit(machine, [*taken, CoreRange(16, 16)], 1) == CoreRange(17, 17)
+    assert fragmentation(machine, taken).largest == 8
+    assert fragmentation(machine, [CoreRange(c, c) for c in (0, 8, 16)]).largest == 4
+    left = fragmentation(machine, [CoreRange(c, c) for c in (0, 8, 16)])
+    assert (left.free, dict(left.runs)[4], round(left.stranded, 3)) == (21, 3, round(1 - 12 / 21, 3))
+
+
+def test_a_draft_sits_next_to_its_target_where_that_costs_nothing() -> None:
+    machine = INSTANCES["inf2.48xlarge"]
+    targets = [model("a", 8), model("b", 8)]
+    made = plan([*targets, model("db", 2, draft_of=("b",))], machine, taken=[CoreRange(16, 17), CoreRange(22, 23)])
+    cores = {item.name: item.cores for item in made.placements}
+    assert cores == {"a": CoreRange(0, 7), "b": CoreRange(8, 15), "db": CoreRange(18, 19)}
+
+
+def test_drafts_are_shared_out_over_replicas() -> None:
+    machine = INSTANCES["inf2.48xlarge"]
+    own = plan([model("t", 4, replicas=3), model("d", 1, draft_of=("t",), replicas=3)], machine)
+    assert {p.label: p.drafts_for for p in own.placements if p.drafts_for} == {
+        "d": (("t", 0),), "d.1": (("t", 1),), "d.2": (("t", 2),),
+    }  # fmt: skip
+    shared = plan([model("t", 4, replicas=3), model("d", 1, draft_of=("t",))], machine)
+    assert [p.drafts_for for p in shared.placements if p.drafts_for] == [(("t", 0), ("t", 1), ("t", 2))]
+
+
+def test_auto_takes_the_smallest_degree_that_fits() -> None:
+    machine = INSTANCES["inf2.48xlarge"]
+    large = config(heads=64, layers=80, hidden=8192, vocab=32000, kv=8)
+    big = model("big", None, of=large)
+    degree = degree_of(big, machine)
+    assert footprint(large, big.shape, degree).total <= machine.memory
+    below = max(d for d in machine.degrees if d < degree)
+    assert footprint(large, big.shape, below).total > machine.memory
+    assert degree_of(model("small", None), machine) == 1
+
+
+def test_a_footprint_counts_what_there_is() -> None:
+    one = config(heads=4, layers=2, hidden=96, vocab=64, kv=2)
+    assert product_weights(one) == 2 * (96 * (4 * 8 * 2 + 2 * 8 * 2) + 3 * 96 * 96)
+    whole = footprint(one, Shape("bf16", "none", 1, 128), 1)
+    assert whole.weights == 2 * (product_weights(one) + 2 * 64 * 96 + (2 * 2 + 1) * 96)
+    assert whole.cache == 2 * 2 * 2 * 8 * (128 + 256) * 2
+    assert footprint(one, Shape("f32", "none", 1, 128), 1).weights == 2 * whole.weights
+    assert footprint(one, Shape("bf16", "none", 3, 128), 1).cache == 3 * whole.cache
+    assert footprint(one, Shape("bf16", "int8", 1, 128), 1).weights == whole.weights - product_weights(one)
+    halves = [footprint(one, Shape("bf16", "none", 1, 128), d).cache for d in (1, 2, 4)]
+    assert halves == [whole.cache, whole.cache // 2, whole.cache // 2]  # two key heads cannot be cut in four
+
+
+@pytest.mark.parametrize(
+    ("models", "on", "says"),
+    [
+        ([model("m", 8, of=config(heads=12))], "inf2.48xlarge", "12 attention heads are not divisible by tp_degree=8"),
+        ([model("m", 16)], "inf2.48xlarge", "tp_degree=16 is illegal on inf2.48xlarge"),
+        ([model("m", 4)], "trn1.32xlarge", "tp_degree=4 is illegal"),
+        ([model("m", 2)], "trn2.3xlarge", "tp_degree=2 is illegal"),
+        ([model("m", 1, of=config(layers=80, hidden=8192, heads=64))], "inf2.48xlarge", "bytes more than the"),
+        ([model("m", None, of=config(layers=900, hidden=32768, heads=64))], "inf2.48xlarge", "at any degree"),
+        ([model("a", 8), model("b", 8), model("c", 8), model("d", 1)], "inf2.48xlarge", "0 of 24"),
+        ([model("m", 1, of=config(layers=40, hidden=4096))], "cpu", "bytes more than the"),
+    ],
+)
+def test_a_refusal_names_its_rule(models: list, on: str, says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        plan(models, instance(on))
+
+
+def test_a_refusal_tells_fragmentation_from_fullness() -> None:
+    taken = [CoreRange(c, c + 4) for c in (0, 8, 16)]
+    with pytest.raises(PlanError, match="9 cores free but no aligned run of 8"):
+        plan([model("m", 8)], INSTANCES["inf2.48xlarge"], taken=taken)

@@ -1,0 +1,141 @@
+"""Cores held by locks, a drafter's process of its own, and a checkpoint behind the whole path without Ray."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from paceline import SpeculativeGenerator
+from paceline.core.errors import ConfigurationError, CoresBusyError, WorkerError
+from paceline.placement import environment
+from paceline.placement.channel import Address
+from paceline.placement.cores import CoreLocks, held
+from paceline.placement.footprint import Shape
+from paceline.placement.local import LocalProcess, Order
+from paceline.placement.ranges import CoreRange
+from paceline.placement.remote import Patience, RemoteDraft, Terms
+from paceline.placement.revival import Caller
+from paceline.placement.roles import maker
+from tests.decoder.tiny import VOCABULARY, Workshop, fresh
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
+
+
+@pytest.fixture(autouse=True)
+def own_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_LOCKS", str(tmp_path / "locks"))
+
+
+def test_a_core_has_one_owner_on_a_node() -> None:
+    first, second = CoreLocks(CoreRange(2, 5)), CoreLocks(CoreRange(5, 6))
+    first.acquire()
+    assert held() == dict.fromkeys(range(2, 6), os.getpid())
+    with pytest.raises(CoresBusyError, match=f"core 5 of 5-6 is in use by process {os.getpid()}"):
+        second.acquire(patience=0.1)
+    CoreLocks(CoreRange(5, 6), node="another").acquire(patience=0)
+    first.release()
+    second.acquire(patience=0)
+    assert sorted(held()) == [5, 6]
+    second.release()
+
+
+def test_cores_go_with_their_process() -> None:
+    program = (
+        "from paceline.placement.cores import CoreLocks; from paceline.placement.ranges import CoreRange; import time;"
+        "CoreLocks(CoreRange(0, 1)).acquire(); print(flush=True); time.sleep(60)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline()
+    assert held() == {0: child.pid, 1: child.pid}
+    child.kill()
+    CoreLocks(CoreRange(0, 1)).acquire(patience=10)
+    child.wait()
+    child.stdout.close()
+
+
+def test_an_environment_that_is_not_the_plan_s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = (("NEURON_RT_VISIBLE_CORES", "0-7"), ("OMP_NUM_THREADS", "8"))
+    for name, value in env:
+        monkeypatch.setenv(name, value)
+    environment.check(env)
+    monkeypatch.setenv("NEURON_RT_VISIBLE_CORES", "0-23")
+    with pytest.raises(WorkerError, match="NEURON_RT_VISIBLE_CORES is '0-23', not '0-7'"):
+        environment.check(env)
+    child = environment.for_child((("OMP_NUM_THREADS", "2"),))
+    assert child["NEURON_RT_VISIBLE_CORES"] == "" and child["OMP_NUM_THREADS"] == "2"
+
+
+def test_makers_are_found_by_name() -> None:
+    assert maker("paceline.hosting:draft").__name__ == "draft"
+    for path in ("paceline.hosting", "paceline.nowhere:draft", "paceline.hosting:nothing"):
+        with pytest.raises(ConfigurationError, match="module:function"):
+            maker(path)
+
+
+def order(workshop: Workshop, folder: Path, *, ahead: bool, slots: int) -> Order:
+    shape = asdict(Shape("f32", "none", slots, 128))
+    settings = {**shape, "folder": str(workshop.checkpoint("draft")), "backend": "eager", "k": 4, "ahead": ahead}
+    env = (("PACELINE_CORES", "2-3"), ("OMP_NUM_THREADS", "1"))
+    return Order(Address(path=str(folder / "s")), secrets.token_bytes(16), settings, cores=(2, 3), env=env)
+
+
+@pytest.mark.parametrize(("ahead", "slots"), [(False, 2), (True, 1)])
+def test_a_model_in_a_process_of_its_own(workshop: Workshop, tmp_path: Path, ahead: bool, slots: int) -> None:
+    target = fresh(workshop.checkpoint(), batch_size=slots)
+    asked = {"max_new_tokens": 60, "do_sample": True, "seed": 8}
+    expected = target.sample(PROMPTS, width=5, **asked).tolist()  # type: ignore[arg-type]
+    given = order(workshop, tmp_path, ahead=ahead, slots=slots)
+    with ExitStack() as stack:
+        process = stack.enter_context(LocalProcess(given))
+        terms = Terms(nodes=4, slots=slots, vocab_size=VOCABULARY, reach=128)
+        patience = Patience(deadline=2, rest=0.01)
+        draft = stack.enter_context(
+            closing(RemoteDraft(terms, Caller(given.address, given.secret, process), patience=patience))
+        )
+        assert draft.wait_until_up(60) and held() == dict.fromkeys((2, 3), process.pid)
+        generator = SpeculativeGenerator(draft, target)
+        here = SpeculativeGenerator(fresh(workshop.checkpoint("draft"), batch_size=slots), target)
+        assert here.sample(PROMPTS, **asked).tolist() == expected
+        assert generator.sample(PROMPTS, **asked).tolist() == expected
+        health = generator.statistics.health
+        assert health is not None and health.answered > 0 == health.faults and (health.ahead > 0) == ahead
+        assert generator.statistics.accepted == here.statistics.accepted
+        os.kill(process.pid, signal.SIGKILL)
+        assert generator.sample(PROMPTS, **asked).tolist() == expected
+        assert draft.wait_until_up(60) and draft.health.restarts == draft.health.lost == 1
+        assert generator.sample(PROMPTS, **asked).tolist() == expected
+        assert generator.statistics.health is not None and generator.statistics.health.answered > 0
+    end = time.monotonic() + 10
+    while held():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_process_ends_with_its_parent(workshop: Workshop, tmp_path: Path) -> None:
+    given = order(workshop, tmp_path, ahead=False, slots=1)
+    program = (
+        "import sys; from paceline.placement.local import LocalProcess, Order; from paceline.placement.channel import "
+        "Address; import json, time;"
+        "o = json.loads(sys.argv[1]);"
+        "p = LocalProcess(Order(Address.parse(o['address']), bytes.fromhex(o['secret']), o['settings'], cores=(2, 3)));"
+        "time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program, given.to_json()])
+    end = time.monotonic() + 60
+    while len(held()) < 2:
+        assert time.monotonic() < end and parent.poll() is None
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    while held():
+        assert time.monotonic() < end
+        time.sleep(0.05)

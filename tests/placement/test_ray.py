@@ -1,0 +1,202 @@
+"""Workers on real Ray: planned cores, the tokens of one process, and what happens when workers or nodes die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+from paceline import AutoDecoder
+from paceline.core.errors import (
+    ConfigurationError,
+    DecoderBusyError,
+    PlanError,
+    PromptError,
+    TargetLostError,
+    WorkerError,
+)
+from paceline.placement import INSTANCES, Plan, plan
+from paceline.placement.actors import NAMESPACE
+from paceline.placement.care import Care
+from paceline.placement.deployment import Deployment, launch
+from paceline.placement.ledger import NAME, Claim, ledger
+from paceline.placement.models_file import models_of
+from paceline.placement.ranges import CoreRange
+from paceline.placement.remote import Patience
+from paceline.result import GenerationResult
+from tests.decoder.tiny import Workshop
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
+SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 4}
+CARE = Care(start=90, silence=20, room=10, patience=Patience(deadline=2, hang=1.5, rest=0.01, longest=0.1))
+
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+
+def entry(workshop: Workshop, name: str, role: str = "target", **more: object) -> dict[str, object]:
+    shape = {"n_positions": 128, "amp": "f32", "backend": "eager", "tp_degree": 2}
+    return {"name": name, "path": str(workshop.checkpoint(role)), **shape, **more}
+
+
+def planned(*entries: dict[str, object]) -> Plan:
+    return plan(models_of(entries, folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
+
+
+@pytest.fixture(scope="module")
+def pair(workshop: Workshop) -> Plan:
+    return planned(entry(workshop, "chat"), entry(workshop, "chat-draft", "draft", draft_of="chat"))
+
+
+def wanted(workshop: Workshop, prompts: list[list[int]], **asked: object) -> list[list[int]]:
+    """What the target says in this process, plainly."""
+    decoder = AutoDecoder.from_pretrained(workshop.checkpoint(), n_positions=128, amp="f32", backend="eager")
+    result = decoder.sample(prompts, width=5, return_dict=True, **asked)  # type: ignore[arg-type]
+    assert isinstance(result, GenerationResult)
+    return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
+
+
+def pid_of(models: Deployment, label: str) -> int | None:
+    """The process of a worker; that of a draft as its target knows it, for one that hangs says nothing."""
+    chat = models.group("chat").actor("chat")
+    if label == "chat":
+        return int(ray.get(chat.ready.remote(), timeout=30).pid)
+    found: int | None = ray.get(chat.draft_pid.remote(), timeout=30)
+    return found
+
+
+@pytest.mark.ray
+def test_faults_change_no_token(cluster: Cluster, workshop: Workshop, pair: Plan) -> None:
+    """In one deployment, since starting is what takes time: calm, draft killed, draft hung, target killed and hung."""
+    asked = {"max_new_tokens": 60, **SAMPLED}
+    expected = wanted(workshop, PROMPTS, **asked)
+    with launch(pair, care=replace(CARE, silence=3)) as models:
+        chat = models.group("chat").actor
+        assert ray.get(chat("chat").wait_for_draft.remote(60))
+        assert models.cores() == {"chat": CoreRange(0, 1), "chat-draft": CoreRange(2, 3)}
+        assert models.sample("chat", PROMPTS, **asked) == expected
+        health = models.statistics("chat")["health"]
+        assert isinstance(health, dict) and health["answered"] > 0 == health["lost"]
+        assert models.statistics("chat")["accepted"]
+        for who, number in (
+            ("chat-draft", signal.SIGKILL), ("chat-draft", signal.SIGSTOP),
+            ("chat", signal.SIGKILL), ("chat", signal.SIGSTOP),
+        ):  # fmt: skip
+            found = [list(prompt) for prompt in PROMPTS]
+            pid = pid_of(models, who)
+            for index, piece in enumerate(models.stream("chat", PROMPTS, **asked)):
+                found[piece.index] += piece.tokens
+                if index == 4:
+                    os.kill(pid, number)
+            assert found == expected, (who, number)
+            end = time.monotonic() + 40
+            while pid_of(models, who) in (pid, None) or not ray.get(chat("chat").wait_for_draft.remote(5)):
+                models.sample("chat", PROMPTS[:1], max_new_tokens=4)  # a hung drafter is noticed in rounds
+                assert time.monotonic() < end, models.statistics("chat")
+        assert models.cores()["chat"] == CoreRange(0, 1) and models.group("chat").restarts == 2
+        with pytest.raises(PromptError, match="vocabulary"):
+            models.sample("chat", [[10**6]])
+        with pytest.raises(ConfigurationError, match="no target 'x'"):
+            models.sample("x", PROMPTS)
+        with pytest.raises(ConfigurationError, match="streamer"):
+            models.sample("chat", PROMPTS, streamer=1)
+        longer = {**asked, "max_new_tokens": 120}
+        with pytest.raises(TargetLostError, match="lost 3 times") as lost:
+            for _ in models.stream("chat", PROMPTS, **longer):
+                ray.kill(chat("chat"))
+        assert any(lost.value.tokens)
+        for prompt, tokens, text in zip(PROMPTS, lost.value.tokens, wanted(workshop, PROMPTS, **longer), strict=True):
+            assert text[len(prompt) :][: len(tokens)] == list(tokens)
+
+
+@pytest.mark.ray
+def test_three_large_targets_then_one_leaves(cluster: Cluster, workshop: Workshop) -> None:
+    """Concurrent use, two owners of one core refused, and the room that is left after one goes."""
+    asked = {"max_new_tokens": 6}
+    expected = wanted(workshop, PROMPTS, **asked)
+    entries = [entry(workshop, name, tp_degree=4) for name in ("a", "b", "c")]
+    with launch(planned(*entries), care=CARE) as models:
+        streams = {name: models.stream(name, PROMPTS, **asked) for name in models.models}
+        texts = {name: [list(p) for p in PROMPTS] for name in streams}
+        for name in [*streams] * 20:
+            for piece in [next(streams[name], None)]:
+                if piece is not None:
+                    texts[name][piece.index] += piece.tokens
+        assert texts == dict.fromkeys(streams, expected)
+        before = models.cores()
+        keeper = ray.get_actor(NAME, NAMESPACE)
+        taken = ray.get(keeper.taken.remote())
+        ray.kill(keeper, no_restart=False)
+        assert ray.get(keeper.taken.remote(), timeout=30) == taken  # rebuilt from what the workers say
+        models.stop("b")
+        (left,) = models.fragmentation().values()
+        assert left.free == 16 and (dict(left.runs)[8], dict(left.runs)[4]) == (1, 4)
+        models.add(planned(entry(workshop, "d", tp_degree=2)))
+        assert models.cores()["d"].first in before["b"].cores  # the gap, not a whole run of eight
+        claims = [Claim("x", 8, CoreRange(0, 7)), Claim("y", 8, CoreRange(8, 15))]
+        node = models.group("a").assignment("a").node
+        with pytest.raises(PlanError, match="6 cores free but no aligned run of 8"):
+            ray.get(ledger(INSTANCES["inf2.48xlarge"]).claim.remote(node, claims))
+        with pytest.raises(DecoderBusyError):
+            busy = models.stream("a", PROMPTS)
+            next(busy)
+            models.stream("a", PROMPTS)
+        busy.close()
+        assert models.sample("d", PROMPTS, **asked) == expected
+
+
+@pytest.mark.ray
+def test_two_targets_share_a_drafter(cluster: Cluster, workshop: Workshop) -> None:
+    asked = {"max_new_tokens": 40, **SAMPLED}
+    expected = wanted(workshop, PROMPTS, **asked)
+    shared = planned(
+        entry(workshop, "a"), entry(workshop, "b"), entry(workshop, "d", "draft", draft_of=["a", "b"], tp_degree=1)
+    )
+    with launch(shared, care=CARE) as models:
+        assert all(ray.get(models.group(name).actor(name).wait_for_draft.remote(60)) for name in "ab")
+        streams = {name: models.stream(name, PROMPTS, **asked) for name in "ab"}
+        texts = {name: [list(prompt) for prompt in PROMPTS] for name in streams}
+        while streams:
+            for name, stream in list(streams.items()):
+                piece = next(stream, None)
+                if piece is None:
+                    del streams[name]
+                else:
+                    texts[name][piece.index] += piece.tokens
+        assert texts == {"a": expected, "b": expected}
+        for name in "ab":
+            health = models.statistics(name)["health"]
+            assert isinstance(health, dict) and health["answered"] > 0 == health["lost"]
+
+
+@pytest.mark.ray
+def test_a_worker_refuses_what_was_not_planned(cluster: Cluster, pair: Plan) -> None:
+    first = replace(pair.placements[0], env=(*pair.placements[0].env, ("NEURON_RT_VISIBLE_CORES", "4-5")))
+    with pytest.raises(WorkerError, match="not started as planned"):
+        launch(replace(pair, placements=(first,)), care=CARE)
+
+
+@pytest.mark.ray
+def test_a_request_survives_the_loss_of_its_node(cluster: Cluster, workshop: Workshop, pair: Plan) -> None:
+    asked = {"max_new_tokens": 60, **SAMPLED}
+    expected = wanted(workshop, PROMPTS, **asked)
+    other = cluster.add_node(num_cpus=1, resources={"neuron_cores": 24, "other": 1}, object_store_memory=100 << 20)
+    blocked = ray.util.placement_group([{"neuron_cores": 24, "node:__internal_head__": 0.1}])
+    assert blocked.wait(10)  # so that the group goes to the other node
+    with launch(pair, care=CARE) as models:
+        ray.util.remove_placement_group(blocked)
+        found = [list(prompt) for prompt in PROMPTS]
+        here = models.group("chat").assignment("chat").node
+        for index, piece in enumerate(models.stream("chat", PROMPTS, **asked)):
+            found[piece.index] += piece.tokens
+            if index == 4:
+                cluster.remove_node(other, allow_graceful=False)
+        assert found == expected
+        assert models.group("chat").moves == 1 and models.group("chat").assignment("chat").node != here
+        assert models.sample("chat", PROMPTS, **asked) == expected

@@ -1,0 +1,182 @@
+"""A drafter in another process: the same tokens as in this one, whatever happens to it."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from paceline import SpeculativeGenerator
+from paceline.placement.health import DrafterHealth
+from paceline.placement.remote import Patience, RemoteDraft, Terms
+from paceline.placement.revival import Caller
+from paceline.result import GenerationResult
+from tests.fakes import Checked, TableDecoder
+from tests.placement.faulty import DRAFT, FAULTS, SECRET, TARGET, Forked, V
+
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3]]
+SAMPLED = {"do_sample": True, "temperature": 1.2, "top_p": 0.95}
+HASTE = Patience(deadline=0.25, reread=5.0, hang=0.4, trips=3, rest=0.002, longest=0.02)
+
+
+def remote(keeper: Forked, *, slots: int = 1, k: int = 4, patience: Patience = HASTE, wait: bool = True) -> RemoteDraft:
+    terms = Terms(nodes=k, slots=slots, vocab_size=V, reach=64)
+    made = RemoteDraft(terms, Caller(keeper.address, SECRET, keeper, patience=8), patience=patience)
+    assert not wait or made.wait_until_up(30)
+    return made
+
+
+def run(generator: SpeculativeGenerator, prompts: list[list[int]], **asked: object) -> GenerationResult:
+    result = generator.sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
+    assert isinstance(result, GenerationResult)
+    return result
+
+
+def texts(result: GenerationResult) -> list[list[int]]:
+    return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
+
+
+def target(slots: int = 1) -> TableDecoder:
+    return TableDecoder(TARGET, slots=slots)
+
+
+def wanted(prompts: list[list[int]], **asked: object) -> list[list[int]]:
+    return texts(run(SpeculativeGenerator(None, target()), prompts, **asked))
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("asked", [{}, {**SAMPLED, "seed": 3}])
+def test_a_drafter_elsewhere_is_a_drafter_here(tmp_path: Path, stack: ExitStack, slots: int, asked: dict) -> None:
+    draft = stack.enter_context(closing(remote(stack.enter_context(closing(Forked(tmp_path))), slots=slots)))
+    calm = {"max_new_tokens": 30, **asked}
+    there = run(Checked(draft, target(slots)), PROMPTS, **calm)
+    here = run(Checked(TableDecoder(DRAFT, slots=slots), target(slots)), PROMPTS, **calm)
+    assert texts(there) == texts(here) == wanted(PROMPTS, **calm)
+    health = there.statistics.health
+    assert health is not None and health.state == "up" and health.faults == 0 and health.answered == health.asked > 0
+    if slots == len(PROMPTS):  # one of them alone never proposes less than the other
+        assert (there.statistics.accepted, there.statistics.rounds) == (
+            here.statistics.accepted,
+            here.statistics.rounds,
+        )
+    assert there.statistics.accepted > 0
+
+
+def test_a_target_that_drafts_for_itself_elsewhere_is_always_accepted(tmp_path: Path, stack: ExitStack) -> None:
+    """Every row the process reads is the right one, after restarts too."""
+    keeper = stack.enter_context(closing(Forked(tmp_path)))
+    draft = stack.enter_context(closing(remote(keeper)))
+    for kill in (False, True):
+        if kill:
+            keeper.signal(signal.SIGKILL)
+        done = run(SpeculativeGenerator(draft, target()), [PROMPTS[3]], max_new_tokens=21)
+        assert texts(done) == wanted([PROMPTS[3]], max_new_tokens=21)
+        revived(draft)
+
+
+def revived(draft: RemoteDraft) -> None:
+    """Wait until there is a process again; an answer that is overdue is looked at in the next round only."""
+    end = time.monotonic() + 30
+    while draft.health.state == "down":
+        assert time.monotonic() < end, draft.health
+        time.sleep(0.01)
+
+
+def test_two_hundred_faults_change_no_token(tmp_path: Path, stack: ExitStack) -> None:
+    """Faults of every kind at random, from inside and from outside; every text is that of plain decoding."""
+    dice = random.Random(11)
+    keeper = stack.enter_context(closing(Forked(tmp_path, faults=FAULTS, rate=0.25, slow=0.3)))
+    draft = stack.enter_context(closing(remote(keeper, slots=2)))
+    generator = Checked(draft, target(2))
+    signals, total, answered = 0, DrafterHealth(), 0
+    for turn in range(200):
+        asked = {"max_new_tokens": 40, "seed": turn, **(SAMPLED if turn % 2 else {})}
+        prompts = dice.sample(PROMPTS, 2)
+        found = [list(prompt) for prompt in prompts]
+        hit = dice.randrange(30) if signals < 12 and turn % 2 else -1
+        for number, event in enumerate(generator.stream(prompts, **asked)):
+            found[event.index] += event.tokens
+            if number == hit:
+                keeper.signal(dice.choice((signal.SIGKILL, signal.SIGSTOP)))
+                signals += 1
+        assert found == wanted(prompts, **asked), (turn, draft.health)
+        health = generator.statistics.health
+        assert health is not None
+        total = draft.health
+        if total.faults >= 200:
+            break
+        if turn % 4 == 0:
+            revived(draft)
+    answered = total.answered
+    assert total.faults >= 200 and signals >= 10 and answered > 100, (signals, asdict(total))
+    assert min(total.lost, total.late, total.failed, total.invalid, total.restarts) > 5, asdict(total)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_counted_for_what_it_is(tmp_path: Path, stack: ExitStack, fault: str) -> None:
+    keeper = stack.enter_context(closing(Forked(tmp_path, faults=[fault], rate=1.0, slow=0.3)))
+    draft = stack.enter_context(closing(remote(keeper, patience=HASTE)))
+    generator = Checked(draft, target())
+    asked = {"max_new_tokens": 12, "seed": 5, **SAMPLED}
+    assert texts(run(generator, PROMPTS[:1], **asked)) == wanted(PROMPTS[:1], **asked)
+    health = generator.statistics.health
+    assert health is not None
+    kinds = {"raise": "failed", "float": "failed", "drawn": "failed", "slow": "late", "die": "lost", "nan": "answered"}
+    if fault == "slow":  # the first round of a request may take longer
+        assert health.answered + health.late == health.asked
+        return
+    assert getattr(health, kinds.get(fault, "invalid")) > 0, health
+    assert fault == "nan" or health.answered == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_speculation_comes_back_within_a_request(tmp_path: Path, stack: ExitStack, number: signal.Signals) -> None:
+    keeper = stack.enter_context(closing(Forked(tmp_path)))
+    draft = stack.enter_context(closing(remote(keeper)))
+    generator = Checked(draft, target())
+    found, before, after = list(PROMPTS[0]), 0, 0
+    for index, event in enumerate(generator.stream(PROMPTS[:1], max_new_tokens=56)):
+        found += event.tokens
+        if index == 3:
+            before = draft.health.answered
+            keeper.signal(number)
+        elif index == 7 and number == signal.SIGSTOP:
+            time.sleep(HASTE.hang)
+        elif index == 9:
+            revived(draft)
+    after = draft.health.answered
+    assert [found] == wanted(PROMPTS[:1], max_new_tokens=56)
+    assert 0 < before < after and draft.health.restarts == 1 and draft.health.rereads == 1
+
+
+def test_a_drafter_that_never_comes_costs_no_token(tmp_path: Path, stack: ExitStack) -> None:
+    keeper = stack.enter_context(closing(Forked(tmp_path)))
+    keeper.close()
+    draft = stack.enter_context(closing(remote(keeper, wait=False)))
+    done = run(SpeculativeGenerator(draft, target()), PROMPTS, max_new_tokens=9)
+    assert texts(done) == wanted(PROMPTS, max_new_tokens=9)
+    health = done.statistics.health
+    assert health is not None and health.state == "down" and health.asked == 0 < health.skipped
+
+
+@pytest.mark.parametrize("asked", [{}, {**SAMPLED, "seed": 3}])
+def test_drafting_ahead_changes_no_token(tmp_path: Path, stack: ExitStack, asked: dict) -> None:
+    draft = stack.enter_context(closing(remote(stack.enter_context(closing(Forked(tmp_path, ahead=True))))))
+    calm = {"max_new_tokens": 45, **asked}
+    done = run(Checked(draft, target()), PROMPTS, **calm)
+    assert texts(done) == wanted(PROMPTS, **calm)
+    here = run(Checked(TableDecoder(DRAFT), target()), PROMPTS, **calm)
+    assert done.statistics.accepted == here.statistics.accepted  # what was made ahead is what would be made now
+    assert done.statistics.health is not None and done.statistics.health.ahead > 0

@@ -1,0 +1,215 @@
+"""Messages, channels and turns: what goes through comes out, and what is not a message is refused."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.core.errors import ChannelError, ConfigurationError
+from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.types import Bounds, Commit, Outline, Proposal
+from paceline.placement import wire
+from paceline.placement.channel import Address, Channel, connect, listen
+from paceline.placement.draft_server import DraftServer, Quota
+
+SECRET = b"secret"
+
+
+def ask(number: int, *, slots: int = 2, width: int = 3) -> wire.Ask:
+    tokens = torch.arange(slots * width, dtype=torch.int32).view(slots, width) - 1
+    count, start = torch.ones(slots, dtype=torch.int32), torch.arange(slots, dtype=torch.int32)
+    commit, sampling = Commit(tokens, count, start), sampling_batch([Sampling(0.5, seed=-3)] * slots)
+    return wire.Ask(number, ((1, (5, 0, 7)), (0, ())), commit, sampling, Bounds(count + 1, 9))
+
+
+def flat(message: object) -> object:
+    """Fields with tensors as lists, to compare by value."""
+    if isinstance(message, torch.Tensor):
+        return message.tolist()
+    if hasattr(message, "__slots__"):
+        return type(message), [flat(getattr(message, name)) for name in message.__slots__]
+    return message
+
+
+MESSAGES = [
+    wire.Hello(0, "chät", 4, 96),
+    wire.Admit(1, 2, (0, 1, 95)),
+    ask(2),
+    ask(1 << 40, slots=1, width=1),
+    wire.Welcome(3, 4, None, 77),
+    wire.Welcome(3, 4, 128, 77),
+    wire.Answer(4, torch.tensor([[-1, 3], [2, 0]], dtype=torch.int32), True),
+    wire.Answer(4, torch.empty(3, 0, dtype=torch.int32), False),
+    wire.Failure(5, "no, nö"),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_out_as_it_went_in(message: wire.Request | wire.Reply) -> None:
+    assert flat(wire.decode(bytearray(wire.encode(message)))) == flat(message)
+
+
+def test_what_is_no_message_is_refused_and_nothing_else_happens() -> None:
+    dice = random.Random(3)
+    for _ in range(3000):
+        frame = bytearray(wire.encode(dice.choice(MESSAGES)))
+        for _ in range(dice.randrange(1, 4)):
+            change = dice.randrange(3)
+            if change == 0 and frame:
+                frame[dice.randrange(len(frame))] = dice.randrange(256)
+            elif change == 1:
+                del frame[dice.randrange(len(frame) + 1) :]
+            else:
+                frame += dice.randbytes(dice.randrange(8))
+        with suppress(ChannelError):
+            wire.decode(frame)
+    for frame in (bytearray(), bytearray(b"\x02" + b"\0" * 20), bytearray(wire.encode(ask(1)) + b"0000")):
+        with pytest.raises(ChannelError):
+            wire.decode(frame)
+
+
+def test_addresses() -> None:
+    for text in ("unix:/tmp/a b", "tcp:10.0.0.1:99", "tcp:::1:5"):
+        assert str(Address.parse(text)) == text
+    for text in ("", "unix:", "tcp:host", "tcp:host:port", "http://x"):
+        with pytest.raises(ConfigurationError, match="no address"):
+            Address.parse(text)
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def pair(stack: ExitStack) -> tuple[Channel, socket.socket]:
+    one, other = socket.socketpair()
+    stack.enter_context(other)
+    return stack.enter_context(closing(Channel(one))), other
+
+
+def test_a_deadline_cuts_no_frame_in_two(stack: ExitStack) -> None:
+    here, raw = pair(stack)
+    frame = wire.encode(MESSAGES[2])
+    data = len(frame).to_bytes(4, "little") + frame
+    for at in range(len(data) - 1):
+        raw.send(data[at : at + 1])
+        assert here.receive(0) is None and not here.waiting()
+    raw.send(data[-1:] + data)
+    assert here.waiting() and here.receive(0) == frame and here.receive(0) == frame
+    raw.send((1 << 31).to_bytes(4, "little"))
+    with pytest.raises(ChannelError, match="no frame of ours"):
+        here.receive(0)
+
+
+def test_a_side_that_does_not_read_is_given_up(stack: ExitStack) -> None:
+    here, _ = pair(stack)
+    with pytest.raises(ChannelError, match="does not read"):
+        here.send(bytes(8 << 20), 0.05)
+
+
+class Slow:
+    """Proposes zeros, and takes its time."""
+
+    def __init__(self, seconds: float) -> None:
+        self.outline, self.reach, self.reads, self._seconds = Outline.chain(2), None, None, seconds
+
+    def admit(self, slot: int, prompt: object, features: object = None) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+    def observe(self, commit: Commit) -> None: ...
+
+    def propose(self, commit: Commit, sampling: object, bounds: object) -> Proposal:
+        time.sleep(self._seconds)
+        return Proposal(torch.zeros(len(commit.tokens), 2, dtype=torch.int32))
+
+
+@contextmanager
+def serving(address: Address, quota: Quota) -> Iterator[None]:
+    server = DraftServer(listen(address), SECRET, lambda hello: Slow(0.002 * hello.vocab_size), quota=quota)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.stop()
+        thread.join()
+
+
+def hello(stack: ExitStack, address: Address, name: str, *, cost: int = 1) -> tuple[Channel, wire.Request | wire.Reply]:
+    channel = stack.enter_context(closing(connect(address, SECRET, seconds=5)))
+    channel.send(wire.encode(wire.Hello(0, name, 2, cost)), 1)
+    frame = channel.receive(5)
+    assert frame is not None
+    return channel, wire.decode(frame)
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -> None:
+    with socket.socket() as link:
+        link.bind(("127.0.0.1", 0))
+        port = link.getsockname()[1]
+    address = Address(path=str(tmp_path / "s")) if kind == "unix" else Address(host="127.0.0.1", port=port)
+    with serving(address, Quota()):
+        with pytest.raises(ChannelError, match="secret"):
+            connect(address, b"another", seconds=5)
+        rude = stack.enter_context(socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET))
+        rude.connect(address.path or (address.host, address.port))
+        rude.send(b"GET / HTTP/1.1\r\n\r\n" + bytes(90))  # nobody waits for this one
+        channel, reply = hello(stack, address, "a")
+        assert isinstance(reply, wire.Welcome) and (channel.peer() is None) == (kind == "tcp")
+        channel.send(wire.encode(wire.Failure(1, "not a request")), 1)
+        with pytest.raises(ChannelError, match="hung up"):
+            channel.receive(5)
+
+
+def test_quotas_are_kept(tmp_path: Path, stack: ExitStack) -> None:
+    address = Address(path=str(tmp_path / "s"))
+    with serving(address, Quota(clients=2, slots=4)):
+        first, _ = hello(stack, address, "a")
+        second, reply = hello(stack, address, "b")
+        assert isinstance(reply, wire.Welcome)
+        _, reply = hello(stack, address, "c")
+        assert isinstance(reply, wire.Failure) and "quota" in reply.reason
+        first.close()
+        end = time.monotonic() + 5
+        while isinstance(reply, wire.Failure):  # who leaves makes room
+            assert time.monotonic() < end
+            _, reply = hello(stack, address, "c")
+        assert second.receive(0) is None
+
+
+def test_turns_are_fair_and_shares_count(tmp_path: Path, stack: ExitStack) -> None:
+    """A target that asks without pause, and whose drafts cost more, gets its share of the time and no more."""
+    address = Address(path=str(tmp_path / "s"))
+    with serving(address, Quota(shares={"double": 2.0})):
+        channels = {
+            name: hello(stack, address, name, cost=cost)[0] for name, cost in (("a", 4), ("b", 1), ("double", 1))
+        }
+        costs = {"a": 4, "b": 1, "double": 1}
+        done = dict.fromkeys(channels, 0)
+        sent = dict.fromkeys(channels, 0)
+        order = []
+        for name, channel in channels.items():
+            for _ in range(60):
+                sent[name] += 1
+                channel.send(wire.encode(ask(sent[name])), 1)
+        while sum(done.values()) < 70:
+            for name, channel in channels.items():
+                while (frame := channel.receive(0.001)) is not None:
+                    reply = wire.decode(frame)
+                    assert isinstance(reply, wire.Answer) and reply.number == done[name] + 1  # in order
+                    done[name] += 1
+                    order.append(name)
+        time_of = {name: done[name] * costs[name] for name in done}
+        assert 1.2 < time_of["double"] / time_of["b"] < 3.5
+        assert 0.4 < time_of["a"] / time_of["b"] < 2.5, done

@@ -1,0 +1,29 @@
+"""Models to plan with, of sizes a test chooses; no tests in here."""
+
+from __future__ import annotations
+
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.rope import RopeConfig
+from paceline.placement.footprint import Shape
+from paceline.placement.models_file import Model
+
+
+def config(*, heads: int = 48, layers: int = 2, hidden: int = 96, vocab: int = 64, kv: int = 1) -> ModelConfig:
+    return ModelConfig(
+        "llama", vocab, hidden, hidden, layers, heads, kv, 8, 1e-6, 4096, RopeConfig(), False, False, False, "silu",
+        (), None, None,
+    )  # fmt: skip
+
+
+def model(
+    name: str,
+    degree: int | None = 1,
+    *,
+    of: ModelConfig | None = None,
+    draft_of: tuple[str, ...] = (),
+    replicas: int = 1,
+    batch: int = 1,
+) -> Model:
+    shape = Shape("bf16", "none", batch, 128)
+    made = of or config(heads=192)
+    return Model(name, made, None, shape, degree, draft_of=draft_of, replicas=replicas)

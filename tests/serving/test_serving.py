@@ -1,0 +1,160 @@
+"""The service, asked by OpenAI's own client: planned models behind HTTP, on real Ray Serve."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import openai
+import pytest
+import ray
+from ray import serve
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from paceline import AutoDecoder
+from paceline.placement import INSTANCES, plan
+from paceline.placement.care import Care
+from paceline.placement.models_file import models_of
+from paceline.placement.remote import Patience
+from paceline.serving.app import application
+from tests.decoder.tiny import VOCABULARY, save_pair
+from tests.simulation import check_nothing_left
+
+pytestmark = pytest.mark.ray
+PROMPT = "def f(a, b):"
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{% endfor %}a:"
+
+
+def with_tokenizer(folder: Path, *, template: str | None) -> Path:
+    """One id for each of 96 characters."""
+    letters = {chr(32 + index): index for index in range(VOCABULARY)}
+    made = Tokenizer(models.BPE(vocab=letters, merges=[], unk_token=" "))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False)
+    if template is not None:
+        fast.chat_template = template
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("served")
+    save_pair(folder)
+    with_tokenizer(folder / "target", template=TEMPLATE)
+    with_tokenizer(folder / "draft", template=None)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
+    """Two models: one with a draft, and the draft by itself, which has no chat template."""
+    shape = {"n_positions": 128, "amp": "f32", "backend": "eager", "tp_degree": 2}
+    entries = [
+        {"name": "chat", "path": str(home / "target"), **shape},
+        {"name": "chat-draft", "path": str(home / "draft"), "draft_of": "chat", **shape},
+        {"name": "small", "path": str(home / "draft"), **shape},
+    ]
+    made = plan(models_of(entries, folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
+    with socket.socket() as link:
+        link.bind(("127.0.0.1", 0))
+        port = link.getsockname()[1]
+    care = Care(start=90, silence=30, room=20, patience=Patience(deadline=2))
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    try:
+        serve.run(application(made, care), name="paceline", route_prefix="/")
+        with openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
+        ) as made_client:
+            yield made_client
+    finally:
+        serve.shutdown()
+        check_nothing_left(40)
+
+
+def said(home: Path, prompt: str, **asked: object) -> str:
+    """What the target says in this process."""
+    decoder = AutoDecoder.from_pretrained(home / "target", n_positions=128, amp="f32", backend="eager")
+    ids = [ord(letter) - 32 for letter in prompt]
+    (row,) = decoder.sample([ids], width=5, **asked).tolist()  # type: ignore[arg-type]
+    return "".join(chr(32 + token) for token in row[len(ids) :])
+
+
+def test_models_are_listed(client: openai.OpenAI) -> None:
+    assert sorted(model.id for model in client.models.list()) == ["chat", "small"]
+    assert client.models.retrieve("chat").owned_by == "paceline"
+    with pytest.raises(openai.NotFoundError, match="chat-draft"):
+        client.models.retrieve("chat-draft")
+
+
+def test_completions_are_those_of_one_process(client: openai.OpenAI, home: Path) -> None:
+    greedy = client.completions.create(model="chat", prompt=PROMPT, max_tokens=20, temperature=0)
+    assert greedy.choices[0].text == said(home, PROMPT, max_new_tokens=20)
+    assert greedy.choices[0].finish_reason == "length"
+    usage = greedy.usage
+    assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (len(PROMPT), 20)
+    drawn = {"model": "chat", "prompt": PROMPT, "max_tokens": 30, "temperature": 1.2, "seed": 9}
+    whole = client.completions.create(**drawn).choices[0].text
+    assert whole == said(home, PROMPT, max_new_tokens=30, do_sample=True, temperature=1.2, seed=9)
+    chunks = list(client.completions.create(stream=True, stream_options={"include_usage": True}, **drawn))
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == whole
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 30
+    stop = whole[10:13]
+    cut = client.completions.create(stop=stop, **drawn).choices[0]
+    assert (cut.text, cut.finish_reason) == (whole[: whole.index(stop)], "stop")
+    both = client.completions.create(**{**drawn, "prompt": [PROMPT, "x"], "max_tokens": 4})
+    assert [len(choice.text) for choice in both.choices] == [4, 4] and both.choices[0].text == whole[:4]
+
+
+def test_chat_goes_through_the_template(client: openai.OpenAI, home: Path) -> None:
+    asked = {"model": "chat", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "temperature": 0}
+    answer = client.chat.completions.create(**asked)  # type: ignore[call-overload]
+    assert answer.choices[0].message.content == said(home, "u:hia:", max_new_tokens=12)
+    chunks = list(client.chat.completions.create(stream=True, **asked))  # type: ignore[call-overload]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == answer.choices[0].message.content and chunks[0].choices[0].delta.role == "assistant"
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
+        client.chat.completions.create(**{**asked, "model": "small"})  # type: ignore[call-overload]
+
+
+def test_errors_are_error_objects(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="'other' is not served") as missing:
+        client.completions.create(model="other", prompt="x")
+    assert missing.value.code == "model_not_found"
+    for wrong, says in (
+        ({"prompt": "x", "max_tokens": 0}, "max_new_tokens"), ({"prompt": "x" * 200}, "leaves no room"),
+        ({"prompt": [500]}, "outside the vocabulary"), ({"prompt": "x", "temperature": -1}, "temperature"),
+        ({"prompt": "x", "n": 2}, "n=2 is not served"), ({"prompt": "x", "stream": True, "top_p": 3}, "top_p"),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match=says):
+            client.completions.create(model="chat", **wrong)  # type: ignore[call-overload]
+    with pytest.raises(openai.NotFoundError):
+        client.get("/nothing", cast_to=object)
+    with pytest.raises(openai.APIStatusError) as method:
+        client.get("/completions", cast_to=object)
+    assert method.value.status_code == 405
+
+
+def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: Path) -> None:
+    asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 100, "temperature": 0}
+    for _ in range(3):
+        stream = client.completions.create(stream=True, **asked)
+        next(iter(stream))
+        stream.close()
+    with ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda _: client.completions.create(**asked).choices[0].text, range(4)))
+    assert set(texts) == {said(home, PROMPT, max_new_tokens=100)}
+
+
+def test_a_dead_target_is_brought_back_for_the_next_request(client: openai.OpenAI, home: Path) -> None:
+    workers = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if "worker-chat-" in a["name"]]
+    (name,) = [worker for worker in workers if "draft" not in worker]
+    ray.kill(ray.get_actor(name, "paceline"))
+    time.sleep(0.1)
+    answer = client.completions.create(model="chat", prompt=PROMPT, max_tokens=20, temperature=0)
+    assert answer.choices[0].text == said(home, PROMPT, max_new_tokens=20)
