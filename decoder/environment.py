@@ -3,6 +3,10 @@
 PACELINE_CACHE  folder of compiled artefacts; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
 
+Written where it is not set yet, before torch_xla is imported:
+
+    PJRT_DEVICE     CPU, the only device that torch_xla is used on here
+
 Written only while a graph is compiled:
 
     TORCHINDUCTOR_CACHE_DIR  Inductor's scratch folder, put below PACELINE_CACHE
@@ -24,6 +28,11 @@ def cache_root() -> Path:
 def compiler() -> str:
     """The C++ compiler."""
     return os.environ.get("CXX") or "g++"
+
+
+def default_pjrt_device() -> None:
+    """Name torch_xla's device, unless the user did: without it, torch_xla looks for a TPU."""
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
 
 
 @contextmanager

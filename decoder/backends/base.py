@@ -16,6 +16,7 @@ from paceline.decoder.kernels import Kernels
 BACKENDS = {
     "eager": ("paceline.decoder.backends.eager", "EagerBackend"),
     "inductor": ("paceline.decoder.backends.inductor", "InductorBackend"),
+    "xla": ("paceline.decoder.backends.xla", "XlaBackend"),
 }
 
 Step = Callable[..., list[Tensor]]
