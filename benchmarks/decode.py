@@ -31,7 +31,7 @@ from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.bench import bench_pair
 from paceline.core.accept import Match
 from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import Bounds, Commit, Proposal
+from paceline.core.types import Bounds, Commit, Outline, Proposal
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.target.verifier import CompiledVerifier
 
@@ -100,7 +100,7 @@ def graphs() -> dict[str, object]:
 
 def _verify(decoder: CompiledDecoder, width: int) -> Callable[[], object]:
     """A round's verification at a place in the middle of a text."""
-    verifier = CompiledVerifier(decoder, width, acceptor=Match(), exact=True)
+    verifier = CompiledVerifier(decoder, Outline.chain(width - 1), acceptor=Match(), wide=True)
     tokens = torch.full((1, width), -1, dtype=torch.int32)
     tokens[0, 0] = 7
     one = torch.ones(1, dtype=torch.int32)

@@ -24,19 +24,26 @@ from paceline.core.types import PAD, Proposal, SamplingBatch, Verdict
 class Match:
     """Keep what equals the target's own choice."""
 
-    def __call__(self, proposal: Proposal, choices: Tensor) -> Verdict:
-        """Proposal of N nodes, choices [B, N + 1] int32 (the target's own token after each row) -> Verdict."""
+    def __call__(self, proposal: Proposal, choices: Tensor, depth: int | None = None) -> Verdict:
+        """Proposal of N nodes, choices [B, N + 1] int32 (the target's own token after each row) -> Verdict.
+
+        ``depth`` is how many nodes can be accepted at most; only parents given as a tensor do not say so themselves.
+        """
         slots, nodes = proposal.tokens.shape
         if not nodes:
             return Verdict(proposal.tokens, choices.new_zeros(slots), choices[:, 0])
         if proposal.parents is None:
             return _match_chain(proposal.tokens, choices)
         parents = proposal.parents
-        above_rows = torch.tensor([p + 1 for p in parents], device=choices.device)
-        agreed = (proposal.tokens == choices[:, above_rows]) & (proposal.tokens != PAD)
-        above = torch.tensor(tree.ancestors(parents), dtype=torch.float32, device=choices.device)
-        broken = (above * (~agreed).to(torch.float32).unsqueeze(1)).sum(-1)
-        return _walk(broken == 0, parents, choices)
+        if isinstance(parents, tuple):
+            depth = max(tree.depths(parents))
+            parents = torch.tensor([parents], dtype=torch.int32, device=choices.device)
+        assert depth is not None, "a tree of tensors does not say how deep it is"
+        parents = parents.expand(slots, nodes)
+        agreed = proposal.tokens == choices.gather(1, (parents + 1).to(torch.int64))
+        above = tree.ancestor_mask(parents)
+        broken = (above * (~agreed | (proposal.tokens == PAD)).to(torch.float32).unsqueeze(1)).sum(-1)
+        return _walk(broken == 0, above.sum(-1), choices, depth=depth)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +102,12 @@ def _match_chain(drafts: Tensor, choices: Tensor) -> Verdict:
     return Verdict(torch.where(standing, rows, PAD), count, token)
 
 
-def _walk(alive: Tensor, parents: tuple[int, ...], choices: Tensor) -> Verdict:
-    """Read the accepted path off the nodes whose whole path agreed. alive [B, N] bool."""
-    nodes = len(parents)
+def _walk(alive: Tensor, level: Tensor, choices: Tensor, *, depth: int) -> Verdict:
+    """Read the accepted path off the nodes whose whole path agreed. alive [B, N] bool, level [B, N] float32, from 1."""
+    nodes = alive.shape[1]
     rows = torch.arange(1, nodes + 1, dtype=torch.float32, device=choices.device)
-    depth = torch.tensor(tree.depths(parents), device=choices.device)
-    levels = torch.arange(1, max(tree.depths(parents)) + 1, device=choices.device)
-    at_level = alive.unsqueeze(1) & (depth == levels.unsqueeze(-1))  # [B, D, N]
+    levels = torch.arange(1, depth + 1, dtype=torch.float32, device=choices.device)
+    at_level = alive.unsqueeze(1) & (level.unsqueeze(1) == levels.unsqueeze(-1))  # [B, D, N]
     # Twins with the same token both live: the lower node stands for both.
     first = torch.where(at_level, rows, float(nodes + 1)).amin(-1)
     found = first <= nodes

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
+from torch import Tensor, nn
+
+from paceline.core.types import Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
 
 
 @runtime_checkable
@@ -21,15 +23,19 @@ class Drafter(Protocol):
     """
 
     @property
-    def nodes(self) -> int:
-        """N, how many nodes a proposal has."""
+    def outline(self) -> Outline:
+        """The shape of every proposal."""
+
+    @property
+    def reads(self) -> Reads | None:
+        """What it reads of the target besides tokens; None = nothing. If set, commits carry features."""
 
     @property
     def reach(self) -> int | None:
         """How many positions of a text it can follow; None = no limit. Past it nothing is asked of it."""
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
-        """A request takes a slot: read its prompt."""
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        """A request takes a slot: read its prompt. features [S, F] of its tokens, if this drafter ``reads`` any."""
 
     def observe(self, commit: Commit) -> None:
         """See a commit. Called once for every commit, before `propose`, whether or not `propose` follows."""
@@ -38,25 +44,51 @@ class Drafter(Protocol):
         """Propose what follows the commit. Slots that hold no request may get anything."""
 
 
+@runtime_checkable
+class GraphDrafter(Drafter, Protocol):
+    """A drafter whose proposing is one traceable step, so that it can share a graph with the verifier."""
+
+    def step(self, rows: int) -> nn.Module:
+        """The step for texts that need so many cache rows.
+
+        forward(tokens, count, start, knobs, keys, *features) -> (drafts [B, N],), with parents [B, N] behind them for
+        a dynamic outline and the law [B, N, V] if they are drawn. Its state are its parameters and buffers.
+        """
+
+    def name(self, rows: int) -> str:
+        """What tells this step from every other step of this drafter, its bucket included."""
+
+    def facts(self) -> dict[str, object]:
+        """All that a graph with this step in it depends on besides the source."""
+
+    def ready(self) -> None:
+        """Read what was observed and never proposed upon, all but the last commit, which the step reads itself."""
+
+
 class Verifier(Protocol):
     """The target's side of a round: decoder, law, acceptor and keep as one step."""
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int:
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
         """Read a prompt into a slot and pick the first token. ``sampling`` has one row, the slot's."""
 
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; None = nothing is proposed."""
 
 
+class FusedVerifier(Verifier, Protocol):
+    """A verifier that can run a drafter's step inside its own."""
+
+    def fused(
+        self, drafter: GraphDrafter, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds
+    ) -> tuple[Commit, Tensor]:
+        """Draft and verify in one call. -> the next commit, and how deep each slot's proposal went, [B] int32."""
+
+
 class Round(Protocol):
     """From what was last committed to what is committed next."""
 
-    @property
-    def width(self) -> int:
-        """W, the most tokens one round can commit."""
-
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int:
-        """Read a prompt into a slot and return the first token."""
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        """Read a prompt into a slot."""
 
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """One round."""

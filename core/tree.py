@@ -1,12 +1,17 @@
 """Token trees: nodes in an order where parents come before children, the root (the last committed token) left out.
 
 A tree of N nodes is a tuple of N parents; parent -1 is the root. A chain of k is (-1, 0, 1, ..., k - 2). Row 0 of a
-window is the root and row n + 1 is node n. Not here: how a tree is grown, and attention under its mask.
+window is the root and row n + 1 is node n. In a graph a tree is a tensor of parent rows, -1 for the root's own.
+Not here: how a tree is grown, and attention under its mask.
 """
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from paceline.core.errors import ConfigurationError
+from paceline.core.types import Outline
 
 ROOT = -1
 
@@ -38,10 +43,33 @@ def depths(parents: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def ancestors(parents: tuple[int, ...]) -> tuple[tuple[bool, ...], ...]:
-    """N x N table: entry [n][m] says whether node m is node n or one of its ancestors (the root is left out)."""
-    rows: list[tuple[bool, ...]] = []
-    for node, parent in enumerate(parents):
-        above = (False,) * len(parents) if parent == ROOT else rows[parent]
-        rows.append(tuple(m == node or seen for m, seen in enumerate(above)))
-    return tuple(rows)
+def outline(parents: tuple[int, ...]) -> Outline:
+    """The outline of a static tree.
+
+    Raises:
+        ConfigurationError: a parent does not stand before its child.
+    """
+    check(parents)
+    if is_chain(parents):
+        return Outline.chain(len(parents))
+    return Outline(len(parents), max(depths(parents)), parents)
+
+
+def window_rows(parents: tuple[int, ...]) -> list[int]:
+    """The parent row of every row of a window: -1 for the root, then one for every node."""
+    return [ROOT, *(parent + 1 for parent in parents)]
+
+
+def ancestor_mask(rows: Tensor) -> Tensor:
+    """Parent rows [B, T] int32 -> [B, T, T] float32: 1 where row j is row i or an ancestor of it.
+
+    By squaring the matrix of steps towards the root: products only, no walk whose length depends on the data.
+    """
+    size = rows.shape[1]
+    ids = torch.arange(size, dtype=torch.int32, device=rows.device)
+    reached = (rows.unsqueeze(-1) == ids).to(torch.float32) + (ids.unsqueeze(-1) == ids).to(torch.float32)
+    steps = 1
+    while steps < size - 1:
+        reached = (reached @ reached).clamp(max=1.0)
+        steps *= 2
+    return reached

@@ -24,6 +24,53 @@ PAD = -1
 
 
 @dataclass(frozen=True, slots=True)
+class Outline:
+    """The shape of every proposal of a drafter: what a graph is compiled for.
+
+    nodes    N, how many nodes a proposal has
+    depth    D, the most of them that one round can accept: N for a chain
+    parents  of a static tree; None for a chain, or if ``dynamic``: then every proposal brings parents of its own
+    """
+
+    nodes: int
+    depth: int
+    parents: tuple[int, ...] | None = None
+    dynamic: bool = False
+
+    @classmethod
+    def chain(cls, length: int) -> Outline:
+        """``length`` nodes, each behind the one before."""
+        return cls(length, length)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.parents is None and not self.dynamic
+
+
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """What a drafter reads of the target besides tokens.
+
+    ``layers`` names residual streams: entry i is the stream before layer i (the number of layers: behind the last one,
+    before the norm); they are joined along the last axis. Empty = the last hidden state, behind the norm.
+    """
+
+    layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What reading a prompt gave.
+
+    token     the first token of the answer
+    features  [S, F] float32, the states of the prompt's tokens, or None; the last one predicted ``token``
+    """
+
+    token: int
+    features: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """What the last round appended; the only place where a length lives.
 
@@ -44,12 +91,13 @@ class Proposal:
     """Tokens a drafter puts forward.
 
     tokens   [B, N] int32, parents before children, PAD = no node
-    parents  N parent nodes (-1 = the root, the last committed token), or None for a chain
+    parents  parent nodes (-1 = the root, the last committed token): N of them, the same in every slot; or [B, N] int32,
+             a tree of its own for every slot; None = a chain
     law      [B, N, V] float32, the distribution each token was DRAWN from; None = not drawn (argmax, n-gram, heads)
     """
 
     tokens: Tensor
-    parents: tuple[int, ...] | None = None
+    parents: tuple[int, ...] | Tensor | None = None
     law: Tensor | None = None
 
 

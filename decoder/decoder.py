@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ArtefactError, ConfigurationError, DecoderBusyError
+from paceline.core.types import Reads
 from paceline.decoder import families
 from paceline.decoder.backends.base import Backend, Graph, Step
-from paceline.decoder.kernels import Place
+from paceline.decoder.kernels import Place, Tree
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.options import DecoderOptions
 
@@ -41,22 +42,33 @@ class Body(nn.Module):
                 self.register_buffer(f"{side}_{index}", torch.zeros(shape, dtype=options.dtype))
         self.register_buffer("slots", torch.arange(options.batch_size, dtype=torch.int32))
 
-    def forward(self, tokens: Tensor, place: Place) -> Tensor:
-        """tokens [b, T] int32 -> hidden [b, T, H]; keys and values go to their rows of the cache."""
+    @property
+    def caches(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of every layer, each [slots, G, rows, D]."""
         layers = range(self.config.num_layers)
-        caches = [(self.get_buffer(f"keys_{i}"), self.get_buffer(f"values_{i}")) for i in layers]
-        hidden: Tensor = self.model(tokens, place, caches)
-        return hidden
+        return [(self.get_buffer(f"keys_{i}"), self.get_buffer(f"values_{i}")) for i in layers]
 
-    def window(self, tokens: Tensor, row: Tensor, reach: int) -> Tensor:
-        """Hidden states of a window of real tokens in every slot. tokens [B, T], row [B] -> [B, T, H].
+    def forward(self, tokens: Tensor, place: Place, reads: Reads | None = None) -> tuple[Tensor, Tensor | None]:
+        """tokens [b, T] int32 -> hidden [b, T, H] and features [b, T, F]; keys and values go to their cache rows."""
+        hidden, features = self.model(tokens, place, self.caches, reads=reads)
+        return hidden, features
+
+    def window(
+        self, tokens: Tensor, row: Tensor, reach: int, *, tree: Tree | None = None, reads: Reads | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states and features of a window of real tokens in every slot. tokens [B, T], row [B].
 
         A row past the last position is pulled back to it: what such a slot computes is not used by anyone.
         """
         row = row.clamp(max=self._options.n_positions - 1)
         count = torch.full_like(row, tokens.shape[1])
-        hidden: Tensor = self(tokens, Place(row, count, self.get_buffer("slots"), reach))
-        return hidden
+        return self(tokens, Place(row, count, self.get_buffer("slots"), reach, tree=tree), reads)  # type: ignore[no-any-return]
+
+    def keep(self, row: Tensor, path: Tensor) -> None:
+        """Make the accepted rows of a tree consecutive. row [B] of the root, path [B, D]; see `Kernels.keep`."""
+        row = row.clamp(max=self._options.n_positions - 1)
+        for cache in self.caches:
+            self.kernels.keep(cache, row, path, slots=self.get_buffer("slots"))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, T, H] -> [b, T, V] float32."""
@@ -95,12 +107,26 @@ class CompiledDecoder:
         """The smallest bucket that holds so many rows; the largest if none does."""
         return next((reach for reach in self.reaches if reach >= rows), self.reaches[-1])
 
-    def graph(self, name: str, make: StepMaker, example: Sequence[Tensor], *, reach: int) -> Step:
-        """The step ``make(body, reach)``, compiled for the shapes of ``example``. Made once for a name and reach."""
+    def graph(
+        self,
+        name: str,
+        make: StepMaker,
+        example: Sequence[Tensor],
+        *,
+        reach: int,
+        guest: dict[str, object] | None = None,
+    ) -> Step:
+        """The step ``make(body, reach)``, compiled for the shapes of ``example``. Made once for a name and reach.
+
+        ``guest`` are the facts of another model in the same step.
+        """
         full = f"{name}@{reach}"
         step = self._steps.get(full)
         if step is None:
-            graph = Graph(full, make(self.body, reach), tuple(example), self._facts(full, example))
+            facts = self.facts() if guest is None else {**self.facts(), "guest": guest}
+            shapes = [[str(x.dtype), list(x.shape)] for x in example]
+            facts = {"graph": full, "inputs": shapes, **facts}
+            graph = Graph(full, make(self.body, reach), tuple(example), facts)
             self._used.append(graph)
             step = self._steps[full] = self.backend.compile(graph, self.announce)
         return step
@@ -125,7 +151,7 @@ class CompiledDecoder:
         Raises:
             ArtefactError: there are none for this model, these options, this version and this kind of machine.
         """
-        self.backend.load(Path(folder), self._owner_facts())
+        self.backend.load(Path(folder), self.facts())
 
     @contextmanager
     def held_by(self, holder: object) -> Iterator[None]:
@@ -151,11 +177,8 @@ class CompiledDecoder:
         if not 1 <= width <= limit:
             raise ConfigurationError(f"a window of {width} rows does not fit; 1 to {limit} (k + 1) are possible")
 
-    def _owner_facts(self) -> dict[str, object]:
+    def facts(self) -> dict[str, object]:
+        """What every graph of this decoder depends on, besides the source."""
         options = self.options
         shape = [options.batch_size, options.rows, options.n_positions]
         return {"config": self.config.fingerprint(), "amp": options.amp, "shape": shape}
-
-    def _facts(self, name: str, example: Sequence[Tensor]) -> dict[str, object]:
-        inputs = [[str(x.dtype), list(x.shape)] for x in example]
-        return {"graph": name, "inputs": inputs, **self._owner_facts()}

@@ -14,10 +14,31 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from paceline.core import law, noise, reduce
+from paceline.core import law, noise, reduce, tree
 from paceline.core.types import SamplingBatch
 
 _BY_ROW = 128  # up to so many rows (every window, no large prefill chunk) `Reference.linear` goes row by row
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A window whose rows are nodes of a tree: each attends to the committed rows and to its own ancestors.
+
+    parents  [b, T] int32, the row of the window each row hangs on; -1 for the root, row 0
+    seen     [b, T, T] float32, 1 where row j is row i or an ancestor of it
+    """
+
+    parents: Tensor
+    seen: Tensor
+
+    @classmethod
+    def of(cls, parents: Tensor) -> Tree:
+        return cls(parents, tree.ancestor_mask(parents))
+
+    @property
+    def depth(self) -> Tensor:
+        """How far each row is from the root. [b, T] int32"""
+        return self.seen.sum(-1).to(torch.int32) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +50,7 @@ class Place:
     slots  [b] int32, which slot of the cache each line is
     reach  how many cache rows the graph looks at (its bucket)
     padded whether ``count`` may be smaller than the window: then padding need not be computed
+    tree   set where the window is a tree and not a run of consecutive tokens
     """
 
     row: Tensor
@@ -36,6 +58,12 @@ class Place:
     slots: Tensor
     reach: int
     padded: bool = False
+    tree: Tree | None = None
+
+    def positions(self, window: int) -> Tensor:
+        """Position in the text of every token of a window. [b, T] int32"""
+        steps = torch.arange(window, dtype=torch.int32, device=self.row.device)
+        return self.row.unsqueeze(1) + (steps if self.tree is None else self.tree.depth)
 
     @property
     def real(self) -> Tensor | None:
@@ -47,7 +75,10 @@ class Kernels(Protocol):
     """Lines b, tokens T of a line, heads H, key-value heads G, head width D, cache rows R.
 
     Activations are float32; weights and caches have the type that ``amp`` names.
+    ``width_free``: a row's bits do not depend on the number of rows of its window.
     """
+
+    width_free: bool
 
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         """x [b, T, in] @ weight [out, in].T -> [b, T, out]; rows from ``count`` [b] on may hold anything finite."""
@@ -55,7 +86,15 @@ class Kernels(Protocol):
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
         """Write keys and values to their rows, then attend to all rows up to a token's own.
 
+        In a tree, instead: to all rows before the window and to the token's own ancestors.
         q [b, T, H, D], k and v [b, T, G, D], cache twice [slots, G, R, D] (changed in place) -> [b, T, H * D]
+        """
+
+    def keep(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
+        """Move the rows of an accepted path to where a chain would have put them, in place.
+
+        cache twice [slots, G, R, D]; row [b] int32, of the window's root; path [b, D] int32, rows of the window in
+        ascending order, PAD behind the last
         """
 
     def choose(
@@ -66,6 +105,8 @@ class Kernels(Protocol):
 
 class Reference:
     """Plain PyTorch on one device, eager."""
+
+    width_free = False  # matrix products of attention sum in an order that may depend on the number of rows
 
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         weight = weight.float()
@@ -79,18 +120,28 @@ class Reference:
         q, k, v = qkv
         lines, window, heads, width = q.shape
         groups = k.shape[2]
-        rows = place.row.unsqueeze(1) + torch.arange(window, dtype=torch.int32, device=q.device)  # [b, T]
+        steps = torch.arange(window, dtype=torch.int32, device=q.device)
+        rows = place.row.unsqueeze(1) + steps  # [b, T]
         keys, values = (
             store(c, x.to(c.dtype), slots=place.slots, rows=rows) for c, x in zip(cache, (k, v), strict=True)
         )
-        keys, values = (c[:, :, : place.reach].float() for c in (keys, values))
+        # Nodes of a tree may lie behind the bucket: more of them are tried than can be accepted.
+        extent = place.reach if place.tree is None else min(place.reach + window, keys.shape[2])
+        keys, values = (c[:, :, :extent].float() for c in (keys, values))
         query = q.view(lines, window, groups, heads // groups, width).transpose(1, 2).flatten(2, 3)
         scores = (query * (1 / math.sqrt(width))) @ keys.transpose(2, 3)  # [b, G, T * H/G, reach]
-        seen = torch.arange(place.reach, device=q.device) <= rows.unsqueeze(-1)
+        seen = _seen(place, rows, extent)
         seen = seen.unsqueeze(1).repeat_interleave(heads // groups, dim=2)
         weights = law.softmax(torch.where(seen, scores, reduce.NEGATIVE))
         mixed = (weights @ values).view(lines, groups, window, heads // groups, width)
         return mixed.transpose(1, 2).reshape(lines, window, heads * width)
+
+    def keep(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
+        to = row.unsqueeze(1) + torch.arange(1, path.shape[1] + 1, dtype=torch.int32, device=row.device)
+        source = torch.where(path < 0, to, row.unsqueeze(1) + path)
+        line = slots.unsqueeze(1)
+        for one in cache:
+            one[line, :, to] = one[line, :, source]
 
     def choose(
         self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET
@@ -98,6 +149,17 @@ class Reference:
         if not bool((sampling.knobs[:, 0] > 0).any()):  # eager may look at values; a greedy law needs no noise
             return reduce.argmax(logits)
         return law.choose(logits, positions, sampling, stream=stream)
+
+
+def _seen(place: Place, rows: Tensor, extent: int) -> Tensor:
+    """Which of the first ``extent`` cache rows every row [b, T] of a window attends to. [b, T, extent] bool"""
+    columns = torch.arange(extent, dtype=torch.int32, device=rows.device)
+    if place.tree is None:
+        return columns <= rows.unsqueeze(-1)
+    window = rows.shape[1]
+    offset = (columns - place.row.unsqueeze(1)).unsqueeze(1).expand(-1, window, -1)  # from the root
+    inside = place.tree.seen.gather(2, offset.clamp(0, window - 1).to(torch.int64)) > 0
+    return (offset < 0) | (inside & (offset < window))
 
 
 def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from paceline.core.types import Reads
 from paceline.decoder.kernels import Kernels, Place
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.rope import apply_rope, rope_tables
@@ -37,15 +38,24 @@ class LlamaModel(nn.Module):
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
 
-    def forward(self, tokens: Tensor, place: Place, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """tokens [b, T] int32 -> hidden [b, T, H], before the head. Changes ``caches`` in place."""
+    def forward(
+        self, tokens: Tensor, place: Place, caches: list[tuple[Tensor, Tensor]], *, reads: Reads | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """tokens [b, T] int32 -> hidden [b, T, H], before the head, and the features [b, T, F] asked for.
+
+        Changes ``caches`` in place.
+        """
         hidden = nn.functional.embedding(tokens, self.embedding).float()
-        rows = place.row.unsqueeze(1) + torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
-        at = rows.clamp(max=self.cos.shape[0] - 1)
+        at = place.positions(tokens.shape[1]).clamp(max=self.cos.shape[0] - 1)
         rotation = (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2))
+        streams = [hidden]
         for layer, cache in zip(self.layers, caches, strict=True):
             hidden = layer(hidden, place, cache, rotation)
-        return rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+            streams.append(hidden)
+        hidden = rms_norm(hidden, self.norm, self.config.rms_norm_eps)
+        if reads is None:
+            return hidden, None
+        return hidden, torch.cat([streams[i] for i in reads.layers], -1) if reads.layers else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [b, T, H] -> [b, T, V] float32."""

@@ -3,57 +3,108 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from paceline.core.types import Reads
 from paceline.decoder.decoder import Body, CompiledDecoder
-from paceline.decoder.kernels import Place
+from paceline.decoder.kernels import Place, Tree
 
 
 class PrefillStep(nn.Module):
     """Read a chunk of a prompt into one slot."""
 
-    def __init__(self, body: Body, reach: int) -> None:
+    def __init__(self, body: Body, reach: int, reads: Reads | None = None) -> None:
         super().__init__()
-        self.body, self._reach = body, reach
+        self.body, self._reach, self._reads = body, reach, reads
 
-    def forward(self, tokens: Tensor, row: Tensor, count: Tensor, slot: Tensor) -> tuple[Tensor]:
-        """tokens [1, chunk] int32; row, count, slot [1] int32 -> logits [1, 1, V] of the last real token."""
-        hidden = self.body(tokens, Place(row, count, slot, self._reach, padded=True))
+    def forward(self, tokens: Tensor, row: Tensor, count: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
+        """tokens [1, chunk] int32; row, count, slot [1] int32 -> logits [1, 1, V] of the last real token, and the
+        features [1, chunk, F] if they are read.
+        """
+        hidden, features = self.body(tokens, Place(row, count, slot, self._reach, padded=True), self._reads)
         last = (count - 1).to(torch.int64).view(1, 1, 1).expand(1, 1, hidden.shape[-1])
-        return (self.body.logits(hidden.gather(1, last)),)
+        logits = self.body.logits(hidden.gather(1, last))
+        return (logits,) if features is None else (logits, features)
 
 
 class WindowStep(nn.Module):
     """Logits of a window in every slot."""
 
-    def __init__(self, body: Body, reach: int) -> None:
+    def __init__(self, body: Body, reach: int, reads: Reads | None = None) -> None:
         super().__init__()
-        self.body, self._reach = body, reach
+        self.body, self._reach, self._reads = body, reach, reads
 
-    def forward(self, tokens: Tensor, row: Tensor) -> tuple[Tensor]:
-        """tokens [B, T] int32, row [B] int32 -> logits [B, T, V] float32."""
-        return (self.body.logits(self.body.window(tokens, row, self._reach)),)
+    def forward(self, tokens: Tensor, row: Tensor, *parents: Tensor) -> tuple[Tensor, ...]:
+        """tokens [B, T] int32, row [B] int32 and, for a tree, parents [B, T] int32 (rows of the window)
+        -> logits [B, T, V] float32, and features [B, T, F] if they are read.
+        """
+        tree = Tree.of(*parents) if parents else None
+        hidden, features = self.body.window(tokens, row, self._reach, tree=tree, reads=self._reads)
+        logits = self.body.logits(hidden)
+        return (logits,) if features is None else (logits, features)
 
 
-def prefill(decoder: CompiledDecoder, slot: int, prompt: Sequence[int]) -> Tensor:
-    """Read a whole prompt into a slot, in chunks. -> logits [1, 1, V] after its last token."""
-    done, logits = 0, None
+class KeepStep(nn.Module):
+    """Make an accepted path of a tree consecutive in the cache."""
+
+    def __init__(self, body: Body, _reach: int) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, row: Tensor, path: Tensor) -> tuple[Tensor]:
+        """row [B] int32 of the root, path [B, D] int32 -> row; see `Body.keep`."""
+        self.body.keep(row, path)
+        return (row + 0,)
+
+
+def prefill(
+    decoder: CompiledDecoder, slot: int, prompt: Sequence[int], *, start: int = 0, reads: Reads | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Read tokens into a slot from cache row ``start`` on, in chunks.
+
+    -> logits [1, 1, V] after the last of them, and the features [S, F] of all of them if they are read.
+    """
+    done, logits, features = 0, None, []
+    suffix = "" if reads is None else f",{reads.layers}"
     while done < len(prompt):
         left = len(prompt) - done
         chunk = next((c for c in decoder.options.chunks if c >= left), decoder.options.chunks[-1])
         part = list(prompt[done : done + chunk])
         tokens = torch.tensor([part + [0] * (chunk - len(part))], dtype=torch.int32)
-        numbers = [torch.tensor([n], dtype=torch.int32) for n in (done, len(part), slot)]
-        step = decoder.graph(f"prefill[{chunk}]", PrefillStep, (tokens, *numbers), reach=decoder.reach(done + chunk))
-        (logits,) = step(tokens, *numbers)
+        numbers = [torch.tensor([n], dtype=torch.int32) for n in (start + done, len(part), slot)]
+        reach = decoder.reach(start + done + chunk)
+        make = partial(PrefillStep, reads=reads)
+        logits, *more = decoder.graph(f"prefill[{chunk}{suffix}]", make, (tokens, *numbers), reach=reach)(
+            tokens, *numbers
+        )
+        features += [one[0, : len(part)] for one in more]
         done += len(part)
     assert logits is not None, "an empty prompt is refused before this"
-    return logits
+    return logits, torch.cat(features) if features else None
 
 
-def window(decoder: CompiledDecoder, tokens: Tensor, row: Tensor, *, reach: int) -> Tensor:
-    """Logits of a window. tokens [B, T] int32, row [B] int32 -> [B, T, V] float32."""
-    step = decoder.graph(f"window[{tokens.shape[1]}]", WindowStep, (tokens, row), reach=reach)
-    return step(tokens, row)[0]
+def window(
+    decoder: CompiledDecoder,
+    tokens: Tensor,
+    row: Tensor,
+    *,
+    reach: int,
+    parents: Tensor | None = None,
+    reads: Reads | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Logits and features of a window. tokens [B, T] int32, row [B] int32, parents [B, T] of a tree
+    -> [B, T, V] float32 and [B, T, F] or None.
+    """
+    inputs = (tokens, row) if parents is None else (tokens, row, parents)
+    name = f"window[{tokens.shape[1]}{'' if parents is None else ',tree'}{'' if reads is None else f',{reads.layers}'}]"
+    out = decoder.graph(name, partial(WindowStep, reads=reads), inputs, reach=reach)(*inputs)
+    return out[0], out[1] if reads is not None else None
+
+
+def keep(decoder: CompiledDecoder, row: Tensor, path: Tensor) -> None:
+    """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32."""
+    reach = decoder.reaches[-1]
+    decoder.graph(f"keep[{path.shape[1]}]", KeepStep, (row, path), reach=reach)(row, path)

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
-from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 
 Function = Callable[[list[int]], list[int]]
 
@@ -18,13 +19,14 @@ Function = Callable[[list[int]], list[int]]
 class LiftedDrafter:
     """Calls ``function(tokens of the text) -> tokens`` for every slot and round."""
 
+    reads: Reads | None = None
     reach: int | None = None
 
     def __init__(self, function: Function, length: int) -> None:
-        self._function, self.nodes = function, length
+        self._function, self.outline = function, Outline.chain(length)
         self._texts: dict[int, list[int]] = {}
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         self._texts[slot] = list(prompt)
 
     def observe(self, commit: Commit) -> None:
@@ -34,14 +36,14 @@ class LiftedDrafter:
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         limit = bounds.limit.tolist()
-        rows = []
+        rows, nodes = [], self.outline.nodes
         for slot in range(len(commit.tokens)):
             wanted = slot in self._texts and limit[slot] > 0
             found = [int(t) for t in self._function(list(self._texts[slot]))] if wanted else []
-            found = found[: self.nodes]
+            found = found[:nodes]
             bad = next((i for i, token in enumerate(found) if not 0 <= token < 1 << 31), len(found))
-            rows.append(found[:bad] + [PAD] * (self.nodes - bad))
-        return Proposal(torch.tensor(rows, dtype=torch.int32).view(len(rows), self.nodes))
+            rows.append(found[:bad] + [PAD] * (nodes - bad))
+        return Proposal(torch.tensor(rows, dtype=torch.int32).view(len(rows), nodes))
 
 
 def lift(function: Function, length: int) -> LiftedDrafter:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 
 
 class NgramIndex:
@@ -50,6 +51,7 @@ class NgramIndex:
 class NgramDrafter:
     """Drafts chains of ``length`` tokens from n-grams of ``shortest`` to ``longest`` tokens."""
 
+    reads: Reads | None = None
     reach: int | None = None
 
     def __init__(
@@ -66,11 +68,11 @@ class NgramDrafter:
             )
         if prefer not in ("recent", "first"):
             raise ConfigurationError(f"prefer={prefer!r} is unknown; use 'recent' or 'first'")
-        self.nodes = length
+        self.outline = Outline.chain(length)
         self._sizes, self._first = range(shortest, longest + 1), prefer == "first"
         self._texts: dict[int, NgramIndex] = {}
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         self._texts[slot] = NgramIndex(self._sizes, first=self._first)
         self._texts[slot].extend(prompt)
 
@@ -80,8 +82,8 @@ class NgramDrafter:
                 self._texts[slot].extend(tokens[:count])
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
-        rows = []
+        rows, nodes = [], self.outline.nodes
         for slot in range(len(commit.tokens)):
-            found = self._texts[slot].lookup(self.nodes) if slot in self._texts else []
-            rows.append(found + [PAD] * (self.nodes - len(found)))
-        return Proposal(torch.tensor(rows, dtype=torch.int32).view(len(rows), self.nodes))
+            found = self._texts[slot].lookup(nodes) if slot in self._texts else []
+            rows.append(found + [PAD] * (nodes - len(found)))
+        return Proposal(torch.tensor(rows, dtype=torch.int32).view(len(rows), nodes))

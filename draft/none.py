@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
+from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 
 
 class NoDrafter:
     """Proposes nothing, ever."""
 
-    nodes = 0
+    outline = Outline.chain(0)
+    reads: Reads | None = None
     reach: int | None = None
 
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Nothing to read."""
 
     def observe(self, commit: Commit) -> None:

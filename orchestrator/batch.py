@@ -5,12 +5,13 @@ Holds the only lengths the host knows, all of them derived from commits. Knows n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from paceline.core.sampling import key_row, knob_row
-from paceline.core.types import PAD, Bounds, Commit, SamplingBatch
+from paceline.core.types import PAD, Bounds, Commit, Reading, SamplingBatch
 from paceline.request import Request
 from paceline.result import Event, Statistics
 from paceline.stopping import Watch
@@ -53,16 +54,18 @@ class Batch:
         knobs = torch.tensor([knob_row(request.sampling)], dtype=torch.float32)
         return SamplingBatch(knobs, torch.tensor([key_row(request.sampling.seed)], dtype=torch.int32))
 
-    def join(self, slot: int, request: Request, first: int, *, logprobs: list[float] | None) -> Event:
+    def join(self, slot: int, request: Request, first: Reading, *, logprobs: list[float] | None) -> Event:
         """Seat a request whose prompt is read and whose first token is known."""
         row = self.one(request)
         self.sampling.knobs[slot], self.sampling.keys[slot] = row.knobs[0], row.keys[0]
         self.slots[slot] = Slot(request, Watch(request.stopping, request.prompt))
         self.commit.tokens[slot] = PAD
-        self.commit.tokens[slot, 0] = first
+        self.commit.tokens[slot, 0] = first.token
         self.commit.count[slot] = 1
         self.commit.start[slot] = len(request.prompt)
-        return self._append(slot, [first], accepted=0, logprobs=logprobs)
+        if first.features is not None:
+            self._features(first.features)[slot, 0] = first.features[-1]
+        return self._append(slot, [first.token], accepted=0, logprobs=logprobs)
 
     def apply(self, commit: Commit, drafted: list[int], logprobs: list[list[float]] | None) -> list[Event]:
         """Take over a round's commit; one event for every request. ``drafted``: proposed tokens of every slot."""
@@ -76,8 +79,8 @@ class Batch:
             events.append(event)
         return events
 
-    def bounds(self, nodes: int, reach: int | None, bucket: int | None) -> Bounds:
-        """What the next round may do: ``nodes`` proposed at most, a drafter that follows ``reach`` positions, and no
+    def bounds(self, depth: int, reach: int | None, bucket: int | None) -> Bounds:
+        """What the next round may do: ``depth`` accepted at most, a drafter that follows ``reach`` positions, and no
         window across the border of a ``bucket`` of the cache (None: there are no borders).
         """
         limits, longest = [0] * len(self.slots), 1
@@ -86,7 +89,7 @@ class Batch:
                 continue
             length = len(slot.watch.text)
             longest = max(longest, length)
-            limit = min(nodes, slot.watch.left - 1)
+            limit = min(depth, slot.watch.left - 1)
             if reach is not None:
                 limit = min(limit, reach - length + 1) if length <= reach else 0
             if bucket is not None:
@@ -100,6 +103,14 @@ class Batch:
     def longest(self) -> int:
         """Length of the longest text."""
         return max((len(slot.watch.text) for slot in self.slots if slot is not None), default=1)
+
+    def _features(self, example: Tensor) -> Tensor:
+        """Features of the commit; made when the first prompt that has some is read."""
+        if self.commit.features is None:
+            commit, (slots, width) = self.commit, self.commit.tokens.shape
+            self.commit = replace(commit, features=example.new_zeros(slots, width, example.shape[-1]))
+        assert self.commit.features is not None
+        return self.commit.features
 
     def _append(self, slot: int, tokens: list[int], *, accepted: int, logprobs: list[float] | None) -> Event:
         seat = self.slots[slot]

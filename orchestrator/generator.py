@@ -21,6 +21,7 @@ class SpeculativeGenerator(Sampler):
     acceptor  "match" or "reject"
     exact     run every round through one graph width, so that no rounding depends on what was proposed; False
               lets rounds without a proposal take a narrower graph
+    fused     draft and verify in one graph; None (default) = wherever it can be done, False = never
 
     Raises:
         PairingError: draft and target have different tokenizers or batch sizes.
@@ -35,13 +36,14 @@ class SpeculativeGenerator(Sampler):
         k: int = 4,
         acceptor: str = "match",
         exact: bool = True,
+        fused: bool | None = None,
     ) -> None:
-        self.target, self._exact = target, exact
+        self.target, self._exact, self._fused = target, exact, fused
         self._rule = build.acceptor(acceptor)
         if isinstance(draft, CompiledDecoder):
             pairing.check(draft, target)
         self.drafter = build.drafter(draft, target, k=k, rule=self._rule)
-        target.check_width(self.drafter.nodes + 1)
+        target.check_width(self.drafter.outline.nodes + 1)
         self._parts = [target, draft] if isinstance(draft, CompiledDecoder) else [target]
         self.statistics = Statistics()
 
@@ -53,4 +55,6 @@ class SpeculativeGenerator(Sampler):
         return self._parts
 
     def _engine(self, demands: build.Demands) -> Engine:
-        return build.engine(self.target, self.drafter, rule=self._rule, exact=self._exact, demands=demands)
+        return build.engine(
+            self.target, self.drafter, rule=self._rule, exact=self._exact, demands=demands, fused=self._fused
+        )

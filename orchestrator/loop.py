@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Protocol
 
 from paceline.batch import Batch
-from paceline.core.types import Bounds, Commit, SamplingBatch
+from paceline.core.types import Bounds, Commit, Reading, SamplingBatch
 from paceline.request import Request
 from paceline.result import Event, Statistics
 
@@ -22,7 +22,7 @@ class TimedRound(Protocol):
     draft_seconds: float
     verify_seconds: float
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int: ...
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading: ...
 
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit: ...
 
@@ -37,8 +37,8 @@ class Scored(Protocol):
 class Engine:
     """A round and what the loop must know of it.
 
-    nodes    most tokens a round proposes
-    width    most tokens a round commits, and of the window that verifies them
+    depth    most proposed tokens a round can accept
+    width    most tokens a round commits
     reach    positions the drafter follows; None = all
     buckets  borders of the target's cache lengths, ascending; a window crosses none
     scores   log-probabilities, if they are asked for
@@ -46,7 +46,7 @@ class Engine:
 
     round: TimedRound
     slots: int
-    nodes: int
+    depth: int
     width: int
     reach: int | None
     buckets: tuple[int, ...]
@@ -67,7 +67,7 @@ def run(engine: Engine, requests: Sequence[Request], statistics: Statistics) -> 
             scores = list(engine.scores.logprobs[slot]) if engine.scores else None
             events.append(batch.join(slot, request, first, logprobs=scores))
         if batch.active:
-            bounds = batch.bounds(engine.nodes, engine.reach, _border(engine.buckets, batch.longest))
+            bounds = batch.bounds(engine.depth, engine.reach, _border(engine.buckets, batch.longest))
             commit = engine.round(batch.commit, batch.sampling, bounds)
             events += batch.apply(commit, engine.round.drafted, engine.scores.logprobs if engine.scores else None)
         for event in events:

@@ -5,28 +5,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-from paceline.core.protocols import Drafter, Verifier
-from paceline.core.types import Bounds, Commit, SamplingBatch
+from paceline.core import tree
+from paceline.core.protocols import Drafter, FusedVerifier, GraphDrafter, Verifier
+from paceline.core.types import Bounds, Commit, Proposal, Reading, SamplingBatch
 
 
-class TwoStep:
-    """Draft, then verify: two calls a round.
+class Timed:
+    """What all rounds have: reading a prompt on both sides, and a record of what the last round did.
 
-    ``drafted`` is how many tokens the last round proposed in every slot; the seconds add up over all rounds.
+    ``drafted`` is how deep the last round's proposal went in every slot; the seconds add up over all rounds.
     """
 
     def __init__(self, drafter: Drafter, verifier: Verifier) -> None:
-        self.drafter, self.verifier = drafter, verifier
+        self._sides = (drafter, verifier)
         self.drafted: list[int] = []
         self.prefill_seconds = self.draft_seconds = self.verify_seconds = 0.0
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int:
-        """Read a prompt on both sides; the first token."""
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        """Read a prompt on both sides."""
         begin = perf_counter()
-        first = self.verifier.prefill(slot, prompt, sampling)
-        self.drafter.admit(slot, prompt)
+        drafter, verifier = self._sides
+        reading = verifier.prefill(slot, prompt, sampling)
+        drafter.admit(slot, prompt, reading.features)
         self.prefill_seconds += perf_counter() - begin
-        return first
+        return reading
+
+
+class TwoStep(Timed):
+    """Draft, then verify: two calls a round."""
+
+    def __init__(self, drafter: Drafter, verifier: Verifier) -> None:
+        super().__init__(drafter, verifier)
+        self.drafter, self.verifier = drafter, verifier
 
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """One round."""
@@ -34,13 +44,9 @@ class TwoStep:
         self.drafter.observe(commit)
         limits = bounds.limit.tolist()
         proposal = self.drafter.propose(commit, sampling, bounds) if any(limits) else None
-        if proposal is None:
-            self.drafted = [0] * len(limits)
-        else:
-            rows = proposal.tokens.tolist()
-            self.drafted = [_real(row[:limit]) for row, limit in zip(rows, limits, strict=True)]
-            if not any(self.drafted):
-                proposal = None
+        self.drafted = [0] * len(limits) if proposal is None else reached(proposal, limits)
+        if not any(self.drafted):
+            proposal = None
         middle = perf_counter()
         committed = self.verifier(commit, proposal, sampling, bounds)
         self.draft_seconds += middle - begin
@@ -48,6 +54,46 @@ class TwoStep:
         return committed
 
 
-def _real(row: list[int]) -> int:
-    """Tokens before the first one that is none."""
-    return next((index for index, token in enumerate(row) if token < 0), len(row))
+class Fused(Timed):
+    """Draft and verify in one graph: one call a round, and only ids and counts come back.
+
+    ``verify_seconds`` counts the whole call; ``draft_seconds`` what the drafter still does outside of it.
+    """
+
+    def __init__(self, drafter: GraphDrafter, verifier: FusedVerifier) -> None:
+        super().__init__(drafter, verifier)
+        self.drafter, self.verifier = drafter, verifier
+
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+        """One round."""
+        begin = perf_counter()
+        self.drafter.observe(commit)
+        limits = bounds.limit.tolist()
+        if not any(limits):
+            committed = self.verifier(commit, None, sampling, bounds)
+            self.drafted = [0] * len(limits)
+            self.verify_seconds += perf_counter() - begin
+            return committed
+        self.drafter.ready()
+        middle = perf_counter()
+        committed, deep = self.verifier.fused(self.drafter, commit, sampling=sampling, bounds=bounds)
+        self.drafted = deep.tolist()
+        self.draft_seconds += middle - begin
+        self.verify_seconds += perf_counter() - middle
+        return committed
+
+
+def reached(proposal: Proposal, limits: list[int]) -> list[int]:
+    """How deep a proposal goes in every slot without a gap and within the limits."""
+    parents = proposal.parents
+    given = None if parents is None else parents if isinstance(parents, tuple) else parents.tolist()
+    found = []
+    for slot, (row, limit) in enumerate(zip(proposal.tokens.tolist(), limits, strict=True)):
+        line = tree.chain(len(row)) if given is None else given if isinstance(given, tuple) else given[slot]
+        depth: list[int] = []  # of every node; 0 = cut off
+        for token, parent in zip(row, line, strict=True):
+            above = 0 if parent == tree.ROOT else depth[parent]
+            cut = token < 0 or above >= limit or (parent != tree.ROOT and not above)
+            depth.append(0 if cut else above + 1)
+        found.append(max(depth, default=0))
+    return found

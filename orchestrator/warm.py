@@ -24,5 +24,5 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
         batch = Batch(engine.slots, engine.width, Statistics())
         idle = batch.bounds(0, None, None)
         engine.round(batch.commit, batch.sampling, idle)
-        if engine.nodes:
-            engine.round(batch.commit, batch.sampling, Bounds(idle.limit + engine.nodes, 1))
+        if engine.depth:
+            engine.round(batch.commit, batch.sampling, Bounds(idle.limit + engine.depth, 1))

@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from paceline.core import law
+from paceline.core import law, tree
 from paceline.core.accept import Match, Reject, committed
-from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.steps import prefill, window
-from paceline.target.verifier import Acceptor, fitted, root_of
+from paceline.decoder.steps import keep, prefill, window
+from paceline.target.verifier import Acceptor, features_of, fitted, root_of
+from paceline.target.window import Window
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """Hugging Face's interface: ids [1, length] int64, scores [1, V] float32 -> scores [1, V]."""
@@ -30,73 +31,93 @@ class HostVerifier:
     """
 
     def __init__(
-        self, decoder: CompiledDecoder, width: int, *, acceptor: Acceptor, exact: bool, processor: Processor | None
+        self,
+        decoder: CompiledDecoder,
+        outline: Outline,
+        *,
+        acceptor: Acceptor,
+        wide: bool,
+        processor: Processor | None,
+        reads: Reads | None = None,
     ) -> None:
-        decoder.check_width(width)
-        self.decoder, self.width, self._acceptor, self._exact = decoder, width, acceptor, exact
+        decoder.check_width(outline.nodes + 1)
+        self.decoder, self.outline, self._acceptor, self._reads = decoder, outline, acceptor, reads
+        self._wide = wide
         self._processor = processor
         self._texts: list[list[int]] = [[] for _ in range(decoder.batch_size)]
         self.logprobs: list[list[float]] = [[] for _ in range(decoder.batch_size)]
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int:
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
         """Read a prompt and pick the first token; see the protocol."""
-        logits = self._processed(list(prompt), prefill(self.decoder, slot, prompt)[0, 0])
+        made, features = prefill(self.decoder, slot, prompt, reads=self._reads)
+        logits = self._processed(list(prompt), made[0, 0])
         token = _choose(logits, len(prompt), sampling)
         self._texts[slot] = [*prompt, token]
         self.logprobs[slot] = [_logprob(logits, token)]
-        return token
+        return Reading(token, features)
 
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; see the protocol."""
-        proposal = fitted(proposal, self.width - 1)
+        proposal = fitted(proposal, self.outline.nodes)
+        outline = self.outline if proposal is not None or self._wide else Outline.chain(0)
         token, row = root_of(commit.tokens, commit.count, commit.start)
-        width = self.width if self._exact or proposal is not None else 1
-        drafts = torch.full((len(row), width - 1), PAD, dtype=torch.int32) if proposal is None else proposal.tokens
-        place = torch.arange(width - 1, dtype=torch.int32)
-        legal = (place < bounds.limit.unsqueeze(1)) & (drafts >= 0) & (drafts < self.decoder.config.vocab_size)
-        drafts = torch.where(legal, drafts, PAD)
+        nothing = torch.full((len(row), outline.nodes), PAD, dtype=torch.int32)
+        given = proposal.parents if proposal is not None and isinstance(proposal.parents, Tensor) else None
+        drafts = nothing if proposal is None else proposal.tokens
+        view = Window(outline)(drafts, given, limit=bounds.limit, vocab_size=self.decoder.config.vocab_size)
+        drafts = view.proposal.tokens
         tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0)
-        logits = window(self.decoder, tokens, row, reach=self.decoder.reach(bounds.rows))
-        rows = []
-        for slot in range(len(row)):
-            text = self._texts[slot]
+        rows = None if view.tree is None else view.tree.parents
+        reach = self.decoder.reach(bounds.rows)
+        logits, features = window(self.decoder, tokens, row, reach=reach, parents=rows, reads=self._reads)
+        chains = tree.chain(outline.nodes)
+        lines = [chains] * len(row) if view.proposal.parents is None else view.proposal.parents.tolist()
+        paths: list[list[int]] = []
+        answers: list[list[int]] = []
+        for slot, text in enumerate(self._texts):
             one = SamplingBatch(sampling.knobs[slot : slot + 1], sampling.keys[slot : slot + 1])
             if not text or int(row[slot]) != len(text) - 1:  # no request lives here
-                rows.append([0])
-                continue
-            part = Proposal(drafts[slot : slot + 1], None, _line(proposal, slot))
-            rows.append(self._decide(slot, logits[slot], part, sampling=one))
-        count = torch.tensor([len(r) for r in rows], dtype=torch.int32)
-        padded = torch.tensor([r + [PAD] * (self.width - len(r)) for r in rows], dtype=torch.int32)
-        return Commit(padded, count, row + 1)
-
-    def _decide(self, slot: int, logits: Tensor, proposal: Proposal, *, sampling: SamplingBatch) -> list[int]:
-        text = self._texts[slot]
-        if isinstance(self._acceptor, Match):
-            tokens, scores = self._match(text, logits, proposal.tokens[0].tolist(), sampling=sampling)
-        else:
-            tokens, scores = self._reject(text, logits, proposal, acceptor=self._acceptor, sampling=sampling)
-        self.logprobs[slot] = scores
-        text += tokens
-        return tokens
+                way, answer = list[int](), [0]
+            elif isinstance(self._acceptor, Match):
+                way, answer = self._match(slot, logits[slot], drafts[slot].tolist(), parents=lines[slot], sampling=one)
+            else:
+                part = Proposal(drafts[slot : slot + 1], None, _line(proposal, slot))
+                way, answer = self._reject(slot, logits[slot], part, acceptor=self._acceptor, sampling=one)
+            paths.append(way + [PAD] * (self.outline.depth - len(way)))
+            answers.append(answer)
+        path = torch.tensor(paths, dtype=torch.int32).view(len(row), self.outline.depth)
+        if view.tree is not None:
+            keep(self.decoder, row, path)
+        count = torch.tensor([len(answer) for answer in answers], dtype=torch.int32)
+        padded = [answer + [PAD] * (self.outline.depth + 1 - len(answer)) for answer in answers]
+        kept = None if features is None else features_of(path, features)
+        return Commit(torch.tensor(padded, dtype=torch.int32), count, row + 1, kept)
 
     def _match(
-        self, text: list[int], logits: Tensor, drafts: list[int], *, sampling: SamplingBatch
-    ) -> tuple[list[int], list[float]]:
+        self, slot: int, logits: Tensor, drafts: list[int], *, parents: Sequence[int], sampling: SamplingBatch
+    ) -> tuple[list[int], list[int]]:
+        """Walk down from the root, one processed choice after the other. -> rows of the path, tokens committed."""
+        text, scores = self._texts[slot], []
+        path: list[int] = []
         tokens: list[int] = []
-        scores: list[float] = []
-        for index, line in enumerate(logits):
-            processed = self._processed(text + tokens, line)
-            token = _choose(processed, len(text) + index, sampling)
-            tokens.append(token)
+        row: int | None = 0
+        while row is not None:
+            processed = self._processed(text, logits[row])
+            token = _choose(processed, len(text), sampling)
             scores.append(_logprob(processed, token))
-            if index == len(drafts) or token != drafts[index]:
-                break
-        return tokens, scores
+            text.append(token)
+            tokens.append(token)
+            nodes = enumerate(zip(drafts, parents, strict=True), start=1)
+            row = next((node for node, (draft, parent) in nodes if parent + 1 == row and draft == token), None)
+            path += [] if row is None else [row]
+        self.logprobs[slot] = scores
+        return path, tokens
 
     def _reject(
-        self, text: list[int], logits: Tensor, proposal: Proposal, *, acceptor: Reject, sampling: SamplingBatch
-    ) -> tuple[list[int], list[float]]:
+        self, slot: int, logits: Tensor, proposal: Proposal, *, acceptor: Reject, sampling: SamplingBatch
+    ) -> tuple[list[int], list[int]]:
+        """As `_match`, by rejection sampling."""
+        text = self._texts[slot]
         drafts = [token for token in proposal.tokens[0].tolist() if token != PAD]
         lines = [self._processed(text + drafts[:i], line) for i, line in enumerate(logits[: len(drafts) + 1])]
         processed = torch.stack(lines)
@@ -107,7 +128,9 @@ class HostVerifier:
         positions = torch.arange(len(text), len(text) + len(lines), dtype=torch.int32).unsqueeze(0)
         cut = Proposal(proposal.tokens[:, : len(drafts)], None, q)
         tokens = [t for t in committed(cut, acceptor(cut, laws, positions, sampling))[0].tolist() if t != PAD]
-        return tokens, [_logprob(line, token) for line, token in zip(processed, tokens, strict=False)]
+        self.logprobs[slot] = [_logprob(line, token) for line, token in zip(processed, tokens, strict=False)]
+        text += tokens
+        return list(range(1, len(tokens))), tokens
 
     def _processed(self, ids: list[int], logits: Tensor) -> Tensor:
         if self._processor is None:

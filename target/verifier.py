@@ -1,7 +1,7 @@
 """The verifier: one compiled step from a commit and a proposal to the next commit.
 
-Only ids and counts leave the graph. What needs the host for every token (processors, scores) is in
-`paceline.target.host`.
+Only ids, counts and, for drafters that read them, features leave the graph. What needs the host for every token
+(processors, scores) is in `paceline.target.host`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,162 @@ from torch import Tensor, nn
 
 from paceline.core import law
 from paceline.core.accept import Match, Reject, committed
-from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
-from paceline.decoder.backends.base import Step
+from paceline.core.protocols import GraphDrafter
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
 from paceline.decoder.decoder import Body, CompiledDecoder
 from paceline.decoder.steps import prefill
+from paceline.target.window import Window
 
 Acceptor = Match | Reject
-Root = tuple[Tensor, Tensor]
-_UNDRAWN = 7  # inputs of a step with drafts but without their law
 
 
-def root_of(tokens: Tensor, count: Tensor, start: Tensor) -> Root:
+class VerifyStep(nn.Module):
+    """Target pass over the root and the proposed nodes, law, acceptance, and tidying of the cache."""
+
+    def __init__(
+        self, body: Body, reach: int, *, outline: Outline, acceptor: Acceptor, reads: Reads | None = None
+    ) -> None:
+        super().__init__()
+        self.body, self._reach, self._acceptor, self._reads = body, reach, acceptor, reads
+        self.outline = outline
+        self.window = Window(outline)
+
+    def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        """The fields of a Commit; then limit [B] int32, knobs [B, 4], keys [B, 2]; then, if N > 0, what a drafter's
+        step gives: drafts [B, N], parents [B, N] of a dynamic outline, law [B, N, V] if they were drawn.
+
+        -> tokens [B, D + 1], count [B], start [B] of the next Commit, and its features if they are read.
+        """
+        knobs, keys, *proposed = rest
+        sampling = SamplingBatch(knobs, keys)
+        drafts = proposed.pop(0) if proposed else tokens[:, :0]
+        parents = proposed.pop(0) if self.outline.dynamic else None
+        token, row = root_of(tokens, count, start)
+        view = self.window(drafts, parents, limit=limit, vocab_size=self.body.config.vocab_size)
+        read = torch.cat((token.unsqueeze(1), view.proposal.tokens), 1).clamp(min=0)
+        hidden, features = self.body.window(read, row, self._reach, tree=view.tree, reads=self._reads)
+        logits = self.body.logits(hidden)
+        positions = row.unsqueeze(1) + 1 + view.depth
+        if isinstance(self._acceptor, Match):
+            choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
+            verdict = self._acceptor(view.proposal, choices, self.outline.depth)
+        else:
+            drawn = nn.functional.pad(proposed[0], (0, logits.shape[-1] - proposed[0].shape[-1])) if proposed else None
+            probabilities = law.probabilities(logits, sampling)
+            chain = Proposal(view.proposal.tokens, None, drawn)
+            choose = self.body.kernels.choose
+            verdict = self._acceptor(chain, probabilities, positions, sampling, choose=choose)
+        if view.tree is not None:
+            self.body.keep(row, verdict.path)
+        out = (committed(view.proposal, verdict), verdict.count + 1, row + 1)
+        return out if features is None else (*out, features_of(verdict.path, features))
+
+
+class FusedStep(nn.Module):
+    """A drafter's step and the verification of what it proposes, in one graph."""
+
+    def __init__(self, draft: nn.Module, verify: VerifyStep) -> None:
+        super().__init__()
+        self.draft, self.verify = draft, verify
+
+    def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        """The fields of a Commit, limit [B] int32, knobs [B, 4], keys [B, 2] and, if they are read, features.
+
+        -> how deep each proposal went [B] int32, then what `VerifyStep` gives.
+        """
+        knobs, keys, *features = rest
+        proposed = self.draft(tokens, count, start, knobs, keys, *features)
+        parents = proposed[1] if self.verify.outline.dynamic else None
+        deep = self.verify.window(
+            proposed[0], parents, limit=limit, vocab_size=self.verify.body.config.vocab_size
+        ).reached()
+        return (deep, *self.verify(tokens, count, start, limit, knobs, keys, *proposed))
+
+
+class CompiledVerifier:
+    """Runs `VerifyStep` for one outline, and for nothing proposed.
+
+    ``wide``: a round without a proposal goes through the graph of one with a proposal; otherwise through a narrow one.
+    """
+
+    def __init__(
+        self,
+        decoder: CompiledDecoder,
+        outline: Outline,
+        *,
+        acceptor: Acceptor,
+        wide: bool,
+        reads: Reads | None = None,
+    ) -> None:
+        decoder.check_width(outline.nodes + 1)
+        self.decoder, self.outline, self._acceptor, self._reads = decoder, outline, acceptor, reads
+        self._wide = wide
+        self._nothing = torch.full((decoder.batch_size, outline.nodes), PAD, dtype=torch.int32)
+
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        """Read a prompt and pick the first token; see the protocol."""
+        logits, features = prefill(self.decoder, slot, prompt, reads=self._reads)
+        position = torch.tensor([[len(prompt)]], dtype=torch.int32)
+        return Reading(int(self.decoder.body.kernels.choose(logits, position, sampling)), features)
+
+    def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+        """Verify a proposal; see the protocol."""
+        proposal = fitted(proposal, self.outline.nodes)
+        inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
+        outline, drawn = self.outline, False
+        if proposal is not None:
+            inputs.append(proposal.tokens)
+            if isinstance(proposal.parents, Tensor):
+                inputs.append(proposal.parents)
+            drawn = proposal.law is not None and isinstance(self._acceptor, Reject)
+            inputs += [proposal.law] if drawn and proposal.law is not None else []
+        elif self._wide and outline.nodes:
+            inputs.append(self._nothing)
+        else:
+            outline = Outline.chain(0)
+        name = self._name(outline, commit, drawn=drawn)
+        make = partial(self._step, outline=outline)
+        step = self.decoder.graph(name, make, inputs, reach=self.decoder.reach(bounds.rows))
+        return self._commit(step(*inputs))
+
+    def fused(
+        self, drafter: GraphDrafter, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds
+    ) -> tuple[Commit, Tensor]:
+        """Draft and verify in one graph; see the protocol."""
+        inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
+        inputs += [] if commit.features is None else [commit.features]
+        name = f"{drafter.name(bounds.rows)}+{self._name(self.outline, commit)}"
+
+        def make(body: Body, reach: int) -> nn.Module:
+            return FusedStep(drafter.step(bounds.rows), self._step(body, reach, outline=self.outline))
+
+        reach = self.decoder.reach(bounds.rows)
+        deep, *rest = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts())(*inputs)
+        return self._commit(rest), deep
+
+    def _step(self, body: Body, reach: int, *, outline: Outline) -> VerifyStep:
+        return VerifyStep(body, reach, outline=outline, acceptor=self._acceptor, reads=self._reads)
+
+    def _commit(self, out: Sequence[Tensor]) -> Commit:
+        """Filled up to the width that every round of this verifier has, so that graphs meet one shape."""
+        tokens, count, start, *features = out
+        missing = self.outline.depth + 1 - tokens.shape[1]
+        if missing:
+            tokens = nn.functional.pad(tokens, (0, missing), value=PAD)
+            features = [nn.functional.pad(one, (0, 0, 0, missing)) for one in features]
+        return Commit(tokens, count, start, features[0] if features else None)
+
+    def _name(self, outline: Outline, commit: Commit, *, drawn: bool = False) -> str:
+        kind = "reject" if isinstance(self._acceptor, Reject) else "match"
+        shape = "tree" if outline.dynamic else "chain" if outline.is_chain else f"tree{list(outline.parents or ())}"
+        reads = "" if self._reads is None else f",reads {self._reads.layers}"
+        return (
+            f"verify[{outline.nodes + 1} {shape} of {outline.depth},{kind}{',drawn' if drawn else ''}"
+            f",from {commit.tokens.shape[1]}{reads}]"
+        )
+
+
+def root_of(tokens: Tensor, count: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """The last committed token and its row, both [B] int32: no decoder has read that token yet."""
     last = (count - 1).to(torch.int64).unsqueeze(1)
     return tokens.gather(1, last).squeeze(1), start + count - 1
@@ -39,74 +184,10 @@ def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:
     return Proposal(tokens, None, None if proposal.law is None else nn.functional.pad(proposal.law, (0, 0, 0, missing)))
 
 
-class VerifyStep(nn.Module):
-    """Target pass over the root and a chain of drafts, law, acceptance."""
+def features_of(path: Tensor, features: Tensor) -> Tensor:
+    """The states that predicted the committed tokens: those of the root and of every accepted node.
 
-    def __init__(self, body: Body, reach: int, acceptor: Acceptor) -> None:
-        super().__init__()
-        self.body, self._reach, self._acceptor = body, reach, acceptor
-
-    def forward(self, tokens: Tensor, count: Tensor, start: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The fields of a Commit; then limit [B] int32, knobs [B, 4], keys [B, 2], drafts [B, N] if N > 0, and the
-        drafts' law [B, N, V] if they were drawn. -> the fields of the next Commit, N + 1 wide.
-        """
-        limit, knobs, keys = rest[:3]
-        drafts = rest[3] if len(rest) > 3 else tokens[:, :0]
-        sampling = SamplingBatch(knobs, keys)
-        token, row = root_of(tokens, count, start)
-        place = torch.arange(drafts.shape[1], dtype=torch.int32, device=tokens.device)
-        legal = (place < limit.unsqueeze(1)) & (drafts >= 0) & (drafts < self.body.config.vocab_size)
-        drafts = torch.where(legal, drafts, PAD)
-        window = torch.cat((token.unsqueeze(1), drafts), 1)
-        hidden = self.body.window(window.clamp(min=0), row, self._reach)
-        logits = self.body.logits(hidden)
-        positions = row.unsqueeze(1) + 1 + torch.arange(window.shape[1], dtype=torch.int32, device=tokens.device)
-        drawn = nn.functional.pad(rest[4], (0, logits.shape[-1] - rest[4].shape[-1])) if len(rest) > 4 else None
-        proposal = Proposal(drafts, None, drawn)
-        if isinstance(self._acceptor, Match):
-            verdict = self._acceptor(proposal, self.body.kernels.choose(logits, positions, sampling))
-        else:
-            probabilities = law.probabilities(logits, sampling)
-            choose = self.body.kernels.choose
-            verdict = self._acceptor(proposal, probabilities, positions, sampling, choose=choose)
-        return committed(proposal, verdict), verdict.count + 1, row + 1
-
-
-class CompiledVerifier:
-    """Runs `VerifyStep` at one width (``exact``) or, when nothing is proposed, at width 1.
-
-    ``width`` is the most tokens a round commits. With ``exact`` every round goes through the same graph, so that a
-    token does not depend on what was proposed.
+    path [B, D] int32, features [B, T, F] -> [B, D + 1, F]
     """
-
-    def __init__(self, decoder: CompiledDecoder, width: int, *, acceptor: Acceptor, exact: bool) -> None:
-        decoder.check_width(width)
-        self.decoder, self.width, self._acceptor, self._exact = decoder, width, acceptor, exact
-        self._nothing = torch.full((decoder.batch_size, width - 1), PAD, dtype=torch.int32)
-
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int:
-        """Read a prompt and pick the first token; see the protocol."""
-        logits = prefill(self.decoder, slot, prompt)
-        position = torch.tensor([[len(prompt)]], dtype=torch.int32)
-        return int(self.decoder.body.kernels.choose(logits, position, sampling))
-
-    def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
-        """Verify a proposal; see the protocol."""
-        proposal = fitted(proposal, self.width - 1)
-        inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
-        width = self.width if self._exact or proposal is not None else 1
-        if width > 1:
-            inputs.append(self._nothing if proposal is None else proposal.tokens)
-            if proposal is not None and proposal.law is not None and isinstance(self._acceptor, Reject):
-                inputs.append(proposal.law)
-        tokens, count, start = self._step(width, inputs, bounds.rows)(*inputs)
-        if width < self.width:
-            tokens = nn.functional.pad(tokens, (0, self.width - width), value=PAD)
-        return Commit(tokens, count, start)
-
-    def _step(self, width: int, inputs: list[Tensor], rows: int) -> Step:
-        kind = "reject" if isinstance(self._acceptor, Reject) else "match"
-        drawn = ",drawn" if len(inputs) > _UNDRAWN else ""
-        name = f"verify[{width},{kind}{drawn},from {inputs[0].shape[1]}]"
-        make = partial(VerifyStep, acceptor=self._acceptor)
-        return self.decoder.graph(name, make, inputs, reach=self.decoder.reach(rows))
+    rows = nn.functional.pad(path.clamp(min=0), (1, 0)).to(torch.int64)
+    return features.gather(1, rows.unsqueeze(-1).expand(-1, -1, features.shape[-1]))

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.build import Demands
-from paceline.core.types import Bounds, Commit, SamplingBatch
+from paceline.core.types import Bounds, Commit, Reading, Reads, SamplingBatch
 from paceline.decoder.backends.base import Step
 from paceline.decoder.backends.eager import EagerBackend
-from paceline.decoder.kernels import Place, Reference
+from paceline.decoder.kernels import Place, Reference, Tree
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.rope import RopeConfig
@@ -58,8 +58,8 @@ class TableBody:
         self.truth: Truth | None = None
         self.forwards = 0
 
-    def __call__(self, tokens: Tensor, place: Place) -> Tensor:
-        """tokens [b, T] -> hidden [b, T, 2]."""
+    def __call__(self, tokens: Tensor, place: Place, reads: Reads | None = None) -> tuple[Tensor, Tensor | None]:
+        """tokens [b, T] -> hidden [b, T, 2], which are the features too."""
         self.forwards += 1
         slots = place.slots.to(torch.int64)
         rows = place.row.unsqueeze(1).to(torch.int64) + torch.arange(tokens.shape[1])
@@ -67,18 +67,33 @@ class TableBody:
             self._check(slots, rows[:, 0])
         self.cache[slots.unsqueeze(1), rows] = tokens.to(torch.int64)
         self.stamp[slots.unsqueeze(1), rows] = self.truth.rounds if self.truth else 0
-        before = self.cache[slots.unsqueeze(1), (rows - 1).clamp(min=0)]
-        before = torch.where(rows > 0, before, 0)
+        above = rows - 1
+        if place.tree is not None:
+            above = rows[:, :1] + place.tree.parents
+        before = self.cache[slots.unsqueeze(1), above.clamp(min=0)]
+        before = torch.where(above >= 0, before, 0)
         seen = torch.stack((before, tokens.to(torch.int64)), -1)
         if self.truth is not None:  # a text this model cannot follow: nothing is asked of it, and anything may come
             beyond = self.truth.length[slots] > self._positions
             seen = torch.where(beyond.view(-1, 1, 1), seen.clamp(min=0), seen)
         assert bool((seen >= 0).all()), "a row was read that nobody has written"
-        return seen.to(torch.float32)
+        hidden = seen.to(torch.float32)
+        return hidden, None if reads is None else hidden
 
-    def window(self, tokens: Tensor, row: Tensor, reach: int) -> Tensor:
+    def window(
+        self, tokens: Tensor, row: Tensor, reach: int, *, tree: Tree | None = None, reads: Reads | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         row = row.clamp(max=self._positions - 1)
-        return self(tokens, Place(row, torch.full_like(row, tokens.shape[1]), torch.arange(len(row)), reach))
+        place = Place(row, torch.full_like(row, tokens.shape[1]), torch.arange(len(row)), reach, tree=tree)
+        return self(tokens, place, reads)
+
+    def keep(self, row: Tensor, path: Tensor) -> None:
+        row = row.clamp(max=self._positions - 1).to(torch.int64).unsqueeze(1)
+        to = row + torch.arange(1, path.shape[1] + 1)
+        source = torch.where(path < 0, to, row + path)
+        line = torch.arange(len(row)).unsqueeze(1)
+        for cache in (self.cache, self.stamp):
+            cache[line, to] = cache[line, source]
 
     def logits(self, hidden: Tensor) -> Tensor:
         pair = hidden.to(torch.int64)
@@ -120,7 +135,13 @@ class TableDecoder(SamplingDecoder):
         self._holder = None
 
     def graph(
-        self, name: str, make: Callable[[TableBody, int], nn.Module], example: Sequence[Tensor], *, reach: int
+        self,
+        name: str,
+        make: Callable[[TableBody, int], nn.Module],
+        example: Sequence[Tensor],
+        *,
+        reach: int,
+        guest: dict[str, object] | None = None,
     ) -> Step:
         """As the real one, and strict about what a compiled graph is strict about: its shapes."""
         shapes = [x.shape for x in example]
@@ -166,11 +187,11 @@ class WatchedRound:
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> int:
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
         self.truth.rounds += 1
         self.truth.admit(slot, prompt)
         first = self._inner.start(slot, prompt, sampling)
-        self.truth.admit(slot, [*prompt, first])
+        self.truth.admit(slot, [*prompt, first.token])
         return first
 
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:

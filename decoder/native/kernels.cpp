@@ -233,6 +233,7 @@ inline float weigh(float* s, int64_t n) {
 struct Attend {
   int64_t batch, window, heads, kv_heads, width, rows;  // rows: of the cache, per slot and head
   const int32_t *row, *count, *slots;
+  const int32_t* parents;  // of a tree: [batch, window], the row each row of a window hangs on; null for a chain
 };
 
 template <class T>
@@ -243,23 +244,46 @@ inline Vec part(const T* line, int64_t v, int64_t D) {  // vector v of a line of
   return found;
 }
 
+// For every row of a window that is a tree: the rows from the root down to it.
+struct Ways {
+  int64_t window = 0;
+  std::vector<int32_t> rows, lengths;
+  Ways(const int32_t* parents, int64_t T) : window(T) {
+    if (!parents) return;
+    rows.resize(T * T);
+    lengths.resize(T);
+    for (int64_t t = 0; t < T; t++) {
+      int64_t parent = parents[t], above = parent < 0 ? 0 : lengths[parent];
+      if (above) std::copy_n(&rows[parent * T], above, &rows[t * T]);
+      rows[t * T + above] = (int32_t)t;
+      lengths[t] = (int32_t)above + 1;
+    }
+  }
+  const int32_t* of(int64_t t) const { return &rows[t * window]; }
+  int64_t length(int64_t t) const { return lengths[t]; }
+};
+
 // QUERIES rows of one key-value head at once: the cache is read and widened once for all of them. Each sum has an
 // accumulator of its own, so a row's result does not depend on QUERIES. DEEP = positions or vectors walked abreast.
-template <class T, int QUERIES>
+// In a TREE the rows before the window are common to all; each row then walks its own ancestors (`ways`, window rows
+// from the root down) as if they lay behind each other: the arithmetic of a chain, so also its bits.
+template <class T, int QUERIES, bool TREE>
 void attend_block(const Attend& a, const float* q, const T* keys, const T* values, float* out, int64_t first,
-                  int64_t row, float* scratch) {
+                  int64_t row, float* scratch, const Ways& ways) {
   constexpr int DEEP = QUERIES == 1 ? 4 : QUERIES == 2 ? 4 : 2;
   const int64_t D = a.width, group = a.heads / a.kv_heads, vectors = (D + VL - 1) / VL, padded = vectors * VL;
   const int64_t stride = (a.rows + VL - 1) / VL * VL;
   const float scale = 1.0f / std::sqrt((float)D);
   float *scores = scratch, *query = scores + QUERIES * stride;
   float* to[QUERIES];
+  const int32_t* way[QUERIES];
   int64_t seen[QUERIES], longest = 0;
   for (int i = 0; i < QUERIES; i++) {
     int64_t t = (first + i) / group, at = (t * a.heads + (first + i) % group) * D;
     to[i] = out + at;
-    seen[i] = row + t + 1;
-    longest = std::max(longest, seen[i]);
+    way[i] = TREE ? ways.of(t) : nullptr;
+    seen[i] = row + (TREE ? ways.length(t) : t + 1);
+    longest = TREE ? row : std::max(longest, seen[i]);
     for (int64_t d = 0; d < padded; d++) query[i * padded + d] = d < D ? q[at + d] * scale : 0.0f;
   }
   auto score = [&](auto deep, int64_t p) {
@@ -276,6 +300,14 @@ void attend_block(const Attend& a, const float* q, const T* keys, const T* value
   int64_t p = 0;
   for (; p + DEEP <= longest; p += DEEP) score(std::integral_constant<int, DEEP>{}, p);
   for (; p < longest; p++) score(std::integral_constant<int, 1>{}, p);
+  if (TREE)
+    for (int i = 0; i < QUERIES; i++)
+      for (int64_t at = row; at < seen[i]; at++) {
+        Vec sum = {};
+        for (int64_t v = 0; v < vectors; v++)
+          multiply_add(sum, load(query + i * padded + v * VL), part(keys + (row + way[i][at - row]) * D, v, D));
+        scores[i * stride + at] = total(sum);
+      }
   float inverse[QUERIES];
   for (int i = 0; i < QUERIES; i++) {
     inverse[i] = weigh(scores + i * stride, seen[i]);
@@ -290,6 +322,12 @@ void attend_block(const Attend& a, const float* q, const T* keys, const T* value
         Vec value = part(values + at * D, v + j, D);
         for (int i = 0; i < QUERIES; i++) multiply_add(sum[j][i], value, Vec{} + scores[i * stride + at]);
       }
+    if (TREE)
+      for (int i = 0; i < QUERIES; i++)
+        for (int64_t at = row; at < seen[i]; at++)
+          for (int j = 0; j < N; j++)
+            multiply_add(sum[j][i], part(values + (row + way[i][at - row]) * D, v + j, D),
+                         Vec{} + scores[i * stride + at]);
     for (int j = 0; j < N; j++)
       for (int i = 0; i < QUERIES; i++)
         for (int64_t d = 0; d < VL && (v + j) * VL + d < D; d++) to[i][(v + j) * VL + d] = sum[j][i][d] * inverse[i];
@@ -299,7 +337,7 @@ void attend_block(const Attend& a, const float* q, const T* keys, const T* value
   for (; v < vectors; v++) mix_values(std::integral_constant<int, 1>{}, v);
 }
 
-template <class T>
+template <class T, bool TREE>
 void attend(const Attend& a, const float* q, const float* k, const float* v, T* keys, T* values, float* out) {
   const int64_t D = a.width, group = a.heads / a.kv_heads;
   const int64_t stride = (a.rows + VL - 1) / VL * VL, padded = (D + VL - 1) / VL * VL;
@@ -318,15 +356,40 @@ void attend(const Attend& a, const float* q, const float* k, const float* v, T* 
           narrow(values + base + (row + t) * D + d, v[from + d]);
         }
       }
+      const Ways ways(TREE ? a.parents + b * a.window : nullptr, a.window);
       int64_t start = (b * a.window * a.heads + g * group) * D;
       for (int64_t first = 0, left = n * group; left > 0;) {
         const int64_t take = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-        auto block = take == 4 ? attend_block<T, 4> : take == 2 ? attend_block<T, 2> : attend_block<T, 1>;
-        block(a, q + start, keys + base, values + base, out + start, first, row, scratch.data());
+        auto block = take == 4   ? attend_block<T, 4, TREE>
+                     : take == 2 ? attend_block<T, 2, TREE>
+                                 : attend_block<T, 1, TREE>;
+        block(a, q + start, keys + base, values + base, out + start, first, row, scratch.data(), ways);
         first += take, left -= take;
       }
       for (int64_t t = n; t < a.window; t++)
         std::fill(out + start + t * a.heads * D, out + start + (t * a.heads + group) * D, 0.0f);
+    }
+}
+
+template <class T>
+void attend(const Attend& a, const float* q, const float* k, const float* v, T* keys, T* values, float* out) {
+  if (a.parents) attend<T, true>(a, q, k, v, keys, values, out);
+  else attend<T, false>(a, q, k, v, keys, values, out);
+}
+
+// Moves the rows of an accepted path behind the root. They ascend, so none is overwritten before it is read.
+void keep(char* cache, const int32_t* row, const int32_t* path, const int32_t* slots, int32_t* moved,
+          const int64_t* sizes) {
+  const int64_t batch = sizes[0], depth = sizes[1], heads = sizes[2], rows = sizes[3], bytes = sizes[4];
+  std::fill(moved, moved + batch, 0);
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t i = 0; i < depth && path[b * depth + i] >= 0; i++) {
+      if (path[b * depth + i] == i + 1) continue;
+      moved[b]++;
+      for (int64_t g = 0; g < heads; g++) {
+        char* line = cache + (((int64_t)slots[b] * heads + g) * rows + row[b]) * bytes;
+        std::memcpy(line + (i + 1) * bytes, line + path[b * depth + i] * bytes, bytes);
+      }
     }
 }
 
@@ -512,12 +575,19 @@ extern "C" void paceline_linear_real(const float* x, const void* w, float* out, 
 }
 
 extern "C" void paceline_attend(const float* q, const float* k, const float* v, void* keys, void* values, float* out,
-                                const int32_t* row, const int32_t* count, const int32_t* slots, const int64_t* sizes,
-                                int64_t dtype) {
-  Attend a{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], row, count, slots};
+                                const int32_t* row, const int32_t* count, const int32_t* slots,
+                                const int32_t* parents, const int64_t* sizes, int64_t dtype) {
+  Attend a{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], row, count, slots, parents};
   if (dtype == 0) attend(a, q, k, v, (float*)keys, (float*)values, out);
   else if (dtype == 1) attend(a, q, k, v, (BFloat16*)keys, (BFloat16*)values, out);
   else attend(a, q, k, v, (Float16*)keys, (Float16*)values, out);
+}
+
+// sizes: slots, depth, heads, rows, bytes of a row
+extern "C" void paceline_keep(void* keys, void* values, const int32_t* row, const int32_t* path, const int32_t* slots,
+                              int32_t* moved, const int64_t* sizes) {
+  keep((char*)keys, row, path, slots, moved, sizes);
+  keep((char*)values, row, path, slots, moved, sizes);
 }
 
 extern "C" void paceline_choose(const float* logits, const int32_t* positions, const float* knobs, const int32_t* keys,
@@ -593,15 +663,30 @@ extern "C" int32_t aoti_torch_cpu_row_linear_real(Handle x, Handle w, Handle cou
   return 0;
 }
 
-extern "C" int32_t aoti_torch_cpu_row_attend(Handle q, Handle k, Handle v, Handle keys, Handle values, Handle row,
-                                             Handle count, Handle slots, Handle* ret) {
+extern "C" int32_t aoti_torch_cpu_row_attend_tree(Handle q, Handle k, Handle v, Handle keys, Handle values, Handle row,
+                                                  Handle count, Handle slots, Handle parents, Handle* ret) {
   const int64_t* s = sizes(q);
   int64_t shape[3] = {s[0], s[1], s[2] * s[3]};
   int64_t all[6] = {s[0], s[1], s[2], sizes(k)[2], s[3], sizes(keys)[2]};
   *ret = empty(3, shape, aoti_torch_dtype_float32());
   paceline_attend(data<float>(q), data<float>(k), data<float>(v), data<void>(keys), data<void>(values),
-                  data<float>(*ret), data<int32_t>(row), data<int32_t>(count), data<int32_t>(slots), all,
-                  code(dtype_of(keys)));
+                  data<float>(*ret), data<int32_t>(row), data<int32_t>(count), data<int32_t>(slots),
+                  parents ? data<int32_t>(parents) : nullptr, all, code(dtype_of(keys)));
+  return 0;
+}
+
+extern "C" int32_t aoti_torch_cpu_row_attend(Handle q, Handle k, Handle v, Handle keys, Handle values, Handle row,
+                                             Handle count, Handle slots, Handle* ret) {
+  return aoti_torch_cpu_row_attend_tree(q, k, v, keys, values, row, count, slots, nullptr, ret);
+}
+
+extern "C" int32_t aoti_torch_cpu_row_keep(Handle keys, Handle values, Handle row, Handle path, Handle slots,
+                                           Handle* ret) {
+  const int64_t *p = sizes(path), *c = sizes(keys), bytes = dtype_of(keys) == aoti_torch_dtype_float32() ? 4 : 2;
+  int64_t all[5] = {p[0], p[1], c[1], c[2], c[3] * bytes};
+  *ret = empty(1, p, aoti_torch_dtype_int32());
+  paceline_keep(data<void>(keys), data<void>(values), data<int32_t>(row), data<int32_t>(path), data<int32_t>(slots),
+                data<int32_t>(*ret), all);
   return 0;
 }
 

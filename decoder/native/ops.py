@@ -22,12 +22,17 @@ _SCHEMAS = """
 row_linear(Tensor x, Tensor w) -> Tensor
 row_linear_real(Tensor x, Tensor w, Tensor count) -> Tensor
 row_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots) -> Tensor
+row_attend_tree(Tensor q, Tensor k, Tensor v, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots, \
+Tensor parents) -> Tensor
+row_keep(Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor path, Tensor slots) -> Tensor
 row_choose(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, int stream) -> Tensor
 """
 
 
 class Native:
     """The `Kernels` of a CPU, compiled. Inputs must be contiguous, which is made sure of here."""
+
+    width_free = True
 
     def __init__(self) -> None:
         register()
@@ -43,8 +48,16 @@ class Native:
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
         q, k, v = (x.contiguous() for x in qkv)
-        made: Tensor = torch.ops.paceline.row_attend(q, k, v, *cache, place.row, place.count, place.slots)
+        ops, at = torch.ops.paceline, (place.row, place.count, place.slots)
+        made: Tensor = (
+            ops.row_attend(q, k, v, *cache, *at)
+            if place.tree is None
+            else ops.row_attend_tree(q, k, v, *cache, *at, place.tree.parents)
+        )
         return made
+
+    def keep(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
+        torch.ops.paceline.row_keep(*cache, row, path.contiguous(), slots)
 
     def choose(
         self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET
@@ -60,14 +73,15 @@ def c_shims() -> dict[object, list[str]]:
     register()
     ops = torch.ops.paceline
     tensors = "AtenTensorHandle x, AtenTensorHandle w"
-    many = ", ".join(f"AtenTensorHandle t{i}" for i in range(8))
-    four = ", ".join(f"AtenTensorHandle t{i}" for i in range(4))
+    handles = {n: ", ".join(f"AtenTensorHandle t{i}" for i in range(n)) for n in (4, 5, 8, 9)}
     head = "AOTITorchError aoti_torch_cpu_row_"
     return {
         ops.row_linear.default: [f"{head}linear({tensors}, AtenTensorHandle* ret)"],
         ops.row_linear_real.default: [f"{head}linear_real({tensors}, AtenTensorHandle count, AtenTensorHandle* ret)"],
-        ops.row_attend.default: [f"{head}attend({many}, AtenTensorHandle* ret)"],
-        ops.row_choose.default: [f"{head}choose({four}, int64_t stream, AtenTensorHandle* ret)"],
+        ops.row_attend.default: [f"{head}attend({handles[8]}, AtenTensorHandle* ret)"],
+        ops.row_attend_tree.default: [f"{head}attend_tree({handles[9]}, AtenTensorHandle* ret)"],
+        ops.row_keep.default: [f"{head}keep({handles[5]}, AtenTensorHandle* ret)"],
+        ops.row_choose.default: [f"{head}choose({handles[4]}, int64_t stream, AtenTensorHandle* ret)"],
     }
 
 
@@ -82,6 +96,8 @@ def register() -> torch.library.Library:
         "row_linear": (_linear, _shape_linear),
         "row_linear_real": (_linear_real, _shape_linear_real),
         "row_attend": (_attend, _shape_attend),
+        "row_attend_tree": (_attend, _shape_attend),
+        "row_keep": (_keep, _shape_keep),
         "row_choose": (_choose, _shape_choose),
     }
     for name, (body, shape) in bodies.items():
@@ -100,6 +116,10 @@ def _shape_linear_real(x: Tensor, w: Tensor, _count: Tensor) -> Tensor:
 
 def _shape_attend(q: Tensor, *_rest: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
+
+
+def _shape_keep(_ks: Tensor, _vs: Tensor, row: Tensor, *_rest: Tensor) -> Tensor:
+    return torch.empty_like(row)
 
 
 def _shape_choose(logits: Tensor, *_rest: object) -> Tensor:
@@ -127,13 +147,23 @@ def _linear_real(x: Tensor, w: Tensor, count: Tensor) -> Tensor:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-    keys, values, row, count, slots = rest
+    keys, values, *places = rest  # row, count, slots and, for a tree, parents
     out = _shape_attend(q)
     lines, window, heads, width = q.shape
     sizes = (ctypes.c_int64 * 6)(lines, window, heads, k.shape[2], width, keys.shape[2])
-    pointers = (_pointer(x) for x in (q, k, v, keys, values, out, row, count, slots))
+    pointers = [_pointer(x) for x in (q, k, v, keys, values, out, *places)]
+    pointers += [ctypes.c_void_p(None)] * (4 - len(places))
     build.library().paceline_attend(*pointers, sizes, ctypes.c_int64(_DTYPES[keys.dtype]))
     return out
+
+
+def _keep(keys: Tensor, values: Tensor, row: Tensor, *rest: Tensor) -> Tensor:
+    path, slots = rest
+    moved = torch.empty_like(row)  # how many rows moved in each slot: an operator of a graph has to return something
+    _, groups, rows, width = keys.shape
+    sizes = (ctypes.c_int64 * 5)(*path.shape, groups, rows, width * keys.element_size())
+    build.library().paceline_keep(*(_pointer(x) for x in (keys, values, row, path, slots, moved)), sizes)
+    return moved
 
 
 def _choose(logits: Tensor, positions: Tensor, knobs: Tensor, *rest: object) -> Tensor:

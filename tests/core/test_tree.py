@@ -1,6 +1,7 @@
 """Trees as tuples of parents: depths and ancestors against a walk up from every node."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -27,7 +28,9 @@ def test_depths_and_ancestors_are_the_way_up(parents: tuple[int, ...]) -> None:
     tree.check(parents)
     ways = [way_up(parents, node) for node in range(len(parents))]
     assert tree.depths(parents) == tuple(len(way) for way in ways)
-    assert tree.ancestors(parents) == tuple(tuple(m in way for m in range(len(parents))) for way in ways)
+    rows = torch.tensor([parents, parents], dtype=torch.int32).view(2, len(parents))
+    wanted = [[float(m in way) for m in range(len(parents))] for way in ways]
+    assert tree.ancestor_mask(rows).tolist() == [wanted, wanted]
     assert tree.is_chain(parents) == (list(parents) == list(range(-1, len(parents) - 1)))
 
 

@@ -133,7 +133,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_hugging_face(workshop: Workshop,
         with torch.no_grad():
             expected = model(prompt).logits[0, -1]
         for slot in (1, 0):
-            made = steps.prefill(decoder, slot, prompt[0].tolist())
+            made = steps.prefill(decoder, slot, prompt[0].tolist())[0]
             torch.testing.assert_close(made[0, 0], expected, rtol=1e-5, atol=2e-5)
 
 

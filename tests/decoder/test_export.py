@@ -9,13 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
+from paceline.core import tree
 from paceline.core.accept import Match, Reject
+from paceline.core.types import Outline, Reads
 from paceline.decoder.steps import PrefillStep, WindowStep
 from paceline.draft.model import DraftStep
-from paceline.target.verifier import VerifyStep
+from paceline.target.verifier import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 SLOTS, NODES, WIDTH = 4, 3, 5
+CHAIN, TREE, GROWN = Outline.chain(NODES), (-1, -1, 0), Outline(NODES, 3, dynamic=True)
 FORBIDDEN = {
     "sort",
     "topk",
@@ -42,10 +45,15 @@ draft_step = partial(DraftStep, length=NODES, vocab_size=VOCABULARY)
 STEPS = {
     "prefill": PrefillStep,
     "window": WindowStep,
-    "verify": partial(VerifyStep, acceptor=Match()),
-    "verify nothing": partial(VerifyStep, acceptor=Match()),
-    "verify, reject": partial(VerifyStep, acceptor=Reject()),
-    "verify, reject, drawn": partial(VerifyStep, acceptor=Reject()),
+    "verify": partial(VerifyStep, outline=CHAIN, acceptor=Match()),
+    "verify nothing": partial(VerifyStep, outline=Outline.chain(0), acceptor=Match()),
+    "verify, reject": partial(VerifyStep, outline=CHAIN, acceptor=Reject()),
+    "verify, reject, drawn": partial(VerifyStep, outline=CHAIN, acceptor=Reject()),
+    "verify, tree": partial(VerifyStep, outline=tree.outline(TREE), acceptor=Match(), reads=Reads()),
+    "verify, grown": partial(VerifyStep, outline=GROWN, acceptor=Match(), reads=Reads((0, 2))),
+    "fused": lambda body, reach: FusedStep(
+        draft_step(body, reach, drawn=False), VerifyStep(body, reach, outline=CHAIN, acceptor=Match())
+    ),
     "draft": partial(draft_step, drawn=False),
     "draft, drawn": partial(draft_step, drawn=True),
 }
@@ -64,6 +72,11 @@ def inputs(name: str, seed: int) -> tuple[Tensor, ...]:
         return ids(0, VOCABULARY, SLOTS, WIDTH), ids(0, 90, SLOTS)
     commit = (ids(0, VOCABULARY, SLOTS, WIDTH), ids(1, WIDTH, SLOTS), ids(0, 90, SLOTS))
     knobs, keys = torch.rand(SLOTS, 4, generator=generator) * seed, ids(-(1 << 31), (1 << 31) - 1, SLOTS, 2)
+    if name == "fused":
+        return *commit, ids(0, NODES, SLOTS), knobs, keys
+    if name == "verify, grown":
+        drafts, parents = ids(-1, VOCABULARY, SLOTS, NODES), ids(-1, 1, SLOTS, NODES)
+        return *commit, ids(0, NODES, SLOTS), knobs, keys, drafts, parents
     if name.startswith("draft"):
         return *commit, knobs, keys
     drafts, law = ids(-1, VOCABULARY, SLOTS, NODES), torch.rand(SLOTS, NODES, VOCABULARY, generator=generator)

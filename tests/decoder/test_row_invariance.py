@@ -31,7 +31,7 @@ def ids(seed: int, *shape: int) -> Tensor:
 def window(decoder: SamplingDecoder, tokens: Tensor, row: Tensor | int) -> Tensor:
     """Logits of a copy: the graph may give back the same memory at the next call."""
     start = row if isinstance(row, Tensor) else torch.full((len(tokens),), row, dtype=torch.int32)
-    return steps.window(decoder, tokens.contiguous(), start, reach=decoder.n_positions).clone()
+    return steps.window(decoder, tokens.contiguous(), start, reach=decoder.n_positions)[0].clone()
 
 
 def read(decoder: SamplingDecoder, text: Tensor) -> Tensor:
@@ -88,5 +88,5 @@ def test_on_native_kernels_all_widths_give_the_same_bits(workshop: Workshop, amp
     single = [window(decoder, text[:, at : at + 1], at) for at in range(LENGTH)]
     assert torch.equal(torch.cat(single, 1), expected)
     for slot in range(4):
-        logits = steps.prefill(decoder, slot, text[slot].tolist())
+        logits = steps.prefill(decoder, slot, text[slot].tolist())[0]
         assert torch.equal(logits[0, 0], expected[slot, -1])

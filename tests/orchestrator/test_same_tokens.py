@@ -86,10 +86,6 @@ def test_one_decoder_may_be_its_own_draft() -> None:
     assert done.statistics.acceptance_rate == 1.0
 
 
-HOLE = "draft/model.py: a commit is never read if no proposal follows it (all limits 0, as at a bucket's border)"
-
-
-@pytest.mark.xfail(reason=HOLE, strict=True)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_model_that_drafts_for_itself_is_accepted_across_the_borders_of_buckets(mode: str) -> None:
     """A round that proposes nothing, as at a border, must not leave a hole in the draft's cache."""

@@ -15,7 +15,7 @@ import torch
 from paceline.core.accept import Match, Reject
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, knob_row
-from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.draft.lift import lift
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
@@ -26,6 +26,7 @@ from tests.fakes import TableDecoder, WatchedRound, joint, misfit, near, table
 
 SLOTS, V, K = 50_000, 8, 3
 PROMPT = [2, 5, 1, 2, 5]
+CHAIN = Outline.chain(K)
 TARGET = table(V, seed=0, spread=1.2)
 DRAFT = near(TARGET, seed=1, spread=0.7)
 
@@ -35,10 +36,11 @@ class Mislabelled:
     """A drafter that takes the argmax and says that it drew from its softmax."""
 
     inner: ModelDrafter
-    nodes: int = K
+    outline: Outline = CHAIN
+    reads: Reads | None = None
     reach: int | None = None
 
-    def admit(self, slot: int, prompt: list[int]) -> None:
+    def admit(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
         self.inner.admit(slot, prompt)
 
     def observe(self, commit: Commit) -> None:
@@ -65,7 +67,7 @@ def three_tokens(source: Drafter, rule: Acceptor, *, knobs: Sampling) -> tuple[n
     if not isinstance(inner, ModelDrafter):
         for slot in range(SLOTS):
             inner.admit(slot, PROMPT[:-1])
-    rounds = WatchedRound(TwoStep(source, CompiledVerifier(target, K + 1, acceptor=rule, exact=True)), bodies)
+    rounds = WatchedRound(TwoStep(source, CompiledVerifier(target, CHAIN, acceptor=rule, wide=True)), bodies)
     rounds.truth.text[:, : len(PROMPT)] = torch.tensor(PROMPT)
     rounds.truth.length[:] = len(PROMPT)
     first = torch.full((SLOTS, K + 1), PAD, dtype=torch.int32)
@@ -77,7 +79,7 @@ def three_tokens(source: Drafter, rule: Acceptor, *, knobs: Sampling) -> tuple[n
     counts = []
     while int(rounds.truth.length.min()) < len(PROMPT) + 3:
         rows = int(rounds.truth.length.max())
-        commit = rounds(commit, sampling, Bounds(ones * source.nodes, rows))
+        commit = rounds(commit, sampling, Bounds(ones * source.outline.nodes, rows))
         counts.append(float(commit.count.double().mean()))
     return rounds.truth.text[:, len(PROMPT) : len(PROMPT) + 3].numpy(), sum(counts) / len(counts)
 

@@ -1,0 +1,37 @@
+"""Commits that a drafter has seen and not yet read.
+
+A drafter with a cache reads the last commit when it proposes. While nothing is asked of it, commits gather here; when
+it is asked again, they are read first, so that its cache has no gap.
+"""
+
+from __future__ import annotations
+
+from paceline.core.types import Commit
+
+
+class Backlog:
+    """Commits in order, and which slots have changed hands since."""
+
+    def __init__(self) -> None:
+        self._commits: list[tuple[Commit, set[int]]] = []
+
+    def add(self, commit: Commit) -> None:
+        """The newest commit."""
+        self._commits.append((commit, set()))
+
+    def forget(self, slot: int) -> None:
+        """A new request is in this slot: what was committed there before does not concern it."""
+        for _, gone in self._commits:
+            gone.add(slot)
+        self._commits = [(commit, gone) for commit, gone in self._commits if len(gone) < len(commit.count)]
+
+    def take(self) -> list[tuple[int, int, list[int]]]:
+        """All but the newest commit, as (slot, first row, tokens) in no slot twice. Afterwards the backlog is empty."""
+        missed, self._commits = self._commits[:-1], []
+        found: dict[int, tuple[int, list[int]]] = {}
+        for commit, gone in missed:
+            rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
+            for slot, start in enumerate(starts):
+                if start > 0 and slot not in gone:  # an idle slot's commits start at row 0, no request's do
+                    found.setdefault(slot, (start, []))[1].extend(rows[slot][: counts[slot]])
+        return [(slot, start, tokens) for slot, (start, tokens) in found.items()]

@@ -1,0 +1,135 @@
+"""Drafters that propose trees: the text is that of plain decoding, and what the cache holds is one chain."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import SpeculativeGenerator
+from paceline.core import tree
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from tests.decoder.tiny import VOCABULARY, Workshop
+from tests.fakes import Checked, TableDecoder, table
+
+TREE = (-1, -1, 0, 0, 1, 2, 5, 4)
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7], [9]]
+
+
+class Orchard:
+    """Knows the texts and plants the right tokens on a random way down, junk or nothing elsewhere.
+
+    ``grown``: every proposal brings parents of its own. Checks the features it is given: as many as tokens.
+    """
+
+    reach: int | None = None
+
+    def __init__(self, texts: Sequence[Sequence[int]], *, grown: bool, reads: Reads | None = None) -> None:
+        self.outline = Outline(len(TREE), 4, dynamic=True) if grown else tree.outline(TREE)
+        self.reads, self._texts, self._dice = reads, [list(text) for text in texts], random.Random(0)
+        self._read: dict[int, list[int]] = {}
+
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        assert (features is None) == (self.reads is None)
+        assert features is None or len(features) == len(prompt)
+        self._read[slot] = list(prompt)
+
+    def observe(self, commit: Commit) -> None:
+        assert (commit.features is None) == (self.reads is None)
+        assert commit.features is None or commit.features.shape[:2] == commit.tokens.shape
+        for slot, tokens in enumerate(commit.tokens.tolist()):
+            if slot in self._read and int(commit.start[slot]) == len(self._read[slot]):
+                self._read[slot] += tokens[: int(commit.count[slot])]
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        rows, trees = [], []
+        for slot in range(len(commit.tokens)):
+            parents = self._grow() if self.outline.dynamic else TREE
+            rows.append(self._plant(slot, parents))
+            trees.append(parents)
+        given = torch.tensor(trees, dtype=torch.int32) if self.outline.dynamic else TREE
+        return Proposal(torch.tensor(rows, dtype=torch.int32), given)
+
+    def _grow(self) -> tuple[int, ...]:
+        while True:
+            parents = tuple(self._dice.randrange(-1, node) for node in range(len(TREE)))
+            if max(tree.depths(parents)) <= 4:
+                return parents
+
+    def _plant(self, slot: int, parents: tuple[int, ...]) -> list[int]:
+        read = self._read.get(slot, [])
+        rest = next((text[len(read) :] for text in self._texts if read and text[: len(read)] == read), [])
+        depths = tree.depths(parents)
+        right = {tree.ROOT}  # a node of truth on every level, as long as one hangs on the level before
+        row = []
+        for node, parent in enumerate(parents):
+            depth = depths[node]
+            good = parent in right and depth <= len(rest) and self._dice.random() < 0.8
+            if good and not any(n in right for n in range(node) if depths[n] == depth):
+                right.add(node)
+                row.append(rest[depth - 1])
+            else:
+                row.append(self._dice.choice([PAD, self._dice.randrange(VOCABULARY)]))
+        return row
+
+
+@pytest.mark.parametrize("reads", [None, Reads(), Reads((0, 2))], ids=["tokens", "last", "layers"])
+@pytest.mark.parametrize("grown", [False, True], ids=["static", "grown"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_tree_never_changes_the_text(workshop: Workshop, backend: str, grown: bool, reads: Reads | None) -> None:
+    amp = "bf16" if backend == "inductor" else "f32"  # there, trees have the bits of a chain
+    if backend == "inductor" and grown != (reads == Reads((0, 2))):
+        pytest.skip("compiled once for each kind of tree")
+    target = workshop.decoder(backend=backend, amp=amp)
+    for heat in ({}, {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 5}):
+        plain = target.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
+        texts = [row[:length].tolist() for row, length in zip(plain.sequences, plain.lengths, strict=True)]
+        orchard = Orchard(texts, grown=grown, reads=reads)
+        made = SpeculativeGenerator(orchard, target).sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
+        assert torch.equal(made.sequences, plain.sequences)
+        assert made.statistics.tau > 1.5
+        assert made.statistics.accepted_per_position[3] > 0
+
+
+@pytest.mark.parametrize("grown", [False, True], ids=["static", "grown"])
+def test_the_cache_is_the_committed_prefix_after_every_tree(grown: bool) -> None:
+    target = TableDecoder(table(VOCABULARY, seed=3, spread=2.0), slots=4)
+    plain = target.sample(PROMPTS, max_new_tokens=40, do_sample=True, seed=1)
+    checked = Checked(Orchard(plain.tolist(), grown=grown), target)
+    assert torch.equal(checked.sample(PROMPTS, max_new_tokens=40, do_sample=True, seed=1), plain)
+    assert checked.statistics.tau > 1.5
+
+
+@pytest.mark.parametrize("grown", [False, True], ids=["static", "grown"])
+def test_processors_see_plain_decoding_through_a_tree(workshop: Workshop, grown: bool) -> None:
+    target = workshop.decoder()
+    plain = target.sample(PROMPTS, max_new_tokens=30, repetition_penalty=1.3, no_repeat_ngram_size=2)
+    maker = SpeculativeGenerator(Orchard(plain.tolist(), grown=grown, reads=Reads()), target)
+    made = maker.sample(PROMPTS, max_new_tokens=30, repetition_penalty=1.3, no_repeat_ngram_size=2)
+    assert torch.equal(made, plain)
+    assert maker.statistics.tau > 1.5
+
+
+def test_features_are_the_states_that_predicted_the_tokens(workshop: Workshop) -> None:
+    """After rounds over trees, features equal those of one reading of the whole text."""
+    from paceline.decoder.steps import prefill
+
+    target = workshop.decoder(slots=1)
+    text = target.sample([PROMPTS[0]], max_new_tokens=24)[0].tolist()
+    seen: list[tuple[int, Tensor]] = []
+
+    class Watching(Orchard):
+        def observe(self, commit: Commit) -> None:
+            super().observe(commit)
+            assert commit.features is not None
+            seen.append((int(commit.start), commit.features[0, : int(commit.count)].clone()))
+
+    maker = SpeculativeGenerator(Watching([text], grown=False, reads=Reads((0, 1, 2))), target)
+    assert maker.sample([PROMPTS[0]], max_new_tokens=24)[0].tolist() == text
+    _, whole = prefill(target, 0, text, reads=Reads((0, 1, 2)))
+    assert whole is not None and len(seen) > 3
+    for start, features in seen:
+        torch.testing.assert_close(features, whole[start - 1 : start - 1 + len(features)], rtol=1e-4, atol=1e-4)
