@@ -24,6 +24,8 @@ MAX_EXACT = 1 << 24
 class GraphKernels:
     """Plain operations of static shape."""
 
+    width_free = False  # a compiler may order a row's sums by the number of rows
+
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         """As `Kernels.linear`; padding is computed like everything else."""
         return torch.nn.functional.linear(x, weight.to(torch.float32))
@@ -36,22 +38,30 @@ class GraphKernels:
         """
         q, k, v = qkv
         lines, window, heads, width = q.shape
-        groups = k.shape[2]
+        groups, share = k.shape[2], heads // k.shape[2]
         rows = place.row.unsqueeze(1) + torch.arange(window, dtype=torch.int32, device=q.device)  # [b, T]
-        keys, values = (
-            read(store(c, x.to(c.dtype), slots=place.slots, rows=rows), place.slots, place.reach).to(torch.float32)
-            for c, x in zip(cache, (k, v), strict=True)
-        )
-        share = heads // groups
+        # Nodes of a tree may lie behind the bucket: more of them are tried than can be accepted.
+        extent = place.reach if place.tree is None else min(place.reach + window, cache[0].shape[2])
+        for part, new in zip(cache, (k, v), strict=True):
+            store(part, new.transpose(1, 2).to(part.dtype), slots=place.slots, rows=rows)
+        keys, values = (read(part, place.slots, extent).to(torch.float32) for part in cache)
         query = q.reshape(lines, window, groups, share, width).permute(0, 2, 1, 3, 4)
         query = query.reshape(lines, groups, window * share, width) * (1 / math.sqrt(width))
-        scores = torch.matmul(query, keys.transpose(2, 3)).reshape(lines, groups, window, share, place.reach)
-        places = torch.arange(place.reach, dtype=torch.int32, device=q.device)
-        seen = places <= rows.unsqueeze(-1)  # [b, T, reach]
-        weights = law.softmax(torch.where(seen.unsqueeze(1).unsqueeze(3), scores, reduce.NEGATIVE))
-        mixed = torch.matmul(weights.reshape(lines, groups, window * share, place.reach), values)
+        scores = torch.matmul(query, keys.transpose(2, 3)).reshape(lines, groups, window, share, extent)
+        seen = visible(place, rows, extent).unsqueeze(1).unsqueeze(3)
+        weights = law.softmax(torch.where(seen, scores, reduce.NEGATIVE))
+        mixed = torch.matmul(weights.reshape(lines, groups, window * share, extent), values)
         mixed = mixed.reshape(lines, groups, window, share, width).permute(0, 2, 1, 3, 4)
         return mixed.reshape(lines, window, heads * width)
+
+    def keep(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
+        """As `Kernels.keep`."""
+        to = row.unsqueeze(1) + torch.arange(1, path.shape[1] + 1, dtype=torch.int32, device=row.device)
+        source = torch.where(path < 0, to, row.unsqueeze(1) + path)
+        for part in cache:
+            total, groups, room, width = part.shape
+            taken = part.view(total * groups * room, width).index_select(0, flat(part, slots, source))
+            store(part, taken.view(len(slots), groups, -1, width), slots=slots, rows=to)
 
     def choose(
         self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET
@@ -60,28 +70,45 @@ class GraphKernels:
         return law.choose(logits, positions, sampling, stream=stream)
 
 
-def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> Tensor:
-    """Write new [b, T, G, D] to rows [b, T] of slots [b] of the cache [slots, G, R, D] in place, and return it.
+def flat(cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+    """Numbers of rows [b, T] of slots [b] in a cache seen as one long table of rows. -> [b * G * T] int32
 
-    One scatter of rows of D numbers each, which is what a device's memory engine moves best.
+    Raises:
+        ConfigurationError: there are too many to be numbered exactly.
     """
-    lines, window, groups, width = new.shape
-    total, _, room, _ = cache.shape
+    total, groups, room, _ = cache.shape
     if total * groups * room > MAX_EXACT:
         raise ConfigurationError(
             f"a cache of {total} slots x {groups} heads x {room} rows has more rows than a graph can number exactly "
             f"({MAX_EXACT}); use fewer slots or positions"
         )
-    heads = torch.arange(groups, dtype=torch.int32, device=new.device)
+    heads = torch.arange(groups, dtype=torch.int32, device=cache.device)
     first = (slots.unsqueeze(1) * groups + heads) * room  # [b, G]
-    flat = (first.unsqueeze(-1) + rows.unsqueeze(1)).reshape(lines * groups * window)
+    return (first.unsqueeze(-1) + rows.unsqueeze(1)).reshape(-1)
+
+
+def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> None:
+    """Write new [b, G, T, D] to rows [b, T] of slots [b] of a cache [slots, G, R, D] in place.
+
+    One scatter of rows of D numbers each, which is what a device's memory engine moves best.
+    """
+    total, groups, room, width = cache.shape
     wide = cache.view(total * groups * room, width)
-    wide.index_put_((flat,), new.transpose(1, 2).reshape(lines * groups * window, width))
-    return cache
+    wide.index_put_((flat(cache, slots, rows),), new.reshape(-1, width))
 
 
-def read(cache: Tensor, slots: Tensor, reach: int) -> Tensor:
-    """The first ``reach`` rows of the slots' part of a cache. [slots, G, R, D] -> [b, G, reach, D]"""
-    near = cache[:, :, :reach]
+def read(cache: Tensor, slots: Tensor, extent: int) -> Tensor:
+    """The first ``extent`` rows of the slots' part of a cache. [slots, G, R, D] -> [b, G, extent, D]"""
+    near = cache[:, :, :extent]
     # A call with a line for every slot has them in order, so nothing needs to be moved.
     return near if len(slots) == len(cache) else near.index_select(0, slots)
+
+
+def visible(place: Place, rows: Tensor, extent: int) -> Tensor:
+    """Which of the first ``extent`` cache rows every row [b, T] of a window attends to. [b, T, extent] bool"""
+    columns = torch.arange(extent, dtype=torch.int32, device=rows.device)
+    if place.tree is None:
+        return columns <= rows.unsqueeze(-1)
+    here = (columns == rows.unsqueeze(-1)).to(torch.float32)  # [b, T, extent], where each row of the window lies
+    inside = torch.matmul(place.tree.seen, here) > 0
+    return (columns < place.row.unsqueeze(1)).unsqueeze(1) | inside

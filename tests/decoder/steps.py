@@ -8,24 +8,40 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from paceline.core import tree
 from paceline.core.accept import Match, Reject
+from paceline.core.types import Outline
 from paceline.decoder.decoder import Body
-from paceline.decoder.steps import PrefillStep, WindowStep
+from paceline.decoder.steps import KeepStep, PrefillStep, WindowStep
 from paceline.draft.model import DraftStep
-from paceline.target.verifier import VerifyStep
+from paceline.target.verifier import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY
 
 SLOTS, NODES, WIDTH = 4, 2, 3
+TREE = (-1, -1, 0, 0, 1)
+DYNAMIC = Outline(4, 2, dynamic=True)
 
 draft = partial(DraftStep, length=NODES, vocab_size=VOCABULARY)
+verify = partial(VerifyStep, acceptor=Match(), outline=Outline.chain(NODES))
+
+
+def fused(body: Body, reach: int) -> nn.Module:
+    """A model that drafts for itself: one cache serves both sides."""
+    return FusedStep(draft(body, reach, drawn=False), verify(body, reach))
+
+
 STEPS: dict[str, Callable[[Body, int], nn.Module]] = {
     "prefill": PrefillStep,
     "window": WindowStep,
-    "verify": partial(VerifyStep, acceptor=Match()),
-    "verify nothing": partial(VerifyStep, acceptor=Match()),
-    "verify, reject, drawn": partial(VerifyStep, acceptor=Reject()),
+    "keep": KeepStep,
+    "verify": verify,
+    "verify nothing": partial(verify, outline=Outline.chain(0)),
+    "verify, reject, drawn": partial(verify, acceptor=Reject()),
+    "verify, tree": partial(verify, outline=tree.outline(TREE)),
+    "verify, dynamic tree": partial(verify, outline=DYNAMIC),
     "draft": partial(draft, drawn=False),
     "draft, drawn": partial(draft, drawn=True),
+    "fused": fused,
 }
 
 
@@ -43,6 +59,9 @@ def inputs(name: str, seed: int, *, row: int | None = None, slots: int = SLOTS) 
         return ids(0, VOCABULARY, 1, 16), rows(1), ids(1, 16, 1), ids(0, slots, 1)
     if name == "window":
         return ids(0, VOCABULARY, slots, WIDTH), rows(slots)
+    if name == "keep":
+        path = torch.tensor([[1, 3], [2, -1], [-1, -1], [1, 2]], dtype=torch.int32)
+        return rows(slots), path.repeat(slots, 1)[:slots]
     commit = (ids(0, VOCABULARY, slots, WIDTH), ids(1, WIDTH, slots), rows(slots))
     temperature, top_k = torch.rand(slots, generator=generator) * seed, ids(0, 40, slots).to(torch.float32)
     top_p, min_p = 1 - torch.rand(2, slots, generator=generator) * 0.3
@@ -50,6 +69,14 @@ def inputs(name: str, seed: int, *, row: int | None = None, slots: int = SLOTS) 
     keys = ids(-(1 << 31), (1 << 31) - 1, slots, 2)
     if name.startswith("draft"):
         return *commit, knobs, keys
-    drafts, law = ids(-1, VOCABULARY, slots, NODES), torch.rand(slots, NODES, VOCABULARY, generator=generator)
-    more = {"verify nothing": (), "verify, reject, drawn": (drafts, law)}.get(name, (drafts,))
-    return *commit, ids(0, NODES + 1, slots), knobs, keys, *more
+    round_ = (*commit, ids(0, NODES + 1, slots), knobs, keys)
+    nodes = {"verify, tree": len(TREE), "verify, dynamic tree": DYNAMIC.nodes}.get(name, NODES)
+    drafts, law = ids(-1, VOCABULARY, slots, nodes), torch.rand(slots, nodes, VOCABULARY, generator=generator)
+    parents = torch.cat([ids(-1, node, slots, 1) for node in range(nodes)], 1)
+    more: dict[str, tuple[Tensor, ...]] = {
+        "verify nothing": (),
+        "fused": (),
+        "verify, reject, drawn": (drafts, law),
+        "verify, dynamic tree": (drafts, parents),
+    }
+    return *round_, *more.get(name, (drafts,))

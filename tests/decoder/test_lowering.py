@@ -16,7 +16,7 @@ from paceline.decoder.lowering import Lowered, constants_of, lower, state_of
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import Workshop
 
-CASES = ("prefill", "verify", "verify, reject, drawn", "draft")
+CASES = ("prefill", "keep", "verify, reject, drawn", "verify, dynamic tree", "draft")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_no_finding(made: Made) -> None:
 
 
 def test_other_values_give_the_same_graph(body: Body) -> None:
-    for name in ("prefill", "verify"):
+    for name in ("prefill", "verify, dynamic tree"):
         step = STEPS[name](body, 128)
         texts = {str(lower(name, step, inputs(name, seed)).graph.code) for seed in (5, 6)}
         assert len(texts) == 1
@@ -84,12 +84,12 @@ def test_other_values_give_the_same_graph(body: Body) -> None:
 def test_every_row_number_is_in_range_at_the_ends_of_a_cache(made: Made, row: int) -> None:
     """Also for rows past the end, which a slot without a request may name: they are pulled back."""
     name, step, lowered = made
-    if name == "prefill" and row > 127:
+    if name in {"prefill", "keep"} and row > 127:
         pytest.skip("a prompt is never read past the last position")
     state = copies(step, lowered)
     seen = Indices(lowered.graph)
     seen.run(*(state[n] for n in lowered.state), *inputs(name, 7, row=row))
-    assert seen.checked > 10
+    assert seen.checked >= 8
 
 
 class Indices(fx.Interpreter):
