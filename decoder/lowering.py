@@ -58,7 +58,9 @@ def lower(name: str, module: nn.Module, example: tuple[Tensor, ...]) -> Lowered:
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, about its own trees
             program = torch.export.export(module, example, strict=False).run_decompositions(rewrites.table())
     except Exception as error:
-        raise BackendError(f"tracing {name} failed: {type(error).__name__}: {error}") from error
+        hint = "; one decoder cannot be both sides of a fused round here: load it twice, or pass fused=False"
+        reason = f"{type(error).__name__}: {error}{hint if _shares_buffers(module) else ''}"
+        raise BackendError(f"tracing {name} failed: {reason}") from error
     kinds = {InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR}
     signature = program.graph_signature
     state = tuple(str(spec.target) for spec in signature.input_specs if spec.kind in kinds)
@@ -83,6 +85,11 @@ def constants_of(lowered: Lowered) -> dict[str, Tensor]:
     specs = lowered.program.graph_signature.input_specs
     names = [str(spec.target) for spec in specs if spec.kind == InputKind.CONSTANT_TENSOR]
     return {name: torch.as_tensor(lowered.program.constants[name]) for name in names}
+
+
+def _shares_buffers(module: nn.Module) -> bool:
+    """Whether one buffer is reached by two paths. Changed through both, it is more than the exporter can follow."""
+    return len(list(module.named_buffers(remove_duplicate=False))) > len(list(module.named_buffers()))
 
 
 class _Anywhere(fx.Interpreter):

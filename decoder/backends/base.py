@@ -17,6 +17,7 @@ BACKENDS = {
     "eager": ("paceline.decoder.backends.eager", "EagerBackend"),
     "inductor": ("paceline.decoder.backends.inductor", "InductorBackend"),
     "xla": ("paceline.decoder.backends.xla", "XlaBackend"),
+    "neuron": ("paceline.decoder.backends.neuron", "NeuronBackend"),
 }
 
 Step = Callable[..., list[Tensor]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 
 import torch
@@ -26,8 +27,8 @@ verify = partial(VerifyStep, acceptor=Match(), outline=Outline.chain(NODES))
 
 
 def fused(body: Body, reach: int) -> nn.Module:
-    """A model that drafts for itself: one cache serves both sides."""
-    return FusedStep(draft(body, reach, drawn=False), verify(body, reach))
+    """A model that drafts for its copy, which has a cache of its own."""
+    return FusedStep(draft(deepcopy(body), reach, drawn=False), verify(body, reach))
 
 
 STEPS: dict[str, Callable[[Body, int], nn.Module]] = {
