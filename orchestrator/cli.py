@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 import paceline
-from paceline import console, progress
+from paceline import console, health, progress
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core.errors import ArtefactError, ConfigurationError, PromptError
 from paceline.decoder.environment import cache_root
@@ -30,6 +30,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+health.register(app)
 
 Amp = Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")]
 BackendName = Annotated[str, typer.Option("--backend", help="inductor (compiled, CPU) or eager.")]
