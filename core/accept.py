@@ -62,6 +62,8 @@ class Reject:
         """Proposal of a chain of N, law [B, N + 1, V] float32, positions [B, N + 1] int32 -> Verdict.
 
         ``positions`` are those of the tokens decided by each row; ``choose`` is `law.choose` or a kernel equal to it.
+        A draft outside the vocabulary is refused like one the target gives no mass; ``proposal.law`` is then cut to V,
+        so that its rows may sum to less than one.
         """
         drafts = proposal.tokens
         slots, nodes = drafts.shape

@@ -6,7 +6,27 @@ it is asked again, they are read first, so that its cache has no gap.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
 from paceline.core.types import Commit
+
+
+@dataclass(frozen=True, slots=True)
+class Missed:
+    """What one slot committed while nothing was proposed.
+
+    start     cache row of the first token
+    tokens    in order
+    features  [n, F], the states that predicted them, or None if commits carry none
+    """
+
+    slot: int
+    start: int
+    tokens: list[int]
+    features: Tensor | None
 
 
 class Backlog:
@@ -25,13 +45,19 @@ class Backlog:
             gone.add(slot)
         self._commits = [(commit, gone) for commit, gone in self._commits if len(gone) < len(commit.count)]
 
-    def take(self) -> list[tuple[int, int, list[int]]]:
-        """All but the newest commit, as (slot, first row, tokens) in no slot twice. Afterwards the backlog is empty."""
+    def take(self) -> list[Missed]:
+        """All but the newest commit, no slot twice. Afterwards the backlog is empty."""
         missed, self._commits = self._commits[:-1], []
-        found: dict[int, tuple[int, list[int]]] = {}
+        found: dict[int, tuple[int, list[int], list[Tensor]]] = {}
         for commit, gone in missed:
             rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
             for slot, start in enumerate(starts):
                 if start > 0 and slot not in gone:  # an idle slot's commits start at row 0, no request's do
-                    found.setdefault(slot, (start, []))[1].extend(rows[slot][: counts[slot]])
-        return [(slot, start, tokens) for slot, (start, tokens) in found.items()]
+                    _, tokens, features = found.setdefault(slot, (start, [], []))
+                    tokens.extend(rows[slot][: counts[slot]])
+                    if commit.features is not None:
+                        features.append(commit.features[slot, : counts[slot]])
+        return [
+            Missed(slot, start, tokens, torch.cat(features) if features else None)
+            for slot, (start, tokens, features) in found.items()
+        ]

@@ -13,21 +13,30 @@ from paceline.core import noise, reduce
 from paceline.core.types import SamplingBatch
 
 
-def choose(logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET) -> Tensor:
+def choose(
+    logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET, cut: bool = True
+) -> Tensor:
     """The token each row picks: argmax of the filtered, tempered logits plus the noise of its position.
 
     logits [B, T, V] float32, positions [B, T] int32 (of the token that is picked) -> [B, T] int32
+    ``cut=False`` is for a caller who knows that top-k, top-p and min-p are off in every row: it changes nothing then.
     """
-    scores = filtered(logits, sampling)
+    scores = filtered(logits, sampling) if cut else tempered(logits, sampling)
     hot = (sampling.knobs[:, 0] > 0).view(-1, 1, 1)
     drawn = scores + noise.gumbel(sampling.keys, positions, logits.shape[-1], stream=stream)
     return reduce.argmax(torch.where(hot, drawn, scores))
 
 
+def tempered(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    """Logits over temperature; as they are where it is 0. [B, T, V] -> [B, T, V] float32."""
+    temperature = sampling.knobs[:, 0].view(-1, 1, 1)
+    return logits.to(torch.float32) / torch.where(temperature > 0, temperature, 1.0)
+
+
 def filtered(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     """Tempered logits, with `reduce.NEGATIVE` where top-k, top-p or min-p cut. [B, T, V] -> [B, T, V] float32."""
-    temperature, top_k, top_p, min_p = (sampling.knobs[:, i].view(-1, 1, 1) for i in range(4))
-    scores = logits.to(torch.float32) / torch.where(temperature > 0, temperature, 1.0)
+    top_k, top_p, min_p = (sampling.knobs[:, i].view(-1, 1, 1) for i in range(1, 4))
+    scores = tempered(logits, sampling)
     count = torch.where(top_k > 0, top_k, float(logits.shape[-1])).expand(*scores.shape[:2], 1)
     scores = torch.where(reduce.largest(scores, count.squeeze(-1)), scores, reduce.NEGATIVE)
     weights = softmax(scores)
@@ -38,9 +47,9 @@ def filtered(logits: Tensor, sampling: SamplingBatch) -> Tensor:
     return torch.where(weights >= min_p * weights.amax(-1, keepdim=True), scores, reduce.NEGATIVE)
 
 
-def probabilities(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+def probabilities(logits: Tensor, sampling: SamplingBatch, *, cut: bool = True) -> Tensor:
     """The law that `choose` draws from. [B, T, V] -> [B, T, V] float32, rows sum to one."""
-    scores = filtered(logits, sampling)
+    scores = filtered(logits, sampling) if cut else tempered(logits, sampling)
     hot = (sampling.knobs[:, 0] > 0).view(-1, 1, 1)
     ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     one_hot = (ids == reduce.argmax(scores).unsqueeze(-1)).to(torch.float32)

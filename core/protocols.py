@@ -37,11 +37,22 @@ class Drafter(Protocol):
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """A request takes a slot: read its prompt. features [S, F] of its tokens, if this drafter ``reads`` any."""
 
+    def release(self, slot: int) -> None:
+        """The request in a slot is done, finished or given up: forget it. Its cache rows may keep what they hold."""
+
     def observe(self, commit: Commit) -> None:
         """See a commit. Called once for every commit, before `propose`, whether or not `propose` follows."""
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """Propose what follows the commit. Slots that hold no request may get anything."""
+
+
+@runtime_checkable
+class Shortens(Protocol):
+    """A drafter that can be had at a smaller depth, with the same state behind it."""
+
+    def shortened(self, length: int) -> Drafter:
+        """This drafter, proposing ``length`` tokens. What one of them is told, both know."""
 
 
 @runtime_checkable
@@ -71,6 +82,9 @@ class Verifier(Protocol):
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
         """Read a prompt into a slot and pick the first token. ``sampling`` has one row, the slot's."""
 
+    def release(self, slot: int) -> None:
+        """The request in a slot is done: forget it."""
+
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; None = nothing is proposed."""
 
@@ -84,11 +98,24 @@ class FusedVerifier(Verifier, Protocol):
         """Draft and verify in one call. -> the next commit, and how deep each slot's proposal went, [B] int32."""
 
 
+class PlainTarget(Protocol):
+    """A target that decodes several tokens at a call, by itself."""
+
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        """Read a prompt into a slot and pick the first token."""
+
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+        """Up to ``bounds.limit + 1`` tokens in every slot."""
+
+
 class Round(Protocol):
     """From what was last committed to what is committed next."""
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
         """Read a prompt into a slot."""
+
+    def release(self, slot: int) -> None:
+        """The request in a slot is done, or `start` failed for it: both sides forget it."""
 
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """One round."""

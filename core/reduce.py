@@ -24,6 +24,21 @@ def argmax(scores: Tensor) -> Tensor:
     return first.clamp(max=size - 1).to(torch.int32)  # an all-NaN row has no best; stay a legal id
 
 
+def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest values, falling, and their ids; the lowest id first among equals.
+
+    values [..., V] float32 -> [..., count] float32, [..., count] int32
+    """
+    left, found, ids = values, [], []
+    places = torch.arange(values.shape[-1], dtype=torch.int32, device=values.device)
+    for _ in range(count):
+        best = argmax(left).unsqueeze(-1)
+        found.append(values.gather(-1, best.to(torch.int64)))
+        ids.append(best)
+        left = torch.where(places == best, 2 * NEGATIVE, left)
+    return torch.cat(found, -1), torch.cat(ids, -1)
+
+
 def largest(scores: Tensor, keep: Tensor) -> Tensor:
     """Mask of the ``keep`` largest scores of every row, lowest ids first among equals.
 

@@ -77,7 +77,7 @@ def source_hash() -> str:
     """Hash of every source file that a graph is traced from: graphs of another version are never reused."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
-    for folder in (root, root.parent / "core", root.parent / "target", root.parent / "draft"):
+    for folder in (root, *(root.parent / name for name in ("core", "target", "draft", "medusa", "eagle"))):
         for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cpp")]):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()

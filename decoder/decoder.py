@@ -91,7 +91,8 @@ class CompiledDecoder:
         self.body = Body(config, options, weights, backend=backend).eval()
         self.announce: Announce = log.warning  # a first use may take long, and silence would look like a hang
         self.folder: Path | None = None
-        self._steps: dict[str, Step] = {}
+        self._steps: dict[tuple[str, int], Step] = {}
+        self._owners: dict[int, object] = {}  # kept, so that no other object gets the same id
         self._used: list[Graph] = []
         self._holder: object | None = None
 
@@ -115,25 +116,28 @@ class CompiledDecoder:
         *,
         reach: int,
         guest: dict[str, object] | None = None,
+        owner: object | None = None,
     ) -> Step:
         """The step ``make(body, reach)``, compiled for the shapes of ``example``. Made once for a name and reach.
 
-        ``guest`` are the facts of another model in the same step.
+        ``guest`` are the facts of another model in the same step, ``owner`` is whose model that is: two of one shape
+        have one artefact, and steps of their own.
         """
         full = f"{name}@{reach}"
-        step = self._steps.get(full)
+        self._owners[id(owner)] = owner
+        step = self._steps.get((full, id(owner)))
         if step is None:
             facts = self.facts() if guest is None else {**self.facts(), "guest": guest}
             shapes = [[str(x.dtype), list(x.shape)] for x in example]
             facts = {"graph": full, "inputs": shapes, **facts}
             graph = Graph(full, make(self.body, reach), tuple(example), facts)
             self._used.append(graph)
-            step = self._steps[full] = self.backend.compile(graph, self.announce)
+            step = self._steps[full, id(owner)] = self.backend.compile(graph, self.announce)
         return step
 
     def is_ready(self, name: str, reach: int) -> bool:
         """Whether that graph is already in this process."""
-        return f"{name}@{reach}" in self._steps
+        return (f"{name}@{reach}", id(None)) in self._steps
 
     def save(self, folder: str | Path) -> None:
         """Copy the compiled graphs made so far into ``folder``, to ship them.

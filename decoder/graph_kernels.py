@@ -69,6 +69,10 @@ class GraphKernels:
         """As `Kernels.choose`; greedy is a value of the knobs, not a branch."""
         return law.choose(logits, positions, sampling, stream=stream)
 
+    def probabilities(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+        """As `Kernels.probabilities`."""
+        return law.probabilities(logits, sampling)
+
 
 def flat(cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
     """Numbers of rows [b, T] of slots [b] in a cache seen as one long table of rows. -> [b * G * T] int32

@@ -1,4 +1,4 @@
-"""The three operations of a decoder that decide its speed, as a contract, and their plain PyTorch form.
+"""The operations of a decoder that decide its speed, as a contract, and their plain PyTorch form.
 
 `Reference` is what tests and debugging run on and what the native kernels are compared with. It promises that a row's
 result does not depend on its place in the window or on the other rows; it makes no promise about speed.
@@ -102,6 +102,9 @@ class Kernels(Protocol):
     ) -> Tensor:
         """As `paceline.core.law.choose`."""
 
+    def probabilities(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+        """As `paceline.core.law.probabilities`, up to float32's rounding: the law that `choose` draws from."""
+
 
 class Reference:
     """Plain PyTorch on one device, eager."""
@@ -148,7 +151,16 @@ class Reference:
     ) -> Tensor:
         if not bool((sampling.knobs[:, 0] > 0).any()):  # eager may look at values; a greedy law needs no noise
             return reduce.argmax(logits)
-        return law.choose(logits, positions, sampling, stream=stream)
+        return law.choose(logits, positions, sampling, stream=stream, cut=_cuts(sampling))
+
+    def probabilities(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+        return law.probabilities(logits, sampling, cut=_cuts(sampling))
+
+
+def _cuts(sampling: SamplingBatch) -> bool:
+    """Whether top-k, top-p or min-p is on in any row."""
+    top_k, top_p, min_p = (sampling.knobs[:, i] for i in range(1, 4))
+    return bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
 
 
 def _seen(place: Place, rows: Tensor, extent: int) -> Tensor:

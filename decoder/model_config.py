@@ -79,6 +79,11 @@ class ModelConfig:
         generation = Fields(read_json_object(generation_file) if generation_file.exists() else {}, str(generation_file))
         return _parse(config, generation)
 
+    @classmethod
+    def from_fields(cls, config: Fields) -> "ModelConfig":
+        """The configuration in an object laid out like ``config.json``, as part of another file."""
+        return _parse(config, Fields({}, config.where))
+
     def to_dict(self) -> dict[str, object]:
         """Plain values under these field names (not Hugging Face's), ready for JSON."""
         return asdict(self)

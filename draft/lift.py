@@ -29,6 +29,9 @@ class LiftedDrafter:
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         self._texts[slot] = list(prompt)
 
+    def release(self, slot: int) -> None:
+        self._texts.pop(slot, None)
+
     def observe(self, commit: Commit) -> None:
         for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
             if slot in self._texts:

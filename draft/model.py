@@ -7,6 +7,7 @@ acceptance close to the best possible; under `Reject` it draws from its law with
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from functools import partial
 
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 
 from paceline.core import law, noise
 from paceline.core.backlog import Backlog
-from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.errors import ConfigurationError
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.decoder.decoder import Body, CompiledDecoder
 from paceline.decoder.steps import prefill
 
@@ -23,13 +25,18 @@ from paceline.decoder.steps import prefill
 class DraftStep(nn.Module):
     """Read a commit, then ``length`` tokens one by one."""
 
-    def __init__(self, body: Body, reach: int, *, length: int, drawn: bool, vocab_size: int) -> None:
+    def __init__(
+        self, body: Body, reach: int, *, length: int, drawn: bool, vocab_size: int, confidence: float = 0.0
+    ) -> None:
         super().__init__()
         self.body, self._reach, self._length, self._drawn = body, reach, length, drawn
-        self._vocab_size = vocab_size
+        self._vocab_size, self._confidence = vocab_size, confidence
 
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, knobs: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
-        """The fields of a Commit [B, W], knobs [B, 4], keys [B, 2] -> drafts [B, N] (and law [B, N, V] if drawn)."""
+        """The fields of a Commit [B, W], knobs [B, 4], keys [B, 2] -> drafts [B, N] (and law [B, N, V] if drawn).
+
+        From the first place on where the model is not confident enough, drafts are PAD.
+        """
         sampling = SamplingBatch(knobs, keys)
         # The target may have ids that this model lacks; what follows them is a guess like any other.
         known = tokens.clamp(min=0, max=self.body.config.vocab_size - 1)
@@ -38,18 +45,23 @@ class DraftStep(nn.Module):
         hidden = hidden.gather(1, last)
         drafts: list[Tensor] = []
         laws: list[Tensor] = []
+        sure: list[Tensor] = []
         for step in range(self._length):
             row = start + count + step  # of the token that is picked now
             if step:
                 hidden, _ = self.body.window(drafts[-1], row - 1, self._reach)
             logits = self.body.logits(hidden)[..., : self._vocab_size].contiguous()
+            if self._confidence > 0:
+                sure.append(law.softmax(logits).amax(-1) >= self._confidence)
             stream = noise.DRAFT if self._drawn else noise.TARGET
             drafts.append(self.body.kernels.choose(logits, row.unsqueeze(1), sampling, stream=stream))
             if self._drawn:
-                laws.append(law.probabilities(logits, sampling))
-        if self._drawn:
-            return torch.cat(drafts, 1), torch.cat(laws, 1)
-        return (torch.cat(drafts, 1),)
+                laws.append(self.body.kernels.probabilities(logits, sampling))
+        tokens = torch.cat(drafts, 1)
+        if sure:
+            doubts = (~torch.cat(sure, 1)).to(torch.float32).cumsum(-1)
+            tokens = torch.where(doubts == 0, tokens, PAD)
+        return (tokens, torch.cat(laws, 1)) if self._drawn else (tokens,)
 
 
 class ModelDrafter:
@@ -57,17 +69,35 @@ class ModelDrafter:
 
     ``drawn``: draw from the law and report it, for `Reject`; otherwise pick with the target's noise, for `Match`.
     ``vocab_size`` is the target's: ids that only the draft has are not drafted.
+    ``confidence``: stop a proposal where the model's largest probability (no temperature, no filter) falls below it.
     """
 
     reads: Reads | None = None
 
-    def __init__(self, decoder: CompiledDecoder, length: int, *, vocab_size: int, drawn: bool = False) -> None:
+    def __init__(
+        self,
+        decoder: CompiledDecoder,
+        length: int,
+        *,
+        vocab_size: int,
+        drawn: bool = False,
+        confidence: float = 0.0,
+    ) -> None:
+        if not 0 <= confidence <= 1:
+            raise ConfigurationError(f"confidence={confidence} is no probability; 0 (off) to 1")
         decoder.check_width(length + 1)
+        self._confidence = confidence
         self.decoder, self._drawn = decoder, drawn
         self.outline = Outline.chain(length)
         self._vocab_size = min(vocab_size, decoder.config.vocab_size)
         self.reach: int | None = decoder.n_positions
         self._backlog = Backlog()
+
+    def shortened(self, length: int) -> ModelDrafter:
+        """See `paceline.core.protocols.Shortens`."""
+        made = copy.copy(self)
+        made.outline = Outline.chain(length)
+        return made
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Read a prompt, unless it is longer than this model's context: then nothing is ever asked of it."""
@@ -75,16 +105,19 @@ class ModelDrafter:
         if len(prompt) < self.decoder.n_positions:
             prefill(self.decoder, slot, prompt)
 
+    def release(self, slot: int) -> None:
+        """Nothing to forget: the next request's prompt overwrites the cache rows."""
+
     def observe(self, commit: Commit) -> None:
         """Only noted: the step of `propose` reads the last commit itself."""
         self._backlog.add(commit)
 
     def ready(self) -> None:
         """Read what was committed while nothing was proposed, as far as this model's context goes."""
-        for slot, start, tokens in self._backlog.take():
-            if start + len(tokens) <= self.decoder.n_positions:
-                known = [min(token, self.decoder.config.vocab_size - 1) for token in tokens]
-                prefill(self.decoder, slot, known, start=start)
+        for missed in self._backlog.take():
+            if missed.start + len(missed.tokens) <= self.decoder.n_positions:
+                known = [min(token, self.decoder.config.vocab_size - 1) for token in missed.tokens]
+                prefill(self.decoder, missed.slot, known, start=missed.start)
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """Draft; see the protocol."""
@@ -101,6 +134,7 @@ class ModelDrafter:
     def name(self, rows: int) -> str:
         """See the protocol."""
         drawn = ",drawn" if self._drawn else ""
+        drawn += f",confidence {self._confidence}" if self._confidence else ""
         return f"draft[{self.outline.nodes}{drawn},vocabulary {self._vocab_size}]@{self._reach(rows)}"
 
     def facts(self) -> dict[str, object]:
@@ -112,4 +146,10 @@ class ModelDrafter:
 
     @property
     def _make(self) -> partial[DraftStep]:
-        return partial(DraftStep, length=self.outline.nodes, drawn=self._drawn, vocab_size=self._vocab_size)
+        return partial(
+            DraftStep,
+            length=self.outline.nodes,
+            drawn=self._drawn,
+            vocab_size=self._vocab_size,
+            confidence=self._confidence,
+        )

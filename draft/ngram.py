@@ -6,6 +6,7 @@ The longest match wins; among equals the most recent one, or the first (``prefer
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Literal
 
@@ -72,9 +73,18 @@ class NgramDrafter:
         self._sizes, self._first = range(shortest, longest + 1), prefer == "first"
         self._texts: dict[int, NgramIndex] = {}
 
+    def shortened(self, length: int) -> NgramDrafter:
+        """See `paceline.core.protocols.Shortens`."""
+        made = copy.copy(self)
+        made.outline = Outline.chain(length)
+        return made
+
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         self._texts[slot] = NgramIndex(self._sizes, first=self._first)
         self._texts[slot].extend(prompt)
+
+    def release(self, slot: int) -> None:
+        self._texts.pop(slot, None)
 
     def observe(self, commit: Commit) -> None:
         for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):

@@ -20,6 +20,9 @@ class NoDrafter:
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Nothing to read."""
 
+    def release(self, slot: int) -> None:
+        """Nothing to forget."""
+
     def observe(self, commit: Commit) -> None:
         """Nothing to see."""
 

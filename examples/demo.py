@@ -16,7 +16,7 @@ from time import perf_counter
 from rich.console import Console
 from rich.table import Table
 
-from paceline import AutoDecoder, PacelineError, SpeculativeGenerator, Statistics
+from paceline import AutoDecoder, Chain, EagleDrafter, MedusaDrafter, PacelineError, SpeculativeGenerator, Statistics
 from paceline.auto import SamplingDecoder
 from paceline.console import TextView, by_position, err, out, say
 from paceline.detokenise import Tokenizer, load_tokenizer
@@ -44,7 +44,8 @@ class Measured:
 def main() -> int:
     """Load, stream, measure, compare."""
     parser = argparse.ArgumentParser(description="Plain against speculative decoding with two small code models.")
-    parser.add_argument("--mode", choices=["speculative", "ngram"], default="speculative", help="who drafts")
+    modes = ["speculative", "ngram", "medusa", "eagle"]
+    parser.add_argument("--mode", choices=modes, default="speculative", help="who drafts")
     parser.add_argument("--k", type=int, default=4, help="drafted tokens per round")
     parser.add_argument("--prompts", type=int, default=6, help="how many prompts are measured")
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -66,7 +67,12 @@ def demo(console: Console, options: argparse.Namespace) -> int:
     if options.mode == "speculative":
         decoders["draft"] = decoder("draft")
     target = decoders["target"]
-    source = SpeculativeGenerator(decoders.get("draft", "ngram"), target, k=options.k)
+    drafter: MedusaDrafter | EagleDrafter | None = None
+    if options.mode == "medusa":
+        drafter = MedusaDrafter.from_pretrained(PAIR / "medusa", target)
+    if options.mode == "eagle":
+        drafter = EagleDrafter.from_pretrained(PAIR / "eagle3", target, Chain(options.k))
+    source = SpeculativeGenerator(drafter or decoders.get("draft", "ngram"), target, k=options.k)
     say(err(), "Compiling: about a minute the first time on two cores; from then on the graphs are in the cache.")
     made = compiling(err(), decoders, [source.compile])
     fresh = [one for one in made if one.compiled]
@@ -110,17 +116,17 @@ def compare(
                 run(sampler, prompts, measured, max_new_tokens=options.max_new_tokens)
                 shown.advance(len(prompts))
         wide = Measured()
-        run(target, prompts, wide, max_new_tokens=options.max_new_tokens, width=options.k + 1)
+        width = None if options.mode == "medusa" else options.k + 1  # a tree has no chain of its width beside it
+        run(target, prompts, wide, max_new_tokens=options.max_new_tokens, width=width)
     console.print(table(plain, fast, options))
     narrow = sum(a == b for a, b in zip(plain.texts, fast.texts, strict=True))
     if wide.texts != fast.texts:
         differ = sum(a != b for a, b in zip(wide.texts, fast.texts, strict=True))
-        say(console, f"NOT IDENTICAL: {differ} of {len(prompts)} texts differ at width {options.k + 1}.", style="red")
+        say(console, f"NOT IDENTICAL: {differ} of {len(prompts)} texts differ at width {width or 1}.", style="red")
         return 1
-    say(console, f"Checked: both outputs are identical, token for token, in all {len(prompts)} texts, decoded at equal")
-    say(
-        console, f"width ({options.k + 1} rows). Plain decoding at one row gave the same in {narrow} of {len(prompts)}."
-    )
+    rows = "one row at a time" if width is None else f"at equal width ({width} rows)"
+    say(console, f"Checked: both outputs are identical, token for token, in all {len(prompts)} texts; plain decoding")
+    say(console, f"went {rows}. Plain decoding at one row gave the same in {narrow} of {len(prompts)}.")
     if load > 1.5 * cores:
         say(
             console, f"The machine was busy with other work (load {load:.1f} on {cores} cores): speeds here say little."
@@ -160,7 +166,8 @@ def table(plain: Measured, fast: Measured, options: argparse.Namespace) -> Table
     title = (
         f"{options.prompts} prompts, {options.max_new_tokens} new tokens, greedy, bf16, median of {options.repetitions}"
     )
-    made = Table("", "plain", f"{options.mode}, k = {options.k}", title=title)
+    label = "medusa" if options.mode == "medusa" else f"{options.mode}, k = {options.k}"
+    made = Table("", "plain", label, title=title)
     made.add_row("tokens/s, prefill included", *(f"{one.speed:.0f}" for one in (plain, fast)))
     made.add_row("slowest to fastest", *(f"{min(one.speeds):.0f} to {max(one.speeds):.0f}" for one in (plain, fast)))
     made.add_row("speed-up", "1", f"{fast.speed / plain.speed:.2f}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessor
 
-from paceline import processors, request
+from paceline import processors, request, values
 from paceline.core.errors import SamplingError
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.request import InputIds, Request
@@ -37,6 +37,7 @@ class Ask:
     logits_processor: Sequence[LogitsProcessor] | None
     no_repeat_ngram_size: int | None
     repetition_penalty: float | None
+    speculate: bool | Sequence[bool]
 
     def requests(self, target: CompiledDecoder) -> list[Request]:
         """Checked requests, in row order.
@@ -44,9 +45,12 @@ class Ask:
         Raises:
             PromptError, SamplingError: something cannot be served.
         """
+        self._check_types()
         rows = request.prompts(self.input_ids, self.attention_mask, vocab_size=target.config.vocab_size)
-        if not isinstance(self.seed, int) and len(self.seed) != len(rows):
+        if isinstance(self.seed, Sequence) and len(self.seed) != len(rows):
             raise SamplingError(f"seed has {len(self.seed)} entries for {len(rows)} prompts; give one each, or an int")
+        if not isinstance(self.speculate, bool) and len(self.speculate) != len(rows):
+            raise SamplingError(f"speculate has {len(self.speculate)} entries for {len(rows)} prompts; give one each")
         return [self._request(index, row, target) for index, row in enumerate(rows)]
 
     def processor(self) -> Processor | None:
@@ -57,6 +61,25 @@ class Ask:
             no_repeat_ngram_size=self.no_repeat_ngram_size,
         )
         return made
+
+    def _check_types(self) -> None:
+        integers = (
+            ("sequence_length", self.sequence_length),
+            ("max_new_tokens", self.max_new_tokens),
+            ("top_k", self.top_k),
+            ("no_repeat_ngram_size", self.no_repeat_ngram_size),
+        )
+        for name, value in integers:
+            values.integer(name, value)
+        values.number("temperature", self.temperature, optional=False)
+        values.number("top_p", self.top_p)
+        values.number("min_p", self.min_p)
+        values.number("repetition_penalty", self.repetition_penalty)
+        values.integers("seed", self.seed, optional=False)
+        values.integers("eos_token_id", self.eos_token_id, optional=True)
+        values.strings("stop_strings", self.stop_strings)
+        values.callables("stopping_criteria_list", self.stopping_criteria_list)
+        values.callables("logits_processor", self.logits_processor)
 
     def _request(self, index: int, prompt: tuple[int, ...], target: CompiledDecoder) -> Request:
         length = request.total_length(
@@ -79,4 +102,5 @@ class Ask:
             tokenizer=self.tokenizer,
             criteria=self.stopping_criteria_list,
         )
-        return Request(index, prompt, own, limits)
+        speculate = self.speculate if isinstance(self.speculate, bool) else self.speculate[index]
+        return Request(index, prompt, own, limits, speculate)

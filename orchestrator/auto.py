@@ -30,7 +30,7 @@ class SamplingDecoder(CompiledDecoder, Sampler):
         return [self]
 
     def _engine(self, demands: build.Demands) -> Engine:
-        return build.engine(self, NoDrafter(), rule=Match(), exact=True, demands=demands)
+        return build.engine(self, NoDrafter(), build.Plan(Match()), demands=demands)
 
 
 class AutoDecoder:

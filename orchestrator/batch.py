@@ -74,7 +74,8 @@ class Batch:
         rows, counts = commit.tokens.tolist(), commit.count.tolist()
         for slot in self.active:
             tokens = rows[slot][: counts[slot]]
-            event = self._append(slot, tokens, accepted=counts[slot] - 1, logprobs=logprobs[slot] if logprobs else None)
+            accepted = min(counts[slot] - 1, drafted[slot])  # several plain steps commit tokens that nobody drafted
+            event = self._append(slot, tokens, accepted=accepted, logprobs=logprobs[slot] if logprobs else None)
             self._statistics.count(drafted[slot], event.accepted)
             events.append(event)
         return events
@@ -89,7 +90,7 @@ class Batch:
                 continue
             length = len(slot.watch.text)
             longest = max(longest, length)
-            limit = min(depth, slot.watch.left - 1)
+            limit = min(depth, slot.watch.left - 1) if slot.request.speculate else 0
             if reach is not None:
                 limit = min(limit, reach - length + 1) if length <= reach else 0
             if bucket is not None:

@@ -137,6 +137,9 @@ def _hugging_face(target: str, draft: str, max_new_tokens: int) -> list[Mode]:
             AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
             for path in (target, draft)
         )
+        for model in (big, small):
+            if not model.generation_config.eos_token_id:  # an empty list of ids, which `generate` cannot take
+                model.generation_config.eos_token_id = None
         modes.append(Mode(f"transformers generate {name}", _theirs(big, None, max_new_tokens)))
         modes.append(Mode(f"transformers assisted {name}", _theirs(big, small, max_new_tokens)))
     return modes

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from paceline.adaptive import Adaptive
 from paceline.core.accept import Match, Reject
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, GraphDrafter
+from paceline.core.protocols import Drafter, GraphDrafter, Shortens
 from paceline.core.types import Outline
+from paceline.core.typical import Typical
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.draft.chained import ChainedDrafter
 from paceline.draft.lift import lift
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
-from paceline.loop import Engine
-from paceline.rounds import Fused, TwoStep
+from paceline.draft.suffix import SuffixDrafter
+from paceline.loop import Engine, TimedRound
+from paceline.pace import Pace
+from paceline.rounds import Fused, MultiStep, TwoStep
 from paceline.target.host import HostVerifier, Processor
+from paceline.target.plain import PlainDecoder
 from paceline.target.verifier import Acceptor, CompiledVerifier
 
 log = logging.getLogger("paceline")
 
-ACCEPTORS: dict[str, type[Acceptor]] = {"match": Match, "reject": Reject}
-DRAFTERS: dict[str, Callable[[int], Drafter]] = {"none": lambda _k: NoDrafter(), "ngram": NgramDrafter}
+ACCEPTORS: dict[str, type[Acceptor]] = {"match": Match, "reject": Reject, "typical": Typical}
+DRAFTERS: dict[str, Callable[[int], Drafter]] = {
+    "none": lambda _k: NoDrafter(),
+    "ngram": NgramDrafter,
+    "suffix": SuffixDrafter,
+}
 
-DraftLike = CompiledDecoder | Drafter | Callable[[list[int]], list[int]] | str | None
+OneDraft = CompiledDecoder | Drafter | Callable[[list[int]], list[int]] | str
+DraftLike = OneDraft | Sequence[OneDraft] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,84 +48,123 @@ class Demands:
     width: int | None = None
 
 
-def acceptor(name: str) -> Acceptor:
-    """The acceptance rule of that name."""
+def acceptor(name: str | Acceptor) -> Acceptor:
+    """The acceptance rule of that name, or a rule with values of the user's own."""
+    if not isinstance(name, str):
+        return name
     if name not in ACCEPTORS:
         raise ConfigurationError(f"acceptor={name!r} is unknown; use one of {', '.join(ACCEPTORS)}")
     return ACCEPTORS[name]()
 
 
-def drafter(draft: DraftLike, target: CompiledDecoder, *, k: int, rule: Acceptor) -> Drafter:
+def drafter(draft: DraftLike, target: CompiledDecoder, *, k: int, rule: Acceptor, confidence: float = 0.0) -> Drafter:
     """A drafter of k tokens a round from whatever the user gave.
 
     Raises:
         ConfigurationError: k is negative, or nothing can be made of ``draft``.
     """
-    if k < 0:
+    if not isinstance(k, int) or k < 0:
         raise ConfigurationError(f"k must be 0 or more drafted tokens per round, not {k}")
     if draft is None or k == 0:
         return NoDrafter()
     if isinstance(draft, CompiledDecoder):
-        return ModelDrafter(draft, k, vocab_size=target.config.vocab_size, drawn=isinstance(rule, Reject))
+        size, drawn = target.config.vocab_size, isinstance(rule, Reject)
+        return ModelDrafter(draft, k, vocab_size=size, drawn=drawn, confidence=confidence)
     if isinstance(draft, str):
         if draft not in DRAFTERS:
             raise ConfigurationError(f"no drafter is called {draft!r}; there are {', '.join(DRAFTERS)}")
         return DRAFTERS[draft](k)
     if isinstance(draft, Drafter):
         return draft
+    if isinstance(draft, Sequence):
+        if isinstance(rule, Reject):
+            raise ConfigurationError("a list of drafters goes with acceptor='match': none of them reports a law")
+        return ChainedDrafter([drafter(one, target, k=k, rule=rule, confidence=confidence) for one in draft])
     if callable(draft):
         return lift(draft, k)
     raise ConfigurationError(
-        f"draft is a {type(draft).__name__}; give a decoder, a drafter, a function from ids to ids, 'ngram', or None"
+        f"draft is a {type(draft).__name__}; give a decoder, a drafter, a function from ids to ids, 'ngram', 'suffix', "
+        "a list of these, or None"
     )
 
 
-def engine(
-    target: CompiledDecoder,
-    source: Drafter,
-    *,
-    rule: Acceptor,
-    exact: bool,
-    demands: Demands,
-    fused: bool | None = None,
-) -> Engine:
-    """A round over these parts, and what the loop must know of it.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a generator wants its rounds.
 
-    ``fused``: draft and verify in one graph; None = wherever that can be done.
+    rule    acceptance
+    exact   no rounding depends on what was proposed
+    fused   draft and verify in one graph; None = wherever that can be done
+    pace    chooses the depth of every round; None = always that of the drafter
+    steps   plain steps in one graph, where nothing is drafted at all
+    """
+
+    rule: Acceptor
+    exact: bool = True
+    fused: bool | None = None
+    pace: Pace | None = None
+    steps: int = 1
+
+
+def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Demands) -> Engine:
+    """A round over these parts, and what the loop must know of it.
 
     Raises:
         ConfigurationError: the width asked for does not hold a full proposal, the acceptance rule does not fit the
-            drafter, or the drafter cannot be fused.
+            drafter, or the drafter cannot be fused or shortened.
     """
+    on_device = demands.processor is None and not demands.scores
+    if plan.steps > 1 and isinstance(source, NoDrafter) and on_device and demands.width is None:
+        steps: TimedRound = MultiStep(PlainDecoder(target, plan.steps))
+        return Engine(steps, target.batch_size, plan.steps - 1, plan.steps, None, target.reaches)
     outline = _outline(source, demands.width)
-    if isinstance(rule, Reject) and not outline.is_chain:
+    if isinstance(plan.rule, Reject) and not outline.is_chain:
         raise ConfigurationError("acceptor='reject' is for chains; this drafter proposes trees: use acceptor='match'")
-    # Where a row's bits depend on how many rows there are, every round of an exact generator has the same number.
-    wide = demands.width is not None or (exact and outline.is_chain and not target.body.kernels.width_free)
-    scores = None
-    steps: TwoStep | Fused
-    if demands.processor is None and not demands.scores:
-        verifier = CompiledVerifier(target, outline, acceptor=rule, wide=wide, reads=source.reads)
-        steps = _round(source, verifier, outline=outline, fused=fused)
-    else:
-        if fused:
-            log.info("logits processors and scores need the host at every token: draft and target are two graphs")
-        host = HostVerifier(target, outline, acceptor=rule, wide=wide, processor=demands.processor, reads=source.reads)
-        steps, scores = TwoStep(source, host), host if demands.scores else None
-    depth, width = source.outline.depth, outline.depth + 1
-    return Engine(steps, target.batch_size, depth, width, source.reach, target.reaches, scores)
-
-
-def _round(source: Drafter, verifier: CompiledVerifier, *, outline: Outline, fused: bool | None) -> TwoStep | Fused:
-    # A wider window than the proposal's is padded on the way, which a fused graph has not.
-    able = isinstance(source, GraphDrafter) and source.outline == outline
-    if fused and not able:
+    if isinstance(plan.rule, Typical) and not on_device:
         raise ConfigurationError(
-            f"{type(source).__name__} cannot share a graph with the target here; leave fused unset, or use a "
-            "draft model and no width of its own"
+            "acceptor='typical' decides on the device, without logits processors and scores; leave them out, or use "
+            "acceptor='match'"
         )
-    if isinstance(source, GraphDrafter) and able and fused is not False:
+    # Where a row's bits depend on how many rows there are, every round of an exact generator has the same number.
+    one_width = plan.exact and outline.is_chain and not target.body.kernels.width_free
+    wide = demands.width is not None or one_width
+    width, scores = outline.depth + 1, None
+    if not on_device:
+        if plan.fused or plan.pace:
+            log.info("processors and scores need the host at every token: draft and target are two graphs of one depth")
+        host = HostVerifier(
+            target, outline, acceptor=plan.rule, wide=wide, processor=demands.processor, reads=source.reads
+        )
+        steps, scores = TwoStep(source, host), host if demands.scores else None
+    else:
+
+        def at(depth: int) -> TimedRound:
+            """The round that drafts so many tokens."""
+            short = source if depth in (0, source.outline.depth) else _shortened(source, depth)
+            seen = outline if one_width or short is source else Outline.chain(depth)
+            verifier = CompiledVerifier(target, seen, acceptor=plan.rule, wide=wide, reads=source.reads, width=width)
+            return _round(short, verifier, fused=plan.fused)
+
+        steps = at(source.outline.depth)
+        if plan.pace is not None and source.outline.nodes:
+            steps = Adaptive({depth: at(depth) for depth in plan.pace.ladder}, plan.pace)
+    return Engine(steps, target.batch_size, source.outline.depth, width, source.reach, target.reaches, scores)
+
+
+def _shortened(source: Drafter, depth: int) -> Drafter:
+    if not isinstance(source, Shortens):
+        raise ConfigurationError(
+            f"{type(source).__name__} has one depth only; give one number as k, or a draft model or 'ngram'"
+        )
+    return source.shortened(depth)
+
+
+def _round(source: Drafter, verifier: CompiledVerifier, *, fused: bool | None) -> TwoStep | Fused:
+    chains = source.outline.is_chain and verifier.outline.is_chain
+    if isinstance(source, GraphDrafter) and fused is not False and (chains or source.outline == verifier.outline):
         return Fused(source, verifier)
+    if fused:
+        raise ConfigurationError(f"{type(source).__name__} cannot share a graph with the target; leave fused unset")
     return TwoStep(source, verifier)
 
 
@@ -125,6 +175,6 @@ def _outline(source: Drafter, width: int | None) -> Outline:
         return outline
     if not outline.is_chain:
         raise ConfigurationError(f"width={width} is for chains; this drafter's tree has {outline.nodes} nodes")
-    if width < outline.nodes + 1:
+    if not isinstance(width, int) or width < outline.nodes + 1:
         raise ConfigurationError(f"width={width} is too small for {outline.nodes} drafted tokens and the target's own")
     return Outline.chain(width - 1)

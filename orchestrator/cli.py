@@ -16,13 +16,12 @@ from typing import Annotated
 import typer
 
 import paceline
-from paceline import console, health, progress
-from paceline.auto import AutoDecoder, SamplingDecoder
-from paceline.core.errors import ArtefactError, ConfigurationError, PromptError
+from paceline import console, health, medusa_cli, progress, train_cli, train_eagle
+from paceline.core.errors import ArtefactError, PromptError
 from paceline.decoder.environment import cache_root
 from paceline.detokenise import Detokeniser, Tokenizer, load_tokenizer
-from paceline.generator import SpeculativeGenerator
 from paceline.result import Event, FinishReason
+from paceline.sources import Drafting, Loading, source_of
 
 app = typer.Typer(
     help="Decode with several models at once: small models set the pace, the big one decides.",
@@ -30,8 +29,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
+app.add_typer(train_cli.app, name="train")
 health.register(app)
+app.registered_commands += medusa_cli.app.registered_commands
+app.registered_commands += train_eagle.files.registered_commands
+train_cli.app.registered_commands += train_eagle.app.registered_commands
 
 Amp = Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")]
 BackendName = Annotated[str, typer.Option("--backend", help="inductor (compiled, CPU) or eager.")]
@@ -41,10 +43,11 @@ Chunks = Annotated[
     typer.Option("--context-length-estimate", help="Length of a prefill graph; repeatable. Default: 64 and 256."),
 ]
 DraftFolder = Annotated[Path | None, typer.Option(help="Folder of the draft model.")]
+MedusaFolder = Annotated[Path | None, typer.Option("--medusa", help="Folder of Medusa heads for the target.")]
+TreeFile = Annotated[Path | None, typer.Option("--tree", help="File of their choices; default: the folder's own.")]
+EagleFolder = Annotated[Path | None, typer.Option("--eagle", help="Folder of an EAGLE head for the target.")]
+GrowthName = Annotated[str | None, typer.Option(help="Of EAGLE drafts: chain (of k), tree:-1,-1,0 or dynamic:16,4,4.")]
 Drafted = Annotated[int, typer.Option("--k", help="Drafted tokens per round, not counting the target's own.")]
-
-
-Source = SpeculativeGenerator | SamplingDecoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,30 +57,6 @@ class Outcome:
     text: str
     tokens: list[int]
     finish_reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Loading:
-    """Options every decoder of a command is loaded with."""
-
-    backend: str
-    amp: str
-    n_positions: int | None
-    chunks: list[int] | None
-    batch_size: int = 1
-
-    def decoder(self, folder: Path) -> SamplingDecoder:
-        """Load one, with a bar."""
-        with progress.loading(console.err(), folder) as report:
-            return AutoDecoder.from_pretrained(
-                folder,
-                batch_size=self.batch_size,
-                n_positions=self.n_positions,
-                context_length_estimate=self.chunks,
-                amp=self.amp,
-                backend=self.backend,
-                progress=report,
-            )
 
 
 @app.callback(invoke_without_command=True)
@@ -92,7 +71,12 @@ def generate(
     target: Annotated[Path, typer.Option(help="Folder of the model whose text it is.")],
     draft: DraftFolder = None,
     ngram: Annotated[bool, typer.Option("--ngram", help="Draft from n-grams of the text, without a model.")] = False,
+    medusa: MedusaFolder = None,
+    tree: TreeFile = None,
+    eagle: EagleFolder = None,
+    growth: GrowthName = None,
     k: Drafted = 4,
+    acceptor: Annotated[str, typer.Option(help="match (exact), reject (exact in law) or typical (LOSSY).")] = "match",
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
     prompt_file: Annotated[
         Path | None,
@@ -112,13 +96,13 @@ def generate(
     stats: Annotated[bool, typer.Option("--stats", help="Show counts and times on stderr.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")] = False,
 ) -> None:
-    """Continue a text: plainly, with a draft model (--draft) or with n-grams (--ngram)."""
+    """Continue a text: plainly, or with a draft model, n-grams, Medusa heads or an EAGLE head."""
     with console.refusals():
         text = _prompt(prompt, prompt_file)
         options = Loading(backend, amp, n_positions, context_length_estimate)
         if not temperature and (top_k, top_p, min_p) != (None, None, None):
             console.say(console.err(), "note: greedy decoding ignores top-k, top-p and min-p; set --temperature")
-        source, decoders = _source(target, draft, options, k=k, ngram=ngram)
+        source, decoders = source_of(target, options, Drafting(k, draft, ngram, medusa, tree, acceptor, eagle, growth))
         tokenizer = load_tokenizer(target)
         ids = tokenizer.encode(text)
         stream = source.stream(
@@ -144,6 +128,10 @@ def generate(
 def compile_graphs(
     target: Annotated[Path, typer.Argument(help="Folder of the model.")],
     draft: DraftFolder = None,
+    medusa: MedusaFolder = None,
+    tree: TreeFile = None,
+    eagle: EagleFolder = None,
+    growth: GrowthName = None,
     k: Drafted = 4,
     batch_size: Annotated[int, typer.Option(help="Slots.")] = 1,
     n_positions: Positions = None,
@@ -163,7 +151,9 @@ def compile_graphs(
                 raise ArtefactError("backend 'eager' compiles nothing, so there is nothing to save; use 'inductor'")
             console.say(console.err(), "backend 'eager' runs steps as they are written: there is nothing to compile")
             return
-        source, decoders = _source(target, draft, options, k=k, ngram=draft is None)
+        source, decoders = source_of(
+            target, options, Drafting(k, draft, not (draft or medusa or eagle), medusa, tree, "match", eagle, growth)
+        )
         plain = decoders["target"]
         made = progress.compiling(console.err(), decoders, [source.compile, plain.compile])
         if save:
@@ -197,20 +187,6 @@ def bench(
         )  # fmt: skip
     console.err().print(console.values_table("bench", figures))
     typer.echo(json.dumps(figures))
-
-
-def _source(
-    target: Path, draft: Path | None, options: Loading, *, k: int, ngram: bool
-) -> tuple[Source, dict[str, SamplingDecoder]]:
-    """What generates, and the decoders it is made of by the name to show."""
-    if ngram and draft:
-        raise ConfigurationError("--draft and --ngram exclude each other; give one of them")
-    decoders = {"target": options.decoder(target)}
-    if draft:
-        decoders["draft"] = options.decoder(draft)
-    if draft or ngram:
-        return SpeculativeGenerator("ngram" if ngram else decoders["draft"], decoders["target"], k=k), decoders
-    return decoders["target"], decoders
 
 
 def _shown(stream: Iterator[Event], tokenizer: Tokenizer, ids: list[int], *, prompt: str) -> Outcome:

@@ -114,6 +114,8 @@ def statistics_table(statistics: Statistics, seconds: float | None = None) -> Ta
         "seconds in verification": f"{statistics.verify_seconds:.3f}",
         "seconds on the host": f"{statistics.host_seconds:.3f}",
     }
+    if statistics.lossy:
+        rows["acceptance rule"] = f"{statistics.acceptor}, LOSSY: not the target's law"
     if seconds:
         rows["tokens/s, prefill included"] = f"{statistics.new_tokens / seconds:.1f}"
     for name, value in rows.items():

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+
 from paceline import build, pairing, warm
+from paceline import pace as pacing
+from paceline.core.typical import Typical
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.loop import Engine
 from paceline.result import Statistics
 from paceline.sampler import Sampler
+from paceline.target.verifier import Acceptor
+
+log = logging.getLogger("paceline")
 
 
 class SpeculativeGenerator(Sampler):
@@ -14,13 +22,18 @@ class SpeculativeGenerator(Sampler):
 
     The tokens are those of plain decoding with the same seed, at any temperature, whatever the draft
     (``acceptor="match"``); ``acceptor="reject"`` keeps the law but not the tokens, and accepts a little more.
+    ``acceptor="typical"`` is LOSSY: it keeps neither, above temperature 0.
 
-    draft     a decoder, any drafter, a function from ids to ids, "ngram", or None (plain decoding)
+    draft     a decoder, any drafter, a function from ids to ids, "ngram", "suffix", None (plain decoding), or a list
+              of these, of which the first that has something to say proposes
     target    the decoder whose text it is
-    k         drafted tokens per round, not counting the target's own; a drafter object brings its own number
-    acceptor  "match" or "reject"
+    k         drafted tokens per round, not counting the target's own; a drafter object brings its own number. A
+              sequence of depths, such as `paceline.LADDER`, lets every round choose among them. Without a draft, k + 1
+              plain steps run in one graph
+    acceptor  "match", "reject", "typical", or a rule with values of its own: `Typical(epsilon=0.09, alpha=0.3)`
     exact     run every round through one graph width, so that no rounding depends on what was proposed; False
               lets rounds without a proposal take a narrower graph
+    confidence  a draft model stops proposing where its largest probability falls below this; 0 = never
     fused     draft and verify in one graph; None (default) = wherever it can be done, False = never
 
     Raises:
@@ -33,28 +46,36 @@ class SpeculativeGenerator(Sampler):
         draft: build.DraftLike,
         target: CompiledDecoder,
         *,
-        k: int = 4,
-        acceptor: str = "match",
+        k: int | Sequence[int] = 4,
+        acceptor: str | Acceptor = "match",
         exact: bool = True,
         fused: bool | None = None,
+        confidence: float = 0.0,
     ) -> None:
-        self.target, self._exact, self._fused = target, exact, fused
-        self._rule = build.acceptor(acceptor)
-        if isinstance(draft, CompiledDecoder):
-            pairing.check(draft, target)
-        self.drafter = build.drafter(draft, target, k=k, rule=self._rule)
+        rule, depth, pace = build.acceptor(acceptor), *pacing.of(k)
+        if isinstance(rule, Typical):
+            log.warning("acceptor 'typical' is lossy: above temperature 0 the text does not follow the target's law")
+        steps = depth + 1 if draft is None else 1
+        self.target, self._plan = target, build.Plan(rule, exact, fused, pace, steps)
+        models = [
+            one for one in (draft if isinstance(draft, list | tuple) else [draft]) if isinstance(one, CompiledDecoder)
+        ]
+        for model in models:
+            pairing.check(model, target)
+        self.drafter = build.drafter(draft, target, k=depth, rule=rule, confidence=confidence)
         target.check_width(self.drafter.outline.nodes + 1)
-        self._parts = [target, draft] if isinstance(draft, CompiledDecoder) else [target]
-        self.statistics = Statistics()
+        self._parts = [target, *models]
+        self.statistics = self._fresh()
 
     def compile(self) -> None:
         """Make every graph a call without host-side processors needs, so that no call has to wait for one."""
         warm.up(self._engine(build.Demands()), self._decoders())
 
+    def _fresh(self) -> Statistics:
+        return Statistics(acceptor=type(self._plan.rule).__name__.lower())
+
     def _decoders(self) -> list[CompiledDecoder]:
         return self._parts
 
     def _engine(self, demands: build.Demands) -> Engine:
-        return build.engine(
-            self.target, self.drafter, rule=self._rule, exact=self._exact, demands=demands, fused=self._fused
-        )
+        return build.engine(self.target, self.drafter, self._plan, demands=demands)

@@ -17,12 +17,21 @@ from paceline.result import Event, Statistics
 class TimedRound(Protocol):
     """A `paceline.core.protocols.Round` that says what it did."""
 
+    rung: int | None
     drafted: list[int]
-    prefill_seconds: float
-    draft_seconds: float
-    verify_seconds: float
+
+    @property
+    def prefill_seconds(self) -> float: ...
+
+    @property
+    def draft_seconds(self) -> float: ...
+
+    @property
+    def verify_seconds(self) -> float: ...
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading: ...
+
+    def release(self, slot: int) -> None: ...
 
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit: ...
 
@@ -59,22 +68,38 @@ def run(engine: Engine, requests: Sequence[Request], statistics: Statistics) -> 
     waiting = deque(requests)
     batch = Batch(engine.slots, engine.width, statistics)
     away = 0.0  # time the consumer of the events spent
-    while waiting or batch.active:
-        events = []
-        while waiting and (slot := batch.free) is not None:
-            request = waiting.popleft()
-            first = engine.round.start(slot, request.prompt, batch.one(request))
-            scores = list(engine.scores.logprobs[slot]) if engine.scores else None
-            events.append(batch.join(slot, request, first, logprobs=scores))
-        if batch.active:
-            bounds = batch.bounds(engine.depth, engine.reach, _border(engine.buckets, batch.longest))
-            commit = engine.round(batch.commit, batch.sampling, bounds)
-            events += batch.apply(commit, engine.round.drafted, engine.scores.logprobs if engine.scores else None)
-        for event in events:
-            left = perf_counter()
-            yield event
-            away += perf_counter() - left
+    held: set[int] = set()  # slots that the round knows a request in
+    try:
+        while waiting or batch.active:
+            events = []
+            while waiting and (slot := batch.free) is not None:
+                request = waiting.popleft()
+                held.add(slot)
+                first = engine.round.start(slot, request.prompt, batch.one(request))
+                scores = list(engine.scores.logprobs[slot]) if engine.scores else None
+                events.append(batch.join(slot, request, first, logprobs=scores))
+                _release(engine.round, held, batch.active)
+            if batch.active:
+                bounds = batch.bounds(engine.depth, engine.reach, _border(engine.buckets, batch.longest))
+                commit = engine.round(batch.commit, batch.sampling, bounds)
+                if engine.round.rung is not None:
+                    statistics.rungs.append(engine.round.rung)
+                events += batch.apply(commit, engine.round.drafted, engine.scores.logprobs if engine.scores else None)
+                _release(engine.round, held, batch.active)
+            for event in events:
+                left = perf_counter()
+                yield event
+                away += perf_counter() - left
+    finally:
+        _release(engine.round, held, [])
     _book(engine.round, statistics, perf_counter() - begin - away)
+
+
+def _release(known: TimedRound, held: set[int], active: Sequence[int]) -> None:
+    """Tell the round which requests have left their slots."""
+    for slot in sorted(held.difference(active)):
+        held.discard(slot)
+        known.release(slot)
 
 
 def _border(buckets: tuple[int, ...], rows: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paceline import values
 from paceline.core.errors import PromptError, SamplingError
 from paceline.core.sampling import Sampling
 from paceline.stopping import Criterion, Decodes, Stopping
@@ -17,12 +18,13 @@ InputIds = Tensor | Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One text to continue. ``index`` is its place in the call."""
+    """One text to continue. ``index`` is its place in the call; ``speculate``: whether anything is drafted for it."""
 
     index: int
     prompt: tuple[int, ...]
     sampling: Sampling
     stopping: Stopping
+    speculate: bool = True
 
 
 def prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: int) -> list[tuple[int, ...]]:
@@ -31,6 +33,8 @@ def prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: i
     Raises:
         PromptError: no prompt, an empty one, a wrong type or shape, an id out of range.
     """
+    values.prompts(input_ids)
+    values.mask(attention_mask)
     rows = _rows(input_ids)
     if attention_mask is not None:
         rows = _unpadded(rows, attention_mask)
@@ -84,7 +88,7 @@ def sampling(
     """Sampling of one row. An integer seed means seed + row, so that rows of a batch differ."""
     if temperature < 0:
         raise SamplingError(f"temperature must not be negative, but is {temperature}; 0 is greedy decoding")
-    own = seed + row if isinstance(seed, int) else seed[row]
+    own = int(seed[row]) if isinstance(seed, Sequence) else int(seed) + row
     made = Sampling(
         temperature=temperature if do_sample else 0.0,
         top_k=0 if top_k is None else top_k,
@@ -110,12 +114,12 @@ def stopping(
         SamplingError: stop strings without a tokenizer, or an empty one.
     """
     strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ())
-    if strings and tokenizer is None:
-        raise SamplingError("stop_strings need the tokenizer: pass tokenizer=...")
+    if strings and not hasattr(tokenizer, "decode"):
+        raise SamplingError("stop_strings need the tokenizer: pass tokenizer=..., which has a method decode(ids)")
     if not all(strings):
         raise SamplingError("a stop string is empty; it would stop every text at once")
-    ids = default_eos if eos is None else [eos] if isinstance(eos, int) else eos
-    return Stopping(length, frozenset(ids), strings, tokenizer, tuple(criteria or ()))
+    ids = default_eos if eos is None else eos if isinstance(eos, Sequence) else [eos]
+    return Stopping(length, frozenset(map(int, ids)), strings, tokenizer, tuple(criteria or ()))
 
 
 def _rows(input_ids: InputIds) -> list[list[int]]:
@@ -125,11 +129,11 @@ def _rows(input_ids: InputIds) -> list[list[int]]:
                 f"input_ids must be an integer tensor [B, S], not {input_ids.dtype} of shape {list(input_ids.shape)}"
             )
         return [[int(token) for token in row] for row in input_ids.tolist()]
-    if not all(isinstance(row, (list, tuple)) for row in input_ids):  # a text is a sequence of texts
-        raise PromptError("input_ids must be a LongTensor [B, S] or a list of lists of ids; turn text into ids first")
-    if not all(isinstance(token, int) for row in input_ids for token in row):
-        raise PromptError("input_ids holds something that is not an integer")
-    return [list(row) for row in input_ids]
+    for index, row in enumerate(input_ids):
+        bad = next((token for token in row if not values.is_integer(token)), None)
+        if bad is not None:
+            raise PromptError(f"prompt {index} holds {bad!r}, which is not an integer; turn text into ids first")
+    return [[int(token) for token in row] for row in input_ids]
 
 
 def _unpadded(rows: list[list[int]], mask: Tensor) -> list[list[int]]:

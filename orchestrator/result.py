@@ -37,6 +37,8 @@ class Statistics:
     accepted                proposed tokens that are in the output; those accepted but cut by a stop are not counted
     accepted_per_position   the same, by place in the proposal (first = index 0)
     drafted_per_position    proposals that had this place
+    acceptor                the acceptance rule: "match", "reject" or "typical"
+    rungs                   depth chosen for every round of the batch, if it is chosen anew every time
     *_seconds               time in prefill, drafting, verification and everything else (host)
     """
 
@@ -45,11 +47,13 @@ class Statistics:
     accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)
     drafted_per_position: list[int] = field(default_factory=list)
+    rungs: list[int] = field(default_factory=list)
     new_tokens: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     host_seconds: float = 0.0
+    acceptor: str = "match"
 
     @property
     def tau(self) -> float:
@@ -61,12 +65,18 @@ class Statistics:
         """accepted / drafted; 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
+    @property
+    def lossy(self) -> bool:
+        """Whether the text may follow another law than the target's."""
+        return self.acceptor == "typical"
+
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON, ``tau`` and ``acceptance_rate`` included."""
+        """Plain values for JSON, ``tau``, ``acceptance_rate`` and ``lossy`` included."""
         names = [name for name in self.__slots__ if not name.startswith("_")]
         return {name: getattr(self, name) for name in names} | {
             "tau": self.tau,
             "acceptance_rate": self.acceptance_rate,
+            "lossy": self.lossy,
         }
 
     def count(self, drafted: int, accepted: int) -> None:

@@ -6,15 +6,18 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from paceline.core import tree
-from paceline.core.protocols import Drafter, FusedVerifier, GraphDrafter, Verifier
+from paceline.core.protocols import Drafter, FusedVerifier, GraphDrafter, PlainTarget, Verifier
 from paceline.core.types import Bounds, Commit, Proposal, Reading, SamplingBatch
 
 
 class Timed:
     """What all rounds have: reading a prompt on both sides, and a record of what the last round did.
 
-    ``drafted`` is how deep the last round's proposal went in every slot; the seconds add up over all rounds.
+    ``drafted`` is how deep the last round's proposal went in every slot; the seconds add up over all rounds; ``rung``
+    is the depth that was chosen for it, where there is a choice.
     """
+
+    rung: int | None = None
 
     def __init__(self, drafter: Drafter, verifier: Verifier) -> None:
         self._sides = (drafter, verifier)
@@ -29,6 +32,11 @@ class Timed:
         drafter.admit(slot, prompt, reading.features)
         self.prefill_seconds += perf_counter() - begin
         return reading
+
+    def release(self, slot: int) -> None:
+        """A request is gone from a slot, on both sides."""
+        for side in self._sides:
+            side.release(slot)
 
 
 class TwoStep(Timed):
@@ -81,6 +89,36 @@ class Fused(Timed):
         self.draft_seconds += middle - begin
         self.verify_seconds += perf_counter() - middle
         return committed
+
+
+class MultiStep:
+    """Nothing is drafted: several plain steps in one graph."""
+
+    rung: int | None = None
+    draft_seconds = 0.0
+
+    def __init__(self, target: PlainTarget) -> None:
+        self._target = target
+        self.drafted: list[int] = []
+        self.prefill_seconds = self.verify_seconds = 0.0
+
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        """Read a prompt."""
+        begin = perf_counter()
+        reading = self._target.prefill(slot, prompt, sampling)
+        self.prefill_seconds += perf_counter() - begin
+        return reading
+
+    def release(self, slot: int) -> None:
+        """Nothing to forget."""
+
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+        """One round."""
+        begin = perf_counter()
+        made = self._target(commit, sampling, bounds)
+        self.drafted = [0] * len(made.count)
+        self.verify_seconds += perf_counter() - begin
+        return made
 
 
 def reached(proposal: Proposal, limits: list[int]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -51,12 +52,12 @@ class Sampler:
         output_scores: bool = False,
         return_dict: bool = False,
         width: int | None = None,
+        speculate: bool | Sequence[bool] = True,
     ) -> Tensor | GenerationResult:
         """Continue prompts.
 
         input_ids               LongTensor [B, S], or lists of ids of unequal lengths; more prompts than slots queue
-        sequence_length         most tokens of a text, prompt included; default: all positions
-        max_new_tokens          most new tokens; the smaller limit holds
+        sequence_length         most tokens of a text, prompt included; max_new_tokens without it; the smaller holds
         attention_mask          [B, S], 0 where input_ids is padding (left or right); without it every id is real
         temperature, top_k, top_p, min_p, do_sample   as in Hugging Face; greedy unless ``do_sample``
         seed                    row b draws with seed + b; or one seed for every row
@@ -65,8 +66,8 @@ class Sampler:
         stop_strings            need ``tokenizer``; the token that completes one is kept
         stopping_criteria_list  Hugging Face criteria, called once per new token with ids [1, length]
         logits_processor        Hugging Face processors, called once per decided token, on the host
-        streamer                Hugging Face streamer, for a single prompt
-        output_scores           log-probabilities of the new tokens (with ``return_dict``)
+        streamer, output_scores Hugging Face streamer, one prompt; log-probabilities of new tokens (``return_dict``)
+        speculate               False, or one entry for every prompt: draft nothing for it
         width                   rows of the verifying graph, at least k + 1 (to compare runs at equal width)
 
         Returns LongTensor [B, <= sequence_length], or a `GenerationResult` with ``return_dict``. Raises PromptError,
@@ -77,7 +78,7 @@ class Sampler:
             attention_mask=attention_mask, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             do_sample=do_sample, seed=seed, eos_token_id=eos_token_id, stop_strings=stop_strings,
             tokenizer=tokenizer, stopping_criteria_list=stopping_criteria_list, logits_processor=logits_processor,
-            no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty,
+            no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty, speculate=speculate,
         )  # fmt: skip
         requests = ask.requests(self._decoders()[0])
         streamers.check(streamer, len(requests))
@@ -109,17 +110,19 @@ class Sampler:
         repetition_penalty: float | None = None,
         output_scores: bool = False,
         width: int | None = None,
+        speculate: bool | Sequence[bool] = True,
     ) -> Iterator[Event]:
         """The tokens of `sample`, as they are committed; `statistics` is complete when the iterator is done.
 
-        Bad input raises here, not at the first event. Closing the iterator early frees the decoders.
+        Bad input and a busy decoder raise here, not at the first event. The decoders are held from here on until the
+        iterator is done, closed or dropped.
         """
         ask = Ask(
             input_ids=input_ids, sequence_length=sequence_length, max_new_tokens=max_new_tokens,
             attention_mask=attention_mask, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             do_sample=do_sample, seed=seed, eos_token_id=eos_token_id, stop_strings=stop_strings,
             tokenizer=tokenizer, stopping_criteria_list=stopping_criteria_list, logits_processor=logits_processor,
-            no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty,
+            no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty, speculate=speculate,
         )  # fmt: skip
         requests = ask.requests(self._decoders()[0])
         return self._events(requests, Demands(ask.processor(), output_scores, width))
@@ -132,15 +135,23 @@ class Sampler:
         """A fresh engine for one call."""
         raise NotImplementedError
 
-    def _events(self, requests: list[Request], demands: Demands) -> Generator[Event, None, None]:
-        engine = self._engine(demands)
-        return self._hold(engine, requests)
+    def _fresh(self) -> Statistics:
+        """Empty statistics, with what is known before anything is decoded."""
+        return Statistics()
 
-    def _hold(self, engine: Engine, requests: list[Request]) -> Generator[Event, None, None]:
-        self.statistics = Statistics()
+    def _events(self, requests: list[Request], demands: Demands) -> Generator[Event, None, None]:
+        """Events of a generation that holds its decoders from now on, until they are at an end, closed or dropped."""
+        events = self._hold(self._engine(demands), requests)
+        next(events)  # a generator that has not begun would not run its clean-up when it is closed or dropped
+        return cast("Generator[Event, None, None]", events)
+
+    def _hold(self, engine: Engine, requests: list[Request]) -> Generator[Event | None, None, None]:
+        """None when the decoders are held, then the events."""
         with ExitStack() as stack:
             for decoder in self._decoders():
                 stack.enter_context(decoder.held_by(engine))
+            self.statistics = self._fresh()
+            yield None
             yield from run(engine, requests, self.statistics)
 
     def _collect(

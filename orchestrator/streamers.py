@@ -22,7 +22,9 @@ class Streamer(Protocol):
 
 
 def check(streamer: Streamer | None, rows: int) -> None:
-    """Raise SamplingError for a streamer over several rows: it could not tell them apart."""
+    """Raise SamplingError for what is no streamer, and for several rows: it could not tell them apart."""
+    if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise SamplingError(f"streamer is a {type(streamer).__name__} without the methods put(ids) and end()")
     if streamer is not None and rows != 1:
         raise SamplingError(
             f"a streamer follows one text and there are {rows} prompts; use `for event in generator.stream(...)`, "

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
+from paceline.adaptive import Adaptive
 from paceline.batch import Batch
-from paceline.core.types import Bounds
+from paceline.core.types import Bounds, SamplingBatch
 from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.loop import Engine
@@ -18,11 +20,20 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
     with ExitStack() as stack:
         for decoder in decoders:
             stack.enter_context(decoder.held_by(engine))
-        for decoder in decoders:
+        for decoder in decoders[1:]:
             for chunk in decoder.options.chunks:
                 steps.prefill(decoder, 0, [0] * min(chunk, decoder.n_positions - 1))
         batch = Batch(engine.slots, engine.width, Statistics())
-        idle = batch.bounds(0, None, None)
-        engine.round(batch.commit, batch.sampling, idle)
-        if engine.depth:
-            engine.round(batch.commit, batch.sampling, Bounds(idle.limit + engine.depth, 1))
+        commit, idle = batch.commit, batch.bounds(0, None, None)
+        sampling = SamplingBatch(batch.sampling.knobs[:1], batch.sampling.keys[:1])
+        for chunk in decoders[0].options.chunks:
+            # Through the round, which knows what the drafter reads of the target.
+            seen = engine.round.start(0, [0] * min(chunk, decoders[0].n_positions - 1), sampling).features
+            if seen is not None:
+                commit = replace(commit, features=seen.new_zeros(engine.slots, engine.width, seen.shape[-1]))
+            engine.round.release(0)
+        rounds = engine.round.rungs.values() if isinstance(engine.round, Adaptive) else [engine.round]
+        for one in rounds:
+            one(commit, batch.sampling, idle)
+            if engine.depth:
+                one(commit, batch.sampling, Bounds(idle.limit + engine.depth, 1))

@@ -7,14 +7,16 @@ looked at only when all drafts before it stand, so a rejected token leaves no tr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
-from paceline.core import law, tree
+from paceline.core import tree
 from paceline.core.accept import Match, Reject, committed
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.kernels import Reference
 from paceline.decoder.steps import keep, prefill, window
 from paceline.target.verifier import Acceptor, features_of, fitted, root_of
 from paceline.target.window import Window
@@ -43,7 +45,7 @@ class HostVerifier:
         decoder.check_width(outline.nodes + 1)
         self.decoder, self.outline, self._acceptor, self._reads = decoder, outline, acceptor, reads
         self._wide = wide
-        self._processor = processor
+        self._processor, self._kernels = processor, Reference()
         self._texts: list[list[int]] = [[] for _ in range(decoder.batch_size)]
         self.logprobs: list[list[float]] = [[] for _ in range(decoder.batch_size)]
 
@@ -51,10 +53,14 @@ class HostVerifier:
         """Read a prompt and pick the first token; see the protocol."""
         made, features = prefill(self.decoder, slot, prompt, reads=self._reads)
         logits = self._processed(list(prompt), made[0, 0])
-        token = _choose(logits, len(prompt), sampling)
+        token = self._choose(logits, len(prompt), sampling)
         self._texts[slot] = [*prompt, token]
         self.logprobs[slot] = [_logprob(logits, token)]
         return Reading(token, features)
+
+    def release(self, slot: int) -> None:
+        """Forget the slot's text."""
+        self._texts[slot], self.logprobs[slot] = [], []
 
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; see the protocol."""
@@ -64,9 +70,9 @@ class HostVerifier:
         nothing = torch.full((len(row), outline.nodes), PAD, dtype=torch.int32)
         given = proposal.parents if proposal is not None and isinstance(proposal.parents, Tensor) else None
         drafts = nothing if proposal is None else proposal.tokens
-        view = Window(outline)(drafts, given, limit=bounds.limit, vocab_size=self.decoder.config.vocab_size)
+        view = Window(outline)(drafts, given, limit=bounds.limit)
         drafts = view.proposal.tokens
-        tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0)
+        tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0, max=self.decoder.config.vocab_size - 1)
         rows = None if view.tree is None else view.tree.parents
         reach = self.decoder.reach(bounds.rows)
         logits, features = window(self.decoder, tokens, row, reach=reach, parents=rows, reads=self._reads)
@@ -81,6 +87,7 @@ class HostVerifier:
             elif isinstance(self._acceptor, Match):
                 way, answer = self._match(slot, logits[slot], drafts[slot].tolist(), parents=lines[slot], sampling=one)
             else:
+                assert isinstance(self._acceptor, Reject), "nothing else is offered on the host"
                 part = Proposal(drafts[slot : slot + 1], None, _line(proposal, slot))
                 way, answer = self._reject(slot, logits[slot], part, acceptor=self._acceptor, sampling=one)
             paths.append(way + [PAD] * (self.outline.depth - len(way)))
@@ -103,7 +110,7 @@ class HostVerifier:
         row: int | None = 0
         while row is not None:
             processed = self._processed(text, logits[row])
-            token = _choose(processed, len(text), sampling)
+            token = self._choose(processed, len(text), sampling)
             scores.append(_logprob(processed, token))
             text.append(token)
             tokens.append(token)
@@ -117,30 +124,35 @@ class HostVerifier:
         self, slot: int, logits: Tensor, proposal: Proposal, *, acceptor: Reject, sampling: SamplingBatch
     ) -> tuple[list[int], list[int]]:
         """As `_match`, by rejection sampling."""
-        text = self._texts[slot]
-        drafts = [token for token in proposal.tokens[0].tolist() if token != PAD]
-        lines = [self._processed(text + drafts[:i], line) for i, line in enumerate(logits[: len(drafts) + 1])]
+        text, size = self._texts[slot], self.decoder.config.vocab_size
+        drafts = list(takewhile(lambda token: token != PAD, proposal.tokens[0].tolist()))
+        legal = list(takewhile(lambda token: token < size, drafts))
+        lines = [self._processed(text + legal[:i], line) for i, line in enumerate(logits[: len(legal) + 1])]
+        if len(legal) < len(drafts):  # an id out of range counts as drawn; it is refused, so the row behind it is idle
+            drafts = drafts[: len(legal) + 1]
+            lines.append(lines[-1])
         processed = torch.stack(lines)
-        laws = law.probabilities(processed.unsqueeze(0), sampling)
+        laws = self._kernels.probabilities(processed.unsqueeze(0), sampling)
         q = None
         if proposal.law is not None:
             q = torch.nn.functional.pad(proposal.law[:, : len(drafts)], (0, laws.shape[-1] - proposal.law.shape[-1]))
         positions = torch.arange(len(text), len(text) + len(lines), dtype=torch.int32).unsqueeze(0)
         cut = Proposal(proposal.tokens[:, : len(drafts)], None, q)
-        tokens = [t for t in committed(cut, acceptor(cut, laws, positions, sampling))[0].tolist() if t != PAD]
+        verdict = acceptor(cut, laws, positions, sampling, choose=self._kernels.choose)
+        tokens = [t for t in committed(cut, verdict)[0].tolist() if t != PAD]
         self.logprobs[slot] = [_logprob(line, token) for line, token in zip(processed, tokens, strict=False)]
         text += tokens
         return list(range(1, len(tokens))), tokens
+
+    def _choose(self, logits: Tensor, position: int, sampling: SamplingBatch) -> int:
+        where = torch.tensor([[position]], dtype=torch.int32)
+        return int(self._kernels.choose(logits.view(1, 1, -1), where, sampling))
 
     def _processed(self, ids: list[int], logits: Tensor) -> Tensor:
         if self._processor is None:
             return logits
         # A copy: processors may write into what they get.
         return self._processor(torch.tensor([ids]), logits.unsqueeze(0).clone())[0].clamp(min=-1e30)
-
-
-def _choose(logits: Tensor, position: int, sampling: SamplingBatch) -> int:
-    return int(law.choose(logits.view(1, 1, -1), torch.tensor([[position]], dtype=torch.int32), sampling))
 
 
 def _logprob(logits: Tensor, token: int) -> float:

@@ -12,15 +12,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.core import law
 from paceline.core.accept import Match, Reject, committed
 from paceline.core.protocols import GraphDrafter
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
+from paceline.core.typical import Typical
 from paceline.decoder.decoder import Body, CompiledDecoder
 from paceline.decoder.steps import prefill
 from paceline.target.window import Window
 
-Acceptor = Match | Reject
+Acceptor = Match | Reject | Typical
 
 
 class VerifyStep(nn.Module):
@@ -45,20 +45,25 @@ class VerifyStep(nn.Module):
         drafts = proposed.pop(0) if proposed else tokens[:, :0]
         parents = proposed.pop(0) if self.outline.dynamic else None
         token, row = root_of(tokens, count, start)
-        view = self.window(drafts, parents, limit=limit, vocab_size=self.body.config.vocab_size)
-        read = torch.cat((token.unsqueeze(1), view.proposal.tokens), 1).clamp(min=0)
+        view = self.window(drafts, parents, limit=limit)
+        read = torch.cat((token.unsqueeze(1), view.proposal.tokens), 1)
+        read = read.clamp(min=0, max=self.body.config.vocab_size - 1)
         hidden, features = self.body.window(read, row, self._reach, tree=view.tree, reads=self._reads)
         logits = self.body.logits(hidden)
         positions = row.unsqueeze(1) + 1 + view.depth
         if isinstance(self._acceptor, Match):
             choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
             verdict = self._acceptor(view.proposal, choices, self.outline.depth)
+        elif isinstance(self._acceptor, Typical):
+            choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
+            law = self.body.kernels.probabilities(logits, sampling)
+            verdict = self._acceptor(view.proposal, law, choices, depth=self.outline.depth)
         else:
             drawn = nn.functional.pad(proposed[0], (0, logits.shape[-1] - proposed[0].shape[-1])) if proposed else None
-            probabilities = law.probabilities(logits, sampling)
+            kernels = self.body.kernels
+            law = kernels.probabilities(logits, sampling)
             chain = Proposal(view.proposal.tokens, None, drawn)
-            choose = self.body.kernels.choose
-            verdict = self._acceptor(chain, probabilities, positions, sampling, choose=choose)
+            verdict = self._acceptor(chain, law, positions, sampling, choose=kernels.choose)
         if view.tree is not None:
             self.body.keep(row, verdict.path)
         out = (committed(view.proposal, verdict), verdict.count + 1, row + 1)
@@ -79,10 +84,14 @@ class FusedStep(nn.Module):
         """
         knobs, keys, *features = rest
         proposed = self.draft(tokens, count, start, knobs, keys, *features)
+        missing = self.verify.outline.nodes - proposed[0].shape[1]
+        if missing:  # a chain shorter than the window; its law, if it has one, ends with it too
+            proposed = [
+                nn.functional.pad(one, (0, missing), value=PAD) if one.dim() == 2 else _pad_law(one, missing)
+                for one in proposed
+            ]
         parents = proposed[1] if self.verify.outline.dynamic else None
-        deep = self.verify.window(
-            proposed[0], parents, limit=limit, vocab_size=self.verify.body.config.vocab_size
-        ).reached()
+        deep = self.verify.window(proposed[0], parents, limit=limit).reached()
         return (deep, *self.verify(tokens, count, start, limit, knobs, keys, *proposed))
 
 
@@ -90,6 +99,7 @@ class CompiledVerifier:
     """Runs `VerifyStep` for one outline, and for nothing proposed.
 
     ``wide``: a round without a proposal goes through the graph of one with a proposal; otherwise through a narrow one.
+    ``width``: tokens a commit has room for, where other verifiers with deeper outlines take turns with this one.
     """
 
     def __init__(
@@ -100,8 +110,10 @@ class CompiledVerifier:
         acceptor: Acceptor,
         wide: bool,
         reads: Reads | None = None,
+        width: int | None = None,
     ) -> None:
         decoder.check_width(outline.nodes + 1)
+        self._width = outline.depth + 1 if width is None else width
         self.decoder, self.outline, self._acceptor, self._reads = decoder, outline, acceptor, reads
         self._wide = wide
         self._nothing = torch.full((decoder.batch_size, outline.nodes), PAD, dtype=torch.int32)
@@ -111,6 +123,9 @@ class CompiledVerifier:
         logits, features = prefill(self.decoder, slot, prompt, reads=self._reads)
         position = torch.tensor([[len(prompt)]], dtype=torch.int32)
         return Reading(int(self.decoder.body.kernels.choose(logits, position, sampling)), features)
+
+    def release(self, slot: int) -> None:
+        """Nothing to forget: the next request's prompt overwrites the cache rows."""
 
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; see the protocol."""
@@ -144,7 +159,7 @@ class CompiledVerifier:
             return FusedStep(drafter.step(bounds.rows), self._step(body, reach, outline=self.outline))
 
         reach = self.decoder.reach(bounds.rows)
-        deep, *rest = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts())(*inputs)
+        deep, *rest = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts(), owner=drafter)(*inputs)
         return self._commit(rest), deep
 
     def _step(self, body: Body, reach: int, *, outline: Outline) -> VerifyStep:
@@ -153,7 +168,7 @@ class CompiledVerifier:
     def _commit(self, out: Sequence[Tensor]) -> Commit:
         """Filled up to the width that every round of this verifier has, so that graphs meet one shape."""
         tokens, count, start, *features = out
-        missing = self.outline.depth + 1 - tokens.shape[1]
+        missing = self._width - tokens.shape[1]
         if missing:
             tokens = nn.functional.pad(tokens, (0, missing), value=PAD)
             features = [nn.functional.pad(one, (0, 0, 0, missing)) for one in features]
@@ -161,6 +176,8 @@ class CompiledVerifier:
 
     def _name(self, outline: Outline, commit: Commit, *, drawn: bool = False) -> str:
         kind = "reject" if isinstance(self._acceptor, Reject) else "match"
+        if isinstance(self._acceptor, Typical):  # its numbers are part of the graph
+            kind = f"typical {self._acceptor.epsilon} {self._acceptor.alpha}"
         shape = "tree" if outline.dynamic else "chain" if outline.is_chain else f"tree{list(outline.parents or ())}"
         reads = "" if self._reads is None else f",reads {self._reads.layers}"
         return (
@@ -181,7 +198,11 @@ def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:
         return proposal
     missing = nodes - proposal.tokens.shape[1]
     tokens = nn.functional.pad(proposal.tokens, (0, missing), value=PAD)
-    return Proposal(tokens, None, None if proposal.law is None else nn.functional.pad(proposal.law, (0, 0, 0, missing)))
+    return Proposal(tokens, None, None if proposal.law is None else _pad_law(proposal.law, missing))
+
+
+def _pad_law(law: Tensor, missing: int) -> Tensor:
+    return nn.functional.pad(law, (0, 0, 0, missing))
 
 
 def features_of(path: Tensor, features: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Window(nn.Module):
         parents = None if outline.parents is None else torch.tensor([tree.window_rows(outline.parents)]).int()
         self.register_buffer("rows", parents)
 
-    def forward(self, drafts: Tensor, parents: Tensor | None, *, limit: Tensor, vocab_size: int) -> View:
+    def forward(self, drafts: Tensor, parents: Tensor | None, *, limit: Tensor) -> View:
         """drafts [B, N] int32, parents [B, N] int32 if dynamic, limit [B] int32 -> View."""
         slots, nodes = drafts.shape
         if self.outline.is_chain:
@@ -58,6 +58,6 @@ class Window(nn.Module):
             shown = Tree.of(rows.expand(slots, nodes + 1).contiguous())
             depth = shown.depth
             level = depth[:, 1:]
-        legal = (level <= limit.unsqueeze(1)) & (drafts >= 0) & (drafts < vocab_size)
-        tokens = torch.where(legal, drafts, PAD)
+        # Ids out of range stay: no rule accepts them, and a drawn one counts as drawn, so that the law stays exact.
+        tokens = torch.where((level <= limit.unsqueeze(1)) & (drafts >= 0), drafts, PAD)
         return View(Proposal(tokens, None if shown is None else shown.parents[:, 1:] - 1), depth, shown)

@@ -1,8 +1,8 @@
-// CPU kernels of a decoder: a product with a weight matrix, attention over cache rows, and the choice of a token.
+// CPU kernels of a decoder: a product with a weight matrix, attention over cache rows, the law and choice of a token.
 //
 // The property everything else relies on: a row of the result is computed by the same instructions in the same order
 // whatever the number of rows, its place among them, and the number of threads. So one token at a time, a window of
-// five and a prompt of 256 give the same bits. Each of the three is tested against plain PyTorch.
+// five and a prompt of 256 give the same bits. Each is tested against plain PyTorch.
 //
 // Built with -ffp-contract=off except where a fused multiply-add is asked for by name, so that the noise of `choose`
 // equals that of paceline.core.noise bit for bit. The stable C interface of AOTInductor is declared by hand: no
@@ -465,8 +465,11 @@ constexpr float NEGATIVE = -1.0e30f;
 
 void softmax(const float* scores, float* weights, int64_t V) {
   std::copy(scores, scores + V, weights);
-  float inverse = weigh(weights, V);
-  for (int64_t i = 0; i < V; i++) weights[i] *= inverse;
+  weigh(weights, V);  // zeros behind the end
+  Vec sum = {};
+  for (int64_t i = 0; i < V; i += VL) sum += load(weights + i);
+  const float all = total(sum);  // divided by, as PyTorch does: equal logits must give the same bits
+  for (int64_t i = 0; i < V; i++) weights[i] /= all;
 }
 
 // Top-k, top-p and min-p on tempered logits, as paceline.core.law.filtered.
@@ -486,12 +489,11 @@ void filter(float* s, int64_t V, float top_k, float top_p, float min_p, std::vec
     softmax(s, weights.data(), V);
     for (int64_t i = 0; i < V; i++) order[i] = ordered(weights[i]);
     int32_t edge = search(order.data(), weights.data(), V, top_p);
-    float before = 0;
+    float before = 0, rank = 0;
     for (int64_t i = 0; i < V; i++) before += order[i] > edge ? weights[i] : 0.0f;
     for (int64_t i = 0; i < V; i++) {
       if (order[i] > edge) continue;
-      bool kept = order[i] == edge && before < top_p;
-      if (order[i] == edge) before += weights[i];
+      bool kept = order[i] == edge && before + rank++ * weights[i] < top_p;
       if (!kept) s[i] = NEGATIVE;
     }
   }
@@ -552,6 +554,29 @@ void choose(const Choose& c, int32_t* out) {
   }
 }
 
+// The filtered law of every row, as paceline.core.law.probabilities; what weighs less than exp(-87) of the most is zero.
+void law(const float* logits, const float* knobs, float* out, int64_t batch, int64_t window, int64_t V) {
+#pragma omp parallel for schedule(static) if (batch * window * V > 16384)
+  for (int64_t i = 0; i < batch * window; i++) {
+    const float *line = logits + i * V, *knob = knobs + i / window * 4;
+    float* to = out + i * V;
+    if (knob[0] <= 0) {
+      std::fill(to, to + V, 0.0f);
+      to[argmax(line, V)] = 1.0f;
+      continue;
+    }
+    static thread_local std::vector<float> scores, weights;
+    static thread_local std::vector<int32_t> order;
+    scores.resize(V + VL);
+    for (int64_t v = 0; v < V; v++) scores[v] = line[v] / knob[0];
+    filter(scores.data(), V, knob[1], knob[2], knob[3], weights, order);
+    weights.resize(V + VL);
+    softmax(scores.data(), weights.data(), V);
+    const float least = *std::max_element(scores.begin(), scores.begin() + V) - 87.0f;
+    for (int64_t v = 0; v < V; v++) to[v] = scores[v] < least ? 0.0f : weights[v];
+  }
+}
+
 }  // namespace
 
 // ----------------------------------------------------------------------------------------------- plain C entry points --
@@ -593,6 +618,11 @@ extern "C" void paceline_keep(void* keys, void* values, const int32_t* row, cons
 extern "C" void paceline_choose(const float* logits, const int32_t* positions, const float* knobs, const int32_t* keys,
                                 int32_t* out, int64_t batch, int64_t window, int64_t vocabulary, int64_t stream) {
   choose(Choose{batch, window, vocabulary, stream, logits, knobs, positions, keys}, out);
+}
+
+extern "C" void paceline_law(const float* logits, const float* knobs, float* out, int64_t batch, int64_t window,
+                             int64_t vocabulary) {
+  law(logits, knobs, out, batch, window, vocabulary);
 }
 
 extern "C" void paceline_set_noise_table(const int32_t* table) { noise_table = table; }
@@ -696,5 +726,12 @@ extern "C" int32_t aoti_torch_cpu_row_choose(Handle logits, Handle positions, Ha
   *ret = empty(2, s, aoti_torch_dtype_int32());
   paceline_choose(data<float>(logits), data<int32_t>(positions), data<float>(knobs), data<int32_t>(keys),
                   data<int32_t>(*ret), s[0], s[1], s[2], stream);
+  return 0;
+}
+
+extern "C" int32_t aoti_torch_cpu_row_law(Handle logits, Handle knobs, Handle* ret) {
+  const int64_t* s = sizes(logits);
+  *ret = empty(3, s, aoti_torch_dtype_float32());
+  paceline_law(data<float>(logits), data<float>(knobs), data<float>(*ret), s[0], s[1], s[2]);
   return 0;
 }

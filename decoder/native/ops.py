@@ -26,6 +26,7 @@ row_attend_tree(Tensor q, Tensor k, Tensor v, Tensor(a!) ks, Tensor(b!) vs, Tens
 Tensor parents) -> Tensor
 row_keep(Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor path, Tensor slots) -> Tensor
 row_choose(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, int stream) -> Tensor
+row_law(Tensor logits, Tensor knobs) -> Tensor
 """
 
 
@@ -67,6 +68,10 @@ class Native:
         )
         return made
 
+    def probabilities(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+        made: Tensor = torch.ops.paceline.row_law(logits, sampling.knobs)
+        return made
+
 
 def c_shims() -> dict[object, list[str]]:
     """For AOTInductor: the C function behind each operator, so that a graph calls it without the dispatcher."""
@@ -82,6 +87,7 @@ def c_shims() -> dict[object, list[str]]:
         ops.row_attend_tree.default: [f"{head}attend_tree({handles[9]}, AtenTensorHandle* ret)"],
         ops.row_keep.default: [f"{head}keep({handles[5]}, AtenTensorHandle* ret)"],
         ops.row_choose.default: [f"{head}choose({handles[4]}, int64_t stream, AtenTensorHandle* ret)"],
+        ops.row_law.default: [f"{head}law({tensors}, AtenTensorHandle* ret)"],
     }
 
 
@@ -99,6 +105,7 @@ def register() -> torch.library.Library:
         "row_attend_tree": (_attend, _shape_attend),
         "row_keep": (_keep, _shape_keep),
         "row_choose": (_choose, _shape_choose),
+        "row_law": (_law, _shape_law),
     }
     for name, (body, shape) in bodies.items():
         made.impl(name, body, "CPU")
@@ -124,6 +131,10 @@ def _shape_keep(_ks: Tensor, _vs: Tensor, row: Tensor, *_rest: Tensor) -> Tensor
 
 def _shape_choose(logits: Tensor, *_rest: object) -> Tensor:
     return logits.new_empty(*logits.shape[:-1], dtype=torch.int32)
+
+
+def _shape_law(logits: Tensor, _knobs: Tensor) -> Tensor:
+    return torch.empty_like(logits)
 
 
 def _pointer(x: Tensor) -> ctypes.c_void_p:
@@ -173,4 +184,11 @@ def _choose(logits: Tensor, positions: Tensor, knobs: Tensor, *rest: object) -> 
     pointers = (_pointer(x) for x in (logits, positions, knobs, keys, out))
     numbers = (ctypes.c_int64(n) for n in (*logits.shape, stream))
     build.library().paceline_choose(*pointers, *numbers)
+    return out
+
+
+def _law(logits: Tensor, knobs: Tensor) -> Tensor:
+    out = _shape_law(logits, knobs)
+    pointers = (_pointer(x) for x in (logits, knobs, out))
+    build.library().paceline_law(*pointers, *(ctypes.c_int64(n) for n in logits.shape))
     return out

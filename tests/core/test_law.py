@@ -66,6 +66,15 @@ def test_cut_tokens_have_no_probability_at_all(knobs: dict[str, float]) -> None:
     assert torch.equal(law.probabilities(logits, batch(**knobs)) == 0, cut)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
+def test_filters_that_are_off_change_no_bit(temperature: float) -> None:
+    logits, sampling = random_logits(6, 100, seed=2), batch(temperature=temperature)
+    where = torch.arange(6, dtype=torch.int32).unsqueeze(0)
+    assert torch.equal(law.probabilities(logits, sampling), law.probabilities(logits, sampling, cut=False))
+    assert torch.equal(law.choose(logits, where, sampling), law.choose(logits, where, sampling, cut=False))
+    assert torch.equal(law.filtered(logits, sampling), law.tempered(logits, sampling))
+
+
 def test_rows_of_a_batch_have_their_own_law() -> None:
     asked = [Sampling(temperature=0.5), Sampling(), Sampling(temperature=1.0, top_k=3)]
     logits = random_logits(4, 50, seed=3)

@@ -135,14 +135,17 @@ def test_a_residual_without_mass_falls_back_to_the_target(monkeypatch: pytest.Mo
     assert misfit(verdict.token.unsqueeze(1).numpy(), P.double().numpy()) > 1e-3
 
 
-@pytest.mark.parametrize("size", [100, 8193])
+@pytest.mark.parametrize("size", [100, 8193, 10_000, 151_936])
 def test_a_recovered_token_is_in_the_vocabulary(size: int) -> None:
     p = torch.zeros(size)
     p[size - 1] = 1.0
+    many = min(50, 1_000_000 // size)
     for q in (None, torch.full((size,), 1 / size)):
-        verdict = one(p, torch.zeros(50, 1, dtype=torch.int32), q, sampling=trials(50))
-        assert verdict.token.tolist() == [size - 1] * 50
-    empty = one(torch.zeros(size), torch.zeros(50, 1, dtype=torch.int32), None, sampling=trials(50))  # no mass at all
+        verdict = one(p, torch.zeros(many, 1, dtype=torch.int32), q, sampling=trials(many))
+        assert verdict.token.tolist() == [size - 1] * many
+    empty = one(
+        torch.zeros(size), torch.zeros(many, 1, dtype=torch.int32), None, sampling=trials(many)
+    )  # no mass at all
     assert bool(((empty.token >= 0) & (empty.token < size)).all())
 
 

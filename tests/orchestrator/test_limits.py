@@ -111,6 +111,20 @@ def test_a_poisoned_drafter_changes_nothing(name: str, acceptor: str, scores: bo
     assert texts(done) == [whole(LONG[:4]), whole(LONG[:6])]
 
 
+@pytest.mark.parametrize("gap", [-1, V, 1 << 30])
+@pytest.mark.parametrize("acceptor", ["match", "reject"])
+@pytest.mark.parametrize("scores", [False, True])
+def test_what_stands_behind_a_gap_in_a_proposal_is_not_taken_for_what_comes_next(
+    gap: int, acceptor: str, scores: bool
+) -> None:
+    """The tokens around the gap are right, but the window has another one between them."""
+    prompt = LONG[:4]
+    knows = oracle([whole(prompt)], 3)
+    source = lift(lambda text: [*knows(text)[:1], gap, *knows(text)[1:]], 4)
+    generator = Checked(source, target(), k=4, acceptor=acceptor)
+    assert texts(run(generator, [prompt], output_scores=scores)) == [whole(prompt)]
+
+
 def test_a_drafter_that_raises_leaves_the_decoder_free() -> None:
     def broken(text: list[int]) -> list[int]:
         raise LookupError("no idea")

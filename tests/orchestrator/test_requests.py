@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,7 +28,15 @@ PROMPT_ERRORS = [
     ([1, 2], "turn text into ids first"),
     (["text"], "turn text into ids first"),
     ("text", "turn text into ids first"),
-    ([[1.5]], "not an integer"),
+    ([[1.5]], "prompt 0 holds 1.5, which is not an integer"),
+    ([[1], [True]], "prompt 1 holds True, which is not an integer"),
+    ([["text"]], "prompt 0 holds 'text', which is not an integer"),
+    (None, "must be a LongTensor [B, S] or a list of lists of ids, not NoneType None"),
+    (7, "not int 7"),
+    ({"input_ids": [[1]]}, "pass its entry: encoding['input_ids']"),
+    (iter([[1]]), "must be a LongTensor"),
+    (b"text", "turn text into ids first"),
+    (torch.tensor(1), "must be an integer tensor [B, S]"),
     (torch.tensor([1, 2]), "must be an integer tensor [B, S]"),
     (torch.tensor([[1.0]]), "torch.float32"),
     (torch.tensor([[True]]), "torch.bool"),
@@ -59,6 +68,25 @@ SAMPLING_ERRORS = [
     ({"stop_strings": ["x", ""], "tokenizer": Pieces([b"x"])}, "a stop string is empty"),
     ({"repetition_penalty": 0.0}, "repetition_penalty must be positive"),
     ({"no_repeat_ngram_size": -1}, "no_repeat_ngram_size must be positive"),
+    ({"sequence_length": "9"}, "sequence_length must be an integer or None, not str '9'"),
+    ({"max_new_tokens": 2.0}, "max_new_tokens must be an integer or None, not float 2.0"),
+    ({"max_new_tokens": True}, "max_new_tokens must be an integer or None, not bool True"),
+    ({"top_k": 1.5}, "top_k must be an integer"),
+    ({"no_repeat_ngram_size": "2"}, "no_repeat_ngram_size must be an integer"),
+    ({"temperature": None}, "temperature must be a number, not NoneType"),
+    ({"temperature": "hot"}, "temperature must be a number, not str 'hot'"),
+    ({"top_p": [0.9]}, "top_p must be a number or None, not list [0.9]"),
+    ({"min_p": "0"}, "min_p must be a number"),
+    ({"repetition_penalty": "1"}, "repetition_penalty must be a number"),
+    ({"seed": None}, "seed must be an integer or a list of them, not NoneType"),
+    ({"seed": [1.5]}, "seed must be an integer or a list"),
+    ({"eos_token_id": "end"}, "eos_token_id must be an integer or a list of them, not str 'end'"),
+    ({"eos_token_id": [1, None]}, "eos_token_id must be an integer or a list"),
+    ({"eos_token_id": torch.tensor([1])}, "not a tensor of shape [1]"),
+    ({"stop_strings": [3]}, "stop_strings must be a string or a list of strings, not list [3]"),
+    ({"stop_strings": "x", "tokenizer": "gpt2"}, "need the tokenizer"),
+    ({"stopping_criteria_list": len}, "stopping_criteria_list must be a list of callables"),
+    ({"logits_processor": [3]}, "logits_processor must be a list of callables, not list [3]"),
 ]
 
 
@@ -77,6 +105,24 @@ def test_lengths_past_the_positions_are_refused() -> None:
         generator().sample([[1]], 17)
     with pytest.raises(PromptError, match="leaves no room in 2 positions"):
         generator().sample([[1, 2]], 2)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    asked = {"max_new_tokens": np.int64(3), "temperature": np.float32(0.5), "do_sample": True, "seed": np.int32(4)}
+    found = generator().sample([[np.int64(1), 2]], eos_token_id=np.int64(9), **asked)  # type: ignore[arg-type]
+    wanted = generator().sample([[1, 2]], eos_token_id=9, max_new_tokens=3, temperature=0.5, do_sample=True, seed=4)
+    assert torch.equal(found, wanted)  # type: ignore[arg-type]
+
+
+def test_a_streamer_without_its_methods_is_refused() -> None:
+    with pytest.raises(SamplingError, match=r"streamer is a function without the methods put\(ids\) and end\(\)"):
+        generator().sample([[1]], streamer=lambda token: token)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mask", [torch.tensor([1, 1, 1]), [[1, 1, 1]], torch.ones(1, 1, 3), "111"], ids=str)
+def test_a_mask_of_another_kind_is_refused(mask: object) -> None:
+    with pytest.raises(PromptError, match=r"attention_mask must be a tensor \[B, S\], as input_ids, not"):
+        generator().sample(torch.tensor([[1, 2, 3]]), attention_mask=mask)  # type: ignore[arg-type]
 
 
 MASK_ERRORS = [
@@ -119,6 +165,7 @@ CONFIGURATION_ERRORS = [
     ({"k": -1}, "k must be 0 or more drafted tokens per round, not -1"),
     ({"draft": "suffix"}, "no drafter is called 'suffix'; there are none, ngram"),
     ({"draft": 3}, "draft is a int; give a decoder, a drafter, a function"),
+    ({"k": "4"}, "k must be 0 or more drafted tokens per round, not 4"),
     ({"k": 128}, "a window of 129 rows does not fit"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 
@@ -119,6 +120,41 @@ def test_a_stream_holds_its_decoders_until_it_is_closed() -> None:
         one.sample([PROMPTS[0]])
     with pytest.raises(DecoderBusyError):
         SpeculativeGenerator(None, one.target).sample([PROMPTS[0]])
+    events.close()  # type: ignore[attr-defined]
+    one.sample([PROMPTS[0]], max_new_tokens=2)
+
+
+def test_a_stream_holds_its_decoders_before_its_first_event() -> None:
+    one = generator()
+    events = one.stream([PROMPTS[0]], max_new_tokens=5)
+    for busy in (one.stream, one.sample):
+        with pytest.raises(DecoderBusyError, match="another generation"):
+            busy([PROMPTS[0]])
+    assert len({event.index for event in events}) == 1  # whoever was first goes on
+    assert one.statistics.new_tokens == 5
+    one.sample([PROMPTS[0]], max_new_tokens=2)
+
+
+def test_a_stream_that_never_begins_frees_its_decoders() -> None:
+    one = generator()
+    one.stream([PROMPTS[0]]).close()  # type: ignore[attr-defined]
+    one.stream([PROMPTS[0]])  # dropped
+    gc.collect()
+    events = one.stream([PROMPTS[0]])
+    events.close()  # type: ignore[attr-defined]
+    events.close()  # type: ignore[attr-defined]
+    assert list(events) == []
+    one.sample([PROMPTS[0]], max_new_tokens=2)
+
+
+def test_a_pair_that_is_half_busy_frees_the_other_half() -> None:
+    one = generator()
+    draft = one._decoders()[1]
+    other = SpeculativeGenerator(None, draft)
+    events = other.stream([PROMPTS[0]])
+    with pytest.raises(DecoderBusyError):
+        one.stream([PROMPTS[0]])
+    SpeculativeGenerator(None, one.target).sample([PROMPTS[0]], max_new_tokens=2)
     events.close()  # type: ignore[attr-defined]
     one.sample([PROMPTS[0]], max_new_tokens=2)
 

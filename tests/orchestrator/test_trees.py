@@ -37,6 +37,9 @@ class Orchard:
         assert features is None or len(features) == len(prompt)
         self._read[slot] = list(prompt)
 
+    def release(self, slot: int) -> None:
+        self._read.pop(slot, None)
+
     def observe(self, commit: Commit) -> None:
         assert (commit.features is None) == (self.reads is None)
         assert commit.features is None or commit.features.shape[:2] == commit.tokens.shape

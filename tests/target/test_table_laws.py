@@ -1,6 +1,6 @@
 """The joint law of three tokens, exact, in every mode of chains; and that the classic mistake would be seen.
 
-Real verifier, drafters and rounds over table models, 50 000 slots at once, every cache checked at every forward.
+Real verifier, drafters and rounds over table models, 50 000 slots at once or 200 000; caches check themselves.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.core import law
 from paceline.core.accept import Match, Reject
 from paceline.core.protocols import Drafter
-from paceline.core.sampling import Sampling, knob_row
+from paceline.core.sampling import Sampling, knob_row, sampling_batch
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.draft.lift import lift
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
 from paceline.rounds import TwoStep
+from paceline.target.host import HostVerifier
 from paceline.target.verifier import Acceptor, CompiledVerifier
-from tests.fakes import TableDecoder, WatchedRound, joint, misfit, near, table
+from tests.fakes import TableBody, TableDecoder, WatchedRound, joint, misfit, near, table
 
-SLOTS, V, K = 50_000, 8, 3
+SLOTS, MANY, V, K = 50_000, 200_000, 8, 3
 PROMPT = [2, 5, 1, 2, 5]
 CHAIN = Outline.chain(K)
 TARGET = table(V, seed=0, spread=1.2)
@@ -43,39 +45,101 @@ class Mislabelled:
     def admit(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
         self.inner.admit(slot, prompt)
 
+    def release(self, slot: int) -> None:
+        self.inner.release(slot)
+
     def observe(self, commit: Commit) -> None:
         self.inner.observe(commit)
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         greedy = SamplingBatch(torch.zeros_like(sampling.knobs) + torch.tensor([0.0, 0.0, 1.0, 0.0]), sampling.keys)
         taken = self.inner.propose(commit, greedy, bounds).tokens
-        law = torch.softmax(DRAFT[commit.tokens.clamp(min=0)[:, :1], taken[:, :1]], -1)  # any law that is not one-hot
-        return Proposal(taken, None, law.expand(-1, K, V))
+        claimed = torch.softmax(DRAFT[commit.tokens.clamp(min=0)[:, :1], taken[:, :1]], -1)  # any that is not one-hot
+        return Proposal(taken, None, claimed.expand(-1, K, V))
 
 
-def model(*, drawn: bool) -> ModelDrafter:
-    return ModelDrafter(TableDecoder(DRAFT, slots=SLOTS, reaches=(24,)), K, vocab_size=V, drawn=drawn)
+@dataclass(frozen=True)
+class OtherKnobs:
+    """Drafts with knobs of its own; ``honest``: the law it reports is the one it drew from, not the unfiltered one."""
+
+    inner: ModelDrafter
+    knobs: Sampling
+    honest: bool = True
+    outline: Outline = CHAIN
+    reads: Reads | None = None
+    reach: int | None = None
+
+    def admit(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
+        self.inner.admit(slot, prompt)
+
+    def release(self, slot: int) -> None:
+        self.inner.release(slot)
+
+    def observe(self, commit: Commit) -> None:
+        self.inner.observe(commit)
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        own = SamplingBatch(torch.tensor([knob_row(self.knobs)]).expand(len(sampling.keys), 4), sampling.keys)
+        made = self.inner.propose(commit, own, bounds)
+        if self.honest:
+            return made
+        last = commit.tokens.gather(1, (commit.count - 1).long().unsqueeze(1))
+        text = torch.cat((last, made.tokens), 1).long()
+        body = self.inner.decoder.body
+        assert isinstance(body, TableBody)
+        row = (commit.start + commit.count - 2).long().clamp(min=0)
+        before = torch.cat((body.cache[torch.arange(len(row)), row].unsqueeze(1), text[:, :-2]), 1)
+        return Proposal(made.tokens, None, torch.softmax(DRAFT[before, text[:, :-1]], -1))
 
 
-def three_tokens(source: Drafter, rule: Acceptor, *, knobs: Sampling) -> tuple[np.ndarray, float]:
+@dataclass(frozen=True)
+class Foreign:
+    """A drafter of someone else's, with more ids than the target: it draws from its law and reports it, all of it."""
+
+    generator: torch.Generator
+    outline: Outline = CHAIN
+    reads: Reads | None = None
+    reach: int | None = None
+
+    def admit(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
+        """Nothing to read."""
+
+    def release(self, slot: int) -> None:
+        """Nothing to forget."""
+
+    def observe(self, commit: Commit) -> None:
+        """Nothing to see."""
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        own = torch.tensor([0.3, 0.1, 0.0, 0.1, 0.0, 0.0, 0.1, 0.0, 0.2, 0.0, 0.2])
+        slots = len(commit.tokens)
+        drawn = torch.multinomial(own, slots * K, replacement=True, generator=self.generator)
+        return Proposal(drawn.view(slots, K).to(torch.int32), None, own.expand(slots, K, len(own)))
+
+
+def model(slots: int = SLOTS, *, drawn: bool) -> ModelDrafter:
+    return ModelDrafter(TableDecoder(DRAFT, slots=slots, reaches=(24,)), K, vocab_size=V, drawn=drawn)
+
+
+def three_tokens(source: Drafter, rule: Acceptor, *, knobs: Sampling, slots: int = SLOTS) -> tuple[np.ndarray, float]:
     """The first three tokens of every slot, and the mean number committed per round."""
-    target = TableDecoder(TARGET, slots=SLOTS, reaches=(24,))
+    target = TableDecoder(TARGET, slots=slots, reaches=(24,))
     bodies = [target.body] + ([source.decoder.body] if isinstance(source, ModelDrafter) else [])
-    inner = source.inner if isinstance(source, Mislabelled) else source
+    inner = source.inner if isinstance(source, (Mislabelled, OtherKnobs)) else source
     for body in [*bodies, *([inner.decoder.body] if isinstance(inner, ModelDrafter) else [])]:
         body.cache[:, : len(PROMPT) - 1] = torch.tensor(PROMPT[:-1])
     if not isinstance(inner, ModelDrafter):
-        for slot in range(SLOTS):
+        for slot in range(slots):
             inner.admit(slot, PROMPT[:-1])
     rounds = WatchedRound(TwoStep(source, CompiledVerifier(target, CHAIN, acceptor=rule, wide=True)), bodies)
     rounds.truth.text[:, : len(PROMPT)] = torch.tensor(PROMPT)
     rounds.truth.length[:] = len(PROMPT)
-    first = torch.full((SLOTS, K + 1), PAD, dtype=torch.int32)
+    first = torch.full((slots, K + 1), PAD, dtype=torch.int32)
     first[:, 0] = PROMPT[-1]
-    ones = torch.ones(SLOTS, dtype=torch.int32)
+    ones = torch.ones(slots, dtype=torch.int32)
     commit = Commit(first, ones, ones * (len(PROMPT) - 1))
-    keys = torch.stack((torch.arange(SLOTS, dtype=torch.int32), ones * 77), 1)
-    sampling = SamplingBatch(torch.tensor([knob_row(knobs)]).expand(SLOTS, 4), keys)
+    keys = torch.stack((torch.arange(slots, dtype=torch.int32), ones * 77), 1)
+    sampling = SamplingBatch(torch.tensor([knob_row(knobs)]).expand(slots, 4), keys)
     counts = []
     while int(rounds.truth.length.min()) < len(PROMPT) + 3:
         rows = int(rounds.truth.length.max())
@@ -91,22 +155,68 @@ def follow(text: list[int]) -> list[int]:
 
 MODES: dict[str, tuple[Callable[[], Drafter], Acceptor]] = {
     "plain": (NoDrafter, Match()),
-    "match, coupled draft": (lambda: model(drawn=False), Match()),
+    "match, coupled draft": (lambda: model(MANY, drawn=False), Match()),
     "match, n-gram": (lambda: NgramDrafter(K), Match()),
-    "reject, drawn draft": (lambda: model(drawn=True), Reject()),
+    "reject, drawn draft": (lambda: model(MANY, drawn=True), Reject()),
     "reject, undrawn draft": (lambda: model(drawn=False), Reject()),
     "reject, function": (lambda: lift(follow, K), Reject()),
+    "reject, drawn from more ids than there are": (lambda: Foreign(torch.Generator().manual_seed(5)), Reject()),
 }
+
+
+LAWFUL = {"match, coupled draft", "reject, drawn draft", "reject, drawn from more ids than there are"}
+"""Modes whose draft follows a law of its own, where a small bias could hide: taken MANY times."""
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_joint_law_of_three_tokens_is_the_target_s(mode: str) -> None:
     make, rule = MODES[mode]
-    tokens, mean = three_tokens(make(), rule, knobs=Sampling(temperature=1.0))
+    slots = MANY if mode in LAWFUL else SLOTS
+    tokens, mean = three_tokens(make(), rule, knobs=Sampling(temperature=1.0), slots=slots)
     assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) > 1e-3
     assert (mean == 1.0) == (mode == "plain")
+
+
+CUT = Sampling(temperature=1.0, top_p=0.7)
+RAW = Sampling(temperature=1.0)
+
+
+@pytest.mark.parametrize("ours", [RAW, CUT], ids=["target raw", "target cut"])
+@pytest.mark.parametrize("theirs", [RAW, CUT], ids=["draft raw", "draft cut"])
+def test_a_draft_may_be_cut_otherwise_than_the_target_if_it_says_so(ours: Sampling, theirs: Sampling) -> None:
+    """Rule C4: top-p on both sides, on one or on none is exact, as long as the law reported is the one drawn from."""
+    tokens, mean = three_tokens(OtherKnobs(model(drawn=True), theirs), Reject(), knobs=ours)
+    cut = law.filtered(TARGET, sampling_batch([ours] * V))
+    assert misfit(tokens, joint(cut, *PROMPT[-2:])) > 1e-3
+    assert mean > 1.5
+
+
+def test_a_draft_drawn_from_a_cut_law_and_scored_with_the_whole_one_is_seen() -> None:
+    """Rule C4, the mistake: drawn filtered, scored raw."""
+    source = OtherKnobs(model(drawn=True), CUT, honest=False)
+    tokens, _ = three_tokens(source, Reject(), knobs=RAW)
+    assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) < 1e-6
 
 
 def test_an_argmax_draft_that_claims_a_softmax_law_is_seen() -> None:
     tokens, _ = three_tokens(Mislabelled(model(drawn=False)), Reject(), knobs=Sampling(temperature=1.0))
     assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) < 1e-6
+
+
+def test_ids_out_of_range_leave_the_law_as_it_is_on_the_host_too() -> None:
+    slots = 1500  # taken one by one there
+    target = TableDecoder(TARGET, slots=slots, reaches=(24,))
+    verifier = HostVerifier(target, CHAIN, acceptor=Reject(), wide=True, processor=None)
+    keys = torch.stack((torch.arange(slots, dtype=torch.int32), torch.full((slots,), 7, dtype=torch.int32)), 1)
+    sampling = SamplingBatch(torch.tensor([knob_row(Sampling(temperature=1.0))]).expand(slots, 4), keys)
+    target.body.cache[:, : len(PROMPT)] = torch.tensor(PROMPT)
+    for slot in range(slots):
+        verifier._texts[slot] = list(PROMPT)
+    ones = torch.ones(slots, dtype=torch.int32)
+    commit = Commit(ones.unsqueeze(1) * PROMPT[-1], ones, ones * (len(PROMPT) - 1))
+    bounds = Bounds(ones * K, len(PROMPT))
+    proposal = Foreign(torch.Generator().manual_seed(6)).propose(commit, sampling, bounds)
+    made = verifier(commit, proposal, sampling, bounds)
+    wanted = torch.softmax(TARGET[PROMPT[-2], PROMPT[-1]].double(), -1)
+    assert misfit(made.tokens[:, :1].numpy(), wanted.numpy()) > 1e-3
+    assert 0 < int((made.count > 1).sum()) < slots

@@ -1,0 +1,69 @@
+"""Several drafters in order: in every slot, the first that has something to say proposes.
+
+A free drafter (n-grams, suffixes) in front of a model costs nothing where the text does not repeat, and spares the
+model where it does. The model runs only in rounds in which some slot is left over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigurationError
+from paceline.core.protocols import Drafter
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+
+
+class ChainedDrafter:
+    """``drafters`` of chains that report no law; each proposes where all before it proposed nothing."""
+
+    reads: Reads | None = None
+
+    def __init__(self, drafters: Sequence[Drafter]) -> None:
+        if not drafters:
+            raise ConfigurationError("a chain of drafters needs at least one")
+        for one in drafters:
+            if not one.outline.is_chain or one.reads is not None:
+                raise ConfigurationError(
+                    f"{type(one).__name__} cannot stand in a chain of drafters, since it proposes trees or reads the "
+                    "target's states; use it alone"
+                )
+        self._drafters = tuple(drafters)
+        self.outline = Outline.chain(max(one.outline.nodes for one in drafters))
+        # As far as the one that follows longest; the others are asked only as far as each of them follows.
+        reaches = [one.reach for one in drafters]
+        self.reach = None if None in reaches else max(reach for reach in reaches if reach is not None)
+
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        for one in self._drafters:
+            one.admit(slot, prompt)
+
+    def release(self, slot: int) -> None:
+        for one in self._drafters:
+            one.release(slot)
+
+    def observe(self, commit: Commit) -> None:
+        for one in self._drafters:
+            one.observe(commit)
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        nodes = self.outline.nodes
+        tokens = torch.full((len(commit.tokens), nodes), PAD, dtype=torch.int32)
+        left = bounds.limit.clone()
+        length = commit.start + commit.count
+        for one in self._drafters:
+            asked = left if one.reach is None else torch.minimum(left, (one.reach - length + 1).clamp(min=0))
+            if not bool((asked > 0).any()):
+                continue
+            found = one.propose(commit, sampling, Bounds(asked.to(torch.int32), bounds.rows))
+            if found.law is not None:
+                raise ConfigurationError("drafters in a chain must not draw; use acceptor='match'")
+            width = found.tokens.shape[1]
+            legal = (found.tokens >= 0) & (asked > 0).unsqueeze(1)
+            here = legal[:, 0] & (tokens[:, 0] == PAD)
+            places = torch.arange(width) < asked.unsqueeze(1)
+            tokens[here, :width] = torch.where(places, found.tokens, PAD)[here]
+            left = torch.where(here, 0, left)
+        return Proposal(tokens)

@@ -1,0 +1,123 @@
+"""Propose what followed the longest repetition of the text's end, in the text itself or in earlier outputs.
+
+Prompt lookup without a largest n-gram. The idea of drafting from suffix structures over past outputs is that of SAM
+decoding (Hu et al., arXiv 2411.10666) and SuffixDecoding (Oliaro et al., arXiv 2411.04975).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigurationError
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.draft.automaton import SuffixAutomaton
+
+_BORDER = -2  # between two outputs in the corpus; no token is negative, so nothing matches across it
+
+
+class Corpus:
+    """Earlier outputs, at most ``size`` tokens; when they are too many, the older half is dropped.
+
+    ``generation`` changes whenever states of the old automaton mean nothing any more.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ConfigurationError(f"a corpus of {size} tokens holds nothing; give 1 or more, or no corpus")
+        self._size, self.generation = size, 0
+        self.automaton = SuffixAutomaton()
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """A finished text."""
+        for token in (*tokens, _BORDER):
+            self.automaton.append(token)
+        if len(self.automaton.tokens) > self._size:
+            kept = self.automaton.tokens[-(self._size // 2) :]
+            self.automaton, self.generation = SuffixAutomaton(), self.generation + 1
+            for token in kept:
+                self.automaton.append(token)
+
+
+@dataclass(slots=True)
+class _Text:
+    """A slot's text, and how much of its end stands in the corpus."""
+
+    own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    generation: int = -1
+    state: int = 0
+    length: int = 0
+
+
+class SuffixDrafter:
+    """Drafts chains of up to ``length`` tokens behind repetitions of at least ``shortest`` tokens.
+
+    ``corpus``: None = the text alone; a number = also that many tokens of earlier outputs of this drafter, which all
+    its requests share. The text itself wins unless the corpus knows a longer repetition.
+    """
+
+    reads: Reads | None = None
+    reach: int | None = None
+
+    def __init__(self, length: int, *, shortest: int = 2, corpus: int | None = None) -> None:
+        if shortest < 1:
+            raise ConfigurationError(f"shortest={shortest} tokens repeat nothing; give 1 or more")
+        self.outline = Outline.chain(length)
+        self._shortest = shortest
+        self._corpus = None if corpus is None else Corpus(corpus)
+        self._texts: dict[int, _Text] = {}
+        self._prompts: dict[int, int] = {}
+
+    def shortened(self, length: int) -> SuffixDrafter:
+        """See `paceline.core.protocols.Shortens`."""
+        made = copy.copy(self)
+        made.outline = Outline.chain(length)
+        return made
+
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        self._texts[slot] = _Text()
+        self._prompts[slot] = len(prompt)
+        self._extend(self._texts[slot], prompt)
+
+    def release(self, slot: int) -> None:
+        text = self._texts.pop(slot, None)
+        if text is not None and self._corpus is not None:
+            self._corpus.add(text.own.tokens[self._prompts[slot] :])
+
+    def observe(self, commit: Commit) -> None:
+        for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
+            if slot in self._texts:
+                self._extend(self._texts[slot], tokens[:count])
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        rows, nodes = [], self.outline.nodes
+        for slot in range(len(commit.tokens)):
+            found = self._lookup(self._texts[slot])[:nodes] if slot in self._texts else []
+            rows.append(found + [PAD] * (nodes - len(found)))
+        return Proposal(torch.tensor(rows, dtype=torch.int32).view(len(rows), nodes))
+
+    def _extend(self, text: _Text, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            text.own.append(token)
+        if self._corpus is None:
+            return
+        if text.generation != self._corpus.generation:  # walk the end of the text again
+            text.generation, text.state, text.length = self._corpus.generation, 0, 0
+            tokens = text.own.tokens[-64:]
+        for token in tokens:
+            text.state, text.length = self._corpus.automaton.follow(text.state, text.length, token)
+
+    def _lookup(self, text: _Text) -> list[int]:
+        length, at = text.own.repeated()
+        source = text.own.tokens
+        if self._corpus is not None and text.generation == self._corpus.generation and text.length > length:
+            length, at = text.length, self._corpus.automaton.behind(text.state)
+            source = self._corpus.automaton.tokens
+        if length < self._shortest:
+            return []
+        found = source[at : at + self.outline.nodes]
+        return found[: found.index(_BORDER)] if _BORDER in found else found

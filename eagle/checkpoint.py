@@ -1,0 +1,217 @@
+"""Folders of EAGLE heads: read in any known layout, written in any of them, checked tensor by tensor.
+
+Missing and surplus tensors, wrong shapes, NaN and vocabulary maps that contradict each other are refused by name.
+Pickles are read by torch's restricted unpickler. Not here: the names of the layouts (`paceline.eagle.layouts`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MissingWeightsError,
+    WeightShapeError,
+    WeightValueError,
+)
+from paceline.decoder.json_fields import Fields, read_json_object
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.weight_files import find_weight_files, open_weight_file
+from paceline.eagle import layouts
+from paceline.eagle.config import CONFIG, EagleConfig
+from paceline.eagle.layouts import EMBEDDING, HEAD, MASK, OFFSETS
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A head as it was found.
+
+    weights    by our names, in the type they are stored in; ``ids`` [U] int64 of version 3 instead of d2t and t2d
+    embedding  [V, H] of its own, or None: then it borrows the target's
+    """
+
+    config: EagleConfig
+    weights: dict[str, Tensor]
+    embedding: Tensor | None
+
+
+def load(folder: Path, target: ModelConfig, *, head: Tensor | None = None) -> Checkpoint:
+    """Read a head for this target. ``head`` [V, H] is the target's output layer, to compare a copy of it with.
+
+    Raises:
+        CheckpointError: what the folder holds cannot be used.
+        PairingError: it is a head for another target.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give the folder that holds an EAGLE head")
+    raw = _tensors(folder)
+    fields = Fields(read_json_object(folder / CONFIG), str(folder / CONFIG))
+    layout, version = layouts.layout_of(fields, raw)
+    named: dict[str, Tensor] = {}
+    for name, value in raw.items():
+        own = layouts.own_name(name, layout, version)
+        if own in named:
+            raise CheckpointError(f"{folder} holds {own} twice; keep one of the two")
+        if own is not None:
+            named[own] = value
+    config = layouts.parse(fields, layout, version, target=target, names=named)
+    config.check_target(target)
+    embedding = named.pop(EMBEDDING, None)
+    if version == 1:
+        _same_head(folder, named.pop(HEAD, None), head)
+    ids = drafted_ids(config, named.pop(OFFSETS, None), named.pop(MASK, None), where=str(folder))
+    _compare(folder, named, expected(config))
+    _check_embedding(folder, config, embedding)
+    for name, value in named.items():
+        if not bool(torch.isfinite(value).all()):
+            raise WeightValueError(f"{folder}: {name} holds NaN or infinity; the checkpoint is damaged, fetch it again")
+    return Checkpoint(config, named | ({"ids": ids} if version == 3 else {}), embedding)
+
+
+def save(folder: Path, checkpoint: Checkpoint, *, layout: str = "paceline", head: Tensor | None = None) -> Path:
+    """Write a head, with its config.json; the file of weights.
+
+    ``head`` [V, H] is the target's output layer, which layout "nxd" wants a copy of.
+
+    Raises:
+        ConfigurationError: the layout is unknown or cannot hold this head.
+    """
+    config, version = checkpoint.config, checkpoint.config.version
+    facts = layouts.written(config, layout)
+    tensors = dict(checkpoint.weights)
+    if version == 3:
+        ids = tensors.pop("ids").to(torch.int64)
+        tensors[OFFSETS] = ids - torch.arange(len(ids))
+        tensors[MASK] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    elif layout == "nxd":
+        if head is None:
+            raise ConfigurationError("layout 'nxd' holds a copy of the target's output layer: give the target")
+        tensors[HEAD] = head
+    if checkpoint.embedding is not None:
+        tensors[EMBEDDING] = checkpoint.embedding
+    folder.mkdir(parents=True, exist_ok=True)
+    named = {layouts.foreign_name(name, layout, version): x.detach().clone() for name, x in tensors.items()}
+    path = folder / "model.safetensors"
+    part = path.with_suffix(".part")
+    save_file(named, part, metadata={"format": "pt"})
+    part.replace(path)
+    if layout == "paceline":
+        config.write(folder)
+    else:
+        (folder / CONFIG).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+    return path
+
+
+def convert(source: Path, out: Path, target: ModelConfig, *, layout: str, head: Tensor | None = None) -> Checkpoint:
+    """Read a head in any layout and write it in another."""
+    found = load(source, target, head=head)
+    save(out, found, layout=layout, head=head)
+    return found
+
+
+def expected(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a head has besides its vocabulary map, by our names, and its shape."""
+    size, inner, three = config.hidden_size, config.intermediate_size, config.version == 3
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, config.feature_size if three else 2 * size)}
+    if config.fc_bias:
+        shapes["fc.bias"] = (size,)
+    if three:
+        shapes |= {"norm.weight": (size,), HEAD: (config.draft_vocab_size, size), "layer.hidden_norm.weight": (size,)}
+    if three or config.input_norm:
+        shapes["layer.input_layernorm.weight"] = (size,)
+    shapes["layer.post_attention_layernorm.weight"] = (size,)
+    attention = {"q": (queries, config.qkv_size), "k": (keys, config.qkv_size), "v": (keys, config.qkv_size)}
+    for side, shape in {**attention, "o": (size, queries)}.items():
+        shapes[f"layer.self_attn.{side}_proj.weight"] = shape
+        if config.attention_bias:
+            shapes[f"layer.self_attn.{side}_proj.bias"] = shape[:1]
+    for part, shape in {"gate": (inner, size), "up": (inner, size), "down": (size, inner)}.items():
+        shapes[f"layer.mlp.{part}_proj.weight"] = shape
+        if config.mlp_bias:
+            shapes[f"layer.mlp.{part}_proj.bias"] = shape[:1]
+    return shapes
+
+
+def drafted_ids(config: EagleConfig, offsets: Tensor | None, mask: Tensor | None, *, where: str) -> Tensor:
+    """The target's id of every id that can be drafted, [U] int64, from d2t [U] (offsets) and t2d [V].
+
+    Raises:
+        CheckpointError: they are missing, contradict each other, or leave the vocabulary.
+    """
+    count, every = config.draft_vocab_size, config.vocab_size
+    if offsets is None:
+        if count != every:
+            raise MissingWeightsError(
+                f"{where} drafts {count} of {every} ids and lacks {OFFSETS}, which says which; fetch it in full"
+            )
+        return torch.arange(every)
+    if offsets.shape != (count,):
+        raise WeightShapeError(f"{where}: {OFFSETS} has shape {list(offsets.shape)}, but must be [{count}]")
+    ids = offsets.to(torch.int64) + torch.arange(count)
+    if bool((ids < 0).any()) or bool((ids >= every).any()) or len(ids.unique()) != count:
+        raise CheckpointError(
+            f"{where}: {OFFSETS} holds no offsets: id + d2t[id] must be {count} different ids below {every}"
+        )
+    if mask is not None:
+        if mask.shape != (every,):
+            raise WeightShapeError(f"{where}: {MASK} has shape {list(mask.shape)}, but must be [{every}]")
+        if not torch.equal(mask.nonzero().flatten(), ids.sort().values):
+            raise CheckpointError(f"{where}: {MASK} and {OFFSETS} name different ids; fetch the checkpoint again")
+    return ids
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for file in find_weight_files(folder):
+        with open_weight_file(file) as source:
+            for name in source.infos():
+                if name in found:
+                    raise CheckpointError(f"{name} is in two files of {folder}; fetch the checkpoint again")
+                found[name] = source.read(name).clone()
+    return found
+
+
+def _compare(folder: Path, found: dict[str, Tensor], wanted: dict[str, tuple[int, ...]]) -> None:
+    missing = sorted(set(wanted) - set(found))
+    if missing:
+        raise MissingWeightsError(
+            f"{folder} lacks {', '.join(missing[:4])}; fetch it in full, with its own config.json"
+        )
+    surplus = sorted(set(found) - set(wanted))
+    if surplus:
+        raise CheckpointError(
+            f"{folder} holds tensors that an EAGLE head with this config.json does not use: {', '.join(surplus[:4])}"
+        )
+    for name, shape in wanted.items():
+        if tuple(found[name].shape) != shape:
+            raise WeightShapeError(
+                f"{folder}: {name} has shape {list(found[name].shape)}, but its config.json and the target ask for "
+                f"{list(shape)}; use the config.json and the target that belong to it"
+            )
+
+
+def _same_head(folder: Path, copy: Tensor | None, head: Tensor | None) -> None:
+    if copy is None or head is None:
+        return
+    if copy.shape != head.shape or not torch.allclose(copy.float(), head.float(), rtol=1e-2, atol=1e-3):
+        raise CheckpointError(
+            f"{folder}: {HEAD} is not the target's output layer, which a head of version 1 shares; "
+            "use the head that was made for this target"
+        )
+
+
+def _check_embedding(folder: Path, config: EagleConfig, embedding: Tensor | None) -> None:
+    shape = (config.vocab_size, config.hidden_size)
+    if embedding is None:
+        if config.hidden_size != config.target_hidden_size:
+            raise MissingWeightsError(f"{folder} lacks {EMBEDDING}; a head of another width cannot borrow the target's")
+    elif tuple(embedding.shape) != shape:
+        raise WeightShapeError(f"{folder}: {EMBEDDING} has shape {list(embedding.shape)}, but must be {list(shape)}")

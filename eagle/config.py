@@ -1,0 +1,151 @@
+"""The sizes of an EAGLE head, and the config.json our own folders keep them in. No weights in here.
+
+Version 1 serves EAGLE-1 and EAGLE-2, which differ in how drafts grow and not in the head.
+Not here: how other projects write the same facts (`paceline.eagle.layouts`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import CheckpointError, PairingError
+from paceline.core.types import Reads
+from paceline.decoder.json_fields import Fields
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.rope import RopeConfig
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """One head. Widths: H of the head's stream, F of a feature (H of the target).
+
+    version               1 or 3
+    fc_bias               version 1: ``fc`` has a bias
+    input_norm            version 1: the layer normalises what it reads, as usual layers do (EAGLE's own does not)
+    norm_before_residual  version 3: the residual stream is the normalised hidden state
+    layers                version 3: the target's residual streams that are read (`paceline.core.types.Reads`)
+    draft_vocab_size      version 3: how many ids the head can draft; version 1 drafts all of them
+    """
+
+    version: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    vocab_size: int
+    draft_vocab_size: int
+    target_hidden_size: int
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    fc_bias: bool = False
+    input_norm: bool = False
+    norm_before_residual: bool = False
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_version(self.version)
+        if self.version == 3 and not self.layers:
+            raise CheckpointError("an EAGLE-3 head must say which residual streams of the target it reads: set layers")
+        if self.version == 1 and (self.layers or self.draft_vocab_size != self.vocab_size):
+            raise CheckpointError("an EAGLE-1 head reads the last hidden state and drafts the whole vocabulary")
+        if self.version == 1 and self.hidden_size != self.target_hidden_size:
+            raise CheckpointError(
+                f"an EAGLE-1 head predicts the target's hidden state and so has its width, {self.target_hidden_size}, "
+                f"not {self.hidden_size}"
+            )
+        if not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise CheckpointError(f"draft_vocab_size must be 1 to {self.vocab_size}, not {self.draft_vocab_size}")
+
+    @property
+    def reads(self) -> Reads:
+        """What the head reads of the target."""
+        return Reads(self.layers)
+
+    @property
+    def feature_size(self) -> int:
+        """F, the width of what is read of the target."""
+        return self.target_hidden_size * max(1, len(self.layers))
+
+    @property
+    def qkv_size(self) -> int:
+        """Width of what queries, keys and values are made from."""
+        return self.hidden_size * (2 if self.version == 3 else 1)
+
+    def check_target(self, target: ModelConfig) -> None:
+        """Raise PairingError unless the head fits this target."""
+        for name, ours, theirs in (
+            ("vocabulary", self.vocab_size, target.vocab_size),
+            ("hidden size", self.target_hidden_size, target.hidden_size),
+        ):
+            if ours != theirs:
+                raise PairingError(
+                    f"the EAGLE head is for a target with {name} {ours}, and this one has {theirs}; "
+                    "use the head that was trained for this target"
+                )
+        if any(not 0 <= layer <= target.num_layers for layer in self.layers):
+            raise PairingError(
+                f"the EAGLE head reads residual streams {self.layers}, and the target has {target.num_layers} layers; "
+                "use the head that was trained for this target"
+            )
+
+    def write(self, folder: Path) -> None:
+        """Write config.json, in our own form."""
+        text = json.dumps({"paceline_eagle": 1, **asdict(self)}, indent=2) + "\n"
+        (folder / CONFIG).write_text(text, encoding="utf-8")
+
+
+def check_version(version: int) -> None:
+    """Raise CheckpointError unless there is such a version."""
+    if version not in (1, 3):
+        raise CheckpointError(f"version {version} of an EAGLE head is unknown; give 1 (also for EAGLE-2) or 3")
+
+
+def parse_own(fields: Fields) -> EagleConfig:
+    """The configuration that `EagleConfig.write` wrote.
+
+    Raises:
+        CheckpointError: a key is missing, unknown or of the wrong kind.
+    """
+    names = EagleConfig.__dataclass_fields__
+    unknown = sorted(set(fields.values) - set(names) - {"paceline_eagle"})
+    if unknown:
+        raise CheckpointError(f"{fields.where}: {unknown[0]!r} is no setting of an EAGLE head; remove it")
+    numbers = ("version", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+    sizes = ("max_position_embeddings", "vocab_size", "draft_vocab_size", "target_hidden_size")
+    flags = ("attention_bias", "mlp_bias", "fc_bias", "input_norm", "norm_before_residual")
+    plain: dict[str, Any] = {name: fields.integer(name) for name in (*numbers, *sizes)}
+    plain |= {name: fields.flag(name, False) for name in flags}
+    return EagleConfig(
+        **plain,
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        rope=_rope(fields),
+        layers=layer_ids(fields, "layers") or (),
+    )
+
+
+def layer_ids(fields: Fields, key: str) -> tuple[int, ...] | None:
+    """A list of layer numbers, None where the key is absent."""
+    value = fields.values.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in value):
+        raise CheckpointError(f"{fields.where}: {key} is {value!r}, but must be a list of layer numbers from 0 on")
+    return tuple(value)
+
+
+def _rope(fields: Fields) -> RopeConfig:
+    given = fields.child("rope")
+    names = RopeConfig.__dataclass_fields__
+    if given is None or set(given.values) != set(names):
+        raise CheckpointError(f"{fields.where}: rope must be an object with the keys {', '.join(names)}")
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.values.items()}
+    return RopeConfig(**values)  # type: ignore[arg-type]  # written by us, every field by its name

@@ -1,0 +1,178 @@
+"""What heads learn from: texts and the frozen target's states for them, computed as they are wanted or kept on disk.
+
+A batch is made from its number alone, so that it is the same whether it comes from the disk or not. The target runs as
+a plain float32 forward through transformers. Not here: reading text files, and the training itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.core.errors import CheckpointError, ConfigurationError
+
+ROWS = 64
+"""Texts in a batch of the corpus, and in a file."""
+_FORWARD = 8  # texts in one forward of the target
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """tokens [n, S] int64; last [n, S, H] after the final norm; streams [n, S, F] as the head reads them (bfloat16)."""
+
+    tokens: Tensor
+    last: Tensor
+    streams: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class CorpusOptions:
+    """How texts are made.
+
+    length      tokens of a text, S; texts begin at its multiples in the data
+    prompt      tokens of the data that the target goes on from, where acceptance is measured
+    keep_bytes  how much may be kept on disk; what goes beyond is computed anew whenever it is wanted
+    seed        of the order of the data
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    length: int = 256
+    prompt: int = 64
+    keep_bytes: int = 2 << 30
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.prompt < self.length or self.keep_bytes < 0:
+            raise ConfigurationError("prompt must be shorter than length, and keep_bytes not negative")
+
+
+class FrozenTarget:
+    """The target as a plain forward. ``layers`` are the residual streams to keep; empty = the last hidden state."""
+
+    def __init__(self, folder: Path, layers: tuple[int, ...]) -> None:
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{folder} is no checkpoint that transformers can load ({error})") from error
+        model.eval().requires_grad_(False)
+        self._model: Any = model
+        self.layers = layers
+        self.head: Tensor = self._model.get_output_embeddings().weight.detach()
+        self.embedding: Tensor = self._model.get_input_embeddings().weight.detach()
+        self.norm: Tensor = self._model.get_decoder().norm.weight.detach()
+
+    def fingerprint(self) -> str:
+        """Tells this target from another one."""
+        sample = [float(x.double().sum()) for x in (self.head, self.embedding, self.norm)]
+        text = json.dumps([self._model.config.to_dict(), sample], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def block(self, index: int) -> dict[str, Tensor]:
+        """Weights of one of the target's layers, by their short names."""
+        found: dict[str, Tensor] = self._model.get_decoder().layers[index].state_dict()
+        return found
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor) -> Texts:
+        """States of texts [n, S]."""
+        depth = len(self._model.get_decoder().layers)
+        behind: list[Tensor] = []
+        # transformers hands out the last stream only behind the norm; a hook sees it before.
+        hook = self._model.get_decoder().norm.register_forward_pre_hook(lambda _, inputs: behind.append(inputs[0]))
+        try:
+            parts = [
+                self._model.get_decoder()(p, output_hidden_states=True, use_cache=False).hidden_states
+                for p in tokens.split(_FORWARD)
+            ]
+        finally:
+            hook.remove()
+        last = torch.cat([part[-1] for part in parts])
+        if not self.layers:
+            return Texts(tokens, last.bfloat16(), last.bfloat16())
+        streams = [torch.cat([part[i] for part in parts]) if i < depth else torch.cat(behind) for i in self.layers]
+        return Texts(tokens, last.bfloat16(), torch.cat(streams, -1).bfloat16())
+
+    @torch.no_grad()
+    def continued(self, prompts: Tensor, length: int) -> Tensor:
+        """prompts [n, S] -> [n, length], greedily by the target itself."""
+        more = length - prompts.shape[1]
+        found: Tensor = self._model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            min_new_tokens=more,
+            max_new_tokens=more,
+            pad_token_id=0,
+            do_sample=False,
+        )
+        return found
+
+
+class Corpus:
+    """Batches of texts with the target's states, by number. ``stream`` [n] are the data's token ids, end to end."""
+
+    def __init__(self, target: FrozenTarget, stream: np.ndarray, options: CorpusOptions, *, folder: Path) -> None:
+        room = len(stream) // options.length
+        if room < ROWS:
+            raise ConfigurationError(
+                f"the data hold {len(stream)} tokens, and training needs at least {ROWS * options.length}; give more"
+            )
+        self._target, self._stream, self._options = target, stream, options
+        self._order = np.random.default_rng(options.seed).permutation(room)
+        self.batches = room // ROWS
+        facts = {
+            "target": target.fingerprint(),
+            "layers": target.layers,
+            "options": {**asdict(options), "keep_bytes": None},
+            "data": hashlib.sha256(np.ascontiguousarray(stream).tobytes()).hexdigest(),
+        }
+        self._folder = folder / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a text."""
+        return self._options.length
+
+    def batch(self, number: int) -> Texts:
+        """Batch ``number`` (modulo how many there are), from the disk if it is kept there."""
+        number %= self.batches
+        path = self._folder / f"{number:06d}.safetensors"
+        if path.is_file():
+            found = load_file(path)
+            return Texts(found["tokens"].to(torch.int64), found["last"], found.get("streams", found["last"]))
+        texts = self._target.read(self._rows(range(number * ROWS, (number + 1) * ROWS)))
+        self._keep(path, texts)
+        return texts
+
+    def measured(self, count: int) -> Texts:
+        """Texts that the target went on with greedily, from the end of the data: training does not reach there."""
+        prompts = self._rows(range(len(self._order) - count, len(self._order)))[:, : self._options.prompt]
+        return self._target.read(self._target.continued(prompts, self._options.length))
+
+    def _rows(self, which: range) -> Tensor:
+        length = self._options.length
+        rows = [self._stream[at * length : (at + 1) * length] for at in self._order[which.start : which.stop]]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+    def _keep(self, path: Path, texts: Texts) -> None:
+        tensors = {"tokens": texts.tokens.to(torch.int32), "last": texts.last}
+        if texts.streams is not texts.last and self._target.layers:
+            tensors["streams"] = texts.streams
+        size = sum(x.numel() * x.element_size() for x in tensors.values())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if size + sum(file.stat().st_size for file in path.parent.iterdir()) > self._options.keep_bytes:
+            return
+        part = path.with_suffix(".part")
+        save_file(tensors, part)
+        part.replace(path)

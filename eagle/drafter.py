@@ -1,0 +1,195 @@
+"""EAGLE as a drafter: a pass over the last commit's real features, then drafts that grow from its last pair.
+
+Each round writes the head's cache anew from the target's features (EAGLE, arXiv 2401.15077), so that old drafts leave
+no trace: after any number of rounds the cache is that of one pass over the committed text. The first drafts come
+from that same pass. Not here: the shape of growth (`paceline.eagle.growth`) and the verifier.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.backlog import Backlog
+from paceline.core.types import Bounds, Commit, Proposal, Reads, SamplingBatch
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.kernels import Place
+from paceline.eagle import checkpoint
+from paceline.eagle.growth import Chain, Growth, Root
+from paceline.eagle.head import EagleHead
+
+
+class EagleStep(nn.Module):
+    """Read a commit with its features, then grow drafts."""
+
+    def __init__(self, head: EagleHead, growth: Growth, reach: int) -> None:
+        super().__init__()
+        self.head, self.growth, self._reach = head, growth, reach
+
+    def forward(
+        self, tokens: Tensor, count: Tensor, start: Tensor, knobs: Tensor, keys: Tensor, features: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The fields of a Commit [B, W], knobs [B, 4], keys [B, 2], features [B, W, F] -> what the growth gives.
+
+        ``features[:, i]`` predicted ``tokens[:, i]``: the two are the pair of the place before that token.
+        """
+        head = self.head
+        first = head.row(start - 1)
+        steps = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+        hidden = head.fuse(features)
+        stream, qkv = head.project(tokens.clamp(min=0), hidden, first.unsqueeze(1) + steps)
+        mixed = head.attend(qkv, head.place(first, tokens.shape[1], reach=self._reach))
+        stream, mixed, *ours = (_at(x, count - 1) for x in (stream, mixed, *qkv))
+        root = Root(head.layer.finish(stream, mixed), (ours[0], ours[1], ours[2]), head.row(start + count - 2))
+        made: tuple[Tensor, ...] = self.growth(head, root, SamplingBatch(knobs, keys), self._reach)
+        return made
+
+
+class ReadStep(nn.Module):
+    """Read pairs of a text into one slot. One layer's cache needs no more than their keys and values."""
+
+    def __init__(self, head: EagleHead, reach: int) -> None:
+        super().__init__()
+        self.head, self._reach = head, reach
+
+    def forward(self, tokens: Tensor, features: Tensor, row: Tensor, count: Tensor, slot: Tensor) -> tuple[Tensor]:
+        """tokens [1, chunk] int32, features [1, chunk, F]; row, count, slot [1] int32 -> the row behind."""
+        place = Place(row, count, slot, self._reach, padded=True)
+        steps = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
+        hidden = self.head.fuse(features, count)
+        _, qkv = self.head.project(tokens, hidden, row.unsqueeze(1) + steps, real=count)
+        self.head.attend(qkv, place)
+        return (row + count,)
+
+
+class EagleDrafter:
+    """Drafts with an EAGLE head on a target's features. A `paceline.core.protocols.GraphDrafter`.
+
+    Its graphs are compiled, kept and shipped with the target's, whose options (slots, positions, number format) it has.
+    """
+
+    def __init__(self, head: EagleHead, target: CompiledDecoder, growth: Growth) -> None:
+        head.config.check_target(target.config)
+        target.check_width(growth.outline.nodes + 1)
+        self.head, self.target, self.growth = head.eval(), target, growth
+        self.outline = growth.outline
+        self.reads: Reads | None = head.config.reads
+        self.reach: int | None = min(target.n_positions, head.config.max_position_embeddings)
+        self._backlog = Backlog()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | os.PathLike[str],
+        target: CompiledDecoder,
+        growth: Growth | None = None,
+    ) -> EagleDrafter:
+        """Load a head for ``target``, which lends it its embedding and, to version 1, its output layer.
+
+        path    folder in the layout of the EAGLE repository, NxD Inference, speculators, or our own
+        growth  how drafts grow; default: a chain of 4
+
+        Raises:
+            CheckpointError: the folder cannot be used.
+            PairingError: the head is for another target.
+            ConfigurationError: the growth does not fit.
+        """
+        model = target.body.model
+        found = checkpoint.load(Path(path), target.config, head=model.head)
+        dtype = target.options.dtype
+        weights = {name: x if name == "ids" else x.to(dtype) for name, x in found.weights.items()}
+        embedding: Tensor = model.embedding
+        if found.embedding is not None:
+            own = found.embedding.to(dtype)
+            embedding = model.embedding if torch.equal(own, model.embedding) else own
+        head = EagleHead(
+            found.config,
+            weights,
+            embedding=embedding,
+            head=model.head,
+            kernels=target.backend.kernels,
+            options=target.options,
+        )
+        return cls(head, target, growth or Chain(4))
+
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        """Read the pairs of a prompt: all but its last feature, whose token is yet to come."""
+        self._backlog.forget(slot)
+        assert features is not None, "the verifier gives the features that `reads` asks for"
+        self._read(slot, 0, tokens=prompt[1:], features=features)
+
+    def release(self, slot: int) -> None:
+        """Its commits are of no interest any more; the next request's pairs overwrite the cache rows."""
+        self._backlog.forget(slot)
+
+    def observe(self, commit: Commit) -> None:
+        """Only noted: the step reads the last commit itself."""
+        self._backlog.add(commit)
+
+    def ready(self) -> None:
+        """Read what was committed while nothing was proposed."""
+        for missed in self._backlog.take():
+            assert missed.features is not None, "commits carry the features that `reads` asks for"
+            self._read(missed.slot, missed.start - 1, tokens=missed.tokens, features=missed.features)
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        """Draft; see the protocol."""
+        self.ready()
+        assert commit.features is not None, "commits carry the features that `reads` asks for"
+        inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys, commit.features)
+        name = f"{self.name(bounds.rows)},from {commit.tokens.shape[1]}"
+        reach = self._reach(bounds.rows)
+        step = self.target.graph(
+            name, lambda _body, _reach: self.step(bounds.rows), inputs, reach=reach, guest=self.facts(), owner=self
+        )
+        out = step(*inputs)
+        if self.outline.dynamic:
+            return Proposal(out[0], out[1])
+        return Proposal(out[0], self.outline.parents, out[1] if len(out) > 1 else None)
+
+    def step(self, rows: int) -> nn.Module:
+        """See the protocol."""
+        return EagleStep(self.head, self.growth, self._reach(rows))
+
+    def name(self, rows: int) -> str:
+        """See the protocol."""
+        return f"eagle{self.head.config.version}[{self.growth.name}]@{self._reach(rows)}"
+
+    def facts(self) -> dict[str, object]:
+        """See the protocol."""
+        own = self.head.embedding is not self.target.body.model.embedding
+        config: dict[str, object] = json.loads(json.dumps(asdict(self.head.config)))
+        return {"eagle": config, "growth": self.growth.name, "own embedding": own}
+
+    def _reach(self, rows: int) -> int:
+        return self.target.reach(rows + self.outline.depth)
+
+    def _read(self, slot: int, row: int, *, tokens: Sequence[int], features: Tensor) -> None:
+        """Pairs of tokens and the features [>= n, F] that predicted them, from cache row ``row`` on, in chunks."""
+        done, chunks = 0, self.target.options.chunks
+        while done < len(tokens):
+            left = len(tokens) - done
+            chunk = next((c for c in chunks if c >= left), chunks[-1])
+            count = min(chunk, left)
+            part = list(tokens[done : done + count]) + [0] * (chunk - count)
+            known = nn.functional.pad(features[done : done + count], (0, 0, 0, chunk - count))
+            numbers = [torch.tensor([n], dtype=torch.int32) for n in (row + done, count, slot)]
+            inputs = (torch.tensor([part], dtype=torch.int32), known.unsqueeze(0), *numbers)
+            reach = self.target.reach(row + done + chunk)
+            name = f"eagle{self.head.config.version} reads[{chunk}]"
+            self.target.graph(
+                name, lambda _body, r: ReadStep(self.head, r), inputs, reach=reach, guest=self.facts(), owner=self
+            )(*inputs)
+            done += count
+
+
+def _at(x: Tensor, index: Tensor) -> Tensor:
+    """Row ``index`` [B] of x [B, n, ...] -> [B, 1, ...]."""
+    at = index.to(torch.int64).view(-1, *[1] * (x.dim() - 1)).expand(-1, 1, *x.shape[2:])
+    return x.gather(1, at)

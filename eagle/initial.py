@@ -1,0 +1,74 @@
+"""A fresh head that begins near its target: the target's last layer, its norms and its output layer, where they fit.
+
+A head has little data; what the target knows already need not be learned. Not a part of the papers, which begin with
+random layers. What does not fit (another width, other heads) stays random.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.decoder.model_config import ModelConfig
+from paceline.eagle.config import EagleConfig
+from paceline.eagle.corpus import FrozenTarget
+from paceline.eagle.network import EagleNetwork
+from paceline.eagle.training import Vocabulary
+
+_FC = 0.5  # of the identity in the fc of version 1: it mixes a token and a feature
+
+
+def default_layers(count: int) -> tuple[int, int, int]:
+    """A low, a middle and the last residual stream of a target with ``count`` layers."""
+    return (min(2, count), (count + 2) // 2, count)
+
+
+def default_config(target: ModelConfig, *, version: int, layers: tuple[int, ...], draft_vocab_size: int) -> EagleConfig:
+    """A head of the target's own sizes."""
+    return EagleConfig(
+        version=version,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position_embeddings=target.max_position_embeddings,
+        rope=target.rope,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=draft_vocab_size if version == 3 else target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        attention_bias=target.attention_bias,
+        mlp_bias=target.mlp_bias,
+        layers=layers if version == 3 else (),
+    )
+
+
+@torch.no_grad()
+def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: Vocabulary) -> EagleNetwork:
+    """A network of this configuration; ``depth`` is how many layers the target has."""
+    torch.manual_seed(0)
+    network = EagleNetwork(config, target.embedding, target.head if config.version == 1 else None)
+    first, last = target.block(0), target.block(depth - 1)
+    state = network.state_dict()
+    wanted: dict[str, Tensor] = {f"layer.{name}": value for name, value in last.items()}
+    size = config.hidden_size
+    if config.version == 3:
+        wanted["norm.weight"] = target.norm
+        wanted["lm_head.weight"] = target.head[vocabulary.ids]
+        wanted["layer.hidden_norm.weight"] = last["input_layernorm.weight"]
+        wanted["layer.input_layernorm.weight"] = first["input_layernorm.weight"]
+        for side in "qkv":
+            name = f"self_attn.{side}_proj.weight"
+            wanted[f"layer.{name}"] = torch.cat([first[name], last[name]], 1)
+        if config.target_hidden_size == size:
+            fused = torch.zeros(size, config.feature_size)
+            fused[:, -size:] = torch.eye(size)
+            wanted["fc.weight"] = fused
+    else:
+        fused = state["fc.weight"].clone()
+        fused[:, size:] = _FC * torch.eye(size)
+        wanted["fc.weight"] = fused
+    fitting = {name: value for name, value in wanted.items() if name in state and value.shape == state[name].shape}
+    network.load_state_dict({**state, **fitting})
+    return network

@@ -1,0 +1,92 @@
+"""From a target and a stream of tokens to a folder with a trained and measured head.
+
+What was done is kept in ``work``: the target's states as far as allowed, and the training's state, so that a run that
+was stopped goes on when it is asked for again. Not here: reading text files, and showing progress.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.decoder.model_config import ModelConfig
+from paceline.eagle import checkpoint, initial
+from paceline.eagle.checkpoint import Checkpoint
+from paceline.eagle.corpus import Corpus, CorpusOptions, FrozenTarget
+from paceline.eagle.network import EagleNetwork
+from paceline.eagle.training import Report, Trainer, TrainingOptions, Vocabulary, acceptance
+
+MEASURED = "acceptance.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which head is made.
+
+    version           1 (also for EAGLE-2) or 3
+    layers            version 3: the target's residual streams it reads; empty = a low, a middle and the last one.
+                      For version 1 they only decide what is kept, so that a head of version 3 may use it too
+    draft_vocab_size  version 3: the most frequent ids of the data, so many; None = all
+    measured          texts, written greedily by the target, on which acceptance is measured
+    depth             of the chains that are measured
+    """
+
+    version: int = 3
+    layers: tuple[int, ...] = ()
+    draft_vocab_size: int | None = None
+    measured: int = 32
+    depth: int = 5
+
+
+def train(
+    target: Path,
+    stream: np.ndarray,
+    plan: Plan,
+    *,
+    corpus: CorpusOptions,
+    options: TrainingOptions,
+    work: Path,
+    out: Path,
+    report: Report,
+) -> list[float] | None:
+    """Train a head and write it to ``out`` in bfloat16, with acceptance.json; None if the minutes were over before.
+
+    stream [n], token ids end to end. Returns the share of places where chains of 1, 2, ... drafts are all right.
+    """
+    sizes = ModelConfig.from_pretrained(target)
+    layers = plan.layers or (initial.default_layers(sizes.num_layers) if plan.version == 3 else ())
+    frozen = FrozenTarget(target, layers)
+    counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
+    kept = plan.draft_vocab_size if plan.version == 3 else None
+    vocabulary = Vocabulary.frequent(counts, kept or sizes.vocab_size)
+    config = initial.default_config(sizes, version=plan.version, layers=layers, draft_vocab_size=len(vocabulary.ids))
+    texts = Corpus(frozen, stream, corpus, folder=work / "states")
+    network = initial.fresh(config, frozen, depth=sizes.num_layers, vocabulary=vocabulary)
+    trainer = Trainer(network, texts, options, head=frozen.head, vocabulary=vocabulary, folder=work)
+    if not trainer.run(report):
+        return None
+    shares = acceptance(
+        network,
+        texts.measured(plan.measured),
+        depth=plan.depth,
+        head=frozen.head,
+        vocabulary=vocabulary,
+        skip=corpus.prompt,
+    )
+    write(out, network, vocabulary, shares=shares)
+    return shares
+
+
+def write(out: Path, network: EagleNetwork, vocabulary: Vocabulary, *, shares: list[float]) -> None:
+    """A head in bfloat16 and how well it did."""
+    weights: dict[str, Tensor] = {name: x.detach().bfloat16() for name, x in network.state_dict().items()}
+    if network.config.version == 3:
+        weights["ids"] = vocabulary.ids
+    checkpoint.save(out, Checkpoint(network.config, weights, None))
+    text = json.dumps({"greedy chains": [round(share, 4) for share in shares]})
+    (out / MEASURED).write_text(text + "\n", encoding="utf-8")

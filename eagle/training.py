@@ -1,0 +1,246 @@
+"""Training of a head on a frozen target: losses, the training-time test, a run that can be stopped and gone on with.
+
+EAGLE-1 (arXiv 2401.15077, section 4.2): smooth L1 on the next hidden state, and cross-entropy against the target's law.
+EAGLE-3 (arXiv 2503.01840): cross-entropy alone, over several passes in which the head reads its own output, each with
+0.8 times the weight of the one before. Not here: where texts come from (`paceline.eagle.corpus`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.core.errors import ConfigurationError
+from paceline.eagle.corpus import ROWS, Corpus, Texts
+from paceline.eagle.network import EagleNetwork, Past
+from paceline.eagle.optim import Muon
+
+Report = Callable[[int, int, float], None]
+"""(steps done, steps in all, running loss)"""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingOptions:
+    """How a head is trained.
+
+    tokens          in all, repeats of a text counted again
+    passes          of the training-time test; 1 = only on the target's own features
+    decay           weight of a pass, in terms of the one before
+    feature_weight  of the feature loss (version 1 only)
+    law_weight      of the cross-entropy
+    rate            largest learning rate; it rises over the first steps and falls along a cosine
+    rows            texts in a step
+    minutes         stop after so long, to go on later; None = to the end
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    tokens: int
+    passes: int = 7
+    decay: float = 0.8
+    feature_weight: float = 1.0
+    law_weight: float = 0.1
+    rate: float = 2e-3
+    rows: int = 8
+    minutes: float | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.tokens, self.passes, self.rows) < 1 or not self.rate > 0 or not 0 < self.decay <= 1:
+            raise ConfigurationError("tokens, passes and rows must be positive, rate above 0 and decay in (0, 1]")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Which ids a head drafts: ids [U] int64, ascending; all of the target's for version 1."""
+
+    ids: Tensor
+    size: int
+
+    @classmethod
+    def frequent(cls, counts: Tensor, keep: int) -> Vocabulary:
+        """The ``keep`` most frequent ids, the lower one of equals. counts [V]"""
+        order = torch.argsort(counts, descending=True, stable=True)
+        return cls(order[:keep].sort().values, len(counts))
+
+    @property
+    def offsets(self) -> Tensor:
+        """d2t [U] int64: the target's id of draft id i is i + d2t[i]."""
+        return self.ids - torch.arange(len(self.ids))
+
+    @property
+    def mask(self) -> Tensor:
+        """t2d [V] bool: whether the head can draft that id."""
+        return torch.zeros(self.size, dtype=torch.bool).index_fill(0, self.ids, True)
+
+
+class Trainer:
+    """One run. Its state lies in ``folder/state.pt`` whenever `run` returns."""
+
+    def __init__(
+        self,
+        network: EagleNetwork,
+        corpus: Corpus,
+        options: TrainingOptions,
+        *,
+        head: Tensor,
+        vocabulary: Vocabulary,
+        folder: Path,
+    ) -> None:
+        self.network, self._corpus, self._options = network, corpus, options
+        self._head, self._vocabulary, self._folder = head, vocabulary, folder
+        named = list(network.named_parameters())
+        matrices = [p for n, p in named if p.dim() == 2 and not n.startswith("lm_head")]
+        others = [p for n, p in named if not (p.dim() == 2 and not n.startswith("lm_head"))]
+        self._optimizers = [Muon(matrices, options.rate), torch.optim.AdamW(others, options.rate, betas=(0.9, 0.98))]
+        self._per_batch = max(1, ROWS // options.rows)
+        self.steps = math.ceil(options.tokens / (options.rows * corpus.length))
+        self.done, self.loss = 0, math.nan
+        self._restore()
+
+    def run(self, report: Report) -> bool:
+        """Train to the end, or until the minutes are over (at least one step); whether it is the end."""
+        began, minutes = perf_counter(), self._options.minutes
+        texts: Texts | None = None
+        while self.done < self.steps:
+            number, part = divmod(self.done, self._per_batch)
+            if texts is None or not part:
+                texts = self._corpus.batch(number)
+            self._step(_part(texts, part, self._options.rows))
+            report(self.done, self.steps, self.loss)
+            if minutes is not None and perf_counter() - began > 60 * minutes:
+                break
+        self._save()
+        return self.done >= self.steps
+
+    def _step(self, texts: Texts) -> None:
+        loss = objective(self.network, texts, self._options, head=self._head, vocabulary=self._vocabulary)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
+        scale = min(1.0, (self.done + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * self.done / self.steps)))
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self._options.rate * scale
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.done += 1
+        value = float(loss.detach())
+        self.loss = value if math.isnan(self.loss) else 0.95 * self.loss + 0.05 * value
+
+    def _facts(self) -> dict[str, object]:
+        return {"options": {**asdict(self._options), "minutes": None}, "head": asdict(self.network.config)}
+
+    def _save(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            "facts": self._facts(),
+            "done": self.done,
+            "loss": self.loss,
+            "network": self.network.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+        }
+        part = self._folder / "state.part"
+        torch.save(state, part)
+        part.replace(self._folder / "state.pt")
+
+    def _restore(self) -> None:
+        path = self._folder / "state.pt"
+        if not path.is_file():
+            return
+        state = torch.load(path, weights_only=True)
+        if state["facts"] != self._facts():
+            raise ConfigurationError(
+                f"{path} is of a run with other options; give those again to go on, or another folder to begin anew"
+            )
+        self.done, self.loss = state["done"], state["loss"]
+        self.network.load_state_dict(state["network"])
+        for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+
+def objective(
+    network: EagleNetwork, texts: Texts, options: TrainingOptions, *, head: Tensor, vocabulary: Vocabulary
+) -> Tensor:
+    """The loss of a few texts, a scalar. ``head`` [V, H] is the target's output layer."""
+    last = texts.last.float()
+    law, inside = target_law(last, head, vocabulary)
+    first, second, total = options.feature_weight, options.law_weight, last.new_zeros(())
+    if network.config.version == 3:
+        first, second = 0.0, 1.0
+    for index, (hidden, ahead) in enumerate(passes(network, texts, options.passes)):
+        logits = network.logits(hidden)
+        weights = inside[:, ahead:].float()
+        surprise = -(law[:, ahead:] * F.log_softmax(logits, -1)).sum(-1)
+        loss = second * (surprise * weights).sum() / weights.sum().clamp(min=1)
+        if first:
+            loss = loss + first * F.smooth_l1_loss(hidden, last[:, ahead:])
+        total = total + options.decay**index * loss
+    return total
+
+
+def passes(network: EagleNetwork, texts: Texts, count: int) -> list[tuple[Tensor, int]]:
+    """The training-time test. For every pass: hidden [b, S - a, H] and how far ahead, a, of it its target's state lies.
+
+    Row i of pass j has read the target's features up to place i and the tokens up to i + 1 + j, and predicts the token
+    that the target's state at place i + a, a = 1 + j, predicts.
+    """
+    past: Past = []
+    size = texts.tokens.shape[1]
+    features = texts.last if network.config.version == 1 else texts.streams
+    hidden = network.fuse(features.float())
+    found = []
+    for index in range(min(count, size - 1)):
+        hidden = network(texts.tokens.roll(-1 - index, 1), hidden, past)
+        found.append((hidden[:, : size - 1 - index], 1 + index))
+    return found
+
+
+@torch.no_grad()
+def target_law(last: Tensor, head: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """The target's law over the drafted ids [b, S, U], and whether its best id is one of them [b, S]."""
+    if len(vocabulary.ids) == vocabulary.size:
+        logits = F.linear(last, head)
+        return logits.softmax(-1), torch.ones(last.shape[:2], dtype=torch.bool)
+    logits = F.linear(last, head)
+    return logits[..., vocabulary.ids].softmax(-1), vocabulary.mask[logits.argmax(-1)]
+
+
+@torch.no_grad()
+def acceptance(
+    network: EagleNetwork, texts: Texts, *, depth: int, head: Tensor, vocabulary: Vocabulary, skip: int
+) -> list[float]:
+    """Share of places from ``skip`` on where drafts 1, 2, ... are all the target's greedy choice.
+
+    On texts that the target wrote greedily this is the acceptance of greedy chains, each place being a beginning.
+    """
+    agreed: Tensor | None = None
+    found = []
+    for part in range(0, len(texts.tokens), 8):
+        found.append(_agreements(network, _part(texts, part // 8, 8), depth, head=head, vocabulary=vocabulary))
+    agreed = torch.cat(found)[:, :, skip:]
+    return [float(x) for x in agreed.double().mean((0, 2))]
+
+
+def _agreements(network: EagleNetwork, texts: Texts, count: int, *, head: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """[b, passes, places] bool: whether drafts up to this pass were all right."""
+    choices = F.linear(texts.last.float(), head).argmax(-1)
+    size = texts.tokens.shape[1] - count
+    standing = torch.ones(len(texts.tokens), size, dtype=torch.bool)
+    rows = []
+    for hidden, ahead in passes(network, texts, count):
+        drafts = vocabulary.ids[network.logits(hidden).argmax(-1)]
+        standing = standing & (drafts[:, :size] == choices[:, ahead : ahead + size])
+        rows.append(standing)
+    return torch.stack(rows, 1)
+
+
+def _part(texts: Texts, index: int, rows: int) -> Texts:
+    at = slice(index * rows, (index + 1) * rows)
+    return Texts(texts.tokens[at], texts.last[at], texts.streams[at])

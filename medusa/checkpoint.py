@@ -1,0 +1,142 @@
+"""Folders and files of Medusa heads: read in any known layout, written in one of them.
+
+Tensors decide what the heads are; config.json is compared with them. Pickles are read by torch's restricted unpickler.
+Not here: the names of the layouts (`paceline.medusa.layouts`), and the target the heads are for.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from paceline.core.errors import CheckpointError, MissingWeightsError
+from paceline.decoder.weight_files import TensorInfo, WeightFile, find_weight_files, open_weight_file
+from paceline.medusa import layouts
+from paceline.medusa.config import CONFIG, Claims, MedusaConfig
+from paceline.medusa.heads import Heads
+
+log = logging.getLogger("paceline")
+
+FILES = {"paceline": "model.safetensors", "medusa": "medusa_lm_head.pt", "nxd": "model.safetensors"}
+_NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+TREE = "tree.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Heads as they were found: weights by our names, in the type they are stored in."""
+
+    config: MedusaConfig
+    weights: dict[str, Tensor]
+
+
+def load(folder: Path, *, vocab_size: int) -> Checkpoint:
+    """Read heads from a folder; ``vocab_size`` is that of the target, for heads that use its output layer.
+
+    Raises:
+        CheckpointError: there is no such folder, or what it holds cannot be used.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give the folder that holds the Medusa heads")
+    claims = Claims.read(folder) if (folder / CONFIG).is_file() else Claims(None, None, "", None)
+    weights: dict[str, Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _files(folder):
+        with open_weight_file(file) as source:
+            infos = source.infos()
+            for ours, name in _names(infos).items():
+                if ours in weights:
+                    raise CheckpointError(f"{folder} holds {ours} twice; keep one file with the heads")
+                shapes[ours] = infos[name].shape
+                weights[ours] = _read(source, name)
+    if not weights:
+        layouts.canonical(())  # says what a head would be called
+    config = replace(layouts.survey(shapes, vocab_size=vocab_size), base=claims.base)
+    _compare(folder, claims, config)
+    if layouts.shared(config, weights):
+        log.info("%s: every head repeats one block %d times, as Medusa's own code does", folder, config.layers)
+    return Checkpoint(config, weights)
+
+
+def heads(folder: Path, output: nn.Parameter, dtype: torch.dtype) -> Heads:
+    """Heads from a folder, ready to use with a target whose output layer [V, H] this is. Raises as `load`."""
+    found = load(folder, vocab_size=output.shape[0])
+    made = Heads(found.config, output, dtype)
+    made.fill(found.weights)
+    return made
+
+
+def save(folder: Path, config: MedusaConfig, weights: dict[str, Tensor], *, layout: str = "paceline") -> Path:
+    """Write heads, with their config.json. Returns the file of weights.
+
+    Raises:
+        ConfigurationError: the layout is unknown or cannot hold these heads.
+    """
+    named = {name: x.contiguous() for name, x in layouts.renamed(config, weights, layout).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / FILES[layout]
+    part = path.with_suffix(".part")
+    if path.suffix == ".pt":
+        torch.save(named, part)
+    else:
+        save_file(named, part, metadata={"format": "pt"})
+    part.chmod(0o644)  # some writers make a file that only its owner reads
+    part.replace(path)
+    config.write(folder)
+    return path
+
+
+def convert(source: Path, out: Path, *, layout: str, output: Tensor, dtype: torch.dtype | None = None) -> Path:
+    """Read heads in any layout and write them in ``layout``. ``output`` [V, H] is the target's output layer.
+
+    Layouts of other projects get heads with projections of their own: copies of the output layer where they were tied.
+    ``dtype``: number format to store; None keeps what is there.
+    """
+    found = load(source, vocab_size=output.shape[0])
+    config, weights = found.config, found.weights
+    if layout != "paceline":
+        weights = layouts.untied(config, weights, output.to(next(iter(weights.values())).dtype))
+        config = replace(config, tied=False)
+    return save(out, config, {n: x.to(dtype or x.dtype) for n, x in weights.items()}, layout=layout)
+
+
+def _files(folder: Path) -> list[Path]:
+    """The file with the heads alone, if there is one, or all files of the checkpoint."""
+    named = [folder / name for name in _NAMES if (folder / name).is_file()]
+    return named[:1] or find_weight_files(folder)
+
+
+def _names(infos: dict[str, TensorInfo]) -> dict[str, str]:
+    """Heads among the tensors of one file; a shard may well hold none."""
+    try:
+        return layouts.canonical(infos)
+    except MissingWeightsError:
+        return {}
+
+
+def _read(source: WeightFile, name: str) -> Tensor:
+    return source.read(name).clone()  # the file may change or go afterwards
+
+
+def _compare(folder: Path, claims: Claims, config: MedusaConfig) -> None:
+    """What config.json says against what is there."""
+    if claims.heads is not None and claims.heads > config.heads:
+        raise MissingWeightsError(
+            f"{folder}/{CONFIG} says medusa_num_heads = {claims.heads}, and there are {config.heads} heads; take the "
+            "checkpoint in full, or correct the file"
+        )
+    if claims.heads is not None and claims.heads < config.heads:
+        # Published files say 2 and hold 5: Medusa's own loader overrides the number.
+        log.info("%s says %d heads and holds %d; all are used", folder, claims.heads, config.heads)
+    if claims.layers is not None and claims.layers != config.layers:
+        raise MissingWeightsError(
+            f"{folder}/{CONFIG} says medusa_num_layers = {claims.layers}, and the heads have {config.layers}; take the "
+            "checkpoint in full, or correct the file"
+        )
+    if claims.tied is False and config.tied:
+        raise MissingWeightsError(f"{folder} lacks the projections that its {CONFIG} speaks of; take it in full")

@@ -1,0 +1,104 @@
+"""The sizes of a set of Medusa heads, and the config.json they are kept in. No weights in here.
+
+The keys are those of Medusa's own checkpoints (Cai et al., arXiv 2401.10774), with two of ours behind them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.json_fields import Fields, read_json_object
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaConfig:
+    """Sizes of the heads.
+
+    heads        how many; head i predicts the token i + 2 places behind the last one the target has read
+    layers       residual blocks of each head
+    hidden_size  H of the target
+    vocab_size   V of the target
+    tied         the heads have no projection of their own and use the target's output layer
+    base         where the target came from, as the checkpoint says it; "" if it does not
+
+    Raises:
+        ConfigurationError: a size is not positive.
+    """
+
+    heads: int
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    tied: bool
+    base: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "hidden_size", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"{name} of Medusa heads must be at least 1, not {getattr(self, name)}")
+        if self.layers < 0 or (self.tied and not self.layers):
+            raise ConfigurationError(
+                f"layers={self.layers}: Medusa heads need a residual block, or a projection of their own"
+            )
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor, by our own names."""
+        found: dict[str, tuple[int, ...]] = {}
+        for head in range(self.heads):
+            for layer in range(self.layers):
+                found[f"heads.{head}.blocks.{layer}.weight"] = (self.hidden_size, self.hidden_size)
+                found[f"heads.{head}.blocks.{layer}.bias"] = (self.hidden_size,)
+            if not self.tied:
+                found[f"heads.{head}.projection.weight"] = (self.vocab_size, self.hidden_size)
+        return found
+
+    def write(self, folder: Path) -> None:
+        """Write config.json."""
+        values = {
+            "medusa_num_heads": self.heads,
+            "medusa_num_layers": self.layers,
+            "base_model_name_or_path": self.base,
+            "hidden_size": self.hidden_size,
+            "vocab_size": self.vocab_size,
+            "medusa_tied_projection": self.tied,
+        }
+        (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """What a config.json says; published ones say little of it, and not always the truth, so tensors decide.
+
+    ``tied`` is None where the file does not say.
+    """
+
+    heads: int | None
+    layers: int | None
+    base: str
+    tied: bool | None
+
+    @classmethod
+    def read(cls, folder: Path) -> Claims:
+        """Read a folder's config.json.
+
+        Raises:
+            CheckpointError: it is absent, no JSON object, or a value has a wrong type.
+        """
+        path = folder / CONFIG
+        fields = Fields(read_json_object(path), str(path))
+
+        def optional(key: str, minimum: int) -> int | None:
+            return None if fields.values.get(key) is None else fields.integer(key, minimum=minimum)
+
+        tied = fields.values.get("medusa_tied_projection")
+        return cls(
+            optional("medusa_num_heads", 1),
+            optional("medusa_num_layers", 0),
+            fields.text("base_model_name_or_path", ""),
+            None if tied is None else fields.flag("medusa_tied_projection", False),
+        )

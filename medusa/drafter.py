@@ -1,0 +1,166 @@
+"""Medusa heads as a drafter: the state behind the last committed token gives a tree of tokens in one step.
+
+Every node is a rank in a head, so the tree is static; tokens are filled in each round. Ranks are of the law the target
+would draw from at that place, its noise included (coupled drafting), as far as a head knows that law: at temperature 0
+they are the head's best tokens. It has no cache and reads no commit but the last one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import logging
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core import reduce, tree
+from paceline.core.errors import ConfigurationError
+from paceline.core.types import Bounds, Commit, Proposal, Reads, SamplingBatch
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.kernels import Kernels
+from paceline.medusa import checkpoint
+from paceline.medusa import heads as heads_module
+from paceline.medusa.choices import Choices
+from paceline.medusa.heads import Heads
+
+log = logging.getLogger("paceline")
+
+TreeLike = Choices | str | Path | Iterable[Sequence[int]]
+
+
+class MedusaStep(nn.Module):
+    """From a commit's last state to the tokens of the tree."""
+
+    place: Tensor
+
+    def __init__(self, heads: Heads, kernels: Kernels, choices: Choices) -> None:
+        super().__init__()
+        self.heads, self._kernels, self._widths = heads, kernels, choices.widths
+        ranks = max(choices.widths)
+        places = [(len(path) - 1) * ranks + path[-1] for path in choices.paths]
+        self.register_buffer("place", torch.tensor(places))
+
+    def forward(
+        self, tokens: Tensor, count: Tensor, start: Tensor, knobs: Tensor, keys: Tensor, features: Tensor
+    ) -> tuple[Tensor]:
+        """The fields of a Commit [B, W] with features [B, W, H], knobs [B, 4], keys [B, 2] -> drafts [B, N] int32."""
+        last = (count - 1).to(torch.int64).view(-1, 1, 1).expand(-1, 1, features.shape[-1])
+        levels = len(self._widths)
+        logits = self.heads(features.gather(1, last).squeeze(1), self._kernels.linear, levels)
+        depth = torch.arange(levels, dtype=torch.int32, device=tokens.device)
+        positions = (start + count).unsqueeze(1) + depth  # of the tokens that the heads predict
+        best = self._best(logits, positions, SamplingBatch(knobs, keys))
+        return (best.flatten(1)[:, self.place],)
+
+    def _best(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Tensor:
+        """The tokens that each head puts first, second, ... logits [B, D, V] -> [B, D, R] int32.
+
+        Chosen as the target chooses, again and again without those taken: the kernel knows the noise and the filters.
+        """
+        ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+        ranked = []
+        for rank in range(max(self._widths)):
+            # Levels at the end whose nodes have lower ranks only are left out.
+            used = 1 + max(level for level, width in enumerate(self._widths) if width > rank)
+            logits = logits[:, :used]
+            picked = self._kernels.choose(logits.contiguous(), positions[:, :used], sampling)
+            logits = torch.where(ids == picked.unsqueeze(-1), reduce.NEGATIVE, logits)
+            ranked.append(nn.functional.pad(picked, (0, len(self._widths) - used)))
+        return torch.stack(ranked, -1)
+
+
+class MedusaDrafter:
+    """Drafts a static tree with Medusa heads. A `paceline.core.protocols.GraphDrafter`.
+
+    heads    filled, for this target
+    target   whose states they read; the drafter shares its kernels and, for tied heads, its output layer
+    choices  the tree
+
+    Raises:
+        ConfigurationError: the tree needs more heads, or is wider than a window of the target can be.
+    """
+
+    reach: int | None = None
+
+    def __init__(self, heads: Heads, target: CompiledDecoder, choices: Choices) -> None:
+        choices.check(heads=heads.config.heads, top=heads.config.vocab_size)
+        target.check_width(len(choices) + 1)
+        self.heads, self.target, self.choices = heads.eval(), target, choices
+        self.outline = tree.outline(choices.parents)
+        self.reads: Reads | None = Reads()
+        self._step = MedusaStep(heads, target.body.kernels, choices)
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | Path, target: CompiledDecoder, *, tree: TreeLike | None = None
+    ) -> MedusaDrafter:
+        """Load heads for a target.
+
+        path    folder with the heads, in our layout, Medusa's or NxD Inference's
+        target  the decoder they are for
+        tree    choices, or a file of them; default: ``tree.json`` in the folder, else the best token of every head
+
+        Raises:
+            CheckpointError: the heads are not there, damaged, or for another target.
+            ConfigurationError: the tree is not valid or needs more heads.
+        """
+        folder = Path(path)
+        heads = checkpoint.heads(folder, target.body.model.head, target.options.dtype)
+        if tree is None and (folder / checkpoint.TREE).is_file():
+            tree = folder / checkpoint.TREE
+        return cls(heads, target, Choices.chain(heads.config.heads) if tree is None else _choices(tree))
+
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        """Nothing to read: the first commit brings the state behind the prompt."""
+
+    def release(self, slot: int) -> None:
+        """Nothing is kept for a slot."""
+
+    def observe(self, commit: Commit) -> None:
+        """Nothing to note: a proposal depends on the last commit alone."""
+
+    def ready(self) -> None:
+        """Nothing was missed."""
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        """Draft outside the target's graph; see the protocol."""
+        if commit.features is None:
+            raise ConfigurationError(
+                "Medusa heads read the target's states, and this commit has none; use the drafter in a "
+                "SpeculativeGenerator with the target it was loaded for"
+            )
+        inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys, commit.features)
+        name = f"{self.name(bounds.rows)},from {commit.tokens.shape[1]}"
+        reach = self.target.reach(bounds.rows)
+        (tokens,) = self.target.graph(name, lambda _b, _r: self._step, inputs, reach=reach, guest=self.facts())(*inputs)
+        return Proposal(tokens, None if self.outline.is_chain else self.choices.parents)
+
+    def step(self, rows: int) -> nn.Module:
+        """See the protocol; the same for every length."""
+        return self._step
+
+    def name(self, rows: int) -> str:
+        """See the protocol."""
+        kind = hashlib.sha256(repr((self.heads.config, self.choices)).encode()).hexdigest()[:12]
+        return f"medusa[{len(self.choices)} nodes,{kind}]"
+
+    def facts(self) -> dict[str, object]:
+        """See the protocol. With the source of the step, which is not in a folder that all graphs depend on."""
+        modules: tuple[ModuleType, ...] = (sys.modules[__name__], heads_module)
+        source = hashlib.sha256("".join(map(inspect.getsource, modules)).encode()).hexdigest()
+        sizes = self.heads.config
+        shape = [sizes.heads, sizes.layers, sizes.hidden_size, sizes.vocab_size, sizes.tied]
+        dtype = str(next(iter(self.heads.own().values())).dtype)
+        paths = [list(path) for path in self.choices.paths]
+        return {"medusa": {"sizes": shape, "dtype": dtype, "choices": paths, "source": source}}
+
+
+def _choices(given: TreeLike) -> Choices:
+    if isinstance(given, Choices):
+        return given
+    return Choices.read(Path(given)) if isinstance(given, str | Path) else Choices.of(given)

@@ -1,0 +1,151 @@
+"""The names that Medusa heads go by in other projects' files, and the same tensors by ours.
+
+    ours      heads.0.blocks.0.weight  heads.0.blocks.0.bias  heads.0.projection.weight
+    medusa    0.0.linear.weight        0.0.linear.bias        0.1.weight      (also behind `medusa_head.`)
+    nxd       medusa_head_0.0.linear.weight                   medusa_head_0.1.weight
+
+Names only: no file is read here (`paceline.medusa.checkpoint`), and shapes are not compared with a target.
+
+Medusa's own code builds the n blocks of a head by repeating one module (`[ResBlock] * n`), so its checkpoints hold n
+equal copies, and loading n unlike blocks into it keeps only the last. `shared` recognises the first; writing the
+second in a layout whose readers do that is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError
+from paceline.medusa.config import MedusaConfig
+
+LAYOUTS = ("paceline", "medusa", "nxd")
+_OURS = re.compile(r"heads\.(\d+)\.(?:blocks\.(\d+)\.(weight|bias)|projection\.weight)")
+_THEIRS = re.compile(r"(?:.*\b)?medusa_head(?:\.|s\.|_)(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
+_BARE = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
+
+
+def canonical(names: Iterable[str]) -> dict[str, str]:
+    """Our name -> the name in the file, for every tensor of Medusa heads among ``names``.
+
+    Other tensors (a file may hold a whole model) are passed over.
+
+    Raises:
+        CheckpointError: two names mean the same tensor.
+        MissingWeightsError: there are no Medusa heads.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        ours = _ours(name)
+        if ours is None:
+            continue
+        if ours in found:
+            raise CheckpointError(f"{found[ours]} and {name} are both {ours}; keep one layout in one file")
+        found[ours] = name
+    if not found:
+        raise MissingWeightsError(
+            "no tensor has the name of a Medusa head: neither 0.0.linear.weight (Medusa), nor "
+            "medusa_head_0.0.linear.weight (NxD Inference), nor heads.0.blocks.0.weight (ours); give the file "
+            "with the heads"
+        )
+    return found
+
+
+def _ours(name: str) -> str | None:
+    if _OURS.fullmatch(name):
+        return name
+    match = _THEIRS.fullmatch(name) or _BARE.fullmatch(name)
+    if match is None:
+        return None
+    head, place, kind = match.groups()
+    # A projection is what stands last, without a module called `linear` in it.
+    if ".linear." in name:
+        return f"heads.{head}.blocks.{place}.{kind}"
+    return f"heads.{head}.projection.weight" if kind == "weight" else None
+
+
+def survey(shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int) -> MedusaConfig:
+    """The configuration that tensors of our names have among them; ``vocab_size`` counts for heads that are tied.
+
+    Raises:
+        MissingWeightsError: a head or a block is left out.
+        CheckpointError: the heads are unlike each other.
+    """
+    blocks: dict[int, set[int]] = {}
+    projections: dict[int, tuple[int, ...]] = {}
+    width = 0
+    for name, shape in shapes.items():
+        match = _OURS.fullmatch(name)
+        assert match is not None, "names are ours by now"
+        head = int(match[1])
+        blocks.setdefault(head, set())
+        width = shape[-1]
+        if match[2] is None:
+            projections[head] = shape
+        else:
+            blocks[head].add(int(match[2]))
+    heads = max(blocks) + 1
+    absent = sorted(set(range(heads)) - set(blocks))
+    if absent:
+        raise MissingWeightsError(f"head {absent[0]} of {heads} Medusa heads is absent; take the checkpoint in full")
+    layers = max((len(found) for found in blocks.values()), default=0)
+    uneven = [head for head, found in blocks.items() if found != set(range(layers))]
+    if uneven or (projections and len(projections) != heads):
+        head = uneven[0] if uneven else min(set(range(heads)) - set(projections))
+        raise MissingWeightsError(
+            f"head {head} of {heads} lacks a block or a projection that others have; take the checkpoint in full"
+        )
+    size = next(iter(projections.values()))[0] if projections else vocab_size
+    return MedusaConfig(heads, layers, width, size, tied=not projections)
+
+
+def shared(config: MedusaConfig, weights: Mapping[str, Tensor]) -> bool:
+    """Whether the blocks of every head are copies of one block, as in files from Medusa's own code. False for one."""
+    if config.layers < 2:
+        return False
+    return all(
+        torch.equal(weights[f"heads.{head}.blocks.0.{kind}"], weights[f"heads.{head}.blocks.{layer}.{kind}"])
+        for head in range(config.heads)
+        for layer in range(1, config.layers)
+        for kind in ("weight", "bias")
+    )
+
+
+def renamed(config: MedusaConfig, weights: Mapping[str, Tensor], layout: str) -> dict[str, Tensor]:
+    """Weights by our names -> by the names of a layout.
+
+    Raises:
+        ConfigurationError: the layout is unknown, or its readers would load these heads as others.
+    """
+    if layout not in LAYOUTS:
+        raise ConfigurationError(f"layout={layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
+    if layout == "paceline":
+        return dict(weights)
+    if layout == "nxd" and (config.tied or config.layers != 1):
+        raise ConfigurationError(
+            "NxD Inference reads heads of one block and a projection of their own; convert with the target given, "
+            "so that tied heads get copies of its output layer, and train with one layer"
+        )
+    if config.layers > 1 and not shared(config, weights):
+        raise ConfigurationError(
+            f"Medusa's own code repeats one block {config.layers} times and would load only the last of these unlike "
+            "blocks into it; keep our layout, or train heads with one layer"
+        )
+    prefix = "medusa_head_" if layout == "nxd" else ""
+    found: dict[str, Tensor] = {}
+    for head in range(config.heads):
+        for layer in range(config.layers):
+            for kind in ("weight", "bias"):
+                found[f"{prefix}{head}.{layer}.linear.{kind}"] = weights[f"heads.{head}.blocks.{layer}.{kind}"]
+        if not config.tied:
+            found[f"{prefix}{head}.{config.layers}.weight"] = weights[f"heads.{head}.projection.weight"]
+    return found
+
+
+def untied(config: MedusaConfig, weights: Mapping[str, Tensor], output: Tensor) -> dict[str, Tensor]:
+    """The same heads with a copy of the target's output layer [V, H] each. Weights that have their own stay."""
+    copies = {f"heads.{head}.projection.weight": output.clone() for head in range(config.heads)} if config.tied else {}
+    return {**weights, **copies}

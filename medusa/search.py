@@ -1,0 +1,102 @@
+"""The best tree of so many nodes for heads whose accuracy is known. Pure: no model is run here.
+
+The expected number of accepted tokens of a tree is the sum over its nodes of the probability that the whole path to
+the node is right, and a path is never likelier than its prefix. So taking the likeliest node next, again and again,
+gives the best tree of every size.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from paceline.core.errors import ConfigurationError
+from paceline.medusa.choices import Choices
+
+Children = Callable[[tuple[int, ...]], list[float]]
+"""For a path, the probability of the path with rank 0, 1, 2, ... behind it; empty below the last head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A tree, and how many of its nodes are expected to be accepted in a round."""
+
+    choices: Choices
+    accepted: float
+
+    @property
+    def tau(self) -> float:
+        """Tokens of a round, the target's own included."""
+        return 1.0 + self.accepted
+
+
+def best(children: Children, nodes: int) -> Found:
+    """The best tree of ``nodes`` nodes, or of fewer if no others have a chance.
+
+    Raises:
+        ConfigurationError: ``nodes`` is not positive, or no path at all has a chance.
+    """
+    if nodes < 1:
+        raise ConfigurationError(f"a tree needs at least one node, not {nodes}")
+    paths: list[tuple[int, ...]] = []
+    total = 0.0
+    # Of equal probability, the shorter path and the lower ranks come first, so that a search gives the same tree twice.
+    heap = _offers((), children)
+    heapq.heapify(heap)
+    while heap and len(paths) < nodes:
+        minus, _, path = heapq.heappop(heap)
+        paths.append(path)
+        total -= minus
+        for offer in _offers(path, children):
+            heapq.heappush(heap, offer)
+    if not paths:
+        raise ConfigurationError("no head was right anywhere, so no tree is better than none; train the heads first")
+    return Found(Choices.of(paths), total)
+
+
+def by_places(ranks: Tensor, *, top: int) -> Children:
+    """Probabilities counted at places: ranks [n, heads] of the right token, ``top`` or more where it is none of them.
+
+    Counts whole paths, so heads that are right or wrong together are judged as they are.
+    """
+
+    def children(path: tuple[int, ...]) -> list[float]:
+        if len(path) == ranks.shape[1] or not len(ranks):
+            return []
+        here = ranks
+        for level, rank in enumerate(path):
+            here = here[here[:, level] == rank]
+        counts = here[:, len(path)].clamp(max=top).bincount(minlength=top + 1)[:top]
+        return [count / len(ranks) for count in counts.tolist()]
+
+    return children
+
+
+def by_heads(top: Sequence[Sequence[float]]) -> Children:
+    """Probabilities from a table: top[h][r] is the share of places where head h has the token among its best r + 1.
+
+    Takes the heads for independent, as Medusa's own trees were made.
+    """
+    single = [[share - before for before, share in zip([0.0, *row], row, strict=False)] for row in top]
+
+    def children(path: tuple[int, ...]) -> list[float]:
+        if len(path) == len(single):
+            return []
+        before = 1.0
+        for level, rank in enumerate(path):
+            before *= single[level][rank]
+        return [before * share for share in single[len(path)]]
+
+    return children
+
+
+def expected(choices: Choices, children: Children) -> float:
+    """How many nodes of a given tree are expected to be accepted in a round."""
+    return sum(children(path[:-1])[path[-1]] for path in choices.paths)
+
+
+def _offers(path: tuple[int, ...], children: Children) -> list[tuple[float, int, tuple[int, ...]]]:
+    return [(-p, len(path) + 1, (*path, rank)) for rank, p in enumerate(children(path)) if p > 0]

@@ -1,0 +1,61 @@
+"""A round whose depth is chosen anew every time, among depths whose graphs are all compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+
+import torch
+
+from paceline.core.types import Bounds, Commit, Reading, SamplingBatch
+from paceline.loop import TimedRound
+from paceline.pace import Pace
+
+
+class Adaptive:
+    """Runs one of several rounds, all over the same decoders and of the same commit width.
+
+    ``rungs`` maps a depth to the round that drafts so many tokens; at depth 0 nothing of the drafter runs but the note
+    it takes of every commit, so that it has no gap when its turn comes. ``rung`` is the depth of the last round.
+    """
+
+    def __init__(self, rungs: Mapping[int, TimedRound], pace: Pace) -> None:
+        self.rungs, self._pace = dict(rungs), pace
+        self._one = next(iter(self.rungs.values()))  # they share drafter and verifier: one reads prompts for all
+        self.drafted: list[int] = []
+        self.rung: int | None = None
+
+    @property
+    def prefill_seconds(self) -> float:
+        return sum(one.prefill_seconds for one in self.rungs.values())
+
+    @property
+    def draft_seconds(self) -> float:
+        return sum(one.draft_seconds for one in self.rungs.values())
+
+    @property
+    def verify_seconds(self) -> float:
+        return sum(one.verify_seconds for one in self.rungs.values())
+
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        """Read a prompt on both sides."""
+        return self._one.start(slot, prompt, sampling)
+
+    def release(self, slot: int) -> None:
+        """A request is gone from a slot."""
+        self._one.release(slot)
+
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+        """One round."""
+        rung = self.rung = self._pace.choose()
+        if rung == 0:
+            bounds = Bounds(torch.zeros_like(bounds.limit), bounds.rows)
+        begin = perf_counter()
+        made = self.rungs[rung](commit, sampling, bounds)
+        seconds = perf_counter() - begin
+        self.drafted = self.rungs[rung].drafted
+        accepted = [count - 1 for count in made.count.tolist()]
+        # A round that could not draft as deep as its rung, near an end, says nothing of the rung's time.
+        if max(self.drafted, default=0) == rung:
+            self._pace.record(rung, drafted=self.drafted, accepted=accepted, seconds=seconds)
+        return made

@@ -1,0 +1,110 @@
+"""How many tokens to draft next: the choice of a rung on a ladder of compiled depths.
+
+A pure controller: it is told what every round did and how long it took, and the same trace gives the same choices.
+It knows no model and no clock. The cost model is the usual one for speculation (Leviathan et al., arXiv 2211.17192,
+section 3, with acceptance measured for every position instead of one alpha): a round at depth k yields
+1 + sum over i <= k of P(first i drafts accepted) tokens and takes the time measured for that rung.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from paceline.core.errors import ConfigurationError
+
+LADDER = (0, 1, 2, 4, 8)
+"""Depths to choose among, by default."""
+
+DECAY = 0.98
+"""Weight of a round against the next one: about the last fifty count."""
+
+PRIOR = (0.7, 4.0)
+"""Acceptance assumed before anything is seen, and how many drafts that belief is worth."""
+
+KEPT_TIMES = 9
+MARGIN = 1.03
+"""How much better another rung must look before it is taken: switching for noise costs more than it gains."""
+
+PROBE_EVERY = 64
+"""Rounds without any draft after which one is tried, since nothing is learnt about acceptance in between."""
+
+
+@dataclass(slots=True)
+class Pace:
+    """Chooses a rung of ``ladder`` (ascending depths, 0 = no draft) for every round.
+
+    Every rung is tried twice first, from the deepest down: the first time of a rung may include its compilation and
+    is not counted.
+    """
+
+    ladder: tuple[int, ...]
+    _hits: list[float] = field(init=False)
+    _tries: list[float] = field(init=False)
+    _times: dict[int, list[float]] = field(init=False)
+    _runs: dict[int, int] = field(init=False)
+    _rung: int = field(init=False)
+    _idle: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._hits, self._tries = [0.0] * self.ladder[-1], [0.0] * self.ladder[-1]
+        self._times, self._runs = {k: [] for k in self.ladder}, dict.fromkeys(self.ladder, 0)
+        self._rung = self.ladder[-1]
+
+    def choose(self) -> int:
+        """The depth of the next round."""
+        untried = next((k for k in reversed(self.ladder) if self._runs[k] < 2), None)
+        if untried is not None:
+            return untried
+        if self._idle >= PROBE_EVERY:
+            return next(k for k in self.ladder if k)
+        best = max(self.ladder, key=self.rate)
+        if best != self._rung and self.rate(best) > MARGIN * self.rate(self._rung):
+            self._rung = best
+        return self._rung
+
+    def rate(self, rung: int) -> float:
+        """Tokens per second expected of a rung that has been timed."""
+        return self.tokens(rung) / median(self._times[rung])
+
+    def tokens(self, rung: int) -> float:
+        """Tokens expected of a round: 1 + the sum over positions of the chance that all up to there stand."""
+        standing, expected = 1.0, 1.0
+        belief, worth = PRIOR
+        for place in range(rung):
+            # What is not known of a place is taken from the one before it: acceptance changes slowly with depth.
+            belief = (self._hits[place] + belief * worth) / (self._tries[place] + worth)
+            standing *= belief
+            expected += standing
+        return expected
+
+    def record(self, rung: int, *, drafted: list[int], accepted: list[int], seconds: float) -> None:
+        """What a round at a rung did: for every slot, how many drafts it had and how many stood; and its time."""
+        self._runs[rung] += 1
+        if self._runs[rung] > 1:
+            self._times[rung] = [*self._times[rung][-(KEPT_TIMES - 1) :], seconds]
+        self._idle = 0 if rung else self._idle + 1
+        if not any(drafted):
+            return
+        self._hits = [DECAY * x for x in self._hits]
+        self._tries = [DECAY * x for x in self._tries]
+        for proposed, stood in zip(drafted, accepted, strict=True):
+            for place in range(min(proposed, stood + 1)):  # behind the first rejection nothing was decided
+                self._tries[place] += 1
+                self._hits[place] += place < stood
+
+
+def of(k: int | Sequence[int]) -> tuple[int, Pace | None]:
+    """The deepest proposal that ``k`` asks for, and what chooses among its depths if there are several.
+
+    Raises:
+        ConfigurationError: a depth is negative, or they do not ascend.
+    """
+    if isinstance(k, int):
+        return k, None
+    ladder = tuple(k)
+    if not ladder or ladder[0] < 0 or any(a >= b for a, b in pairwise(ladder)):
+        raise ConfigurationError(f"k must be a number or ascending numbers of drafted tokens, not {k}")
+    return ladder[-1], Pace(ladder) if len(ladder) > 1 else None

@@ -1,0 +1,117 @@
+"""`paceline train medusa`: the command line of training. Options and their wiring; the work is in the heads' folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from paceline import console, progress
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.model_config import ModelConfig
+from paceline.detokenise import load_tokenizer
+from paceline.medusa import pipeline
+from paceline.medusa.config import MedusaConfig
+from paceline.medusa.corpus import FrozenTarget, Report
+from paceline.medusa.training import TrainingOptions
+
+app = typer.Typer(help="Train heads for a target.", no_args_is_help=True, add_completion=False)
+
+
+@app.command()
+def medusa(
+    target: Annotated[Path, typer.Option(help="Folder of the model the heads are for.")],
+    data: Annotated[
+        list[Path], typer.Option(help="Text, or .bin with uint16 token ids; a file or folder; repeatable.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the heads.")],
+    heads: Annotated[int, typer.Option(help="How many tokens ahead, after the target's own.")] = 4,
+    layers: Annotated[int, typer.Option(help="Residual blocks of a head.")] = 1,
+    tied: Annotated[bool, typer.Option("--tied/--own", help="Use the target's output layer, or one per head.")] = True,
+    tokens: Annotated[int, typer.Option(help="Tokens of the data to train on.")] = 300_000,
+    generated: Annotated[int, typer.Option(help="Tokens of the target's own continuations to train on.")] = 0,
+    temperature: Annotated[list[float] | None, typer.Option(help="Of those, by turns. Default: 0 and 1.")] = None,
+    epochs: Annotated[float, typer.Option(help="Passes over all of it.")] = 1.0,
+    window: Annotated[int, typer.Option(help="Tokens of one text.")] = 256,
+    measured: Annotated[int, typer.Option(help="Texts to measure the accuracy on.")] = 64,
+    rows: Annotated[int, typer.Option(help="Texts in a step.")] = 8,
+    rate: Annotated[float, typer.Option(help="Largest learning rate.")] = 1e-3,
+    labels: Annotated[str, typer.Option(help="target: its distribution; text: the tokens that came.")] = "target",
+    minutes: Annotated[float | None, typer.Option(help="Stop after so long; run again to go on.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Folder for what is kept meanwhile; default: OUT/work.")] = None,
+) -> None:
+    """Train Medusa heads on a frozen target. The last line of stdout is a JSON object with the accuracies."""
+    with console.refusals():
+        plan = pipeline.Plan(
+            tokens=tokens,
+            generated=generated,
+            temperatures=tuple(temperature or (0.0, 1.0)),
+            window=window,
+            prompt=window // 4,
+            measured=measured,
+        )
+        options = TrainingOptions(epochs=epochs, rows=rows, rate=rate, labels=labels, minutes=minutes)
+        sizes = ModelConfig.from_pretrained(target)
+        config = MedusaConfig(heads, layers, sizes.hidden_size, sizes.vocab_size, tied, base=target.name)
+        folder = work or out / "work"
+        stream = token_stream(data, target)
+        frozen = FrozenTarget(target)
+        with reports("training Medusa heads") as report:
+            pipeline.gather(frozen, stream, plan, work=folder, report=report)
+            found = pipeline.train(frozen, config, options, work=folder, out=out, first=plan.prompt - 1, report=report)
+    if found is None:
+        console.say(console.err(), "stopped before the end: run the same command again to go on")
+        raise typer.Exit(3)
+    table = found.top()
+    console.err().print(console.values_table("top-1 and top-10 by head", {str(i): row for i, row in enumerate(table)}))
+    typer.echo(json.dumps({"heads": heads, "places": found.places, "top": table}))
+
+
+@contextmanager
+def reports(label: str) -> Iterator[Report]:
+    """A bar for work that tells what it does and how far it is."""
+    with progress.bar(console.err(), label) as shown:
+        last = [""]
+
+        def report(what: str, done: int, total: int) -> None:
+            stage = what.split(",")[0]
+            if stage != last[0]:
+                last[0] = stage
+                shown.step(stage)
+            shown.reach(done, total)
+
+        yield report
+
+
+def token_stream(paths: list[Path], target: Path) -> np.ndarray:
+    """All tokens of files, end to end, as [n] int32. Folders are read for .py, .txt and .md.
+
+    Raises:
+        ConfigurationError: there is no such file, or nothing in it.
+    """
+    files = [file for path in paths for file in _files(path)]
+    tokenizer = load_tokenizer(target) if any(file.suffix != ".bin" for file in files) else None
+    parts: list[np.ndarray] = []
+    for file in files:
+        if file.suffix == ".bin":
+            parts.append(np.fromfile(file, dtype=np.uint16).astype(np.int32))
+        else:
+            assert tokenizer is not None
+            text = file.read_text(encoding="utf-8", errors="replace")
+            parts.append(np.array(tokenizer.encode(text), dtype=np.int32))
+    if not sum(map(len, parts)):
+        raise ConfigurationError(f"no text in {', '.join(map(str, paths))}; give text files or a folder of them")
+    return np.concatenate(parts)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(file for file in path.rglob("*") if file.suffix in {".py", ".txt", ".md"} and file.is_file())
+    if not path.is_file():
+        raise ConfigurationError(f"{path} does not exist; give text files, .bin files of token ids, or a folder")
+    return [path]

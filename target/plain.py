@@ -1,0 +1,60 @@
+"""Plain decoding, several tokens in one graph: what a round without a draft still pays the host for is paid once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.types import PAD, Bounds, Commit, Reading, SamplingBatch
+from paceline.decoder.decoder import Body, CompiledDecoder
+from paceline.decoder.steps import prefill
+from paceline.target.verifier import root_of
+
+
+class PlainStep(nn.Module):
+    """``steps`` target passes over one token each, unrolled."""
+
+    def __init__(self, body: Body, reach: int, *, steps: int) -> None:
+        super().__init__()
+        self.body, self._reach, self._steps = body, reach, steps
+
+    def forward(
+        self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The fields of a Commit; limit [B] int32, tokens wanted besides the first; knobs [B, 4], keys [B, 2]
+        -> the fields of the next Commit, ``steps`` wide.
+        """
+        sampling = SamplingBatch(*rest)
+        token, row = root_of(tokens, count, start)
+        token = token.clamp(min=0).unsqueeze(1)
+        made: list[Tensor] = []
+        for step in range(self._steps):
+            hidden, _ = self.body.window(made[-1] if made else token, row + step, self._reach)
+            position = (row + step + 1).unsqueeze(1)
+            made.append(self.body.kernels.choose(self.body.logits(hidden), position, sampling))
+        place = torch.arange(self._steps, dtype=torch.int32, device=tokens.device)
+        wanted = (limit + 1).clamp(max=self._steps)
+        return torch.where(place < wanted.unsqueeze(1), torch.cat(made, 1), PAD), wanted, row + 1
+
+
+class PlainDecoder:
+    """Runs `PlainStep`. Like a verifier to which nothing is ever proposed, but for how much it commits."""
+
+    def __init__(self, decoder: CompiledDecoder, steps: int) -> None:
+        self.decoder, self.steps = decoder, steps
+
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        """Read a prompt and pick the first token."""
+        logits, _ = prefill(self.decoder, slot, prompt)
+        position = torch.tensor([[len(prompt)]], dtype=torch.int32)
+        return Reading(int(self.decoder.body.kernels.choose(logits, position, sampling)))
+
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+        """Up to ``bounds.limit + 1`` tokens in every slot."""
+        inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
+        make = partial(PlainStep, steps=self.steps)
+        name = f"plain[{self.steps},from {commit.tokens.shape[1]}]"
+        return Commit(*self.decoder.graph(name, make, inputs, reach=self.decoder.reach(bounds.rows))(*inputs))

@@ -1,0 +1,147 @@
+"""Suffix automaton against brute force, and the drafters on top of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline import SpeculativeGenerator
+from paceline.core.errors import ConfigurationError
+from paceline.core.types import PAD, Bounds, Commit, SamplingBatch
+from paceline.draft.automaton import SuffixAutomaton
+from paceline.draft.suffix import Corpus, SuffixDrafter
+from tests.fakes import TableDecoder, near, table
+
+texts = st.lists(st.integers(0, 3), max_size=40)
+
+
+def grown(tokens: list[int]) -> SuffixAutomaton:
+    made = SuffixAutomaton()
+    for token in tokens:
+        made.append(token)
+    return made
+
+
+def longest_repeat(tokens: list[int]) -> int:
+    """Length of the longest end that also ends earlier."""
+    for length in range(len(tokens) - 1, 0, -1):
+        end = tokens[-length:]
+        if any(tokens[at : at + length] == end for at in range(len(tokens) - length)):
+            return length
+    return 0
+
+
+@given(texts)
+def test_the_longest_repetition_is_found_and_its_place_is_one_of_it(tokens: list[int]) -> None:
+    automaton = grown(tokens)
+    length, at = automaton.repeated()
+    assert length == longest_repeat(tokens)
+    if length:
+        assert at < len(tokens)
+        assert tokens[at - length : at] == tokens[-length:]
+
+
+@given(texts, texts)
+def test_another_text_is_followed_by_its_longest_known_end(known: list[int], other: list[int]) -> None:
+    automaton = grown(known)
+    state = length = 0
+    for count, token in enumerate(other, start=1):
+        state, length = automaton.follow(state, length, token)
+        ends = [
+            n for n in range(count + 1) if any(known[i : i + n] == other[count - n : count] for i in range(len(known)))
+        ]
+        assert length == max(ends, default=0)
+        if length:
+            at = automaton.behind(state)
+            assert known[at - length : at] == other[count - length : count]
+
+
+def test_the_latest_repetition_wins() -> None:
+    automaton = grown([1, 2, 7, 1, 2, 8, 1, 2])
+    assert automaton.repeated() == (2, 5)
+
+
+def commit(tokens: list[int], start: int) -> Commit:
+    row = torch.tensor([tokens], dtype=torch.int32)
+    return Commit(row, torch.tensor([len(tokens)], dtype=torch.int32), torch.tensor([start], dtype=torch.int32))
+
+
+def proposed(drafter: SuffixDrafter, slot: int = 0) -> list[int]:
+    slots = slot + 1
+    empty = Commit(torch.zeros(slots, 1).int(), torch.ones(slots).int(), torch.zeros(slots).int())
+    knobs = SamplingBatch(torch.zeros(slots, 4), torch.zeros(slots, 2).int())
+    row = drafter.propose(empty, knobs, Bounds(torch.full((slots,), 9).int(), 1)).tokens[slot].tolist()
+    return [token for token in row if token != PAD]
+
+
+def test_short_repetitions_are_left_alone() -> None:
+    drafter = SuffixDrafter(4, shortest=3)
+    drafter.admit(0, [1, 2, 3, 9, 2, 3])
+    assert proposed(drafter) == []
+    drafter.observe(commit([9, 2, 3], 6))
+    assert proposed(drafter) == [9, 2, 3]
+
+
+def test_earlier_outputs_are_shared_and_prompts_are_not() -> None:
+    drafter = SuffixDrafter(3, corpus=100)
+    drafter.admit(0, [7, 7, 7])
+    drafter.observe(commit([1, 2, 3, 4, 5], 3))
+    drafter.admit(1, [9])  # while the first is under way
+    drafter.release(0)
+    drafter.observe(
+        Commit(torch.tensor([[0, 0], [2, 3]]).int(), torch.tensor([1, 2]).int(), torch.tensor([0, 1]).int())
+    )
+    assert proposed(drafter, 1) == [4, 5]
+    drafter.release(1)
+    drafter.admit(0, [7, 7])
+    assert proposed(drafter) == []
+
+
+def test_a_corpus_keeps_its_size_and_what_is_new() -> None:
+    corpus = Corpus(20)
+    for at in range(30):
+        corpus.add([at, at + 1, at + 2])
+        assert len(corpus.automaton.tokens) <= 24
+    assert 31 in corpus.automaton.tokens and 3 not in corpus.automaton.tokens
+    with pytest.raises(ConfigurationError, match="holds nothing"):
+        Corpus(0)
+
+
+V = 12
+TARGET = table(V, seed=0, spread=2.5)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4}])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_chains_of_drafters_change_no_token(slots: int, heat: dict) -> None:
+    plain = TableDecoder(TARGET, slots=slots, reaches=(32, 64)).sample(PROMPTS, max_new_tokens=50, **heat)
+    for first in ("suffix", "ngram", SuffixDrafter(5, corpus=64), lambda text: text[-2:]):
+        draft = TableDecoder(near(TARGET, seed=1, spread=0.6), slots=slots, reaches=(48,))
+        maker = SpeculativeGenerator([first, draft], TableDecoder(TARGET, slots=slots, reaches=(32, 64)), k=3)
+        for _ in range(2):
+            assert torch.equal(maker.sample(PROMPTS, max_new_tokens=50, **heat), plain)
+        assert maker.statistics.accepted > 0
+
+
+def test_the_model_is_spared_where_the_text_repeats_and_has_no_gap_after() -> None:
+    """Itself as draft behind a function that is right now and then: everything the model proposes stands."""
+    one, other = TableDecoder(TARGET), TableDecoder(TARGET)
+    text = TableDecoder(TARGET).sample([PROMPTS[0]], max_new_tokens=50)[0].tolist()
+
+    def sometimes(seen: list[int]) -> list[int]:
+        return text[len(seen) : len(seen) + 2] if len(seen) % 3 else []
+
+    maker = SpeculativeGenerator([sometimes, other], one, k=3)
+    assert maker.sample([PROMPTS[0]], max_new_tokens=50)[0].tolist() == text
+    assert maker.statistics.accepted == maker.statistics.drafted
+    assert other.body.forwards < one.body.forwards * 3
+
+
+def test_what_cannot_stand_in_a_chain_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="match"):
+        SpeculativeGenerator(["ngram", TableDecoder(TARGET)], TableDecoder(TARGET), acceptor="reject")
+    with pytest.raises(ConfigurationError, match="at least one"):
+        SpeculativeGenerator([], TableDecoder(TARGET))

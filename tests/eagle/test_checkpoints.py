@@ -1,0 +1,191 @@
+"""Heads through the disk: every layout comes back, what does not fit is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from paceline.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MissingWeightsError,
+    PacelineError,
+    PairingError,
+    UnknownArchitectureError,
+    WeightShapeError,
+    WeightValueError,
+)
+from paceline.decoder.model_config import ModelConfig
+from paceline.eagle import checkpoint
+from paceline.eagle.checkpoint import Checkpoint
+from tests.decoder.tiny import VOCABULARY, Workshop
+from tests.eagle.heads import config, random_head
+
+
+@pytest.fixture
+def target(workshop: Workshop) -> ModelConfig:
+    return workshop.decoder(slots=1).config
+
+
+def rewritten(folder: Path, change: dict[str, Tensor | None] | None = None, **settings: object) -> Path:
+    """The same folder with tensors (None = without) and settings of its config.json changed."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, value in (change or {}).items():
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = value
+    save_file(tensors, folder / "model.safetensors")
+    found = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**found, **settings}))
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["paceline", "eagle", "nxd", "speculators"])
+@pytest.mark.parametrize(
+    ("version", "changes"),
+    [
+        (1, {}),
+        (1, {"fc_bias": True, "attention_bias": True, "mlp_bias": True}),
+        (1, {"input_norm": True}),
+        (3, {}),
+        (3, {"draft_vocab_size": VOCABULARY}),
+    ],
+)
+def test_every_layout_comes_back(
+    target: ModelConfig, tmp_path: Path, layout: str, version: int, changes: dict[str, object]
+) -> None:
+    made = random_head(config(target, version, **changes))
+    head = torch.randn(VOCABULARY, target.hidden_size)
+    checkpoint.save(tmp_path, made, layout=layout, head=head)
+    found = checkpoint.load(tmp_path, target, head=head)
+    assert found.config == made.config
+    assert found.weights.keys() == made.weights.keys()
+    assert all(torch.equal(found.weights[name], value) for name, value in made.weights.items())
+
+
+def test_names_are_those_of_the_projects(target: ModelConfig, tmp_path: Path) -> None:
+    three, one = random_head(config(target, 3)), random_head(config(target, 1, fc_bias=True))
+    head = torch.randn(VOCABULARY, target.hidden_size)
+    for layout, made, names in (
+        (
+            "eagle",
+            three,
+            {"midlayer.hidden_norm.weight", "midlayer.self_attn.q_proj.weight", "d2t", "t2d", "fc.weight"},
+        ),
+        ("eagle", one, {"layers.0.self_attn.q_proj.weight", "fc.weight", "fc.bias"}),
+        ("nxd", one, {"layers.0.mlp.up_proj.weight", "lm_head.weight"}),
+        ("speculators", one, {"transformer.mlp.up_proj.weight", "fusion_fc.weight", "fusion_fc.bias"}),
+        ("speculators", three, {"layers.0.hidden_norm.weight", "norm.weight", "lm_head.weight"}),
+    ):
+        file = checkpoint.save(tmp_path / f"{layout}{made.config.version}", made, layout=layout, head=head)
+        assert names <= set(load_file(file)), (layout, made.config.version)
+    norm = random_head(config(target, 3, norm_before_residual=True))
+    checkpoint.save(tmp_path / "norm", norm, layout="speculators")
+    assert checkpoint.load(tmp_path / "norm", target).config.norm_before_residual
+    with pytest.raises(ConfigurationError, match="norm_before_residual"):
+        checkpoint.save(tmp_path / "no", norm, layout="eagle")
+
+
+def test_layers_default_to_those_of_eagle_3(workshop: Workshop, tmp_path: Path) -> None:
+    target = ModelConfig.from_pretrained(Path("examples/pycode/target"))
+    made = random_head(config(target, 3, layers=(2, 4, 5)))
+    checkpoint.save(tmp_path, made, layout="eagle")
+    found = json.loads((tmp_path / "config.json").read_text())
+    del found["eagle_config"]
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    assert checkpoint.load(tmp_path, target).config.layers == (2, 4, 5)
+
+
+def test_offsets_and_mask_follow_the_rule(target: ModelConfig, tmp_path: Path) -> None:
+    """d2t holds offsets: draft id i is the target's i + d2t[i]; t2d marks the same ids."""
+    made = random_head(config(target, 3))
+    checkpoint.save(tmp_path, made)
+    stored = load_file(tmp_path / "model.safetensors")
+    ids = made.weights["ids"]
+    assert torch.equal(stored["d2t"] + torch.arange(len(ids)), ids)
+    assert stored["t2d"].nonzero().flatten().tolist() == ids.tolist()
+    without = rewritten(tmp_path, {"t2d": None})
+    assert torch.equal(checkpoint.load(without, target).weights["ids"], ids)
+
+
+BAD: list[tuple[dict[str, object], type[PacelineError], str]] = [
+    ({"fc.weight": None}, MissingWeightsError, "fc.weight"),
+    ({"layer.mlp.up_proj.weight": None}, MissingWeightsError, "up_proj"),
+    ({"d2t": None}, MissingWeightsError, "d2t"),
+    ({"layer.surplus.weight": torch.zeros(2)}, CheckpointError, "surplus"),
+    ({"norm.weight": torch.ones(7)}, WeightShapeError, "norm.weight"),
+    ({"norm.weight": torch.full((32,), torch.nan)}, WeightValueError, "norm.weight"),
+    ({"d2t": torch.zeros(5, dtype=torch.int64)}, WeightShapeError, "d2t"),
+    ({"d2t": torch.full((48,), 90)}, CheckpointError, "offsets"),
+    ({"d2t": -torch.arange(48)}, CheckpointError, "different ids"),
+    ({"t2d": torch.zeros(VOCABULARY, dtype=torch.bool)}, CheckpointError, "t2d"),
+    ({"t2d": torch.zeros(4, dtype=torch.bool)}, WeightShapeError, "t2d"),
+    ({"embed_tokens.weight": torch.zeros(3, 3)}, WeightShapeError, "embed_tokens"),
+    ({"input_norm.weight": torch.ones(96)}, UnknownArchitectureError, "input_norm"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "part"), BAD)
+def test_tensors_that_do_not_fit_are_refused(
+    target: ModelConfig, tmp_path: Path, change: dict[str, Tensor | None], error: type[Exception], part: str
+) -> None:
+    checkpoint.save(tmp_path, random_head(config(target, 3)))
+    with pytest.raises(error, match=part):
+        checkpoint.load(rewritten(tmp_path, change), target)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "part"),
+    [
+        ({"version": 2}, CheckpointError, "EAGLE-2"),
+        ({"surprise": 1}, CheckpointError, "surprise"),
+        ({"layers": []}, CheckpointError, "layers"),
+        ({"layers": [0, 9, 1]}, PairingError, "2 layers"),
+        ({"vocab_size": 100}, PairingError, "vocabulary"),
+        ({"target_hidden_size": 64}, PairingError, "hidden size"),
+        ({"draft_vocab_size": 200}, CheckpointError, "draft_vocab_size"),
+        ({"rope": {"type": "default"}}, CheckpointError, "rope"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    target: ModelConfig, tmp_path: Path, settings: dict[str, object], error: type[Exception], part: str
+) -> None:
+    checkpoint.save(tmp_path, random_head(config(target, 3)))
+    with pytest.raises(error, match=part):
+        checkpoint.load(rewritten(tmp_path, None, **settings), target)
+
+
+def test_foreign_layouts_are_refused_where_they_say_something_else(target: ModelConfig, tmp_path: Path) -> None:
+    one = random_head(config(target, 1))
+    head = torch.randn(VOCABULARY, target.hidden_size)
+    checkpoint.save(tmp_path / "nxd", one, layout="nxd", head=head)
+    with pytest.raises(CheckpointError, match="output layer"):
+        checkpoint.load(tmp_path / "nxd", target, head=head + 1)
+    checkpoint.save(tmp_path / "spec", one, layout="speculators")
+    with pytest.raises(UnknownArchitectureError, match="layernorms"):
+        checkpoint.load(rewritten(tmp_path / "spec", None, layernorms=True), target)
+    with pytest.raises(UnknownArchitectureError, match="mlp_speculator"):
+        checkpoint.load(rewritten(tmp_path / "spec", None, speculators_model_type="mlp_speculator"), target)
+    with pytest.raises(ConfigurationError, match="unknown"):
+        checkpoint.save(tmp_path / "x", one, layout="medusa")
+    with pytest.raises(ConfigurationError, match="give the target"):
+        checkpoint.save(tmp_path / "x", one, layout="nxd")
+    with pytest.raises(CheckpointError, match="not a folder"):
+        checkpoint.load(tmp_path / "nowhere", target)
+
+
+def test_conversion_keeps_the_head_and_its_own_embedding(target: ModelConfig, tmp_path: Path) -> None:
+    embedding = torch.randn(VOCABULARY, target.hidden_size)
+    made = random_head(config(target, 3))
+    checkpoint.save(tmp_path / "a", Checkpoint(made.config, made.weights, embedding), layout="eagle")
+    checkpoint.convert(tmp_path / "a", tmp_path / "b", target, layout="speculators")
+    found = checkpoint.load(tmp_path / "b", target)
+    assert found.config == made.config and found.embedding is not None
+    assert torch.equal(found.embedding, embedding)
+    assert all(torch.equal(found.weights[name], value) for name, value in made.weights.items())

@@ -1,0 +1,65 @@
+"""Parts of growth by themselves: the noise behind picks, what is kept of a tree, the choice among equals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core import noise, reduce
+from paceline.core.sampling import Sampling, sampling_batch
+from paceline.eagle.growth import Chain, best, gumbel, kept
+from tests.decoder.tiny import Workshop
+from tests.eagle.heads import drafter
+
+
+def test_the_plain_noise_is_that_of_the_target() -> None:
+    keys, positions = torch.tensor([[5, 9]], dtype=torch.int32), torch.arange(20, dtype=torch.int32)[None]
+    exact = noise.gumbel(keys, positions, 4096)
+    words = noise.bits(noise.row_keys(keys, positions, noise.TARGET), torch.arange(4096, dtype=torch.int32))
+    torch.testing.assert_close(gumbel(words), exact, rtol=1e-4, atol=1e-4)
+    ends = gumbel(torch.tensor([0, -1, -(1 << 31), (1 << 31) - 1], dtype=torch.int32))
+    assert torch.isfinite(ends).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_the_first_pick_of_a_tree_is_the_pick_of_a_chain(
+    workshop: Workshop, tmp_path: Path, temperature: float
+) -> None:
+    head = drafter(tmp_path, workshop.decoder(slots=4), 3, Chain(2)).head
+    sampling = sampling_batch([Sampling(temperature=temperature, seed=seed) for seed in range(4)])
+    positions = torch.tensor([[3], [70], [5], [90]], dtype=torch.int32)
+    hidden = torch.randn(4, 1, head.config.hidden_size)
+    worth, picks = best(head, hidden, 3, sampling=sampling, positions=positions)
+    chosen = head.kernels.choose(head.spread(head.logits(hidden)), positions, sampling)
+    assert torch.equal(picks[..., 0], chosen)
+    assert (worth <= 0).all() and (worth.diff(dim=-1) <= 0).all() and (worth.exp().sum(-1) <= 1.0001).all()
+
+
+@given(st.lists(st.integers(-3, 0), min_size=4, max_size=30), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_what_is_kept_is_connected_and_in_order_even_among_equals(steps: list[int], random: object) -> None:
+    """A child is worth its parent's value plus a step that is never above 0; many are equal."""
+    parents = [random.randrange(-1, node) if node else -1 for node in range(len(steps))]  # type: ignore[attr-defined]
+    worth: list[float] = []
+    for parent, step in zip(parents, steps, strict=True):
+        worth.append((worth[parent] if parent >= 0 else 0.0) + step)
+    nodes = (len(steps) + 1) // 2
+    tokens, above = kept(
+        torch.arange(100, 100 + len(steps), dtype=torch.int32)[None],
+        torch.tensor([worth]),
+        torch.tensor([parents], dtype=torch.int32),
+        nodes=nodes,
+    )
+    ids = [token - 100 for token in tokens[0].tolist()]
+    assert ids == sorted(sorted(range(len(steps)), key=lambda node: (-worth[node], node))[:nodes])
+    assert [ids[p] if p >= 0 else -1 for p in above[0].tolist()] == [parents[node] for node in ids]
+    assert all(-1 <= parent < node for node, parent in enumerate(above[0].tolist()))
+
+
+def test_top_gives_the_lowest_id_first_among_equals() -> None:
+    values, ids = reduce.top(torch.tensor([[1.0, 3.0, 3.0, -2.0, 3.0]]), 4)
+    assert ids.tolist() == [[1, 2, 4, 0]] and values.tolist() == [[3.0, 3.0, 3.0, 1.0]]

@@ -1,0 +1,186 @@
+"""The head that decodes and the network that learns, against plain references; drafts against recomputed paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import SpeculativeGenerator
+from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.types import Bounds, Commit
+from paceline.decoder.kernels import Reference
+from paceline.eagle.drafter import EagleDrafter
+from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
+from paceline.eagle.head import EagleHead
+from paceline.eagle.network import EagleNetwork
+from tests.decoder.tiny import Workshop
+from tests.eagle.heads import Plain, config, drafter, features, random_head
+
+TEXT = [5, 17, 17, 90, 3, 44, 0, 8, 61]
+VARIANTS: list[tuple[int, dict[str, object]]] = [
+    (1, {}),
+    (1, {"fc_bias": True, "attention_bias": True, "mlp_bias": True}),
+    (1, {"input_norm": True}),
+    (3, {}),
+    (3, {"norm_before_residual": True}),
+]
+GROWTHS = [Chain(4), StaticTree((-1, -1, 0, 0, 1, 2, 2, 5)), DynamicTree(9, depth=3, width=3)]
+
+
+def plain(made: EagleDrafter) -> Plain:
+    model = made.target.body.model
+    return Plain(random_head(made.head.config), model.embedding, model.head)
+
+
+@pytest.mark.parametrize(("version", "changes"), VARIANTS)
+def test_the_head_and_the_network_compute_what_a_plain_forward_does(
+    workshop: Workshop, version: int, changes: dict[str, object]
+) -> None:
+    target = workshop.decoder(slots=1)
+    found = random_head(config(target.config, version, **changes))
+    reference = Plain(found, target.body.model.embedding, target.body.model.head)
+    real = torch.randn(len(TEXT), found.config.feature_size)
+    wanted = torch.stack([reference.hidden(real[: i + 1], TEXT[: i + 1]) for i in range(len(TEXT))])
+
+    weights = {name: x.clone() for name, x in found.weights.items()}
+    model = target.body.model
+    made = EagleHead(
+        found.config, weights, embedding=model.embedding, head=model.head, kernels=Reference(), options=target.options
+    )
+    assert not weights, "every tensor is used"
+    tokens, row = torch.tensor([TEXT], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    places = torch.arange(len(TEXT), dtype=torch.int32)[None]
+    stream, qkv = made.project(tokens, made.fuse(real[None]), places)
+    hidden = made.layer.finish(stream, made.attend(qkv, made.place(row, len(TEXT), reach=target.n_positions)))
+    torch.testing.assert_close(hidden[0], wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(made.logits(hidden)[0, -1], reference.scores(wanted[-1]), rtol=1e-4, atol=1e-3)
+
+    network = EagleNetwork(found.config, model.embedding.detach(), model.head.detach() if version == 1 else None)
+    network.load_state_dict({name: x for name, x in found.weights.items() if name != "ids"})
+    with torch.no_grad():
+        learned = network(tokens.long(), network.fuse(real[None]), [])
+        torch.testing.assert_close(learned[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_later_passes_of_training_read_what_a_chain_reads(workshop: Workshop, version: int) -> None:
+    """Pass j at place i is j drafts behind the pair i, whose features are real (the training-time test)."""
+    target = workshop.decoder(slots=1)
+    found = random_head(config(target.config, version))
+    model = target.body.model
+    reference = Plain(found, model.embedding, model.head)
+    network = EagleNetwork(found.config, model.embedding.detach(), model.head.detach() if version == 1 else None)
+    network.load_state_dict({name: x for name, x in found.weights.items() if name != "ids"})
+    real, past = torch.randn(1, len(TEXT), found.config.feature_size), []
+    with torch.no_grad():
+        hidden = network.fuse(real)
+        for ahead in range(4):
+            hidden = network(torch.tensor([TEXT]).roll(-ahead, 1), hidden, past)
+            for place in range(len(TEXT) - ahead):
+                wanted = reference.hidden(real[0, : place + 1], TEXT[: place + ahead + 1])
+                torch.testing.assert_close(hidden[0, place], wanted, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_greedy_chains_are_those_of_whole_path_recomputation(workshop: Workshop, tmp_path: Path, version: int) -> None:
+    target = workshop.decoder(slots=1)
+    made = drafter(tmp_path, target, version, Chain(4))
+    reference, real = plain(made), features(target, TEXT, made)
+    path: list[int] = []
+    for _ in range(4):
+        scores = reference.scores(reference.hidden(real, [*TEXT[1:], 7, *path]))
+        path.append(int(reference.ids[scores.argmax()]))
+    assert proposed(made, real)[0][0].tolist() == path
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_static_trees_are_those_of_whole_path_recomputation(workshop: Workshop, tmp_path: Path, version: int) -> None:
+    parents = (-1, -1, 0, 0, 1, 2, 2, 5)
+    target = workshop.decoder(slots=1)
+    made = drafter(tmp_path, target, version, StaticTree(parents))
+    reference, real = plain(made), features(target, TEXT, made)
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        above = [] if parent < 0 else paths[parent]
+        rank = parents[:node].count(parent)
+        best = reference.scores(reference.hidden(real, [*TEXT[1:], 7, *above])).argsort(descending=True)
+        paths.append([*above, int(reference.ids[best[rank]])])
+    assert proposed(made, real)[0][0].tolist() == [path[-1] for path in paths]
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize(("nodes", "depth", "width"), [(9, 3, 3), (5, 5, 1), (14, 4, 2), (3, 1, 3)])
+def test_dynamic_trees_are_those_of_the_algorithm_over_lists(
+    workshop: Workshop, tmp_path: Path, version: int, nodes: int, depth: int, width: int
+) -> None:
+    target = workshop.decoder(slots=1)
+    made = drafter(tmp_path, target, version, DynamicTree(nodes, depth=depth, width=width))
+    reference, real = plain(made), features(target, TEXT, made)
+
+    def children(path: tuple[int, ...], worth: float) -> list[tuple[float, tuple[int, ...]]]:
+        laws = reference.scores(reference.hidden(real, [*TEXT[1:], 7, *path])).log_softmax(0)
+        values, picks = laws.sort(descending=True)
+        pairs = zip(values[:width].tolist(), picks[:width].tolist(), strict=True)
+        return [(worth + value, (*path, int(reference.ids[pick]))) for value, pick in pairs]
+
+    level = children((), 0.0)
+    every = list(level)
+    for _ in range(depth - 1):
+        level = sorted(level, reverse=True)[:width]
+        level = [child for worth, path in level for child in children(path, worth)]
+        every += level
+    wanted = {path for _, path in sorted(every, reverse=True)[:nodes]}
+    tokens, parents = proposed(made, real)
+    assert parents is not None
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(tokens[0].tolist(), parents[0].tolist(), strict=True):
+        assert -1 <= parent < len(paths)
+        paths.append(((*paths[parent],) if parent >= 0 else ()) + (token,))
+    assert set(paths) == wanted and len(paths) == nodes
+
+
+@pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize("growth", GROWTHS, ids=lambda growth: growth.name)
+def test_after_rounds_the_cache_is_that_of_one_pass(
+    workshop: Workshop, tmp_path: Path, version: int, growth: Growth
+) -> None:
+    """Drafting reads guesses; committed rows must hold real features only (C38), whatever was accepted."""
+    target = workshop.decoder(slots=4)
+    made = drafter(tmp_path, target, version, growth)
+    prompts = [TEXT, [4], [33, 2, 9], TEXT[3:]]
+    idle = 16  # a slot that is done goes on computing at its first rows
+    texts = SpeculativeGenerator(made, target).sample(prompts, max_new_tokens=50, eos_token_id=[]).tolist()
+    kept = (made.head.keys.clone(), made.head.values.clone())
+    for slot, prompt in enumerate(prompts):
+        text = texts[slot][: len(prompt) + 50]
+        made.admit(slot, text[:-1], features(target, text[:-1], made))
+        # The last round's own commit is read by the round that follows, which did not come.
+        sure = len(text) - 2 - growth.outline.depth - 1
+        for before, after in zip(kept, (made.head.keys, made.head.values), strict=True):
+            torch.testing.assert_close(before[slot, :, idle:sure], after[slot, :, idle:sure], rtol=1e-3, atol=1e-3)
+
+
+def test_a_head_shares_the_tensors_of_its_target(workshop: Workshop, tmp_path: Path) -> None:
+    target = workshop.decoder(slots=1)
+    one = drafter(tmp_path / "1", target, 1, Chain(2)).head
+    three = drafter(tmp_path / "3", target, 3, Chain(2)).head
+    assert one.embedding is target.body.model.embedding and one.head is target.body.model.head
+    assert three.embedding is target.body.model.embedding and three.head is not target.body.model.head
+
+
+def proposed(made: EagleDrafter, real: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A greedy proposal after `TEXT` and the token 7, whose features are those of the text's end."""
+    made.admit(0, TEXT, real)
+    width = made.outline.depth + 1
+    tokens = torch.full((1, width), -1, dtype=torch.int32)
+    tokens[0, 0] = 7
+    states = torch.zeros(1, width, real.shape[1])
+    states[0, 0] = real[-1]
+    one, start = torch.ones(1, dtype=torch.int32), torch.tensor([len(TEXT)], dtype=torch.int32)
+    commit = Commit(tokens, one, start, states)
+    made.observe(commit)
+    found = made.propose(commit, sampling_batch([Sampling()]), Bounds(one * width, len(TEXT) + 1))
+    return found.tokens, found.parents if isinstance(found.parents, Tensor) else None

@@ -1,0 +1,146 @@
+"""EAGLE changes how many rounds a text takes and never its tokens; what cannot be exact is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import SpeculativeGenerator
+from paceline.core.errors import ConfigurationError
+from paceline.core.protocols import Drafter, GraphDrafter
+from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
+from tests.decoder.tiny import Workshop
+from tests.eagle.heads import DRAFTED, drafter
+
+PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9], list(range(20, 45))]
+GROWTHS = [Chain(3), StaticTree((-1, -1, 0, 0, 1, 2)), DynamicTree(8, depth=3, width=3)]
+SAMPLINGS: list[dict[str, object]] = [
+    {},
+    {"do_sample": True, "temperature": 0.7, "seed": 11},
+    {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "top_k": 20, "seed": 11},
+]
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("growth", GROWTHS, ids=lambda growth: growth.name)
+@pytest.mark.parametrize("version", [1, 3])
+def test_tokens_are_those_of_plain_decoding(
+    workshop: Workshop, tmp_path: Path, version: int, growth: Growth, fused: bool | None
+) -> None:
+    target = workshop.decoder(slots=4)
+    generator = SpeculativeGenerator(drafter(tmp_path, target, version, growth), target, fused=fused)
+    for sampling in SAMPLINGS:
+        for prompts in (PROMPTS, PROMPTS[:1]):
+            ours = generator.sample(prompts, max_new_tokens=20, **sampling)
+            assert torch.equal(ours, target.sample(prompts, max_new_tokens=20, **sampling)), sampling
+
+
+@pytest.mark.parametrize("drafted", [DRAFTED, 96, 1])
+def test_vocabularies_of_every_size_draft_ids_of_the_target(workshop: Workshop, tmp_path: Path, drafted: int) -> None:
+    target = workshop.decoder(slots=1)
+    made = drafter(tmp_path, target, 3, Chain(3), draft_vocab_size=drafted)
+    seen: set[int] = set()
+    propose = made.propose
+
+    def noted(*inputs: object) -> object:
+        found = propose(*inputs)  # type: ignore[arg-type]
+        seen.update(found.tokens.flatten().tolist())
+        return found
+
+    made.propose = noted  # type: ignore[method-assign,assignment]
+    ours = SpeculativeGenerator(made, target, fused=False).sample(PROMPTS[:1], max_new_tokens=30)
+    assert torch.equal(ours, target.sample(PROMPTS[:1], max_new_tokens=30))
+    assert seen and seen <= set(made.head.ids.tolist())
+
+
+def test_processors_take_the_host_verifier_and_keep_the_tokens(workshop: Workshop, tmp_path: Path) -> None:
+    target = workshop.decoder(slots=1)
+    for growth in GROWTHS:
+        generator = SpeculativeGenerator(drafter(tmp_path, target, 3, growth), target)
+        ours = generator.sample(PROMPTS[:1], max_new_tokens=20, repetition_penalty=1.3)
+        assert torch.equal(ours, target.sample(PROMPTS[:1], max_new_tokens=20, repetition_penalty=1.3))
+
+
+def test_rounds_that_asked_nothing_are_read_before_the_next_proposal(workshop: Workshop, tmp_path: Path) -> None:
+    """A head that was only observed for a while drafts as one that was asked all the time."""
+    target = workshop.decoder(slots=1)
+    made, other = (drafter(tmp_path, target, 3, Chain(3)) for _ in range(2))
+    asked: list[list[int]] = []
+    propose, count = other.propose, [0]
+
+    def sometimes(commit: object, sampling: object, bounds: object) -> object:
+        count[0] += 1
+        found = made.propose(commit, sampling, bounds)  # type: ignore[arg-type]
+        if count[0] % 3 == 0:
+            asked.append(found.tokens.flatten().tolist())
+            assert propose(commit, sampling, bounds).tokens.flatten().tolist() == asked[-1]  # type: ignore[arg-type]
+        return found
+
+    class Both:
+        """Gives what ``made`` proposes, and asks ``other`` every third time."""
+
+        outline, reads, reach = made.outline, made.reads, made.reach
+
+        def admit(self, *inputs: object) -> None:
+            made.admit(*inputs)  # type: ignore[arg-type]
+            other.admit(*inputs)  # type: ignore[arg-type]
+
+        def release(self, slot: int) -> None:
+            made.release(slot)
+            other.release(slot)
+
+        def observe(self, commit: object) -> None:
+            made.observe(commit)  # type: ignore[arg-type]
+            other.observe(commit)  # type: ignore[arg-type]
+
+        propose = staticmethod(sometimes)
+
+    SpeculativeGenerator(Both(), target).sample(PROMPTS[:1], max_new_tokens=30)  # type: ignore[arg-type]
+    assert len(asked) > 5
+
+
+def test_drawn_chains_go_with_reject_and_drawn_trees_are_refused(workshop: Workshop, tmp_path: Path) -> None:
+    target = workshop.decoder(slots=4)
+    chain = drafter(tmp_path, target, 3, Chain(3, drawn=True))
+    generator = SpeculativeGenerator(chain, target, acceptor="reject")
+    greedy = generator.sample(PROMPTS, max_new_tokens=12)
+    assert torch.equal(greedy, target.sample(PROMPTS, max_new_tokens=12))
+    generator.sample(PROMPTS, max_new_tokens=12, do_sample=True, temperature=1.0, seed=3)
+    for growth in GROWTHS[1:]:
+        tree = drafter(tmp_path, target, 3, growth)
+        with pytest.raises(ConfigurationError, match="acceptor='match'"):
+            SpeculativeGenerator(tree, target, acceptor="reject").sample(PROMPTS[:1], max_new_tokens=4)
+
+
+def test_the_drafter_is_one_that_can_share_a_graph(workshop: Workshop, tmp_path: Path) -> None:
+    made = drafter(tmp_path, workshop.decoder(slots=1), 1, Chain(2))
+    assert isinstance(made, Drafter) and isinstance(made, GraphDrafter)
+
+
+def test_two_heads_of_one_shape_keep_their_graphs_apart(workshop: Workshop, tmp_path: Path) -> None:
+    """A target keeps the graphs of its drafters; a second head must not get those of the first."""
+    target = workshop.decoder(slots=1)
+    first, second = (drafter(tmp_path, target, 3, Chain(3)) for _ in range(2))
+    for parameter in second.head.layer.parameters():
+        parameter.data.neg_()
+    accepted = []
+    for made in (first, second, first):
+        generator = SpeculativeGenerator(made, target)
+        generator.sample(PROMPTS[:1], max_new_tokens=20)
+        accepted.append(made.head.keys.clone())
+    assert torch.equal(accepted[0], accepted[2]) and not torch.equal(accepted[0], accepted[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda: DynamicTree(3, depth=4, width=2), "4 to"),
+        (lambda: DynamicTree(99, depth=2, width=3), "12 nodes"),
+        (lambda: StaticTree((0, -1)), "parent"),
+    ],
+)
+def test_impossible_growths_are_refused(make: object, part: str) -> None:
+    with pytest.raises(ConfigurationError, match=part):
+        make()  # type: ignore[operator]

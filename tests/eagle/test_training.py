@@ -1,0 +1,140 @@
+"""Training of heads: it learns, goes on where it stopped, and is bounded on disk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from paceline.core.errors import ConfigurationError
+from paceline.core.types import Reads
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.steps import prefill
+from paceline.eagle import initial, pipeline
+from paceline.eagle.corpus import Corpus, CorpusOptions, FrozenTarget
+from paceline.eagle.drafter import EagleDrafter
+from paceline.eagle.network import EagleNetwork
+from paceline.eagle.optim import orthogonal
+from paceline.eagle.pipeline import Plan
+from paceline.eagle.training import Trainer, TrainingOptions, Vocabulary, acceptance, objective, target_law
+from tests.decoder.tiny import VOCABULARY, Workshop
+
+SHORT = CorpusOptions(length=24, prompt=6, keep_bytes=1 << 30)
+LAYERS = (0, 1, 2)
+
+
+def stream(texts: int = 160) -> np.ndarray:
+    """Text that is easy to go on from: runs of neighbouring ids."""
+    rng = np.random.default_rng(0)
+    starts = rng.integers(0, VOCABULARY, texts * 6)
+    return ((starts[:, None] + np.arange(4)) % VOCABULARY).astype(np.uint16).flatten()
+
+
+def parts(workshop: Workshop, folder: Path, version: int) -> tuple[FrozenTarget, Corpus, EagleNetwork, Vocabulary]:
+    frozen = FrozenTarget(workshop.checkpoint(), LAYERS)
+    sizes = ModelConfig.from_pretrained(workshop.checkpoint())
+    counts = torch.from_numpy(np.bincount(stream(), minlength=VOCABULARY))
+    vocabulary = Vocabulary.frequent(counts, 60 if version == 3 else VOCABULARY)
+    made = initial.default_config(sizes, version=version, layers=LAYERS, draft_vocab_size=len(vocabulary.ids))
+    network = initial.fresh(made, frozen, depth=sizes.num_layers, vocabulary=vocabulary)
+    return frozen, Corpus(frozen, stream(), SHORT, folder=folder / "states"), network, vocabulary
+
+
+def test_states_are_those_a_decoder_hands_out(workshop: Workshop) -> None:
+    target = workshop.decoder(slots=1)
+    text = list(range(3, 19))
+    found = FrozenTarget(workshop.checkpoint(), LAYERS).read(torch.tensor([text]))
+    _, last = prefill(target, 0, text, reads=Reads())
+    _, streams = prefill(target, 0, text, reads=Reads(LAYERS))
+    torch.testing.assert_close(found.last[0].float(), last, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found.streams[0].float(), streams, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("version", "passes"), [(1, 1), (3, 3)])
+def test_a_head_learns(workshop: Workshop, tmp_path: Path, version: int, passes: int) -> None:
+    frozen, corpus, network, vocabulary = parts(workshop, tmp_path, version)
+    options = TrainingOptions(tokens=24 * 64 * 6, passes=passes, rows=8, law_weight=1.0, rate=3e-3)
+    texts = corpus.batch(1)
+    before = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary).detach())
+    trainer = Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path)
+    assert trainer.run(lambda *_: None)
+    after = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary).detach())
+    assert after < 0.9 * before
+    shares = acceptance(
+        network, corpus.measured(8), depth=3, head=frozen.head, vocabulary=vocabulary, skip=SHORT.prompt
+    )
+    assert len(shares) == 3 and shares == sorted(shares, reverse=True)
+
+
+def test_a_stopped_run_ends_where_an_undisturbed_one_does(workshop: Workshop, tmp_path: Path) -> None:
+    ends = []
+    for name, minutes in (("whole", None), ("stopped", 0.0)):  # 0: one step and no more
+        done, runs = False, 0
+        while not done:
+            frozen, corpus, network, vocabulary = parts(workshop, tmp_path / name, 3)
+            options = TrainingOptions(tokens=24 * 8 * 6, passes=2, rows=8, minutes=minutes)
+            trainer = Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path / name)
+            done, runs = trainer.run(lambda *_: None), runs + 1
+        assert runs == (1 if minutes is None else 6)
+        ends.append((trainer.done, trainer.network.state_dict()))
+    assert ends[0][0] == ends[1][0]
+    assert all(torch.equal(ends[0][1][name], value) for name, value in ends[1][1].items())
+
+
+def test_a_run_with_other_options_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
+    options = TrainingOptions(tokens=24 * 8, passes=1, rows=8)
+    Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path).run(lambda *_: None)
+    with pytest.raises(ConfigurationError, match="other options"):
+        Trainer(network, corpus, replace(options, rate=1e-5), head=frozen.head, vocabulary=vocabulary, folder=tmp_path)
+
+
+def test_states_are_kept_up_to_the_bound_and_equal_either_way(workshop: Workshop, tmp_path: Path) -> None:
+    frozen = FrozenTarget(workshop.checkpoint(), LAYERS)
+    one = Corpus(frozen, stream(), SHORT, folder=tmp_path / "kept")
+    none = Corpus(frozen, stream(), replace(SHORT, keep_bytes=0), folder=tmp_path / "none")
+    for corpus in (one, none):
+        corpus.batch(0)
+    assert len(list((tmp_path / "kept").rglob("*.safetensors"))) == 1
+    assert not list((tmp_path / "none").rglob("*.safetensors"))
+    ours, theirs = one.batch(0), none.batch(0)
+    assert torch.equal(ours.streams, theirs.streams) and torch.equal(ours.last, theirs.last)
+    with pytest.raises(ConfigurationError, match="give more"):
+        Corpus(frozen, stream(10), SHORT, folder=tmp_path)
+
+
+def test_the_law_over_a_part_of_the_vocabulary() -> None:
+    vocabulary = Vocabulary.frequent(torch.tensor([3, 9, 1, 9, 0, 4]), 3)
+    assert vocabulary.ids.tolist() == [1, 3, 5] and vocabulary.offsets.tolist() == [1, 2, 3]
+    assert vocabulary.mask.tolist() == [False, True, False, True, False, True]
+    head, last = torch.eye(6), torch.tensor([[[0.0, 1, 2, 0, 0, 0], [0, 0, 0, 5, 0, 0]]])
+    law, inside = target_law(last, head, vocabulary)
+    assert inside.tolist() == [[False, True]]
+    torch.testing.assert_close(law[0, 0], F.softmax(torch.tensor([1.0, 0.0, 0.0]), 0))
+
+
+def test_updates_are_orthogonal() -> None:
+    torch.manual_seed(0)
+    for shape in ((24, 40), (40, 24), (16, 16)):
+        values = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
+        assert float(values.min()) > 0.5 and float(values.max()) < 1.3
+
+
+def test_a_trained_head_is_written_and_drafts(workshop: Workshop, tmp_path: Path) -> None:
+    shares = pipeline.train(
+        workshop.checkpoint(),
+        stream(),
+        Plan(version=3, layers=LAYERS, draft_vocab_size=60, measured=4, depth=2),
+        corpus=SHORT,
+        options=TrainingOptions(tokens=24 * 8 * 2, passes=2, rows=8),
+        work=tmp_path / "work",
+        out=tmp_path / "head",
+        report=lambda *_: None,
+    )
+    assert shares is not None and (tmp_path / "head" / pipeline.MEASURED).is_file()
+    head = EagleDrafter.from_pretrained(tmp_path / "head", workshop.decoder(slots=1)).head
+    assert head.config.draft_vocab_size == 60 and head.config.layers == LAYERS

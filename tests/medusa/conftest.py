@@ -1,0 +1,34 @@
+"""Heads trained for a moment on the small target: right now and then, and wrong now and then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from paceline.medusa import pipeline
+from paceline.medusa.choices import Choices
+from paceline.medusa.config import MedusaConfig
+from paceline.medusa.corpus import FrozenTarget
+from paceline.medusa.pipeline import Plan
+from paceline.medusa.training import TrainingOptions
+from tests.decoder.tiny import VOCABULARY, Workshop
+
+
+@pytest.fixture(scope="session")
+def heads_folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tied heads of one block each, with a tree."""
+    out, work = tmp_path_factory.mktemp("heads"), tmp_path_factory.mktemp("heads-work")
+    target = FrozenTarget(workshop.checkpoint("target"))
+    stream = np.random.default_rng(1).integers(0, VOCABULARY, 9000).astype(np.int32)
+    plan = Plan(tokens=0, generated=128 * 40, window=40, prompt=4, measured=4)
+    pipeline.gather(target, stream, plan, work=work, report=lambda *_: None)
+    config = MedusaConfig(3, 1, 32, VOCABULARY, tied=True)
+    torch.manual_seed(0)
+    options = TrainingOptions(epochs=6, rows=8, rate=5e-3)
+    pipeline.train(target, config, options, work=work, out=out, first=3, report=lambda *_: None)
+    tree = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [3], [0, 0, 1]])
+    tree.write(out / "tree.json")
+    return out

@@ -1,0 +1,212 @@
+"""Files of Medusa heads: every layout reads back as the same heads, and what is missing or strange is named."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from paceline.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MissingWeightsError,
+    WeightShapeError,
+    WeightValueError,
+)
+from paceline.medusa import checkpoint, layouts
+from paceline.medusa.config import MedusaConfig
+from paceline.medusa.heads import Heads
+
+OWN = MedusaConfig(heads=3, layers=1, hidden_size=6, vocab_size=9, tied=False, base="someone/target")
+TIED = replace(OWN, layers=2, tied=True)
+
+
+def weights(config: MedusaConfig, *, seed: int = 0) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {name: torch.randn(shape) for name, shape in config.shapes().items()}
+
+
+def output(config: MedusaConfig = OWN) -> nn.Parameter:
+    torch.manual_seed(7)
+    return nn.Parameter(torch.randn(config.vocab_size, config.hidden_size), requires_grad=False)
+
+
+def reference(config: MedusaConfig, named: dict[str, Tensor], states: Tensor, head: int) -> Tensor:
+    """Medusa's own module, written out: Sequential of residual blocks and a linear layer."""
+    x = states
+    for layer in range(config.layers):
+        name = f"heads.{head}.blocks.{layer}"
+        x = x + nn.functional.silu(x @ named[f"{name}.weight"].T + named[f"{name}.bias"])
+    return x @ (output() if config.tied else named[f"heads.{head}.projection.weight"]).T
+
+
+def filled(config: MedusaConfig, named: dict[str, Tensor]) -> Heads:
+    made = Heads(config, output(), torch.float32)
+    made.fill(named)
+    return made
+
+
+@pytest.mark.parametrize("config", [OWN, TIED, replace(OWN, layers=0), replace(TIED, layers=1)])
+def test_the_heads_are_residual_blocks_and_a_projection(config: MedusaConfig) -> None:
+    named, states = weights(config), torch.randn(4, config.hidden_size)
+    made = filled(config, named)(states, nn.functional.linear)
+    assert made.shape == (4, config.heads, config.vocab_size)
+    for head in range(config.heads):
+        torch.testing.assert_close(made[:, head], reference(config, named, states, head))
+
+
+def test_heads_that_are_not_filled_say_nothing() -> None:
+    made = Heads(OWN, output(), torch.float32)
+    assert all(bool(torch.isnan(p).all()) for p in made.own().values())
+    assert bool(torch.isnan(made(torch.ones(1, 6), nn.functional.linear)).all())
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_every_layout_reads_back(tmp_path: Path, layout: str) -> None:
+    named = weights(OWN)
+    checkpoint.save(tmp_path, OWN, named, layout=layout)
+    found = checkpoint.load(tmp_path, vocab_size=9)
+    assert found.config == OWN
+    assert found.weights.keys() == named.keys()
+    assert all(torch.equal(found.weights[name], named[name]) for name in named)
+
+
+def test_the_names_of_other_projects(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path / "m", OWN, weights(OWN), layout="medusa")
+    names = set(torch.load(tmp_path / "m" / "medusa_lm_head.pt", weights_only=True))
+    assert names == {f"{i}.{rest}" for i in range(3) for rest in ("0.linear.weight", "0.linear.bias", "1.weight")}
+    checkpoint.save(tmp_path / "n", OWN, weights(OWN), layout="nxd")
+    names = set(load_file(tmp_path / "n" / "model.safetensors"))
+    assert names == {
+        f"medusa_head_{i}.{rest}" for i in range(3) for rest in ("0.linear.weight", "0.linear.bias", "1.weight")
+    }
+
+
+@pytest.mark.parametrize("prefix", ["medusa_head.", "medusa_heads.", "model.medusa_head.", "model.medusa_head_"])
+def test_heads_inside_a_whole_model_are_found(tmp_path: Path, prefix: str) -> None:
+    named = weights(OWN)
+    bare = layouts.renamed(OWN, named, "medusa")
+    save_file(
+        {**{prefix + k: v for k, v in bare.items()}, "model.norm.weight": torch.ones(6)}, tmp_path / "model.safetensors"
+    )
+    found = checkpoint.load(tmp_path, vocab_size=9)
+    assert all(torch.equal(found.weights[name], named[name]) for name in named)
+
+
+def test_a_module_that_medusa_itself_would_build_reads_its_files() -> None:
+    """The module of Medusa's own code, rebuilt: `[block] * n` and a linear layer, in a list."""
+
+    class Res(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.linear = nn.Linear(width, width)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + nn.functional.silu(self.linear(x))
+
+    def head(layers: int) -> nn.Module:
+        return nn.Sequential(*([Res(6)] * layers), nn.Linear(6, 9, bias=False))
+
+    theirs = nn.ModuleList(head(2) for _ in range(3))
+    config = replace(OWN, layers=2)
+    names = layouts.canonical(theirs.state_dict())
+    named = {ours: theirs.state_dict()[name] for ours, name in names.items()}
+    assert layouts.survey({name: tuple(x.shape) for name, x in named.items()}, vocab_size=9) == replace(config, base="")
+    assert layouts.shared(config, named)
+    states = torch.randn(5, 6)
+    ours = filled(config, named)(states, nn.functional.linear)
+    torch.testing.assert_close(ours, torch.stack([one(states) for one in theirs], 1).detach())
+    theirs.load_state_dict(layouts.renamed(config, named, "medusa"))
+
+
+def test_unlike_blocks_are_not_written_for_code_that_repeats_one() -> None:
+    config = replace(OWN, layers=2)
+    assert not layouts.shared(config, weights(config))
+    with pytest.raises(ConfigurationError, match="repeats one block 2 times"):
+        layouts.renamed(config, weights(config), "medusa")
+    for wrong in (config, TIED):
+        with pytest.raises(ConfigurationError, match="NxD Inference reads"):
+            layouts.renamed(wrong, weights(wrong), "nxd")
+    with pytest.raises(ConfigurationError, match="unknown"):
+        layouts.renamed(OWN, weights(OWN), "eagle")
+
+
+def test_tied_heads_get_copies_of_the_output_layer_elsewhere(tmp_path: Path) -> None:
+    config = replace(TIED, layers=1)
+    checkpoint.save(tmp_path / "ours", config, weights(config))
+    assert not any("projection" in name for name in load_file(tmp_path / "ours" / "model.safetensors"))
+    checkpoint.convert(tmp_path / "ours", tmp_path / "theirs", layout="medusa", output=output())
+    states = torch.randn(2, 6)
+    before = checkpoint.heads(tmp_path / "ours", output(), torch.float32)(states, nn.functional.linear)
+    there = checkpoint.heads(tmp_path / "theirs", output(), torch.float32)
+    assert not there.config.tied
+    torch.testing.assert_close(there(states, nn.functional.linear), before)
+
+
+def test_the_number_of_heads_is_that_of_the_tensors(tmp_path: Path) -> None:
+    """Published files say 2 and hold 5."""
+    checkpoint.save(tmp_path, OWN, weights(OWN), layout="medusa")
+    path = tmp_path / "config.json"
+    for said, found in ((2, 3), (None, 3)):
+        path.write_text(json.dumps({"medusa_num_heads": said}))
+        assert checkpoint.load(tmp_path, vocab_size=9).config.heads == found
+    path.unlink()
+    assert checkpoint.load(tmp_path, vocab_size=9).config == replace(OWN, base="")
+    for key, value, said in (
+        ("medusa_num_heads", 4, "there are 3 heads"),
+        ("medusa_num_layers", 2, "the heads have 1"),
+    ):
+        path.write_text(json.dumps({key: value}))
+        with pytest.raises(MissingWeightsError, match=said):
+            checkpoint.load(tmp_path, vocab_size=9)
+
+
+@pytest.mark.parametrize("name", sorted(OWN.shapes()))
+def test_a_missing_tensor_is_named(tmp_path: Path, name: str) -> None:
+    named = weights(OWN)
+    del named[name]
+    save_file(named, tmp_path / "model.safetensors")
+    with pytest.raises(MissingWeightsError):
+        checkpoint.heads(tmp_path, output(), torch.float32)
+
+
+def test_a_whole_head_that_is_missing_is_named() -> None:
+    shapes = {name: shape for name, shape in OWN.shapes().items() if not name.startswith("heads.1.")}
+    with pytest.raises(MissingWeightsError, match="head 1 of 3"):
+        layouts.survey(shapes, vocab_size=9)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    named = weights(OWN)
+    for change, error, said in (
+        ({"heads.0.blocks.0.bias": torch.full((6,), float("nan"))}, WeightValueError, "holds NaN"),
+        ({"heads.0.blocks.0.bias": torch.ones(5)}, WeightShapeError, "has shape"),
+        ({"0.1.weight": torch.ones(9, 6)}, CheckpointError, "are both"),
+    ):
+        save_file({**named, **change}, tmp_path / "model.safetensors")
+        with pytest.raises(error, match=said):
+            checkpoint.heads(tmp_path, output(), torch.float32)
+    save_file({"model.norm.weight": torch.ones(6)}, tmp_path / "model.safetensors")
+    with pytest.raises(MissingWeightsError, match="no tensor has the name of a Medusa head"):
+        checkpoint.load(tmp_path, vocab_size=9)
+    with pytest.raises(CheckpointError, match="not a folder"):
+        checkpoint.load(tmp_path / "absent", vocab_size=9)
+
+
+def test_a_pickle_with_code_in_it_is_not_run(tmp_path: Path) -> None:
+    torch.save({"0.0.linear.weight": Path("x")}, tmp_path / "medusa_lm_head.pt")
+    with pytest.raises(CheckpointError, match="nothing in it was run"):
+        checkpoint.load(tmp_path, vocab_size=9)
+
+
+def test_heads_of_another_target_are_refused() -> None:
+    with pytest.raises(WeightShapeError, match="trained for it"):
+        Heads(replace(OWN, vocab_size=10), output(), torch.float32)
+    for wrong in ({"heads": 0}, {"layers": -1}, {"hidden_size": 0}):
+        with pytest.raises(ConfigurationError):
+            replace(OWN, **wrong)
+    with pytest.raises(ConfigurationError, match="need a residual block"):
+        replace(TIED, layers=0)

@@ -1,0 +1,116 @@
+"""Trees from choices: the published tables' figures, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.core import tree
+from paceline.core.errors import ConfigurationError
+from paceline.medusa.choices import Choices, tree_buffers
+from tests.medusa.trees import MC_SIM_7B_63, choice_trees
+
+SMALL = [[0], [0, 0], [1], [0, 1], [0, 0, 0], [1, 0]]
+
+
+def seen_by(row: list[int]) -> set[int]:
+    return {column for column, mark in enumerate(row) if mark}
+
+
+def test_the_tables_of_a_small_tree() -> None:
+    made = tree_buffers(SMALL)
+    assert made.tree_indices == [0, 1, 2, 11, 12, 11, 21]
+    assert made.position_ids == [0, 1, 1, 2, 2, 2, 3]
+    assert made.retrieve_indices == [[0, 1, 3, 6], [0, 2, 5, -1], [0, 1, 4, -1]]
+    expected = [{0}, {0, 1}, {0, 2}, {0, 1, 3}, {0, 1, 4}, {0, 2, 5}, {0, 1, 3, 6}]
+    assert [seen_by(row) for row in made.attention_mask] == expected
+
+
+def test_the_tables_of_the_best_known_tree() -> None:
+    made = tree_buffers(MC_SIM_7B_63)
+    assert len(made.tree_indices) == 64
+    assert sum(map(sum, made.attention_mask)) == 207
+    assert max(made.tree_indices) == 32
+    assert (len(made.retrieve_indices), len(made.retrieve_indices[0])) == (42, 5)
+    assert sum(row.count(-1) for row in made.retrieve_indices) == 58
+    assert [made.position_ids.count(depth) for depth in range(1, 5)] == [10, 28, 23, 2]
+
+
+@given(choice_trees())
+def test_tables_agree_with_the_tree_of_parents(choices: list[list[int]]) -> None:
+    made, own = tree_buffers(choices), Choices.of(choices)
+    tree.check(own.parents)
+    assert made.position_ids[1:] == list(tree.depths(own.parents))
+    for node, path in enumerate(own.paths):
+        way, up = {0}, node
+        while up != tree.ROOT:
+            way.add(up + 1)
+            up = own.parents[up]
+        assert seen_by(made.attention_mask[node + 1]) == way
+        assert made.tree_indices[node + 1] == 1 + 10 * (len(path) - 1) + path[-1]
+    leaves = set(range(len(own))) - set(own.parents)
+    rows = [[node for node in row if node >= 0] for row in made.retrieve_indices]
+    assert sorted(row[-1] - 1 for row in rows) == sorted(leaves)
+    for row in rows:
+        assert set(row) == seen_by(made.attention_mask[row[-1]])
+    assert own.widths == tuple(
+        1 + max(path[level] for path in own.paths if len(path) > level) for level in range(own.depth)
+    )
+
+
+@given(choice_trees(), st.randoms())
+def test_the_order_that_choices_are_given_in_does_not_matter(choices: list[list[int]], random: object) -> None:
+    shuffled = list(choices)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert Choices.of(shuffled) == Choices.of(choices)
+
+
+def test_a_chain_is_a_chain() -> None:
+    assert tree.is_chain(Choices.chain(4).parents)
+    assert Choices.of([[0, 0], [0]]) == Choices.chain(2)
+
+
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        ([], "no choices"),
+        ([[0, 0]], "hangs in the air"),
+        ([[0], [0]], "twice"),
+        ([[0], []], "no choice"),
+        ([[-1]], "no choice"),
+        ([[0.5]], "whole numbers"),
+        ([[True]], "whole numbers"),
+        (["0"], "no choice"),
+        ([3], "no choice"),
+    ],
+)
+def test_what_is_no_tree_is_refused(choices: list[object], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        Choices.of(choices)  # type: ignore[arg-type]
+
+
+def test_a_tree_deeper_than_the_heads_or_wider_than_the_table_is_refused() -> None:
+    tall = Choices.of(MC_SIM_7B_63)
+    tall.check(heads=4, top=10)
+    with pytest.raises(ConfigurationError, match="4 deep"):
+        tall.check(heads=3, top=10)
+    with pytest.raises(ConfigurationError, match="rank 9"):
+        tall.check(heads=4, top=9)
+    with pytest.raises(ConfigurationError, match="rank 10"):
+        tree_buffers([[0], [10]])
+
+
+def test_files_of_choices(tmp_path: Path) -> None:
+    own, file = Choices.of(SMALL), tmp_path / "tree.json"
+    own.write(file)
+    assert Choices.read(file) == own
+    file.write_text(json.dumps({"choices": SMALL}))
+    assert Choices.read(file) == own
+    for text in ("[[0],", '{"tree": []}', "7"):
+        file.write_text(text)
+        with pytest.raises(ConfigurationError, match=r"tree\.json"):
+            Choices.read(file)
+    with pytest.raises(ConfigurationError, match="absent"):
+        Choices.read(tmp_path / "absent.json")

@@ -1,0 +1,179 @@
+"""Medusa drafts, the target decides: the tokens are those of plain decoding, in every tree, batch, law and round."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import MedusaDrafter, SpeculativeGenerator, Typical
+from paceline.core.errors import ConfigurationError
+from paceline.core.protocols import Drafter, GraphDrafter
+from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
+from paceline.medusa.choices import Choices
+from paceline.medusa.corpus import FrozenTarget
+from tests.decoder.tiny import VOCABULARY, Workshop
+from tests.equality.laws import LAWS, PROCESSORS, PROMPTS, assert_rolled_back, plain, run, texts
+from tests.medusa.trees import MC_SIM_7B_63
+
+SHALLOW = [path for path in MC_SIM_7B_63 if len(path) <= 3]
+TREES: dict[str, list[list[int]] | None] = {
+    "own": None,
+    "chain": [[0], [0, 0], [0, 0, 0]],
+    "bush": [[rank] for rank in range(8)],
+    "published": SHALLOW,
+}
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("tree", TREES)
+def test_the_tokens_are_those_of_plain_decoding(
+    workshop: Workshop, heads_folder: Path, tree: str, law: str, slots: int
+) -> None:
+    target = workshop.decoder(slots=slots)
+    drafter = MedusaDrafter.from_pretrained(heads_folder, target, tree=TREES[tree])
+    result = run(SpeculativeGenerator(drafter, target), LAWS[law])
+    assert texts(result) == plain(target, LAWS[law])
+    assert_rolled_back(result)
+
+
+@pytest.mark.parametrize("law", ["greedy", "hot and cut"])
+def test_fused_or_not_the_same_is_drafted(workshop: Workshop, heads_folder: Path, law: str) -> None:
+    target = workshop.decoder()
+    made = [
+        run(SpeculativeGenerator(MedusaDrafter.from_pretrained(heads_folder, target), target, fused=fused), LAWS[law])
+        for fused in (True, False)
+    ]
+    assert texts(made[0]) == texts(made[1])
+    assert made[0].statistics.accepted_per_position == made[1].statistics.accepted_per_position
+
+
+@pytest.mark.parametrize("law", ["greedy", "cool"])
+def test_compiled(workshop: Workshop, heads_folder: Path, law: str) -> None:
+    """Two graphs at most: prefill with states, and the round."""
+    target = workshop.decoder(backend="inductor")
+    drafter = MedusaDrafter.from_pretrained(heads_folder, target)
+    result = run(SpeculativeGenerator(drafter, target), LAWS[law])
+    assert texts(result) == plain(workshop.decoder(), LAWS[law])
+    assert_rolled_back(result)
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_processors_and_scores(workshop: Workshop, heads_folder: Path, name: str) -> None:
+    target = workshop.decoder()
+    drafter = MedusaDrafter.from_pretrained(heads_folder, target)
+    prompt = PROMPTS[:1]
+    known = plain(target, PROCESSORS[name](), prompts=prompt)
+    result = run(SpeculativeGenerator(drafter, target), {**PROCESSORS[name](), "output_scores": True}, prompts=prompt)
+    assert texts(result) == known
+    assert result.logprobs is not None
+    assert len(result.logprobs[0]) == len(known[0]) - len(prompt[0])
+
+
+class Recorder:
+    """A drafter around a drafter, outside the target's graph, that notes what is proposed behind which text."""
+
+    def __init__(self, inner: MedusaDrafter) -> None:
+        self.inner, self.seen = inner, list[tuple[int, list[int]]]()
+        self.outline, self.reads, self.reach = inner.outline, inner.reads, inner.reach
+
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        self.inner.admit(slot, prompt, features)
+
+    def release(self, slot: int) -> None:
+        self.inner.release(slot)
+
+    def observe(self, commit: Commit) -> None:
+        self.inner.observe(commit)
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        made = self.inner.propose(commit, sampling, bounds)
+        self.seen.append((int(commit.start[0] + commit.count[0]), made.tokens[0].tolist()))
+        return made
+
+
+def test_what_is_proposed_are_the_best_tokens_of_the_heads_at_the_right_state(
+    workshop: Workshop, heads_folder: Path
+) -> None:
+    """Against the heads on states of transformers' forward over the finished text."""
+    target = workshop.decoder(slots=1)
+    inner = MedusaDrafter.from_pretrained(heads_folder, target)
+    recorder = Recorder(inner)
+    assert isinstance(recorder, Drafter)
+    text = texts(run(SpeculativeGenerator(recorder, target), {}, prompts=PROMPTS[:1], new=40))[0]
+    states = FrozenTarget(workshop.checkpoint("target")).states(torch.tensor([text]))[0]
+    assert len(recorder.seen) > 5
+    for length, tokens in recorder.seen:
+        # The last of `length` committed tokens is not read yet: it was predicted by the state before it.
+        logits = inner.heads(states[length - 2 : length - 1], torch.nn.functional.linear)[0]
+        best = logits.argsort(-1, descending=True)
+        assert tokens == [int(best[len(path) - 1, path[-1]]) for path in inner.choices.paths]
+
+
+def test_a_sampled_round_ranks_with_the_target_s_noise(workshop: Workshop, heads_folder: Path) -> None:
+    """Coupled: over many seeds more is accepted than if the heads' best tokens alone were proposed."""
+    target = workshop.decoder()
+
+    class Blind(MedusaDrafter):
+        def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+            return super().propose(commit, SamplingBatch(torch.zeros_like(sampling.knobs), sampling.keys), bounds)
+
+    taken = []
+    for kind in (MedusaDrafter, Blind):
+        drafter = kind.from_pretrained(heads_folder, target, tree=[[0], [0, 0]])
+        law = {"do_sample": True, "temperature": 2.0, "seed": 5}
+        taken.append(run(SpeculativeGenerator(drafter, target, fused=False), law, new=90).statistics.acceptance_rate)
+    assert taken[0] > taken[1]
+
+
+def test_typical_acceptance_is_greedy_at_0_and_says_that_it_is_lossy(
+    workshop: Workshop, heads_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = workshop.decoder()
+    drafter = MedusaDrafter.from_pretrained(heads_folder, target)
+    with caplog.at_level(logging.WARNING, logger="paceline"):
+        generator = SpeculativeGenerator(drafter, target, acceptor="typical")
+    assert "lossy" in caplog.text
+    result = run(generator, {})
+    assert texts(result) == plain(target, {})
+    assert result.statistics.lossy
+    assert result.statistics.to_dict()["acceptor"] == "typical"
+    exact = run(SpeculativeGenerator(drafter, target), LAWS["cool"]).statistics
+    assert (exact.acceptor, exact.lossy) == ("match", False)
+    hot = {"do_sample": True, "temperature": 1.5, "seed": 3}
+    loose = SpeculativeGenerator(drafter, target, acceptor=Typical(epsilon=0.01, alpha=0.1))
+    found = run(loose, hot, new=60)
+    assert texts(found) != plain(target, hot, new=60)
+    assert (
+        found.statistics.acceptance_rate
+        > run(SpeculativeGenerator(drafter, target), hot, new=60).statistics.acceptance_rate
+    )
+    with pytest.raises(ConfigurationError, match="on the device"):
+        run(generator, {"repetition_penalty": 1.2})
+
+
+def test_it_is_a_drafter_that_can_be_fused(workshop: Workshop, heads_folder: Path) -> None:
+    drafter = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder())
+    assert isinstance(drafter, GraphDrafter)
+    other = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder(), tree=[[0]])
+    assert drafter.name(1) != other.name(1)
+    assert drafter.facts() != other.facts()
+    assert not any(p.requires_grad for p in drafter.step(1).parameters())
+
+
+def test_trees_and_targets_that_do_not_fit_are_refused(workshop: Workshop, heads_folder: Path) -> None:
+    target = workshop.decoder()
+    with pytest.raises(ConfigurationError, match="there are 3 heads"):
+        MedusaDrafter.from_pretrained(heads_folder, target, tree=MC_SIM_7B_63)
+    with pytest.raises(ConfigurationError, match=r"rank|window"):
+        MedusaDrafter.from_pretrained(heads_folder, target, tree=[[rank] for rank in range(VOCABULARY + 1)])
+    with pytest.raises(ConfigurationError, match="for chains"):
+        run(SpeculativeGenerator(MedusaDrafter.from_pretrained(heads_folder, target), target, acceptor="reject"), {})
+    drafter = MedusaDrafter.from_pretrained(heads_folder, target, tree=Choices.chain(2))
+    assert drafter.outline.is_chain
+    assert run(SpeculativeGenerator(drafter, target, acceptor="reject"), {}).statistics.accepted

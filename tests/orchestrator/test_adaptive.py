@@ -1,0 +1,186 @@
+"""Depth chosen anew every round: the choice follows the cost model, and never changes a token."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline import LADDER, SpeculativeGenerator
+from paceline.build import Demands
+from paceline.core.errors import ConfigurationError, SamplingError
+from paceline.loop import Engine
+from paceline.pace import Pace, of
+from tests.decoder.tiny import Workshop
+from tests.fakes import Checked, TableDecoder, near, table
+
+V = 12
+TARGET = table(V, seed=0, spread=2.0)
+DRAFT = near(TARGET, seed=1, spread=0.6)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8]]
+
+
+def told(pace: Pace, *, alpha: float, times: dict[int, float], rounds: int = 400, seed: int = 0) -> list[int]:
+    """A trace: every draft stands with probability alpha, every rung takes its time. -> rungs chosen."""
+    dice = random.Random(seed)
+    chosen = []
+    for _ in range(rounds):
+        rung = pace.choose()
+        stood = next((i for i in range(rung) if dice.random() >= alpha), rung)
+        pace.record(rung, drafted=[rung], accepted=[stood], seconds=times[rung])
+        chosen.append(rung)
+    return chosen
+
+
+@pytest.mark.parametrize(
+    ("alpha", "k", "tokens"),
+    [(0.6, 1, 1.60), (0.6, 4, 2.31), (0.6, 10, 2.49), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.8, 7, 4.16)],
+)
+def test_tokens_expected_are_those_of_the_formula(alpha: float, k: int, tokens: float) -> None:
+    """E = (1 - alpha^(k+1)) / (1 - alpha)."""
+    pace = Pace((k,))
+    told(pace, alpha=alpha, times={k: 1.0}, rounds=3000)
+    assert pace.tokens(k) == pytest.approx(tokens, rel=0.15)
+    for place in range(k):
+        pace._hits[place], pace._tries[place] = alpha * 1e9, 1e9
+    assert pace.tokens(k) == pytest.approx(tokens, abs=0.006)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "draft", "best"),
+    [(0.0, 0.1, 0), (0.9, 0.02, 8), (0.5, 0.3, 1), (0.7, 0.1, 4)],
+)
+def test_it_settles_on_the_rung_with_the_most_tokens_per_second(alpha: float, draft: float, best: int) -> None:
+    times = {k: 1.0 + k * draft for k in LADDER}
+    chosen = told(Pace(LADDER), alpha=alpha, times=times)
+    late = chosen[len(chosen) // 2 :]
+    assert sum(rung == best for rung in late) > 0.8 * len(late)
+
+
+def test_the_same_trace_gives_the_same_choices_and_the_first_time_of_a_rung_does_not_count() -> None:
+    times = {k: 1.0 + k * 0.1 for k in LADDER}
+    runs = [told(Pace(LADDER), alpha=0.6, times=times, seed=3) for _ in range(2)]
+    assert runs[0] == runs[1]
+    assert sorted(runs[0][: 2 * len(LADDER)]) == sorted([*LADDER, *LADDER])  # each is tried twice before any choice
+    pace = Pace((0, 2))
+    pace.record(2, drafted=[2], accepted=[2], seconds=100.0)  # compiling
+    pace.record(2, drafted=[2], accepted=[2], seconds=1.0)
+    assert pace.rate(2) == pace.tokens(2)
+
+
+def test_after_long_without_drafts_one_is_tried() -> None:
+    chosen = told(Pace((0, 1)), alpha=0.0, times={0: 1.0, 1: 2.0}, rounds=300)
+    late = chosen[100:]
+    assert 1 in late and late.count(1) < 8
+
+
+@pytest.mark.parametrize("k", [(), (2, 1), (0, 0, 1), (-1, 2)])
+def test_a_ladder_has_to_ascend(k: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="ascending"):
+        of(k)
+
+
+class Dice(Pace):
+    """Any rung at any time."""
+
+    def choose(self) -> int:
+        return random.Random(sum(self._runs.values())).choice(self.ladder)
+
+
+class Random(Checked):
+    """Rungs at random, over caches that check themselves."""
+
+    def _engine(self, demands: Demands) -> Engine:
+        self._plan = replace(self._plan, pace=Dice(LADDER))
+        return super()._engine(demands)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4}])
+@pytest.mark.parametrize("acceptor", ["match", "reject"])
+def test_rungs_at_random_leave_no_gap_and_change_no_token(acceptor: str, heat: dict, fused: bool | None) -> None:
+    own = {"slots": 2, "reaches": (32, 64)}
+    plain = TableDecoder(TARGET, **own).sample(PROMPTS, max_new_tokens=40, **heat)
+    maker = Random(TableDecoder(DRAFT, **own), TableDecoder(TARGET, **own), k=LADDER, acceptor=acceptor, fused=fused)
+    made = maker.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
+    if acceptor == "match" or not heat:
+        assert torch.equal(made.sequences, plain)
+    assert set(made.statistics.rungs) == set(LADDER)
+    itself = Random(TableDecoder(TARGET, **own), TableDecoder(TARGET, **own), k=LADDER, acceptor=acceptor, fused=fused)
+    done = itself.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
+    assert done.statistics.accepted == done.statistics.drafted > 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    ladder=st.sets(st.integers(0, 9), min_size=1, max_size=5).map(lambda s: tuple(sorted(s))),
+    slots=st.integers(1, 4),
+    heat=st.sampled_from([{}, {"do_sample": True, "seed": 9}, {"do_sample": True, "top_k": 4, "top_p": 0.8}]),
+    drafter=st.sampled_from(["model", "ngram"]),
+    stops=st.sampled_from([(), (3,), (3, 7)]),
+    new=st.integers(1, 40),
+    exact=st.booleans(),
+)
+def test_any_ladder_batch_and_stop_gives_the_tokens_of_plain_decoding(
+    ladder: tuple[int, ...], slots: int, heat: dict, drafter: str, stops: tuple[int, ...], new: int, exact: bool
+) -> None:
+    call = {"max_new_tokens": new, "eos_token_id": list(stops), "pad_token_id": 0, **heat}
+    plain = TableDecoder(TARGET, slots=slots).sample(PROMPTS, **call)
+    draft = "ngram" if drafter == "ngram" else TableDecoder(DRAFT, slots=slots)
+    maker = SpeculativeGenerator(draft, TableDecoder(TARGET, slots=slots), k=ladder, exact=exact)
+    for _ in range(2):  # the pace goes on from call to call
+        assert torch.equal(maker.sample(PROMPTS, **call), plain)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_real_models_on_a_ladder(workshop: Workshop, backend: str) -> None:
+    draft, target = workshop.pair(backend=backend, amp="f32" if backend == "eager" else "bf16")
+    ladder = (0, 2) if backend == "inductor" else LADDER
+    plain = target.sample(PROMPTS, max_new_tokens=40)
+    made = SpeculativeGenerator(draft, target, k=ladder).sample(PROMPTS, max_new_tokens=40, return_dict=True)
+    assert torch.equal(made.sequences, plain)
+    assert set(made.statistics.rungs) <= set(ladder)
+
+
+@pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4, "top_p": 0.9}])
+@pytest.mark.parametrize("k", [1, 3, 7])
+def test_several_plain_steps_in_one_graph_are_plain_decoding(k: int, heat: dict) -> None:
+    own = {"slots": 2, "reaches": (32, 64)}
+    call = {"max_new_tokens": 45, "eos_token_id": [3], "pad_token_id": 0, **heat}
+    plain = TableDecoder(TARGET, **own).sample(PROMPTS, **call)
+    maker = Checked(None, TableDecoder(TARGET, **own), k=k)
+    assert torch.equal(maker.sample(PROMPTS, **call), plain)
+    done = maker.statistics
+    assert (done.drafted, done.accepted, done.tau) == (0, 0, 1.0)
+    assert done.rounds < done.new_tokens
+
+
+def test_a_request_may_do_without_drafts() -> None:
+    maker = Checked(TableDecoder(DRAFT, slots=2), TableDecoder(TARGET, slots=2), k=3)
+    plain = TableDecoder(TARGET, slots=2).sample(PROMPTS, max_new_tokens=30)
+    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30, speculate=[True, False, True, False]), plain)
+    some = maker.statistics.drafted
+    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30, speculate=False), plain)
+    assert maker.statistics.drafted == 0 < some
+    with pytest.raises(SamplingError, match="2 entries for 4 prompts"):
+        maker.sample(PROMPTS, max_new_tokens=30, speculate=[True, False])
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_draft_in_doubt_stops(fused: bool | None) -> None:
+    plain = TableDecoder(TARGET, slots=2).sample(PROMPTS, max_new_tokens=30)
+    drafted, rates = [], []
+    for confidence in (0.0, 0.5, 0.9, 1.0):
+        draft, target = TableDecoder(DRAFT, slots=2), TableDecoder(TARGET, slots=2)
+        maker = Checked(draft, target, k=4, confidence=confidence, fused=fused)
+        assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30), plain)
+        drafted.append(maker.statistics.drafted)
+        rates.append(maker.statistics.acceptance_rate)
+    assert drafted == sorted(drafted, reverse=True) and drafted[0] > drafted[2] and drafted[3] == 0
+    assert rates[2] > rates[0]
+    with pytest.raises(ConfigurationError, match="no probability"):
+        SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), confidence=2)

@@ -1,0 +1,128 @@
+"""A request that leaves its slot is forgotten, whichever way it leaves; nothing grows with the requests served."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import NgramDrafter, SpeculativeGenerator, lift
+from paceline.build import Demands
+from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.loop import Engine
+from tests.fakes import TableDecoder, near, table
+
+V = 12
+TARGET = table(V, seed=3, spread=2.0)
+PROMPTS = [[1, 2, 1], [4], [5, 6], [7, 7, 8], [2, 2, 2, 2]]
+
+
+class Register:
+    """A drafter that proposes nothing and knows who is seated; strict about the order of calls."""
+
+    outline = Outline.chain(2)
+    reads: Reads | None = None
+    reach: int | None = None
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.seated: set[int] = set()
+        self.releases, self._fails = 0, fails
+
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        assert slot not in self.seated, "a slot is taken twice"
+        self.seated.add(slot)
+        if self._fails:
+            raise LookupError("no idea")
+
+    def release(self, slot: int) -> None:
+        self.seated.discard(slot)
+        self.releases += 1
+
+    def observe(self, commit: Commit) -> None:
+        """No round without a request; a slot that holds one is past its prompt."""
+        assert self.seated
+        assert all(commit.start[slot] > 0 for slot in self.seated)
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        return Proposal(torch.full((len(commit.tokens), 2), -1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize("new", [1, 2, 9])
+def test_every_request_is_released_once_before_its_slot_is_taken_again(new: int, scores: bool) -> None:
+    drafter = Register()
+    SpeculativeGenerator(drafter, TableDecoder(TARGET, slots=2)).sample(
+        PROMPTS, max_new_tokens=new, eos_token_id=3, output_scores=scores
+    )
+    assert (drafter.seated, drafter.releases) == (set(), len(PROMPTS))
+
+
+def test_a_stream_that_is_closed_or_dropped_releases_its_requests() -> None:
+    drafter = Register()
+    one = SpeculativeGenerator(drafter, TableDecoder(TARGET, slots=2))
+    events = one.stream(PROMPTS)
+    next(events)
+    assert drafter.seated == {0, 1}
+    events.close()  # type: ignore[attr-defined]
+    assert drafter.seated == set()
+    events = one.stream(PROMPTS)
+    next(events)
+    del events
+    gc.collect()
+    assert drafter.seated == set()
+
+
+def test_a_request_that_fails_is_released() -> None:
+    drafter = Register(fails=True)
+    with pytest.raises(LookupError):
+        SpeculativeGenerator(drafter, TableDecoder(TARGET, slots=2)).sample(PROMPTS)
+    assert drafter.seated == set()
+
+    def broken(ids: torch.Tensor, scores: object) -> bool:
+        raise LookupError("no idea")
+
+    drafter = Register()
+    with pytest.raises(LookupError):
+        SpeculativeGenerator(drafter, TableDecoder(TARGET)).sample(PROMPTS, stopping_criteria_list=[broken])
+    assert drafter.seated == set()
+
+
+class Kept(SpeculativeGenerator):
+    """Keeps its last engine for a look inside."""
+
+    last: Engine
+
+    def _engine(self, demands: Demands) -> Engine:
+        self.last = super()._engine(demands)
+        return self.last
+
+
+@pytest.mark.parametrize("kind", ["ngram", "lift"])
+def test_what_a_drafter_keeps_is_bounded_by_the_texts_at_work(kind: str) -> None:
+    """Idle slots get commits too: while one long text goes on, nothing is added for those that are done."""
+    drafter = NgramDrafter(3) if kind == "ngram" else lift(lambda text: text[:3], 3)
+    one = SpeculativeGenerator(drafter, TableDecoder(TARGET, slots=3))
+    alone = 0
+    for _ in range(30):
+        for event in one.stream([[1, 2, 1, 2], [4], [6, 5]], stopping_criteria_list=[_short_ones]):
+            kept = drafter._texts
+            assert len(kept) <= 3
+            alone += set(kept) == {0} and event.index == 0
+        assert not drafter._texts
+    assert alone > 30, "the long text was never alone, so this shows nothing"
+
+
+def _short_ones(ids: torch.Tensor, _scores: object) -> bool:
+    """Ends texts that do not begin as the first prompt does."""
+    return ids[0, :3].tolist() != [1, 2, 1] and ids.shape[1] >= 8
+
+
+def test_the_host_verifier_forgets_texts_and_scores() -> None:
+    one = Kept(TableDecoder(near(TARGET, seed=1, spread=0.5), slots=2), TableDecoder(TARGET, slots=2))
+    one.sample(PROMPTS, max_new_tokens=6, output_scores=True)
+    verifier = one.last.scores
+    assert verifier is not None
+    assert verifier.logprobs == verifier._texts == [[], []]  # type: ignore[attr-defined]

@@ -1,0 +1,92 @@
+"""Training and conversion of EAGLE heads by command, and generating with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from tests.decoder.tiny import VOCABULARY, Workshop, network
+
+EAGER = ["--backend", "eager", "--amp", "f32", "--context-length-estimate", 16]
+
+
+@pytest.fixture(scope="module")
+def target(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small target with a tokenizer of one word for each id."""
+    folder = tmp_path_factory.mktemp("target")
+    network().save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A head by the command line, in two goes."""
+    folder = tmp_path_factory.mktemp("head")
+    (folder / "text.py").write_text(" ".join(f"w{(i * i + i // 7) % VOCABULARY}" for i in range(1700)))
+    command: list[object] = [
+        "train", "eagle", "--target", target, "--data", folder / "text.py", "--out", folder / "out", "--version", 3,
+        "--layers", 0, "--layers", 1, "--layers", 2, "--draft-vocabulary", 60, "--tokens", 24 * 8 * 2, "--passes", 2,
+        "--length", 24,
+    ]  # fmt: skip
+    stopped = call(*command, "--minutes", 0)
+    assert stopped.exit_code == 3, stopped.stderr
+    assert "again to go on" in stopped.stderr and not (folder / "out" / "model.safetensors").exists()
+    assert len(last(call(*command))["greedy chains"]) == 5  # type: ignore[arg-type]
+    return folder / "out"
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def last(done: Result) -> dict[str, object]:
+    assert done.exit_code == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def generate(target: Path, *arguments: object) -> Result:
+    given = ("generate", "--json", "--target", target, "--prompt", "w5 w9 w5", "--max-new-tokens", 16)
+    return call(*given, *EAGER, *arguments)
+
+
+def test_a_head_is_trained_and_generates_the_tokens_of_plain_decoding(target: Path, head: Path) -> None:
+    plain = last(generate(target))["tokens"]
+    for growth in ("chain", "tree:-1,-1,0,0", "dynamic:6,3,2"):
+        assert last(generate(target, "--eagle", head, "--growth", growth, "--k", 3))["tokens"] == plain
+    assert last(generate(target, "--eagle", head, "--acceptor", "reject"))["tokens"] == plain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--growth", "dynamic:6,3,2"], "--eagle"),
+        (["--eagle", "HEAD", "--ngram"], "exclude each other"),
+        (["--eagle", "HEAD", "--growth", "bush"], "growth 'bush'"),
+        (["--eagle", "HEAD", "--growth", "dynamic:6,3"], "dynamic:NODES"),
+        (["--eagle", "HEAD", "--growth", "dynamic:60,2,3"], "12 nodes"),
+        (["--eagle", "HEAD", "--growth", "tree:-1,0", "--acceptor", "reject"], "only chains can be drawn"),
+    ],
+)
+def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str], part: str) -> None:
+    done = generate(target, *(str(head) if argument == "HEAD" else argument for argument in arguments))
+    assert done.exit_code != 0
+    assert part in " ".join(done.stderr.split())
+
+
+def test_heads_are_converted_and_still_draft(target: Path, head: Path, tmp_path: Path) -> None:
+    for layout in ("speculators", "eagle"):
+        done = call("convert-eagle", head, tmp_path / layout, "--target", target, "--layout", layout)
+        assert done.exit_code == 0, done.stderr
+    tau = last(generate(target, "--eagle", head))["statistics"]
+    assert last(generate(target, "--eagle", tmp_path / "speculators"))["statistics"]["tau"] == tau["tau"]  # type: ignore[index]

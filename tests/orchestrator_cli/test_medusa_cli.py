@@ -1,0 +1,153 @@
+"""Training, tree and conversion of Medusa heads by command, and generating with them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from tokenizers import Tokenizer, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from tests.decoder.tiny import VOCABULARY, Workshop, network
+
+EAGER = ["--backend", "eager", "--amp", "f32"]
+
+
+@pytest.fixture(scope="module")
+def target(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small target with a tokenizer of one word for each id."""
+    folder = tmp_path_factory.mktemp("target")
+    network().save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text of as many words as a few windows need."""
+    file = tmp_path_factory.mktemp("data") / "text.py"
+    file.write_text(" ".join(f"w{(i * i + i // 7) % VOCABULARY}" for i in range(1200)))
+    return file
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def last(done: Result) -> dict[str, object]:
+    assert done.exit_code == 0, done.stderr
+    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def heads(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads by the command line, in two goes."""
+    out = tmp_path_factory.mktemp("heads")
+    command: list[object] = [
+        "train", "medusa", "--target", target, "--data", data, "--out", out, "--heads", 2, "--tokens", 64 * 4,
+        "--window", 64, "--measured", 2, "--epochs", 4, "--rows", 2,
+    ]  # fmt: skip
+    stopped = call(*command, "--minutes", 0)
+    assert stopped.exit_code == 3
+    assert "again to go on" in stopped.stderr
+    assert not (out / "model.safetensors").exists()
+    assert last(call(*command))["heads"] == 2
+    return out
+
+
+def tokens(target: Path, *arguments: object) -> dict[str, object]:
+    given = ("generate", "--json", "--target", target, "--prompt", "w5 w9 w5", "--max-new-tokens", 16, *EAGER)
+    return last(call(*given, "--context-length-estimate", 16, *arguments))
+
+
+def test_heads_are_trained_and_generate_the_tokens_of_plain_decoding(target: Path, heads: Path, tmp_path: Path) -> None:
+    table = json.loads((heads / "accuracy.json").read_text())
+    assert table["places"] > 0 and len(table["top"]) == 2
+    file = tmp_path / "tree.json"
+    file.write_text("[[0], [1], [0, 0]]")
+    for sampling in ([], ["--temperature", 0.8, "--seed", 4]):
+        plain = tokens(target, *sampling)
+        for tree in ([], ["--tree", file]):
+            assert tokens(target, "--medusa", heads, *tree, *sampling)["tokens"] == plain["tokens"]
+
+
+def test_typical_acceptance_is_labelled(target: Path, heads: Path) -> None:
+    found = tokens(target, "--medusa", heads, "--acceptor", "typical", "--temperature", 1.5)["statistics"]
+    assert isinstance(found, dict) and found["lossy"] and found["acceptor"] == "typical"
+    shown = call(
+        "generate", "--target", target, "--prompt", "w5", "--max-new-tokens", 4, *EAGER, "--medusa", heads,
+        "--acceptor", "typical", "--stats",
+    )  # fmt: skip
+    assert "LOSSY" in shown.stderr
+
+
+def test_a_tree_is_searched_and_checked(target: Path, heads: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "tree.json"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"w{i} w{2 * i}"}) for i in range(3, 9)))
+    found = last(
+        call(
+            "tree",
+            "--target",
+            target,
+            "--medusa",
+            heads,
+            "--out",
+            out,
+            "--nodes",
+            6,
+            "--prompts",
+            prompts,
+            "--max-new-tokens",
+            24,
+            *EAGER,
+        )
+    )
+    assert len(json.loads(out.read_text())) == found["nodes"] <= 6
+    assert 1 <= float(str(found["expected_tau"])) <= 3
+    assert 1 <= float(str(found["measured_tau"])) <= 3
+    assert found["texts"] == [3, 3]
+
+
+def test_heads_are_converted(target: Path, heads: Path, tmp_path: Path) -> None:
+    for layout, file in (
+        ("medusa", "medusa_lm_head.pt"),
+        ("nxd", "model.safetensors"),
+        ("paceline", "model.safetensors"),
+    ):
+        done = call("convert-medusa", heads, tmp_path / layout, "--target", target, "--layout", layout)
+        assert done.exit_code == 0, done.stderr
+        assert (tmp_path / layout / file).is_file()
+        assert tokens(target, "--medusa", tmp_path / layout)["tokens"] == tokens(target)["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--medusa", "HEADS", "--ngram"], "exclude each other"),
+        (["--tree", "x.json"], "--medusa"),
+        (["--acceptor", "typical"], "needs a drafter"),
+        (["--ngram", "--acceptor", "best"], "unknown"),
+        (["--medusa", "absent"], "not a folder"),
+        (["--medusa", "HEADS", "--tree", "absent.json"], "absent.json"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(target: Path, heads: Path, arguments: list[str], said: str) -> None:
+    given = [heads if argument == "HEADS" else argument for argument in arguments]
+    done = call("generate", "--target", target, "--prompt", "w5", *EAGER, *given)
+    assert done.exit_code == 2
+    assert said in done.stderr
+
+
+def test_data_that_is_not_there_is_refused(target: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    for wrong, said in ((tmp_path / "absent.txt", "does not exist"), (tmp_path / "empty.txt", "no text")):
+        done = call("train", "medusa", "--target", target, "--data", wrong, "--out", tmp_path / "out")
+        assert done.exit_code == 2
+        assert said in done.stderr
