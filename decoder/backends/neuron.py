@@ -58,7 +58,7 @@ class NeuronBackend:
         key = f"g{len(self._chip.graphs)}"
         traced = self._chip.trace(Stateful(lowered, self._chip.names.of(graph.module, lowered)), graph)
         flags = self._chip.sdk.flags(prompt=graph.name.startswith("prefill"))
-        facts = self._facts({**graph.facts, "code": _digest(str(lowered.graph.code)), "flags": flags})
+        facts = self._facts({**graph.facts, "hlo": _digest(traced.hlo.SerializeToString()), "flags": flags})
         folder = artefacts.find(self._shipped, facts) if self._shipped else None
         if folder is None:
             if artefacts.find(self._root, facts) is None:
@@ -104,7 +104,8 @@ class Stateful(nn.Module):
             if inner in lowered.changed or not isinstance(tensor, nn.Parameter):
                 self.register_buffer(name, tensor)
             else:
-                self.register_parameter(name, tensor)
+                # A parameter of its own, over the same numbers: the tracer moves parameters to its device in place.
+                self.register_parameter(name, nn.Parameter(tensor.detach(), requires_grad=False))
 
     def forward(self, **inputs: Tensor | None) -> tuple[Tensor, ...]:
         """The step's inputs as x0, x1, ... -> its outputs."""
@@ -209,5 +210,6 @@ def chip() -> Chip:
     return Chip()
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(module: bytes) -> str:
+    """Of the traced module itself: a compiled graph takes its weights by their places in exactly that module."""
+    return hashlib.sha256(module).hexdigest()

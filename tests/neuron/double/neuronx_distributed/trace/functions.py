@@ -33,8 +33,11 @@ class Recorded:
     weights: list[str]
     states: list[str]
 
+    def SerializeToString(self) -> bytes:  # noqa: N802  # protobuf's name
+        return self.graph.code.encode()
+
     def fingerprint(self) -> str:
-        return hashlib.sha256(self.graph.code.encode()).hexdigest()
+        return hashlib.sha256(self.SerializeToString()).hexdigest()
 
 
 def trace(model, args=None, kwargs=None, spmd=True, preserve_parameters=True, weights_to_skip_layout_optimization=None):
