@@ -13,7 +13,7 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test test-xla check bench clean
 
 help:
 	@echo "make setup | demo [MODE=...] | test | check | bench | clean"
@@ -31,6 +31,20 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+# XLA, and through it Neuron: torch_xla has no newer PyTorch than 2.9, so it gets an environment of its own (about
+# 7 GB: on Linux this version brings CUDA packages with it). The core tests run there too: are the pinned versions good?
+XLA_VENV ?= .venv-xla
+XLA_BIN := $(XLA_VENV)/bin
+
+$(XLA_VENV)/.stamp: pyproject.toml
+	test -x $(XLA_BIN)/python || $(PYTHON) -m venv $(XLA_VENV)
+	$(XLA_BIN)/python -m pip --disable-pip-version-check --quiet install torch==2.9.0 torch_xla==2.9.0 "transformers==4.57.*"
+	$(XLA_BIN)/python -m pip --disable-pip-version-check --quiet install -e ".[dev]"
+	@touch $@
+
+test-xla: $(XLA_VENV)/.stamp
+	PJRT_DEVICE=CPU $(XLA_BIN)/python -m pytest tests/core tests/xla
 
 check: setup
 	PYTHON=$(BIN)/python scripts/check

@@ -3,6 +3,23 @@
 PACELINE_CACHE  folder of compiled artefacts; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
 
+Written where it is not set yet, before torch_xla is imported:
+
+    PJRT_DEVICE     CPU, the only device that torch_xla is used on here
+
+Read for Neuron, whose names they are:
+
+    NEURON_PLATFORM_TARGET_OVERRIDE  chip to compile for, where there is none
+    NEURON_LOGICAL_NC_CONFIG         physical cores of a logical core
+
+Written for Neuron where they are not set yet, before its SDK is imported:
+
+    NEURON_RT_EXEC_TIMEOUT            seconds an execution may take; the documents name three defaults
+    NEURON_RT_STOCHASTIC_ROUNDING_EN  0: the same tokens every time
+    NEURON_COMPILE_CACHE_URL          the compiler's own cache, below PACELINE_CACHE
+
+Which cores a process sees is set by whoever starts it (`paceline.placement`), never here.
+
 Written only while a graph is compiled:
 
     TORCHINDUCTOR_CACHE_DIR  Inductor's scratch folder, put below PACELINE_CACHE
@@ -11,9 +28,12 @@ Written only while a graph is compiled:
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from paceline.core.errors import BackendError, ConfigurationError
 
 
 def cache_root() -> Path:
@@ -24,6 +44,50 @@ def cache_root() -> Path:
 def compiler() -> str:
     """The C++ compiler."""
     return os.environ.get("CXX") or "g++"
+
+
+def default_pjrt_device() -> None:
+    """Name torch_xla's device, unless the user did: without it, torch_xla looks for a TPU."""
+    os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+
+def neuron_target() -> str:
+    """The chip the user names, or nothing."""
+    return os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "")
+
+
+def neuron_logical_cores() -> int | None:
+    """How many physical cores the user makes a logical one of, if they say.
+
+    Raises:
+        ConfigurationError: it is no number.
+    """
+    given = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
+    if not given:
+        return None
+    if not given.isdigit():
+        raise ConfigurationError(f"NEURON_LOGICAL_NC_CONFIG={given!r} is no number; unset it, or make it 1 or 2")
+    return int(given)
+
+
+def neuron_defaults() -> None:
+    """Set what the Neuron runtime reads once, when it is imported.
+
+    Raises:
+        BackendError: it was imported before, with something unset.
+    """
+    wanted = {
+        "NEURON_RT_EXEC_TIMEOUT": "60",
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
+        "NEURON_COMPILE_CACHE_URL": str(cache_root() / "neuron" / "compiler"),
+    }
+    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    if missing and "torch_neuronx" in sys.modules:
+        raise BackendError(
+            f"torch_neuronx was imported before {', '.join(missing)} could be set; load the decoder first, or set them "
+            "in the environment of the process"
+        )
+    os.environ.update(missing)
 
 
 @contextmanager

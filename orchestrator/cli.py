@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 import paceline
-from paceline import console, medusa_cli, plan_cli, progress, serve_cli, train_cli, train_eagle
+from paceline import console, health, medusa_cli, plan_cli, progress, serve_cli, train_cli, train_eagle
 from paceline.core.errors import ArtefactError, PromptError
 from paceline.decoder.environment import cache_root
 from paceline.detokenise import Detokeniser, Tokenizer, load_tokenizer
@@ -30,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(train_cli.app, name="train")
+health.register(app)
 app.registered_commands += medusa_cli.app.registered_commands
 app.registered_commands += train_eagle.files.registered_commands
 train_cli.app.registered_commands += train_eagle.app.registered_commands

@@ -16,6 +16,8 @@ from paceline.decoder.kernels import Kernels
 BACKENDS = {
     "eager": ("paceline.decoder.backends.eager", "EagerBackend"),
     "inductor": ("paceline.decoder.backends.inductor", "InductorBackend"),
+    "xla": ("paceline.decoder.backends.xla", "XlaBackend"),
+    "neuron": ("paceline.decoder.backends.neuron", "NeuronBackend"),
 }
 
 Step = Callable[..., list[Tensor]]

@@ -1,0 +1,183 @@
+"""Which Neuron chip, which SDK and whether they go together: decided by a table, never by whether an import succeeds.
+
+Sources: the Neuron SDK's release notes, the NxD Inference support notes, and the parallel degrees of its feature guide.
+Nothing of the SDK is imported here: versions are read from the installed packages' metadata. Not here: compiling.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+
+from paceline.core.errors import BackendError
+from paceline.decoder import environment
+
+PACKAGES = ("neuronx-cc", "torch-neuronx", "neuronx-distributed")
+_BOARD = Path("/sys/devices/virtual/dmi/id/product_name")
+_SDK_OF_COMPILER = 5  # SDK 2.28 ships compiler 2.23, 2.29 ships 2.24, 2.32 ships 2.27, 2.33 ships 2.28
+_NATIVE_INT64 = 32  # from this SDK on the compiler has flags for integers, whose defaults are about to change
+
+SETUP = (
+    "set up the Neuron SDK on this machine: install the driver and tools, then torch-neuronx, neuronx-cc and "
+    "neuronx_distributed from the AWS Neuron package index (its address is in the SDK's installation guide; what the "
+    "public index has under these names are placeholders); docs/neuron.md has the commands"
+)
+
+
+class Chip(Enum):
+    """Accelerators this backend has a documented way to."""
+
+    INF2 = "inf2"
+    TRN1 = "trn1"
+    TRN2 = "trn2"
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """What a chip can be used with.
+
+    first, last  SDK lines 2.first to 2.last that have ModelBuilder for it
+    degrees      tensor-parallel degrees the runtime takes
+    logical      physical cores a logical core may be made of; the first is the default
+    """
+
+    first: int
+    last: int
+    degrees: tuple[int, ...]
+    logical: tuple[int, ...]
+
+
+CAPABILITIES = {
+    Chip.INF2: Capability(28, 28, (1, 2, 4, 8, 24), (1,)),
+    Chip.TRN1: Capability(28, 28, (1, 2, 8, 16, 32), (1,)),
+    Chip.TRN2: Capability(28, 31, (1, 2, 4, 8, 16, 32, 64), (2, 1)),
+}
+"""Later lines have no ModelBuilder (maintained until 2.31), earlier ones were not looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sdk:
+    """The SDK found here.
+
+    chip      what graphs are compiled for
+    minor     its line: 28 is SDK 2.28
+    versions  of `PACKAGES`, in their order
+    logical   physical cores of a logical core
+    """
+
+    chip: Chip
+    minor: int
+    versions: tuple[str, ...]
+    logical: int
+
+    @property
+    def capability(self) -> Capability:
+        return CAPABILITIES[self.chip]
+
+    def facts(self) -> dict[str, object]:
+        """What a compiled graph depends on."""
+        named = dict(zip(PACKAGES, self.versions, strict=True))
+        return {**named, "target": self.chip.value, "logical cores": self.logical}
+
+    def flags(self, *, prompt: bool) -> str:
+        """Compiler flags of a graph: one that reads a prompt, or one of a round.
+
+        Rounds are worth the longer optimisation; prompts are long graphs. Integers keep today's meaning when the
+        compiler's defaults change.
+        """
+        flags = [f"--target={self.chip.value}", "--model-type=transformer", "--auto-cast=none"]
+        flags.append("-O1" if prompt else "-O2")
+        if self.chip is Chip.TRN2:
+            flags.append(f"--lnc={self.logical}")
+        else:
+            flags.append("--enable-saturate-infinity")
+        if self.minor >= _NATIVE_INT64:
+            flags += ["--native-int64=disabled", "--implicit-integer-downcast=all"]
+        return " ".join(flags)
+
+    def check_degree(self, degree: int) -> None:
+        """Raise BackendError unless the chip takes this tensor-parallel degree."""
+        if degree not in self.capability.degrees:
+            degrees = ", ".join(map(str, self.capability.degrees))
+            raise BackendError(f"tensor parallelism of {degree} is not possible on {self.chip.value}; use {degrees}")
+
+
+Versions = Callable[[str], str]
+
+
+def find(version: Versions = metadata.version) -> Sdk:
+    """The chip and the SDK of this machine.
+
+    Raises:
+        BackendError: a package is missing or a placeholder, the chip is unknown, or the two do not go together.
+    """
+    versions = tuple(_version(name, version) for name in PACKAGES)
+    minor = _line(versions[0])
+    chip = this_chip()
+    able = CAPABILITIES[chip]
+    if not able.first <= minor <= able.last:
+        span = f"2.{able.first}" if able.first == able.last else f"2.{able.first} to 2.{able.last}"
+        raise BackendError(
+            f"neuronx-cc {versions[0]} belongs to SDK 2.{minor}, but {chip.value} is driven with SDK {span}; install "
+            f"that line, as docs/neuron.md shows"
+        )
+    logical = environment.neuron_logical_cores() or able.logical[0]
+    if logical not in able.logical:
+        raise BackendError(f"NEURON_LOGICAL_NC_CONFIG={logical} is not possible on {chip.value}; unset it")
+    return Sdk(chip, minor, versions, logical)
+
+
+def this_chip() -> Chip:
+    """The chip graphs are compiled for: the one named by the environment, or this machine's.
+
+    Raises:
+        BackendError: there is none, or one without a way to it.
+    """
+    named = environment.neuron_target() or instance_family()
+    for chip in Chip:
+        if named.startswith(chip.value):
+            return chip
+    known = ", ".join(chip.value for chip in Chip)
+    if named.startswith("trn3"):
+        raise BackendError(
+            f"trn3 is driven by TorchNeuron (native) alone, which this backend does not use; it knows {known}"
+        )
+    raise BackendError(
+        "this machine has no Neuron chip"
+        + (f" ({named})" if named else "")
+        + f"; to compile for one elsewhere, set NEURON_PLATFORM_TARGET_OVERRIDE to one of {known}; otherwise use "
+        "backend='inductor'"
+    )
+
+
+def instance_family() -> str:
+    """What the machine calls itself, as "inf2.48xlarge"; nothing if it does not."""
+    try:
+        return _BOARD.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
+def _version(package: str, version: Versions) -> str:
+    try:
+        found = version(package)
+    except metadata.PackageNotFoundError as error:
+        raise BackendError(f"backend='neuron' needs {package}, which is not installed; {SETUP}") from error
+    # The public index has empty packages of the same names, so that nobody else takes them.
+    module = package.replace("-", "_")
+    spec = importlib.util.find_spec(module)
+    if spec is None or not re.match(r"[0-2]\.\d+\.\d", found) or found.startswith("0.0"):
+        raise BackendError(f"{package} {found} is a placeholder without any code; uninstall it and {SETUP}")
+    return found
+
+
+def _line(compiler: str) -> int:
+    match = re.match(r"2\.(\d+)\.", compiler)
+    if match is None:
+        raise BackendError(f"neuronx-cc {compiler} belongs to no known SDK; {SETUP}")
+    return int(match.group(1)) + _SDK_OF_COMPILER

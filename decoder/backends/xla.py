@@ -1,0 +1,185 @@
+"""XLA: every step is lowered by torch_xla to one HLO module, compiled once and executed on the PJRT device.
+
+torch_xla is also what the Neuron SDK (up to PyTorch 2.9) traces with, so what lowers here is what the Neuron compiler
+is given. On ``PJRT_DEVICE=CPU`` it shows that the graphs are right; it is no fast way to decode on a CPU. It needs an
+environment of its own, with the versions that the Neuron SDK pins: `make test-xla` builds it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paceline.core.errors import ArtefactError, BackendError
+from paceline.decoder import environment
+from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.graph_kernels import GraphKernels
+from paceline.decoder.kernels import Kernels
+from paceline.decoder.lowering import Lowered, lower, state_of
+
+
+class XlaBackend:
+    """Graphs compiled by XLA. Nothing is saved: XLA's CPU executables belong to the process."""
+
+    name = "xla"
+
+    def __init__(self) -> None:
+        self._device = device()
+        self.kernels: Kernels = GraphKernels()
+
+    def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        return wanted
+
+    def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
+        announce(f"compiling {graph.name}")
+        return _Executable(graph, self._device)
+
+    def save(self, graphs: Sequence[Graph], folder: Path) -> None:
+        raise ArtefactError("backend='xla' keeps its graphs in the process, so there is nothing to save")
+
+    def load(self, folder: Path, facts: dict[str, object]) -> None:
+        raise ArtefactError("backend='xla' keeps its graphs in the process, so there is nothing to load")
+
+
+class Device:
+    """The process's one PJRT device, and the copies of weights and caches on it.
+
+    A tensor of the host (weight or cache) has one copy, whichever graph and whichever decoder asks for it, as long as
+    it lives.
+    """
+
+    def __init__(self) -> None:
+        self.library = _library()
+        self.bridge: Any = self.library._XLAC
+        self.torch: torch.device = self.library.device()
+        self._copies = WeakTensorKeyDictionary()
+
+    def copy_of(self, tensor: Tensor) -> Tensor:
+        """The device's copy."""
+        if tensor not in self._copies:
+            self._copies[tensor] = tensor.detach().to(self.torch)
+            self.library.sync()
+        found: Tensor = self._copies[tensor]
+        return found
+
+    def update(self, tensor: Tensor, value: Tensor) -> None:
+        """Make ``value`` the device's copy."""
+        self._copies[tensor] = value
+
+    def fallbacks(self) -> set[str]:
+        """Operations that torch_xla ran outside any graph since the last `reset_counters`: none is acceptable."""
+        metrics = importlib.import_module("torch_xla.debug.metrics")
+        return {name for name in metrics.counter_names() if name.startswith("aten::")}
+
+    def reset_counters(self) -> None:
+        """Forget what was counted."""
+        importlib.import_module("torch_xla.debug.metrics").clear_all()
+
+
+@lru_cache(maxsize=1)
+def device() -> Device:
+    """The one of this process: PJRT has one client.
+
+    Raises:
+        BackendError: torch_xla is missing or does not fit.
+    """
+    return Device()
+
+
+class _Executable:
+    """One compiled module: traced once, then run by its hash on whatever the state and the inputs are."""
+
+    def __init__(self, graph: Graph, home: Device) -> None:
+        self._home, self._name = home, graph.name
+        self._lowered = lower(graph.name, graph.module, graph.example)
+        self._host = state_of(graph.module, self._lowered)
+        self._hash, self._sources = self._compile(graph.example)
+
+    def _compile(self, example: tuple[Tensor, ...]) -> tuple[object, list[str | int | Tensor]]:
+        """-> what runs it, and where each parameter of the module comes from: a state, an input, or a constant."""
+        bridge = self._home.bridge
+        state = {name: self._home.copy_of(tensor) for name, tensor in self._host.items()}
+        inputs = [x.to(self._home.torch) for x in example]
+        results = traced(self._home, self._lowered, state, inputs=inputs)
+        origin: dict[int, str | int] = {bridge._xla_get_tensor_id(x): name for name, x in state.items()}
+        origin |= {bridge._xla_get_tensor_id(x): place for place, x in enumerate(inputs)}
+        numbers, values = bridge._get_tensors_xla_device_data_node(results)
+        sources = [origin.get(number, value) for number, value in zip(numbers, values, strict=True)]
+        found = bridge._get_graph_hash(results)
+        bridge._xla_warm_up_cache(results, [])
+        bridge._clear_pending_irs(str(self._home.torch))
+        return found, sources
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        home = self._home
+        here = [x.to(home.torch) for x in inputs]
+        given = [self._value(source, here) for source in self._sources]
+        results = home.bridge._run_cached_graph(self._hash, given)
+        changed = self._lowered.changed
+        for name, value in zip(changed, results, strict=False):
+            home.update(self._host[name], value)
+        return [x.cpu() for x in results[len(changed) :]]
+
+    def _value(self, source: str | int | Tensor, inputs: list[Tensor]) -> Tensor:
+        if isinstance(source, str):
+            return self._home.copy_of(self._host[source])
+        return inputs[source] if isinstance(source, int) else source
+
+
+def hlo(graph: Graph) -> str:
+    """The HLO of a step as text, before any optimisation: what the Neuron compiler would be given.
+
+    Raises:
+        BackendError: an operation has no lowering, so the step is not one graph.
+    """
+    home = device()
+    lowered = lower(graph.name, graph.module, graph.example)
+    state = {name: tensor.detach().to(home.torch) for name, tensor in state_of(graph.module, lowered).items()}
+    inputs = [x.to(home.torch) for x in graph.example]
+    home.library.sync()
+    results = traced(home, lowered, state, inputs=inputs)
+    text: str = home.bridge._get_xla_tensors_hlo(results)
+    home.bridge._clear_pending_irs(str(home.torch))
+    return text
+
+
+def traced(home: Device, lowered: Lowered, state: dict[str, Tensor], *, inputs: list[Tensor]) -> list[Tensor]:
+    """Changed state and outputs as lazy tensors, not yet computed.
+
+    Raises:
+        BackendError: torch_xla ran a part of the step by itself.
+    """
+    home.library.sync()
+    home.reset_counters()
+    with torch.no_grad():
+        changed, outputs = lowered.run(state, inputs)
+    if strange := home.fallbacks():
+        raise BackendError(
+            f"torch_xla has no lowering for {', '.join(sorted(strange))}; rewrite it in decoder/rewrites.py"
+        )
+    return [*changed.values(), *outputs]
+
+
+def _library() -> ModuleType:
+    environment.default_pjrt_device()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch_xla's, about its own future
+            found = importlib.import_module("torch_xla")
+    except ImportError as error:
+        raise BackendError(
+            f"backend='xla' needs torch_xla, which cannot be imported ({error}); `make test-xla` builds an environment "
+            "with torch==2.9.0 and torch_xla==2.9.0, or use backend='inductor'"
+        ) from error
+    if not hasattr(found, "device"):
+        raise BackendError("this torch_xla is too old: install torch_xla==2.9.0 with torch==2.9.0")
+    return found

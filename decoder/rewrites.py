@@ -1,0 +1,151 @@
+"""Operations that compilers of whole graphs take badly, rewritten in ones they take well.
+
+Each entry replaces one operation while a step is lowered. The results are the same bits wherever this package uses
+them: selections move values without computing, running sums are of zeros and ones, and shifts and bit patterns are
+what they were. What torch_xla 2.9 does with the originals is the reason for each:
+
+    gather, index  ask for 64-bit indices; an index is compared with a row of small integers, or selects whole rows
+    cumsum         a window over the whole row, quadratic in its length; here products with a triangle
+    >>             a division, which rounds negative words towards zero; here an arithmetic shift
+    view(int32)    no lowering at all: the graph would be cut in two; here the pattern is computed
+    mean           holds NaN, for rows of no numbers; here the sum divided by the row's length
+    comparisons    with a Python number go through 64 bits; here the number has the tensor's type
+    int64, asserts made 32-bit, and dropped: no device of ours has the first, no graph the second
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import BackendError
+
+_BLOCK = 128  # side of the triangle; also the width of a matrix engine
+_POWERS = (64, 32, 16, 8, 4, 2, 1)
+_MANTISSA = 23  # bits of a float32 behind the point
+_BIAS = 127
+_SIGN = -(1 << 31)
+
+
+def table() -> dict[Any, Callable[..., Any]]:
+    """What replaces what, for `torch.export.ExportedProgram.run_decompositions`."""
+    aten = torch.ops.aten
+    found: dict[Any, Callable[..., Any]] = {
+        aten.gather.default: gather,
+        aten.cumsum.default: cumsum,
+        aten.mean.dim: mean,
+        aten.index.Tensor: index,
+        aten.__rshift__.Scalar: shift_right,
+        aten.view.dtype: view_as,
+        aten._to_copy.default: to_copy,
+        aten._assert_tensor_metadata.default: lambda *_args, **_kwargs: None,
+    }
+    for overload in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+        found[overload] = _narrow_arange(overload)
+    for name in ("eq", "ne", "lt", "le", "gt", "ge"):
+        compare = getattr(aten, name)
+        found[compare.Scalar] = _typed(compare.Tensor)
+    return found
+
+
+def gather(x: Tensor, dim: int, index: Tensor, **_options: object) -> Tensor:
+    """`torch.gather` by comparison, for short dimensions: exact, since all but one term of each sum are zero."""
+    dim = dim % x.dim()
+    moved = x.movedim(dim, -1).unsqueeze(-2)  # [..., 1, size]
+    at = index.movedim(dim, -1).unsqueeze(-1).to(torch.int32)  # [..., n, 1]
+    for axis in range(moved.dim() - 2):  # an index shorter than x means the leading part of x
+        moved = moved.narrow(axis, 0, at.shape[axis])
+    places = torch.arange(x.shape[dim], dtype=torch.int32, device=x.device)
+    zero = torch.zeros((), dtype=x.dtype, device=x.device)
+    return torch.where(places == at, moved, zero).sum(-1, dtype=x.dtype).movedim(-1, dim)
+
+
+def index(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
+    """Rows of the first dimension. Indices are not negative anywhere in this package."""
+    (rows,) = indices
+    if rows is None or rows.dtype == torch.bool:
+        raise BackendError("a graph may index by one tensor of row numbers only")
+    return x.index_select(0, rows.reshape(-1)).reshape(*rows.shape, *x.shape[1:])
+
+
+def cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Running sum in float32, block by block: exact for counts below 2**24."""
+    return _running(x.to(torch.float32).movedim(dim, -1)).movedim(-1, dim).to(dtype or x.dtype)
+
+
+def _running(x: Tensor) -> Tensor:
+    size = x.shape[-1]
+    width = min(_BLOCK, size)
+    blocks = -(-size // width)
+    padded = torch.nn.functional.pad(x, (0, blocks * width - size)).reshape(*x.shape[:-1], blocks, width)
+    places = torch.arange(width, dtype=torch.int32, device=x.device)
+    triangle = (places.unsqueeze(-1) <= places).to(torch.float32)
+    inside = torch.matmul(padded, triangle)
+    if blocks > 1:
+        ends = inside[..., -1]
+        inside = inside + (_running(ends) - ends).unsqueeze(-1)
+    return inside.reshape(*x.shape[:-1], blocks * width)[..., :size]
+
+
+def mean(x: Tensor, dim: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Mean over dimensions that are not empty."""
+    size = math.prod(x.shape[axis] for axis in dim)
+    return x.sum(list(dim), keepdim, dtype=dtype) / torch.full((), float(size), dtype=dtype or x.dtype, device=x.device)
+
+
+def shift_right(x: Tensor, by: int) -> Tensor:
+    """Arithmetic shift of int32."""
+    amount = torch.full((), by, dtype=x.dtype, device=x.device)
+    return torch.bitwise_right_shift(x, amount)
+
+
+def view_as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The bit pattern of finite float32 numbers as int32; subnormal ones count as zero, which has no sign.
+
+    Every step multiplies by a power of two or compares, so nothing is rounded. The pieces are joined bit by bit: no
+    sum needs more than 24 bits.
+    """
+    if x.dtype != torch.float32 or dtype != torch.int32:
+        raise BackendError(f"a graph may read the bits of float32 as int32 only, not of {x.dtype} as {dtype}")
+    size = x.abs()
+    exponent = torch.zeros_like(size)
+    for power in _POWERS:
+        over = size >= 2.0**power
+        size = torch.where(over, size * 2.0**-power, size)
+        exponent = torch.where(over, exponent + power, exponent)
+    for power in _POWERS:
+        under = size < 2.0 ** (1 - power)
+        size = torch.where(under, size * 2.0**power, size)
+        exponent = torch.where(under, exponent - power, exponent)
+    high = (exponent + _BIAS).to(torch.int32) * (1 << _MANTISSA)
+    low = ((size - 1.0) * float(1 << _MANTISSA)).to(torch.int32)
+    word = torch.where(x < 0, (high | low) ^ _SIGN, high | low)
+    return torch.where(x.abs() < 2.0 ** (1 - _BIAS), 0, word)
+
+
+def to_copy(x: Tensor, *, dtype: torch.dtype | None = None, **_rest: object) -> Tensor:
+    """A conversion; to 64 bits means to 32."""
+    kind = torch.int32 if dtype == torch.int64 else dtype or x.dtype
+    return torch.ops.prims.convert_element_type(x, kind)  # type: ignore[no-any-return]
+
+
+def _narrow_arange(overload: Any) -> Callable[..., Tensor]:
+    def arange(*bounds: int, dtype: torch.dtype | None = None, **rest: object) -> Any:
+        whole = all(isinstance(bound, int) for bound in bounds)
+        if dtype == torch.int64 or (dtype is None and whole):
+            return overload(*bounds, dtype=torch.int32, **rest)
+        return NotImplemented
+
+    return arange
+
+
+def _typed(compare: Any) -> Callable[..., Tensor]:
+    def compared(x: Tensor, number: float) -> Tensor:
+        made: Tensor = compare(x, torch.full((), number, dtype=x.dtype, device=x.device))
+        return made
+
+    return compared

@@ -1,0 +1,83 @@
+"""The steps that compilers are given, over tiny decoders, with inputs for them; no tests in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core import tree
+from paceline.core.accept import Match, Reject
+from paceline.core.types import Outline
+from paceline.decoder.decoder import Body
+from paceline.decoder.steps import KeepStep, PrefillStep, WindowStep
+from paceline.draft.model import DraftStep
+from paceline.target.verifier import FusedStep, VerifyStep
+from tests.decoder.tiny import VOCABULARY
+
+SLOTS, NODES, WIDTH = 4, 2, 3
+TREE = (-1, -1, 0, 0, 1)
+DYNAMIC = Outline(4, 2, dynamic=True)
+
+draft = partial(DraftStep, length=NODES, vocab_size=VOCABULARY)
+verify = partial(VerifyStep, acceptor=Match(), outline=Outline.chain(NODES))
+
+
+def fused(body: Body, reach: int) -> nn.Module:
+    """A model that drafts for its copy, which has a cache of its own."""
+    return FusedStep(draft(deepcopy(body), reach, drawn=False), verify(body, reach))
+
+
+STEPS: dict[str, Callable[[Body, int], nn.Module]] = {
+    "prefill": PrefillStep,
+    "window": WindowStep,
+    "keep": KeepStep,
+    "verify": verify,
+    "verify nothing": partial(verify, outline=Outline.chain(0)),
+    "verify, reject, drawn": partial(verify, acceptor=Reject()),
+    "verify, tree": partial(verify, outline=tree.outline(TREE)),
+    "verify, dynamic tree": partial(verify, outline=DYNAMIC),
+    "draft": partial(draft, drawn=False),
+    "draft, drawn": partial(draft, drawn=True),
+    "fused": fused,
+}
+
+
+def inputs(name: str, seed: int, *, row: int | None = None, slots: int = SLOTS) -> tuple[Tensor, ...]:
+    """Inputs of a step; another seed changes every value and no shape. ``row``: where every slot's tokens go."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    def rows(count: int) -> Tensor:
+        return ids(0, 90, count) if row is None else torch.full((count,), row, dtype=torch.int32)
+
+    if name == "prefill":
+        return ids(0, VOCABULARY, 1, 16), rows(1), ids(1, 16, 1), ids(0, slots, 1)
+    if name == "window":
+        return ids(0, VOCABULARY, slots, WIDTH), rows(slots)
+    if name == "keep":
+        path = torch.tensor([[1, 3], [2, -1], [-1, -1], [1, 2]], dtype=torch.int32)
+        return rows(slots), path.repeat(slots, 1)[:slots]
+    commit = (ids(0, VOCABULARY, slots, WIDTH), ids(1, WIDTH, slots), rows(slots))
+    temperature, top_k = torch.rand(slots, generator=generator) * seed, ids(0, 40, slots).to(torch.float32)
+    top_p, min_p = 1 - torch.rand(2, slots, generator=generator) * 0.3
+    knobs = torch.stack((temperature, top_k, top_p, 0.1 - min_p * 0.1), 1)
+    keys = ids(-(1 << 31), (1 << 31) - 1, slots, 2)
+    if name.startswith("draft"):
+        return *commit, knobs, keys
+    round_ = (*commit, ids(0, NODES + 1, slots), knobs, keys)
+    nodes = {"verify, tree": len(TREE), "verify, dynamic tree": DYNAMIC.nodes}.get(name, NODES)
+    drafts, law = ids(-1, VOCABULARY, slots, nodes), torch.rand(slots, nodes, VOCABULARY, generator=generator)
+    parents = torch.cat([ids(-1, node, slots, 1) for node in range(nodes)], 1)
+    more: dict[str, tuple[Tensor, ...]] = {
+        "verify nothing": (),
+        "fused": (),
+        "verify, reject, drawn": (drafts, law),
+        "verify, dynamic tree": (drafts, parents),
+    }
+    return *round_, *more.get(name, (drafts,))

@@ -1,0 +1,64 @@
+"""The stand-in for the Neuron SDK (see double/README.md), importable under the SDK's names for one test at a time."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from paceline.decoder.backends import neuron
+
+NAMES = ("torch_neuronx", "neuronx_distributed", "neuronx_cc")
+DOUBLE = Path(__file__).parent / "double"
+SDK = {"neuronx-cc": "2.23.6484.0", "torch-neuronx": "2.9.0.2.12.0", "neuronx-distributed": "0.17.26814"}
+
+Install = Callable[..., ModuleType | None]
+
+
+def forget() -> None:
+    """What the end of a process does to the SDK."""
+    neuron.chip.cache_clear()
+    runtime = sys.modules.get("torch_neuronx")
+    if runtime is not None:
+        runtime.RUNTIME.close()
+    for name in [name for name in sys.modules if name.split(".")[0] in NAMES]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Install]:
+    """Install the stand-in: ``install(versions=..., target=..., code=...)``."""
+
+    def made(versions: dict[str, str] | None = None, *, target: str = "inf2", code: bool = True) -> None:
+        site = tmp_path / "site"
+        for name, version in (SDK if versions is None else versions).items():
+            info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+            info.mkdir(parents=True)
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(str(site))
+        if code:
+            monkeypatch.syspath_prepend(str(DOUBLE))
+        if target:
+            monkeypatch.setenv("NEURON_PLATFORM_TARGET_OVERRIDE", target)
+
+    (tmp_path / "cores").mkdir()
+    monkeypatch.setenv("NEURON_DOUBLE_CORES", str(tmp_path / "cores"))
+    for name in ("NEURON_RT_EXEC_TIMEOUT", "NEURON_RT_STOCHASTIC_ROUNDING_EN", "NEURON_COMPILE_CACHE_URL"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    forget()
+    yield made
+    forget()
+
+
+@pytest.fixture
+def runtime(install: Install) -> Callable[[], ModuleType]:
+    """The stand-in's torch_neuronx, after it was imported by the backend."""
+    install()
+    return lambda: sys.modules["torch_neuronx"].RUNTIME

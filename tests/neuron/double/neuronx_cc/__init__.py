@@ -1,0 +1,1 @@
+"""A stand-in for the compiler's package: only its version is read."""

@@ -1,0 +1,63 @@
+"""A stand-in for torch_neuronx: the runtime's cores, and what crossed between host and device.
+
+The environment is read once, here, as the real runtime reads it when it is initialised.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+__version__ = "2.9.0.2.12.0"
+LEGAL_DEGREES = (1, 2, 4, 8, 24)
+
+
+def visible_cores(text: str) -> list[int]:
+    """``NEURON_RT_VISIBLE_CORES``: numbers and ranges, which must be contiguous and ascending."""
+    found: list[int] = []
+    for part in text.split(","):
+        low, _, high = part.partition("-")
+        found += range(int(low), int(high or low) + 1)
+    if found != list(range(found[0], found[0] + len(found))):
+        raise RuntimeError("Neuron cores are not contiguous")
+    return found
+
+
+@dataclass
+class Runtime:
+    """What one process has."""
+
+    cores: list[int] = field(default_factory=lambda: visible_cores(os.environ.get("NEURON_RT_VISIBLE_CORES", "0-23")))
+    timeout: str | None = field(default_factory=lambda: os.environ.get("NEURON_RT_EXEC_TIMEOUT"))
+    rounding: str | None = field(default_factory=lambda: os.environ.get("NEURON_RT_STOCHASTIC_ROUNDING_EN"))
+    locks: list[int] = field(default_factory=list)
+    calls: list[tuple[str, int, int]] = field(default_factory=list)  # graph, bytes in, bytes out
+    compiled: list[str] = field(default_factory=list)  # flags of each compilation
+
+    def reserve(self, degree: int) -> None:
+        """Take the process's cores 0 to degree - 1, as long as the process lives."""
+        if degree not in LEGAL_DEGREES:
+            raise RuntimeError(f"nrt_load_collectives Unsupported topology: {degree}")
+        if degree > len(self.cores):
+            raise RuntimeError("Could not open the nd1")
+        for core in self.cores[len(self.locks) : degree]:
+            place = Path(os.environ["NEURON_DOUBLE_CORES"]) / f"core{core}"
+            descriptor = os.open(place, os.O_CREAT | os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(descriptor)
+                wanted = f"nc{core}-nc{core}"
+                raise RuntimeError(f"NeuronCore(s) not available - Requested:{wanted} Available:0") from error
+            self.locks.append(descriptor)
+
+    def close(self) -> None:
+        """What the end of the process does."""
+        for descriptor in self.locks:
+            os.close(descriptor)
+        self.locks.clear()
+
+
+RUNTIME = Runtime()

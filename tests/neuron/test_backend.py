@@ -1,0 +1,112 @@
+"""The Neuron backend against a stand-in of the SDK: the same tokens, the documented rules, and little traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import SpeculativeGenerator
+from paceline.core.errors import ArtefactError, BackendError
+from paceline.decoder.backends import neuron
+from tests.decoder.tiny import VOCABULARY, Workshop, fresh
+from tests.orchestrator.test_trees import PROMPTS as FOUR
+from tests.orchestrator.test_trees import Orchard
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, [5, 5]]
+ASKED = {"max_new_tokens": 24, "do_sample": True, "seed": 3, "temperature": 1.2, "top_k": 30}
+Runtime = Callable[[], Any]
+
+
+def pair(workshop: Workshop, backend: str, slots: int = 2) -> tuple[Any, Any]:
+    made = [
+        fresh(workshop.checkpoint(role), backend=backend, amp="f32", batch_size=slots) for role in ("draft", "target")
+    ]
+    for decoder in made:
+        decoder.announce = lambda _line: None
+    return made[0], made[1]
+
+
+def test_fused_rounds_give_the_tokens_of_eager_decoding_with_one_call_and_few_bytes(
+    workshop: Workshop, runtime: Runtime
+) -> None:
+    k, slots = 2, 2
+    wanted = pair(workshop, "eager")[1].sample(PROMPTS, **ASKED).tolist()
+    generator = SpeculativeGenerator(*pair(workshop, "neuron"), k=k)
+    done = generator.sample(PROMPTS, return_dict=True, **ASKED)
+    assert done.sequences.tolist() == wanted
+    assert done.statistics.tau > 1.3
+    calls = runtime().calls
+    rounds = [call for call in calls if call[2] < VOCABULARY * 4]  # reading a prompt gives logits
+    assert len(calls) - len(rounds) >= 2 * sum(-(-len(prompt) // 16) for prompt in PROMPTS)
+    # k + 1 tokens, and for every slot a count, a row and how deep the proposal went.
+    assert max(call[2] for call in rounds) == (k + 1 + 3) * slots * 4
+    assert len(rounds) <= done.statistics.rounds + 1
+    # The state went home and back when graphs came in; a second run finds all of them.
+    before = len(runtime().compiled)
+    assert generator.sample(PROMPTS, **ASKED).tolist() == wanted
+    assert len(runtime().compiled) == before
+
+
+def test_two_steps_and_plain_decoding(workshop: Workshop, runtime: Runtime) -> None:
+    wanted = pair(workshop, "eager")[1].sample(PROMPTS, **ASKED).tolist()
+    draft, target = pair(workshop, "neuron")
+    assert SpeculativeGenerator(draft, target, k=2, fused=False).sample(PROMPTS, **ASKED).tolist() == wanted
+    assert target.sample(PROMPTS, **ASKED).tolist() == wanted
+
+
+def test_trees_and_what_they_keep(workshop: Workshop, runtime: Runtime) -> None:
+    target = pair(workshop, "neuron", slots=4)[1]
+    plain = target.sample(FOUR, max_new_tokens=20, return_dict=True)
+    texts = [row[:length].tolist() for row, length in zip(plain.sequences, plain.lengths, strict=True)]
+    made = SpeculativeGenerator(Orchard(texts, grown=True), target).sample(FOUR, max_new_tokens=20, return_dict=True)
+    assert torch.equal(made.sequences, plain.sequences)
+    assert made.statistics.tau > 1.3
+
+
+def test_compiled_graphs_are_found_again_shipped_and_reused(
+    workshop: Workshop, runtime: Runtime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = pair(workshop, "neuron")[1]
+    with pytest.raises(ArtefactError, match="no graph is compiled"):
+        target.save(tmp_path / "shipped")
+    wanted = target.sample(PROMPTS, max_new_tokens=6).tolist()
+    assert all("--target=inf2" in flags and "--auto-cast=none" in flags for flags in runtime().compiled)
+    assert {flags.split("-O")[1][0] for flags in runtime().compiled} == {"1", "2"}
+    count = len(runtime().compiled)
+    target.save(tmp_path / "shipped")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "other"))
+    again = pair(workshop, "neuron")[1]
+    with pytest.raises(ArtefactError, match="holds no compiled graphs"):
+        again.load(tmp_path)
+    again.load(tmp_path / "shipped")
+    assert again.sample(PROMPTS, max_new_tokens=6).tolist() == wanted
+    assert len(runtime().compiled) == count
+
+
+def test_the_runtime_finds_its_environment_set(workshop: Workshop, runtime: Runtime) -> None:
+    pair(workshop, "neuron")
+    assert (runtime().timeout, runtime().rounding) == ("60", "0")
+
+
+def test_a_core_belongs_to_one_process(workshop: Workshop, runtime: Runtime) -> None:
+    target = pair(workshop, "neuron")[1]
+    target.sample(PROMPTS, max_new_tokens=2)
+    other = type(runtime())()
+    with pytest.raises(RuntimeError, match="not available"):
+        other.reserve(1)
+
+
+def test_a_graph_that_breaks_a_rule_is_refused_before_the_compiler_sees_it(install: Any) -> None:
+    from paceline.decoder.backends.base import Graph
+
+    class Sorting(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            return (x.sort(-1).values,)
+
+    install()
+    with pytest.raises(BackendError, match="cannot be compiled for Neuron: operator"):
+        neuron.NeuronBackend().compile(Graph("sorting", Sorting(), (torch.randn(3),), {}), print)

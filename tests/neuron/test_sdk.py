@@ -1,0 +1,106 @@
+"""Which chip goes with which SDK, and what a user is told when they do not."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from paceline.core.errors import BackendError, ConfigurationError
+from paceline.decoder.backends import neuron, neuron_sdk
+from paceline.decoder.backends.neuron_sdk import Chip, Sdk
+from tests.neuron.conftest import SDK
+
+
+def versions(compiler: str) -> dict[str, str]:
+    return {**SDK, "neuronx-cc": compiler}
+
+
+@pytest.mark.parametrize(
+    ("target", "compiler", "line"),
+    [("inf2", "2.23.6484.0", 28), ("trn1", "2.23.6484.0", 28), ("trn2", "2.24.5133.0", 29), ("trn2", "2.26.1.0", 31)],
+)
+def test_what_goes_together(install: Any, target: str, compiler: str, line: int) -> None:
+    install(versions(compiler), target=target)
+    found = neuron_sdk.find()
+    assert (found.chip.value, found.minor) == (target, line)
+    assert found.facts()["neuronx-cc"] == compiler
+
+
+@pytest.mark.parametrize(
+    ("target", "compiler"),
+    [("inf2", "2.24.5133.0"), ("trn1", "2.27.5334.0"), ("trn2", "2.28.7631.0"), ("trn2", "2.22.1.0")],
+)
+def test_what_does_not_go_together_names_the_line_that_does(install: Any, target: str, compiler: str) -> None:
+    install(versions(compiler), target=target)
+    with pytest.raises(BackendError, match=rf"{target} is driven with SDK 2\.28"):
+        neuron_sdk.find()
+
+
+def test_without_the_sdk_the_message_says_how_to_get_it(install: Any) -> None:
+    install({}, code=False)
+    with pytest.raises(BackendError, match=r"needs neuronx-cc, which is not installed; set up the Neuron SDK"):
+        neuron.NeuronBackend()
+    assert "torch_neuronx" not in sys.modules
+
+
+@pytest.mark.parametrize("placeholder", [{"torch-neuronx": "0.0.1"}, {"neuronx-cc": "1"}])
+def test_placeholders_of_the_public_index_are_recognised(install: Any, placeholder: dict[str, str]) -> None:
+    install({**SDK, **placeholder})
+    with pytest.raises(BackendError, match="placeholder without any code; uninstall it"):
+        neuron_sdk.find()
+
+
+def test_packages_without_modules_are_placeholders(install: Any) -> None:
+    install(code=False)
+    with pytest.raises(BackendError, match="placeholder"):
+        neuron_sdk.find()
+
+
+@pytest.mark.parametrize(
+    ("target", "words"), [("trn3", "TorchNeuron"), ("", "no Neuron chip"), ("inf1", "no Neuron chip")]
+)
+def test_other_chips_are_refused(install: Any, monkeypatch: pytest.MonkeyPatch, target: str, words: str) -> None:
+    install(target=target)
+    if not target:
+        monkeypatch.delenv("NEURON_PLATFORM_TARGET_OVERRIDE", raising=False)
+        monkeypatch.setattr(neuron_sdk, "instance_family", lambda: "")
+    with pytest.raises(BackendError, match=words):
+        neuron_sdk.find()
+
+
+def test_logical_cores(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(target="trn2")
+    assert neuron_sdk.find().logical == 2
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    assert neuron_sdk.find().logical == 1
+    for wrong, error in (("8", BackendError), ("two", ConfigurationError)):
+        monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", wrong)
+        with pytest.raises(error, match="NEURON_LOGICAL_NC_CONFIG"):
+            neuron_sdk.find()
+
+
+def test_the_environment_must_be_set_before_the_import(install: Any) -> None:
+    install()
+    import torch_neuronx  # noqa: F401
+
+    with pytest.raises(BackendError, match="imported before NEURON_RT_EXEC_TIMEOUT"):
+        neuron.NeuronBackend()
+
+
+def test_flags() -> None:
+    old, new = Sdk(Chip.INF2, 28, ("2.23", "2.9", "0.17"), 1), Sdk(Chip.TRN2, 32, ("2.27", "2.9", "0.19"), 2)
+    assert "-O1" in old.flags(prompt=True) and "-O2" in old.flags(prompt=False)
+    assert "--lnc" not in old.flags(prompt=True) and "--lnc=2" in new.flags(prompt=True)
+    assert "native-int64" not in old.flags(prompt=True)
+    assert "--native-int64=disabled --implicit-integer-downcast=all" in new.flags(prompt=False)
+    assert "--auto-cast=none" in old.flags(prompt=False)
+
+
+def test_degrees() -> None:
+    for chip, good, bad in ((Chip.INF2, 24, 16), (Chip.TRN1, 8, 4), (Chip.TRN2, 64, 24)):
+        sdk = Sdk(chip, 28, ("", "", ""), 1)
+        sdk.check_degree(good)
+        with pytest.raises(BackendError, match=f"tensor parallelism of {bad} is not possible"):
+            sdk.check_degree(bad)

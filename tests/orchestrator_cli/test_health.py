@@ -1,0 +1,95 @@
+"""`paceline doctor` and `paceline selftest`: they say what is wrong, and fail when something is."""
+
+from __future__ import annotations
+
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from paceline import doctor, selftest
+from paceline.cli import app
+from paceline.core.types import SamplingBatch
+from paceline.decoder.backends import base, eager
+from paceline.decoder.kernels import Reference
+
+LS = """#!/bin/sh
+echo '[{"neuron_device": 0, "nc_count": 2, "neuron_processes": [{"pid": 77}]}, {"neuron_device": 1, "nc_count": 2}]'
+"""
+
+
+def subjects(lines: list[doctor.Line]) -> dict[str, doctor.Line]:
+    return {line.subject: line for line in lines}
+
+
+def test_a_machine_without_neuron_is_healthy_and_says_so() -> None:
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    found = json.loads(done.stdout)
+    named = {line["subject"]: line for line in found["lines"]}
+    assert named["torch"]["text"] == torch.__version__
+    assert named["Neuron chips"]["level"] == named["Neuron SDK"]["level"] == "note"
+    assert "none" in named["Neuron chips"]["text"] and "neuron.md" in named["Neuron SDK"]["text"]
+    assert done.exit_code == 0 and found["healthy"]
+
+
+def test_a_cache_that_cannot_be_written_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor.os, "access", lambda *_args: False)
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    line = subjects(doctor.examine())["cache"]
+    assert line.level == "bad" and "PACELINE_CACHE" in line.text
+    assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
+
+
+def test_neuron_ls_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "neuron-ls"
+    program.write_text(LS)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (line,) = doctor._cores()
+    assert (line.level, line.text) == ("note", "2 devices, 4 cores; used by processes 77")
+    program.write_text("#!/bin/sh\necho nonsense\n")
+    (line,) = doctor._cores()
+    assert line.level == "bad" and "failed" in line.text
+    program.unlink()
+    (line,) = doctor._cores()
+    assert line.level == "bad" and "aws-neuronx-tools" in line.text
+
+
+def test_a_right_backend_passes_the_selftest() -> None:
+    done = CliRunner().invoke(app, ["selftest", "--backend", "eager"])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("ok  ") == 5 and "0 of 3072 words differ" in done.stdout
+
+
+class Off(Reference):
+    """Chooses the id behind the right one, now and then."""
+
+    def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = 0) -> Tensor:
+        found = super().choose(logits, positions, sampling, stream=stream)
+        return torch.where(positions % 7 == 6, (found + 1) % logits.shape[-1], found)
+
+
+class OffBackend(eager.EagerBackend):
+    """A backend that is wrong."""
+
+    def __init__(self) -> None:
+        self.kernels = Off()
+
+
+def test_a_wrong_backend_fails_the_selftest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eager, "OffBackend", OffBackend, raising=False)
+    monkeypatch.setitem(base.BACKENDS, "off", ("paceline.decoder.backends.eager", "OffBackend"))
+    checks = list(selftest.run("off"))
+    assert [check.name for check in checks if check.passed] == ["noise"]
+    done = CliRunner().invoke(app, ["selftest", "--backend", "off"])
+    assert done.exit_code == 1 and "FAIL plain, f32" in done.stdout
+
+
+def test_a_backend_that_is_not_there_fails_with_its_remedy() -> None:
+    done = CliRunner().invoke(app, ["selftest", "--backend", "neuron"])
+    assert done.exit_code != 0
+    assert "set up the Neuron SDK" in done.output
