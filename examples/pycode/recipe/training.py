@@ -205,7 +205,7 @@ def train(args: argparse.Namespace) -> None:
     for name, trainee in ("target", pair.target), ("draft", pair.draft):
         print(name, sum(p.numel() for p in trainee.model.parameters()), "parameters", flush=True)
     if args.resume:
-        saved = torch.load(args.work / "state.pt", weights_only=False, map_location=pair.device)
+        saved = torch.load(args.work / "state.pt", weights_only=True, map_location=pair.device)
         pair.target.restore(saved["target"])
         pair.draft.restore(saved["draft"])
         progress.restore(saved["progress"])
