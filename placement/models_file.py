@@ -18,7 +18,7 @@ Keys of a model:
     replicas      default 1; of a draft: as many as its target has, or fewer, which are then shared
     backend       inductor (default) or eager
 
-Relative paths are relative to the file. Nothing is loaded here but configurations.
+Relative paths are relative to the file, or, where nothing is there, to the current folder. Nothing is loaded here but configurations.
 """
 
 from __future__ import annotations
@@ -120,12 +120,18 @@ def _configuration(entry: Mapping[str, object], folder: Path, where: str) -> tup
     if ("path" in entry) == ("config" in entry):
         raise PlanError(f"{where}: give `path` (a checkpoint folder) or `config` (a config.json), one of them")
     if "path" in entry:
-        home = (folder / _text(entry, "path", where, default=None)).resolve()  # workers run in other folders
+        home = _found(folder, _text(entry, "path", where, default=None))
         return ModelConfig.from_pretrained(home), home
-    file = folder / _text(entry, "config", where, default=None)
+    file = _found(folder, _text(entry, "config", where, default=None))
     if file.is_dir():
         return ModelConfig.from_pretrained(file), None
     return ModelConfig.from_file(file), None
+
+
+def _found(folder: Path, given: str) -> Path:
+    """Beside the models file, else in the current folder; absolute, since workers run in other folders."""
+    beside, here = (folder / given).resolve(), Path(given).resolve()
+    return here if here.exists() and not beside.exists() else beside
 
 
 def _targets(entry: Mapping[str, object], where: str) -> tuple[str, ...]:

@@ -120,4 +120,5 @@ def _open(folder: Path) -> torch._C._aoti.AOTIModelPackageLoader:
 
 def _state(graph: Graph) -> dict[str, Tensor]:
     named = dict(graph.module.named_parameters(remove_duplicate=False))
-    return {name: value.detach() for name, value in (*named.items(), *graph.module.named_buffers())}
+    named |= dict(graph.module.named_buffers(remove_duplicate=False))  # a model that drafts for itself is there twice
+    return {name: value.detach() for name, value in named.items()}

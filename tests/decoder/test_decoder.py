@@ -154,9 +154,11 @@ class Guard:
     def __init__(self, decoder: SamplingDecoder) -> None:
         self._graph, self.reaches = decoder.graph, set[int]()
 
-    def __call__(self, name: str, make: type[nn.Module], example: Sequence[Tensor], *, reach: int) -> Step:
-        step = self._graph(name, make, example, reach=reach)
-        if not name.startswith("verify"):
+    def __call__(
+        self, name: str, make: type[nn.Module], example: Sequence[Tensor], *, reach: int, **whose: object
+    ) -> Step:
+        step = self._graph(name, make, example, reach=reach, **whose)
+        if "verify" not in name:  # alone or behind a draft in one graph
             return step
 
         def run(*inputs: Tensor) -> list[Tensor]:

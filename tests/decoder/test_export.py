@@ -150,7 +150,7 @@ def test_nothing_is_infinite(traced: Traced) -> None:
 def test_weights_and_caches_are_state_and_nothing_else_is(traced: Traced) -> None:
     """A tensor made inside a step would travel with the package."""
     name, step, exported = traced
-    named = {*dict(step.named_parameters(remove_duplicate=False)), *dict(step.named_buffers())}
+    named = {*dict(step.named_parameters(remove_duplicate=False)), *dict(step.named_buffers(remove_duplicate=False))}
     held = {*exported.state_dict, *exported.constants}
     assert held <= named
-    assert all(f"body.keys_{index}" in held for index in range(2)), name
+    assert all(any(one.endswith(f"body.keys_{index}") for one in held) for index in range(2)), name
