@@ -104,7 +104,7 @@ def of(k: int | Sequence[int]) -> tuple[int, Pace | None]:
     """
     if isinstance(k, int):
         return k, None
-    ladder = tuple(k)
+    ladder = tuple(k) if isinstance(k, Sequence) and all(isinstance(depth, int) for depth in k) else ()
     if not ladder or ladder[0] < 0 or any(a >= b for a, b in pairwise(ladder)):
         raise ConfigurationError(f"k must be a number or ascending numbers of drafted tokens, not {k}")
     return ladder[-1], Pace(ladder) if len(ladder) > 1 else None

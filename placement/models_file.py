@@ -18,7 +18,8 @@ Keys of a model:
     replicas      default 1; of a draft: as many as its target has, or fewer, which are then shared
     backend       inductor (default) or eager
 
-Relative paths are relative to the file, or, where nothing is there, to the current folder. Nothing is loaded here but configurations.
+Relative paths are relative to the file, or, where nothing is there, to the current folder. Nothing is loaded here but
+configurations.
 """
 
 from __future__ import annotations

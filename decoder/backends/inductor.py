@@ -119,6 +119,6 @@ def _open(folder: Path) -> torch._C._aoti.AOTIModelPackageLoader:
 
 
 def _state(graph: Graph) -> dict[str, Tensor]:
-    named = dict(graph.module.named_parameters(remove_duplicate=False))
+    named: dict[str, Tensor] = dict(graph.module.named_parameters(remove_duplicate=False))
     named |= dict(graph.module.named_buffers(remove_duplicate=False))  # a model that drafts for itself is there twice
     return {name: value.detach() for name, value in named.items()}

@@ -163,9 +163,10 @@ def test_rows_are_padded_with_the_checkpoint_s_pad_id(eos: tuple[int, ...], pad:
 CONFIGURATION_ERRORS = [
     ({"acceptor": "hope"}, "acceptor='hope' is unknown; use one of match, reject"),
     ({"k": -1}, "k must be 0 or more drafted tokens per round, not -1"),
-    ({"draft": "suffix"}, "no drafter is called 'suffix'; there are none, ngram"),
+    ({"draft": "prefix"}, "no drafter is called 'prefix'; there are none, ngram, suffix"),
     ({"draft": 3}, "draft is a int; give a decoder, a drafter, a function"),
-    ({"k": "4"}, "k must be 0 or more drafted tokens per round, not 4"),
+    ({"k": "4"}, "k must be a number or ascending numbers of drafted tokens, not 4"),
+    ({"k": (0, "2")}, "k must be a number or ascending numbers"),
     ({"k": 128}, "a window of 129 rows does not fit"),
 ]
 
