@@ -10,6 +10,7 @@ from paceline.adaptive import Adaptive
 from paceline.core.accept import Match, Reject
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, GraphDrafter, Shortens
+from paceline.core.simulated import Simulated
 from paceline.core.types import Outline
 from paceline.core.typical import Typical
 from paceline.decoder.decoder import CompiledDecoder
@@ -120,10 +121,10 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
     outline = _outline(source, demands.width)
     if isinstance(plan.rule, Reject) and not outline.is_chain:
         raise ConfigurationError("acceptor='reject' is for chains; this drafter proposes trees: use acceptor='match'")
-    if isinstance(plan.rule, Typical) and not on_device:
+    if isinstance(plan.rule, Typical | Simulated) and not on_device:
         raise ConfigurationError(
-            "acceptor='typical' decides on the device, without logits processors and scores; leave them out, or use "
-            "acceptor='match'"
+            f"acceptance by {type(plan.rule).__name__} decides on the device, without logits processors and scores; "
+            "leave them out, or use acceptor='match'"
         )
     # Where a row's bits depend on how many rows there are, every round of an exact generator has the same number.
     one_width = plan.exact and outline.is_chain and not target.body.kernels.width_free

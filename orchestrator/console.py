@@ -115,7 +115,8 @@ def statistics_table(statistics: Statistics, seconds: float | None = None) -> Ta
         "seconds on the host": f"{statistics.host_seconds:.3f}",
     }
     if statistics.lossy:
-        rows["acceptance rule"] = f"{statistics.acceptor}, LOSSY: not the target's law"
+        meaning = "NOT REAL TEXT" if statistics.acceptor == "simulated" else "LOSSY: not the target's law"
+        rows["acceptance rule"] = f"{statistics.acceptor}, {meaning}"
     if seconds:
         rows["tokens/s, prefill included"] = f"{statistics.new_tokens / seconds:.1f}"
     for name, value in rows.items():

@@ -7,6 +7,7 @@ from collections.abc import Generator, Sequence
 
 from paceline import build, pairing, warm
 from paceline import pace as pacing
+from paceline.core.simulated import Simulated
 from paceline.core.typical import Typical
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.loop import Engine
@@ -35,6 +36,7 @@ class SpeculativeGenerator(Sampler):
     exact     run every round through one graph width, so that no rounding depends on what was proposed; False
               lets rounds without a proposal take a narrower graph
     confidence  a draft model stops proposing where its largest probability falls below this; 0 = never
+    simulate_acceptance  let every draft stand with this probability, to measure speed: NOT REAL TEXT comes out
     fused     draft and verify in one graph; None (default) = wherever it can be done, False = never
 
     Raises:
@@ -52,8 +54,12 @@ class SpeculativeGenerator(Sampler):
         exact: bool = True,
         fused: bool | None = None,
         confidence: float = 0.0,
+        simulate_acceptance: float | None = None,
     ) -> None:
-        rule, depth, pace = build.acceptor(acceptor), *pacing.of(k)
+        rule = build.acceptor(acceptor) if simulate_acceptance is None else Simulated(simulate_acceptance)
+        depth, pace = pacing.of(k)
+        if isinstance(rule, Simulated):
+            log.warning("acceptance is simulated: what comes out is not real text")
         if isinstance(rule, Typical):
             log.warning("acceptor 'typical' is lossy: above temperature 0 the text does not follow the target's law")
         steps = depth + 1 if draft is None else 1

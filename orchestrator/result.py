@@ -47,7 +47,7 @@ class Statistics:
     accepted                proposed tokens that are in the output; those accepted but cut by a stop are not counted
     accepted_per_position   the same, by place in the proposal (first = index 0)
     drafted_per_position    proposals that had this place
-    acceptor                the acceptance rule: "match", "reject" or "typical"
+    acceptor                the acceptance rule: "match", "reject", "typical" or "simulated"
     rungs                   depth chosen for every round of the batch, if it is chosen anew every time
     *_seconds               time in prefill, drafting, verification and everything else (host)
     health                  of a drafter in another process, during this call; None for one in this process
@@ -80,7 +80,7 @@ class Statistics:
     @property
     def lossy(self) -> bool:
         """Whether the text may follow another law than the target's."""
-        return self.acceptor == "typical"
+        return self.acceptor in ("typical", "simulated")
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON, ``tau``, ``acceptance_rate`` and ``lossy`` included."""

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from paceline.core.accept import Match, Reject, committed
 from paceline.core.protocols import GraphDrafter
+from paceline.core.simulated import Simulated
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
 from paceline.core.typical import Typical
 from paceline.decoder.decoder import Body, CompiledDecoder
 from paceline.decoder.steps import prefill
 from paceline.target.window import Window
 
-Acceptor = Match | Reject | Typical
+Acceptor = Match | Reject | Typical | Simulated
 
 
 class VerifyStep(nn.Module):
@@ -54,6 +55,10 @@ class VerifyStep(nn.Module):
         if isinstance(self._acceptor, Match):
             choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
             verdict = self._acceptor(view.proposal, choices, self.outline.depth)
+        elif isinstance(self._acceptor, Simulated):
+            choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
+            nodes = (positions[:, 1:] - 1).contiguous()
+            verdict = self._acceptor(view.proposal, choices, nodes, sampling=sampling, depth=self.outline.depth)
         elif isinstance(self._acceptor, Typical):
             choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
             law = self.body.kernels.probabilities(logits, sampling)
@@ -178,6 +183,8 @@ class CompiledVerifier:
 
     def _name(self, outline: Outline, commit: Commit, *, drawn: bool = False) -> str:
         kind = "reject" if isinstance(self._acceptor, Reject) else "match"
+        if isinstance(self._acceptor, Simulated):
+            kind = f"simulated {self._acceptor.alpha}"
         if isinstance(self._acceptor, Typical):  # its numbers are part of the graph
             kind = f"typical {self._acceptor.epsilon} {self._acceptor.alpha}"
         shape = "tree" if outline.dynamic else "chain" if outline.is_chain else f"tree{list(outline.parents or ())}"

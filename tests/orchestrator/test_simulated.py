@@ -1,0 +1,47 @@
+"""Acceptance by coins: the rate is the one asked for, runs repeat, and everything says that this is no text."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from paceline import SpeculativeGenerator, lift
+from paceline.core.errors import ConfigurationError
+from tests.fakes import Checked, TableDecoder, near, table
+
+V = 12
+TARGET = table(V, seed=0, spread=2.0)
+PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8]]
+
+
+@pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 3}])
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0])
+def test_tokens_a_round_follow_the_formula(alpha: float, heat: dict) -> None:
+    """E = (1 - alpha^(k+1)) / (1 - alpha), for drafts of any quality."""
+    k, wanted = 4, {0.0: 1.0, 0.6: 2.306, 1.0: 5.0}[alpha]
+    for draft in (TableDecoder(near(TARGET, seed=1, spread=0.6), slots=4, reaches=(512,)), lift(lambda _: [1] * k, k)):
+        target = TableDecoder(TARGET, slots=4, reaches=(512,))
+        made = Checked(draft, target, k=k, simulate_acceptance=alpha)
+        made.sample(PROMPTS, max_new_tokens=400, **heat)
+        assert made.statistics.tau == pytest.approx(wanted, rel=0.12)
+        assert made.statistics.lossy
+        assert made.statistics.to_dict()["acceptor"] == "simulated"
+
+
+def test_a_run_repeats_and_is_announced(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "paceline"):
+        made = SpeculativeGenerator("ngram", TableDecoder(TARGET), k=3, simulate_acceptance=0.5)
+    assert "not real text" in caplog.text
+    first, second = (made.sample([[1, 2, 1]], max_new_tokens=40, seed=5) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="no probability"):
+        SpeculativeGenerator("ngram", TableDecoder(TARGET), simulate_acceptance=1.5)
+    with pytest.raises(ConfigurationError, match="on the device"):
+        SpeculativeGenerator("ngram", TableDecoder(TARGET), simulate_acceptance=0.5).sample(
+            [[1, 2]], repetition_penalty=1.5
+        )
