@@ -29,7 +29,7 @@ class Simulated:
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
-            raise ConfigurationError(f"simulate_acceptance={self.alpha} is no probability; give 0 to 1")
+            raise ConfigurationError(f"alpha={self.alpha} of simulated acceptance is no probability; give 0 to 1")
 
     def __call__(
         self, proposal: Proposal, choices: Tensor, positions: Tensor, *, sampling: SamplingBatch, depth: int

@@ -20,17 +20,25 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.decoder.decoder import Body, CompiledDecoder
 from paceline.decoder.steps import prefill
+from paceline.draft.vocabulary import Vocabulary
 
 
 class DraftStep(nn.Module):
     """Read a commit, then ``length`` tokens one by one."""
 
     def __init__(
-        self, body: Body, reach: int, *, length: int, drawn: bool, vocab_size: int, confidence: float = 0.0
+        self,
+        body: Body,
+        reach: int,
+        *,
+        length: int,
+        drawn: bool,
+        vocabulary: Vocabulary,
+        confidence: float = 0.0,
     ) -> None:
         super().__init__()
         self.body, self._reach, self._length, self._drawn = body, reach, length, drawn
-        self._vocab_size, self._confidence = vocab_size, confidence
+        self.vocabulary, self._confidence = vocabulary, confidence
 
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, knobs: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
         """The fields of a Commit [B, W], knobs [B, 4], keys [B, 2] -> drafts [B, N] (and law [B, N, V] if drawn).
@@ -38,9 +46,7 @@ class DraftStep(nn.Module):
         From the first place on where the model is not confident enough, drafts are PAD.
         """
         sampling = SamplingBatch(knobs, keys)
-        # The target may have ids that this model lacks; what follows them is a guess like any other.
-        known = tokens.clamp(min=0, max=self.body.config.vocab_size - 1)
-        hidden, _ = self.body.window(known, start, self._reach)
+        hidden, _ = self.body.window(self.vocabulary.known(tokens), start, self._reach)
         last = (count - 1).to(torch.int64).view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
         hidden = hidden.gather(1, last)
         drafts: list[Tensor] = []
@@ -49,8 +55,8 @@ class DraftStep(nn.Module):
         for step in range(self._length):
             row = start + count + step  # of the token that is picked now
             if step:
-                hidden, _ = self.body.window(drafts[-1], row - 1, self._reach)
-            logits = self.body.logits(hidden)[..., : self._vocab_size].contiguous()
+                hidden, _ = self.body.window(self.vocabulary.known(drafts[-1]), row - 1, self._reach)
+            logits = self.vocabulary.logits(self.body.logits(hidden)).contiguous()
             if self._confidence > 0:
                 sure.append(law.softmax(logits).amax(-1) >= self._confidence)
             stream = noise.DRAFT if self._drawn else noise.TARGET
@@ -68,7 +74,7 @@ class ModelDrafter:
     """Drafts chains of ``length`` tokens with a decoder. A `paceline.core.protocols.GraphDrafter`.
 
     ``drawn``: draw from the law and report it, for `Reject`; otherwise pick with the target's noise, for `Match`.
-    ``vocab_size`` is the target's: ids that only the draft has are not drafted.
+    ``vocabulary`` is between the target's ids and the decoder's.
     ``confidence``: stop a proposal where the model's largest probability (no temperature, no filter) falls below it.
     """
 
@@ -79,7 +85,7 @@ class ModelDrafter:
         decoder: CompiledDecoder,
         length: int,
         *,
-        vocab_size: int,
+        vocabulary: Vocabulary,
         drawn: bool = False,
         confidence: float = 0.0,
     ) -> None:
@@ -89,7 +95,7 @@ class ModelDrafter:
         self._confidence = confidence
         self.decoder, self._drawn = decoder, drawn
         self.outline = Outline.chain(length)
-        self._vocab_size = min(vocab_size, decoder.config.vocab_size)
+        self.vocabulary = vocabulary
         self.reach: int | None = decoder.n_positions
         self._backlog = Backlog()
 
@@ -103,7 +109,7 @@ class ModelDrafter:
         """Read a prompt, unless it is longer than this model's context: then nothing is ever asked of it."""
         self._backlog.forget(slot)
         if len(prompt) < self.decoder.n_positions:
-            prefill(self.decoder, slot, prompt)
+            prefill(self.decoder, slot, self.vocabulary.ids(prompt))
 
     def release(self, slot: int) -> None:
         """Nothing to forget: the next request's prompt overwrites the cache rows."""
@@ -116,8 +122,7 @@ class ModelDrafter:
         """Read what was committed while nothing was proposed, as far as this model's context goes."""
         for missed in self._backlog.take():
             if missed.start + len(missed.tokens) <= self.decoder.n_positions:
-                known = [min(token, self.decoder.config.vocab_size - 1) for token in missed.tokens]
-                prefill(self.decoder, missed.slot, known, start=missed.start)
+                prefill(self.decoder, missed.slot, self.vocabulary.ids(missed.tokens), start=missed.start)
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """Draft; see the protocol."""
@@ -140,7 +145,7 @@ class ModelDrafter:
         """See the protocol."""
         drawn = ",drawn" if self._drawn else ""
         drawn += f",confidence {self._confidence}" if self._confidence else ""
-        return f"draft[{self.outline.nodes}{drawn},vocabulary {self._vocab_size}]@{self._reach(rows)}"
+        return f"draft[{self.outline.nodes}{drawn},vocabulary {self.vocabulary.name}]@{self._reach(rows)}"
 
     def facts(self) -> dict[str, object]:
         """See the protocol."""
@@ -155,6 +160,6 @@ class ModelDrafter:
             DraftStep,
             length=self.outline.nodes,
             drawn=self._drawn,
-            vocab_size=self._vocab_size,
+            vocabulary=self.vocabulary,
             confidence=self._confidence,
         )

@@ -5,6 +5,7 @@ from paceline import AutoDecoder, SpeculativeGenerator
 
 from paceline.auto import AutoDecoder
 from paceline.core.errors import PacelineError
+from paceline.core.simulated import Simulated
 from paceline.core.typical import Typical
 from paceline.draft.lift import lift
 from paceline.draft.ngram import NgramDrafter
@@ -28,6 +29,7 @@ __all__ = [
     "MedusaDrafter",
     "NgramDrafter",
     "PacelineError",
+    "Simulated",
     "SpeculativeGenerator",
     "StaticTree",
     "Statistics",

@@ -20,6 +20,7 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
 from paceline.draft.suffix import SuffixDrafter
+from paceline.draft.vocabulary import Vocabulary
 from paceline.loop import Engine, TimedRound
 from paceline.pace import Pace
 from paceline.rounds import Fused, MultiStep, TwoStep
@@ -29,12 +30,15 @@ from paceline.target.verifier import Acceptor, CompiledVerifier
 
 log = logging.getLogger("paceline")
 
-ACCEPTORS: dict[str, type[Acceptor]] = {"match": Match, "reject": Reject, "typical": Typical}
+ACCEPTORS: dict[str, Callable[[], Acceptor]] = {"match": Match, "reject": Reject, "typical": Typical}
 DRAFTERS: dict[str, Callable[[int], Drafter]] = {
     "none": lambda _k: NoDrafter(),
     "ngram": NgramDrafter,
     "suffix": SuffixDrafter,
 }
+
+Vocabularies = Callable[[CompiledDecoder], Vocabulary]
+"""From a draft model to what stands between its ids and the target's."""
 
 OneDraft = CompiledDecoder | Drafter | Callable[[list[int]], list[int]] | str
 DraftLike = OneDraft | Sequence[OneDraft] | None
@@ -58,7 +62,15 @@ def acceptor(name: str | Acceptor) -> Acceptor:
     return ACCEPTORS[name]()
 
 
-def drafter(draft: DraftLike, target: CompiledDecoder, *, k: int, rule: Acceptor, confidence: float = 0.0) -> Drafter:
+def drafter(
+    draft: DraftLike,
+    target: CompiledDecoder,
+    *,
+    k: int,
+    rule: Acceptor,
+    vocabulary: Vocabularies,
+    confidence: float = 0.0,
+) -> Drafter:
     """A drafter of k tokens a round from whatever the user gave.
 
     Raises:
@@ -69,8 +81,8 @@ def drafter(draft: DraftLike, target: CompiledDecoder, *, k: int, rule: Acceptor
     if draft is None or k == 0:
         return NoDrafter()
     if isinstance(draft, CompiledDecoder):
-        size, drawn = target.config.vocab_size, isinstance(rule, Reject)
-        return ModelDrafter(draft, k, vocab_size=size, drawn=drawn, confidence=confidence)
+        drawn = isinstance(rule, Reject)
+        return ModelDrafter(draft, k, vocabulary=vocabulary(draft), drawn=drawn, confidence=confidence)
     if isinstance(draft, str):
         if draft not in DRAFTERS:
             raise ConfigurationError(f"no drafter is called {draft!r}; there are {', '.join(DRAFTERS)}")
@@ -80,7 +92,9 @@ def drafter(draft: DraftLike, target: CompiledDecoder, *, k: int, rule: Acceptor
     if isinstance(draft, Sequence):
         if isinstance(rule, Reject):
             raise ConfigurationError("a list of drafters goes with acceptor='match': none of them reports a law")
-        return ChainedDrafter([drafter(one, target, k=k, rule=rule, confidence=confidence) for one in draft])
+        return ChainedDrafter(
+            [drafter(one, target, k=k, rule=rule, confidence=confidence, vocabulary=vocabulary) for one in draft]
+        )
     if callable(draft):
         return lift(draft, k)
     raise ConfigurationError(

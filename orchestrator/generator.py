@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Sequence
+from functools import partial
 
 from paceline import build, pairing, warm
 from paceline import pace as pacing
@@ -32,11 +33,12 @@ class SpeculativeGenerator(Sampler):
     k         drafted tokens per round, not counting the target's own; a drafter object brings its own number. A
               sequence of depths, such as `paceline.LADDER`, lets every round choose among them. Without a draft, k + 1
               plain steps run in one graph
-    acceptor  "match", "reject", "typical", or a rule with values of its own: `Typical(epsilon=0.09, alpha=0.3)`
+    acceptor  "match", "reject", "typical", or a rule with values of its own: `Typical(epsilon=0.09, alpha=0.3)`,
+              or `Simulated(alpha)`, by which drafts stand at random, to measure speed: NOT REAL TEXT comes out
     exact     run every round through one graph width, so that no rounding depends on what was proposed; False
               lets rounds without a proposal take a narrower graph
     confidence  a draft model stops proposing where its largest probability falls below this; 0 = never
-    simulate_acceptance  let every draft stand with this probability, to measure speed: NOT REAL TEXT comes out
+    vocabulary  "same": the draft must have the target's tokenizer; "intersection": it drafts only what both have
     fused     draft and verify in one graph; None (default) = wherever it can be done, False = never
 
     Raises:
@@ -54,24 +56,20 @@ class SpeculativeGenerator(Sampler):
         exact: bool = True,
         fused: bool | None = None,
         confidence: float = 0.0,
-        simulate_acceptance: float | None = None,
+        vocabulary: str = "same",
     ) -> None:
-        rule = build.acceptor(acceptor) if simulate_acceptance is None else Simulated(simulate_acceptance)
-        depth, pace = pacing.of(k)
+        rule, depth, pace = build.acceptor(acceptor), *pacing.of(k)
         if isinstance(rule, Simulated):
             log.warning("acceptance is simulated: what comes out is not real text")
         if isinstance(rule, Typical):
             log.warning("acceptor 'typical' is lossy: above temperature 0 the text does not follow the target's law")
         steps = depth + 1 if draft is None else 1
         self.target, self._plan = target, build.Plan(rule, exact, fused, pace, steps)
-        models = [
-            one for one in (draft if isinstance(draft, list | tuple) else [draft]) if isinstance(one, CompiledDecoder)
-        ]
-        for model in models:
-            pairing.check(model, target)
-        self.drafter = build.drafter(draft, target, k=depth, rule=rule, confidence=confidence)
+        between = partial(pairing.vocabulary, target=target, kind=vocabulary)
+        self.drafter = build.drafter(draft, target, k=depth, rule=rule, confidence=confidence, vocabulary=between)
         target.check_width(self.drafter.outline.nodes + 1)
-        self._parts = [target, *models]
+        given = draft if isinstance(draft, list | tuple) else [draft]
+        self._parts = [target, *(one for one in given if isinstance(one, CompiledDecoder))]
         self.statistics = self._fresh()
 
     def compile(self) -> None:

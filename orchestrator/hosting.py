@@ -19,6 +19,7 @@ from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.detokenise import Tokenizer, load_tokenizer
 from paceline.draft.model import ModelDrafter
+from paceline.draft.vocabulary import Vocabulary
 from paceline.generator import SpeculativeGenerator
 from paceline.placement.ahead import Ahead
 from paceline.placement.draft_server import MakeDrafter
@@ -137,7 +138,9 @@ def draft(settings: Mapping[str, object]) -> MakeDrafter:
                 "the same batch_size"
             )
         decoder = spare.pop() if spare else first.sibling()
-        drafter = ModelDrafter(decoder, given.k + given.ahead, vocab_size=hello.vocab_size)
+        drafter = ModelDrafter(
+            decoder, given.k + given.ahead, vocabulary=Vocabulary(hello.vocab_size, decoder.config.vocab_size)
+        )
         ready(drafter, given.k + 1)
         return Ahead(drafter) if given.ahead else drafter
 

@@ -5,16 +5,46 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from paceline.core.errors import PairingError
+from paceline.core.errors import ConfigurationError, PairingError
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.draft.vocabulary import Intersection, Vocabulary
+
+LEAST_SHARED = 0.05
+"""Of the target's tokens. With fewer in common nearly nothing a draft could say would stand."""
 
 
-def check(draft: CompiledDecoder, target: CompiledDecoder) -> None:
-    """Raise PairingError unless the two can work together."""
+def vocabulary(draft: CompiledDecoder, target: CompiledDecoder, kind: str = "same") -> Vocabulary:
+    """What stands between the ids of the two.
+
+    kind  "same": the tokenizers must be equal; "intersection": only tokens that both have are drafted
+
+    Raises:
+        PairingError: the two cannot work together like this.
+        ConfigurationError: no such kind.
+    """
+    if kind not in ("same", "intersection"):
+        raise ConfigurationError(f"vocabulary={kind!r} is unknown; use 'same' or 'intersection'")
     if draft.batch_size != target.batch_size:
         raise PairingError(
             f"the draft has batch_size={draft.batch_size} and the target {target.batch_size}; load both with the same"
         )
+    sizes = (target.config.vocab_size, draft.config.vocab_size)
+    if kind == "same":
+        _check(draft, target)
+        return Vocabulary(*sizes)
+    theirs, ours = (None if d.folder is None else _vocabulary(d.folder) for d in (target, draft))
+    if theirs is None or ours is None:
+        raise PairingError("vocabulary='intersection' compares tokens, and a tokenizer.json is missing; put it there")
+    made = Intersection(theirs, ours, sizes=sizes)
+    if made.shared < LEAST_SHARED * sizes[0]:
+        raise PairingError(
+            f"only {made.shared} of the target's {sizes[0]} tokens stand in the draft's vocabulary, so nearly no draft "
+            "could be accepted; take a draft whose tokenizer is more like the target's"
+        )
+    return made
+
+
+def _check(draft: CompiledDecoder, target: CompiledDecoder) -> None:
     ours, theirs = (None if d.folder is None else _vocabulary(d.folder) for d in (draft, target))
     sizes = (draft.config.vocab_size, target.config.vocab_size)
     if ours is None or theirs is None:
@@ -33,7 +63,8 @@ def check(draft: CompiledDecoder, target: CompiledDecoder) -> None:
         if differ:
             raise PairingError(
                 f"draft and target have unequal tokenizers: {len(differ)} tokens have other ids, such as {differ[0]!r} "
-                f"({ours.get(differ[0])} and {theirs.get(differ[0])}); take a draft trained with the target's tokenizer"
+                f"({ours.get(differ[0])} and {theirs.get(differ[0])}); take a draft trained with the target's "
+                "tokenizer, or set vocabulary='intersection'"
             )
 
 

@@ -15,6 +15,7 @@ from paceline.core.types import Outline
 from paceline.decoder.decoder import Body
 from paceline.decoder.steps import KeepStep, PrefillStep, WindowStep
 from paceline.draft.model import DraftStep
+from paceline.draft.vocabulary import Vocabulary
 from paceline.target.verifier import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY
 
@@ -22,7 +23,7 @@ SLOTS, NODES, WIDTH = 4, 2, 3
 TREE = (-1, -1, 0, 0, 1)
 DYNAMIC = Outline(4, 2, dynamic=True)
 
-draft = partial(DraftStep, length=NODES, vocab_size=VOCABULARY)
+draft = partial(DraftStep, length=NODES, vocabulary=Vocabulary(VOCABULARY, VOCABULARY))
 verify = partial(VerifyStep, acceptor=Match(), outline=Outline.chain(NODES))
 
 

@@ -14,6 +14,7 @@ from paceline.core.accept import Match, Reject
 from paceline.core.types import Outline, Reads
 from paceline.decoder.steps import PrefillStep, WindowStep
 from paceline.draft.model import DraftStep
+from paceline.draft.vocabulary import Vocabulary
 from paceline.target.verifier import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY, Workshop
 
@@ -41,7 +42,7 @@ FORBIDDEN = {
 }
 """Data-dependent shapes and branches, state of a random generator, and reductions whose ties are the backend's."""
 
-draft_step = partial(DraftStep, length=NODES, vocab_size=VOCABULARY)
+draft_step = partial(DraftStep, length=NODES, vocabulary=Vocabulary(VOCABULARY, VOCABULARY))
 STEPS = {
     "prefill": PrefillStep,
     "window": WindowStep,

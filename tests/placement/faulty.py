@@ -17,6 +17,7 @@ import torch
 from paceline.core.protocols import Drafter
 from paceline.core.types import Bounds, Commit, Outline, Proposal, SamplingBatch
 from paceline.draft.model import ModelDrafter
+from paceline.draft.vocabulary import Vocabulary
 from paceline.placement.ahead import Ahead
 from paceline.placement.channel import Address, listen
 from paceline.placement.draft_server import DraftServer
@@ -32,7 +33,7 @@ FAULTS = ("raise", "nan", "beyond", "negative", "short", "long", "rows", "float"
 
 
 def drafter(slots: int, k: int, logits: torch.Tensor = DRAFT) -> ModelDrafter:
-    return ModelDrafter(TableDecoder(logits, slots=slots), k, vocab_size=V)
+    return ModelDrafter(TableDecoder(logits, slots=slots), k, vocabulary=Vocabulary(V, V))
 
 
 class Faulty:

@@ -21,6 +21,7 @@ from paceline.draft.lift import lift
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
+from paceline.draft.vocabulary import Vocabulary
 from paceline.rounds import TwoStep
 from paceline.target.host import HostVerifier
 from paceline.target.verifier import Acceptor, CompiledVerifier
@@ -118,7 +119,7 @@ class Foreign:
 
 
 def model(slots: int = SLOTS, *, drawn: bool) -> ModelDrafter:
-    return ModelDrafter(TableDecoder(DRAFT, slots=slots, reaches=(24,)), K, vocab_size=V, drawn=drawn)
+    return ModelDrafter(TableDecoder(DRAFT, slots=slots, reaches=(24,)), K, vocabulary=Vocabulary(V, V), drawn=drawn)
 
 
 def three_tokens(source: Drafter, rule: Acceptor, *, knobs: Sampling, slots: int = SLOTS) -> tuple[np.ndarray, float]:

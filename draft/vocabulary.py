@@ -1,0 +1,78 @@
+"""Between the target's ids and a draft's: the same ids, or those tokens that both vocabularies have.
+
+With unequal vocabularies a draft proposes only tokens that the target has too, and reads what it lacks as a token of
+its own that stands for nothing. This is the vocabulary intersection (TLI) of Timor et al., arXiv 2502.05202. Since a
+drafted token is verified like any other, only acceptance depends on it. Not here: reading tokenizers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core import reduce
+
+
+class Vocabulary(nn.Module):
+    """The same ids on both sides; those past the end of either are not drafted, or read as the last one."""
+
+    def __init__(self, target_size: int, draft_size: int) -> None:
+        super().__init__()
+        self._both, self._last = min(target_size, draft_size), draft_size - 1
+
+    @property
+    def name(self) -> str:
+        """What tells the graphs of one vocabulary from those of another."""
+        return str(self._both)
+
+    def known(self, tokens: Tensor) -> Tensor:
+        """Ids of the draft for ids of the target; any id for PAD. [...] int32 -> [...] int32"""
+        return tokens.clamp(min=0, max=self._last)
+
+    def logits(self, logits: Tensor) -> Tensor:
+        """Logits over the target's ids from those over the draft's. [..., V'] -> [..., V]"""
+        return logits[..., : self._both]
+
+    def ids(self, tokens: Sequence[int]) -> list[int]:
+        """As `known`, on the host."""
+        return [min(token, self._last) for token in tokens]
+
+
+class Intersection(Vocabulary):
+    """Tokens that stand in both vocabularies, under whatever ids.
+
+    target, draft  token -> id of each side; ``unknown`` is the draft's id for what it lacks
+    """
+
+    index: Tensor
+
+    def __init__(
+        self, target: Mapping[str, int], draft: Mapping[str, int], *, sizes: tuple[int, int], unknown: int = 0
+    ) -> None:
+        super().__init__(*sizes)
+        places = [-1] * sizes[0]
+        for token, number in target.items():
+            other = draft.get(token, -1)
+            if number < sizes[0] and other < sizes[1]:
+                places[number] = other
+        self._unknown, self._places = unknown, places
+        self.shared = sum(place >= 0 for place in places)
+        self.register_buffer("index", torch.tensor(places, dtype=torch.int32))
+
+    @property
+    def name(self) -> str:
+        return f"intersection {hashlib.sha256(repr(self._places).encode()).hexdigest()[:12]}"
+
+    def known(self, tokens: Tensor) -> Tensor:
+        found = self.index[tokens.clamp(min=0, max=len(self._places) - 1)]
+        return torch.where(found < 0, self._unknown, found)
+
+    def logits(self, logits: Tensor) -> Tensor:
+        found = logits[..., self.index.clamp(min=0)]
+        return torch.where(self.index < 0, reduce.NEGATIVE, found)
+
+    def ids(self, tokens: Sequence[int]) -> list[int]:
+        return [self._places[token] if self._places[token] >= 0 else self._unknown for token in tokens]
