@@ -98,14 +98,19 @@ def test_a_failed_compilation_leaves_nothing(empty_cache: Callable[[str], Path])
 
 def test_the_graphs_of_a_decoder_share_its_weights_and_its_cache(workshop: Workshop) -> None:
     draft, target = workshop.pair(backend="inductor")
-    run(SpeculativeGenerator(draft, target, k=4), {})
-    for decoder in (draft, target):
+    for fused in (None, False):
+        run(SpeculativeGenerator(draft, target, k=4, fused=fused), {})
+    own = {}
+    for side, decoder in {"draft.": draft, "verify.": target}.items():
         named = {*decoder.body.named_parameters(remove_duplicate=False), *decoder.body.named_buffers()}
-        own = {f"body.{name}": value.data_ptr() for name, value in named}
+        own[side] = {f"body.{name}": value.data_ptr() for name, value in named}
+    for side, decoder in {"draft.": draft, "verify.": target}.items():
+        known = dict(own[side])  # of a step of one model; behind them those of two in one graph
+        known |= {whose + name: value for whose, names in own.items() for name, value in names.items()}
         assert len(decoder._steps) > 1
         for step in decoder._steps.values():
             held = step.keep  # type: ignore[attr-defined]
-            assert {name: value.data_ptr() for name, value in held.items()} == {name: own[name] for name in held}
+            assert {name: value.data_ptr() for name, value in held.items()} == {name: known[name] for name in held}
             assert any("keys_0" in name for name in held)
             assert any("embedding" in name for name in held)
 
