@@ -200,7 +200,7 @@ def test_events_statistics_and_result_agree(slots: int, acceptor: str) -> None:
 
 
 def test_plain_decoding_has_a_tau_of_one_and_drafts_nothing() -> None:
-    one = SpeculativeGenerator(None, TableDecoder(TARGET))
+    one = SpeculativeGenerator(None, TableDecoder(TARGET), k=0)
     one.sample([PROMPTS[0]], max_new_tokens=5)
     assert (one.statistics.rounds, one.statistics.drafted, one.statistics.tau) == (4, 0, 1.0)
     one.sample([PROMPTS[0]], max_new_tokens=1)
