@@ -52,7 +52,9 @@ class Mixture:
         target.set_attn_implementation("sdpa")
         for number in range(args.own_batches):
             wait_while(args.pause_file)
-            began, text = time.time(), own_text(target, self.chunks, args.own_rows, number % 2 == 0)
+            began = time.time()
+            with torch.compiler.set_stance("force_eager"):  # generation has a new shape at every step
+                text = own_text(target, self.chunks, args.own_rows, number % 2 == 0)
             self.own = torch.cat([self.own, text])
             print(
                 f"own text: {self.own.numel()} tokens, {text.numel() / (time.time() - began):.0f}/s",
