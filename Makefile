@@ -29,8 +29,11 @@ $(VENV)/.stamp: pyproject.toml
 demo: setup
 	$(BIN)/python examples/demo.py $(if $(MODE),--mode $(MODE))
 
+# Two processes share the test files among them; more gain little, for compilers wait for compilers.
+WORKERS ?= 2
+
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 # XLA, and through it Neuron: torch_xla has no newer PyTorch than 2.9, so it gets an environment of its own (about
 # 7 GB: on Linux this version brings CUDA packages with it). The core tests run there too: are the pinned versions good?

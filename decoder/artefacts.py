@@ -38,7 +38,7 @@ def ensure(root: Path, facts: Facts, build: Callable[[Path], None]) -> Path:
     if (folder / MANIFEST).is_file():
         return folder
     root.mkdir(parents=True, exist_ok=True)
-    with _locked(root / "build.lock"):  # one build at a time: compilers share scratch files, and cores
+    with _locked(root / f"{folder.name}.lock"):
         if (folder / MANIFEST).is_file():
             return folder
         draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=root))

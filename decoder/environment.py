@@ -22,15 +22,17 @@ Which cores a process sees is set by whoever starts it (`paceline.placement`), n
 
 Written only while a graph is compiled:
 
-    TORCHINDUCTOR_CACHE_DIR  Inductor's scratch folder, put below PACELINE_CACHE
+    TORCHINDUCTOR_CACHE_DIR  Inductor's scratch folder, one for each process below PACELINE_CACHE
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 
 from paceline.core.errors import BackendError, ConfigurationError
@@ -90,12 +92,20 @@ def neuron_defaults() -> None:
     os.environ.update(missing)
 
 
+@lru_cache(maxsize=1)
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    """A folder that goes with the process: what Inductor leaves there is of no use to another one."""
+    root = cache_root()
+    root.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix="scratch.", dir=root)
+
+
 @contextmanager
 def inductor_scratch() -> Iterator[None]:
-    """Keep Inductor's scratch files beside our artefacts, where our lock protects them from other processes."""
+    """Give Inductor a folder for its scratch files that no other process writes to."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
-    os.environ[name] = str(cache_root() / "scratch")
+    os.environ[name] = _scratch().name
     try:
         yield
     finally:

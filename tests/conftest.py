@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,18 +14,31 @@ from tests.decoder.tiny import Workshop
 from tests.simulation import check_nothing_left, simulated
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is made once for a file stays in one process; so does all that uses Ray, of which one is enough."""
+    for item in items:
+        shared = "ray" if item.get_closest_marker("ray") else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(shared))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compiled graphs of a test run stay in its own folder, unless PACELINE_CACHE names one to be used again."""
     with pytest.MonkeyPatch.context() as patch:
         if not os.environ.get("PACELINE_CACHE"):
-            patch.setenv("PACELINE_CACHE", str(tmp_path_factory.mktemp("cache")))
+            patch.setenv("PACELINE_CACHE", str(_common(tmp_path_factory) / "compiled"))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         logging.disable_progress_bar()
         before = torch.get_num_threads()
         torch.set_num_threads(1)  # small products gain nothing from a second thread and wait long for it when busy
         yield
         torch.set_num_threads(before)
+
+
+def _common(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of this run: that of all processes, where there are several."""
+    own = tmp_path_factory.getbasetemp()
+    return own.parent if os.environ.get("PYTEST_XDIST_WORKER") else own
 
 
 @pytest.fixture(scope="session")
