@@ -13,18 +13,14 @@ a parallel product stalls it for a scheduler slice.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import logging
-import platform
 import statistics
-import subprocess
 import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from time import perf_counter
 
 import torch
+from common import PAIR, prompts, publish
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from paceline import AutoDecoder, SpeculativeGenerator
@@ -34,15 +30,6 @@ from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import Bounds, Commit, Outline, Proposal
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.target.verifier import CompiledVerifier
-
-ROOT = Path(__file__).parents[1]
-PAIR = ROOT / "examples" / "pycode"
-
-
-def prompts(count: int) -> list[str]:
-    """The demo prompts, spread over the file."""
-    rows = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
-    return rows[:: max(1, len(rows) // count)][:count]
 
 
 def interleaved(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
@@ -177,17 +164,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
     asked = parser.parse_args().part
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    report: dict[str, object] = {
-        "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip(),
-        "machine": [platform.machine(), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()],
-        "torch": torch.__version__,
-    }
+    report: dict[str, object] = {}
     for name in PARTS if asked == "all" else [asked]:
         report[name] = PARTS[name]()
-        print(json.dumps({name: report[name]}, indent=1))
-    print(json.dumps(report))
+    publish(report)
 
 
 if __name__ == "__main__":

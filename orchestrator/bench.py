@@ -46,15 +46,25 @@ class Mode:
         return sum(len(repeats[0].tokens) for repeats in self.seen) / sum(times)
 
     def summary(self) -> dict[str, object]:
-        """Plain values for JSON."""
+        """Plain values for JSON. A round's time is that of drafting and verifying, without the loop around it."""
         found: dict[str, object] = {"tokens_per_second": round(self.tokens_per_second(), 2)}
-        counted = [repeats[0].statistics for repeats in self.seen]
-        rounds = sum(s.rounds for s in counted if s)
+        counted = [[s for outcome in repeats if (s := outcome.statistics)] for repeats in self.seen]
+        firsts = [repeats[0] for repeats in counted if repeats]
+        rounds = sum(s.rounds for s in firsts)
         if rounds:
-            accepted = sum(s.accepted for s in counted if s)
-            found["tau"] = round(1 + accepted / rounds, 3)
-            found["acceptance_by_position"] = _by_position([s for s in counted if s])
+            found["tau"] = round(1 + sum(s.accepted for s in firsts) / rounds, 3)
+            found["acceptance_by_position"] = _by_position(firsts)
+            times = [(s.draft_seconds + s.verify_seconds) / s.rounds for repeats in counted for s in repeats]
+            found["ms_per_round"] = round(1e3 * statistics.median(times), 3)
         return found
+
+    def beside(self, other: Mode) -> dict[str, object]:
+        """How this mode compares with another one on the same prompts."""
+        pairs = zip(self.seen, other.seen, strict=True)
+        return {
+            "over_" + other.name: round(self.tokens_per_second() / other.tokens_per_second(), 3),
+            "texts_unlike_" + other.name: sum(a[0].tokens != b[0].tokens for a, b in pairs),
+        }
 
 
 def bench_pair(
@@ -87,30 +97,37 @@ def bench_pair(
     pairs = {n: SpeculativeGenerator(small, big, k=n) for n in k}
     for generator in (plain, ngram, *pairs.values()):
         generator.compile()
-    modes = [Mode("plain", _ours(plain, max_new_tokens)), Mode("ngram", _ours(ngram, max_new_tokens))]
-    modes += [Mode(f"speculative k={n}", _ours(generator, max_new_tokens)) for n, generator in pairs.items()]
-    ours = len(modes)
-    modes += _hugging_face(target, draft, max_new_tokens)
-    for mode in modes:
-        mode.run(ids[0])
-    for row in ids:
-        for mode in modes:
+    modes = [Mode("plain", generator_run(plain, max_new_tokens)), Mode("ngram", generator_run(ngram, max_new_tokens))]
+    modes += [Mode(f"speculative k={n}", generator_run(generator, max_new_tokens)) for n, generator in pairs.items()]
+    theirs = _hugging_face(target, draft, max_new_tokens)
+    take_turns(modes, ids, repeats, once=theirs)
+    return _report(modes, theirs, list(k))
+
+
+def take_turns(modes: list[Mode], rows: list[list[int]], repeats: int, *, once: Sequence[Mode] = ()) -> None:
+    """Run every prompt in every mode, ``repeats`` times; after a first run of each that does not count.
+
+    ``once``: modes that take so long that one run of a prompt must do.
+    """
+    for mode in [*modes, *once]:
+        mode.run(rows[0])
+    for row in rows:
+        for mode in [*modes, *once]:
             mode.seen.append([])
         for turn in range(repeats):
-            for mode in modes[: ours if turn else None]:  # Hugging Face's take long, and once is enough for a ratio
+            for mode in modes if turn else [*modes, *once]:
                 mode.seen[-1].append(_timed(mode.run, row))
-    return _report(modes, ours, list(k))
 
 
-def _report(modes: list[Mode], ours: int, k: list[int]) -> dict[str, object]:
-    speeds = {mode.name: mode.tokens_per_second() for mode in modes}
+def _report(ours: list[Mode], theirs: list[Mode], k: list[int]) -> dict[str, object]:
+    speeds = {mode.name: mode.tokens_per_second() for mode in [*ours, *theirs]}
     best = max(k, key=lambda n: speeds[f"speculative k={n}"])
     fastest = speeds[f"speculative k={best}"]
-    texts = [[repeats[0].tokens for repeats in mode.seen] for mode in modes[:ours]]
+    texts = [[repeats[0].tokens for repeats in mode.seen] for mode in ours]
     assisted = max(speed for name, speed in speeds.items() if name.startswith("transformers assisted"))
     generate = max(speed for name, speed in speeds.items() if name.startswith("transformers generate"))
     return {
-        "modes": {mode.name: mode.summary() for mode in modes},
+        "modes": {mode.name: mode.summary() for mode in [*ours, *theirs]},
         "best_k": best,
         "speculative_over_plain": round(fastest / speeds["plain"], 3),
         "speculative_over_transformers_assisted": round(fastest / assisted, 3),
@@ -120,9 +137,11 @@ def _report(modes: list[Mode], ours: int, k: list[int]) -> dict[str, object]:
     }
 
 
-def _ours(generator: Sampler, max_new_tokens: int) -> Run:
+def generator_run(generator: Sampler, max_new_tokens: int, **law: object) -> Run:
+    """What generates so many tokens with a generator or a target, under a law given in ``sample``'s words."""
+
     def run(row: list[int]) -> Outcome:
-        result = generator.sample([row], max_new_tokens=max_new_tokens, return_dict=True)
+        result = generator.sample([row], max_new_tokens=max_new_tokens, return_dict=True, **law)  # type: ignore[arg-type]
         assert isinstance(result, GenerationResult)
         return Outcome(result.sequences[0, len(row) : result.lengths[0]].tolist(), result.statistics)
 

@@ -31,7 +31,7 @@ def test_all_modes_count_the_same_new_tokens(tmp_path: Path) -> None:
         path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": end}))
     draft, target = fresh(tmp_path / "draft"), fresh(tmp_path / "target")
     ours = [SpeculativeGenerator(source, target, k=3) for source in (None, draft, "ngram")]
-    runs = [bench._ours(one, 12) for one in ours]
+    runs = [bench.generator_run(one, 12) for one in ours]
     runs += [mode.run for mode in bench._hugging_face(*(str(tmp_path / r) for r in ("target", "draft")), 12)[2:]]
     counted = [run(prompt).tokens for run in runs]
     assert counted == [free[: free.index(end) + 1]] * len(runs)

@@ -1,0 +1,81 @@
+"""Every way to decode with the demo target, in one table: tokens a round, time of a round, speed. JSON comes last.
+
+    python benchmarks/modes.py                                           all that is listed below, greedy
+    python benchmarks/modes.py --temperature 1                           sampled
+    python benchmarks/modes.py --modes "plain; pair 3; medusa tree-8" --prompts 4 --repeats 2
+
+A mode is one of
+
+    plain                    the target alone
+    ngram K, suffix K        drafts without a model
+    pair K, fused K          the draft model, in two graphs or in one with the target
+    medusa FILE              the heads of examples/pycode/medusa with a tree of that folder
+    FOLDER GROWTH            the EAGLE heads of a folder of examples/pycode: "eagle3 chain:3", "eagle3 dynamic:8,4,3"
+
+Every mode takes its turn on every prompt; a figure is the median of the repeats. Texts are compared with those of the
+first mode: one that gives other tokens is counted. Nothing else should run on the machine. Compiling (15 to 40 seconds
+a mode, once) is not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from common import PAIR, prompt_ids, publish
+
+from paceline import AutoDecoder, EagleDrafter, MedusaDrafter, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.bench import Mode, generator_run, take_turns
+from paceline.eagle import spec
+
+MODES = (
+    "plain; ngram 4; suffix 4; pair 1; pair 2; pair 3; fused 2; fused 3; "
+    "medusa tree-2; medusa tree-3; medusa tree-4; medusa tree-8; medusa tree-16; medusa tree-32; medusa tree-64; "
+    "eagle3 chain:1; eagle3 chain:2; eagle3 chain:3; eagle3 dynamic:4,3,2; eagle3 dynamic:8,4,3"
+)
+
+
+def generator(name: str, target: SamplingDecoder, draft: SamplingDecoder) -> SpeculativeGenerator:
+    """What decodes in the mode with that name."""
+    kind, _, how = name.partition(" ")
+    if kind == "plain":
+        return SpeculativeGenerator(None, target)
+    if kind in ("ngram", "suffix"):
+        return SpeculativeGenerator(kind, target, k=int(how))
+    if kind in ("pair", "fused"):
+        return SpeculativeGenerator(draft, target, k=int(how), fused=kind == "fused")
+    if kind == "medusa":
+        tree = PAIR / "medusa" / f"{how}.json"
+        return SpeculativeGenerator(MedusaDrafter.from_pretrained(PAIR / "medusa", target, tree=tree), target)
+    shape, _, size = how.partition(":")
+    growth = spec.growth(shape, k=int(size)) if shape == "chain" else spec.growth(how, k=0)
+    return SpeculativeGenerator(EagleDrafter.from_pretrained(PAIR / kind, target, growth), target)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--modes", default=MODES, help="with semicolons between")
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    asked = parser.parse_args()
+    law = {"do_sample": True, "temperature": asked.temperature, "seed": 7} if asked.temperature else {}
+    rows = prompt_ids(asked.prompts)
+    target, draft = (
+        AutoDecoder.from_pretrained(PAIR / name, n_positions=512, context_length_estimate=128)
+        for name in ("target", "draft")
+    )
+    modes = []
+    for name in (one.strip() for one in asked.modes.split(";")):
+        made = generator(name, target, draft)
+        made.compile()
+        modes.append(Mode(name, generator_run(made, asked.new, **law)))
+    take_turns(modes, rows, asked.repeats)
+    figures = {mode.name: {**mode.summary(), **mode.beside(modes[0])} for mode in modes}
+    publish({"prompts": len(rows), "new_tokens": asked.new, "temperature": asked.temperature, "modes": figures})
+
+
+if __name__ == "__main__":
+    main()
