@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -77,18 +76,6 @@ def textbook(given: Case) -> Tensor:
                 scores = keys[slot, g, seen].double() @ q[b, t, h].double() / math.sqrt(width)
                 out[b, t, h] = scores.softmax(0) @ values[slot, g, seen].double()
     return out.flatten(2)
-
-
-@pytest.fixture(scope="module")
-def native() -> Native:
-    return Native()
-
-
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

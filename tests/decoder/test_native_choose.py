@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -30,18 +28,6 @@ KNOBS = [
     Sampling(0.01, seed=8),
     Sampling(50.0, top_k=40, seed=9),
 ]
-
-
-@pytest.fixture(scope="module")
-def native() -> Native:
-    return Native()
-
-
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def logits(size: int, *, rows: int = 6, seed: int = 0, spread: float = 3.0) -> Tensor:

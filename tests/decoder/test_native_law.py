@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -31,18 +29,6 @@ KNOBS = [
     Sampling(50.0, top_k=40),
 ]
 FAINT = 1e-36  # a weight that may as well be zero: exp(-87) of the largest
-
-
-@pytest.fixture(scope="module")
-def native() -> Native:
-    return Native()
-
-
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def normal(size: int, *, seed: int = 0, spread: float = 3.0) -> Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,18 +13,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (3, 2), (7, 5), (8, 8), (15, 1), (16, 16), (17, 3), (33, 96), (48, 31), (100, 101), (384, 130)]
 """K and N; some odd, some below a vector, some multiples of it."""
 ROWS = [*range(1, 13), 16, 31, 64, 69, 70]
-
-
-@pytest.fixture(scope="module")
-def native() -> Native:
-    return Native()
-
-
-@pytest.fixture
-def restored_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from click.testing import Result
-from tokenizers import Tokenizer, models, pre_tokenizers
-from typer.testing import CliRunner
 
-from paceline.cli import app
-from tests.decoder.tiny import VOCABULARY, Workshop, network
+from tests.decoder.tiny import VOCABULARY
+from tests.orchestrator_cli.calling import call, last
 
 EAGER = ["--backend", "eager", "--amp", "f32", "--context-length-estimate", 16]
-
-
-@pytest.fixture(scope="module")
-def target(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small target with a tokenizer of one word for each id."""
-    folder = tmp_path_factory.mktemp("target")
-    network().save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -43,16 +28,6 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "again to go on" in stopped.stderr and not (folder / "out" / "model.safetensors").exists()
     assert len(last(call(*command))["greedy chains"]) == 5  # type: ignore[arg-type]
     return folder / "out"
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def last(done: Result) -> dict[str, object]:
-    assert done.exit_code == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def generate(target: Path, *arguments: object) -> Result:

@@ -6,26 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from click.testing import Result
-from tokenizers import Tokenizer, models, pre_tokenizers
-from typer.testing import CliRunner
 
-from paceline.cli import app
-from tests.decoder.tiny import VOCABULARY, Workshop, network
+from tests.decoder.tiny import VOCABULARY
+from tests.orchestrator_cli.calling import call, last
 
 EAGER = ["--backend", "eager", "--amp", "f32"]
-
-
-@pytest.fixture(scope="module")
-def target(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The small target with a tokenizer of one word for each id."""
-    folder = tmp_path_factory.mktemp("target")
-    network().save_pretrained(folder)
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -34,16 +19,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("data") / "text.py"
     file.write_text(" ".join(f"w{(i * i + i // 7) % VOCABULARY}" for i in range(1200)))
     return file
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def last(done: Result) -> dict[str, object]:
-    assert done.exit_code == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 @pytest.fixture(scope="module")
