@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, Shortens
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 
 
@@ -35,6 +35,16 @@ class ChainedDrafter:
         # As far as the one that follows longest; the others are asked only as far as each of them follows.
         reaches = [one.reach for one in drafters]
         self.reach = None if None in reaches else max(reach for reach in reaches if reach is not None)
+
+    def shortened(self, length: int) -> ChainedDrafter:
+        """See `paceline.core.protocols.Shortens`. Each is shortened that proposes more.
+
+        Raises:
+            ConfigurationError: one of them has one depth only.
+        """
+        return ChainedDrafter(
+            [one if one.outline.nodes <= length else _shortened(one, length) for one in self._drafters]
+        )
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         for one in self._drafters:
@@ -67,3 +77,9 @@ class ChainedDrafter:
             tokens[here, :width] = torch.where(places, found.tokens, PAD)[here]
             left = torch.where(here, 0, left)
         return Proposal(tokens)
+
+
+def _shortened(one: Drafter, length: int) -> Drafter:
+    if not isinstance(one, Shortens):
+        raise ConfigurationError(f"{type(one).__name__} in a chain has one depth only; give one number as k")
+    return one.shortened(length)

@@ -6,6 +6,7 @@ checked, since it may be anything: ids out of range and what goes past the lengt
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,6 +26,12 @@ class LiftedDrafter:
     def __init__(self, function: Function, length: int) -> None:
         self._function, self.outline = function, Outline.chain(length)
         self._texts: dict[int, list[int]] = {}
+
+    def shortened(self, length: int) -> LiftedDrafter:
+        """See `paceline.core.protocols.Shortens`."""
+        made = copy.copy(self)
+        made.outline = Outline.chain(length)
+        return made
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         self._texts[slot] = list(prompt)

@@ -53,8 +53,12 @@ class Demands:
     width: int | None = None
 
 
-def acceptor(name: str | Acceptor) -> Acceptor:
-    """The acceptance rule of that name, or a rule with values of the user's own."""
+def acceptor(name: str | Acceptor, alpha: float | None = None) -> Acceptor:
+    """The acceptance rule of that name, a rule with values of the user's own, or, with ``alpha``, a simulated one."""
+    if alpha is not None:
+        if name != "match":
+            raise ConfigurationError(f"simulate_acceptance takes the place of acceptor={name!r}; give one of them")
+        return Simulated(alpha)
     if not isinstance(name, str):
         return name
     if name not in ACCEPTORS:
@@ -162,8 +166,17 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
 
         steps = at(source.outline.depth)
         if plan.pace is not None and source.outline.nodes:
+            _check_ladder(plan.pace.ladder, source)
             steps = Adaptive({depth: at(depth) for depth in plan.pace.ladder}, plan.pace)
     return Engine(steps, target.batch_size, source.outline.depth, width, source.reach, target.reaches, scores)
+
+
+def _check_ladder(ladder: tuple[int, ...], source: Drafter) -> None:
+    if ladder[-1] > source.outline.depth:
+        raise ConfigurationError(
+            f"k goes to {ladder[-1]} and {type(source).__name__} proposes {source.outline.depth} tokens at most; give "
+            f"depths up to {source.outline.depth}"
+        )
 
 
 def _shortened(source: Drafter, depth: int) -> Drafter:

@@ -40,6 +40,7 @@ class SpeculativeGenerator(Sampler):
     confidence  a draft model stops proposing where its largest probability falls below this; 0 = never
     vocabulary  "same": the draft must have the target's tokenizer; "intersection": it drafts only what both have
     fused     draft and verify in one graph; None (default) = wherever it can be done, False = never
+    simulate_acceptance  alpha: the same as acceptor=Simulated(alpha)
 
     Raises:
         PairingError: draft and target have different tokenizers or batch sizes.
@@ -57,8 +58,9 @@ class SpeculativeGenerator(Sampler):
         fused: bool | None = None,
         confidence: float = 0.0,
         vocabulary: str = "same",
+        simulate_acceptance: float | None = None,
     ) -> None:
-        rule, depth, pace = build.acceptor(acceptor), *pacing.of(k)
+        rule, depth, pace = build.acceptor(acceptor, simulate_acceptance), *pacing.of(k)
         if isinstance(rule, Simulated):
             log.warning("acceptance is simulated: what comes out is not real text")
         if isinstance(rule, Typical):

@@ -1,6 +1,6 @@
 """From the options of a command to what generates: which decoders are loaded, who drafts, what stands.
 
-Not here: the options themselves (`paceline.cli`) and what is done with the result.
+Not here: the options themselves (`paceline.options`) and what is done with the result.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from pathlib import Path
 
 from paceline import console, progress
 from paceline.auto import AutoDecoder, SamplingDecoder
-from paceline.build import DraftLike
+from paceline.build import DraftLike, OneDraft
 from paceline.core.errors import ConfigurationError
 from paceline.eagle import spec
 from paceline.eagle.drafter import EagleDrafter
 from paceline.generator import SpeculativeGenerator
 from paceline.medusa.drafter import MedusaDrafter
+from paceline.pace import LADDER
 
 Source = SpeculativeGenerator | SamplingDecoder
 
@@ -48,7 +49,7 @@ class Loading:
 class Drafting:
     """Who drafts, as the options say it, and which drafts stand."""
 
-    k: int
+    k: str
     draft: Path | None = None
     ngram: bool = False
     medusa: Path | None = None
@@ -56,33 +57,76 @@ class Drafting:
     acceptor: str = "match"
     eagle: Path | None = None
     growth: str | None = None
+    suffix: bool = False
+    fused: bool | None = None
+    exact: bool = True
+    confidence: float = 0.0
+    vocabulary: str = "same"
+    simulate_acceptance: float | None = None
 
     def check(self) -> None:
         """Raise ConfigurationError if the options contradict each other."""
-        asked = {"--draft": self.draft, "--ngram": self.ngram, "--medusa": self.medusa, "--eagle": self.eagle}
-        given = [name for name, value in asked.items() if value]
-        if len(given) > 1:
-            raise ConfigurationError(f"{' and '.join(given)} exclude each other; give one of them")
+        chains = {"--suffix": self.suffix, "--ngram": self.ngram, "--draft": self.draft}
+        listed = [name for name, value in chains.items() if value]
+        heads = [name for name, value in {"--medusa": self.medusa, "--eagle": self.eagle}.items() if value]
+        if len(heads) > 1 or (heads and listed):
+            raise ConfigurationError(
+                f"{' and '.join([*listed, *heads])} exclude each other; heads draft alone, --suffix, --ngram and "
+                "--draft may be combined"
+            )
         if self.tree and not self.medusa:
             raise ConfigurationError("--tree is the tree of Medusa heads; give their folder with --medusa")
         if self.growth and not self.eagle:
             raise ConfigurationError("--growth is how drafts of an EAGLE head grow; give its folder with --eagle")
-        if self.acceptor != "match" and not given:
-            raise ConfigurationError("--acceptor needs a drafter: give --draft, --ngram, --medusa or --eagle")
+        for name, asked in (("confidence", self.confidence), ("vocabulary", self.vocabulary != "same")):
+            if asked and not self.draft:
+                raise ConfigurationError(f"--{name} is of a draft model; give its folder with --draft")
+        asked_of_rounds = {
+            "--acceptor": self.acceptor != "match",
+            "--simulate-acceptance": self.simulate_acceptance is not None,
+            "--fused": self.fused,
+        }
+        for name, given in asked_of_rounds.items():
+            if given and not (heads or listed):
+                raise ConfigurationError(
+                    f"{name} needs a drafter: give --draft, --ngram, --suffix, --medusa or --eagle"
+                )
+
+    def depths(self) -> int | tuple[int, ...]:
+        """``k``: one number, or a ladder."""
+        if self.k == "auto":
+            return LADDER
+        try:
+            numbers = tuple(int(part) for part in self.k.split(","))
+        except ValueError:
+            raise ConfigurationError(
+                f"--k {self.k!r} says no depth: k must be a number, ascending numbers such as 0,2,4, or auto"
+            ) from None
+        return numbers[0] if len(numbers) == 1 else numbers
 
 
 def source_of(target: Path, options: Loading, how: Drafting) -> tuple[Source, dict[str, SamplingDecoder]]:
     """What generates, and the decoders it is made of by the name to show."""
     how.check()
+    k = how.depths()
     decoders = {"target": options.decoder(target)}
-    drafter: DraftLike = "ngram" if how.ngram else None
-    if how.draft:
-        drafter = decoders["draft"] = options.decoder(how.draft)
+    drafter: DraftLike = None
     if how.medusa:
         drafter = MedusaDrafter.from_pretrained(how.medusa, decoders["target"], tree=how.tree)
-    if how.eagle:
-        growth = spec.growth(how.growth or "chain", k=how.k, drawn=how.acceptor == "reject")
+    elif how.eagle:
+        deepest = k if isinstance(k, int) else k[-1]
+        growth = spec.growth(how.growth or "chain", k=deepest, drawn=how.acceptor == "reject")
         drafter = EagleDrafter.from_pretrained(how.eagle, decoders["target"], growth)
+    else:
+        listed: list[OneDraft] = [name for name, asked in (("suffix", how.suffix), ("ngram", how.ngram)) if asked]
+        if how.draft:
+            decoders["draft"] = options.decoder(how.draft)
+            listed.append(decoders["draft"])
+        drafter = listed if len(listed) > 1 else listed[0] if listed else None
     if drafter is None:
         return decoders["target"], decoders
-    return SpeculativeGenerator(drafter, decoders["target"], k=how.k, acceptor=how.acceptor), decoders
+    made = SpeculativeGenerator(
+        drafter, decoders["target"], k=k, acceptor=how.acceptor, fused=how.fused, exact=how.exact,
+        confidence=how.confidence, vocabulary=how.vocabulary, simulate_acceptance=how.simulate_acceptance,
+    )  # fmt: skip
+    return made, decoders

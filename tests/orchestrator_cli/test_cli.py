@@ -86,6 +86,47 @@ def test_every_drafter_gives_the_same_tokens(home: Path, sampling: list[object])
     assert found["statistics"]["rounds"] < plain["statistics"]["rounds"]  # type: ignore[index]  # its own draft
 
 
+@pytest.fixture(scope="module")
+def hot(home: Path) -> object:
+    """Tokens of plain decoding at temperature 0.9."""
+    return answer(home, "--temperature", 0.9)["tokens"]
+
+
+@pytest.mark.parametrize(
+    "drafting",
+    [
+        ["--draft", "draft", "--k", "auto"],
+        ["--draft", "draft", "--k", "0,1,3", "--no-fused"],
+        ["--ngram", "--k", "0,2"],
+        ["--ngram", "--draft", "draft", "--k", "auto"],
+        ["--suffix", "--ngram", "--draft", "draft", "--k", 3],
+        ["--suffix", "--no-exact"],
+        ["--draft", "draft", "--fused", "--confidence", 0.3],
+        ["--draft", "target", "--vocabulary", "intersection"],
+    ],
+    ids=lambda given: " ".join(map(str, given)),
+)
+def test_options_of_drafting_keep_the_tokens(home: Path, hot: list[int], drafting: list[object]) -> None:
+    found = answer(home, "--temperature", 0.9, *(home / one if one in ("draft", "target") else one for one in drafting))
+    assert found["tokens"] == hot
+    rungs = found["statistics"]["rungs"]  # type: ignore[index]
+    asked = str(drafting[drafting.index("--k") + 1]) if "--k" in drafting else "4"
+    depths = {"auto": {0, 1, 2, 4, 8}, "0,1,3": {0, 1, 3}, "0,2": {0, 2}}.get(asked, set())
+    assert set(rungs) <= depths and bool(rungs) == bool(depths)
+
+
+def test_simulated_acceptance_is_marked_everywhere(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    asked = ("--ngram", "--simulate-acceptance", 1, "--k", 3)
+    with caplog.at_level("WARNING", "paceline"):
+        found = answer(home, *asked)
+    assert "not real text" in caplog.text
+    assert next(iter(found)) == "warning" and "NOT REAL TEXT" in str(found["warning"])
+    assert found["statistics"]["acceptor"] == "simulated" and found["statistics"]["lossy"]  # type: ignore[index]
+    done = generate(home, *asked, "--stats")
+    assert done.stdout.startswith("NOT REAL TEXT") and "NOT REAL TEXT" in done.stderr
+    assert "warning" not in answer(home, "--ngram")
+
+
 def test_text_goes_to_stdout_and_nothing_else(home: Path) -> None:
     text = answer(home)["text"]
     done = generate(home, "--draft", home / "draft", "--stats")
@@ -117,7 +158,15 @@ def test_stop_strings(home: Path) -> None:
     [
         (["--temperature", -1], "temperature"),
         (["--ngram", "--k", -1], "k must be"),
-        (["--ngram", "--draft", "x"], "exclude"),
+        (["--ngram", "--medusa", "x"], "exclude"),
+        (["--ngram", "--k", "2,1"], "ascending"),
+        (["--ngram", "--k", "many"], "auto"),
+        (["--ngram", "--fused"], "cannot share a graph"),
+        (["--ngram", "--confidence", 0.5], "--draft"),
+        (["--ngram", "--vocabulary", "intersection"], "--draft"),
+        (["--simulate-acceptance", 0.5], "needs a drafter"),
+        (["--ngram", "--simulate-acceptance", 2], "no probability"),
+        (["--ngram", "--simulate-acceptance", 0.5, "--acceptor", "reject"], "one of them"),
         (["--draft", "no such folder"], "no such folder"),
         (["--prompt-file", "no such file"], "--prompt"),
         (["--amp", "f8"], "amp"),
