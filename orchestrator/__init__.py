@@ -9,6 +9,7 @@ from paceline.core.simulated import Simulated
 from paceline.core.typical import Typical
 from paceline.draft.lift import lift
 from paceline.draft.ngram import NgramDrafter
+from paceline.draft.reencoding import Reencoding
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.growth import Chain, DynamicTree, StaticTree
 from paceline.generator import SpeculativeGenerator
@@ -29,6 +30,7 @@ __all__ = [
     "MedusaDrafter",
     "NgramDrafter",
     "PacelineError",
+    "Reencoding",
     "Simulated",
     "SpeculativeGenerator",
     "StaticTree",

@@ -19,6 +19,7 @@ from paceline.draft.lift import lift
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
+from paceline.draft.reencoding import Reencoding, ReencodingDrafter
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.vocabulary import Vocabulary
 from paceline.loop import Engine, TimedRound
@@ -37,7 +38,7 @@ DRAFTERS: dict[str, Callable[[int], Drafter]] = {
     "suffix": SuffixDrafter,
 }
 
-Vocabularies = Callable[[CompiledDecoder], Vocabulary]
+Vocabularies = Callable[[CompiledDecoder], Vocabulary | Reencoding]
 """From a draft model to what stands between its ids and the target's."""
 
 OneDraft = CompiledDecoder | Drafter | Callable[[list[int]], list[int]] | str
@@ -85,8 +86,11 @@ def drafter(
     if draft is None or k == 0:
         return NoDrafter()
     if isinstance(draft, CompiledDecoder):
-        drawn = isinstance(rule, Reject)
-        return ModelDrafter(draft, k, vocabulary=vocabulary(draft), drawn=drawn, confidence=confidence)
+        between = vocabulary(draft)
+        if isinstance(between, Reencoding):
+            eos = next(iter(target.config.eos_token_ids), None)
+            return ReencodingDrafter(draft, k, tokenizers=between, eos=eos, confidence=confidence)
+        return ModelDrafter(draft, k, vocabulary=between, drawn=isinstance(rule, Reject), confidence=confidence)
     if isinstance(draft, str):
         if draft not in DRAFTERS:
             raise ConfigurationError(f"no drafter is called {draft!r}; there are {', '.join(DRAFTERS)}")

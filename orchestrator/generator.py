@@ -38,7 +38,8 @@ class SpeculativeGenerator(Sampler):
     exact     run every round through one graph width, so that no rounding depends on what was proposed; False
               lets rounds without a proposal take a narrower graph
     confidence  a draft model stops proposing where its largest probability falls below this; 0 = never
-    vocabulary  "same": the draft must have the target's tokenizer; "intersection": it drafts only what both have
+    vocabulary  "same": the draft must have the target's tokenizer; "intersection": it drafts only what both have;
+              "re-encoding": they exchange text, by the tokenizers in their folders or those of a `Reencoding`
     fused     draft and verify in one graph; None (default) = wherever it can be done, False = never
     simulate_acceptance  alpha: the same as acceptor=Simulated(alpha)
 
@@ -57,7 +58,7 @@ class SpeculativeGenerator(Sampler):
         exact: bool = True,
         fused: bool | None = None,
         confidence: float = 0.0,
-        vocabulary: str = "same",
+        vocabulary: pairing.VocabularyLike = "same",
         simulate_acceptance: float | None = None,
     ) -> None:
         rule, depth, pace = build.acceptor(acceptor, simulate_acceptance), *pacing.of(k)
@@ -67,7 +68,7 @@ class SpeculativeGenerator(Sampler):
             log.warning("acceptor 'typical' is lossy: above temperature 0 the text does not follow the target's law")
         steps = depth + 1 if draft is None else 1
         self.target, self._plan = target, build.Plan(rule, exact, fused, pace, steps)
-        between = partial(pairing.vocabulary, target=target, kind=vocabulary)
+        between = partial(pairing.between, target=target, kind=vocabulary)
         self.drafter = build.drafter(draft, target, k=depth, rule=rule, confidence=confidence, vocabulary=between)
         target.check_width(self.drafter.outline.nodes + 1)
         given = draft if isinstance(draft, list | tuple) else [draft]

@@ -31,7 +31,7 @@ Confidence = Annotated[
     float, typer.Option(help="The draft model stops where its largest probability falls below this; 0: never.")
 ]
 VocabularyName = Annotated[
-    str, typer.Option("--vocabulary", help="same, or intersection: the draft model has another tokenizer.")
+    str, typer.Option("--vocabulary", help="same; or intersection, re-encoding: the draft has another tokenizer.")
 ]
 Exact = Annotated[
     bool, typer.Option("--exact/--no-exact", help="No rounding depends on what was drafted (matters to eager).")
