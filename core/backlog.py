@@ -35,12 +35,17 @@ class Backlog:
     def __init__(self) -> None:
         self._commits: list[tuple[Commit, set[int]]] = []
 
+    def __len__(self) -> int:
+        """Commits that are kept."""
+        return len(self._commits)
+
     def add(self, commit: Commit) -> None:
         """The newest commit."""
-        self._commits.append((commit, set()))
+        # An idle slot's commits start at row 0, no request's do.
+        self._commits.append((commit, {slot for slot, start in enumerate(commit.start.tolist()) if start == 0}))
 
     def forget(self, slot: int) -> None:
-        """A new request is in this slot: what was committed there before does not concern it."""
+        """The request in this slot is done: what was committed there does not concern the next one."""
         for _, gone in self._commits:
             gone.add(slot)
         self._commits = [(commit, gone) for commit, gone in self._commits if len(gone) < len(commit.count)]
@@ -52,7 +57,7 @@ class Backlog:
         for commit, gone in missed:
             rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
             for slot, start in enumerate(starts):
-                if start > 0 and slot not in gone:  # an idle slot's commits start at row 0, no request's do
+                if slot not in gone:
                     _, tokens, features = found.setdefault(slot, (start, [], []))
                     tokens.extend(rows[slot][: counts[slot]])
                     if commit.features is not None:

@@ -112,7 +112,8 @@ class ModelDrafter:
             prefill(self.decoder, slot, self.vocabulary.ids(prompt))
 
     def release(self, slot: int) -> None:
-        """Nothing to forget: the next request's prompt overwrites the cache rows."""
+        """Its commits are of no interest any more; the next request's prompt overwrites the cache rows."""
+        self._backlog.forget(slot)
 
     def observe(self, commit: Commit) -> None:
         """Only noted: the step of `propose` reads the last commit itself."""

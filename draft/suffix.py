@@ -84,9 +84,9 @@ class SuffixDrafter:
         self._extend(self._texts[slot], prompt)
 
     def release(self, slot: int) -> None:
-        text = self._texts.pop(slot, None)
+        text, prompt = self._texts.pop(slot, None), self._prompts.pop(slot, 0)
         if text is not None and self._corpus is not None:
-            self._corpus.add(text.own.tokens[self._prompts[slot] :])
+            self._corpus.add(text.own.tokens[prompt:])
 
     def observe(self, commit: Commit) -> None:
         for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):

@@ -7,6 +7,7 @@ from that same pass. Not here: the shape of growth (`paceline.eagle.growth`) and
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.backlog import Backlog
+from paceline.core.errors import ConfigurationError
 from paceline.core.types import Bounds, Commit, Proposal, Reads, SamplingBatch
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels import Place
@@ -117,6 +119,21 @@ class EagleDrafter:
             options=target.options,
         )
         return cls(head, target, growth or Chain(4))
+
+    def shortened(self, length: int) -> EagleDrafter:
+        """See `paceline.core.protocols.Shortens`; of chains.
+
+        Raises:
+            ConfigurationError: this head's drafts grow as trees.
+        """
+        if not isinstance(self.growth, Chain):
+            raise ConfigurationError(
+                f"drafts that grow as {self.growth.name} have one depth only; give one number as k, or take a chain"
+            )
+        made = copy.copy(self)
+        made.growth = Chain(length, drawn=self.growth.drawn)
+        made.outline = made.growth.outline
+        return made
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Read the pairs of a prompt: all but its last feature, whose token is yet to come."""

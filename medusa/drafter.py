@@ -111,6 +111,19 @@ class MedusaDrafter:
             tree = folder / checkpoint.TREE
         return cls(heads, target, Choices.chain(heads.config.heads) if tree is None else _choices(tree))
 
+    def shortened(self, length: int) -> MedusaDrafter:
+        """See `paceline.core.protocols.Shortens`; of chains.
+
+        Raises:
+            ConfigurationError: the choices are a tree.
+        """
+        if not self.outline.is_chain:
+            raise ConfigurationError(
+                f"a tree of {len(self.choices)} choices has one depth only; give one number as k, or a tree that is a "
+                "chain, such as [[0], [0, 0]]"
+            )
+        return MedusaDrafter(self.heads, self.target, Choices(self.choices.paths[:length]))
+
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Nothing to read: the first commit brings the state behind the prompt."""
 

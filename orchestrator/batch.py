@@ -70,6 +70,9 @@ class Batch:
     def apply(self, commit: Commit, drafted: list[int], logprobs: list[list[float]] | None) -> list[Event]:
         """Take over a round's commit; one event for every request. ``drafted``: proposed tokens of every slot."""
         self.commit = commit
+        idle = [index for index, slot in enumerate(self.slots) if slot is None]
+        if idle:
+            commit.start[idle] = 0  # the round moved them on, as it did the others
         events = []
         rows, counts = commit.tokens.tolist(), commit.count.tolist()
         for slot in self.active:
