@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,22 +15,15 @@ from paceline.core import law
 from paceline.core.accept import Match, Reject
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, knob_row, sampling_batch
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.draft.lift import lift
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
-from paceline.draft.vocabulary import Vocabulary
-from paceline.rounds import TwoStep
 from paceline.target.host import HostVerifier
-from paceline.target.verifier import Acceptor, CompiledVerifier
-from tests.fakes import TableBody, TableDecoder, WatchedRound, joint, misfit, near, table
-
-SLOTS, MANY, V, K = 50_000, 200_000, 8, 3
-PROMPT = [2, 5, 1, 2, 5]
-CHAIN = Outline.chain(K)
-TARGET = table(V, seed=0, spread=1.2)
-DRAFT = near(TARGET, seed=1, spread=0.7)
+from paceline.target.verifier import Acceptor
+from tests.fakes import TableBody, TableDecoder, joint, misfit
+from tests.target.three_tokens import CHAIN, DRAFT, MANY, PROMPT, SLOTS, TARGET, K, V, model, three_tokens
 
 
 @dataclass(frozen=True)
@@ -116,37 +108,6 @@ class Foreign:
         slots = len(commit.tokens)
         drawn = torch.multinomial(own, slots * K, replacement=True, generator=self.generator)
         return Proposal(drawn.view(slots, K).to(torch.int32), None, own.expand(slots, K, len(own)))
-
-
-def model(slots: int = SLOTS, *, drawn: bool) -> ModelDrafter:
-    return ModelDrafter(TableDecoder(DRAFT, slots=slots, reaches=(24,)), K, vocabulary=Vocabulary(V, V), drawn=drawn)
-
-
-def three_tokens(source: Drafter, rule: Acceptor, *, knobs: Sampling, slots: int = SLOTS) -> tuple[np.ndarray, float]:
-    """The first three tokens of every slot, and the mean number committed per round."""
-    target = TableDecoder(TARGET, slots=slots, reaches=(24,))
-    bodies = [target.body] + ([source.decoder.body] if isinstance(source, ModelDrafter) else [])
-    inner = source.inner if isinstance(source, (Mislabelled, OtherKnobs)) else source
-    for body in [*bodies, *([inner.decoder.body] if isinstance(inner, ModelDrafter) else [])]:
-        body.cache[:, : len(PROMPT) - 1] = torch.tensor(PROMPT[:-1])
-    if not isinstance(inner, ModelDrafter):
-        for slot in range(slots):
-            inner.admit(slot, PROMPT[:-1])
-    rounds = WatchedRound(TwoStep(source, CompiledVerifier(target, CHAIN, acceptor=rule, wide=True)), bodies)
-    rounds.truth.text[:, : len(PROMPT)] = torch.tensor(PROMPT)
-    rounds.truth.length[:] = len(PROMPT)
-    first = torch.full((slots, K + 1), PAD, dtype=torch.int32)
-    first[:, 0] = PROMPT[-1]
-    ones = torch.ones(slots, dtype=torch.int32)
-    commit = Commit(first, ones, ones * (len(PROMPT) - 1))
-    keys = torch.stack((torch.arange(slots, dtype=torch.int32), ones * 77), 1)
-    sampling = SamplingBatch(torch.tensor([knob_row(knobs)]).expand(slots, 4), keys)
-    counts = []
-    while int(rounds.truth.length.min()) < len(PROMPT) + 3:
-        rows = int(rounds.truth.length.max())
-        commit = rounds(commit, sampling, Bounds(ones * source.outline.nodes, rows))
-        counts.append(float(commit.count.double().mean()))
-    return rounds.truth.text[:, len(PROMPT) : len(PROMPT) + 3].numpy(), sum(counts) / len(counts)
 
 
 def follow(text: list[int]) -> list[int]:

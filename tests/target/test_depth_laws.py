@@ -1,0 +1,90 @@
+"""The joint law of three tokens where depths change, and with a draft of another tokenizer."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.adaptive import Adaptive
+from paceline.core.accept import Match, Reject
+from paceline.core.protocols import Drafter, Shortens
+from paceline.core.sampling import Sampling
+from paceline.core.types import Outline
+from paceline.draft.reencoding import Reencoding, ReencodingDrafter
+from paceline.loop import TimedRound
+from paceline.pace import Pace
+from paceline.rounds import TwoStep
+from paceline.target.verifier import Acceptor, CompiledVerifier
+from tests.fakes import TableDecoder, joint, misfit, table
+from tests.target.three_tokens import PROMPT, TARGET, K, model, one_depth, three_tokens
+
+RAW = Sampling(temperature=1.0)
+SLOTS = 15_000
+
+
+class Dice(Pace):
+    """Any rung at any time, but not for the first round, which is the deepest: the law of a draft is in it."""
+
+    def choose(self) -> int:
+        self.turn = getattr(self, "turn", -1) + 1
+        return (self.ladder[-1], *self.ladder)[self.turn % (len(self.ladder) + 1)]
+
+
+def many_depths(source: Drafter, target: TableDecoder, rule: Acceptor) -> TimedRound:
+    """Rungs of a ladder in turn, each with a verifier of its own width."""
+    assert isinstance(source, Shortens)
+    rungs = {
+        depth: TwoStep(
+            source.shortened(depth) if depth else source,
+            CompiledVerifier(target, Outline.chain(depth or K), acceptor=rule, wide=False, width=K + 1),
+        )
+        for depth in (0, 1, 2, K)
+    }
+    return Adaptive(rungs, Dice((0, 1, 2, K)))
+
+
+class Letters:
+    """A tokenizer of plain Python, since it is called for every slot: id i says ``words[i]``; the longest word wins."""
+
+    bos_token_id = None
+
+    def __init__(self, words: list[str]) -> None:
+        self._words, self._ids = words, {word: i for i, word in enumerate(words)}
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        found, at = [], 0
+        while at < len(text):
+            size = 2 if text[at : at + 2] in self._ids else 1
+            found.append(self._ids[text[at : at + size]])
+            at += size
+        return found
+
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return "".join(self._words[i] for i in token_ids)
+
+
+def reencoding(slots: int) -> ReencodingDrafter:
+    words = list("hgfedcba")
+    tokenizers = Reencoding(target=Letters(list("abcdefgh")), draft=Letters([*words, "cf", "ab"]))
+    draft = TableDecoder(table(len(words) + 2, seed=4), slots=slots, reaches=(24,))
+    return ReencodingDrafter(draft, K, tokenizers=tokenizers)
+
+
+@pytest.mark.parametrize(("drawn", "confidence"), [(False, 0.0), (True, 0.0), (True, 0.4)])
+def test_the_joint_law_stays_where_depths_change(drawn: bool, confidence: float) -> None:
+    """From round to round by the ladder, from slot to slot by what was gained, and where the draft is in doubt."""
+    rule = Reject() if drawn else Match()
+    source = model(SLOTS, drawn=drawn, confidence=confidence)
+    tokens, mean = three_tokens(source, rule, knobs=RAW, slots=SLOTS, rounds_of=many_depths, by_itself=True)
+    assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) > 1e-3
+    assert mean > 1.1
+
+
+def test_the_joint_law_stays_with_a_draft_of_another_tokenizer() -> None:
+    slots = 4_000
+    source = reencoding(slots)
+    for rounds_of in (one_depth, many_depths):
+        tokens, mean = three_tokens(source, Match(), knobs=RAW, slots=slots, rounds_of=rounds_of)
+        assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) > 1e-3
+        assert mean > 1.02
+        for slot in range(slots):
+            source.release(slot)

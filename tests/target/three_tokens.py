@@ -1,0 +1,76 @@
+"""The first three tokens of thousands of slots, through the real verifier, drafters and rounds; no tests in here.
+
+Models are tables whose law is known, and their caches check themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from paceline.core.protocols import Drafter
+from paceline.core.sampling import Sampling, knob_row
+from paceline.core.types import PAD, Bounds, Commit, Outline, SamplingBatch
+from paceline.draft.model import ModelDrafter
+from paceline.draft.vocabulary import Vocabulary
+from paceline.loop import TimedRound
+from paceline.rounds import TwoStep
+from paceline.target.verifier import Acceptor, CompiledVerifier
+from tests.fakes import TableDecoder, WatchedRound, near, table
+
+SLOTS, MANY, V, K = 50_000, 200_000, 8, 3
+PROMPT = [2, 5, 1, 2, 5]
+CHAIN = Outline.chain(K)
+Rounds = Callable[[Drafter, TableDecoder, Acceptor], TimedRound]
+TARGET = table(V, seed=0, spread=1.2)
+DRAFT = near(TARGET, seed=1, spread=0.7)
+
+
+def model(slots: int = SLOTS, *, drawn: bool, confidence: float = 0.0) -> ModelDrafter:
+    decoder = TableDecoder(DRAFT, slots=slots, reaches=(24,))
+    return ModelDrafter(decoder, K, vocabulary=Vocabulary(V, V), drawn=drawn, confidence=confidence)
+
+
+def one_depth(source: Drafter, target: TableDecoder, rule: Acceptor) -> TimedRound:
+    return TwoStep(source, CompiledVerifier(target, CHAIN, acceptor=rule, wide=True))
+
+
+def three_tokens(
+    source: Drafter,
+    rule: Acceptor,
+    *,
+    knobs: Sampling,
+    slots: int = SLOTS,
+    rounds_of: Rounds = one_depth,
+    by_itself: bool = False,
+) -> tuple[np.ndarray, float]:
+    """The first three tokens of every slot, and the mean number committed per round.
+
+    ``by_itself``: how deep a slot may go next depends on how much it gained last, as a controller would have it.
+    """
+    target = TableDecoder(TARGET, slots=slots, reaches=(24,))
+    bodies = [target.body] + ([source.decoder.body] if isinstance(source, ModelDrafter) else [])
+    inner = getattr(source, "inner", source)
+    for body in [*bodies, *([inner.decoder.body] if isinstance(inner, ModelDrafter) else [])]:
+        body.cache[:, : len(PROMPT) - 1] = torch.tensor(PROMPT[:-1])
+    if not isinstance(inner, ModelDrafter):
+        for slot in range(slots):
+            inner.admit(slot, PROMPT[:-1])
+    rounds = WatchedRound(rounds_of(source, target, rule), bodies)
+    rounds.truth.text[:, : len(PROMPT)] = torch.tensor(PROMPT)
+    rounds.truth.length[:] = len(PROMPT)
+    first = torch.full((slots, K + 1), PAD, dtype=torch.int32)
+    first[:, 0] = PROMPT[-1]
+    ones = torch.ones(slots, dtype=torch.int32)
+    commit = Commit(first, ones, ones * (len(PROMPT) - 1))
+    keys = torch.stack((torch.arange(slots, dtype=torch.int32), ones * 77), 1)
+    sampling = SamplingBatch(torch.tensor([knob_row(knobs)]).expand(slots, 4), keys)
+    counts = []
+    while int(rounds.truth.length.min()) < len(PROMPT) + 3:
+        rows = int(rounds.truth.length.max())
+        limit = (commit.count + 1).clamp(max=K) - 1 if by_itself else ones * source.outline.nodes
+        commit = rounds(commit, sampling, Bounds(limit.to(torch.int32), rows))
+        counts.append(float(commit.count.double().mean()))
+    return rounds.truth.text[:, len(PROMPT) : len(PROMPT) + 3].numpy(), sum(counts) / len(counts)
