@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 from transformers.utils import logging
 
 from tests.decoder.tiny import Workshop
 from tests.simulation import check_nothing_left, simulated
+
+settings.register_profile("thorough", max_examples=2000)  # pytest --hypothesis-profile=thorough
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

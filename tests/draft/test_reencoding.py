@@ -120,17 +120,6 @@ def test_a_text_longer_than_the_draft_s_context_goes_on_without_it(heat: dict) -
     assert 0 < made.statistics.drafted_per_position[0] < made.statistics.rounds
 
 
-@pytest.mark.parametrize("fused", [None, False])
-def test_rungs_and_chains_take_it_too(fused: bool | None) -> None:
-    asked = {"max_new_tokens": 40, "do_sample": True, "seed": 3, "eos_token_id": []}
-    prompts = [COARSE.encode(text) for text in CORPUS]
-    plain = decoder(COARSE).sample(prompts, **asked)
-    both = Reencoding(target=COARSE, draft=FINE)
-    for sources, k in ((decoder(FINE), (0, 1, 3)), (["ngram", decoder(FINE)], 3), (["suffix", decoder(FINE)], (0, 2))):
-        maker = SpeculativeGenerator(sources, decoder(COARSE), k=k, vocabulary=both, fused=fused)
-        assert torch.equal(maker.sample(prompts, **asked), plain)
-
-
 @settings(deadline=None, max_examples=200)
 @given(
     text=st.text("achet \u00e9\u65e5", max_size=40), cut=st.integers(0, 60), marked=st.booleans(), fine=st.booleans()

@@ -70,7 +70,7 @@ def test_what_has_too_little_in_common_or_no_tokenizer_is_refused(monkeypatch: p
     monkeypatch.setattr("paceline.pairing._vocabulary", lambda folder: {"x": 0} if folder == "draft" else WORDS)
     with pytest.raises(PairingError, match="only 0 of the target's 12 tokens"):
         SpeculativeGenerator(draft, target, vocabulary="intersection")
-    with pytest.raises(ConfigurationError, match="'same' or 'intersection'"):
+    with pytest.raises(ConfigurationError, match="'same', 'intersection', 're-encoding'"):
         SpeculativeGenerator(draft, target, vocabulary="union")
 
 

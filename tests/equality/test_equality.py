@@ -34,7 +34,7 @@ def drafts(kind: str, workshop: Workshop, backend: str, known: list[list[int]]) 
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("kind", ["model", "ngram", "lift"])
 @pytest.mark.parametrize("k", SPAN)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["inductor"])  # eager: tests/contract
 def test_speculation_gives_the_tokens_of_plain_decoding(
     workshop: Workshop, expected: dict[tuple[str, str], list[list[int]]], backend: str, k: int, kind: str, law: str
 ) -> None:

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from paceline import LADDER, SpeculativeGenerator
 from paceline.build import Demands
@@ -115,31 +113,9 @@ def test_rungs_at_random_leave_no_gap_and_change_no_token(acceptor: str, heat: d
     assert done.statistics.accepted == done.statistics.drafted > 0
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    ladder=st.sets(st.integers(0, 9), min_size=1, max_size=5).map(lambda s: tuple(sorted(s))),
-    slots=st.integers(1, 4),
-    heat=st.sampled_from([{}, {"do_sample": True, "seed": 9}, {"do_sample": True, "top_k": 4, "top_p": 0.8}]),
-    drafter=st.sampled_from(["model", "ngram"]),
-    stops=st.sampled_from([(), (3,), (3, 7)]),
-    new=st.integers(1, 40),
-    exact=st.booleans(),
-)
-def test_any_ladder_batch_and_stop_gives_the_tokens_of_plain_decoding(
-    ladder: tuple[int, ...], slots: int, heat: dict, drafter: str, stops: tuple[int, ...], new: int, exact: bool
-) -> None:
-    call = {"max_new_tokens": new, "eos_token_id": list(stops), "pad_token_id": 0, **heat}
-    plain = TableDecoder(TARGET, slots=slots).sample(PROMPTS, **call)
-    draft = "ngram" if drafter == "ngram" else TableDecoder(DRAFT, slots=slots)
-    maker = SpeculativeGenerator(draft, TableDecoder(TARGET, slots=slots), k=ladder, exact=exact)
-    for _ in range(2):  # the pace goes on from call to call
-        assert torch.equal(maker.sample(PROMPTS, **call), plain)
-
-
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_real_models_on_a_ladder(workshop: Workshop, backend: str) -> None:
-    draft, target = workshop.pair(backend=backend, amp="f32" if backend == "eager" else "bf16")
-    ladder = (0, 2) if backend == "inductor" else LADDER
+def test_compiled_models_on_a_ladder(workshop: Workshop) -> None:
+    draft, target = workshop.pair(backend="inductor", amp="bf16")
+    ladder = (0, 2)
     plain = target.sample(PROMPTS, max_new_tokens=40)
     made = SpeculativeGenerator(draft, target, k=ladder).sample(PROMPTS, max_new_tokens=40, return_dict=True)
     assert torch.equal(made.sequences, plain)

@@ -52,20 +52,14 @@ def test_plain_decoding_chooses_with_the_noise_of_every_token_s_own_position(mod
     assert plain(PROMPTS[:1], max_new_tokens=25, **MODES[mode]) == [text]
 
 
-@pytest.mark.parametrize("k", [1, 4, 8])
+@pytest.mark.parametrize("k", [1, 8])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("drafter", ["model", "ngram", "function"])
 @pytest.mark.parametrize("slots", [1, 3])
-def test_every_drafter_gives_the_tokens_of_plain_decoding(drafter: str, mode: str, k: int, slots: int) -> None:
+def test_caches_hold_the_text_whatever_a_draft_model_says(mode: str, k: int, slots: int) -> None:
     wanted = plain(PROMPTS, max_new_tokens=25, **MODES[mode])
-    sources = {
-        "model": target(slots, logits=DRAFT),
-        "ngram": NgramDrafter(k),
-        "function": lift(lambda text: [text[-1], (text[-1] + 1) % V, 0], k),
-    }
-    generator = Checked(sources[drafter], target(slots), k=k)
-    assert texts(run(generator, PROMPTS, max_new_tokens=25, **MODES[mode])) == wanted
-    assert texts(run(generator, PROMPTS, max_new_tokens=25, **MODES[mode])) == wanted  # and again, on used caches
+    generator = Checked(target(slots, logits=DRAFT), target(slots), k=k)
+    for _ in range(2):  # and again, on used caches
+        assert texts(run(generator, PROMPTS, max_new_tokens=25, **MODES[mode])) == wanted
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])

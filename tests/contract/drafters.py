@@ -1,0 +1,184 @@
+"""Every drafter there is, one row each: add a row, and every test of the contract runs over it. No tests in here.
+
+A row makes a generator over the tiny target, eager. Heads are random: what a drafter is worth is no part of the
+contract, and a bad one sees more of a round than a good one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from paceline import MedusaDrafter, NgramDrafter, Reencoding, SpeculativeGenerator, lift
+from paceline.auto import SamplingDecoder
+from paceline.draft.model import ModelDrafter
+from paceline.draft.suffix import SuffixDrafter
+from paceline.draft.vocabulary import Intersection, Vocabulary
+from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
+from paceline.medusa.choices import Choices
+from paceline.medusa.config import MedusaConfig
+from paceline.medusa.heads import fresh
+from paceline.placement.channel import Address, listen
+from paceline.placement.draft_server import DraftServer
+from paceline.placement.remote import RemoteDraft, Terms
+from paceline.placement.revival import Caller
+from tests.decoder.tiny import VOCABULARY, Workshop
+from tests.draft.tokenizers_of_two import bytes_merged
+from tests.eagle.heads import drafter as eagle_head
+
+Depth = int | Sequence[int]
+"""What `SpeculativeGenerator` takes as k."""
+
+BRANCHES = (-1, -1, 0, 0, 1, 2)
+CHOICES = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where rows take their parts from: decoders that all tests share, a folder, and what has to be closed again."""
+
+    workshop: Workshop
+    folder: Path
+    stack: ExitStack
+    slots: int
+
+    @property
+    def target(self) -> SamplingDecoder:
+        return self.workshop.decoder(slots=self.slots)
+
+    @property
+    def draft(self) -> SamplingDecoder:
+        return self.workshop.decoder("draft", slots=self.slots)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A drafter.
+
+    make    the generator for a depth, or for a ladder of depths
+    depths  that it can have; others have one of their own
+    ladder  whether it can be had at several depths at once
+    drafts  whether it is certain to propose something in a long text
+    """
+
+    make: Callable[[Home, Depth], SpeculativeGenerator]
+    depths: tuple[int, ...] = (1, 2, 4)
+    ladder: bool = True
+    drafts: bool = True
+
+
+def again(text: list[int]) -> list[int]:
+    """A user's function: what followed the last token when it stood in the text before, or some ids, some illegal."""
+    at = next((i for i in range(len(text) - 2, -1, -1) if text[i] == text[-1]), None)
+    return [text[-1], 3, VOCABULARY + 5] if at is None else text[at + 1 :]
+
+
+def deepest(k: Depth) -> int:
+    return k if isinstance(k, int) else k[-1]
+
+
+def _given(draft: object, **options: object) -> Callable[[Home, Depth], SpeculativeGenerator]:
+    """A drafter that needs nothing; "draft" in it stands for the draft model."""
+
+    def make(home: Home, k: Depth) -> SpeculativeGenerator:
+        named = draft if isinstance(draft, list) else [draft]
+        parts = [home.draft if one == "draft" else one for one in named]
+        return SpeculativeGenerator(parts if isinstance(draft, list) else parts[0], home.target, k=k, **options)  # type: ignore[arg-type]
+
+    return make
+
+
+def _own(draft: Callable[[int], object]) -> Callable[[Home, Depth], SpeculativeGenerator]:
+    """A drafter object of a depth."""
+    return lambda home, k: SpeculativeGenerator(draft(deepest(k)), home.target, k=k)  # type: ignore[arg-type]
+
+
+def _intersection(home: Home, k: Depth) -> SpeculativeGenerator:
+    """Two of three tokens are known to both, under other ids."""
+    order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(5)).tolist()
+    names = {(f"w{i}" if i % 3 else f"other{i}"): order[i] for i in range(VOCABULARY)}
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    vocabulary = Intersection(words, names, sizes=(VOCABULARY, VOCABULARY))
+    return SpeculativeGenerator(ModelDrafter(home.draft, deepest(k), vocabulary=vocabulary), home.target, k=k)
+
+
+@cache
+def tokenizers() -> Reencoding:
+    """Of fewer ids than the models have, so that some say nothing."""
+    return Reencoding(target=bytes_merged(80), draft=bytes_merged(52))
+
+
+def _reencoding(home: Home, k: Depth) -> SpeculativeGenerator:
+    return SpeculativeGenerator(home.draft, home.target, k=k, vocabulary=tokenizers())
+
+
+def _medusa(choices: Choices | None) -> Callable[[Home, Depth], SpeculativeGenerator]:
+    def make(home: Home, k: Depth) -> SpeculativeGenerator:
+        target = home.target
+        sizes = MedusaConfig(max(3, deepest(k)), 1, target.config.hidden_size, VOCABULARY, tied=True)
+        heads = fresh(sizes, target.body.model.head)
+        drafter = MedusaDrafter(heads, target, Choices.chain(deepest(k)) if choices is None else choices)
+        return SpeculativeGenerator(drafter, target, k=k)
+
+    return make
+
+
+def _eagle(version: int, growth: Callable[[int], Growth]) -> Callable[[Home, Depth], SpeculativeGenerator]:
+    def make(home: Home, k: Depth) -> SpeculativeGenerator:
+        folder = home.folder / f"eagle {version}"
+        return SpeculativeGenerator(eagle_head(folder, home.target, version, growth(deepest(k))), home.target, k=k)
+
+    return make
+
+
+def _remote(home: Home, k: Depth) -> SpeculativeGenerator:
+    """Behind a socket; the other end is a thread, which saves the time to start a process."""
+    address, secret = Address(path=str(home.folder / f"socket {k} {home.slots}")), b"a secret of the tests"
+    slots, vocabulary, decoder = home.slots, Vocabulary(VOCABULARY, VOCABULARY), home.draft.sibling()
+    server = DraftServer(
+        listen(address), secret, lambda _hello: ModelDrafter(decoder, deepest(k), vocabulary=vocabulary)
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    home.stack.callback(thread.join)
+    home.stack.callback(server.stop)
+    terms = Terms(nodes=deepest(k), slots=slots, vocab_size=VOCABULARY, reach=decoder.n_positions)
+    drafter = RemoteDraft(terms, Caller(address, secret))
+    home.stack.callback(drafter.close)
+    assert drafter.wait_until_up(30)
+    return SpeculativeGenerator(drafter, home.target, k=k)
+
+
+ROWS: dict[str, Row] = {
+    "none": Row(_given(None), ladder=False, drafts=False),
+    "none, by name": Row(_given("none"), ladder=False, drafts=False),
+    "ngram": Row(_given("ngram")),
+    "ngram, first": Row(_own(lambda k: NgramDrafter(k, prefer="first", longest=2))),
+    "suffix": Row(_given("suffix"), drafts=False),
+    "suffix, with a corpus": Row(_own(lambda k: SuffixDrafter(k, shortest=1, corpus=60))),
+    "function": Row(_own(lambda k: lift(again, k))),
+    "model": Row(_given("draft", fused=False)),
+    "model, fused": Row(_given("draft", fused=True)),
+    "model, any width": Row(_given("draft", exact=False)),
+    "model, in doubt": Row(_given("draft", confidence=0.3)),
+    "list: suffix, ngram, model": Row(_given(["suffix", "ngram", "draft"])),
+    "list: model, function": Row(_given(["draft", again])),
+    "intersection": Row(_intersection),
+    "re-encoding": Row(_reencoding),
+    "list: ngram, re-encoding": Row(
+        lambda home, k: SpeculativeGenerator(["ngram", home.draft], home.target, k=k, vocabulary=tokenizers())
+    ),
+    "Medusa chain": Row(_medusa(None)),
+    "Medusa tree": Row(_medusa(CHOICES), depths=(3,), ladder=False),
+    "EAGLE 1 chain": Row(_eagle(1, Chain)),
+    "EAGLE 3 chain": Row(_eagle(3, Chain)),
+    "EAGLE 3 static tree": Row(_eagle(3, lambda _k: StaticTree(BRANCHES)), depths=(3,), ladder=False),
+    "EAGLE 3 dynamic tree": Row(_eagle(3, lambda _k: DynamicTree(6, depth=3, width=3)), depths=(3,), ladder=False),
+    "remote": Row(_remote, ladder=False),
+}

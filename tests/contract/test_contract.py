@@ -1,0 +1,167 @@
+"""What every drafter promises, over every drafter: see the rows in `tests.contract.drafters`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import LADDER, GenerationResult, SpeculativeGenerator
+from paceline.core.backlog import Backlog
+from paceline.core.errors import ConfigurationError
+from paceline.core.protocols import Drafter
+from paceline.pace import Pace
+from paceline.sampler import Sampler
+from tests.contract.drafters import ROWS, Depth, Home, Row
+from tests.decoder.tiny import Workshop
+from tests.draft.tokenizers_of_two import CORPUS, bytes_merged
+
+Asked = dict[str, Any]
+Make = Callable[..., tuple[SpeculativeGenerator, Sampler]]
+
+NEW = 8
+PROMPTS = [
+    [5, 9, 5, 9, 5],
+    [17],
+    [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3],
+    bytes_merged(80).encode(CORPUS[1]),
+]
+"""Ragged: one of a single token, one longer than the prefill graph, one that is text."""
+
+LAWS: dict[str, Asked] = {
+    "greedy": {},
+    "cool": {"do_sample": True, "temperature": 0.7, "top_k": 20, "seed": 11},
+    "hot": {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "seed": 11},
+}
+COOL = LAWS["cool"]
+
+
+@pytest.fixture(params=ROWS)
+def row(request: pytest.FixtureRequest) -> Row:
+    return ROWS[request.param]
+
+
+@pytest.fixture
+def make(workshop: Workshop, tmp_path: Path, row: Row) -> Iterator[Make]:
+    """The row's generator for a depth, and its target."""
+    with ExitStack() as stack:
+
+        def made(k: Depth | None = None, *, slots: int = 4) -> tuple[SpeculativeGenerator, Sampler]:
+            home = Home(workshop, tmp_path, stack, slots)
+            return row.make(home, row.depths[-1] if k is None else k), home.target
+
+        yield made
+
+
+_KNOWN: dict[str, list[list[int]]] = {}
+
+
+def plain(target: Sampler, prompts: list[list[int]], asked: Asked) -> list[list[int]]:
+    """Plain decoding; the same for every row, so it is computed once."""
+    key = repr((prompts, asked))
+    if key not in _KNOWN:
+        _KNOWN[key] = texts(run(target, prompts, asked))
+    return _KNOWN[key]
+
+
+def run(sampler: Sampler, prompts: list[list[int]], asked: Asked) -> GenerationResult:
+    made = sampler.sample(prompts, return_dict=True, **{"max_new_tokens": NEW, **asked})
+    assert isinstance(made, GenerationResult)
+    return made
+
+
+def texts(result: GenerationResult) -> list[list[int]]:
+    return [line[:length].tolist() for line, length in zip(result.sequences, result.lengths, strict=True)]
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+def test_the_tokens_are_those_of_plain_decoding(make: Make, row: Row, slots: int) -> None:
+    """Every law at every depth; half of the pairs in a batch, the others alone."""
+    drafted = 0
+    for place, k in enumerate(row.depths):
+        generator, target = make(k, slots=slots)
+        for number, law in enumerate(LAWS.values()):
+            if slots == 1 and len(row.depths) > 1 and (place + number) % 2:
+                continue
+            prompts = PROMPTS if slots > 1 else PROMPTS[:1]
+            assert texts(run(generator, prompts, law)) == plain(target, prompts, law), (k, law)
+            drafted += generator.statistics.drafted
+    assert drafted or slots == 1 or not row.drafts
+
+
+def test_a_text_ends_where_plain_decoding_ends_it(make: Make) -> None:
+    """Inside a window: at an eos id of the first text, at a stop string, at either limit."""
+    generator, target = make()
+    tokenizer, prompts = bytes_merged(80), [PROMPTS[0], PROMPTS[3]]
+    first = plain(target, prompts, COOL)[0][len(prompts[0]) :]
+    word = next(piece for token in first[2:] if (piece := tokenizer.decode([token])).strip("\ufffd "))
+    asked: list[Asked] = [{"eos_token_id": first[place]} for place in (1, 3)]
+    asked += [{"stop_strings": [word], "tokenizer": tokenizer}, {"max_new_tokens": 1}, {"max_new_tokens": 6}]
+    asked += [{"sequence_length": len(prompts[1]) + 2}]
+    for limits in asked:
+        result = run(generator, prompts, {**COOL, **limits})
+        assert texts(result) == plain(target, prompts, {**COOL, **limits}), limits
+        assert result.finish_reasons[0] == ("stop" if {"eos_token_id", "stop_strings"} & set(limits) else "length")
+
+
+def test_a_request_may_do_without(make: Make) -> None:
+    generator, target = make()
+    for opted in ([True, False, True, False], False):
+        asked = {**COOL, "max_new_tokens": 6, "speculate": opted}
+        assert texts(run(generator, PROMPTS, asked)) == plain(target, PROMPTS, {**COOL, "max_new_tokens": 6})
+    assert generator.statistics.drafted == 0
+
+
+def test_slots_change_hands_and_nothing_is_left(make: Make) -> None:
+    """More requests than slots, of all lengths; a stream that is dropped in the middle; then the same again."""
+    generator, target = make()
+    dice = random.Random(3)
+    prompts = [[dice.randrange(96) for _ in range(dice.randrange(1, 9))] for _ in range(7)]
+    asked = {**COOL, "eos_token_id": [7, 30, 31, 40, 50]}
+    before = kept(generator.drafter)
+    wanted = plain(target, prompts, asked)
+    for _ in range(2):
+        events = generator.stream(prompts, max_new_tokens=NEW, **asked)
+        next(events)
+        events.close()  # type: ignore[attr-defined]
+        assert texts(run(generator, prompts, asked)) == wanted
+        assert kept(generator.drafter) == before
+
+
+def kept(part: object) -> int:
+    """Entries in everything a drafter keeps for its requests; a corpus is kept on purpose, and is no request's."""
+    found = 0
+    for value in vars(part).values():
+        if isinstance(value, Backlog | dict | list | set) and not isinstance(part, torch.nn.Module):
+            found += len(value)
+        members = value if isinstance(value, tuple) else (value,)
+        found += sum(kept(one) for one in members if isinstance(one, Drafter) and hasattr(one, "__dict__"))
+    return found
+
+
+class Dice(Pace):
+    """Any rung at any time."""
+
+    def choose(self) -> int:
+        self.turn = getattr(self, "turn", 6) + 1
+        return random.Random(self.turn).choice(self.ladder)
+
+
+def test_the_depth_may_change_in_every_round(make: Make, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At random, off and on again: no gap is left and no token changes. What has one depth says so."""
+    monkeypatch.setattr("paceline.pace.Pace", Dice)
+    if not row.ladder:
+        if row.drafts:
+            with pytest.raises(ConfigurationError, match="one depth"):
+                run(make((0, 1, row.depths[-1]))[0], PROMPTS, {})
+        return
+    generator, target = make(LADDER)
+    for law in (LAWS["greedy"], LAWS["hot"]):
+        long = {**law, "max_new_tokens": 20}
+        assert texts(run(generator, PROMPTS, long)) == plain(target, PROMPTS, long)
+        assert len(set(generator.statistics.rungs)) > 2
