@@ -1,0 +1,230 @@
+"""Fused rounds, lists of drafters and adaptive depth, as ratios measured in one run. JSON on the last line.
+
+    python benchmarks/fused.py --part pair                 the demo pair: plain, two steps and fused
+    python benchmarks/fused.py --part 30m --alpha 0.6      random weights, target of 30M and draft of 8M
+    python benchmarks/fused.py --part 110m --alpha 0.8     the same with a target of 110M
+    python benchmarks/fused.py --part copy                 a file to be repeated with an edit, lists of drafters
+    python benchmarks/fused.py --part useless              adaptive depth with a draft that is always wrong
+    python benchmarks/fused.py --part good                 adaptive depth with the demo draft, and every fixed k
+
+Give --k to choose depths (repeatable) and --tiny to see that a part starts. Pair, 30m and 110m simulate acceptance
+(--alpha): each draft stands with that probability, whatever the models say, so that speed can be told from quality;
+without --alpha the pair decodes real text. Modes take turns on every prompt, and a mode's figure is the sum over
+prompts of the median over turns. Times are of rounds, without prompts. A first run compiles, up to half a minute a
+graph; graphs stay in the cache. Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from turns import Mode, measure
+
+from paceline import LADDER, AutoDecoder, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+
+ROOT = Path(__file__).parents[1]
+PAIR = ROOT / "examples" / "pycode"
+FILES = ("core/tree.py", "core/sampling.py", "draft/lift.py", "core/backlog.py", "core/law.py", "draft/ngram.py")
+POSITIONS = 512
+
+# Width, layers, heads, width of the MLP and vocabulary of target and draft.
+SHAPES = {
+    "30m": ((512, 8, 8, 1376, 8192), (256, 5, 4, 688, 8192)),
+    "110m": ((768, 12, 12, 2048, 16384), (192, 4, 3, 512, 16384)),
+    "tiny": ((64, 2, 2, 96, 512), (32, 1, 2, 48, 512)),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What the command line says. ``alpha`` None: acceptance is what it is."""
+
+    alpha: float | None
+    depths: tuple[int, ...]
+    new: int
+    count: int
+    repeats: int
+    backend: str
+    tiny: bool
+
+
+def rounds(
+    draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], asked: Asked
+) -> dict[str, object]:
+    """Plain, two steps and fused at every depth, and the speed-up that the formula gives from the graphs' times.
+
+    E = (1 - alpha^(k + 1)) / (1 - alpha) tokens a round (arXiv 2211.17192, section 3), or as many as were counted,
+    times the time of a plain step over that of a round.
+    """
+    modes = {"plain": Mode(SpeculativeGenerator(None, target, k=0))}
+    for k in asked.depths:
+        for name, fused in (("two steps", False), ("fused", True)):
+            made = SpeculativeGenerator(draft, target, k=k, fused=fused, simulate_acceptance=asked.alpha)
+            modes[f"{name} k={k}"] = Mode(made)
+    measure(modes, prompts, new=asked.new, repeats=asked.repeats)
+    plain, report = modes["plain"], {name: mode.summary(modes["plain"]) for name, mode in modes.items()}
+    step = plain.total("inside") / plain.total("rounds")
+    for name, mode in modes.items():
+        if mode is plain:
+            continue
+        k, alpha = int(name.split("=")[1]), asked.alpha
+        counted = mode.total("tokens") / mode.total("rounds")
+        expected = counted if alpha is None else k + 1.0 if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
+        formula = expected * step * mode.total("rounds") / mode.total("inside")
+        report[name] |= {
+            "formula": round(formula, 3),
+            "of_formula": round(mode.speed() / plain.speed() / formula, 3),
+            # The same with the tokens that this run's coins gave, which over few rounds are not quite those expected.
+            "of_formula_as_counted": round(mode.speed() / plain.speed() / (formula * counted / expected), 3),
+        }
+    for k in asked.depths:
+        two, one = (modes[f"{name} k={k}"] for name in ("two steps", "fused"))
+        saved = two.total("seconds") / two.total("rounds") - one.total("seconds") / one.total("rounds")
+        report[f"fused k={k}"]["saved_us_a_round"] = round(1e6 * saved, 1)
+    return {"alpha": asked.alpha, "modes": report}
+
+
+def pair(asked: Asked) -> dict[str, object]:
+    """The demo pair."""
+    draft, target = demo(asked)
+    return rounds(draft, target, demo_prompts(asked.count), asked)
+
+
+def shape(name: str) -> Callable[[Asked], dict[str, object]]:
+    """Random weights; acceptance has to be simulated."""
+
+    def part(asked: Asked) -> dict[str, object]:
+        if asked.alpha is None:
+            raise SystemExit("random weights agree on nothing: give --alpha")
+        draft, target = random_pair("tiny" if asked.tiny else name, asked)
+        torch.manual_seed(1)
+        prompts = torch.randint(1, 500, (asked.count, 32)).tolist()
+        return rounds(draft, target, prompts, asked)
+
+    return part
+
+
+def copying(asked: Asked) -> dict[str, object]:
+    """Files of this repository: the whole, then its beginning with one name changed, to be gone on with."""
+    draft, target = demo(asked)
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    prompts, new = [], min(asked.new, 120)
+    for name in FILES[: asked.count]:
+        whole = tokenizer((ROOT / name).read_text()).input_ids[:170]
+        text = tokenizer.decode(whole)
+        word = max(set(text.split()), key=lambda w: (w.isidentifier(), text.count(w) * len(w)))
+        edited = tokenizer(text.replace(word, f"{word}_2")).input_ids
+        prompts.append([*whole, *tokenizer("\n\n\n").input_ids, *edited[:40]])
+    k = max(asked.depths)
+    modes = {
+        "plain": Mode(SpeculativeGenerator(None, target, k=0)),
+        "draft": Mode(SpeculativeGenerator(draft, target, k=k)),
+        "suffix": Mode(SpeculativeGenerator("suffix", target, k=k)),
+        "suffix, draft": Mode(SpeculativeGenerator(["suffix", draft], target, k=k)),
+        "ngram, draft": Mode(SpeculativeGenerator(["ngram", draft], target, k=k)),
+    }
+    measure(modes, prompts, new=new, repeats=asked.repeats)
+    return {"k": k, "modes": {name: mode.summary(modes["plain"]) for name, mode in modes.items()}}
+
+
+def useless(asked: Asked) -> dict[str, object]:
+    """Drafts of random weights, which never stand: what it costs to find that out and to try again now and then."""
+    draft, target = random_pair("tiny" if asked.tiny else "30m", asked)
+    torch.manual_seed(1)
+    prompts = torch.randint(1, 500, (asked.count, 32)).tolist()
+    return adaptive(draft, target, prompts, asked, fixed=())
+
+
+def good(asked: Asked) -> dict[str, object]:
+    """The demo pair on real text, against every depth of the ladder by itself."""
+    draft, target = demo(asked)
+    return adaptive(draft, target, demo_prompts(asked.count), asked, fixed=LADDER[1:3] if asked.tiny else LADDER[1:])
+
+
+def adaptive(
+    draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], asked: Asked, *, fixed: Sequence[int]
+) -> dict[str, object]:
+    """The ladder against plain decoding and fixed depths. It learns on the first prompt, which does not count."""
+    ladder = (0, *fixed) if asked.tiny and fixed else LADDER
+    modes = {"plain": Mode(SpeculativeGenerator(None, target, k=0))}
+    modes |= {f"k={k}": Mode(SpeculativeGenerator(draft, target, k=k)) for k in fixed}
+    modes["adaptive"] = Mode(SpeculativeGenerator(draft, target, k=ladder))
+    measure(modes, prompts, new=asked.new, repeats=asked.repeats)
+    speed = modes["adaptive"].speed()
+    report: dict[str, object] = {"adaptive_over_plain": round(speed / modes["plain"].speed(), 3)}
+    if fixed:
+        report["adaptive_over_best_fixed"] = round(speed / max(modes[f"k={k}"].speed() for k in fixed), 3)
+    return {**report, "modes": {name: mode.summary(modes["plain"]) for name, mode in modes.items()}}
+
+
+def demo(asked: Asked) -> tuple[SamplingDecoder, SamplingDecoder]:
+    draft, target = (
+        AutoDecoder.from_pretrained(PAIR / name, n_positions=POSITIONS, backend=asked.backend)
+        for name in ("draft", "target")
+    )
+    return draft, target
+
+
+def demo_prompts(count: int) -> list[list[int]]:
+    """Spread over the file."""
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    texts = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
+    return [tokenizer(text).input_ids for text in texts[:: max(1, len(texts) // count)][:count]]
+
+
+def random_pair(name: str, asked: Asked) -> tuple[SamplingDecoder, SamplingDecoder]:
+    """Draft and target of a row of SHAPES."""
+    made = []
+    for number, (width, layers, heads, mlp, vocabulary) in enumerate(reversed(SHAPES[name])):
+        torch.manual_seed(number)
+        config = LlamaConfig(
+            vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+            num_key_value_heads=heads, intermediate_size=mlp, max_position_embeddings=POSITIONS, eos_token_id=None,
+        )  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+            made.append(AutoDecoder.from_pretrained(folder, context_length_estimate=64, backend=asked.backend))
+    return made[0], made[1]
+
+
+PARTS: dict[str, Callable[[Asked], dict[str, object]]] = {
+    "pair": pair,
+    "30m": shape("30m"),
+    "110m": shape("110m"),
+    "copy": copying,
+    "useless": useless,
+    "good": good,
+}
+
+
+def main() -> None:
+    """Run one part."""
+    logging.basicConfig(level=logging.WARNING)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=list(PARTS), required=True)
+    parser.add_argument("--alpha", type=float)
+    parser.add_argument("--k", type=int, action="append")
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--count", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args()
+    depths = tuple(given.k or (2, 4, 8))
+    asked = Asked(given.alpha, depths, given.new, given.count, given.repeats, "inductor", tiny=False)
+    if given.tiny:
+        asked = Asked(given.alpha, tuple(given.k or (2,)), 12, 1, 1, "eager", tiny=True)
+    machine = [torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), torch.__version__]
+    print(json.dumps({"part": given.part, "machine": machine, **PARTS[given.part](asked)}))
+
+
+if __name__ == "__main__":
+    main()

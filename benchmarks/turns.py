@@ -1,0 +1,109 @@
+"""Ways to decode that take turns on the same prompts, and how much of each one's time was spent inside of graphs.
+
+What `fused.py` measures with; nothing is decided here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from paceline import SpeculativeGenerator
+from paceline.decoder.decoder import CompiledDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One text: seconds of its rounds, and of them inside graphs; tokens behind the first, and rounds."""
+
+    seconds: float
+    inside: float
+    tokens: int
+    rounds: int
+
+
+@dataclass(slots=True)
+class Mode:
+    """A way to decode, and for every prompt what its turns took."""
+
+    generator: SpeculativeGenerator
+    seen: list[list[Run]] = field(default_factory=list)
+
+    def total(self, name: str) -> float:
+        """Sum over prompts of the median over turns."""
+        return sum(statistics.median(getattr(run, name) for run in turns) for turns in self.seen)
+
+    def summary(self, plain: Mode) -> dict[str, object]:
+        """Against plain decoding in the same run."""
+        rounds, tokens = self.total("rounds"), self.total("tokens")
+        outside = (self.total("seconds") - self.total("inside")) / rounds
+        return {
+            "speed_up": round(self.speed() / plain.speed(), 3),
+            "tokens_per_round": round(tokens / rounds, 3),
+            "round_ms": round(1e3 * self.total("seconds") / rounds, 3),
+            "graphs_ms": round(1e3 * self.total("inside") / rounds, 3),
+            "outside_us": round(1e6 * outside, 1),
+            "outside_share": round(outside * rounds / self.total("seconds"), 4),
+        }
+
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.total("tokens") / self.total("seconds")
+
+
+class Clock:
+    """Time inside the graphs of some decoders, prompts left out."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def on(self, decoders: Sequence[CompiledDecoder]) -> Iterator[None]:
+        """Every graph they have by now is timed inside the block."""
+        before = [decoder._steps for decoder in decoders]
+        try:
+            for decoder in decoders:
+                decoder._steps = {
+                    name: step if "prefill" in name[0] else self._timed(step) for name, step in decoder._steps.items()
+                }
+            yield
+        finally:
+            for decoder, steps in zip(decoders, before, strict=True):
+                decoder._steps = {**decoder._steps, **steps}  # what was made meanwhile was not timed, and is kept
+
+    def _timed(self, step: Callable[..., object]) -> Callable[..., object]:
+        def run(*inputs: object) -> object:
+            begin = perf_counter()
+            out = step(*inputs)
+            self.seconds += perf_counter() - begin
+            return out
+
+        return run
+
+
+def measure(modes: dict[str, Mode], prompts: Sequence[Sequence[int]], *, new: int, repeats: int) -> None:
+    """``new`` tokens behind every prompt, in every mode, in turns; the first prompt comes once more, not counted."""
+    for mode in modes.values():
+        mode.generator.compile()
+    for number, prompt in enumerate([prompts[0], *prompts]):
+        for mode in modes.values():
+            mode.seen.append([])
+        for _ in range(repeats):
+            for mode in modes.values():
+                mode.seen[-1].append(_run(mode.generator, prompt, new))
+        if number == 0:
+            for mode in modes.values():
+                mode.seen.clear()
+
+
+def _run(generator: SpeculativeGenerator, prompt: Sequence[int], new: int) -> Run:
+    clock = Clock()
+    with clock.on(generator._decoders()):
+        begin = perf_counter()
+        generator.sample([list(prompt)], max_new_tokens=new, eos_token_id=[])
+        wall = perf_counter() - begin
+    done = generator.statistics
+    return Run(wall - done.prefill_seconds, clock.seconds, done.new_tokens - 1, done.rounds)
