@@ -11,8 +11,9 @@ from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, GraphDrafter
 from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
+from paceline.pace import Pace
 from tests.decoder.tiny import Workshop
-from tests.eagle.heads import DRAFTED, drafter
+from tests.eagle.heads import DRAFTED, drafter, features
 
 PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9], list(range(20, 45))]
 GROWTHS = [Chain(3), StaticTree((-1, -1, 0, 0, 1, 2)), DynamicTree(8, depth=3, width=3)]
@@ -99,6 +100,31 @@ def test_rounds_that_asked_nothing_are_read_before_the_next_proposal(workshop: W
 
     SpeculativeGenerator(Both(), target).sample(PROMPTS[:1], max_new_tokens=30)  # type: ignore[arg-type]
     assert len(asked) > 5
+
+
+def test_where_depths_change_the_cache_is_that_of_one_pass(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rungs of a ladder share a head and what it has not read yet: depth 0 for a while leaves no gap."""
+
+    class Turns(Pace):
+        def choose(self) -> int:
+            self.turn = getattr(self, "turn", -1) + 1
+            return (4, 0, 0, 1, 0, 4)[self.turn % 6]
+
+    monkeypatch.setattr("paceline.pace.Pace", Turns)
+    target = workshop.decoder(slots=1)
+    for version in (1, 3):
+        made, other = (drafter(tmp_path, target, version, Chain(4)) for _ in range(2))
+        generator = SpeculativeGenerator(made, target, k=(0, 1, 4))
+        text = generator.sample(PROMPTS[:1], max_new_tokens=30)[0].tolist()
+        assert set(generator.statistics.rungs) == {0, 1, 4}
+        other.admit(0, text, features(target, text, other))
+        read = len(text) - 8  # behind that, the last commits and drafts
+        for ours, wanted in ((made.head.keys, other.head.keys), (made.head.values, other.head.values)):
+            torch.testing.assert_close(ours[:, :, :read], wanted[:, :, :read], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigurationError, match="one depth"):
+        drafter(tmp_path, target, 3, GROWTHS[1]).shortened(1)
 
 
 def test_drawn_chains_go_with_reject_and_drawn_trees_are_refused(workshop: Workshop, tmp_path: Path) -> None:
