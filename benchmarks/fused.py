@@ -17,22 +17,19 @@ graph; graphs stay in the cache. Nothing else should run on the machine.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from common import PAIR, ROOT, prompt_ids, publish
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from turns import Mode, measure
 
 from paceline import LADDER, AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 
-ROOT = Path(__file__).parents[1]
-PAIR = ROOT / "examples" / "pycode"
 FILES = ("core/tree.py", "core/sampling.py", "draft/lift.py", "core/backlog.py", "core/law.py", "draft/ngram.py")
 POSITIONS = 512
 
@@ -96,7 +93,7 @@ def rounds(
 def pair(asked: Asked) -> dict[str, object]:
     """The demo pair."""
     draft, target = demo(asked)
-    return rounds(draft, target, demo_prompts(asked.count), asked)
+    return rounds(draft, target, prompt_ids(asked.count), asked)
 
 
 def shape(name: str) -> Callable[[Asked], dict[str, object]]:
@@ -147,7 +144,7 @@ def useless(asked: Asked) -> dict[str, object]:
 def good(asked: Asked) -> dict[str, object]:
     """The demo pair on real text, against every depth of the ladder by itself."""
     draft, target = demo(asked)
-    return adaptive(draft, target, demo_prompts(asked.count), asked, fixed=LADDER[1:3] if asked.tiny else LADDER[1:])
+    return adaptive(draft, target, prompt_ids(asked.count), asked, fixed=LADDER[1:3] if asked.tiny else LADDER[1:])
 
 
 def adaptive(
@@ -172,13 +169,6 @@ def demo(asked: Asked) -> tuple[SamplingDecoder, SamplingDecoder]:
         for name in ("draft", "target")
     )
     return draft, target
-
-
-def demo_prompts(count: int) -> list[list[int]]:
-    """Spread over the file."""
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    texts = [json.loads(line)["prompt"] for line in (PAIR / "prompts.jsonl").read_text().splitlines()]
-    return [tokenizer(text).input_ids for text in texts[:: max(1, len(texts) // count)][:count]]
 
 
 def random_pair(name: str, asked: Asked) -> tuple[SamplingDecoder, SamplingDecoder]:
@@ -222,8 +212,7 @@ def main() -> None:
     asked = Asked(given.alpha, depths, given.new, given.count, given.repeats, "inductor", tiny=False)
     if given.tiny:
         asked = Asked(given.alpha, tuple(given.k or (2,)), 12, 1, 1, "eager", tiny=True)
-    machine = [torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), torch.__version__]
-    print(json.dumps({"part": given.part, "machine": machine, **PARTS[given.part](asked)}))
+    publish({"part": given.part, **PARTS[given.part](asked)})
 
 
 if __name__ == "__main__":
