@@ -113,6 +113,8 @@ def source_of(target: Path, options: Loading, how: Drafting) -> tuple[Source, di
     drafter: DraftLike = None
     if how.medusa:
         drafter = MedusaDrafter.from_pretrained(how.medusa, decoders["target"], tree=how.tree)
+        if how.k == "auto":  # as deep as there are heads
+            k = (*(depth for depth in LADDER if depth < drafter.outline.depth), drafter.outline.depth)
     elif how.eagle:
         deepest = k if isinstance(k, int) else k[-1]
         growth = spec.growth(how.growth or "chain", k=deepest, drawn=how.acceptor == "reject")

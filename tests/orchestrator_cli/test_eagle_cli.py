@@ -40,6 +40,7 @@ def test_a_head_is_trained_and_generates_the_tokens_of_plain_decoding(target: Pa
     for growth in ("chain", "tree:-1,-1,0,0", "dynamic:6,3,2"):
         assert last(generate(target, "--eagle", head, "--growth", growth, "--k", 3))["tokens"] == plain
     assert last(generate(target, "--eagle", head, "--acceptor", "reject"))["tokens"] == plain
+    assert last(generate(target, "--eagle", head, "--k", "0,1,3"))["tokens"] == plain
 
 
 @pytest.mark.parametrize(

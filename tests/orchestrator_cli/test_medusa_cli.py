@@ -51,6 +51,10 @@ def test_heads_are_trained_and_generate_the_tokens_of_plain_decoding(target: Pat
         plain = tokens(target, *sampling)
         for tree in ([], ["--tree", file]):
             assert tokens(target, "--medusa", heads, *tree, *sampling)["tokens"] == plain["tokens"]
+    file.write_text("[[0], [0, 0]]")  # a chain can be had at several depths, as deep as there are heads
+    found = tokens(target, "--medusa", heads, "--tree", file, "--k", "auto", *sampling)
+    assert found["tokens"] == plain["tokens"]
+    assert set(found["statistics"]["rungs"]) == {0, 1, 2}  # type: ignore[index]
 
 
 def test_typical_acceptance_is_labelled(target: Path, heads: Path) -> None:
