@@ -34,7 +34,7 @@ class PlainStep(nn.Module):
         for step in range(self._steps):
             hidden, _ = self.body.window(made[-1] if made else token, row + step, self._reach)
             position = (row + step + 1).unsqueeze(1)
-            made.append(self.body.kernels.choose(self.body.logits(hidden), position, sampling))
+            made.append(self.body.choose(hidden, position, sampling))
         place = torch.arange(self._steps, dtype=torch.int32, device=tokens.device)
         wanted = (limit + 1).clamp(max=self._steps)
         return torch.where(place < wanted.unsqueeze(1), torch.cat(made, 1), PAD), wanted, row + 1

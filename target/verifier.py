@@ -50,22 +50,22 @@ class VerifyStep(nn.Module):
         read = torch.cat((token.unsqueeze(1), view.proposal.tokens), 1)
         read = read.clamp(min=0, max=self.body.config.vocab_size - 1)
         hidden, features = self.body.window(read, row, self._reach, tree=view.tree, reads=self._reads)
-        logits = self.body.logits(hidden)
         positions = row.unsqueeze(1) + 1 + view.depth
         if isinstance(self._acceptor, Match):
-            choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
+            choices = self.body.choose(hidden, positions.contiguous(), sampling)
             verdict = self._acceptor(view.proposal, choices, self.outline.depth)
         elif isinstance(self._acceptor, Simulated):
-            choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
+            choices = self.body.choose(hidden, positions.contiguous(), sampling)
             nodes = (positions[:, 1:] - 1).contiguous()
             verdict = self._acceptor(view.proposal, choices, nodes, sampling=sampling, depth=self.outline.depth)
         elif isinstance(self._acceptor, Typical):
+            logits = self.body.logits(hidden)
             choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
             law = self.body.kernels.probabilities(logits, sampling)
             verdict = self._acceptor(view.proposal, law, choices, depth=self.outline.depth)
         else:
+            kernels, logits = self.body.kernels, self.body.logits(hidden)
             drawn = nn.functional.pad(proposed[0], (0, logits.shape[-1] - proposed[0].shape[-1])) if proposed else None
-            kernels = self.body.kernels
             law = kernels.probabilities(logits, sampling)
             chain = Proposal(view.proposal.tokens, None, drawn)
             verdict = self._acceptor(chain, law, positions, sampling, choose=kernels.choose)

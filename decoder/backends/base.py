@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.collectives import Collectives
 from paceline.decoder.kernels import Kernels
 
 BACKENDS = {
@@ -49,11 +50,18 @@ class Backend(Protocol):
     @property
     def kernels(self) -> Kernels: ...
 
+    @property
+    def group(self) -> Collectives:
+        """The ranks that the graphs run on."""
+
     def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         """The buckets of the cache length this backend makes graphs for, out of those wanted."""
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         """Compile, or take from the cache. ``announce`` is called before anything slow."""
+
+    def close(self) -> None:
+        """Give back what is held outside of this process."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         """Copy what was compiled for these graphs into a folder."""

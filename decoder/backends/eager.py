@@ -10,6 +10,7 @@ from torch import Tensor
 
 from paceline.core.errors import ArtefactError
 from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.collectives import Alone, Collectives
 from paceline.decoder.kernels import Kernels, Reference
 
 
@@ -20,6 +21,7 @@ class EagerBackend:
 
     def __init__(self) -> None:
         self.kernels: Kernels = Reference()
+        self.group: Collectives = Alone()
 
     def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         return wanted
@@ -30,6 +32,9 @@ class EagerBackend:
                 return list(graph.module(*inputs))
 
         return run
+
+    def close(self) -> None:
+        """Nothing is held elsewhere."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         raise ArtefactError("backend='eager' compiles nothing, so there is nothing to save; use 'inductor'")

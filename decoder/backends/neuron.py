@@ -24,6 +24,7 @@ from paceline.decoder import artefacts, environment, graph_lint
 from paceline.decoder.backends import neuron_sdk
 from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.backends.neuron_state import Names
+from paceline.decoder.collectives import Alone, Collectives
 from paceline.decoder.graph_kernels import GraphKernels
 from paceline.decoder.kernels import Kernels
 from paceline.decoder.lowering import Lowered, lower
@@ -40,6 +41,7 @@ class NeuronBackend:
     def __init__(self) -> None:
         self._chip = chip()
         self.kernels: Kernels = GraphKernels()
+        self.group: Collectives = Alone()
         self._root = environment.cache_root() / "neuron"
         self._shipped: Path | None = None
 
@@ -67,6 +69,9 @@ class NeuronBackend:
             folder = artefacts.ensure(self._root, facts, build)
         self._chip.add(key, traced, folder / _NEFF)
         return partial(self._chip.run, key)
+
+    def close(self) -> None:
+        """Nothing is held elsewhere."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         """Copy every graph this machine compiled for its chip: the cache has no other."""

@@ -24,18 +24,11 @@ CASES = ("prefill", "keep", "verify, reject, drawn", "verify, dynamic tree", "dr
 def body(workshop: Workshop) -> Body:
     decoder = workshop.decoder()
     weights = {name: value.clone() for name, value in network_weights(workshop).items()}
-    made = Body(decoder.config, decoder.options, weights, backend=Graphs()).eval()
+    made = Body(decoder.config, decoder.options, weights, kernels=GraphKernels()).eval()
     for cache in made.caches:
         for part in cache:
             torch.nn.init.normal_(part)
     return made
-
-
-class Graphs:
-    """A backend's kernels, and nothing else of one."""
-
-    name = "graphs"
-    kernels = GraphKernels()
 
 
 def network_weights(workshop: Workshop) -> dict[str, Tensor]:
