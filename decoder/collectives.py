@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 TIMEOUT = timedelta(minutes=10)
@@ -93,19 +92,23 @@ def join(path: str, rank: int, group: Processes) -> object:
 
     Sockets are on this machine's loopback, which needs no name service and no open port.
     """
-    store = dist.FileStore(path, group.degree)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    # The collectives find their group by its name; PyTorch's public way to a group makes it the process's only one.
+    distributed: Any = torch._C._distributed_c10d
+    store = distributed.FileStore(path, group.degree)
+    options = distributed.ProcessGroupGloo._Options()
+    options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = TIMEOUT
-    made = dist.ProcessGroup(store, rank, group.degree)
-    gloo = dist.ProcessGroupGloo(store, rank, group.degree, options)
-    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    made._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    made = distributed.ProcessGroup(store, rank, group.degree)
+    gloo = distributed.ProcessGroupGloo(store, rank, group.degree, options)
+    kind = distributed.ProcessGroup.BackendType.GLOO
+    made._set_default_backend(kind)
+    made._register_backend(torch.device("cpu"), kind, gloo)
     made._set_group_name(group.name)
-    torch._C._distributed_c10d._register_process_group(group.name, made)
+    distributed._register_process_group(group.name, made)
     return made
 
 
 def leave(group: Processes) -> None:
     """Give a group up. A rank that still waits in it fails."""
-    torch._C._distributed_c10d._unregister_process_group(group.name)
+    distributed: Any = torch._C._distributed_c10d
+    distributed._unregister_process_group(group.name)

@@ -24,7 +24,7 @@ from paceline.decoder.kernels import Kernels, Place, Tree
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel import Shard
-from paceline.decoder.vocabulary_shards import choose, whole
+from paceline.decoder.vocabulary_shards import Lent, choose, whole
 
 log = logging.getLogger("paceline")
 Announce = Callable[[str], None]
@@ -87,6 +87,11 @@ class Body(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, T, H] -> [b, T, V] float32, on every rank."""
         return whole(self.model.logits(hidden), self.config.vocab_size, self.group)
+
+    @property
+    def lent(self) -> Lent:
+        """What drafters borrow."""
+        return Lent(self.model.embedding, self.model.head, self.model.ids, self.group)
 
     def choose(self, hidden: Tensor, positions: Tensor, sampling: SamplingBatch) -> Tensor:
         """What `Kernels.choose` picks from `logits`, which a divided model need not put together for it.
@@ -234,6 +239,5 @@ class CompiledDecoder:
         """What every graph of this decoder depends on, besides the source."""
         options = self.options
         shape = [options.batch_size, options.rows, options.n_positions]
-        facts = {"config": self.config.fingerprint(), "amp": options.amp, "shape": shape}
-        divided = {"ranks": options.layout.degree, "gqa": options.layout.gqa.value}
-        return facts if options.layout.degree == 1 else facts | divided
+        layout = [options.layout.degree, options.layout.gqa.value]
+        return {"config": self.config.fingerprint(), "amp": options.amp, "shape": shape, "layout": layout}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ class Place:
         return self.count if self.padded else None
 
 
+@runtime_checkable
 class Kernels(Protocol):
     """Lines b, tokens T of a line, heads H, key-value heads G, head width D, cache rows R.
 

@@ -21,7 +21,7 @@ Weights = dict[str, Tensor]
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers, norm and head. ``weights`` (Hugging Face names, the parts of ``shard``) is emptied as it is read.
+    """Embedding, layers, norm and head. ``weights`` (parts of ``shard`` by Hugging Face's names) is emptied.
 
     ``positions`` is how long a text may be; rows of a window past it read the last rotation, and mean nothing.
     """
@@ -53,7 +53,7 @@ class LlamaModel(nn.Module):
 
         Changes ``caches`` in place.
         """
-        hidden = embedded(tokens, self.embedding, self.ids, self._group)
+        hidden = embedded(tokens, self.embedding, self.ids, group=self._group)
         at = place.positions(tokens.shape[1]).clamp(max=self.cos.shape[0] - 1)
         rotation = (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2))
         streams = [hidden]
@@ -107,7 +107,7 @@ class LlamaLayer(nn.Module):
         mixed = _biased(self._kernels.linear(x, self.qkv, place.real), self.qkv_bias)
         width, part = self.config.head_dim, self._shard.key_part
         q, k, v = mixed.split((self._shard.heads * width, part, part), dim=-1)
-        q, k, v = q.unflatten(-1, (-1, width)), self._heads(k), self._heads(v)
+        q, k, v = q.view(*q.shape[:-1], -1, width), self._heads(k), self._heads(v)
         q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
         made = self._kernels.linear(self._kernels.attend((q, k, v), cache, place), self.out, place.real)
         return _biased(self._group.reduce(made), self.out_bias)
@@ -116,9 +116,9 @@ class LlamaLayer(nn.Module):
         """Products of this rank's rows of the key or value matrix -> the heads of its cache, [b, T, G, D]."""
         width = self.config.head_dim
         if not self._shard.gathers:
-            return x.unflatten(-1, (-1, width))
-        every = self._group.gather(x).movedim(0, -2).flatten(-2).unflatten(-1, (-1, width))
-        return every.index_select(2, self.get_buffer("key_heads"))
+            return x.view(*x.shape[:-1], -1, width)
+        every = self._group.gather(x).movedim(0, -2)  # [b, T, ranks, rows of one]
+        return every.reshape(*x.shape[:-1], -1, width).index_select(2, self.get_buffer("key_heads"))
 
     def _mlp(self, x: Tensor, real: Tensor | None) -> Tensor:
         gate, up = _biased(self._kernels.linear(x, self.gate_up, real), self.gate_up_bias).chunk(2, dim=-1)

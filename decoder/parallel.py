@@ -1,8 +1,8 @@
 """Tensor parallelism: which part of a model's tensors and heads each rank has. Pure arithmetic on a ModelConfig.
 
-Query heads, the MLP's inner columns and the vocabulary are divided evenly; norms are on every rank. How the K/V heads of
-grouped-query attention are laid out is a choice (`GQA`). Not here: reading files (`paceline.decoder.weights`), talking
-between ranks (`paceline.decoder.collectives`), and which degrees a chip takes.
+Query heads, the MLP's inner columns and the vocabulary are divided evenly; norms are on every rank. How the K/V heads
+of grouped-query attention are laid out is a choice (`GQA`). Not here: reading files (`paceline.decoder.weights`),
+talking between ranks (`paceline.decoder.collectives`), and which degrees a chip takes.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def layout(config: ModelConfig, degree: int, gqa: GQA | str | None = None) -> La
         raise ConfigurationError(f"group_query_attention={gqa!r} is unknown; use one of {names}") from error
     if gqa is GQA.SHARD_OVER_BATCH:
         raise ConfigurationError(
-            "group_query_attention='shard-over-batch' is not offered: a prompt is read into one slot at a time, and all "
-            "ranks but the slot's own would idle; use 'replicated-heads', or 'all-gather-heads' to read less"
+            "group_query_attention='shard-over-batch' is not offered: a prompt is read into one slot at a time, and "
+            "all ranks but the slot's own would idle; use 'replicated-heads', or 'all-gather-heads' to read less"
         )
     if gqa is GQA.SHARD_OVER_HEADS and heads % degree:
         raise ConfigurationError(

@@ -6,6 +6,8 @@ largest score, then the lowest id. Not here: the layers between.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +17,21 @@ from paceline.decoder.collectives import Collectives
 from paceline.decoder.kernels import Kernels
 
 
-def embedded(tokens: Tensor, table: Tensor, ids: Tensor, group: Collectives) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What a drafter may borrow of a target: this rank's rows of both tables, and their ids.
+
+    embedding and head  [n, H], the target's own parameters (tied: one and the same)
+    ids                 [n] int32
+    """
+
+    embedding: nn.Parameter
+    head: nn.Parameter
+    ids: Tensor
+    group: Collectives
+
+
+def embedded(tokens: Tensor, table: Tensor, ids: Tensor, *, group: Collectives) -> Tensor:
     """tokens [b, T] int32, this rank's rows of the table [n, H] and their ids [n] int32 -> [b, T, H] float32.
 
     Of every token one rank has the row and the others add zeros, so nothing is rounded.

@@ -152,7 +152,7 @@ def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, part: Par
 
 
 def _read_part(source: WeightFile, name: str, part: Part) -> Tensor:
-    pieces = [source.read_range(name, part.dim, *span) for span in part.ranges]
+    pieces = [source.read_range(name, span, dim=part.dim) for span in part.ranges]
     found = torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]
     missing = part.size - found.shape[part.dim]
     if not missing:

@@ -106,7 +106,8 @@ class MedusaDrafter:
             ConfigurationError: the tree is not valid or needs more heads.
         """
         folder = Path(path)
-        heads = checkpoint.heads(folder, target.body.model.head, target.options.dtype)
+        body, size = target.body, target.config.vocab_size
+        heads = checkpoint.heads(folder, body.model.head, target.options.dtype, vocab_size=size, group=body.group)
         if tree is None and (folder / checkpoint.TREE).is_file():
             tree = folder / checkpoint.TREE
         return cls(heads, target, Choices.chain(heads.config.heads) if tree is None else _choices(tree))

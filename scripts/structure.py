@@ -52,7 +52,7 @@ MAX_PARAMETERS = 8
 MAX_POSITIONAL = 3
 
 # Public entry points that keep Hugging Face's keywords; they turn them at once into Sampling and Stopping.
-PUBLIC_ENTRY_POINTS: dict[str, frozenset[str]] = {"orchestrator/": frozenset({"sample", "stream"})}
+PUBLIC_ENTRY_POINTS: dict[str, frozenset[str]] = {"orchestrator/": frozenset({"sample", "stream", "from_pretrained"})}
 # A command's parameters are the options of the command line.
 COMMAND_DECORATORS = frozenset({"command", "callback"})
 

@@ -20,6 +20,8 @@ BACKENDS = {
     "xla": ("paceline.decoder.backends.xla", "XlaBackend"),
     "neuron": ("paceline.decoder.backends.neuron", "NeuronBackend"),
 }
+DIVIDED = ("eager",)
+"""Backends that can run a model divided over ranks."""
 
 Step = Callable[..., list[Tensor]]
 """A compiled step: tensors in, a list of tensors out; state (weights, caches) stays inside."""
@@ -70,14 +72,19 @@ class Backend(Protocol):
         """Take compiled graphs from a folder; ``facts`` are those of the decoder."""
 
 
-def make(name: str) -> Backend:
-    """A new backend.
+def make(name: str, degree: int = 1) -> Backend:
+    """A new backend, for a model on so many ranks.
 
     Raises:
-        ConfigurationError: no backend has this name.
+        ConfigurationError: no backend has this name, or it has one rank only.
     """
     if name not in BACKENDS:
         raise ConfigurationError(f"backend={name!r} is unknown; use one of {', '.join(BACKENDS)}")
+    if degree > 1 and name not in DIVIDED:
+        raise ConfigurationError(
+            f"backend={name!r} runs on one rank: its compiled graphs call kernels that know no other; for tp_degree="
+            f"{degree} use one of {', '.join(DIVIDED)}"
+        )
     module, attribute = BACKENDS[name]
     made: Backend = getattr(importlib.import_module(module), attribute)()
     return made
