@@ -45,7 +45,7 @@ class Body(nn.Module):
         group: Collectives | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.kernels, self._options = config, kernels, options
+        self.config, self.kernels, self.options = config, kernels, options
         self.shard = Shard(config, options.layout, rank)
         self.group: Collectives = group or Alone()
         assert self.group.degree == self.shard.degree, "a divided model needs its group of ranks"
@@ -74,13 +74,13 @@ class Body(nn.Module):
 
         A row past the last position is pulled back to it: what such a slot computes is not used by anyone.
         """
-        row = row.clamp(max=self._options.n_positions - 1)
+        row = row.clamp(max=self.options.n_positions - 1)
         count = torch.full_like(row, tokens.shape[1])
         return self(tokens, Place(row, count, self.get_buffer("slots"), reach, tree=tree), reads)  # type: ignore[no-any-return]
 
     def keep(self, row: Tensor, path: Tensor) -> None:
         """Make the accepted rows of a tree consecutive. row [B] of the root, path [B, D]; see `Kernels.keep`."""
-        row = row.clamp(max=self._options.n_positions - 1)
+        row = row.clamp(max=self.options.n_positions - 1)
         for cache in self.caches:
             self.kernels.keep(cache, row, path, slots=self.get_buffer("slots"))
 

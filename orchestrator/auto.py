@@ -10,12 +10,10 @@ from paceline import build, warm
 from paceline.core.accept import Match
 from paceline.decoder import parallel
 from paceline.decoder.backends.base import make
-from paceline.decoder.backends.ranked import RankedBackend
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.options import decoder_options
 from paceline.decoder.parallel import GQA, Shard
-from paceline.decoder.ranks import shared
 from paceline.decoder.weights import load_weights
 from paceline.draft.none import NoDrafter
 from paceline.loop import Engine
@@ -86,14 +84,9 @@ class AutoDecoder:
             layout=layout,
         )
         shard = Shard(config, layout)
-        ranked = backend == "eager" and layout.degree > 1
-        engine = None if ranked else make(backend, layout.degree)
+        engine = make(backend, layout.degree)
         weights = load_weights(path, config, options.dtype, progress=progress, shard=shard)
-        if engine is None:
-            several = RankedBackend(shared(layout.degree))
-            decoder = SamplingDecoder(config, options, weights, backend=several)
-            several.attach(decoder, os.fspath(path))
-        else:
-            decoder = SamplingDecoder(config, options, weights, backend=engine)
+        decoder = SamplingDecoder(config, options, weights, backend=engine)
+        engine.attach(decoder, os.fspath(path))
         decoder.folder, decoder.statistics = Path(path), Statistics()
         return decoder

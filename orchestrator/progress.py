@@ -105,6 +105,9 @@ class Watched:
         self._bar.advance()
         return step
 
+    def attach(self, decoder: CompiledDecoder, path: str) -> None:
+        self.inner.attach(decoder, path)
+
     def close(self) -> None:
         self.inner.close()
 

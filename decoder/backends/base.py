@@ -6,13 +6,16 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.collectives import Collectives
+from paceline.decoder.collectives import Alone, Collectives
 from paceline.decoder.kernels import Kernels
+
+if TYPE_CHECKING:
+    from paceline.decoder.decoder import CompiledDecoder
 
 BACKENDS = {
     "eager": ("paceline.decoder.backends.eager", "EagerBackend"),
@@ -20,8 +23,11 @@ BACKENDS = {
     "xla": ("paceline.decoder.backends.xla", "XlaBackend"),
     "neuron": ("paceline.decoder.backends.neuron", "NeuronBackend"),
 }
-DIVIDED = ("eager",)
-"""Backends that can run a model divided over ranks."""
+DIVIDED = {
+    "eager": ("paceline.decoder.backends.ranked", "RankedBackend"),
+    "neuron": ("paceline.decoder.backends.neuron", "NeuronBackend"),
+}
+"""Backends that can run a model divided over ranks, of which they are told the number."""
 
 Step = Callable[..., list[Tensor]]
 """A compiled step: tensors in, a list of tensors out; state (weights, caches) stays inside."""
@@ -62,6 +68,9 @@ class Backend(Protocol):
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         """Compile, or take from the cache. ``announce`` is called before anything slow."""
 
+    def attach(self, decoder: CompiledDecoder, path: str) -> None:
+        """Told once, before the first graph, whose graphs it compiles, and where the other ranks find their parts."""
+
     def close(self) -> None:
         """Give back what is held outside of this process."""
 
@@ -70,6 +79,18 @@ class Backend(Protocol):
 
     def load(self, folder: Path, facts: dict[str, object]) -> None:
         """Take compiled graphs from a folder; ``facts`` are those of the decoder."""
+
+
+class OneRank:
+    """What a backend of one rank has to say about ranks."""
+
+    group: Collectives = Alone()
+
+    def attach(self, decoder: CompiledDecoder, path: str) -> None:
+        """There are no others."""
+
+    def close(self) -> None:
+        """Nothing is held elsewhere."""
 
 
 def make(name: str, degree: int = 1) -> Backend:
@@ -85,6 +106,7 @@ def make(name: str, degree: int = 1) -> Backend:
             f"backend={name!r} runs on one rank: its compiled graphs call kernels that know no other; for tp_degree="
             f"{degree} use one of {', '.join(DIVIDED)}"
         )
-    module, attribute = BACKENDS[name]
-    made: Backend = getattr(importlib.import_module(module), attribute)()
+    module, attribute = BACKENDS[name] if degree == 1 else DIVIDED[name]
+    kind = getattr(importlib.import_module(module), attribute)
+    made: Backend = kind() if degree == 1 else kind(degree)
     return made

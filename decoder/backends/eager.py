@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ArtefactError
-from paceline.decoder.backends.base import Graph, Step
-from paceline.decoder.collectives import Alone, Collectives
+from paceline.decoder.backends.base import Graph, OneRank, Step
 from paceline.decoder.kernels import Kernels, Reference
 
 
-class EagerBackend:
+class EagerBackend(OneRank):
     """Runs steps directly; there is nothing to save."""
 
     name = "eager"
 
     def __init__(self) -> None:
         self.kernels: Kernels = Reference()
-        self.group: Collectives = Alone()
 
     def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         return wanted
@@ -32,9 +30,6 @@ class EagerBackend:
                 return list(graph.module(*inputs))
 
         return run
-
-    def close(self) -> None:
-        """Nothing is held elsewhere."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         raise ArtefactError("backend='eager' compiles nothing, so there is nothing to save; use 'inductor'")

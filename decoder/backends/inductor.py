@@ -17,8 +17,7 @@ from torch import Tensor
 
 from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder import artefacts, environment
-from paceline.decoder.backends.base import Graph, Step
-from paceline.decoder.collectives import Alone, Collectives
+from paceline.decoder.backends.base import Graph, OneRank, Step
 from paceline.decoder.kernels import Kernels
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native, c_shims
@@ -26,7 +25,7 @@ from paceline.decoder.native.ops import Native, c_shims
 _PACKAGE = "graph.pt2"
 
 
-class InductorBackend:
+class InductorBackend(OneRank):
     """Compiled CPU graphs."""
 
     name = "inductor"
@@ -34,7 +33,6 @@ class InductorBackend:
     def __init__(self) -> None:
         build.require_compiler()
         self.kernels: Kernels = Native()
-        self.group: Collectives = Alone()
         self._root = environment.cache_root() / "inductor"
         self._shipped: Path | None = None
 
@@ -50,9 +48,6 @@ class InductorBackend:
                 announce(f"compiling {graph.name}")
             folder = artefacts.ensure(self._root, facts, lambda to: _compile(graph, to))
         return _load(folder, graph)
-
-    def close(self) -> None:
-        """Nothing is held elsewhere."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         for graph in graphs:

@@ -12,18 +12,18 @@ from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.collectives import Collectives
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels import Kernels, Reference
-from paceline.decoder.ranks import Ranks
+from paceline.decoder.ranks import shared
 
 
 class RankedBackend:
-    """As `EagerBackend`, on several ranks, for one decoder: `attach` it before the first graph."""
+    """As `EagerBackend`, on several ranks, for one decoder."""
 
     name = "eager"
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, degree: int) -> None:
+        self.ranks, self._number = shared(degree), 0
         self.kernels: Kernels = Reference()
-        self.group: Collectives = ranks.group
-        self.ranks, self._number = ranks, 0
+        self.group: Collectives = self.ranks.group
 
     def attach(self, decoder: CompiledDecoder, path: str) -> None:
         """Have the other ranks load their parts of the decoder's model."""

@@ -21,14 +21,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder import environment
-from paceline.decoder.backends.base import Graph, Step
-from paceline.decoder.collectives import Alone, Collectives
+from paceline.decoder.backends.base import Graph, OneRank, Step
 from paceline.decoder.graph_kernels import GraphKernels
 from paceline.decoder.kernels import Kernels
 from paceline.decoder.lowering import Lowered, lower, state_of
 
 
-class XlaBackend:
+class XlaBackend(OneRank):
     """Graphs compiled by XLA. Nothing is saved: XLA's CPU executables belong to the process."""
 
     name = "xla"
@@ -36,7 +35,6 @@ class XlaBackend:
     def __init__(self) -> None:
         self._device = device()
         self.kernels: Kernels = GraphKernels()
-        self.group: Collectives = Alone()
 
     def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         return wanted
@@ -44,9 +42,6 @@ class XlaBackend:
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         announce(f"compiling {graph.name}")
         return _Executable(graph, self._device)
-
-    def close(self) -> None:
-        """Nothing is held elsewhere."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         raise ArtefactError("backend='xla' keeps its graphs in the process, so there is nothing to save")

@@ -17,7 +17,10 @@ from paceline.target.verifier import FusedStep
 from tests.decoder.steps import STEPS, draft, inputs, verify
 from tests.decoder.tiny import Workshop
 
-CASES = ("prefill", "keep", "verify, reject, drawn", "verify, dynamic tree", "draft")
+CASES = (
+    *("prefill", "keep", "verify, reject, drawn", "verify, dynamic tree", "draft", "plain"),
+    *("fused medusa", "fused eagle 1", "fused eagle 3"),
+)
 
 
 @pytest.fixture(scope="module")

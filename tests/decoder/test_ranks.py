@@ -157,7 +157,7 @@ def gone(processes: list[int]) -> bool:
 @pytest.fixture
 def alone(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> SamplingDecoder:
     """A decoder in processes of its own."""
-    monkeypatch.setattr("paceline.auto.shared", Ranks)
+    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", Ranks)
     return load(workshop, 2)
 
 
@@ -175,7 +175,7 @@ def test_processes_end_with_the_last_decoder_that_is_dropped(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = Ranks(2)
-    monkeypatch.setattr("paceline.auto.shared", lambda _degree: own)
+    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", lambda _degree: own)
     first, second = load(workshop, 2), load(workshop, 2, "draft")
     processes = own.processes
     tokens(first)
@@ -237,7 +237,7 @@ def test_a_rank_that_cannot_load_its_part_is_the_caller_s_error(
         started.append(Ranks(degree))
         return started[0]
 
-    monkeypatch.setattr("paceline.auto.shared", late)
+    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", late)
     with pytest.raises(CheckpointError, match="is not a folder"):
         AutoDecoder.from_pretrained(folder, backend="eager", amp="f32", tp_degree=2)
     assert gone(started[0].processes)
