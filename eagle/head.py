@@ -126,7 +126,7 @@ class EagleHead(nn.Module):
             "slots": torch.arange(options.batch_size, dtype=torch.int32),
             "ids": ids.to(torch.int32),  # the target's id of every id that can be drafted
             "places": places,  # and back; U where there is none
-            "rows": lent.ids,
+            "rows": lent.ids if lent.group.degree > 1 else lent.ids[:0],  # needed only where tables are divided
         }
         for name, value in buffers.items():
             self.register_buffer(name, value)
@@ -172,7 +172,7 @@ class EagleHead(nn.Module):
         if self.config.draft_vocab_size == self.config.vocab_size:
             return logits
         nothing = torch.full_like(logits[..., :1], reduce.NEGATIVE)
-        return torch.cat([logits, nothing], -1)[..., self.places]
+        return torch.cat([logits, nothing], -1).index_select(-1, self.places)
 
 
 def _frozen(x: Tensor) -> nn.Parameter:

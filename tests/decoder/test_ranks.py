@@ -229,18 +229,18 @@ def test_a_rank_that_cannot_load_its_part_is_the_caller_s_error(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(workshop.checkpoint(), tmp_path / "model")
-    started: list[Ranks] = []
+    own, adopt = Ranks(2), Ranks.adopt
+    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", lambda _degree: own)
 
-    def late(degree: int) -> Ranks:
+    def late(*given: object, **named: object) -> int:
         """The files are gone by the time the others look."""
         shutil.rmtree(folder)
-        started.append(Ranks(degree))
-        return started[0]
+        return adopt(*given, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", late)
+    monkeypatch.setattr(Ranks, "adopt", late)
     with pytest.raises(CheckpointError, match="is not a folder"):
         AutoDecoder.from_pretrained(folder, backend="eager", amp="f32", tp_degree=2)
-    assert gone(started[0].processes)
+    assert gone(own.processes)
 
 
 def test_a_step_that_cannot_be_sent_is_refused_and_harms_nothing(target: SamplingDecoder) -> None:
