@@ -52,6 +52,8 @@ class Ranks:
         self._bodies: weakref.WeakKeyDictionary[Body, int] = weakref.WeakKeyDictionary()
         self._names = WeakTensorKeyDictionary()  # tensors the other ranks have too, and what they are called there
         self._open: set[int] = set()
+        self._left: list[int] = []  # bodies that were given up, which the other ranks do not know yet
+        self._steps: dict[int, int] = {}  # whose each step is
         self._count = 0
         folder = Path(tempfile.mkdtemp(prefix="paceline-ranks-"))
         self._others = [_start() for _ in range(1, degree)]
@@ -86,6 +88,7 @@ class Ranks:
         with self._lock:
             number = self._next()
             self._open.add(number)
+            self._check(number)
             try:
                 self._send("load", number, path, config=config, options=options)
                 self._answers()
@@ -106,8 +109,8 @@ class Ranks:
             self._open.remove(number)
             if not self._open:
                 self._end()
-            elif self.alive:
-                self._send("release", number)
+            else:
+                self._left.append(number)  # told with the next order: a finaliser may run in the middle of one
 
     def make(self, number: int, name: str, step: nn.Module) -> int:
         """Give a step of a body to all ranks. -> its number.
@@ -117,6 +120,7 @@ class Ranks:
             RankError: a rank is gone, or cannot make it.
         """
         with self._lock:
+            self._check(number)
             made = self._next()
             try:
                 stream = io.BytesIO()
@@ -128,6 +132,7 @@ class Ranks:
                 ) from error
             self._send("make", number, made, stream.getvalue())
             self._answers()
+            self._steps[made] = number
             return made
 
     def run(self, number: int, step: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -137,6 +142,7 @@ class Ranks:
             RankError: a rank is gone.
         """
         with self._lock:
+            self._check(self._steps[number])
             self._send("run", number, list(inputs))
             try:
                 with torch.no_grad():
@@ -149,15 +155,19 @@ class Ranks:
                     raise lost from error
                 raise
 
+    def _check(self, body: int) -> None:
+        if body not in self._open or not self.alive:
+            raise RankError("the other ranks of this decoder have ended: it was closed, or one failed; load it again")
+
     def _send(self, order: str, *rest: Any, **named: Any) -> None:
         """An order is a method of `rank_process.Follower`, and its arguments."""
-        if not self.alive:
-            raise RankError("the other ranks of this decoder have ended: it was closed, or one failed; load it again")
         try:
             # Plain pickle: a Connection's own would hand tensors over as shared memory, of other processes' families.
-            data = pickle.dumps((order, rest, named))
-            for _, pipe in self._others:
-                pipe.send_bytes(data)
+            left, self._left = self._left, []
+            orders = [*(("release", (number,), {}) for number in left), (order, rest, named)]
+            for data in map(pickle.dumps, orders):
+                for _, pipe in self._others:
+                    pipe.send_bytes(data)
         except OSError as error:
             lost = self._lost(error)
             self._end()
