@@ -64,10 +64,12 @@ class Ranks:
                 pipe.send((self.group, str(folder / "meeting"), rank, threads, sys.path))
             self._answers()  # all are there, so that none is waited for in vain
             self._member = join(str(folder / "meeting"), 0, self.group)
-        except BaseException as error:
+        except (OSError, RuntimeError) as error:
+            lost = self._lost(error)
             self._end()
-            if isinstance(error, OSError | RuntimeError):
-                raise self._lost(error) from error
+            raise lost from error
+        except BaseException:
+            self._end()
             raise
 
     @property

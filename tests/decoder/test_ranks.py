@@ -1,6 +1,6 @@
 """A model divided over processes gives the tokens of the whole one, in every mode; and its processes end.
 
-Sums of partial products are rounded otherwise than a whole product: in float32 logits differ by some 1e-6, so that
+Sums of partial products are rounded otherwise than a whole product: in float32 logits differ by some 1e-5, so that
 equal tokens are what is to be expected but at a near-tie. Between modes of one degree nothing differs at all.
 """
 
