@@ -106,19 +106,20 @@ class LlamaLayer(nn.Module):
     ) -> Tensor:
         mixed = _biased(self._kernels.linear(x, self.qkv, place.real), self.qkv_bias)
         width, part = self.config.head_dim, self._shard.key_part
-        q, k, v = mixed.split((self._shard.heads * width, part, part), dim=-1)
-        q, k, v = q.view(*q.shape[:-1], -1, width), self._heads(k), self._heads(v)
-        q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
+        q, keys, values = mixed.split((self._shard.heads * width, part, part), dim=-1)
+        k, v = self._key_heads(keys, values)
+        q, k = apply_rope(q.view(*q.shape[:-1], -1, width), *rotation), apply_rope(k, *rotation)
         made = self._kernels.linear(self._kernels.attend((q, k, v), cache, place), self.out, place.real)
         return _biased(self._group.reduce(made), self.out_bias)
 
-    def _heads(self, x: Tensor) -> Tensor:
-        """Products of this rank's rows of the key or value matrix -> the heads of its cache, [b, T, G, D]."""
-        width = self.config.head_dim
+    def _key_heads(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Products of this rank's rows of both matrices [b, T, n] -> the heads of its cache, [b, T, G, D] each."""
+        shape = (*keys.shape[:-1], -1, self.config.head_dim)
         if not self._shard.gathers:
-            return x.view(*x.shape[:-1], -1, width)
-        every = self._group.gather(x).movedim(0, -2)  # [b, T, ranks, rows of one]
-        return every.reshape(*x.shape[:-1], -1, width).index_select(2, self.get_buffer("key_heads"))
+            return keys.view(shape), values.view(shape)
+        every = self._group.gather(torch.stack((keys, values)))  # [ranks, 2, b, T, n]
+        heads = every.permute(1, 2, 3, 0, 4).reshape(2, *shape).index_select(3, self.get_buffer("key_heads"))
+        return heads[0], heads[1]
 
     def _mlp(self, x: Tensor, real: Tensor | None) -> Tensor:
         gate, up = _biased(self._kernels.linear(x, self.gate_up, real), self.gate_up_bias).chunk(2, dim=-1)

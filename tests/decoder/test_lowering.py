@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,10 +10,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from paceline.core.errors import BackendError
-from paceline.decoder import graph_lint
+from paceline.decoder import graph_lint, parallel
+from paceline.decoder.collectives import Fabric
 from paceline.decoder.decoder import Body
 from paceline.decoder.graph_kernels import GraphKernels
 from paceline.decoder.lowering import Lowered, constants_of, lower, state_of
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.parallel import Shard
+from paceline.decoder.weights import load_weights
 from paceline.target.verifier import FusedStep
 from tests.decoder.steps import STEPS, draft, inputs, verify
 from tests.decoder.tiny import Workshop
@@ -32,11 +37,26 @@ def body(workshop: Workshop) -> Body:
 
 
 def network_weights(workshop: Workshop) -> dict[str, Tensor]:
-    from paceline.decoder.weights import load_weights
-
     decoder = workshop.decoder()
     assert decoder.folder is not None
     return load_weights(decoder.folder, decoder.config, decoder.options.dtype)
+
+
+def test_all_ranks_of_a_divided_model_have_the_same_graph(workshop: Workshop) -> None:
+    """An accelerator is given one graph; what differs between ranks are weights and buffers."""
+    path, graphs = workshop.checkpoint(), []
+    config = ModelConfig.from_pretrained(path)
+    layout = parallel.layout(config, 4, "all-gather-heads")
+    options = replace(workshop.decoder().options, layout=layout)
+    for rank in (0, 3):
+        weights = load_weights(path, config, options.dtype, shard=Shard(config, layout, rank))
+        body = Body(config, options, weights, kernels=GraphKernels(), rank=rank, group=Fabric(4)).eval()
+        lowered = lower("prefill", STEPS["prefill"](body, 128), inputs("prefill", 1))
+        assert graph_lint.lint(lowered) == []
+        graphs.append(lowered.graph.code)
+    assert graphs[0] == graphs[1]
+    # For the embedding a sum, for the logits a gather; for each of two layers two sums, and a gather of K/V heads.
+    assert [graphs[0].count(f"{name}.default(") for name in ("all_reduce", "all_gather_into_tensor")] == [5, 3]
 
 
 @pytest.fixture(scope="module", params=CASES)
