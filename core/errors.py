@@ -12,7 +12,8 @@
     |-- PairingError             draft and target cannot work together
     |-- ConfigurationError       options of a decoder or a generator that contradict each other
     |-- BackendError             a compiler or a device is missing, or compiling failed
-    |   `-- ArtefactError        saved graphs do not fit this decoder or this machine
+    |   |-- ArtefactError        saved graphs do not fit this decoder or this machine
+    |   `-- RankError            a process of a model divided over ranks failed or is gone
     |-- DecoderBusyError         two generations want one KV cache at the same time
     `-- PlacementError           models cannot be put on cores, or cannot be kept running there
         |-- PlanError            no plan exists (also a ConfigurationError)
@@ -75,6 +76,10 @@ class BackendError(PacelineError):
 
 class ArtefactError(BackendError):
     """Saved graphs do not fit this decoder or this machine."""
+
+
+class RankError(BackendError):
+    """A process of a model divided over ranks failed or is gone."""
 
 
 class DecoderBusyError(PacelineError):

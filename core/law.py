@@ -22,9 +22,19 @@ def choose(
     ``cut=False`` is for a caller who knows that top-k, top-p and min-p are off in every row: it changes nothing then.
     """
     scores = filtered(logits, sampling) if cut else tempered(logits, sampling)
+    ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    return reduce.argmax(perturbed(scores, positions, sampling, ids=ids, stream=stream))
+
+
+def perturbed(
+    scores: Tensor, positions: Tensor, sampling: SamplingBatch, *, ids: Tensor, stream: int = noise.TARGET
+) -> Tensor:
+    """Filtered or tempered scores plus the noise of their position where a row samples: the largest is the choice.
+
+    scores [B, T, V] float32 of the ids [V] int32, which may be some of the vocabulary only -> [B, T, V] float32
+    """
     hot = (sampling.knobs[:, 0] > 0).view(-1, 1, 1)
-    drawn = scores + noise.gumbel(sampling.keys, positions, logits.shape[-1], stream=stream)
-    return reduce.argmax(torch.where(hot, drawn, scores))
+    return torch.where(hot, scores + noise.gumbel(sampling.keys, positions, ids, stream=stream), scores)
 
 
 def tempered(logits: Tensor, sampling: SamplingBatch) -> Tensor:

@@ -56,9 +56,13 @@ def bits(rows: Tensor, ids: Tensor) -> Tensor:
     return _mix(_mix(ids * _GOLDEN + rows[..., :1]) ^ rows[..., 1:])
 
 
-def gumbel(keys: Tensor, positions: Tensor, vocab_size: int, *, stream: int = TARGET) -> Tensor:
-    """Standard Gumbel noise for every token id. -> [B, T, V] float32, between -3.2 and 22.9."""
-    ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
+def gumbel(keys: Tensor, positions: Tensor, ids: int | Tensor, *, stream: int = TARGET) -> Tensor:
+    """Standard Gumbel noise for token ids [V] int32; a number V means 0 to V - 1.
+
+    -> [B, T, V] float32, between -3.2 and 22.9
+    """
+    if isinstance(ids, int):
+        ids = torch.arange(ids, dtype=torch.int32, device=keys.device)
     return gumbel_of_bits(bits(row_keys(keys, positions, stream), ids))
 
 

@@ -19,9 +19,21 @@ def argmax(scores: Tensor) -> Tensor:
     """Index of the largest score, the lowest one of equals. [..., V] -> [...] int32."""
     size = scores.shape[-1]
     ids = torch.arange(size, dtype=torch.float32, device=scores.device)
-    best = scores.amax(dim=-1, keepdim=True)
-    first = torch.where(scores == best, ids, float(size)).amin(dim=-1)
-    return first.clamp(max=size - 1).to(torch.int32)  # an all-NaN row has no best; stay a legal id
+    return legal(best(scores, ids, size)[1], size)
+
+
+def legal(ids: Tensor, size: int) -> Tensor:
+    """What `best` found, as ids: a row of NaN has no best, and gets some id of the vocabulary. -> int32"""
+    return ids.clamp(max=size - 1).to(torch.int32)
+
+
+def best(scores: Tensor, ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The largest score of every row and the lowest id that has it; ``size``, above every id, where none has.
+
+    scores [..., n] float32, ids [..., n] float32, the number of each score -> [...], [...] float32
+    """
+    high = scores.amax(dim=-1, keepdim=True)
+    return high.squeeze(-1), torch.where(scores == high, ids, float(size)).amin(dim=-1)
 
 
 def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -32,10 +44,10 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     left, found, ids = values, [], []
     places = torch.arange(values.shape[-1], dtype=torch.int32, device=values.device)
     for _ in range(count):
-        best = argmax(left).unsqueeze(-1)
-        found.append(values.gather(-1, best.to(torch.int64)))
-        ids.append(best)
-        left = torch.where(places == best, 2 * NEGATIVE, left)
+        highest = argmax(left).unsqueeze(-1)
+        found.append(values.gather(-1, highest.to(torch.int64)))
+        ids.append(highest)
+        left = torch.where(places == highest, 2 * NEGATIVE, left)
     return torch.cat(found, -1), torch.cat(ids, -1)
 
 

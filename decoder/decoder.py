@@ -16,12 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ArtefactError, ConfigurationError, DecoderBusyError
-from paceline.core.types import Reads
+from paceline.core.types import Reads, SamplingBatch
 from paceline.decoder import families
 from paceline.decoder.backends.base import Backend, Graph, Step
-from paceline.decoder.kernels import Place, Tree
+from paceline.decoder.collectives import Alone, Collectives
+from paceline.decoder.kernels import Kernels, Place, Tree
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.options import DecoderOptions
+from paceline.decoder.parallel import Shard
+from paceline.decoder.vocabulary_shards import Lent, choose, whole
 
 log = logging.getLogger("paceline")
 Announce = Callable[[str], None]
@@ -32,12 +35,22 @@ class Body(nn.Module):
     """The model and its cache as one module, so that a traced step sees both as state."""
 
     def __init__(
-        self, config: ModelConfig, options: DecoderOptions, weights: dict[str, Tensor], *, backend: Backend
+        self,
+        config: ModelConfig,
+        options: DecoderOptions,
+        weights: dict[str, Tensor],
+        *,
+        kernels: Kernels,
+        rank: int = 0,
+        group: Collectives | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.kernels, self._options = config, backend.kernels, options
-        self.model = families.build(config, weights, backend.kernels, positions=options.n_positions)
-        shape = (options.batch_size, config.num_kv_heads, options.rows, config.head_dim)
+        self.config, self.kernels, self.options = config, kernels, options
+        self.shard = Shard(config, options.layout, rank)
+        self.group: Collectives = group or Alone()
+        assert self.group.degree == self.shard.degree, "a divided model needs its group of ranks"
+        self.model = families.build(self.shard, weights, kernels, positions=options.n_positions, group=self.group)
+        shape = (options.batch_size, len(self.shard.key_heads), options.rows, config.head_dim)
         for index in range(config.num_layers):
             for side in ("keys", "values"):
                 self.register_buffer(f"{side}_{index}", torch.zeros(shape, dtype=options.dtype))
@@ -45,7 +58,7 @@ class Body(nn.Module):
 
     @property
     def caches(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer, each [slots, G, rows, D]."""
+        """Keys and values of every layer, each [slots, G, rows, D], of this rank's heads."""
         layers = range(self.config.num_layers)
         return [(self.get_buffer(f"keys_{i}"), self.get_buffer(f"values_{i}")) for i in layers]
 
@@ -61,20 +74,39 @@ class Body(nn.Module):
 
         A row past the last position is pulled back to it: what such a slot computes is not used by anyone.
         """
-        row = row.clamp(max=self._options.n_positions - 1)
+        row = row.clamp(max=self.options.n_positions - 1)
         count = torch.full_like(row, tokens.shape[1])
         return self(tokens, Place(row, count, self.get_buffer("slots"), reach, tree=tree), reads)  # type: ignore[no-any-return]
 
     def keep(self, row: Tensor, path: Tensor) -> None:
         """Make the accepted rows of a tree consecutive. row [B] of the root, path [B, D]; see `Kernels.keep`."""
-        row = row.clamp(max=self._options.n_positions - 1)
+        row = row.clamp(max=self.options.n_positions - 1)
         for cache in self.caches:
             self.kernels.keep(cache, row, path, slots=self.get_buffer("slots"))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[b, T, H] -> [b, T, V] float32."""
-        made: Tensor = self.model.logits(hidden)
-        return made
+        """[b, T, H] -> [b, T, V] float32, on every rank."""
+        return whole(self.model.logits(hidden), self.config.vocab_size, self.group)
+
+    @property
+    def lent(self) -> Lent:
+        """What drafters borrow."""
+        return Lent(self.model.embedding, self.model.head, self.model.ids, self.group)
+
+    def choose(self, hidden: Tensor, positions: Tensor, sampling: SamplingBatch) -> Tensor:
+        """What `Kernels.choose` picks from `logits`, which a divided model need not put together for it.
+
+        hidden [b, T, H], positions [b, T] int32 -> [b, T] int32
+        """
+        return choose(
+            self.model.logits(hidden),
+            positions,
+            sampling,
+            ids=self.model.ids,
+            size=self.config.vocab_size,
+            group=self.group,
+            kernels=self.kernels,
+        )
 
 
 class CompiledDecoder:
@@ -89,7 +121,7 @@ class CompiledDecoder:
     ) -> None:
         self.config, self.options, self.backend = config, options, backend
         self.reaches = backend.reaches(options.reaches)
-        self.body = Body(config, options, weights, backend=backend).eval()
+        self.body = Body(config, options, weights, kernels=backend.kernels, group=backend.group).eval()
         self.announce: Announce = log.warning  # a first use may take long, and silence would look like a hang
         self.folder: Path | None = None
         self._steps: dict[tuple[str, int], Step] = {}
@@ -177,12 +209,25 @@ class CompiledDecoder:
             self._holder = before
 
     def sibling(self) -> CompiledDecoder:
-        """Another decoder over the same weights, with a cache and graphs of its own."""
+        """Another decoder over the same weights, with a cache and graphs of its own.
+
+        Raises:
+            ConfigurationError: the model is divided over ranks, whose processes hold one cache for it.
+        """
+        if self.options.layout.degree > 1:
+            raise ConfigurationError("a model with tp_degree above 1 has one cache; load it once for every target")
         shared = {id(weight): weight for weight in self.body.parameters()}
         made = copy.copy(self)
         made.body = copy.deepcopy(self.body, {**shared, id(self.body.kernels): self.body.kernels})
         made._steps, made._used, made._holder = {}, [], None
         return made
+
+    def close(self) -> None:
+        """Give back what the decoder holds outside of this process: the other ranks' processes, if it has any.
+
+        It cannot decode afterwards. Happens by itself when the decoder is dropped.
+        """
+        self.backend.close()
 
     def check_width(self, width: int) -> None:
         """Raise ConfigurationError unless a window of so many rows fits."""
@@ -194,4 +239,5 @@ class CompiledDecoder:
         """What every graph of this decoder depends on, besides the source."""
         options = self.options
         shape = [options.batch_size, options.rows, options.n_positions]
-        return {"config": self.config.fingerprint(), "amp": options.amp, "shape": shape}
+        layout = [options.layout.degree, options.layout.gqa.value]
+        return {"config": self.config.fingerprint(), "amp": options.amp, "shape": shape, "layout": layout}

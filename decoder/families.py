@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from paceline.decoder.collectives import Collectives
 from paceline.decoder.kernels import Kernels
-from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.parallel import Shard
 
 if TYPE_CHECKING:
     from paceline.decoder.llama import LlamaModel
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
 FAMILIES = {"llama": ("paceline.decoder.llama", "LlamaModel")}
 
 
-def build(config: ModelConfig, weights: dict[str, Tensor], kernels: Kernels, *, positions: int) -> LlamaModel:
-    """The model of a configuration, on the given kernels."""
-    module, name = FAMILIES[config.model_type]
-    made: LlamaModel = getattr(importlib.import_module(module), name)(config, weights, kernels, positions=positions)
+def build(
+    shard: Shard, weights: dict[str, Tensor], kernels: Kernels, *, positions: int, group: Collectives
+) -> LlamaModel:
+    """A rank's part of the model of a configuration, on the given kernels."""
+    module, name = FAMILIES[shard.config.model_type]
+    make = getattr(importlib.import_module(module), name)
+    made: LlamaModel = make(shard, weights, kernels, positions=positions, group=group)
     return made

@@ -73,6 +73,10 @@ class GraphKernels:
         """As `Kernels.probabilities`."""
         return law.probabilities(logits, sampling)
 
+    def cuts(self, sampling: SamplingBatch) -> bool:
+        """As `Kernels.cuts`."""
+        return True
+
 
 def flat(cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
     """Numbers of rows [b, T] of slots [b] in a cache seen as one long table of rows. -> [b * G * T] int32

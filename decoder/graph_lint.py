@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from paceline.decoder.hlo_lint import Finding
-from paceline.decoder.lowering import Lowered, constants_of
+from paceline.decoder.lowering import Lowered, constants_of, operator
 
 _LOWERS = """
     __and__ __or__ __xor__ _to_copy _unsafe_view abs add alias amax amin arange bitwise_not
@@ -24,6 +24,9 @@ _LOWERS = """
 """
 LOWERS = frozenset(_LOWERS.split())
 """Operators that were seen to lower to HLO without findings. Another one is not wrong: it has not been looked at."""
+
+COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor", "wait_tensor"})
+"""PyTorch's own, in whose place a backend of several ranks puts its device's."""
 
 WIDE = frozenset({torch.int64, torch.float64, torch.complex64, torch.complex128})
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool})
@@ -39,18 +42,14 @@ def lint(lowered: Lowered) -> list[Finding]:
     return found
 
 
-def operator(node: fx.Node) -> str:
-    """The bare name of what a node calls."""
-    name = getattr(node.target, "__name__", str(node.target))
-    return name.split(".")[0]
-
-
 def _operator(node: fx.Node) -> Iterator[Finding]:
-    name = operator(node)
-    if name not in LOWERS:
+    name = operator(node.target)
+    if name not in LOWERS | COLLECTIVES:
         yield Finding("operator", f"{node.name}: {node.target} has not been seen to lower; see graph_lint.LOWERS")
     if name in {"matmul", "linear", "mm", "bmm"} and _first(node).dtype in _INTEGERS:
         yield Finding("integer dot", f"{node.name}: a product of integers is computed in float32, or refused")
+    if name in COLLECTIVES and _first(node).dtype in _INTEGERS:
+        yield Finding("integer collective", f"{node.name}: a sum over ranks of integers is refused")
     for number in _numbers([*node.args, *node.kwargs.values()]):
         if not math.isfinite(number):
             yield Finding("infinite constant", f"{node.name}: {number}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ class Place:
         return self.count if self.padded else None
 
 
+@runtime_checkable
 class Kernels(Protocol):
     """Lines b, tokens T of a line, heads H, key-value heads G, head width D, cache rows R.
 
@@ -104,6 +105,9 @@ class Kernels(Protocol):
 
     def probabilities(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
         """As `paceline.core.law.probabilities`, up to float32's rounding: the law that `choose` draws from."""
+
+    def cuts(self, sampling: SamplingBatch) -> bool:
+        """Whether top-k, top-p or min-p may be on in any row. A graph, which knows no values, says yes."""
 
 
 class Reference:
@@ -151,16 +155,14 @@ class Reference:
     ) -> Tensor:
         if not bool((sampling.knobs[:, 0] > 0).any()):  # eager may look at values; a greedy law needs no noise
             return reduce.argmax(logits)
-        return law.choose(logits, positions, sampling, stream=stream, cut=_cuts(sampling))
+        return law.choose(logits, positions, sampling, stream=stream, cut=self.cuts(sampling))
 
     def probabilities(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
-        return law.probabilities(logits, sampling, cut=_cuts(sampling))
+        return law.probabilities(logits, sampling, cut=self.cuts(sampling))
 
-
-def _cuts(sampling: SamplingBatch) -> bool:
-    """Whether top-k, top-p or min-p is on in any row."""
-    top_k, top_p, min_p = (sampling.knobs[:, i] for i in range(1, 4))
-    return bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
+    def cuts(self, sampling: SamplingBatch) -> bool:
+        top_k, top_p, min_p = (sampling.knobs[:, i] for i in range(1, 4))
+        return bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
 
 
 def _seen(place: Place, rows: Tensor, extent: int) -> Tensor:

@@ -1,7 +1,8 @@
 """The Llama family (Llama 2 and 3, and what shares their layout) as pure fixed-shape functions.
 
-Holds weights and reads caches that it is given; holds no length and knows neither backends nor rounds. Activations
-are float32 throughout, whatever the type of the weights: no intermediate is rounded, so no fusion can change one.
+Holds weights (of one rank, where the model is divided) and reads caches that it is given; holds no length and knows
+neither backends nor rounds. Activations are float32 throughout, whatever the type of the weights: no intermediate is
+rounded, so no fusion can change one.
 """
 
 from __future__ import annotations
@@ -10,33 +11,40 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.types import Reads
+from paceline.decoder.collectives import Collectives
 from paceline.decoder.kernels import Kernels, Place
-from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.parallel import Shard
 from paceline.decoder.rope import apply_rope, rope_tables
+from paceline.decoder.vocabulary_shards import embedded
 
 Weights = dict[str, Tensor]
 
 
 class LlamaModel(nn.Module):
-    """Embedding, layers, norm and head. ``weights`` (Hugging Face names) is emptied as it is read.
+    """Embedding, layers, norm and head. ``weights`` (parts of ``shard`` by Hugging Face's names) is emptied.
 
     ``positions`` is how long a text may be; rows of a window past it read the last rotation, and mean nothing.
     """
 
     cos: Tensor
     sin: Tensor
+    ids: Tensor
 
-    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, *, positions: int) -> None:
+    def __init__(self, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives) -> None:
         super().__init__()
-        self.config, self._kernels = config, kernels
+        config = shard.config
+        self.config, self._kernels, self._group = config, kernels, group
         self.embedding = _frozen(weights.pop("model.embed_tokens.weight"))
-        self.layers = nn.ModuleList(LlamaLayer(config, weights, kernels, index=i) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            LlamaLayer(shard, weights, kernels, index=i, group=group) for i in range(config.num_layers)
+        )
         self.norm = _frozen(weights.pop("model.norm.weight"))
         head = weights.pop("lm_head.weight", None)
         self.head = self.embedding if config.tie_word_embeddings or head is None else _frozen(head)
         cos, sin = rope_tables(config.rope, config.head_dim, positions)
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)
+        self.register_buffer("ids", torch.tensor(shard.ids, dtype=torch.int32))  # of this rank's rows of both tables
 
     def forward(
         self, tokens: Tensor, place: Place, caches: list[tuple[Tensor, Tensor]], *, reads: Reads | None = None
@@ -45,7 +53,7 @@ class LlamaModel(nn.Module):
 
         Changes ``caches`` in place.
         """
-        hidden = nn.functional.embedding(tokens, self.embedding).float()
+        hidden = embedded(tokens, self.embedding, self.ids, group=self._group)
         at = place.positions(tokens.shape[1]).clamp(max=self.cos.shape[0] - 1)
         rotation = (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2))
         streams = [hidden]
@@ -58,16 +66,17 @@ class LlamaModel(nn.Module):
         return hidden, torch.cat([streams[i] for i in reads.layers], -1) if reads.layers else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [b, T, H] -> [b, T, V] float32."""
+        """hidden [b, T, H] -> [b, T, n] float32, of this rank's ids."""
         return self._kernels.linear(hidden, self.head)
 
 
 class LlamaLayer(nn.Module):
-    """Attention and gated MLP, each behind a norm and added to the stream."""
+    """Attention and gated MLP, each behind a norm and added to the stream; each ends with a sum over the ranks."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, kernels: Kernels, *, index: int) -> None:
+    def __init__(self, shard: Shard, weights: Weights, kernels: Kernels, *, index: int, group: Collectives) -> None:
         super().__init__()
-        self.config, self._kernels = config, kernels
+        config = shard.config
+        self.config, self._shard, self._kernels, self._group = config, shard, kernels, group
         name = f"model.layers.{index}."
         self.attention_norm = _frozen(weights.pop(name + "input_layernorm.weight"))
         self.qkv = _joined(weights, [f"{name}self_attn.{x}_proj.weight" for x in "qkv"])
@@ -80,6 +89,8 @@ class LlamaLayer(nn.Module):
         self.out_bias = _frozen(weights.pop(name + "self_attn.o_proj.bias")) if attention else None
         self.gate_up_bias = _joined(weights, [f"{name}mlp.{x}_proj.bias" for x in ("gate", "up")]) if mlp else None
         self.down_bias = _frozen(weights.pop(name + "mlp.down_proj.bias")) if mlp else None
+        if shard.gathers:
+            self.register_buffer("key_heads", torch.tensor(shard.key_heads, dtype=torch.int32))
 
     def forward(
         self, hidden: Tensor, place: Place, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
@@ -93,17 +104,27 @@ class LlamaLayer(nn.Module):
     def _attention(
         self, x: Tensor, place: Place, *, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
     ) -> Tensor:
-        heads, groups, width = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
         mixed = _biased(self._kernels.linear(x, self.qkv, place.real), self.qkv_bias)
-        q, k, v = mixed.unflatten(-1, (heads + 2 * groups, width)).split((heads, groups, groups), dim=2)
-        q, k = apply_rope(q, *rotation), apply_rope(k, *rotation)
-        return _biased(
-            self._kernels.linear(self._kernels.attend((q, k, v), cache, place), self.out, place.real), self.out_bias
-        )
+        width, part = self.config.head_dim, self._shard.key_part
+        q, keys, values = mixed.split((self._shard.heads * width, part, part), dim=-1)
+        k, v = self._key_heads(keys, values)
+        q, k = apply_rope(q.view(*q.shape[:-1], -1, width), *rotation), apply_rope(k, *rotation)
+        made = self._kernels.linear(self._kernels.attend((q, k, v), cache, place), self.out, place.real)
+        return _biased(self._group.reduce(made), self.out_bias)
+
+    def _key_heads(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Products of this rank's rows of both matrices [b, T, n] -> the heads of its cache, [b, T, G, D] each."""
+        shape = (*keys.shape[:-1], -1, self.config.head_dim)
+        if not self._shard.gathers:
+            return keys.view(shape), values.view(shape)
+        every = self._group.gather(torch.stack((keys, values)))  # [ranks, 2, b, T, n]
+        heads = every.permute(1, 2, 3, 0, 4).reshape(2, *shape).index_select(3, self.get_buffer("key_heads"))
+        return heads[0], heads[1]
 
     def _mlp(self, x: Tensor, real: Tensor | None) -> Tensor:
         gate, up = _biased(self._kernels.linear(x, self.gate_up, real), self.gate_up_bias).chunk(2, dim=-1)
-        return _biased(self._kernels.linear(nn.functional.silu(gate) * up, self.down, real), self.down_bias)
+        made = self._kernels.linear(nn.functional.silu(gate) * up, self.down, real)
+        return _biased(self._group.reduce(made), self.down_bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -19,6 +19,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from paceline.core.errors import BackendError
 from paceline.decoder import rewrites
+from paceline.decoder.collectives import Collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +40,15 @@ class Lowered:
         found: fx.GraphModule = self.program.graph_module
         return found
 
-    def run(self, state: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> tuple[dict[str, Tensor], list[Tensor]]:
-        """Execute on the device of the inputs. -> new values of what changed, outputs."""
+    def run(
+        self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], *, ranks: Collectives | None = None
+    ) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Execute on the device of the inputs. -> new values of what changed, outputs.
+
+        ``ranks`` are what the step's collectives become there; without them PyTorch's own are called.
+        """
         given = [state[name] for name in self.state]
-        flat = _Anywhere(self.graph, inputs[0].device).run(*given, *inputs)
+        flat = _Anywhere(self.graph, inputs[0].device, ranks).run(*given, *inputs)
         changed = dict(zip(self.changed, flat, strict=False))
         return changed, list(flat[len(self.changed) :])
 
@@ -92,14 +98,24 @@ def _shares_buffers(module: nn.Module) -> bool:
     return len(list(module.named_buffers(remove_duplicate=False))) > len(list(module.named_buffers()))
 
 
+def operator(target: object) -> str:
+    """The bare name of what a node calls."""
+    return getattr(target, "__name__", str(target)).split(".")[0]
+
+
 class _Anywhere(fx.Interpreter):
     """Runs a graph on another device than the one it was traced on."""
 
-    def __init__(self, module: fx.GraphModule, device: torch.device) -> None:
+    def __init__(self, module: fx.GraphModule, device: torch.device, ranks: Collectives | None) -> None:
         super().__init__(module)
-        self._device = device
+        self._device, self._ranks = device, ranks
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if self._ranks is not None and target.__module__ == "torch._ops._c10d_functional":
+            name = operator(target)
+            if name == "wait_tensor":
+                return args[0]
+            return self._ranks.reduce(args[0]) if name == "all_reduce" else self._ranks.gather(args[0][0])
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self._device}
         return super().call_function(target, args, kwargs)

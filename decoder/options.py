@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.parallel import WHOLE, Layout
 
 AMP = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 MAX_WIDTH = 128
@@ -23,12 +24,14 @@ class DecoderOptions:
     reaches     buckets of the cache length, ascending; the last is how long a text may be (n_positions)
     chunks      lengths of the prefill graphs, ascending; longer prompts are read in chunks of the largest
     amp         number format of weights, cache and products: "bf16", "f16" or "f32"
+    layout      over how many ranks the model is divided, and how
     """
 
     batch_size: int
     reaches: tuple[int, ...]
     chunks: tuple[int, ...]
     amp: str
+    layout: Layout = WHOLE
 
     @property
     def n_positions(self) -> int:
@@ -51,6 +54,7 @@ def decoder_options(
     context_length_estimate: int | Sequence[int] | None,
     amp: str,
     trained: int,
+    layout: Layout = WHOLE,
 ) -> DecoderOptions:
     """Check and complete the options of `AutoDecoder.from_pretrained`; ``trained`` is the model's own context."""
     if amp not in AMP:
@@ -69,7 +73,7 @@ def decoder_options(
         "context_length_estimate", [64, 256] if context_length_estimate is None else context_length_estimate
     )
     chunks = tuple(sorted({min(chunk, reaches[-1]) for chunk in chunks}))
-    return DecoderOptions(batch_size, reaches, chunks, amp)
+    return DecoderOptions(batch_size, reaches, chunks, amp, layout)
 
 
 def _ascending(name: str, given: int | Sequence[int]) -> tuple[int, ...]:

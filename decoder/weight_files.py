@@ -45,6 +45,9 @@ class WeightFile(Protocol):
 
     def read(self, name: str) -> Tensor: ...
 
+    def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
+        """Rows (dim 0) or columns (dim 1) of a ``span``, whose end is not included; no others are read."""
+
 
 def find_weight_files(folder: Path) -> list[Path]:
     """The files of the checkpoint in ``folder``: safetensors before pickles, one file before shards."""
@@ -88,6 +91,11 @@ class _SafetensorsFile:
         tensor: Tensor = self.handle.get_tensor(name)
         return tensor
 
+    def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
+        part = self.handle.get_slice(name)
+        tensor: Tensor = part[slice(*span)] if dim == 0 else part[:, slice(*span)]
+        return tensor
+
 
 @dataclass(frozen=True, slots=True)
 class _PickleFile:
@@ -102,6 +110,9 @@ class _PickleFile:
 
     def read(self, name: str) -> Tensor:
         return self.tensors[name].detach()
+
+    def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
+        return self.read(name).narrow(dim, span[0], span[1] - span[0])
 
 
 def _indexed_files(index: Path) -> list[Path]:

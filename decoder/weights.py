@@ -2,7 +2,8 @@
 
 Names, shapes and formats of all tensors are compared before any data are converted, so that a wrong folder
 fails at once. It neither builds a model nor lays weights out for a kernel. Memory: the result plus one
-tensor; a shard in the format of PyTorch before 1.6 is held whole while it is read.
+tensor (or the part of it that a rank has); a file in the format of PyTorch before 1.6 is held whole while it is
+read.
 """
 
 import os
@@ -22,6 +23,7 @@ from paceline.core.errors import (
 )
 from paceline.decoder.llama_layout import EMBEDDING, OUTPUT_HEAD, expected_tensors, is_harmless
 from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.parallel import Part, Shard
 from paceline.decoder.weight_files import (
     FLOAT_NAMES,
     TensorInfo,
@@ -47,8 +49,11 @@ def load_weights(
     dtype: torch.dtype,
     *,
     progress: Callable[[int, int], None] | None = None,
+    shard: Shard | None = None,
 ) -> dict[str, Tensor]:
     """All tensors of ``expected_tensors(config)`` from the folder ``path``, contiguous, on the CPU.
+
+    Of a ``shard``, its rank's parts alone are read; names and shapes of all tensors are checked nevertheless.
 
     The tensors are copies: the files may change or go afterwards. ``progress`` is called with (tensors done,
     tensors in all) after each one. With tied embeddings the result has no ``lm_head.weight``.
@@ -68,7 +73,8 @@ def load_weights(
     for file in dict.fromkeys(places[name].file for name in wanted):
         with open_weight_file(file) as source:
             for name in [name for name in wanted if places[name].file == file]:
-                tensor = _load_tensor(source, name, dtype, file=file)
+                part = None if shard is None else shard.part(name)
+                tensor = _load_tensor(source, name, dtype, part=part, file=file)
                 if name not in expected:
                     head = tensor
                     continue
@@ -128,12 +134,12 @@ def _check_infos(places: dict[str, _Place], wanted: dict[str, tuple[int, ...]]) 
             )
 
 
-def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, file: Path) -> Tensor:
-    stored = source.read(name)
+def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, part: Part | None, file: Path) -> Tensor:
+    stored = source.read(name) if part is None else _read_part(source, name, part)
     # copy=True also where the dtype is right already: the stored tensor is a window on the file, and a file
     # that is replaced while a decoder runs would take the weights with it.
     tensor = stored.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    if not _is_finite(tensor):
+    if tensor.numel() and not _is_finite(tensor):
         if _is_finite(stored):
             raise WeightValueError(
                 f"{file}: {name} holds values beyond the range of {dtype}; load it in torch.bfloat16 or torch.float32."
@@ -143,6 +149,16 @@ def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, file: Pat
             "checkpoint itself is damaged."
         )
     return tensor
+
+
+def _read_part(source: WeightFile, name: str, part: Part) -> Tensor:
+    pieces = [source.read_range(name, span, dim=part.dim) for span in part.ranges]
+    found = torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]
+    missing = part.size - found.shape[part.dim]
+    if not missing:
+        return found
+    zeros = found.new_zeros([missing if dim == part.dim else size for dim, size in enumerate(found.shape)])
+    return torch.cat((found, zeros), part.dim)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -56,6 +56,9 @@ class DraftStep(nn.Module):
             row = start + count + step  # of the token that is picked now
             if step:
                 hidden, _ = self.body.window(self.vocabulary.known(drafts[-1]), row - 1, self._reach)
+            if self.vocabulary.whole and not self._drawn and not self._confidence:
+                drafts.append(self.body.choose(hidden, row.unsqueeze(1), sampling))
+                continue
             logits = self.vocabulary.logits(self.body.logits(hidden)).contiguous()
             if self._confidence > 0:
                 sure.append(law.softmax(logits).amax(-1) >= self._confidence)

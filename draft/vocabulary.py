@@ -28,6 +28,11 @@ class Vocabulary(nn.Module):
         """What tells the graphs of one vocabulary from those of another."""
         return str(self._both)
 
+    @property
+    def whole(self) -> bool:
+        """Whether every id of the draft is the target's id of the same token, so that `logits` changes nothing."""
+        return self._both == self._last + 1
+
     def known(self, tokens: Tensor) -> Tensor:
         """Ids of the draft for ids of the target; any id for PAD. [...] int32 -> [...] int32"""
         return tokens.clamp(min=0, max=self._last)
@@ -61,6 +66,10 @@ class Intersection(Vocabulary):
         self._unknown, self._places = unknown, places
         self.shared = sum(place >= 0 for place in places)
         self.register_buffer("index", torch.tensor(places, dtype=torch.int32))
+
+    @property
+    def whole(self) -> bool:
+        return False
 
     @property
     def name(self) -> str:

@@ -103,18 +103,19 @@ class EagleDrafter:
             ConfigurationError: the growth does not fit.
         """
         model = target.body.model
-        found = checkpoint.load(Path(path), target.config, head=model.head)
+        # Over a divided target this is rank 0, whose rows are the first: copies of those are taken for copies of all.
+        rows = min(len(model.head), target.config.vocab_size)
+        found = checkpoint.load(Path(path), target.config, head=model.head[:rows])
         dtype = target.options.dtype
         weights = {name: x if name == "ids" else x.to(dtype) for name, x in found.weights.items()}
-        embedding: Tensor = model.embedding
-        if found.embedding is not None:
-            own = found.embedding.to(dtype)
-            embedding = model.embedding if torch.equal(own, model.embedding) else own
+        embedding = None if found.embedding is None else found.embedding.to(dtype)
+        if embedding is not None and torch.equal(embedding[:rows], model.embedding[:rows]):
+            embedding = None
         head = EagleHead(
             found.config,
             weights,
+            lent=target.body.lent,
             embedding=embedding,
-            head=model.head,
             kernels=target.backend.kernels,
             options=target.options,
         )

@@ -84,13 +84,13 @@ class StaticTree(nn.Module):
             deeper = [n for n in nodes if n in inner]
             self._fix(f"kept_{level}", [nodes.index(n) for n in deeper])
             self._fix(f"owner_{level}", [above.index(parents[n]) for n in deeper])
-            self._fix(f"row_{level}", [rows[parents[n]] for n in deeper], dtype=torch.int32)
+            self._fix(f"row_{level}", [rows[parents[n]] for n in deeper])
             rows |= {n: len(rows) + i for i, n in enumerate(deeper)}
             above = deeper
         self._fix("order", [order.index(n) for n in range(len(parents))])
 
-    def _fix(self, name: str, values: list[int], dtype: torch.dtype = torch.int64) -> None:
-        self.register_buffer(name, torch.tensor(values, dtype=dtype))
+    def _fix(self, name: str, values: list[int]) -> None:
+        self.register_buffer(name, torch.tensor(values, dtype=torch.int32))
 
     def forward(self, head: EagleHead, root: Root, sampling: SamplingBatch, reach: int) -> tuple[Tensor, ...]:
         """-> drafts [B, N] int32."""
@@ -122,7 +122,7 @@ class DynamicTree(nn.Module):
             )
         self.outline = Outline(nodes, depth, None, dynamic=True)
         self.width, self.name = width, f"dynamic {nodes} of depth {depth}, width {width}"
-        self.register_buffer("owner", torch.arange(width * width) // width)
+        self.register_buffer("owner", torch.arange(width * width, dtype=torch.int32) // width)
         self.register_buffer("same", torch.eye(width))
 
     def forward(self, head: EagleHead, root: Root, sampling: SamplingBatch, reach: int) -> tuple[Tensor, ...]:
@@ -140,7 +140,7 @@ class DynamicTree(nn.Module):
             more, picks = best(head, hidden, width, sampling=sampling, positions=_positions(root, level))
             more = head.kernels.linear(more, self.get_buffer("same"))
             value, token = (worth.unsqueeze(-1) + more).flatten(1), picks.flatten(1)
-            owner = self.get_buffer("owner").expand(slots, -1)
+            owner = self.get_buffer("owner").expand(slots, -1).to(torch.int64)
             every.append((token, value, ids.gather(1, owner)))
             if level < self.outline.depth:
                 worth, chosen = reduce.top(value, width)
@@ -212,11 +212,14 @@ def best(
 
 
 def gumbel(word: Tensor) -> Tensor:
-    """`noise.gumbel_of_bits` in plain float32, right to some 1e-6, which a guess does not mind; it needs no table."""
+    """`noise.gumbel_of_bits` in plain float32, right to some 1e-5, which a guess does not mind; it needs no table."""
     upper = word < 0
     folded = torch.where(upper, ~word, word)
     small = (folded >> 8).to(torch.float32) * 2.0**-24 + 2.0**-25
-    return -torch.where(upper, -torch.log(small), -torch.log1p(-small)).log()
+    # log1p by its series where 1 - small would be rounded away: not every compiler is known to have log1p.
+    near = small * (1.0 + small * (0.5 + small * (1.0 / 3.0)))
+    lower = torch.where(small < 1.0 / 64.0, near, -torch.log(-(small - 1.0)))
+    return -torch.where(upper, -torch.log(small), lower).log()
 
 
 def kept(tokens: Tensor, worth: Tensor, parents: Tensor, *, nodes: int) -> tuple[Tensor, Tensor]:
@@ -231,7 +234,8 @@ def kept(tokens: Tensor, worth: Tensor, parents: Tensor, *, nodes: int) -> tuple
     wanted = torch.arange(nodes, dtype=torch.float32, device=worth.device).view(1, -1, 1)
     mine = ((rank.unsqueeze(1) == wanted) & chosen.unsqueeze(1)).to(torch.float32)
     found = [(mine * x.to(torch.float32).unsqueeze(1)).sum(-1).to(torch.int32) for x in (tokens, above)]
-    return found[0], torch.minimum(found[1], torch.arange(-1, nodes - 1, dtype=torch.int32, device=worth.device))
+    before = torch.arange(-1, nodes - 1, dtype=torch.int32, device=worth.device)
+    return found[0], torch.where(found[1] < before, found[1], before)
 
 
 def _positions(root: Root, ahead: int = 1) -> Tensor:

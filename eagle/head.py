@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core import reduce
+from paceline.decoder.collectives import Alone, Collectives
 from paceline.decoder.kernels import Kernels, Place, Tree
 from paceline.decoder.llama import rms_norm
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.rope import apply_rope, rope_tables
+from paceline.decoder.vocabulary_shards import Lent, embedded, whole
 from paceline.eagle.config import EagleConfig
 
 Qkv = tuple[Tensor, Tensor, Tensor]
@@ -73,9 +75,10 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The head with its cache. ``embedding`` and ``head`` [V, H] may be the target's own tensors; they are not copied.
+    """The head with its cache. ``weights`` is emptied.
 
-    ``head`` is the output layer of version 1; version 3 has one of its own in ``weights``, which is emptied.
+    ``lent`` is the target's, not copied: the embedding, unless ``embedding`` [V, H] is the head's own, and the output
+    layer of version 1. Over a divided target both are this rank's rows; everything else is the same on every rank.
     """
 
     cos: Tensor
@@ -85,27 +88,31 @@ class EagleHead(nn.Module):
     slots: Tensor
     ids: Tensor
     places: Tensor
+    rows: Tensor
 
     def __init__(
         self,
         config: EagleConfig,
         weights: Weights,
         *,
-        embedding: Tensor,
-        head: Tensor,
+        lent: Lent,
+        embedding: Tensor | None = None,
         kernels: Kernels,
         options: DecoderOptions,
     ) -> None:
         super().__init__()
         self.config, self.kernels, self._options = config, kernels, options
-        self.embedding = embedding if isinstance(embedding, nn.Parameter) else _frozen(embedding)
+        self.embedding = lent.embedding if embedding is None else _frozen(embedding)
         self.fc = _frozen(weights.pop("fc.weight"))
         self.fc_bias = _frozen(weights.pop("fc.bias")) if config.fc_bias else None
         self.layer = EagleLayer(config, weights, kernels)
         three = config.version == 3
         self.norm = _frozen(weights.pop("norm.weight")) if three else None
-        own = _frozen(weights.pop("lm_head.weight")) if three else head
-        self.head = own if isinstance(own, nn.Parameter) else _frozen(own)
+        self.head = _frozen(weights.pop("lm_head.weight")) if three else lent.head
+        self._tables: tuple[Collectives, Collectives] = (
+            lent.group if embedding is None else Alone(),
+            Alone() if three else lent.group,
+        )
         cos, sin = rope_tables(config.rope, config.head_dim, options.n_positions)
         ids = weights.pop("ids") if three else torch.arange(config.vocab_size)
         places = torch.full((config.vocab_size,), config.draft_vocab_size, dtype=torch.int32)
@@ -119,6 +126,7 @@ class EagleHead(nn.Module):
             "slots": torch.arange(options.batch_size, dtype=torch.int32),
             "ids": ids.to(torch.int32),  # the target's id of every id that can be drafted
             "places": places,  # and back; U where there is none
+            "rows": lent.ids if lent.group.degree > 1 else lent.ids[:0],  # needed only where tables are divided
         }
         for name, value in buffers.items():
             self.register_buffer(name, value)
@@ -131,13 +139,13 @@ class EagleHead(nn.Module):
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, *, real: Tensor | None = None
     ) -> tuple[Tensor, Qkv]:
         """Pairs before attention. tokens [b, n] int32, hidden [b, n, H], positions [b, n] int32."""
-        embedded = nn.functional.embedding(tokens, self.embedding).float()
+        read = embedded(tokens, self.embedding, self.rows, group=self._tables[0])
         if self.config.version == 1:
-            hidden = self.kernels.linear(torch.cat([embedded, hidden], -1), self.fc, real)
+            hidden = self.kernels.linear(torch.cat([read, hidden], -1), self.fc, real)
             hidden = hidden if self.fc_bias is None else hidden + self.fc_bias
         at = positions.clamp(max=self.cos.shape[0] - 1)
         stream, qkv = self.layer.project(
-            embedded, hidden, (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)), real=real
+            read, hidden, (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)), real=real
         )
         return stream, qkv
 
@@ -157,14 +165,14 @@ class EagleHead(nn.Module):
         """[b, n, H] -> [b, n, U] float32."""
         if self.norm is not None:
             hidden = rms_norm(hidden, self.norm, self.config.rms_norm_eps)
-        return self.kernels.linear(hidden, self.head)
+        return whole(self.kernels.linear(hidden, self.head), self.config.draft_vocab_size, self._tables[1])
 
     def spread(self, logits: Tensor) -> Tensor:
         """[b, n, U] -> [b, n, V], `reduce.NEGATIVE` for ids that cannot be drafted."""
         if self.config.draft_vocab_size == self.config.vocab_size:
             return logits
         nothing = torch.full_like(logits[..., :1], reduce.NEGATIVE)
-        return torch.cat([logits, nothing], -1)[..., self.places]
+        return torch.cat([logits, nothing], -1).index_select(-1, self.places)
 
 
 def _frozen(x: Tensor) -> nn.Parameter:

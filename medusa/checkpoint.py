@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paceline.core.errors import CheckpointError, MissingWeightsError
+from paceline.decoder.collectives import Collectives
 from paceline.decoder.weight_files import TensorInfo, WeightFile, find_weight_files, open_weight_file
 from paceline.medusa import layouts
 from paceline.medusa.config import CONFIG, Claims, MedusaConfig
@@ -63,10 +64,20 @@ def load(folder: Path, *, vocab_size: int) -> Checkpoint:
     return Checkpoint(config, weights)
 
 
-def heads(folder: Path, output: nn.Parameter, dtype: torch.dtype) -> Heads:
-    """Heads from a folder, ready to use with a target whose output layer [V, H] this is. Raises as `load`."""
-    found = load(folder, vocab_size=output.shape[0])
-    made = Heads(found.config, output, dtype)
+def heads(
+    folder: Path,
+    output: nn.Parameter,
+    dtype: torch.dtype,
+    *,
+    vocab_size: int | None = None,
+    group: Collectives | None = None,
+) -> Heads:
+    """Heads from a folder, ready to use with a target whose output layer [V, H] this is. Raises as `load`.
+
+    Of a target divided over ``group``, ``output`` is this rank's part, and V must be said.
+    """
+    found = load(folder, vocab_size=vocab_size or output.shape[0])
+    made = Heads(found.config, output, dtype, group=group)
     made.fill(found.weights)
     return made
 

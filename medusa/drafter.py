@@ -39,7 +39,7 @@ class MedusaStep(nn.Module):
         self.heads, self._kernels, self._widths = heads, kernels, choices.widths
         ranks = max(choices.widths)
         places = [(len(path) - 1) * ranks + path[-1] for path in choices.paths]
-        self.register_buffer("place", torch.tensor(places))
+        self.register_buffer("place", torch.tensor(places, dtype=torch.int32))
 
     def forward(
         self, tokens: Tensor, count: Tensor, start: Tensor, knobs: Tensor, keys: Tensor, features: Tensor
@@ -51,7 +51,7 @@ class MedusaStep(nn.Module):
         depth = torch.arange(levels, dtype=torch.int32, device=tokens.device)
         positions = (start + count).unsqueeze(1) + depth  # of the tokens that the heads predict
         best = self._best(logits, positions, SamplingBatch(knobs, keys))
-        return (best.flatten(1)[:, self.place],)
+        return (best.flatten(1).index_select(1, self.place),)
 
     def _best(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Tensor:
         """The tokens that each head puts first, second, ... logits [B, D, V] -> [B, D, R] int32.
@@ -106,7 +106,8 @@ class MedusaDrafter:
             ConfigurationError: the tree is not valid or needs more heads.
         """
         folder = Path(path)
-        heads = checkpoint.heads(folder, target.body.model.head, target.options.dtype)
+        body, size = target.body, target.config.vocab_size
+        heads = checkpoint.heads(folder, body.model.head, target.options.dtype, vocab_size=size, group=body.group)
         if tree is None and (folder / checkpoint.TREE).is_file():
             tree = folder / checkpoint.TREE
         return cls(heads, target, Choices.chain(heads.config.heads) if tree is None else _choices(tree))

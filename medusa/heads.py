@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import MissingWeightsError, WeightShapeError, WeightValueError
+from paceline.decoder.collectives import Alone, Collectives
+from paceline.decoder.vocabulary_shards import whole
 from paceline.medusa.config import MedusaConfig
 
 Linear = Callable[[Tensor, Tensor], Tensor]
@@ -56,12 +58,16 @@ class Head(nn.Module):
 class Heads(nn.Module):
     """All heads. Weights are NaN until `fill` has set every one of them.
 
-    ``output``  [V, H], the target's output layer: the very parameter, which is not copied and not saved
+    ``output``  [V, H], the target's output layer: the very parameter, which is not copied and not saved; of a target
+                that is divided over ``group``, this rank's rows of it
     """
 
-    def __init__(self, config: MedusaConfig, output: nn.Parameter, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: MedusaConfig, output: nn.Parameter, dtype: torch.dtype, *, group: Collectives | None = None
+    ) -> None:
         super().__init__()
-        if tuple(output.shape) != (config.vocab_size, config.hidden_size):
+        self._group: Collectives = group or Alone()
+        if tuple(output.shape) != (-(-config.vocab_size // self._group.degree), config.hidden_size):
             raise WeightShapeError(
                 f"the heads are for a target with an output layer of {[config.vocab_size, config.hidden_size]}, and "
                 f"this target's is {list(output.shape)}; give the heads that were trained for it"
@@ -76,12 +82,14 @@ class Heads(nn.Module):
         heads = list(self.heads)[:used]
         ahead = torch.stack([head(states, linear) for head in heads], 1)
         if self.config.tied:
-            return linear(ahead, self.output)
+            return self.project(0, ahead, linear)
         return torch.cat([self.project(i, ahead[:, i : i + 1], linear) for i in range(len(heads))], 1)
 
     def project(self, index: int, x: Tensor, linear: Linear) -> Tensor:
         """What the blocks of one head made of a state, [..., H] -> its logits [..., V]."""
-        return linear(x, self.output if self.config.tied else self.get_parameter(f"heads.{index}.projection.weight"))
+        if self.config.tied:
+            return whole(linear(x, self.output), self.config.vocab_size, self._group)
+        return linear(x, self.get_parameter(f"heads.{index}.projection.weight"))
 
     def own(self) -> dict[str, nn.Parameter]:
         """The heads' own parameters by name, the target's output layer left out."""

@@ -7,6 +7,7 @@ from paceline.auto import AutoDecoder
 from paceline.core.errors import PacelineError
 from paceline.core.simulated import Simulated
 from paceline.core.typical import Typical
+from paceline.decoder.parallel import GQA
 from paceline.draft.lift import lift
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.reencoding import Reencoding
@@ -20,6 +21,7 @@ from paceline.result import Event, GenerationResult, Statistics
 __version__ = "0.1.0"
 
 __all__ = [
+    "GQA",
     "LADDER",
     "AutoDecoder",
     "Chain",

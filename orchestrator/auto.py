@@ -8,10 +8,12 @@ from pathlib import Path
 
 from paceline import build, warm
 from paceline.core.accept import Match
+from paceline.decoder import parallel
 from paceline.decoder.backends.base import make
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.options import decoder_options
+from paceline.decoder.parallel import GQA, Shard
 from paceline.decoder.weights import load_weights
 from paceline.draft.none import NoDrafter
 from paceline.loop import Engine
@@ -45,6 +47,8 @@ class AutoDecoder:
         context_length_estimate: int | Sequence[int] | None = None,
         amp: str = "bf16",
         backend: str = "inductor",
+        tp_degree: int = 1,
+        group_query_attention: GQA | str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> SamplingDecoder:
         """Load a decoder.
@@ -56,25 +60,33 @@ class AutoDecoder:
         context_length_estimate  lengths of the prefill graphs; default 64 and 256
         amp                      "bf16", "f16" or "f32": number format of weights and cache
         backend                  "inductor" (compiled, CPU) or "eager"
+        tp_degree                tensor parallelism: over how many ranks the model is divided; above 1 with "eager"
+                                 (ranks are processes, which end with the decoder: see ``close``) and "neuron" (cores)
+        group_query_attention    where K/V heads live then: a `GQA` or its value; default: whole heads if they can be
+                                 divided, else copies
         progress                 told (tensors loaded, tensors in all)
 
         Graphs are compiled at first use, or by ``compile()``, and found in the cache from then on.
 
         Raises:
             CheckpointError: the folder cannot be used.
-            ConfigurationError: an option is out of range.
+            ConfigurationError: an option is out of range, or the model cannot be divided like that.
             BackendError: the backend cannot work here.
         """
         config = ModelConfig.from_pretrained(path)
+        layout = parallel.layout(config, tp_degree, group_query_attention)
         options = decoder_options(
             batch_size=batch_size,
             n_positions=n_positions,
             context_length_estimate=context_length_estimate,
             amp=amp,
             trained=config.max_position_embeddings,
+            layout=layout,
         )
-        engine = make(backend)
-        weights = load_weights(path, config, options.dtype, progress=progress)
+        shard = Shard(config, layout)
+        engine = make(backend, layout.degree)
+        weights = load_weights(path, config, options.dtype, progress=progress, shard=shard)
         decoder = SamplingDecoder(config, options, weights, backend=engine)
+        engine.attach(decoder, os.fspath(path))
         decoder.folder, decoder.statistics = Path(path), Statistics()
         return decoder

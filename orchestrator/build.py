@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from paceline.adaptive import Adaptive
 from paceline.core.accept import Match, Reject
 from paceline.core.errors import ConfigurationError
@@ -13,7 +15,7 @@ from paceline.core.protocols import Drafter, GraphDrafter, Shortens
 from paceline.core.simulated import Simulated
 from paceline.core.types import Outline
 from paceline.core.typical import Typical
-from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.decoder import Body, CompiledDecoder
 from paceline.draft.chained import ChainedDrafter
 from paceline.draft.lift import lift
 from paceline.draft.model import ModelDrafter
@@ -193,11 +195,22 @@ def _shortened(source: Drafter, depth: int) -> Drafter:
 
 def _round(source: Drafter, verifier: CompiledVerifier, *, fused: bool | None) -> TwoStep | Fused:
     chains = source.outline.is_chain and verifier.outline.is_chain
+    if isinstance(source, GraphDrafter) and _apart(source.state, verifier.decoder):
+        if fused:
+            raise ConfigurationError(
+                "draft and target share a graph only with the same tp_degree; load them with one, or leave fused unset"
+            )
+        return TwoStep(source, verifier)
     if isinstance(source, GraphDrafter) and fused is not False and (chains or source.outline == verifier.outline):
         return Fused(source, verifier)
     if fused:
         raise ConfigurationError(f"{type(source).__name__} cannot share a graph with the target; leave fused unset")
     return TwoStep(source, verifier)
+
+
+def _apart(state: nn.Module, target: CompiledDecoder) -> bool:
+    """Whether a draft model runs on other ranks than the target."""
+    return isinstance(state, Body) and state.group != target.body.group
 
 
 def _outline(source: Drafter, width: int | None) -> Outline:

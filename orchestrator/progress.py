@@ -87,7 +87,7 @@ class Watched:
 
     def __init__(self, inner: Backend, owner: str, *, shown: Bar, made: list[GraphTime]) -> None:
         self.inner, self._owner, self._bar, self._made = inner, owner, shown, made
-        self.name, self.kernels = inner.name, inner.kernels
+        self.name, self.kernels, self.group = inner.name, inner.kernels, inner.group
 
     def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         return self.inner.reaches(wanted)
@@ -104,6 +104,12 @@ class Watched:
         self._made.append(GraphTime(self._owner, graph.name, perf_counter() - begin, bool(slow)))
         self._bar.advance()
         return step
+
+    def attach(self, decoder: CompiledDecoder, path: str) -> None:
+        self.inner.attach(decoder, path)
+
+    def close(self) -> None:
+        self.inner.close()
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         self.inner.save(graphs, folder)

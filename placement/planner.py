@@ -1,7 +1,8 @@
 """From models and an instance to a plan. Pure: nothing is started, read or reserved.
 
-Rules, each with its own error: heads divisible by the degree; a degree the runtime accepts; a share that fits on a
-core; a contiguous run that starts at a multiple of its length; every core in one process only.
+Rules, each with its own error: a degree that divides the model (`paceline.decoder.parallel` knows which); one the
+runtime accepts; a share that fits on a core; a contiguous run that starts at a multiple of its length; every core in
+one process only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import PlanError
+from paceline.decoder.parallel import obstacle
 from paceline.placement import environment
 from paceline.placement.catalogue import Instance
 from paceline.placement.footprint import Footprint, footprint
@@ -41,15 +43,15 @@ def degree_of(model: Model, instance: Instance) -> int:
     Raises:
         PlanError: the degree is illegal, does not divide the heads, or the share does not fit on a core.
     """
-    heads, name = model.config.num_heads, model.name
-    legal = [degree for degree in instance.degrees if heads % degree == 0]
+    name = model.name
+    legal = [degree for degree in instance.degrees if not obstacle(model.config, degree)]
     if model.degree is None:
         fits = [d for d in legal if _size(model, d).total <= instance.memory]
         if not fits:
             over = _size(model, legal[-1]).total - instance.memory
             raise PlanError(
-                f"{name} does not fit {instance.name} at any degree that divides its {heads} heads: at {legal[-1]} it "
-                f"needs {over} bytes more on each core than the {instance.memory} there are; lower n_positions or "
+                f"{name} does not fit {instance.name} at any degree it can be divided by: at {legal[-1]} it needs "
+                f"{over} bytes more on each core than the {instance.memory} there are; lower n_positions or "
                 "batch_size, quantise, or take an instance with more memory a core"
             )
         return fits[0]
@@ -59,10 +61,7 @@ def degree_of(model: Model, instance: Instance) -> int:
             f"{', '.join(map(str, instance.degrees))}"
         )
     if model.degree not in legal:
-        raise PlanError(
-            f"{name}: {heads} attention heads are not divisible by tp_degree={model.degree}; use one of "
-            f"{', '.join(map(str, legal))}"
-        )
+        raise PlanError(f"{name}: {obstacle(model.config, model.degree)}; use one of {', '.join(map(str, legal))}")
     over = _size(model, model.degree).total - instance.memory
     if over > 0:
         raise PlanError(

@@ -54,7 +54,7 @@ MAX_POSITIONAL = 3
 # Public entry points that keep Hugging Face's keywords; they turn them at once into Sampling and Stopping.
 # So is the constructor of the generator, whose keywords become a Plan.
 PUBLIC_ENTRY_POINTS: dict[str, frozenset[str]] = {
-    "orchestrator/": frozenset({"sample", "stream"}),
+    "orchestrator/": frozenset({"sample", "stream", "from_pretrained"}),
     "orchestrator/generator.py": frozenset({"__init__"}),
 }
 # A command's parameters are the options of the command line.

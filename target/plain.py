@@ -23,9 +23,9 @@ class PlainStep(nn.Module):
 
     def forward(
         self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """The fields of a Commit; limit [B] int32, tokens wanted besides the first; knobs [B, 4], keys [B, 2]
-        -> the fields of the next Commit, ``steps`` wide.
+        -> tokens and count of the next Commit, ``steps`` wide.
         """
         sampling = SamplingBatch(*rest)
         token, row = root_of(tokens, count, start)
@@ -34,10 +34,10 @@ class PlainStep(nn.Module):
         for step in range(self._steps):
             hidden, _ = self.body.window(made[-1] if made else token, row + step, self._reach)
             position = (row + step + 1).unsqueeze(1)
-            made.append(self.body.kernels.choose(self.body.logits(hidden), position, sampling))
+            made.append(self.body.choose(hidden, position, sampling))
         place = torch.arange(self._steps, dtype=torch.int32, device=tokens.device)
         wanted = (limit + 1).clamp(max=self._steps)
-        return torch.where(place < wanted.unsqueeze(1), torch.cat(made, 1), PAD), wanted, row + 1
+        return torch.where(place < wanted.unsqueeze(1), torch.cat(made, 1), PAD), wanted
 
 
 class PlainDecoder:
@@ -57,4 +57,5 @@ class PlainDecoder:
         inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
         make = partial(PlainStep, steps=self.steps)
         name = f"plain[{self.steps},from {commit.tokens.shape[1]}]"
-        return Commit(*self.decoder.graph(name, make, inputs, reach=self.decoder.reach(bounds.rows))(*inputs))
+        tokens, count = self.decoder.graph(name, make, inputs, reach=self.decoder.reach(bounds.rows))(*inputs)
+        return Commit(tokens, count, commit.start + commit.count)

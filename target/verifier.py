@@ -39,7 +39,7 @@ class VerifyStep(nn.Module):
         """The fields of a Commit; then limit [B] int32, knobs [B, 4], keys [B, 2]; then, if N > 0, what a drafter's
         step gives: drafts [B, N], parents [B, N] of a dynamic outline, law [B, N, V] if they were drawn.
 
-        -> tokens [B, D + 1], count [B], start [B] of the next Commit, and its features if they are read.
+        -> tokens [B, D + 1] and count [B] of the next Commit, and its features if they are read.
         """
         knobs, keys, *proposed = rest
         sampling = SamplingBatch(knobs, keys)
@@ -50,28 +50,28 @@ class VerifyStep(nn.Module):
         read = torch.cat((token.unsqueeze(1), view.proposal.tokens), 1)
         read = read.clamp(min=0, max=self.body.config.vocab_size - 1)
         hidden, features = self.body.window(read, row, self._reach, tree=view.tree, reads=self._reads)
-        logits = self.body.logits(hidden)
         positions = row.unsqueeze(1) + 1 + view.depth
         if isinstance(self._acceptor, Match):
-            choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
+            choices = self.body.choose(hidden, positions.contiguous(), sampling)
             verdict = self._acceptor(view.proposal, choices, self.outline.depth)
         elif isinstance(self._acceptor, Simulated):
-            choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
+            choices = self.body.choose(hidden, positions.contiguous(), sampling)
             nodes = (positions[:, 1:] - 1).contiguous()
             verdict = self._acceptor(view.proposal, choices, nodes, sampling=sampling, depth=self.outline.depth)
         elif isinstance(self._acceptor, Typical):
+            logits = self.body.logits(hidden)
             choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
             law = self.body.kernels.probabilities(logits, sampling)
             verdict = self._acceptor(view.proposal, law, choices, depth=self.outline.depth)
         else:
+            kernels, logits = self.body.kernels, self.body.logits(hidden)
             drawn = nn.functional.pad(proposed[0], (0, logits.shape[-1] - proposed[0].shape[-1])) if proposed else None
-            kernels = self.body.kernels
             law = kernels.probabilities(logits, sampling)
             chain = Proposal(view.proposal.tokens, None, drawn)
             verdict = self._acceptor(chain, law, positions, sampling, choose=kernels.choose)
         if view.tree is not None:
             self.body.keep(row, verdict.path)
-        out = (committed(view.proposal, verdict), verdict.count + 1, row + 1)
+        out = (committed(view.proposal, verdict), verdict.count + 1)
         return out if features is None else (*out, features_of(verdict.path, features))
 
 
@@ -150,7 +150,7 @@ class CompiledVerifier:
         name = self._name(outline, commit, drawn=drawn)
         make = partial(self._step, outline=outline)
         step = self.decoder.graph(name, make, inputs, reach=self.decoder.reach(bounds.rows))
-        return self._commit(step(*inputs))
+        return self._commit(commit, step(*inputs))
 
     def fused(
         self, drafter: GraphDrafter, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds
@@ -167,19 +167,19 @@ class CompiledVerifier:
         deep, *rest = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts(), owner=drafter.state)(
             *inputs
         )
-        return self._commit(rest), deep
+        return self._commit(commit, rest), deep
 
     def _step(self, body: Body, reach: int, *, outline: Outline) -> VerifyStep:
         return VerifyStep(body, reach, outline=outline, acceptor=self._acceptor, reads=self._reads)
 
-    def _commit(self, out: Sequence[Tensor]) -> Commit:
+    def _commit(self, last: Commit, out: Sequence[Tensor]) -> Commit:
         """Filled up to the width that every round of this verifier has, so that graphs meet one shape."""
-        tokens, count, start, *features = out
+        tokens, count, *features = out
         missing = self._width - tokens.shape[1]
         if missing:
             tokens = nn.functional.pad(tokens, (0, missing), value=PAD)
             features = [nn.functional.pad(one, (0, 0, 0, missing)) for one in features]
-        return Commit(tokens, count, start, features[0] if features else None)
+        return Commit(tokens, count, last.start + last.count, features[0] if features else None)
 
     def _name(self, outline: Outline, commit: Commit, *, drawn: bool = False) -> str:
         kind = "reject" if isinstance(self._acceptor, Reject) else "match"

@@ -99,6 +99,9 @@ class TableBody:
         pair = hidden.to(torch.int64)
         return self._table[pair[..., 0], pair[..., 1]]
 
+    def choose(self, hidden: Tensor, positions: Tensor, sampling: SamplingBatch) -> Tensor:
+        return self.kernels.choose(self.logits(hidden), positions, sampling)
+
     def _check(self, slots: Tensor, row: Tensor) -> None:
         assert self.truth is not None
         width = min(self.truth.text.shape[1], self.cache.shape[1])

@@ -6,12 +6,16 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.collectives import Alone, Collectives
 from paceline.decoder.kernels import Kernels
+
+if TYPE_CHECKING:
+    from paceline.decoder.decoder import CompiledDecoder
 
 BACKENDS = {
     "eager": ("paceline.decoder.backends.eager", "EagerBackend"),
@@ -19,6 +23,11 @@ BACKENDS = {
     "xla": ("paceline.decoder.backends.xla", "XlaBackend"),
     "neuron": ("paceline.decoder.backends.neuron", "NeuronBackend"),
 }
+DIVIDED = {
+    "eager": ("paceline.decoder.backends.ranked", "RankedBackend"),
+    "neuron": ("paceline.decoder.backends.neuron", "NeuronBackend"),
+}
+"""Backends that can run a model divided over ranks, of which they are told the number."""
 
 Step = Callable[..., list[Tensor]]
 """A compiled step: tensors in, a list of tensors out; state (weights, caches) stays inside."""
@@ -49,11 +58,21 @@ class Backend(Protocol):
     @property
     def kernels(self) -> Kernels: ...
 
+    @property
+    def group(self) -> Collectives:
+        """The ranks that the graphs run on."""
+
     def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         """The buckets of the cache length this backend makes graphs for, out of those wanted."""
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         """Compile, or take from the cache. ``announce`` is called before anything slow."""
+
+    def attach(self, decoder: CompiledDecoder, path: str) -> None:
+        """Told once, before the first graph, whose graphs it compiles, and where the other ranks find their parts."""
+
+    def close(self) -> None:
+        """Give back what is held outside of this process."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         """Copy what was compiled for these graphs into a folder."""
@@ -62,14 +81,32 @@ class Backend(Protocol):
         """Take compiled graphs from a folder; ``facts`` are those of the decoder."""
 
 
-def make(name: str) -> Backend:
-    """A new backend.
+class OneRank:
+    """What a backend of one rank has to say about ranks."""
+
+    group: Collectives = Alone()
+
+    def attach(self, decoder: CompiledDecoder, path: str) -> None:
+        """There are no others."""
+
+    def close(self) -> None:
+        """Nothing is held elsewhere."""
+
+
+def make(name: str, degree: int = 1) -> Backend:
+    """A new backend, for a model on so many ranks.
 
     Raises:
-        ConfigurationError: no backend has this name.
+        ConfigurationError: no backend has this name, or it has one rank only.
     """
     if name not in BACKENDS:
         raise ConfigurationError(f"backend={name!r} is unknown; use one of {', '.join(BACKENDS)}")
-    module, attribute = BACKENDS[name]
-    made: Backend = getattr(importlib.import_module(module), attribute)()
+    if degree > 1 and name not in DIVIDED:
+        raise ConfigurationError(
+            f"backend={name!r} runs on one rank: its compiled graphs call kernels that know no other; for tp_degree="
+            f"{degree} use one of {', '.join(DIVIDED)}"
+        )
+    module, attribute = BACKENDS[name] if degree == 1 else DIVIDED[name]
+    kind = getattr(importlib.import_module(module), attribute)
+    made: Backend = kind() if degree == 1 else kind(degree)
     return made

@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import ArtefactError, BackendError
+from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
 from paceline.decoder import artefacts, environment, graph_lint
-from paceline.decoder.backends import neuron_sdk
+from paceline.decoder.backends import neuron_ranks, neuron_sdk
 from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.backends.neuron_state import Names
+from paceline.decoder.collectives import Alone, Collectives, Fabric
+from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_kernels import GraphKernels
 from paceline.decoder.kernels import Kernels
 from paceline.decoder.lowering import Lowered, lower
@@ -33,13 +35,15 @@ _NEFF = "graph.neff"
 
 
 class NeuronBackend:
-    """Graphs on the first NeuronCore that this process sees."""
+    """Graphs on the first NeuronCores that this process sees, as many as the model is divided over."""
 
     name = "neuron"
 
-    def __init__(self) -> None:
+    def __init__(self, degree: int = 1) -> None:
         self._chip = chip()
+        self._chip.claim(degree)
         self.kernels: Kernels = GraphKernels()
+        self.group: Collectives = Alone() if degree == 1 else Fabric(degree)
         self._root = environment.cache_root() / "neuron"
         self._shipped: Path | None = None
 
@@ -56,7 +60,9 @@ class NeuronBackend:
         if found := graph_lint.lint(lowered):
             raise BackendError(f"{graph.name} cannot be compiled for Neuron: {'; '.join(map(str, found[:3]))}")
         key = f"g{len(self._chip.graphs)}"
-        traced = self._chip.trace(Stateful(lowered, self._chip.names.of(graph.module, lowered)), graph)
+        traced = self._chip.trace(
+            Stateful(lowered, self._chip.names.of(graph.module, lowered), self._chip.ranks), graph
+        )
         flags = self._chip.sdk.flags(prompt=graph.name.startswith("prefill"))
         facts = self._facts({**graph.facts, "hlo": _digest(traced.hlo.SerializeToString()), "flags": flags})
         folder = artefacts.find(self._shipped, facts) if self._shipped else None
@@ -67,6 +73,14 @@ class NeuronBackend:
             folder = artefacts.ensure(self._root, facts, build)
         self._chip.add(key, traced, folder / _NEFF)
         return partial(self._chip.run, key)
+
+    def attach(self, decoder: CompiledDecoder, path: str) -> None:
+        """Load the other cores' parts of the decoder's model."""
+        if self.group.degree > 1:
+            self._chip.names.divide(decoder.body, neuron_ranks.others(decoder, path))
+
+    def close(self) -> None:
+        """Cores are this process's until it ends."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         """Copy every graph this machine compiled for its chip: the cache has no other."""
@@ -94,9 +108,11 @@ class Stateful(nn.Module):
     signature. ``tensors`` are the host's, by the names that all graphs of the process share.
     """
 
-    def __init__(self, lowered: Lowered, tensors: dict[str, tuple[str, Tensor]]) -> None:
+    def __init__(
+        self, lowered: Lowered, tensors: dict[str, tuple[str, Tensor]], ranks: Collectives | None = None
+    ) -> None:
         super().__init__()
-        self._lowered = lowered
+        self._lowered, self._ranks = lowered, ranks
         self.shared = {inner: name for inner, (name, _) in tensors.items()}
         for inner, (name, tensor) in tensors.items():
             if hasattr(self, name):
@@ -111,7 +127,7 @@ class Stateful(nn.Module):
         """The step's inputs as x0, x1, ... -> its outputs."""
         given = [x for name in input_names() if (x := inputs.get(name)) is not None]
         state = {inner: getattr(self, name) for inner, name in self.shared.items()}
-        changed, outputs = self._lowered.run(state, given)
+        changed, outputs = self._lowered.run(state, given, ranks=self._ranks)
         for inner, value in changed.items():
             setattr(self, self.shared[inner], value)
         return tuple(outputs)
@@ -128,7 +144,7 @@ def input_names() -> list[str]:
 
 
 class Chip:
-    """This process's part of the accelerator: one `NxDModel` of every graph, on the process's own core 0."""
+    """This process's part of the accelerator: one `NxDModel` of every graph, on the process's cores from 0 on."""
 
     def __init__(self) -> None:
         self.sdk = neuron_sdk.find()
@@ -143,7 +159,26 @@ class Chip:
         self.names = Names()
         self.graphs: dict[str, tuple[Any, Path]] = {}
         self._loaded: Any = None
-        self._away: dict[str, Tensor] = {}  # states whose values are on the device
+        self._away: list[dict[str, Tensor]] = []  # states of every rank, whose values are on the device
+        self.degree = 0  # of every decoder here; 0 = there is none yet
+        self.ranks: Collectives | None = None
+
+    def claim(self, degree: int) -> None:
+        """Use so many cores.
+
+        Raises:
+            BackendError: the chip does not take this degree.
+            ConfigurationError: a decoder of this process uses another number of cores.
+        """
+        self.sdk.check_degree(degree)
+        if self.degree not in (0, degree):
+            raise ConfigurationError(
+                f"a decoder of this process has tp_degree={self.degree}, and all its graphs run on the same cores; "
+                f"load this one with tp_degree={self.degree} too, or in another process"
+            )
+        if degree > 1 and not self.degree:
+            self.ranks = neuron_ranks.Cores(degree)
+        self.degree = degree
 
     def trace(self, module: Stateful, graph: Graph) -> Any:
         """The SDK's traced form of a step."""
@@ -151,7 +186,7 @@ class Chip:
             raise BackendError(f"{graph.name} has {len(graph.example)} inputs; a graph takes {MAX_INPUTS}")
         inputs = dict(zip(input_names(), graph.example, strict=False))
         try:
-            with torch.no_grad():
+            with torch.no_grad(), neuron_ranks.tracing(self.degree):
                 return self._functions.trace(module, args=None, kwargs=inputs, spmd=True, preserve_parameters=True)
         except Exception as error:
             raise BackendError(f"tracing {graph.name} for Neuron failed: {error}") from error
@@ -180,24 +215,28 @@ class Chip:
         return [out] if isinstance(out, Tensor) else list(out)
 
     def _load(self) -> None:
-        states, weights = self.names.states(), self.names.weights()
-        shapes = {name: list(tensor.shape) for name, tensor in states.items()}
-        kinds = {name: tensor.dtype for name, tensor in states.items()}
+        states, weights = self.names.states(self.degree), self.names.weights(self.degree)
+        shapes = {name: list(tensor.shape) for name, tensor in states[0].items()}
+        kinds = {name: tensor.dtype for name, tensor in states[0].items()}
         base = importlib.import_module("neuronx_distributed.trace.nxd_model.base_nxd_model")
-        model = self._models.NxDModel(world_size=1, state_initializer=base.StateInitializer(shapes, kinds, 1))
+        model = self._models.NxDModel(
+            world_size=self.degree, state_initializer=base.StateInitializer(shapes, kinds, self.degree)
+        )
         for key, (traced, neff) in self.graphs.items():
             model.add(key, traced, self._parts.CompilationArtifacts(str(neff)))
-        model.set_weights([weights])
+        model.set_weights(weights)
         model.to_neuron()
-        for name, tensor in states.items():
-            model.write_to_neuron_buffer(tensor, name, 0)
+        for rank, held in enumerate(states):
+            for name, tensor in held.items():
+                model.write_to_neuron_buffer(tensor, name, rank)
         self._loaded, self._away = model, states
 
     def _unload(self) -> None:
         """Bring the state home, so that a graph may come in the middle of a text without losing any."""
-        for name, tensor in self._away.items():
-            tensor.copy_(self._loaded.read_from_neuron_buffer(name, 0))
-        self._loaded, self._away = None, {}
+        for rank, held in enumerate(self._away):
+            for name, tensor in held.items():
+                tensor.copy_(self._loaded.read_from_neuron_buffer(name, rank))
+        self._loaded, self._away = None, []
 
 
 @lru_cache(maxsize=1)

@@ -6,6 +6,8 @@ one name for as long as the process lives. Not here: copies on the device.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -19,6 +21,7 @@ class Names:
         self._names = WeakTensorKeyDictionary()
         self._changed: dict[str, Tensor] = {}
         self._fixed: dict[str, Tensor] = {}
+        self._parts = WeakTensorKeyDictionary()  # from rank 0's tensors to those of the other ranks, in order
 
     def of(self, module: nn.Module, lowered: Lowered) -> dict[str, tuple[str, Tensor]]:
         """For every state of a lowered step: its name on the device, and the tensor."""
@@ -39,13 +42,31 @@ class Names:
             here[name] = tensor
         return found
 
-    def states(self) -> dict[str, Tensor]:
-        """Tensors that some graph changes, by name."""
-        return dict(self._changed)
+    def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
+        """Know what the other ranks have in the place of rank 0's weights and states: modules of the same names."""
+        for name, tensor in (*first.named_parameters(), *first.named_buffers()):
+            parts: list[Tensor] = []
+            for module in others:
+                parameters: dict[str, Tensor] = dict(module.named_parameters())
+                parts.append(parameters[name] if name in parameters else module.get_buffer(name))
+            self._parts[tensor] = parts
 
-    def weights(self) -> dict[str, Tensor]:
-        """Tensors that no graph changes, by name."""
-        return {name: tensor.detach() for name, tensor in self._fixed.items()}
+    def states(self, ranks: int = 1) -> list[dict[str, Tensor]]:
+        """Tensors that some graph changes, by name, for every rank. What is not divided, each rank has a copy of."""
+        for tensor in self._changed.values():
+            if tensor not in self._parts:
+                self._parts[tensor] = [tensor.clone() for _ in range(1, ranks)]
+        return [{name: self._of(tensor, rank) for name, tensor in self._changed.items()} for rank in range(ranks)]
+
+    def weights(self, ranks: int = 1) -> list[dict[str, Tensor]]:
+        """Tensors that no graph changes, by name, for every rank. What is not divided, all ranks share."""
+        return [{name: self._of(x, rank).detach() for name, x in self._fixed.items()} for rank in range(ranks)]
+
+    def _of(self, tensor: Tensor, rank: int) -> Tensor:
+        if not rank or tensor not in self._parts:
+            return tensor
+        part: Tensor = self._parts[tensor][rank - 1]
+        return part
 
     def _same(self, constant: Tensor) -> Tensor:
         """A constant of tracing that is already known, if there is one: each trace makes its own copy."""

@@ -21,13 +21,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder import environment
-from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.backends.base import Graph, OneRank, Step
 from paceline.decoder.graph_kernels import GraphKernels
 from paceline.decoder.kernels import Kernels
 from paceline.decoder.lowering import Lowered, lower, state_of
 
 
-class XlaBackend:
+class XlaBackend(OneRank):
     """Graphs compiled by XLA. Nothing is saved: XLA's CPU executables belong to the process."""
 
     name = "xla"

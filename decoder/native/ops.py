@@ -72,6 +72,9 @@ class Native:
         made: Tensor = torch.ops.paceline.row_law(logits, sampling.knobs)
         return made
 
+    def cuts(self, sampling: SamplingBatch) -> bool:
+        return True
+
 
 def c_shims() -> dict[object, list[str]]:
     """For AOTInductor: the C function behind each operator, so that a graph calls it without the dispatcher."""

@@ -11,15 +11,27 @@ from torch import Tensor, nn
 
 from paceline.core import tree
 from paceline.core.accept import Match, Reject
-from paceline.core.types import Outline
+from paceline.core.types import Outline, Reads
 from paceline.decoder.decoder import Body
 from paceline.decoder.steps import KeepStep, PrefillStep, WindowStep
 from paceline.draft.model import DraftStep
 from paceline.draft.vocabulary import Vocabulary
+from paceline.eagle.drafter import EagleStep
+from paceline.eagle.growth import Chain, DynamicTree, Growth
+from paceline.eagle.head import EagleHead
+from paceline.medusa.choices import Choices
+from paceline.medusa.config import MedusaConfig
+from paceline.medusa.drafter import MedusaStep
+from paceline.medusa.heads import Heads
+from paceline.target.plain import PlainStep
 from paceline.target.verifier import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY
+from tests.eagle.heads import config as eagle_config
+from tests.eagle.heads import random_head
 
 SLOTS, NODES, WIDTH = 4, 2, 3
+FEATURES = {"fused medusa": 32, "fused eagle 1": 32, "fused eagle 3": 3 * 32}
+"""How wide the states are that a commit carries for a drafter."""
 TREE = (-1, -1, 0, 0, 1)
 DYNAMIC = Outline(4, 2, dynamic=True)
 
@@ -30,6 +42,25 @@ verify = partial(VerifyStep, acceptor=Match(), outline=Outline.chain(NODES))
 def fused(body: Body, reach: int) -> nn.Module:
     """A model that drafts for its copy, which has a cache of its own."""
     return FusedStep(draft(deepcopy(body), reach, drawn=False), verify(body, reach))
+
+
+def medusa(body: Body, reach: int) -> nn.Module:
+    """Two tied heads, and the tree they fill."""
+    shape = MedusaConfig(2, 1, body.config.hidden_size, VOCABULARY, tied=True)
+    heads = Heads(shape, body.model.head, torch.float32, group=body.group)
+    torch.manual_seed(0)
+    heads.fill({name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
+    choices = Choices.of([[0], [1], [0, 0], [0, 1], [1, 0]])
+    drafts = MedusaStep(heads, body.kernels, choices)
+    return FusedStep(drafts, verify(body, reach, outline=tree.outline(choices.parents), reads=Reads()))
+
+
+def eagle(body: Body, reach: int, *, version: int, growth: Growth) -> nn.Module:
+    """A random head that borrows of the target."""
+    found = random_head(eagle_config(body.config, version))
+    head = EagleHead(found.config, dict(found.weights), lent=body.lent, kernels=body.kernels, options=body.options)
+    reads = found.config.reads
+    return FusedStep(EagleStep(head, growth, reach), verify(body, reach, outline=growth.outline, reads=reads))
 
 
 STEPS: dict[str, Callable[[Body, int], nn.Module]] = {
@@ -44,6 +75,10 @@ STEPS: dict[str, Callable[[Body, int], nn.Module]] = {
     "draft": partial(draft, drawn=False),
     "draft, drawn": partial(draft, drawn=True),
     "fused": fused,
+    "plain": partial(PlainStep, steps=3),
+    "fused medusa": medusa,
+    "fused eagle 1": partial(eagle, version=1, growth=Chain(NODES)),
+    "fused eagle 3": partial(eagle, version=3, growth=DynamicTree(5, depth=2, width=2)),
 }
 
 
@@ -72,12 +107,15 @@ def inputs(name: str, seed: int, *, row: int | None = None, slots: int = SLOTS) 
     if name.startswith("draft"):
         return *commit, knobs, keys
     round_ = (*commit, ids(0, NODES + 1, slots), knobs, keys)
+    if name in FEATURES:
+        return *round_, torch.randn(slots, WIDTH, FEATURES[name], generator=generator)
     nodes = {"verify, tree": len(TREE), "verify, dynamic tree": DYNAMIC.nodes}.get(name, NODES)
     drafts, law = ids(-1, VOCABULARY, slots, nodes), torch.rand(slots, nodes, VOCABULARY, generator=generator)
     parents = torch.cat([ids(-1, node, slots, 1) for node in range(nodes)], 1)
     more: dict[str, tuple[Tensor, ...]] = {
         "verify nothing": (),
         "fused": (),
+        "plain": (),
         "verify, reject, drawn": (drafts, law),
         "verify, dynamic tree": (drafts, parents),
     }

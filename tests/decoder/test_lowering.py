@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,41 +10,53 @@ import torch
 from torch import Tensor, fx, nn
 
 from paceline.core.errors import BackendError
-from paceline.decoder import graph_lint
+from paceline.decoder import graph_lint, parallel
+from paceline.decoder.collectives import Fabric
 from paceline.decoder.decoder import Body
 from paceline.decoder.graph_kernels import GraphKernels
 from paceline.decoder.lowering import Lowered, constants_of, lower, state_of
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.parallel import Shard
+from paceline.decoder.weights import load_weights
 from paceline.target.verifier import FusedStep
 from tests.decoder.steps import STEPS, draft, inputs, verify
 from tests.decoder.tiny import Workshop
 
-CASES = ("prefill", "keep", "verify, reject, drawn", "verify, dynamic tree", "draft")
+CASES = ("prefill", "keep", "verify, reject, drawn", "verify, dynamic tree", "draft", "fused medusa", "fused eagle 3")
 
 
 @pytest.fixture(scope="module")
 def body(workshop: Workshop) -> Body:
     decoder = workshop.decoder()
     weights = {name: value.clone() for name, value in network_weights(workshop).items()}
-    made = Body(decoder.config, decoder.options, weights, backend=Graphs()).eval()
+    made = Body(decoder.config, decoder.options, weights, kernels=GraphKernels()).eval()
     for cache in made.caches:
         for part in cache:
             torch.nn.init.normal_(part)
     return made
 
 
-class Graphs:
-    """A backend's kernels, and nothing else of one."""
-
-    name = "graphs"
-    kernels = GraphKernels()
-
-
 def network_weights(workshop: Workshop) -> dict[str, Tensor]:
-    from paceline.decoder.weights import load_weights
-
     decoder = workshop.decoder()
     assert decoder.folder is not None
     return load_weights(decoder.folder, decoder.config, decoder.options.dtype)
+
+
+def test_all_ranks_of_a_divided_model_have_the_same_graph(workshop: Workshop) -> None:
+    """An accelerator is given one graph; what differs between ranks are weights and buffers."""
+    path, graphs = workshop.checkpoint(), []
+    config = ModelConfig.from_pretrained(path)
+    layout = parallel.layout(config, 4, "all-gather-heads")
+    options = replace(workshop.decoder().options, layout=layout)
+    for rank in (0, 3):
+        weights = load_weights(path, config, options.dtype, shard=Shard(config, layout, rank))
+        body = Body(config, options, weights, kernels=GraphKernels(), rank=rank, group=Fabric(4)).eval()
+        lowered = lower("prefill", STEPS["prefill"](body, 128), inputs("prefill", 1))
+        assert graph_lint.lint(lowered) == []
+        graphs.append(lowered.graph.code)
+    assert graphs[0] == graphs[1]
+    # For the embedding a sum, for the logits a gather; for each of two layers two sums, and a gather of K/V heads.
+    assert [graphs[0].count(f"{name}.default(") for name in ("all_reduce", "all_gather_into_tensor")] == [5, 3]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -71,7 +84,9 @@ def test_a_lowered_step_computes_what_the_step_computes_and_changes_the_same_cac
         after = state_of(step, lowered)
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(outputs, wanted, strict=True))
         assert set(changed) == {n for n in state if not torch.equal(state[n], after[n])} != set()
-        assert all(torch.equal(value, after[n]) for n, value in changed.items())
+        for n, value in changed.items():
+            # A head's guesses pass through several products, which the rewritten graph may sum in another order.
+            torch.testing.assert_close(value, after[n], rtol=0, atol=1e-4 if "head" in n else 0)
 
 
 def test_no_finding(made: Made) -> None:

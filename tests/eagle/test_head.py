@@ -47,9 +47,7 @@ def test_the_head_and_the_network_compute_what_a_plain_forward_does(
 
     weights = {name: x.clone() for name, x in found.weights.items()}
     model = target.body.model
-    made = EagleHead(
-        found.config, weights, embedding=model.embedding, head=model.head, kernels=Reference(), options=target.options
-    )
+    made = EagleHead(found.config, weights, lent=target.body.lent, kernels=Reference(), options=target.options)
     assert not weights, "every tensor is used"
     tokens, row = torch.tensor([TEXT], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     places = torch.arange(len(TEXT), dtype=torch.int32)[None]

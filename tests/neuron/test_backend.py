@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import SpeculativeGenerator
-from paceline.core.errors import ArtefactError, BackendError
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
 from paceline.decoder.backends import neuron
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.orchestrator.test_trees import PROMPTS as FOUR
@@ -42,8 +42,8 @@ def test_fused_rounds_give_the_tokens_of_eager_decoding_with_one_call_and_few_by
     calls = runtime().calls
     rounds = [call for call in calls if call[2] < VOCABULARY * 4]  # reading a prompt gives logits
     assert len(calls) - len(rounds) >= 2 * sum(-(-len(prompt) // 16) for prompt in PROMPTS)
-    # k + 1 tokens, and for every slot a count, a row and how deep the proposal went.
-    assert max(call[2] for call in rounds) == (k + 1 + 3) * slots * 4
+    # k + 1 tokens, and for every slot a count and how deep the proposal went.
+    assert max(call[2] for call in rounds) == (k + 1 + 2) * slots * 4
     assert len(rounds) <= done.statistics.rounds + 1
     # The state went home and back when graphs came in; a second run finds all of them.
     before = len(runtime().compiled)
@@ -110,3 +110,39 @@ def test_a_graph_that_breaks_a_rule_is_refused_before_the_compiler_sees_it(insta
     install()
     with pytest.raises(BackendError, match="cannot be compiled for Neuron: operator"):
         neuron.NeuronBackend().compile(Graph("sorting", Sorting(), (torch.randn(3),), {}), print)
+
+
+@pytest.mark.parametrize("gqa", ["replicated-heads", "all-gather-heads"])
+def test_a_divided_model_on_several_cores(workshop: Workshop, runtime: Runtime, gqa: str) -> None:
+    """The steps of every rank are the same graph, with weights and states of its own."""
+    wanted = pair(workshop, "eager")[1].sample(PROMPTS, **ASKED).tolist()
+    made = [
+        AutoDecoder.from_pretrained(
+            workshop.checkpoint(role),
+            backend="neuron",
+            amp="f32",
+            batch_size=2,
+            context_length_estimate=[16],
+            tp_degree=4,
+            group_query_attention=gqa,
+        )
+        for role in ("draft", "target")
+    ]
+    for decoder in made:
+        decoder.announce = lambda _line: None
+    generator = SpeculativeGenerator(*made, k=2)
+    done = generator.sample(PROMPTS, return_dict=True, **ASKED)
+    assert done.sequences.tolist() == wanted
+    assert done.statistics.tau > 1.3
+    assert len(runtime().locks) == 4
+    with pytest.raises(ConfigurationError, match="has tp_degree=4"):
+        fresh(workshop.checkpoint(), backend="neuron")
+
+
+def test_degrees_the_chip_does_not_take_are_refused_before_anything_is_read(
+    workshop: Workshop, install: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(target="trn1")
+    monkeypatch.setattr("paceline.auto.load_weights", None)
+    with pytest.raises(BackendError, match="tensor parallelism of 4 is not possible on trn1"):
+        AutoDecoder.from_pretrained(workshop.checkpoint(), backend="neuron", tp_degree=4)

@@ -145,7 +145,7 @@ def test_auto_takes_the_smallest_degree_that_fits() -> None:
 
 def test_a_footprint_counts_what_there_is() -> None:
     one = config(heads=4, layers=2, hidden=96, vocab=64, kv=2)
-    assert product_weights(one) == 2 * (96 * (4 * 8 * 2 + 2 * 8 * 2) + 3 * 96 * 96)
+    assert product_weights(one) == 2 * (96 * (4 * 8 * 2 + 2 * 8 * 2) + 3 * 96 * 192)
     whole = footprint(one, Shape("bf16", "none", 1, 128), 1)
     assert whole.weights == 2 * (product_weights(one) + 2 * 64 * 96 + (2 * 2 + 1) * 96)
     assert whole.cache == 2 * 2 * 2 * 8 * (128 + 256) * 2

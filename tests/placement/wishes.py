@@ -10,7 +10,7 @@ from paceline.placement.models_file import Model
 
 def config(*, heads: int = 48, layers: int = 2, hidden: int = 96, vocab: int = 64, kv: int = 1) -> ModelConfig:
     return ModelConfig(
-        "llama", vocab, hidden, hidden, layers, heads, kv, 8, 1e-6, 4096, RopeConfig(), False, False, False, "silu",
+        "llama", vocab, hidden, 2 * hidden, layers, heads, kv, 8, 1e-6, 4096, RopeConfig(), False, False, False, "silu",
         (), None, None,
     )  # fmt: skip
 

@@ -2,8 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 import torch_neuronx
+
+from neuronx_distributed.parallel_layers import parallel_state
+
+
+class Rank(torch.fx.Interpreter):
+    """Runs a graph as one rank of several."""
+
+    def __init__(self, graph, rank, meeting) -> None:
+        super().__init__(graph)
+        self._rank, self._meeting = rank, meeting
+
+    def call_function(self, target, args, kwargs):
+        if str(target).startswith("neuron_double."):
+            every = self._meeting.exchange(self._rank, args[0])
+            return sum(every[1:], every[0]) if "reduce" in str(target) else torch.cat(every, -1)
+        return super().call_function(target, args, kwargs)
 
 
 class NxDModel(torch.nn.Module):
@@ -39,12 +58,12 @@ class NxDModel(torch.nn.Module):
         self.states = self.state_initializer() if self.state_initializer is not None else self.states
         for key, graph in self.graphs.items():
             for names, store in ((graph.metaneff.weights, self.held), (graph.metaneff.states, self.states)):
-                for name, (shape, dtype) in names.items():
-                    if name not in store[0]:
-                        raise RuntimeError(f"{key}: {name} is not there")
-                    found = store[0][name]
+                for rank, (name, (shape, dtype)) in itertools.product(range(self.world_size), names.items()):
+                    if name not in store[rank]:
+                        raise RuntimeError(f"{key}: {name} is not there for rank {rank}")
+                    found = store[rank][name]
                     if (list(found.shape), found.dtype) != (shape, dtype):
-                        raise RuntimeError(f"{key}: {name} has another shape or type")
+                        raise RuntimeError(f"{key}: {name} has another shape or type on rank {rank}")
         self.loaded_on_neuron = True
 
     def read_from_neuron_buffer(self, buffer_key, rank):
@@ -74,12 +93,27 @@ class NxDModel(torch.nn.Module):
         for given, wanted in zip(args, graph.provided_args, strict=True):
             if (given.dtype, given.device.type) != (wanted.tensor.dtype, "cpu"):
                 raise RuntimeError(f"{key}: {wanted.param_name} must be a CPU tensor of {wanted.tensor.dtype}")
-        values = [(self.states[0] if name in self.states[0] else self.held[0])[name] for name in graph.hlo.weights]
-        with torch.no_grad():
-            changed, out = graph.hlo.graph(values, [x.clone() for x in args])
-        for name, value in zip(graph.hlo.states, changed, strict=True):
-            self.states[0][name] = value.clone()
-        out = [x.clone() for x in out]
+        meeting = parallel_state.Meeting(self.world_size)
+
+        def one(rank):
+            try:
+                states, held = self.states[rank], self.held[rank]
+                values = [(states if name in states else held)[name] for name in graph.hlo.weights]
+                with torch.no_grad():
+                    # A flat list: what a graph of lists takes, in order.
+                    return Rank(graph.hlo.graph, rank, meeting).run(*values, *[x.clone() for x in args])
+            except BaseException:
+                meeting.abort()
+                raise
+
+        with ThreadPoolExecutor(self.world_size) as pool:
+            results = list(pool.map(one, range(self.world_size)))
+        for rank, (changed, _) in enumerate(results):
+            for name, value in zip(graph.hlo.states, changed, strict=True):
+                self.states[rank][name] = value.clone()
+        out = [x.clone() for x in results[0][1]]
+        if any(not torch.equal(x, y) for _, other in results[1:] for x, y in zip(out, other, strict=True)):
+            raise RuntimeError(f"{key}: ranks disagree, and only the first one's outputs come back")
         size = [sum(x.numel() * x.element_size() for x in part) for part in (args, out)]
         torch_neuronx.RUNTIME.calls.append((key, size[0], size[1]))
         return out

@@ -1,0 +1,135 @@
+"""Which part of a model each rank has, and that it reads no other part of the files."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from paceline import AutoDecoder
+from paceline.core.errors import ConfigurationError
+from paceline.decoder import weight_files, weights
+from paceline.decoder.llama_layout import expected_tensors
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.parallel import GQA, Layout, Shard, layout, obstacle
+from tests.decoder.tiny import Workshop
+
+
+def config(workshop: Workshop, **changes: object) -> ModelConfig:
+    """4 query heads, 2 K/V heads of 8, 48 MLP columns, 96 ids."""
+    return replace(ModelConfig.from_pretrained(workshop.checkpoint()), **changes)  # type: ignore[arg-type]
+
+
+def test_k_v_heads_are_where_their_queries_are(workshop: Workshop) -> None:
+    tiny = config(workshop)
+
+    def heads(made: ModelConfig, degree: int, gqa: GQA) -> list[tuple[int, ...]]:
+        return [Shard(made, Layout(degree, gqa), rank).key_heads for rank in range(degree)]
+
+    assert heads(tiny, 2, GQA.SHARD_OVER_HEADS) == [(0,), (1,)]
+    assert heads(tiny, 4, GQA.REPLICATED_HEADS) == [(0,), (0,), (1,), (1,)]
+    assert heads(tiny, 4, GQA.ALL_GATHER_HEADS) == [(0,), (0,), (1,), (1,)]
+    # Three queries share a head and a rank has two: no even share, so that every query gets a copy of its own.
+    odd = replace(tiny, num_heads=12, num_kv_heads=4)
+    assert heads(odd, 6, GQA.REPLICATED_HEADS)[:3] == [(0, 0), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["grouped", "biased", "llama 3"])
+def test_parts_put_together_are_the_checkpoint(workshop: Workshop, kind: str, degree: int) -> None:
+    path = workshop.checkpoint(kind=kind)
+    made = ModelConfig.from_pretrained(path)
+    whole = weights.load_weights(path, made, torch.float32)
+    shards = [Shard(made, layout(made, degree), rank) for rank in range(degree)]
+    parts = [weights.load_weights(path, made, torch.float32, shard=shard) for shard in shards]
+    for name, tensor in whole.items():
+        cut = shards[0].part(name)
+        if cut is None:
+            assert all(torch.equal(part[name], tensor) for part in parts)
+            continue
+        rebuilt = torch.full_like(tensor, torch.nan)
+        for shard, part in zip(shards, parts, strict=True):
+            mine, done = shard.part(name), 0
+            assert mine is not None
+            for first, last in mine.ranges:
+                rebuilt.narrow(mine.dim, first, last - first).copy_(part[name].narrow(mine.dim, done, last - first))
+                done += last - first
+        assert torch.equal(rebuilt, tensor), name
+
+
+def test_a_vocabulary_that_cannot_be_divided_is_filled_up_with_zeros(workshop: Workshop) -> None:
+    shard = Shard(replace(config(workshop), vocab_size=97), Layout(4), 3)
+    part = shard.part("lm_head.weight")
+    assert part is not None and (shard.ids, part.ranges, part.size) == (range(75, 100), ((75, 97),), 25)
+
+
+@pytest.mark.parametrize("gqa", [GQA.SHARD_OVER_HEADS, GQA.ALL_GATHER_HEADS])
+def test_a_rank_reads_its_own_part_of_the_file_and_no_more(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, gqa: GQA
+) -> None:
+    """Every number that leaves the file is counted; the ranks' sum is that of the file and what all must have."""
+    path, made = workshop.checkpoint(), config(workshop)
+    read: list[int] = []
+    kind = weight_files._SafetensorsFile
+    for method in ("read", "read_range"):
+        original = getattr(kind, method)
+
+        def counted(self: object, *asked: object, original: object = original, **named: object) -> torch.Tensor:
+            found: torch.Tensor = original(self, *asked, **named)  # type: ignore[operator]
+            read.append(found.numel())
+            return found
+
+        monkeypatch.setattr(kind, method, counted)
+    totals = []
+    for rank in range(2):
+        read.clear()
+        weights.load_weights(path, made, torch.float32, shard=Shard(made, Layout(2, gqa), rank))
+        totals.append(sum(read))
+    shapes = expected_tensors(made)
+    norms = sum(shape[0] for name, shape in shapes.items() if "norm" in name)
+    with safe_open(path / "model.safetensors", framework="pt") as file:
+        everything = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
+    assert totals == [(everything - norms) // 2 + norms] * 2
+
+
+@pytest.mark.parametrize(
+    ("degree", "gqa", "words"),
+    [
+        (3, None, "4 attention heads are not divisible by tp_degree=3; use one of 1, 2, 4"),
+        (0, None, "tp_degree must be a number of ranks"),
+        (4, "shard-over-heads", "2 K/V heads are not divisible by tp_degree=4"),
+        (2, "shard-over-batch", "one slot at a time"),
+        (2, "by-magic", "use one of 'shard-over-heads'"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused_before_anything_is_read(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, degree: int, gqa: str | None, words: str
+) -> None:
+    monkeypatch.setattr("paceline.auto.load_weights", None)
+    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", None)
+    with pytest.raises(ConfigurationError, match=words):
+        AutoDecoder.from_pretrained(workshop.checkpoint(), backend="eager", tp_degree=degree, group_query_attention=gqa)
+
+
+def test_backends_of_one_rank_say_so(workshop: Workshop) -> None:
+    with pytest.raises(ConfigurationError, match="backend='inductor' runs on one rank"):
+        AutoDecoder.from_pretrained(workshop.checkpoint(), backend="inductor", tp_degree=2)
+
+
+def test_columns_of_the_mlp_and_parts_of_keys_must_divide_too(workshop: Workshop) -> None:
+    assert "columns of the MLP" in obstacle(config(workshop, intermediate_size=46), 4)
+    with pytest.raises(ConfigurationError, match="no even part"):
+        layout(config(workshop, num_heads=12, num_kv_heads=1, head_dim=8), 3, GQA.ALL_GATHER_HEADS)
+
+
+def test_parts_of_a_pickle_are_read_alike(workshop: Workshop, tmp_path: Path) -> None:
+    path, made = workshop.checkpoint(), config(workshop)
+    whole = weights.load_weights(path, made, torch.float32)
+    (tmp_path / "config.json").write_text((path / "config.json").read_text())
+    torch.save(whole, tmp_path / "pytorch_model.bin")
+    shard = Shard(made, layout(made, 4), 3)
+    ours, theirs = (weights.load_weights(p, made, torch.float32, shard=shard) for p in (tmp_path, path))
+    assert all(torch.equal(ours[name], theirs[name]) for name in whole)

@@ -1,0 +1,244 @@
+"""A model divided over processes gives the tokens of the whole one, in every mode; and its processes end.
+
+Sums of partial products are rounded otherwise than a whole product: in float32 logits differ by some 1e-5, so that
+equal tokens are what is to be expected but at a near-tie. Between modes of one degree nothing differs at all.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import AutoDecoder, MedusaDrafter, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.core.errors import CheckpointError, ConfigurationError, RankError
+from paceline.decoder import steps
+from paceline.decoder.backends.ranked import RankedBackend
+from paceline.decoder.ranks import Ranks
+from paceline.eagle.growth import Chain, DynamicTree, Growth
+from paceline.medusa import checkpoint as medusa
+from paceline.medusa.config import MedusaConfig
+from tests.decoder.tiny import CHUNK, VOCABULARY, Workshop
+from tests.eagle import heads as eagle
+
+DEGREES = [2, 4]
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 2, [5, 5]]
+LAWS: dict[str, dict[str, object]] = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "seed": 3, "temperature": 1.2},
+    "cut": {"do_sample": True, "seed": 5, "temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+}
+Source = SamplingDecoder | SpeculativeGenerator
+
+
+def load(
+    workshop: Workshop, degree: int, role: str = "target", kind: str = "grouped", **more: object
+) -> SamplingDecoder:
+    return AutoDecoder.from_pretrained(
+        workshop.checkpoint(role, kind),
+        backend="eager",
+        amp="f32",
+        batch_size=2,
+        context_length_estimate=[CHUNK],
+        tp_degree=degree,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module", params=DEGREES)
+def target(request: pytest.FixtureRequest, workshop: Workshop) -> Iterator[SamplingDecoder]:
+    """It keeps the processes of its degree alive for all tests of this module."""
+    made = load(workshop, request.param)
+    yield made
+    made.close()
+
+
+def tokens(source: Source, **asked: object) -> list[list[int]]:
+    found: list[list[int]] = source.sample(PROMPTS, max_new_tokens=8, **asked).tolist()  # type: ignore[arg-type]
+    return found
+
+
+def ranks(decoder: SamplingDecoder) -> Ranks:
+    assert isinstance(decoder.backend, RankedBackend)
+    return decoder.backend.ranks
+
+
+def test_plain_and_two_models_fused_and_apart(workshop: Workshop, target: SamplingDecoder) -> None:
+    degree = target.options.layout.degree
+    draft, whole = load(workshop, degree, "draft"), load(workshop, 1)
+    assert ranks(draft) is ranks(target), "a graph can hold both"
+    fused, apart = (SpeculativeGenerator(draft, target, k=3, fused=fused) for fused in (True, False))
+    for law, generator in (("greedy", fused), ("sampled", fused), ("cut", apart)):
+        wanted = tokens(whole, **LAWS[law])
+        assert tokens(target, **LAWS[law]) == wanted
+        assert tokens(generator, **LAWS[law]) == wanted
+        assert generator.statistics.tau > 1.5
+    assert tokens(SpeculativeGenerator(None, target, k=2), **LAWS["sampled"]) == tokens(whole, **LAWS["sampled"])
+    assert tokens(SpeculativeGenerator("ngram", target, k=2)) == tokens(whole)
+
+
+def test_logits_are_those_of_the_whole_model(workshop: Workshop, target: SamplingDecoder) -> None:
+    ours, theirs = (steps.prefill(made, 0, PROMPTS[0])[0] for made in (target, load(workshop, 1)))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
+    assert not torch.equal(ours, theirs), "these are sums of parts"
+
+
+def test_reject_needs_the_law_of_the_whole_vocabulary(workshop: Workshop, target: SamplingDecoder) -> None:
+    made = [
+        tokens(SpeculativeGenerator(load(workshop, degree, "draft"), model, k=2, acceptor="reject"), **LAWS["sampled"])
+        for degree, model in ((1, load(workshop, 1)), (target.options.layout.degree, target))
+    ]
+    assert made[0] == made[1]
+
+
+@pytest.mark.parametrize(("tied", "law"), [(True, "cut"), (False, "greedy")])
+def test_medusa(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, tied: bool, law: str) -> None:
+    torch.manual_seed(0)
+    shape = MedusaConfig(2, 1, 32, VOCABULARY, tied=tied)
+    medusa.save(tmp_path, shape, {name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
+    drafted = []
+    for model in (load(workshop, 1), target):
+        drafter = MedusaDrafter.from_pretrained(tmp_path, model, tree=[[0], [1], [0, 0], [0, 1], [1, 0]])
+        generator = SpeculativeGenerator(drafter, model, fused=None if tied else False)
+        assert tokens(generator, **LAWS[law]) == tokens(model, **LAWS[law])
+        drafted.append(generator.statistics.accepted_per_position)
+    assert drafted[0] == drafted[1], "the same is drafted on every degree"
+
+
+@pytest.mark.parametrize(
+    ("version", "growth", "law"), [(1, Chain(3), "greedy"), (3, DynamicTree(5, depth=2, width=2), "sampled")]
+)
+def test_eagle(
+    workshop: Workshop, target: SamplingDecoder, tmp_path: Path, version: int, growth: Growth, law: str
+) -> None:
+    drafted = []
+    for model in (load(workshop, 1), target):
+        generator = SpeculativeGenerator(eagle.drafter(tmp_path, model, version, growth), model)
+        assert tokens(generator, **LAWS[law]) == tokens(model, **LAWS[law])
+        drafted.append(generator.statistics.accepted_per_position)
+    assert drafted[0] == drafted[1]
+
+
+@pytest.mark.parametrize("kind", ["biased", "llama 3", "one key head"])
+@pytest.mark.parametrize("gqa", ["replicated-heads", "all-gather-heads"])
+def test_every_kind_and_layout_of_heads(workshop: Workshop, target: SamplingDecoder, kind: str, gqa: str) -> None:
+    """The tiny kinds have 2 K/V heads, or 1; "biased" and "llama 3" have biases, and tied tables."""
+    degree = target.options.layout.degree
+    divided = load(workshop, degree, kind=kind, group_query_attention=gqa)
+    assert divided.body.caches[0][0].shape[1] == max(1, divided.config.num_kv_heads // degree)
+    assert tokens(divided, **LAWS["sampled"]) == tokens(load(workshop, 1, kind=kind), **LAWS["sampled"])
+
+
+def test_models_of_different_degrees_take_two_steps(workshop: Workshop, target: SamplingDecoder) -> None:
+    draft = load(workshop, 1, "draft")
+    generator = SpeculativeGenerator(draft, target, k=2)
+    assert tokens(generator) == tokens(target)
+    assert generator.statistics.tau > 1.5
+    with pytest.raises(ConfigurationError, match="only with the same tp_degree"):
+        tokens(SpeculativeGenerator(draft, target, k=2, fused=True))
+
+
+def test_two_targets_cannot_share_a_divided_draft(target: SamplingDecoder) -> None:
+    with pytest.raises(ConfigurationError, match="load it once for every target"):
+        target.sibling()
+
+
+def gone(processes: list[int]) -> bool:
+    return not any(Path(f"/proc/{process}").exists() for process in processes)
+
+
+@pytest.fixture
+def alone(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> SamplingDecoder:
+    """A decoder in processes of its own."""
+    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", Ranks)
+    return load(workshop, 2)
+
+
+def test_processes_end_with_the_last_decoder_that_is_closed_or_dropped(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Ranks(2)
+    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", lambda _degree: own)
+    first, second = load(workshop, 2), load(workshop, 2, "draft")
+    processes = own.processes
+    tokens(first)
+    first.close()
+    first.close()
+    with pytest.raises(RankError, match="it was closed"):
+        tokens(first)
+    assert own.alive and not gone(processes)
+    tokens(second)
+    del second
+    gc.collect()
+    assert gone(processes)
+
+
+def test_a_killed_rank_is_named_and_takes_the_others_with_it(alone: SamplingDecoder) -> None:
+    processes = ranks(alone).processes
+    events = alone.stream(PROMPTS, max_new_tokens=40)
+    next(events)
+    os.kill(processes[0], signal.SIGKILL)
+    with pytest.raises(RankError, match="rank 1 ended with status -9"):
+        list(events)
+    assert gone(processes)
+    with pytest.raises(RankError, match="load it again"):
+        tokens(alone)
+
+
+def test_a_rank_that_fails_says_why(alone: SamplingDecoder) -> None:
+    """Rank 1 gets an input of another shape, so that it fails where rank 0 waits for it."""
+    own = ranks(alone)
+    step = Sum(alone)
+    made = own.make(own._bodies[alone.body], "sum", step)
+    own._send("run", made, [torch.ones(2), torch.ones(3)])
+    with pytest.raises(RankError, match="rank 1 failed: RuntimeError: The size of tensor"):
+        own.run(made, step, [torch.ones(2), torch.ones(2)])
+    assert not ranks(alone).alive
+
+
+class Sum(torch.nn.Module):
+    """Adds its inputs, then over the ranks."""
+
+    def __init__(self, decoder: SamplingDecoder) -> None:
+        super().__init__()
+        self._group = decoder.body.group
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor]:
+        return (self._group.reduce(x + y),)
+
+
+def test_a_rank_that_cannot_load_its_part_is_the_caller_s_error(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(workshop.checkpoint(), tmp_path / "model")
+    own, adopt = Ranks(2), Ranks.adopt
+    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", lambda _degree: own)
+
+    def late(*given: object, **named: object) -> int:
+        """The files are gone by the time the others look."""
+        shutil.rmtree(folder)
+        return adopt(*given, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Ranks, "adopt", late)
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        AutoDecoder.from_pretrained(folder, backend="eager", amp="f32", tp_degree=2)
+    assert gone(own.processes)
+
+
+def test_a_step_that_cannot_be_sent_is_refused_and_harms_nothing(target: SamplingDecoder) -> None:
+    class Local(torch.nn.Module):
+        """A class that no other process can find."""
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            return (x,)
+
+    with pytest.raises(ConfigurationError, match="cannot be sent to the other ranks"):
+        target.graph("local", lambda _body, _reach: Local(), [torch.ones(1)], reach=target.reaches[-1])
+    assert tokens(target) == tokens(target)

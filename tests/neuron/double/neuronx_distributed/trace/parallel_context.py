@@ -1,0 +1,19 @@
+"""`NxDParallelState`: the group that is traced for. The real one also mocks torch.distributed for as long."""
+
+from __future__ import annotations
+
+from neuronx_distributed.parallel_layers import parallel_state
+
+
+class NxDParallelState:
+    def __init__(self, world_size=1, rank=0, tensor_model_parallel_size=1, lnc_size=None) -> None:
+        if world_size % tensor_model_parallel_size:
+            raise RuntimeError("`world_size` is not divisible by tensor_model_parallel_size")
+        self.degree = tensor_model_parallel_size
+
+    def __enter__(self):
+        parallel_state.DEGREE.append(self.degree)
+        return self
+
+    def __exit__(self, *_error):
+        parallel_state.DEGREE.pop()
