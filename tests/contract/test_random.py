@@ -69,10 +69,9 @@ CASES = st.builds(
 )
 CALLS = st.fixed_dictionaries(
     {
-        "max_new_tokens": st.integers(1, 10),
+        "max_new_tokens": st.sampled_from([1, 2, 5, 10]),
         "eos_token_id": st.sampled_from([[], [3], [3, 7]]),
         "stop_strings": st.sampled_from([None, None, "ab", [" c", "b "]]),
-        "seed": st.integers(0, 3),
         "pad_token_id": st.just(0),
     }
 )
@@ -164,6 +163,7 @@ def test_any_configuration_gives_the_tokens_of_plain_decoding(
     asked = {**call, **heat}
     prompts = [PROMPTS[index] for index in chosen]
     speculate = opted if opted is not None else [index % 2 == 0 for index in range(len(prompts))]
-    rows, reasons = run(made(case), prompts, **{**asked, "speculate": speculate})
-    wanted = [plain(prompt, call["seed"] + place, asked) for place, prompt in enumerate(prompts)]
+    seeds = [place % 2 for place in range(len(prompts))]
+    rows, reasons = run(made(case), prompts, **{**asked, "speculate": speculate, "seed": seeds})
+    wanted = [plain(prompt, seed, asked) for prompt, seed in zip(prompts, seeds, strict=True)]
     assert list(zip(rows, reasons, strict=True)) == wanted
