@@ -19,9 +19,11 @@ import random
 import secrets
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -233,42 +235,76 @@ def recovery() -> dict[str, object]:
     return found
 
 
+def mixes(small: Path) -> dict[str, tuple[list[dict[str, object]], dict[str, object]]]:
+    """Models that run side by side, and who comes when the first of them has left. ``small``: a tiny checkpoint."""
+    target, draft = ({"path": str(ROOT / "examples" / "pycode" / name)} for name in ("target", "draft"))
+    tiny: dict[str, object] = {"path": str(small)}
+    return {
+        "three of 8": ([{"name": f"t{i}", "tp_degree": 8, **target} for i in range(3)], {"tp_degree": 4, **tiny}),
+        "8 with a draft of 2, and others": (
+            [
+                {"name": "t", "tp_degree": 8, **target},
+                {"name": "d", "tp_degree": 2, "draft_of": "t", **draft},
+                *({"name": f"o{i}", "tp_degree": degree, **tiny} for i, degree in enumerate((4, 4, 1))),
+            ],
+            {"tp_degree": 8, **tiny},
+        ),
+        "24 of 1": ([{"name": f"s{i}", "tp_degree": 1, **tiny} for i in range(24)], {"tp_degree": 1, **tiny}),
+    }
+
+
+def left(running: placement.Deployment) -> dict[str, object]:
+    """The fragmentation report of the one node."""
+    (found,) = running.fragmentation().values()
+    runs = {str(degree): count for degree, count in found.runs if count}
+    return {"free": found.free, "runs": runs, "stranded": round(found.stranded, 2)}
+
+
+def used_at_once(running: placement.Deployment) -> int:
+    """Every target answers a request, all at the same time. -> different texts."""
+    with ThreadPoolExecutor(len(running.models)) as pool:
+        asked = {"max_new_tokens": 16}
+        return len(
+            {str(text) for text in pool.map(lambda m: running.sample(m, [[5, 6, 7, 8]], **asked), running.models)}
+        )
+
+
 def colocation() -> dict[str, object]:
-    """Models side by side on a simulated inf2.48xlarge: seconds to start, all used at once, and what is left."""
+    """Models side by side on a simulated inf2.48xlarge: seconds to start, all used at once, one leaves, one comes."""
     import ray
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     found: dict[str, object] = {}
-    target, draft = ({"path": str(ROOT / "examples" / "pycode" / name)} for name in ("target", "draft"))
+    machine = placement.instance("inf2.48xlarge")
     common = {"n_positions": 128, "amp": "f32", "backend": "eager"}
-    mixes = {
-        "three of 8": [{"name": f"t{i}", "tp_degree": 8, **target} for i in range(3)],
-        "8 with a draft of 2, and others": [
-            {"name": "t", "tp_degree": 8, **target},
-            {"name": "d", "tp_degree": 2, "draft_of": "t", **draft},
-            *({"name": f"o{i}", "tp_degree": degree, **draft} for i, degree in enumerate((4, 4, 1))),
-        ],
-        "24 of 1": [{"name": f"s{i}", "tp_degree": 1, **draft} for i in range(24)],
-    }
-    try:
-        for name, entries in mixes.items():
-            models = models_of([{**e, **common} for e in entries], folder=ROOT, where=name)
-            begin = perf_counter()
-            with placement.launch(placement.plan(models, placement.instance("inf2.48xlarge"))) as running:
-                started = perf_counter() - begin
-                streams = [running.stream(label, [[5, 6, 7, 8]], max_new_tokens=16) for label in running.models]
-                texts = {tuple(token for piece in stream for token in piece.tokens) for stream in streams}
-                running.stop(running.models[0])
-                (left,) = running.fragmentation().values()
-                found[name] = {
-                    "workers": len(models),
-                    "start_seconds": round(started, 1),
-                    "texts": len(texts),
-                    "free_after_one_left": left.free,
-                    "largest_run": left.largest,
-                    "stranded": round(left.stranded, 2),
-                }
-    finally:
-        ray.shutdown()
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(
+            LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=8)
+        ).save_pretrained(folder)
+        try:
+            for name, (entries, last) in mixes(Path(folder)).items():
+                made, more = (
+                    placement.plan(models_of([{**e, **common} for e in given], folder=ROOT, where=name), machine)
+                    for given in (entries, [{"name": "new", **last}])
+                )
+                begin = perf_counter()
+                with placement.launch(made) as running:
+                    row: dict[str, object] = {"workers": len(entries)}
+                    row["start_seconds"], begin = round(perf_counter() - begin, 1), perf_counter()
+                    row["texts"] = used_at_once(running)
+                    row["use_seconds"] = round(perf_counter() - begin, 1)
+                    row["full"] = left(running)
+                    running.stop(running.models[0])
+                    row["one_left"] = left(running)
+                    running.add(more)
+                    row["new_on"], row["with_new"] = str(running.cores()["new"]), left(running)
+                    used_at_once(running)
+                    begin = perf_counter()
+                row["stop_seconds"] = round(perf_counter() - begin, 1)
+                found[name] = row
+                print(name, row, file=sys.stderr, flush=True)
+        finally:
+            ray.shutdown()
     return found
 
 

@@ -85,6 +85,10 @@ class Channel:
             self._fill()
         return frame
 
+    def wait(self, seconds: float) -> None:
+        """Until there is something to read, but no longer than that."""
+        self._reads.poll(seconds * 1000)
+
     def arrived(self) -> list[bytearray]:
         """Every whole frame that is here, after one look at the socket and without waiting.
 

@@ -50,10 +50,9 @@ class Deployment:
     def start(self) -> Deployment:
         """Start all groups; if one cannot start, none is left."""
         try:
-            for group in self._groups:
-                group.start()
+            _start(self._groups)
         except BaseException:
-            self.close()
+            self.close()  # the ledger
             raise
         return self
 
@@ -119,10 +118,9 @@ class Deployment:
 
     def add(self, plan: Plan) -> None:
         """Start the groups of another plan beside those that run; cores that are taken are replaced by free ones."""
-        for members in groups_of(plan):
-            group = Group(plan.instance, members, self._care)
-            group.start()
-            self._groups.append(group)
+        groups = [Group(plan.instance, members, self._care) for members in groups_of(plan)]
+        _start(groups)
+        self._groups += groups
 
     def close(self) -> None:
         """End everything, and the ledger too if nobody else uses it."""
@@ -212,6 +210,19 @@ def launch(plan: Plan, *, care: Care | None = None, address: str | None = None) 
         own = {} if address else {"resources": {RESOURCE: plan.instance.cores}, "include_dashboard": False}
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, **own)
     return Deployment(plan, care or Care()).start()
+
+
+def _start(groups: Sequence[Group]) -> None:
+    """All at once, since loading takes longest; if one cannot start, none of them is left."""
+    try:
+        for group in groups:
+            group.begin()
+        for group in groups:
+            group.finish()
+    except BaseException:
+        for group in groups:
+            group.stop()
+        raise
 
 
 def groups_of(plan: Plan) -> list[list[Placement]]:

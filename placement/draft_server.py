@@ -27,6 +27,7 @@ from paceline.placement.channel import Channel
 
 MakeDrafter = Callable[[wire.Hello], Drafter]
 _SEND = 5.0  # seconds a target may take to read an answer
+_AWHILE = 1  # milliseconds: by then another process has taken up what was sent, if it is on the same CPU too
 _PENDING = 64  # messages a target may have waiting; more is not our protocol
 
 
@@ -65,6 +66,7 @@ class DraftServer:
         self._clients: dict[int, _Client] = {}  # by the number of its socket
         self._arrivals: deque[Channel] = deque()
         self._clock = 0.0
+        self._next: tuple[_Client, tuple[int, int]] | None = None  # who was answered last, and the shape of its commits
         self._stopped = False
         self._wake, self._woken = socket.socketpair()
         self._poll = select.poll()  # without the layers of `selectors`: every call is part of a round
@@ -129,7 +131,7 @@ class DraftServer:
         clients = self._clients.values()
         busy = any(client.pending for client in clients)
         eager = [c for c in clients if isinstance(c.drafter, Ahead) and not c.drafter.idle]
-        for number, _ in self._poll.poll(0 if busy or eager else None):
+        for number, _ in self._poll.poll(0) if busy or eager else self._wait():
             if number in self._clients:
                 self._read(self._clients[number])
             else:
@@ -144,6 +146,15 @@ class DraftServer:
             self._serve(min(ready, key=lambda client: client.turn))
         elif eager:
             self._ahead(min(eager, key=lambda client: client.turn))
+
+    def _wait(self) -> list[tuple[int, int]]:
+        """Until something arrives. Tensors for the next round are made meanwhile, when whoever was answered runs."""
+        if self._next is not None:
+            if found := self._poll.poll(_AWHILE):
+                return found
+            client, shape = self._next
+            client.blank, self._next = BlankRound(*shape), None
+        return self._poll.poll(None)
 
     def _read(self, client: _Client) -> None:
         try:
@@ -166,7 +177,7 @@ class DraftServer:
             if reply is not None:
                 client.channel.send(wire.encode(reply), _SEND)
             if isinstance(message, wire.Ask):
-                client.blank = BlankRound(message.slots, message.width)  # for the next round, which is not here yet
+                self._next = client, (message.slots, message.width)
         except ChannelError:
             self._drop(client)
         client.turn += (perf_counter() - begin) / client.share

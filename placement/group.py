@@ -10,8 +10,8 @@ import os
 import secrets
 import signal
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
@@ -26,7 +26,7 @@ from paceline.placement.actors import NAMESPACE, Assignment, DraftWorker, Link, 
 from paceline.placement.care import Care
 from paceline.placement.catalogue import Instance
 from paceline.placement.channel import Address
-from paceline.placement.ledger import WORKERS, Claim, ledger
+from paceline.placement.ledger import WORKERS, Claim, ledger, worker_name
 from paceline.placement.plans import Placement
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Terms
@@ -74,20 +74,34 @@ class Group:
     # ---- starting
 
     def start(self) -> None:
-        """Find a node, take cores, start every worker, and wait until all are ready.
+        """Have all workers running.
 
         Raises:
             PlanError: no node has room.
             WorkerError: a worker did not start.
         """
-        try:
+        self.begin()
+        self.finish()
+
+    def begin(self) -> None:
+        """Find a node, take cores, and have every worker begin to load. Raises as `start`; nothing is left then."""
+        with self._or_nothing():
             node = self._reserve()
             self._assign(node)
             for item in self.placements:
                 self._actors[item.label] = self._spawn(item)
+
+    def finish(self) -> None:
+        """Wait until all are ready. Raises as `start`; nothing is left then."""
+        with self._or_nothing():
             self._wait([item.label for item in self.placements])
             names = [given.actor for given in self._assigned.values()]
             _asked(ledger(self._instance).confirm.remote(names), self._care.room)
+
+    @contextmanager
+    def _or_nothing(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.stop()
             raise
@@ -120,7 +134,7 @@ class Group:
         for item, cores in zip(self.placements, claimed, strict=True):
             mine = item if item.role == "draft" else self._draft_of(item)
             self._assigned[item.label] = Assignment(
-                actor=names[item.label],
+                actor=worker_name(names[item.label], node, cores),
                 label=item.label,
                 node=node,
                 cores=cores,
@@ -224,7 +238,8 @@ class Group:
         keeper, name = ledger(self._instance), f"{WORKERS}{label}-{secrets.token_hex(4)}"
         _asked(keeper.release.remote([old.actor]), self._care.room)
         (cores,) = _asked(keeper.claim.remote(old.node, [Claim(name, len(old.cores), old.cores)]), self._care.room)
-        self._assigned[label] = replace(old, actor=name, cores=cores, env=self._env(item, cores))
+        actor = worker_name(name, old.node, cores)
+        self._assigned[label] = replace(old, actor=actor, cores=cores, env=self._env(item, cores))
         self._actors[label] = self._spawn(item)
         self._wait([label])
         _asked(keeper.confirm.remote([name]), self._care.room)

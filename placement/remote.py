@@ -61,6 +61,7 @@ class Patience:
     longest: float = 30.0
 
 
+_AWHILE = 0.001  # seconds
 _COUNTED = ("asked", "answered", "ahead", "skipped", "lost", "late", "failed", "invalid", "rereads")
 
 
@@ -139,7 +140,8 @@ class RemoteDraft:
         self._counts["rereads"] += len(texts)
         try:
             channel.send(wire.encode(ask), wait)
-            blank = Blank(self._terms.slots, self._terms.nodes)  # made while the other process drafts
+            channel.wait(_AWHILE)  # the other process goes first: it may be on the same CPU
+            blank = Blank(self._terms.slots, self._terms.nodes)
             reply = self._reply(channel, ask.number, wait)
         except ChannelError as error:
             self._fault("lost", str(error))
