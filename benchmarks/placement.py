@@ -15,107 +15,37 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import secrets
 import signal
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch import Tensor
 
 from paceline import placement
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, SamplingBatch
-from paceline.placement.ahead import Ahead
+from paceline.core.types import PAD, Bounds, Commit
 from paceline.placement.channel import Address
-from paceline.placement.draft_server import MakeDrafter
 from paceline.placement.local import LocalProcess, Order
 from paceline.placement.models_file import models_of
 from paceline.placement.remote import Patience, RemoteDraft, Terms
 from paceline.placement.revival import Caller
-from paceline.placement.wire import Hello
 from paceline.rounds import TwoStep
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, only this folder is on the path
+from benchmarks.sleepers import K, SleepingDrafter, SleepingVerifier, V, truth
+
 ROOT = Path(__file__).parents[1]
-V, K = 1000, 4
 _BLOCK = 20
 GREEDY = sampling_batch([Sampling()])
 LIMIT = Bounds(torch.full((1,), K, dtype=torch.int32), 1)
-
-
-def truth(position: int) -> int:
-    """The text: a token for every position."""
-    return (position * 7919 + 13) % V
-
-
-def right(position: int, alpha: float) -> bool:
-    """Whether the drafter knows this one: with probability alpha, the same in every run."""
-    return random.Random(position).random() < alpha
-
-
-class SleepingDrafter:
-    """Proposes the text, with errors, after a while."""
-
-    reach = reads = None
-
-    def __init__(self, nodes: int, seconds: float, alpha: float) -> None:
-        self.outline, self._seconds, self._alpha = Outline.chain(nodes), seconds, alpha
-
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None: ...
-
-    def release(self, slot: int) -> None: ...
-
-    def observe(self, commit: Commit) -> None: ...
-
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
-        time.sleep(self._seconds)
-        first = int(commit.start[0] + commit.count[0])
-        places = range(first, first + self.outline.nodes)
-        row = [truth(p) if right(p, self._alpha) else (truth(p) + 1) % V for p in places]
-        return Proposal(torch.tensor([row], dtype=torch.int32))
-
-
-class SleepingVerifier:
-    """Accepts what is the text, after a while."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
-        return Reading(truth(len(prompt)))
-
-    def release(self, slot: int) -> None: ...
-
-    def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
-        time.sleep(self._seconds)
-        start = int(commit.start[0] + commit.count[0])
-        drafts = [] if proposal is None else proposal.tokens[0].tolist()
-        count = 0
-        while count < len(drafts) and drafts[count] == truth(start + count):
-            count += 1
-        row = [truth(start + i) for i in range(count + 1)] + [PAD] * (K - count)
-        made = torch.tensor([row], dtype=torch.int32)
-        return Commit(made, torch.tensor([count + 1], dtype=torch.int32), commit.start + commit.count)
-
-
-def sleeper(settings: Mapping[str, object]) -> MakeDrafter:
-    """The maker of the drafter's process."""
-    seconds, alpha, ahead = float(str(settings["seconds"])), float(str(settings["alpha"])), bool(settings["ahead"])
-
-    def make(_: Hello) -> Drafter:
-        inner = SleepingDrafter(K + ahead, seconds, alpha)
-        return Ahead(inner) if ahead else inner
-
-    return make
 
 
 @contextmanager
@@ -126,7 +56,7 @@ def elsewhere(seconds: float, alpha: float, *, ahead: bool = False) -> Iterator[
             Address(path=f"{folder}/s"),
             secrets.token_bytes(16),
             {"seconds": seconds, "alpha": alpha, "ahead": ahead},
-            maker="benchmarks.placement:sleeper",
+            maker="benchmarks.sleepers:sleeper",
         )
         with LocalProcess(order) as process:
             terms = Terms(nodes=K, slots=1, vocab_size=V)
@@ -205,9 +135,8 @@ def ahead() -> dict[str, object]:
                     for _ in range(120):
                         text.step()
                     row[f"{name}_ms_a_token"] = round(1e3 * (perf_counter() - begin) / text.tokens, 3)
-                    health = draft.health
                     if on:
-                        row["hit_rate"] = round(health.ahead / health.answered, 3)
+                        row["hit_rate"] = round(draft.health.hit_rate, 3)
             found[f"{draft_ms}+{verify_ms} ms, alpha {alpha}"] = row
     return found
 
@@ -294,7 +223,7 @@ def colocation() -> dict[str, object]:
                     row["texts"] = used_at_once(running)
                     row["use_seconds"] = round(perf_counter() - begin, 1)
                     row["full"] = left(running)
-                    running.stop(running.models[0])
+                    running.stop(str(entries[0]["name"]))
                     row["one_left"] = left(running)
                     running.add(more)
                     row["new_on"], row["with_new"] = str(running.cores()["new"]), left(running)

@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
@@ -29,6 +29,8 @@ from paceline.placement.revival import Caller
 from paceline.placement.roles import MakeDraft, MakeTarget, Piece, Settings, maker
 
 NAMESPACE = "paceline"
+STREAMS = 64  # calls a target has at once; those without a slot wait for one
+WATCH = "watch"  # concurrency group of methods that answer at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +114,6 @@ class _Worker:
         """Answers when the worker is made."""
         return Ready(os.getpid(), self._given.node, os.environ.get("PACELINE_CORES", ""))
 
-    def assignment(self) -> Assignment:
-        """What it was given: the ledger asks after its own restart."""
-        return self._given
-
 
 class DraftWorker(_Worker):
     """Serves proposals at its socket, in a thread; its methods are for whoever looks after it."""
@@ -132,7 +130,7 @@ class DraftWorker(_Worker):
 
 
 class TargetWorker(_Worker):
-    """Generates: the whole loop is here, and what it commits streams to the caller round by round."""
+    """Generates: the whole loop is here, and what it commits streams to the callers round by round."""
 
     def __init__(self, assignment: Assignment, link: Link | None) -> None:
         super().__init__(assignment)
@@ -142,19 +140,23 @@ class TargetWorker(_Worker):
             caller = Caller(assignment.address, assignment.secret, ActorKeeper(link.actor, local=local))
             self._draft = RemoteDraft(link.terms, caller, patience=link.patience)
         self._target = cast(MakeTarget, maker(assignment.maker))(assignment.settings, self._draft)
-        self._current: Generator[Piece, None, None] | None = None
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], ask: Settings
+        self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], ask: Settings
     ) -> Iterator[Piece]:
         """See `paceline.placement.roles.Target`."""
-        if self._current is not None:
-            self._current.close()  # a call that was cancelled may not have let go of the decoder yet
-        self._current = self._target.stream(prompts, emitted, ask)
-        yield from self._current
+        yield from self._target.stream(ticket, prompts, emitted, ask)
+
+    def leave(self, ticket: str) -> None:
+        """See `paceline.placement.roles.Target`. Ray cannot interrupt one of several threads."""
+        self._target.leave(ticket)
+
+    def progress(self) -> int:
+        """See `paceline.placement.roles.Target`; answers while all streams are taken."""
+        return self._target.progress()
 
     def statistics(self) -> Settings:
-        """Of the last call."""
+        """See `paceline.placement.roles.Target`."""
         return self._target.statistics()
 
     def wait_for_draft(self, seconds: float) -> bool:

@@ -25,7 +25,7 @@ class Blank:
 
     def __init__(self, *shape: int) -> None:
         self.tensor = torch.empty(shape, dtype=torch.int32)
-        self._memory = memoryview(self.tensor.view(-1).numpy()).cast("B")
+        self._memory = self.tensor.view(-1).numpy().data.cast("B")
         self._form = struct.Struct(f"={self.tensor.numel()}i")
 
     def fill(self, numbers: Sequence[int]) -> None:

@@ -225,7 +225,8 @@ class DraftServer:
         drafter.observe(commit)
         made = drafter.propose(commit, client.sampling, bounds)
         ahead = isinstance(drafter, Ahead) and drafter.hit
-        return wire.Answer(ask.number, *made.tokens.shape, _undrawn(made), ahead)
+        slots, nodes = made.tokens.shape
+        return wire.Answer(ask.number, slots, nodes, _undrawn(made), ahead)
 
     def _welcome(self, client: _Client, hello: wire.Hello) -> wire.Reply:
         others = [other for other in self._clients.values() if other is not client and other.drafter is not None]

@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -22,11 +23,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from paceline.core.errors import PlanError, WorkerError
 from paceline.placement import environment
-from paceline.placement.actors import NAMESPACE, Assignment, DraftWorker, Link, Ready, TargetWorker
+from paceline.placement.actors import NAMESPACE, STREAMS, WATCH, Assignment, DraftWorker, Link, Ready, TargetWorker
 from paceline.placement.care import Care
 from paceline.placement.catalogue import Instance
 from paceline.placement.channel import Address
-from paceline.placement.ledger import WORKERS, Claim, ledger, worker_name
+from paceline.placement.ledger import WORKERS, Claim, asked, ledger, worker_name
 from paceline.placement.plans import Placement
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Terms
@@ -56,6 +57,7 @@ class Group:
         self._assigned: dict[str, Assignment] = {}
         self._actors: dict[str, ray.actor.ActorHandle] = {}
         self._pids: dict[str, int] = {}
+        self._reviving = threading.Lock()
         self.moves = self.restarts = 0
 
     @property
@@ -64,8 +66,15 @@ class Group:
         return [item.label for item in self.placements if item.role == "target"]
 
     def actor(self, label: str) -> ray.actor.ActorHandle:
-        """The worker of that label."""
-        return self._actors[label]
+        """The worker of that label; one that is just being brought back is waited for.
+
+        Raises:
+            WorkerError: it could not be brought back.
+        """
+        with self._reviving:
+            if label not in self._actors:
+                raise WorkerError(f"{label} does not run; it could not be started again")
+            return self._actors[label]
 
     def assignment(self, label: str) -> Assignment:
         """What that worker was given."""
@@ -96,7 +105,7 @@ class Group:
         with self._or_nothing():
             self._wait([item.label for item in self.placements])
             names = [given.actor for given in self._assigned.values()]
-            _asked(ledger(self._instance).confirm.remote(names), self._care.room)
+            asked(ledger(self._instance).confirm.remote(names), self._care.room)
 
     @contextmanager
     def _or_nothing(self) -> Iterator[None]:
@@ -125,7 +134,7 @@ class Group:
     def _assign(self, node: str) -> None:
         names = {item.label: f"{WORKERS}{item.label}-{self._stamp}" for item in self.placements}
         claims = [Claim(names[item.label], len(item.cores), item.cores) for item in self.placements]
-        claimed = _asked(ledger(self._instance).claim.remote(node, claims), self._care.room)
+        claimed = asked(ledger(self._instance).claim.remote(node, claims), self._care.room)
         secret = secrets.token_bytes(32)
         folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / "sockets"
         sockets = {
@@ -180,7 +189,8 @@ class Group:
         }
         if item.role == "draft":
             return ray.remote(DraftWorker).options(**options).remote(given)
-        return ray.remote(TargetWorker).options(**options).remote(given, self._link(item))
+        threads = {"max_concurrency": STREAMS, "concurrency_groups": {WATCH: 2}}
+        return ray.remote(TargetWorker).options(**options, **threads).remote(given, self._link(item))
 
     def _link(self, item: Placement) -> Link | None:
         draft = self._draft_of(item)
@@ -210,39 +220,44 @@ class Group:
 
     # ---- restarting and stopping
 
-    def revive(self, label: str, *, hung: bool = False) -> None:
+    def revive(self, label: str, seen: ray.actor.ActorHandle, *, hung: bool = False) -> None:
         """Bring a dead or hung target back: on its cores if its node lives, else the whole group somewhere else.
+
+        Nothing is done if another caller brought back the worker ``seen`` already.
 
         Raises:
             PlanError: no node has room.
             WorkerError: it does not start.
         """
-        self.restarts += 1
-        _kill(self._actors.get(label))
-        if self._node_lives():
-            with suppress(WorkerError):
-                if hung:
-                    self._end_process(label)
-                self._respawn(label)
+        with self._reviving:
+            if self._actors.get(label) is not seen:
                 return
-        if self._given is not None:
-            raise WorkerError(f"{label} died with its node; whoever gave it its placement group starts it anew")
-        self.moves += 1
-        self.stop()
-        self._stamp = secrets.token_hex(4)
-        self.start()
+            self.restarts += 1
+            _kill(self._actors.get(label))
+            if self._node_lives():
+                with suppress(WorkerError):
+                    if hung:
+                        self._end_process(label)
+                    self._respawn(label)
+                    return
+            if self._given is not None:
+                raise WorkerError(f"{label} died with its node; whoever gave it its placement group starts it anew")
+            self.moves += 1
+            self.stop()
+            self._stamp = secrets.token_hex(4)
+            self.start()
 
     def _respawn(self, label: str) -> None:
         """A new worker in the place of a dead one. Its name is new too: Ray may not have forgotten the old one yet."""
         item, old = next(p for p in self.placements if p.label == label), self._assigned[label]
         keeper, name = ledger(self._instance), f"{WORKERS}{label}-{secrets.token_hex(4)}"
-        _asked(keeper.release.remote([old.actor]), self._care.room)
-        (cores,) = _asked(keeper.claim.remote(old.node, [Claim(name, len(old.cores), old.cores)]), self._care.room)
+        asked(keeper.release.remote([old.actor]), self._care.room)
+        (cores,) = asked(keeper.claim.remote(old.node, [Claim(name, len(old.cores), old.cores)]), self._care.room)
         actor = worker_name(name, old.node, cores)
         self._assigned[label] = replace(old, actor=actor, cores=cores, env=self._env(item, cores))
         self._actors[label] = self._spawn(item)
         self._wait([label])
-        _asked(keeper.confirm.remote([name]), self._care.room)
+        asked(keeper.confirm.remote([name]), self._care.room)
 
     def _end_process(self, label: str) -> None:
         """A process that was stopped hears no request to end, and keeps its cores: it is killed by a task beside it."""
@@ -262,7 +277,7 @@ class Group:
         names = [given.actor for given in self._assigned.values()]
         if names:
             with suppress(ray.exceptions.RayError):
-                _asked(ledger(self._instance).release.remote(names), self._care.room)
+                asked(ledger(self._instance).release.remote(names), self._care.room)
         if self._group is not None and self._given is None:
             remove_placement_group(self._group)
         for given in self._assigned.values():
@@ -281,14 +296,3 @@ def _kill_process(pid: int) -> None:
     """Runs on the worker's node."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _asked(reference: ray.ObjectRef, seconds: float) -> list[CoreRange]:
-    """The ledger's answer, its refusals as what they are."""
-    try:
-        found: list[CoreRange] = ray.get(reference, timeout=seconds)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, PlanError):
-            raise error.cause from error
-        raise
-    return found

@@ -121,3 +121,14 @@ def ledger(instance: Instance) -> ray.actor.ActorHandle:
         max_task_retries=3,
     )  # fmt: skip
     return made.remote(instance)
+
+
+def asked(reference: ray.ObjectRef, seconds: float) -> list[CoreRange]:
+    """The ledger's answer, its refusals as what they are."""
+    try:
+        found: list[CoreRange] = ray.get(reference, timeout=seconds)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, PlanError):
+            raise error.cause from error
+        raise
+    return found

@@ -20,7 +20,7 @@ from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, S
 from paceline.placement import wire
 from paceline.placement.blanks import Blank, numbers_of
 from paceline.placement.channel import Channel
-from paceline.placement.health import DrafterHealth, Fault
+from paceline.placement.health import COUNTED, DrafterHealth, Fault
 from paceline.placement.revival import Caller, Revival
 
 
@@ -62,7 +62,6 @@ class Patience:
 
 
 _AWHILE = 0.001  # seconds
-_COUNTED = ("asked", "answered", "ahead", "skipped", "lost", "late", "failed", "invalid", "rereads")
 
 
 class RemoteDraft:
@@ -80,7 +79,7 @@ class RemoteDraft:
         self._overdue: tuple[int, float] | None = None  # the message whose answer is late, and since when
         self._resting = 0.0  # until then it is not asked
         self._row = 0  # faults in a row
-        self._counts = dict.fromkeys(_COUNTED, 0)
+        self._counts = dict.fromkeys(COUNTED, 0)
         self._drawn = False  # the process knows how the requests sample
         self._last_error = ""
         self._seen: tuple[Commit, list[int], list[int]] | None = None  # a commit, its counts and its starts

@@ -53,7 +53,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
     """Two models: one with a draft, and the draft by itself, which has no chat template."""
-    shape = {"n_positions": 128, "amp": "f32", "backend": "eager", "tp_degree": 2}
+    shape = {"n_positions": 128, "amp": "f32", "backend": "eager", "tp_degree": 2, "batch_size": 2}
     entries = [
         {"name": "chat", "path": str(home / "target"), **shape},
         {"name": "chat-draft", "path": str(home / "draft"), "draft_of": "chat", **shape},
@@ -151,10 +151,34 @@ def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: 
     assert set(texts) == {said(home, PROMPT, max_new_tokens=100)}
 
 
+def worker(model: str) -> ray.actor.ActorHandle:
+    """A target's actor."""
+    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if f"worker-{model}-" in a["name"]]
+    (name,) = [name for name in names if "draft" not in name]
+    return ray.get_actor(name, "paceline")
+
+
+def test_requests_that_come_together_share_rounds(client: openai.OpenAI, home: Path) -> None:
+    """Two slots, three requests, one of which takes the place of the first to end; each has the text it has alone."""
+    asks = [
+        {"prompt": PROMPT, "max_tokens": 100, "temperature": 0},
+        {"prompt": "x", "max_tokens": 110, "temperature": 1.1, "seed": 3},
+        {"prompt": "class A:", "max_tokens": 60, "temperature": 1.3, "seed": 4},
+    ]
+    alone = [client.completions.create(model="chat", **ask).choices[0].text for ask in asks]  # type: ignore[call-overload]
+    assert alone[0] == said(home, PROMPT, max_new_tokens=100)
+    with ThreadPoolExecutor(3) as pool:
+        together = list(
+            pool.map(lambda ask: client.completions.create(model="chat", **ask).choices[0].text, asks)  # type: ignore[call-overload]
+        )
+    assert together == alone
+    statistics = ray.get(worker("chat").statistics.remote(), timeout=30)
+    # A round asks the draft once, for however many requests are in it.
+    assert 0 < statistics["health"]["asked"] < statistics["rounds"], statistics
+
+
 def test_a_dead_target_is_brought_back_for_the_next_request(client: openai.OpenAI, home: Path) -> None:
-    workers = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if "worker-chat-" in a["name"]]
-    (name,) = [worker for worker in workers if "draft" not in worker]
-    ray.kill(ray.get_actor(name, "paceline"))
+    ray.kill(worker("chat"))
     time.sleep(0.1)
     answer = client.completions.create(model="chat", prompt=PROMPT, max_tokens=20, temperature=0)
     assert answer.choices[0].text == said(home, PROMPT, max_new_tokens=20)
