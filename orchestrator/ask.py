@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from transformers.generation.logits_process import LogitsProcessor
 
 from paceline import processors, request, values
 from paceline.core.errors import SamplingError
@@ -14,6 +14,9 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.request import InputIds, Request
 from paceline.stopping import Criterion, Decodes
 from paceline.target.host import Processor
+
+if TYPE_CHECKING:
+    from transformers.generation.logits_process import LogitsProcessor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -50,10 +50,10 @@ class Desk:
         worker.start()
 
     def stream(
-        self, ticket: str, requests: Sequence[Request], emitted: Sequence[Sequence[int]], processor: Processor | None
+        self, ticket: str, requests: Sequence[Request], emitted: Sequence[Sequence[int]], *, processor: Processor | None
     ) -> Generator[Event, None, None]:
         """Events of these requests, by their place in the call. ``emitted``: what each has already, to be verified."""
-        call = self._admit(ticket, requests, emitted, processor)
+        call = self._admit(ticket, requests, emitted, processor=processor)
         if call is None:
             return
         try:
@@ -81,7 +81,7 @@ class Desk:
             call.told.put(None)
 
     def _admit(
-        self, ticket: str, requests: Sequence[Request], emitted: Sequence[Sequence[int]], processor: Processor | None
+        self, ticket: str, requests: Sequence[Request], emitted: Sequence[Sequence[int]], *, processor: Processor | None
     ) -> _Call | None:
         with self._changed:
             if ticket in self._early:

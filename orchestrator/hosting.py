@@ -83,7 +83,12 @@ class TargetHost:
         self._tokenizer: Tokenizer | None = None
 
     def stream(
-        self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], ask: Mapping[str, object]
+        self,
+        ticket: str,
+        prompts: Sequence[Sequence[int]],
+        emitted: Sequence[Sequence[int]],
+        *,
+        ask: Mapping[str, object],
     ) -> Generator[Piece, None, None]:
         """See `paceline.placement.roles.Target`."""
         unknown = sorted(set(ask) - ASKS)
@@ -94,7 +99,7 @@ class TargetHost:
         tokenizer = self._text() if ask.get("stop_strings") else None
         asked = Ask(input_ids=[list(p) for p in prompts], tokenizer=tokenizer, **ask)  # type: ignore[arg-type]
         known = [list(tokens) for tokens in emitted]
-        for event in self._desk.stream(ticket, asked.requests(self._target), emitted, asked.processor()):
+        for event in self._desk.stream(ticket, asked.requests(self._target), emitted, processor=asked.processor()):
             before = known[event.index][: len(event.tokens)]
             assert before == list(event.tokens[: len(before)]), "the same seed gave other tokens after a fault"
             del known[event.index][: len(before)]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import LogitsProcessor
 
 from paceline import streamers
 from paceline.ask import Ask
@@ -19,6 +18,9 @@ from paceline.request import InputIds, Request
 from paceline.result import Event, FinishReason, GenerationResult, Statistics
 from paceline.stopping import Criterion, Decodes
 from paceline.streamers import Streamer
+
+if TYPE_CHECKING:
+    from transformers.generation.logits_process import LogitsProcessor
 
 
 class Sampler:

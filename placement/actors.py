@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,7 +18,7 @@ import ray
 import torch
 
 from paceline.core.errors import ConfigurationError, WorkerError
-from paceline.placement import environment
+from paceline.placement import environment, nodes
 from paceline.placement.channel import Address, listen
 from paceline.placement.cores import CoreLocks
 from paceline.placement.draft_server import DraftServer, Quota
@@ -59,11 +58,12 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How a target calls its drafter: what they agree on, how patient it is, and the drafter's actor."""
+    """How a target calls its drafter: what they agree on, how patient it is, and the drafter's actor and node."""
 
     terms: Terms
     patience: Patience
     actor: str
+    node: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +76,17 @@ class Ready:
 
 
 class ActorKeeper:
-    """Kills a drafter's process; Ray starts it anew, with the same environment, wherever it has to."""
+    """Kills a drafter's process; Ray starts it anew, with the same environment. ``node``: where, if it is not here."""
 
-    def __init__(self, actor: str, *, local: bool) -> None:
-        self._actor, self._local = actor, local
+    def __init__(self, actor: str, node: str | None) -> None:
+        self._actor, self._node = actor, node
 
     def replace(self, pid: int | None) -> bool:
-        if self._local and pid is not None:
+        if pid is not None and self._node is None:
             os.kill(pid, signal.SIGKILL)  # one that is stopped hears nothing else
+            return True
+        if pid is not None and self._node is not None:
+            nodes.kill(self._node, pid)
             return True
         with suppress(ValueError):  # no such actor now: Ray is at it already
             ray.kill(ray.get_actor(self._actor, NAMESPACE), no_restart=False)
@@ -136,16 +139,16 @@ class TargetWorker(_Worker):
         super().__init__(assignment)
         self._draft: RemoteDraft | None = None
         if link is not None and assignment.address is not None:
-            local = bool(assignment.address.path)
-            caller = Caller(assignment.address, assignment.secret, ActorKeeper(link.actor, local=local))
+            keeper = ActorKeeper(link.actor, None if link.node == assignment.node else link.node)
+            caller = Caller(assignment.address, assignment.secret, keeper)
             self._draft = RemoteDraft(link.terms, caller, patience=link.patience)
         self._target = cast(MakeTarget, maker(assignment.maker))(assignment.settings, self._draft)
 
     def stream(
-        self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], ask: Settings
+        self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], *, ask: Settings
     ) -> Iterator[Piece]:
         """See `paceline.placement.roles.Target`."""
-        yield from self._target.stream(ticket, prompts, emitted, ask)
+        yield from self._target.stream(ticket, prompts, emitted, ask=ask)
 
     def leave(self, ticket: str) -> None:
         """See `paceline.placement.roles.Target`. Ray cannot interrupt one of several threads."""
@@ -174,10 +177,3 @@ def _serve(server: DraftServer) -> None:
         server.run()
     finally:
         os._exit(1)
-
-
-def free_port() -> int:
-    """A TCP port nobody uses now."""
-    with socket.socket() as link:
-        link.bind(("", 0))
-        return int(link.getsockname()[1])

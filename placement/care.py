@@ -20,6 +20,7 @@ class Care:
     room      to wait for a node with enough free cores
     retries   deaths of its target that one request survives
     ahead     drafts work while their targets verify
+    near      drafts are on the nodes of their targets; False: they may be elsewhere, where no node has room for both
     makers    role -> "module:function" that makes what a worker runs
     """
 
@@ -28,5 +29,6 @@ class Care:
     room: float = 30.0
     retries: int = 2
     ahead: bool = False
+    near: bool = True
     patience: Patience = field(default_factory=Patience)
     makers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(MAKERS))

@@ -164,7 +164,7 @@ class Deployment:
         assert isinstance(seeds, list)
         ask = {**call.ask, "seed": [seeds[index] for index in which]}
         prompts, emitted = [call.prompts[i] for i in which], [call.emitted[i] for i in which]
-        stream = worker.stream.options(num_returns="streaming").remote(ticket, prompts, emitted, ask)
+        stream = worker.stream.options(num_returns="streaming").remote(ticket, prompts, emitted, ask=ask)
         leave = worker.leave.options(concurrency_group=WATCH)
         call.leave = partial(leave.remote, ticket)
         patience = self._care.start + self._care.silence

@@ -35,7 +35,7 @@ class Target(Protocol):
     """What a target's maker gives: something that generates."""
 
     def stream(
-        self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], ask: Settings
+        self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], *, ask: Settings
     ) -> Generator[Piece, None, None]:
         """Continue prompts of which ``emitted`` was handed out before; yields only what is new. From any thread."""
 

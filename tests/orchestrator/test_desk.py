@@ -61,7 +61,7 @@ def say(
     found: tuple[Desk, Gate, TableDecoder], ticket: str, prompt: list[int], emitted: Sequence[int] = (), **asked: object
 ) -> list[int]:
     ask = Ask(input_ids=[prompt], **asked)  # type: ignore[arg-type]
-    events = found[0].stream(ticket, ask.requests(found[2]), [emitted], ask.processor())
+    events = found[0].stream(ticket, ask.requests(found[2]), [emitted], processor=ask.processor())
     return [token for event in events for token in event.tokens]
 
 

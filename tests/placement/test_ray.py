@@ -184,6 +184,41 @@ def test_a_worker_refuses_what_was_not_planned(cluster: Cluster, pair: Plan) -> 
 
 
 @pytest.mark.ray
+def test_a_draft_on_another_node_is_called_over_tcp(cluster: Cluster, workshop: Workshop, pair: Plan) -> None:
+    """Two nodes with two free cores each: only a group that may part finds room. Then the draft there hangs."""
+    asked = {"max_new_tokens": 60, **SAMPLED}
+    expected = wanted(workshop, PROMPTS, **asked)
+    other = cluster.add_node(num_cpus=1, resources={"neuron_cores": 24, "other": 1}, object_store_memory=100 << 20)
+    blocked = ray.util.placement_group(
+        [{"neuron_cores": 22, name: 0.1} for name in ("node:__internal_head__", "other")]
+    )
+    try:
+        assert blocked.wait(10)
+        with pytest.raises(PlanError, match=r"Care\.near"):
+            launch(pair, care=replace(CARE, room=2))
+        with launch(pair, care=replace(CARE, near=False)) as models:
+            chat, draft = (models.group("chat").assignment(label) for label in ("chat", "chat-draft"))
+            assert chat.node != draft.node and chat.address == draft.address
+            assert draft.address is not None and draft.address.port and chat.secret not in str(draft).encode()
+            worker = models.group("chat").actor("chat")
+            assert ray.get(worker.wait_for_draft.remote(60))
+            pid = pid_of(models, "chat-draft")
+            assert pid is not None
+            assert models.sample("chat", PROMPTS, **asked) == expected
+            health = models.statistics("chat")["health"]
+            assert isinstance(health, dict) and health["answered"] > 0 == health["lost"]
+            os.kill(pid, signal.SIGSTOP)
+            end = time.monotonic() + 40
+            while pid_of(models, "chat-draft") in (pid, None) or not ray.get(worker.wait_for_draft.remote(5)):
+                assert models.sample("chat", PROMPTS, **asked) == expected
+                assert time.monotonic() < end, models.statistics("chat")
+            assert models.sample("chat", PROMPTS, **asked) == expected
+    finally:
+        ray.util.remove_placement_group(blocked)
+        cluster.remove_node(other)
+
+
+@pytest.mark.ray
 def test_a_request_survives_the_loss_of_its_node(cluster: Cluster, workshop: Workshop, pair: Plan) -> None:
     asked = {"max_new_tokens": 60, **SAMPLED}
     expected = wanted(workshop, PROMPTS, **asked)
