@@ -1,9 +1,10 @@
 """What a drafter in another process costs and gains, with models that sleep. JSON on the last line.
 
-    python benchmarks/placement.py                    all but the last (about a minute)
+    python benchmarks/placement.py                    the first three (about a minute)
     python benchmarks/placement.py --part overhead    a round with the drafter elsewhere against one process
     python benchmarks/placement.py --part ahead       drafting while the target verifies, against taking turns
     python benchmarks/placement.py --part recovery    from the death of a drafter to its next proposal
+    python benchmarks/placement.py --part target      from the death of a target's process to the next token, on Ray
     python benchmarks/placement.py --part colocation  up to 24 models on Ray, on the cores of a simulated inf2.48xlarge
 
 The models sleep in place of computing, so that the CPU is idle as it is beside an accelerator, and know the text; the
@@ -164,6 +165,37 @@ def recovery() -> dict[str, object]:
     return found
 
 
+def target() -> dict[str, object]:
+    """The longest wait for a token in a request whose target is killed, and in one that is left alone; seconds."""
+    import ray
+
+    pair = [
+        {"name": "t", "tp_degree": 2, "path": str(ROOT / "examples" / "pycode" / "target")},
+        {"name": "d", "tp_degree": 1, "path": str(ROOT / "examples" / "pycode" / "draft"), "draft_of": "t"},
+    ]
+    models = models_of(
+        [{**e, "n_positions": 1024, "amp": "f32", "backend": "eager"} for e in pair], folder=ROOT, where=""
+    )
+    waits: dict[str, list[float]] = {"calm": [], "killed": []}
+    texts = set()
+    try:
+        with placement.launch(placement.plan(models, placement.instance("inf2.48xlarge"))) as running:
+            ray.get(running.group("t").actor("t").wait_for_draft.remote(60))
+            for name in ("calm", "killed") * 3:
+                begin, gaps, text = perf_counter(), [0.0], []
+                for number, piece in enumerate(running.stream("t", [[5, 6, 7, 8]], max_new_tokens=500)):
+                    gaps.append(perf_counter() - begin)
+                    text += piece.tokens
+                    if number == 20 and name == "killed":
+                        ray.kill(running.group("t").actor("t"))
+                    begin = perf_counter()
+                waits[name].append(round(max(gaps), 2))
+                texts.add(tuple(text))
+    finally:
+        ray.shutdown()
+    return {**waits, "texts": len(texts)}
+
+
 def mixes(small: Path) -> dict[str, tuple[list[dict[str, object]], dict[str, object]]]:
     """Models that run side by side, and who comes when the first of them has left. ``small``: a tiny checkpoint."""
     target, draft = ({"path": str(ROOT / "examples" / "pycode" / name)} for name in ("target", "draft"))
@@ -241,6 +273,7 @@ PARTS: dict[str, Callable[[], dict[str, object]]] = {
     "overhead": overhead,
     "ahead": ahead,
     "recovery": recovery,
+    "target": target,
     "colocation": colocation,
 }
 USUAL = ("overhead", "ahead", "recovery")

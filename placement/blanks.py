@@ -10,7 +10,6 @@ import struct
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from paceline.core.types import Bounds, Commit
 
@@ -48,8 +47,3 @@ class BlankRound:
         """``numbers``: tokens row by row, counts, starts, limits."""
         self._blank.fill(numbers)
         return self._commit, Bounds(self._limit, rows)
-
-
-def numbers_of(commit: Commit, limit: Tensor) -> list[int]:
-    """What `BlankRound.fill` takes. limit [B]."""
-    return flat(commit.tokens.tolist()) + commit.count.tolist() + commit.start.tolist() + limit.tolist()

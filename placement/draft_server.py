@@ -248,6 +248,6 @@ def _undrawn(made: Proposal) -> list[int]:
     """Only ids cross processes: a chain, not drawn from a law."""
     if made.law is not None or made.parents is not None:
         raise ValueError("a drafter in another process proposes chains that are not drawn")
-    if made.tokens.is_floating_point():
+    if made.tokens.dtype.is_floating_point:
         raise ValueError("a proposal's tokens are not whole numbers")
     return flat(made.tokens.tolist())

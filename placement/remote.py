@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.core.errors import ChannelError
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.placement import wire
-from paceline.placement.blanks import Blank, numbers_of
+from paceline.placement.blanks import Blank, flat
 from paceline.placement.channel import Channel
 from paceline.placement.health import COUNTED, DrafterHealth, Fault
 from paceline.placement.revival import Caller, Revival
@@ -82,7 +82,7 @@ class RemoteDraft:
         self._counts = dict.fromkeys(COUNTED, 0)
         self._drawn = False  # the process knows how the requests sample
         self._last_error = ""
-        self._seen: tuple[Commit, list[int], list[int]] | None = None  # a commit, its counts and its starts
+        self._seen: tuple[Commit, list[list[int]], list[int], list[int]] | None = None  # a commit, and it as lists
         self._channel: Channel | None = None
         hello = wire.Hello(0, terms.client, terms.slots, terms.vocab_size)
         self._revival = Revival(caller, hello, nodes=terms.nodes, longest=self._patience.longest)
@@ -116,7 +116,7 @@ class RemoteDraft:
         for slot, text in self._texts.items():
             if starts[slot] == len(text):
                 text += rows[slot][: counts[slot]]
-        self._seen = (commit, counts, starts)
+        self._seen = (commit, rows, counts, starts)
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """Ask, and wait no longer than the deadline."""
@@ -124,16 +124,17 @@ class RemoteDraft:
         if channel is None:
             self._counts["skipped"] += 1
             return self._nothing()
-        live = self._live(commit)
+        rows, counts, starts = self._lists(commit)
+        live = self._live(counts, starts)
         behind = [slot for slot, (start, _) in live.items() if self._known.get(slot) != start]
         texts = tuple((slot, tuple(self._texts[slot][: live[slot][0]])) for slot in behind)
         wait = self._patience.deadline
         if texts or self._reading:
             wait += self._patience.reread
         self._reading = False
-        slots, width = commit.tokens.shape
-        numbers, drawn = numbers_of(commit, bounds.limit), None if self._drawn else sampling
-        ask = wire.Ask(self._next(), texts, slots, width, numbers, bounds.rows, drawn)
+        numbers = flat(rows) + counts + starts + bounds.limit.tolist()
+        drawn = None if self._drawn else sampling
+        ask = wire.Ask(self._next(), texts, len(rows), len(rows[0]), numbers, bounds.rows, drawn)
         self._drawn = True
         self._counts["asked"] += 1
         self._counts["rereads"] += len(texts)
@@ -183,15 +184,18 @@ class RemoteDraft:
     def _nothing(self) -> Proposal:
         return Proposal(torch.full((self._terms.slots, self._terms.nodes), PAD, dtype=torch.int32))
 
-    def _live(self, commit: Commit) -> dict[int, tuple[int, int]]:
+    def _lists(self, commit: Commit) -> tuple[list[list[int]], list[int], list[int]]:
+        """Tokens, counts and starts; `observe` has made them already."""
+        if self._seen is not None and self._seen[0] is commit:
+            return self._seen[1:]
+        return commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
+
+    def _live(self, counts: list[int], starts: list[int]) -> dict[int, tuple[int, int]]:
         """(start, count) of every slot whose text ends with this commit, if the drafter can follow it."""
         found = {}
-        seen = self._seen
-        if seen is None or seen[0] is not commit:
-            seen = (commit, commit.count.tolist(), commit.start.tolist())
-        for slot, (count, start) in enumerate(zip(seen[1], seen[2], strict=True)):
-            here = slot in self._texts and len(self._texts[slot]) == start + count
-            if here and (self.reach is None or start + count <= self.reach):
+        for slot, text in self._texts.items():
+            start, count = starts[slot], counts[slot]
+            if len(text) == start + count and (self.reach is None or len(text) <= self.reach):
                 found[slot] = (start, count)
         return found
 

@@ -167,7 +167,9 @@ class _Cursor:
     def words(self, count: int) -> tuple[int, ...]:
         """The next ``count`` numbers."""
         self._enough(count)
-        return self.pack(struct.Struct(f"<{count}i"))
+        found = struct.unpack_from(f"<{count}i", self._frame, self._at)
+        self._at += 4 * count
+        return found
 
     def floats(self, count: int) -> tuple[float, ...]:
         """The next ``count`` numbers of 32 bits with fractions."""

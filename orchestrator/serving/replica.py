@@ -17,8 +17,9 @@ import ray
 from paceline.core.errors import PlacementError, RequestError
 from paceline.detokenise import Tokenizer, load_tokenizer
 from paceline.placement.actors import STREAMS
+from paceline.placement.calls import Stream
 from paceline.placement.care import Care
-from paceline.placement.deployment import Deployment, Stream
+from paceline.placement.deployment import Deployment
 from paceline.placement.group import Group
 from paceline.placement.plans import Placement, Plan
 from paceline.placement.roles import Piece

@@ -18,7 +18,7 @@ from paceline.core.errors import ChannelError, ConfigurationError
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import Commit, Outline, Proposal
 from paceline.placement import wire
-from paceline.placement.blanks import BlankRound, numbers_of
+from paceline.placement.blanks import BlankRound
 from paceline.placement.channel import Address, Channel, connect, listen
 from paceline.placement.draft_server import DraftServer, Quota
 
@@ -67,10 +67,9 @@ def test_a_round_comes_out_as_it_went_in(slots: int, width: int) -> None:
         torch.randint(-1, 1 << 30, shape, generator=dice, dtype=torch.int32)
         for shape in ((slots, width), *[(slots,)] * 3)
     )
-    commit, limit = Commit(tokens, *rest[:2]), rest[2]
-    found, bounds = BlankRound(slots, width).fill(numbers_of(commit, limit), 7)
+    found, bounds = BlankRound(slots, width).fill(torch.cat((tokens.view(-1), *rest)).tolist(), 7)
     assert all(map(torch.equal, (found.tokens, found.count, found.start), (tokens, *rest[:2])))
-    assert torch.equal(bounds.limit, limit) and bounds.rows == 7 and found.count.dtype == torch.int32
+    assert torch.equal(bounds.limit, rest[2]) and bounds.rows == 7 and found.count.dtype == torch.int32
 
 
 def test_what_is_no_message_is_refused_and_nothing_else_happens() -> None:
