@@ -195,7 +195,7 @@ class Deployment:
         """
         before = None
         while not ray.wait([stream], timeout=patience)[0]:
-            now = ray.get(worker.progress.options(concurrency_group=WATCH).remote(), timeout=_SAY)
+            now = ray.get(worker.progress.options(concurrency_group=WATCH).remote(), timeout=min(_SAY, patience))
             if now == before:
                 raise ray.exceptions.GetTimeoutError(f"no token for {patience} seconds")
             before, patience = now, self._care.silence
