@@ -28,6 +28,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from sleepers import K, SleepingDrafter, SleepingVerifier, V, truth
 
 from paceline import placement
 from paceline.core.protocols import Drafter
@@ -39,9 +40,6 @@ from paceline.placement.models_file import models_of
 from paceline.placement.remote import Patience, RemoteDraft, Terms
 from paceline.placement.revival import Caller
 from paceline.rounds import TwoStep
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, only this folder is on the path
-from benchmarks.sleepers import K, SleepingDrafter, SleepingVerifier, V, truth
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = 20
