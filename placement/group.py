@@ -204,8 +204,8 @@ class Group:
         }
         if item.role == "draft":
             return ray.remote(DraftWorker).options(**options).remote(given)
-        threads = {"max_concurrency": STREAMS, "concurrency_groups": {WATCH: 2}}
-        return ray.remote(TargetWorker).options(**options, **threads).remote(given, self._link(item))
+        threaded = ray.remote(concurrency_groups={WATCH: 2}, max_concurrency=STREAMS)(TargetWorker)
+        return threaded.options(**options).remote(given, self._link(item))
 
     def _link(self, item: Placement) -> Link | None:
         draft = self._draft_of(item)

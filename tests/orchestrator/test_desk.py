@@ -6,17 +6,22 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import pytest
 
-from paceline import SpeculativeGenerator
+from paceline import SpeculativeGenerator, hosting
 from paceline.ask import Ask
+from paceline.core.errors import ConfigurationError, PromptError
 from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
 from paceline.desk import Desk
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocabulary import Vocabulary
+from paceline.placement.footprint import Shape
+from paceline.placement.wire import Hello
 from paceline.replay import Replay
 from paceline.result import GenerationResult
+from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.fakes import Checked, TableDecoder, near, table
 
 V = 24
@@ -140,3 +145,33 @@ def test_an_error_reaches_every_caller_and_the_next_is_served() -> None:
     made[1].fails = False
     made[1].let(1000)
     assert say(made, "next", PROMPTS[3], max_new_tokens=7) == wanted(PROMPTS[3], max_new_tokens=7)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool) -> None:
+    """Checkpoints behind the desk, in the thread that a worker has for its rounds; one request was cut off before."""
+    shape = {**asdict(Shape("f32", "none", 2, 128)), "backend": "eager", "k": 4, "ahead": False}
+    inner = None
+    if drafts:
+        make = hosting.draft({**shape, "folder": str(workshop.checkpoint("draft"))})
+        inner = make(Hello(0, "t", 2, VOCABULARY))
+    host = hosting.target({**shape, "folder": str(workshop.checkpoint())}, inner)
+    plain = fresh(workshop.checkpoint(), batch_size=2)
+    asks = [{"max_new_tokens": 25 + i, "do_sample": True, "temperature": 1.2, "seed": [i]} for i in range(4)]
+    expected = [
+        plain.sample([p], width=5, **a)[0, len(p) :].tolist()  # type: ignore[arg-type,call-overload]
+        for p, a in zip(PROMPTS[:4], asks, strict=True)
+    ]
+
+    def said(number: int) -> list[int]:
+        known = expected[number][: 7 * (number == 2)]
+        pieces = host.stream(str(number), [PROMPTS[number]], [known], ask=asks[number])
+        return known + [token for piece in pieces for token in piece.tokens]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(said, range(4))) == expected
+    assert host.progress() > 0 and host.statistics()["new_tokens"]
+    with pytest.raises(ConfigurationError, match="'streamer' cannot be asked"):
+        next(host.stream("x", PROMPTS[:1], [[]], ask={"streamer": 1}))
+    with pytest.raises(PromptError, match="vocabulary"):
+        next(host.stream("y", [[10**6]], [[]], ask={}))
