@@ -154,6 +154,7 @@ class Group:
                 maker=self._care.makers[item.role],
                 settings=self._settings(item),
                 secret=secret,
+                shares=tuple(self._care.shares.items()),
                 address=None if own is None else addresses[own.label],
             )
 
@@ -211,9 +212,8 @@ class Group:
         draft = self._draft_of(item)
         if draft is None:
             return None
-        shape = item.model.shape
-        reach = draft.model.shape.n_positions
-        terms = Terms(draft.model.k, shape.batch_size, item.model.config.vocab_size, reach, item.label)
+        model, reach = item.model, draft.model.shape.n_positions
+        terms = Terms(draft.model.k, model.shape.batch_size, model.config.vocab_size, reach, item.label)
         given = self._assigned[draft.label]
         return Link(terms, self._care.patience, given.actor, given.node)
 

@@ -159,7 +159,8 @@ def test_two_targets_share_a_drafter(cluster: Cluster, workshop: Workshop) -> No
     shared = planned(
         entry(workshop, "a"), entry(workshop, "b"), entry(workshop, "d", "draft", draft_of=["a", "b"], tp_degree=1)
     )
-    with launch(shared, care=CARE) as models:
+    with launch(shared, care=replace(CARE, shares={"a": 2.0})) as models:
+        assert models.group("a").assignment("d").shares == (("a", 2.0),)
         assert all(ray.get(models.group(name).actor(name).wait_for_draft.remote(60)) for name in "ab")
         streams = {name: models.stream(name, PROMPTS, **asked) for name in "ab"}
         texts = {name: [list(prompt) for prompt in PROMPTS] for name in streams}
