@@ -88,7 +88,7 @@ class Deployment:
         return texts
 
     def statistics(self, model: str) -> Settings:
-        """Of the last call to a target, its drafter's health included."""
+        """Of all calls to a target since it was last idle, its drafter's health included."""
         found: Settings = ray.get(
             self.group(model).actor(model).statistics.options(concurrency_group=WATCH).remote(), timeout=_ASK
         )
