@@ -1,9 +1,10 @@
 """What a drafter in another process costs and gains, with models that sleep. JSON on the last line.
 
-    python benchmarks/placement.py                    all but the last (about a minute)
+    python benchmarks/placement.py                    the first three (about a minute)
     python benchmarks/placement.py --part overhead    a round with the drafter elsewhere against one process
     python benchmarks/placement.py --part ahead       drafting while the target verifies, against taking turns
     python benchmarks/placement.py --part recovery    from the death of a drafter to its next proposal
+    python benchmarks/placement.py --part target      from the death of a target's process to the next token, on Ray
     python benchmarks/placement.py --part colocation  up to 24 models on Ray, on the cores of a simulated inf2.48xlarge
 
 The models sleep in place of computing, so that the CPU is idle as it is beside an accelerator, and know the text; the
@@ -15,105 +16,35 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import secrets
 import signal
 import statistics
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from torch import Tensor
+from sleepers import K, SleepingDrafter, SleepingVerifier, V, truth
 
 from paceline import placement
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, SamplingBatch
-from paceline.placement.ahead import Ahead
+from paceline.core.types import PAD, Bounds, Commit
 from paceline.placement.channel import Address
-from paceline.placement.draft_server import MakeDrafter
 from paceline.placement.local import LocalProcess, Order
 from paceline.placement.models_file import models_of
 from paceline.placement.remote import Patience, RemoteDraft, Terms
 from paceline.placement.revival import Caller
-from paceline.placement.wire import Hello
 from paceline.rounds import TwoStep
 
 ROOT = Path(__file__).parents[1]
-V, K = 1000, 4
 _BLOCK = 20
 GREEDY = sampling_batch([Sampling()])
 LIMIT = Bounds(torch.full((1,), K, dtype=torch.int32), 1)
-
-
-def truth(position: int) -> int:
-    """The text: a token for every position."""
-    return (position * 7919 + 13) % V
-
-
-def right(position: int, alpha: float) -> bool:
-    """Whether the drafter knows this one: with probability alpha, the same in every run."""
-    return random.Random(position).random() < alpha
-
-
-class SleepingDrafter:
-    """Proposes the text, with errors, after a while."""
-
-    reach = reads = None
-
-    def __init__(self, nodes: int, seconds: float, alpha: float) -> None:
-        self.outline, self._seconds, self._alpha = Outline.chain(nodes), seconds, alpha
-
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None: ...
-
-    def release(self, slot: int) -> None: ...
-
-    def observe(self, commit: Commit) -> None: ...
-
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
-        time.sleep(self._seconds)
-        first = int(commit.start[0] + commit.count[0])
-        places = range(first, first + self.outline.nodes)
-        row = [truth(p) if right(p, self._alpha) else (truth(p) + 1) % V for p in places]
-        return Proposal(torch.tensor([row], dtype=torch.int32))
-
-
-class SleepingVerifier:
-    """Accepts what is the text, after a while."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
-        return Reading(truth(len(prompt)))
-
-    def release(self, slot: int) -> None: ...
-
-    def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
-        time.sleep(self._seconds)
-        start = int(commit.start[0] + commit.count[0])
-        drafts = [] if proposal is None else proposal.tokens[0].tolist()
-        count = 0
-        while count < len(drafts) and drafts[count] == truth(start + count):
-            count += 1
-        row = [truth(start + i) for i in range(count + 1)] + [PAD] * (K - count)
-        made = torch.tensor([row], dtype=torch.int32)
-        return Commit(made, torch.tensor([count + 1], dtype=torch.int32), commit.start + commit.count)
-
-
-def sleeper(settings: Mapping[str, object]) -> MakeDrafter:
-    """The maker of the drafter's process."""
-    seconds, alpha, ahead = float(str(settings["seconds"])), float(str(settings["alpha"])), bool(settings["ahead"])
-
-    def make(_: Hello) -> Drafter:
-        inner = SleepingDrafter(K + ahead, seconds, alpha)
-        return Ahead(inner) if ahead else inner
-
-    return make
 
 
 @contextmanager
@@ -124,7 +55,7 @@ def elsewhere(seconds: float, alpha: float, *, ahead: bool = False) -> Iterator[
             Address(path=f"{folder}/s"),
             secrets.token_bytes(16),
             {"seconds": seconds, "alpha": alpha, "ahead": ahead},
-            maker="benchmarks.placement:sleeper",
+            maker="benchmarks.sleepers:sleeper",
         )
         with LocalProcess(order) as process:
             terms = Terms(nodes=K, slots=1, vocab_size=V)
@@ -203,9 +134,8 @@ def ahead() -> dict[str, object]:
                     for _ in range(120):
                         text.step()
                     row[f"{name}_ms_a_token"] = round(1e3 * (perf_counter() - begin) / text.tokens, 3)
-                    health = draft.health
                     if on:
-                        row["hit_rate"] = round(health.ahead / health.answered, 3)
+                        row["hit_rate"] = round(draft.health.hit_rate, 3)
             found[f"{draft_ms}+{verify_ms} ms, alpha {alpha}"] = row
     return found
 
@@ -233,42 +163,107 @@ def recovery() -> dict[str, object]:
     return found
 
 
-def colocation() -> dict[str, object]:
-    """Models side by side on a simulated inf2.48xlarge: seconds to start, all used at once, and what is left."""
+def target() -> dict[str, object]:
+    """The longest wait for a token in a request whose target is killed, and in one that is left alone; seconds."""
     import ray
 
-    found: dict[str, object] = {}
-    target, draft = ({"path": str(ROOT / "examples" / "pycode" / name)} for name in ("target", "draft"))
-    common = {"n_positions": 128, "amp": "f32", "backend": "eager"}
-    mixes = {
-        "three of 8": [{"name": f"t{i}", "tp_degree": 8, **target} for i in range(3)],
-        "8 with a draft of 2, and others": [
-            {"name": "t", "tp_degree": 8, **target},
-            {"name": "d", "tp_degree": 2, "draft_of": "t", **draft},
-            *({"name": f"o{i}", "tp_degree": degree, **draft} for i, degree in enumerate((4, 4, 1))),
-        ],
-        "24 of 1": [{"name": f"s{i}", "tp_degree": 1, **draft} for i in range(24)],
-    }
+    pair = [
+        {"name": "t", "tp_degree": 2, "path": str(ROOT / "examples" / "pycode" / "target")},
+        {"name": "d", "tp_degree": 1, "path": str(ROOT / "examples" / "pycode" / "draft"), "draft_of": "t"},
+    ]
+    models = models_of(
+        [{**e, "n_positions": 1024, "amp": "f32", "backend": "eager"} for e in pair], folder=ROOT, where=""
+    )
+    waits: dict[str, list[float]] = {"calm": [], "killed": []}
+    texts = set()
     try:
-        for name, entries in mixes.items():
-            models = models_of([{**e, **common} for e in entries], folder=ROOT, where=name)
-            begin = perf_counter()
-            with placement.launch(placement.plan(models, placement.instance("inf2.48xlarge"))) as running:
-                started = perf_counter() - begin
-                streams = [running.stream(label, [[5, 6, 7, 8]], max_new_tokens=16) for label in running.models]
-                texts = {tuple(token for piece in stream for token in piece.tokens) for stream in streams}
-                running.stop(running.models[0])
-                (left,) = running.fragmentation().values()
-                found[name] = {
-                    "workers": len(models),
-                    "start_seconds": round(started, 1),
-                    "texts": len(texts),
-                    "free_after_one_left": left.free,
-                    "largest_run": left.largest,
-                    "stranded": round(left.stranded, 2),
-                }
+        with placement.launch(placement.plan(models, placement.instance("inf2.48xlarge"))) as running:
+            ray.get(running.group("t").actor("t").wait_for_draft.remote(60))
+            for name in ("calm", "killed") * 3:
+                begin, gaps, text = perf_counter(), [0.0], []
+                for number, piece in enumerate(running.stream("t", [[5, 6, 7, 8]], max_new_tokens=500)):
+                    gaps.append(perf_counter() - begin)
+                    text += piece.tokens
+                    if number == 20 and name == "killed":
+                        ray.kill(running.group("t").actor("t"))
+                    begin = perf_counter()
+                waits[name].append(round(max(gaps), 2))
+                texts.add(tuple(text))
     finally:
         ray.shutdown()
+    return {**waits, "texts": len(texts)}
+
+
+def mixes(small: Path) -> dict[str, tuple[list[dict[str, object]], dict[str, object]]]:
+    """Models that run side by side, and who comes when the first of them has left. ``small``: a tiny checkpoint."""
+    target, draft = ({"path": str(ROOT / "examples" / "pycode" / name)} for name in ("target", "draft"))
+    tiny: dict[str, object] = {"path": str(small)}
+    return {
+        "three of 8": ([{"name": f"t{i}", "tp_degree": 8, **target} for i in range(3)], {"tp_degree": 4, **tiny}),
+        "8 with a draft of 2, and others": (
+            [
+                {"name": "t", "tp_degree": 8, **target},
+                {"name": "d", "tp_degree": 2, "draft_of": "t", **draft},
+                *({"name": f"o{i}", "tp_degree": degree, **tiny} for i, degree in enumerate((4, 4, 1))),
+            ],
+            {"tp_degree": 8, **tiny},
+        ),
+        "24 of 1": ([{"name": f"s{i}", "tp_degree": 1, **tiny} for i in range(24)], {"tp_degree": 1, **tiny}),
+    }
+
+
+def left(running: placement.Deployment) -> dict[str, object]:
+    """The fragmentation report of the one node."""
+    (found,) = running.fragmentation().values()
+    runs = {str(degree): count for degree, count in found.runs if count}
+    return {"free": found.free, "runs": runs, "stranded": round(found.stranded, 2)}
+
+
+def used_at_once(running: placement.Deployment) -> int:
+    """Every target answers a request, all at the same time. -> different texts."""
+    with ThreadPoolExecutor(len(running.models)) as pool:
+        asked = {"max_new_tokens": 16}
+        return len(
+            {str(text) for text in pool.map(lambda m: running.sample(m, [[5, 6, 7, 8]], **asked), running.models)}
+        )
+
+
+def colocation() -> dict[str, object]:
+    """Models side by side on a simulated inf2.48xlarge: seconds to start, all used at once, one leaves, one comes."""
+    import ray
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    found: dict[str, object] = {}
+    machine = placement.instance("inf2.48xlarge")
+    common = {"n_positions": 128, "amp": "f32", "backend": "eager"}
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(
+            LlamaConfig(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=8)
+        ).save_pretrained(folder)
+        try:
+            for name, (entries, last) in mixes(Path(folder)).items():
+                made, more = (
+                    placement.plan(models_of([{**e, **common} for e in given], folder=ROOT, where=name), machine)
+                    for given in (entries, [{"name": "new", **last}])
+                )
+                begin = perf_counter()
+                with placement.launch(made) as running:
+                    row: dict[str, object] = {"workers": len(entries)}
+                    row["start_seconds"], begin = round(perf_counter() - begin, 1), perf_counter()
+                    row["texts"] = used_at_once(running)
+                    row["use_seconds"] = round(perf_counter() - begin, 1)
+                    row["full"] = left(running)
+                    running.stop(str(entries[0]["name"]))
+                    row["one_left"] = left(running)
+                    running.add(more)
+                    row["new_on"], row["with_new"] = str(running.cores()["new"]), left(running)
+                    used_at_once(running)
+                    begin = perf_counter()
+                row["stop_seconds"] = round(perf_counter() - begin, 1)
+                found[name] = row
+                print(name, row, file=sys.stderr, flush=True)
+        finally:
+            ray.shutdown()
     return found
 
 
@@ -276,6 +271,7 @@ PARTS: dict[str, Callable[[], dict[str, object]]] = {
     "overhead": overhead,
     "ahead": ahead,
     "recovery": recovery,
+    "target": target,
     "colocation": colocation,
 }
 USUAL = ("overhead", "ahead", "recovery")

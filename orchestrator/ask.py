@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from transformers.generation.logits_process import LogitsProcessor
 
 from paceline import processors, request, values
 from paceline.core.errors import SamplingError
@@ -15,29 +15,32 @@ from paceline.request import InputIds, Request
 from paceline.stopping import Criterion, Decodes
 from paceline.target.host import Processor
 
+if TYPE_CHECKING:
+    from transformers.generation.logits_process import LogitsProcessor
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
     """As documented at `paceline.sampler.Sampler.sample`."""
 
     input_ids: InputIds
-    sequence_length: int | None
-    max_new_tokens: int | None
-    attention_mask: Tensor | None
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    do_sample: bool
-    seed: int | Sequence[int]
-    eos_token_id: int | Sequence[int] | None
-    stop_strings: str | Sequence[str] | None
-    tokenizer: Decodes | None
-    stopping_criteria_list: Sequence[Criterion] | None
-    logits_processor: Sequence[LogitsProcessor] | None
-    no_repeat_ngram_size: int | None
-    repetition_penalty: float | None
-    speculate: bool | Sequence[bool]
+    sequence_length: int | None = None
+    max_new_tokens: int | None = None
+    attention_mask: Tensor | None = None
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    do_sample: bool = False
+    seed: int | Sequence[int] = 0
+    eos_token_id: int | Sequence[int] | None = None
+    stop_strings: str | Sequence[str] | None = None
+    tokenizer: Decodes | None = None
+    stopping_criteria_list: Sequence[Criterion] | None = None
+    logits_processor: Sequence[LogitsProcessor] | None = None
+    no_repeat_ngram_size: int | None = None
+    repetition_penalty: float | None = None
+    speculate: bool | Sequence[bool] = True
 
     def requests(self, target: CompiledDecoder) -> list[Request]:
         """Checked requests, in row order.

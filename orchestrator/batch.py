@@ -5,6 +5,7 @@ Holds the only lengths the host knows, all of them derived from commits. Knows n
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,6 +83,14 @@ class Batch:
             self._statistics.count(drafted[slot], event.accepted)
             events.append(event)
         return events
+
+    def drop(self, indices: Collection[int]) -> None:
+        """Free the slots of these requests, where they are."""
+        for slot in self.active:
+            seat = self.slots[slot]
+            if seat is not None and seat.request.index in indices:
+                self.slots[slot] = None
+                self._rest(slot)
 
     def bounds(self, depth: int, reach: int | None, bucket: int | None) -> Bounds:
         """What the next round may do: ``depth`` accepted at most, a drafter that follows ``reach`` positions, and no

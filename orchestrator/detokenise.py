@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from paceline.core.detokenise import Detokeniser, Tokenizer
 from paceline.core.errors import CheckpointError
 
@@ -19,6 +17,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     Raises:
         CheckpointError: there is none that can be read.
     """
+    from transformers import AutoTokenizer  # slow to import; most workers never see a text
+
     try:
         made: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exceptions

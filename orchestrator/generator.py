@@ -11,8 +11,7 @@ from paceline import pace as pacing
 from paceline.core.simulated import Simulated
 from paceline.core.typical import Typical
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.loop import Engine
-from paceline.request import Request
+from paceline.loop import Door, Engine
 from paceline.result import Event, Reports, Statistics
 from paceline.sampler import Sampler
 from paceline.target.verifier import Acceptor
@@ -88,10 +87,10 @@ class SpeculativeGenerator(Sampler):
     def _engine(self, demands: build.Demands) -> Engine:
         return build.engine(self.target, self.drafter, self._plan, demands=demands)
 
-    def _hold(self, engine: Engine, requests: list[Request]) -> Generator[Event | None, None, None]:
+    def _hold(self, engine: Engine, door: Door) -> Generator[Event | None, None, None]:
         before = self.drafter.health if isinstance(self.drafter, Reports) else None
         try:
-            yield from super()._hold(engine, requests)
+            yield from super()._hold(engine, door)
         finally:
             if before is not None and isinstance(self.drafter, Reports):
                 self.statistics.health = self.drafter.health.since(before)

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import torch
 
+from paceline.ask import Ask
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Bounds, Commit, SamplingBatch
 from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.desk import Desk
 from paceline.detokenise import Tokenizer, load_tokenizer
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocabulary import Vocabulary
@@ -70,17 +72,23 @@ class Hosted:
 
 
 class TargetHost:
-    """Generates for one caller at a time; the loop runs here, beside the target."""
+    """Generates for all callers together; the loop runs here, beside the target."""
 
     def __init__(self, settings: Mapping[str, object], drafter: Drafter | None) -> None:
         given = Hosted.of(settings)
-        self._folder, self._drafter = given.folder, drafter
-        self._target = given.decoder()
-        self._generator = SpeculativeGenerator(drafter, self._target)
+        self._folder, self._target = given.folder, given.decoder()
+        replay = None if drafter is None else Replay(drafter)
+        self._generator = SpeculativeGenerator(replay, self._target)
+        self._desk = Desk(self._generator, replay)
         self._tokenizer: Tokenizer | None = None
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], ask: Mapping[str, object]
+        self,
+        ticket: str,
+        prompts: Sequence[Sequence[int]],
+        emitted: Sequence[Sequence[int]],
+        *,
+        ask: Mapping[str, object],
     ) -> Generator[Piece, None, None]:
         """See `paceline.placement.roles.Target`."""
         unknown = sorted(set(ask) - ASKS)
@@ -88,15 +96,10 @@ class TargetHost:
             raise ConfigurationError(
                 f"{unknown[0]!r} cannot be asked of a target in another process; there are {', '.join(sorted(ASKS))}"
             )
-        if any(emitted):
-            inner = self._generator.drafter
-            self._generator = SpeculativeGenerator(Replay(inner, emitted), self._target)
-        else:
-            self._generator = SpeculativeGenerator(self._drafter, self._target)
         tokenizer = self._text() if ask.get("stop_strings") else None
-        events = self._generator.stream([list(p) for p in prompts], tokenizer=tokenizer, **ask)  # type: ignore[arg-type]
+        asked = Ask(input_ids=[list(p) for p in prompts], tokenizer=tokenizer, **ask)  # type: ignore[arg-type]
         known = [list(tokens) for tokens in emitted]
-        for event in events:
+        for event in self._desk.stream(ticket, asked.requests(self._target), emitted, processor=asked.processor()):
             before = known[event.index][: len(event.tokens)]
             assert before == list(event.tokens[: len(before)]), "the same seed gave other tokens after a fault"
             del known[event.index][: len(before)]
@@ -104,8 +107,16 @@ class TargetHost:
             if fresh or event.finish_reason is not None:
                 yield Piece(event.index, fresh, max(0, event.accepted - len(before)), event.finish_reason)
 
+    def leave(self, ticket: str) -> None:
+        """See `paceline.placement.roles.Target`."""
+        self._desk.leave(ticket)
+
+    def progress(self) -> int:
+        """See `paceline.placement.roles.Target`."""
+        return self._desk.events
+
     def statistics(self) -> Mapping[str, object]:
-        """Of the last call."""
+        """Since the target was last idle; complete when it is idle again."""
         return self._generator.statistics.to_dict()
 
     def compile(self) -> None:

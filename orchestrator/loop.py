@@ -1,9 +1,12 @@
-"""The loop: requests in, events out. Seats requests in free slots, runs rounds, hands out what was committed."""
+"""The loop: requests in, events out. Seats requests in free slots, runs rounds, hands out what was committed.
+
+Requests come through a door, which is asked between rounds: for those that come, and those that were given up.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -36,6 +39,31 @@ class TimedRound(Protocol):
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit: ...
 
 
+class Door(Protocol):
+    """Where requests come from and go. Asked between rounds, in the thread that runs them."""
+
+    def enter(self) -> Request | None:
+        """The next request that waits for a slot; None: nobody waits. Its index is like no other's in this run."""
+
+    def left(self) -> Collection[int]:
+        """Requests, by index, that nobody wants any more since this was last asked."""
+
+
+class Line:
+    """A door for requests that are all there from the beginning."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._waiting = deque(requests)
+
+    def enter(self) -> Request | None:
+        """In their order."""
+        return self._waiting.popleft() if self._waiting else None
+
+    def left(self) -> Collection[int]:
+        """None of them."""
+        return ()
+
+
 class Scored(Protocol):
     """Where the log-probabilities of the last tokens of every slot are found."""
 
@@ -62,23 +90,26 @@ class Engine:
     scores: Scored | None = None
 
 
-def run(engine: Engine, requests: Sequence[Request], statistics: Statistics) -> Iterator[Event]:
-    """Serve the requests in order; yields at most one event for a request and round."""
+def run(engine: Engine, door: Door, statistics: Statistics) -> Iterator[Event]:
+    """Serve until nobody waits and no slot is taken; yields at most one event for a request and round."""
     begin = perf_counter()
-    waiting = deque(requests)
     batch = Batch(engine.slots, engine.width, statistics)
     away = 0.0  # time the consumer of the events spent
     held: set[int] = set()  # slots that the round knows a request in
     try:
-        while waiting or batch.active:
+        while True:
+            if gone := door.left():
+                batch.drop(gone)
+                _release(engine.round, held, batch.active)
             events = []
-            while waiting and (slot := batch.free) is not None:
-                request = waiting.popleft()
+            while (slot := batch.free) is not None and (request := door.enter()) is not None:
                 held.add(slot)
                 first = engine.round.start(slot, request.prompt, batch.one(request))
                 scores = list(engine.scores.logprobs[slot]) if engine.scores else None
                 events.append(batch.join(slot, request, first, logprobs=scores))
                 _release(engine.round, held, batch.active)
+            if not events and not batch.active:
+                break
             if batch.active:
                 bounds = batch.bounds(engine.depth, engine.reach, _border(engine.buckets, batch.longest))
                 commit = engine.round(batch.commit, batch.sampling, bounds)

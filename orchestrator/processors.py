@@ -1,12 +1,17 @@
-"""Hugging Face logits processors: the list a request asks for, in the order `generate` applies them."""
+"""Hugging Face logits processors: the list a request asks for, in the order `generate` applies them.
+
+Their module is imported when one is asked for: it takes as long as half of PyTorch, and every worker would wait for it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from transformers.generation import logits_process as hf
+from typing import TYPE_CHECKING
 
 from paceline.core.errors import SamplingError
+
+if TYPE_CHECKING:
+    from transformers.generation import logits_process as hf
 
 
 def processor_list(
@@ -20,6 +25,10 @@ def processor_list(
     Raises:
         SamplingError: a value is out of range.
     """
+    if not custom and repetition_penalty in (None, 1.0) and not no_repeat_ngram_size:
+        return None
+    from transformers.generation import logits_process as hf
+
     made = hf.LogitsProcessorList()
     if repetition_penalty is not None and repetition_penalty != 1.0:
         if repetition_penalty <= 0:
@@ -30,4 +39,4 @@ def processor_list(
             raise SamplingError(f"no_repeat_ngram_size must be positive, not {no_repeat_ngram_size}")
         made.append(hf.NoRepeatNGramLogitsProcessor(no_repeat_ngram_size))
     made.extend(custom or ())
-    return made or None
+    return made

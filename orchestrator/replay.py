@@ -14,22 +14,34 @@ from torch import Tensor
 
 from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
+from paceline.placement.health import DrafterHealth
+from paceline.result import Reports
 
 
 class Replay:
-    """``emitted``: for every request of the call, in order, the tokens that are known already."""
+    """In front of another drafter; without emitted tokens it only passes on."""
 
-    def __init__(self, inner: Drafter, emitted: Sequence[Sequence[int]]) -> None:
+    def __init__(self, inner: Drafter) -> None:
         self._inner, self.outline, self.reach = inner, inner.outline, inner.reach
         self.reads, self._nodes = inner.reads, inner.outline.nodes
-        self._emitted, self._admitted = [list(tokens) for tokens in emitted], 0
-        self._known: dict[int, list[int]] = {}  # slot -> prompt and what was emitted
-        self._prompts: dict[int, int] = {}
+        self._coming: list[int] = []
+        self._known: dict[int, list[int]] = {}  # slot -> prompt and what was emitted, until all of it is verified
+
+    @property
+    def health(self) -> DrafterHealth:
+        """Of the drafter behind, if that has any."""
+        if not isinstance(self._inner, Reports):
+            raise AttributeError("the drafter behind reports nothing")
+        return self._inner.health
+
+    def expect(self, emitted: Sequence[int]) -> None:
+        """The request that takes a slot next has these tokens already."""
+        self._coming = list(emitted)
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """Requests are seated in the order of the call."""
-        self._known[slot] = [*prompt, *self._emitted[self._admitted]]
-        self._admitted += 1
+        self._known.pop(slot, None)
+        if self._coming:
+            self._known[slot], self._coming = [*prompt, *self._coming], []
         self._inner.admit(slot, prompt, features)
 
     def release(self, slot: int) -> None:
@@ -41,18 +53,15 @@ class Replay:
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """What is known to follow; for the other slots, what the drafter behind says."""
-        rows = []
-        ends = (commit.start + commit.count).tolist()
-        for slot, end in enumerate(ends):
-            known = self._known.get(slot, []) if commit.start[slot] > 0 else []
-            rows.append(known[end : end + self._nodes])
-        if not any(rows):
+        if not self._known:
             return self._inner.propose(commit, sampling, bounds)
-        if all(rows[slot] for slot in range(len(rows)) if commit.start[slot] > 0):
-            made = torch.full((len(rows), self._nodes), PAD, dtype=torch.int32)
+        starts, ends = commit.start.tolist(), (commit.start + commit.count).tolist()
+        self._known = {slot: text for slot, text in self._known.items() if ends[slot] < len(text)}
+        rows = {slot: text[ends[slot] : ends[slot] + self._nodes] for slot, text in self._known.items()}
+        if all(slot in rows for slot, start in enumerate(starts) if start > 0):
+            made = torch.full((len(starts), self._nodes), PAD, dtype=torch.int32)
         else:
             made = self._inner.propose(commit, sampling, bounds).tokens.clone()
-        for slot, row in enumerate(rows):
-            if row:
-                made[slot] = torch.tensor(row + [PAD] * (self._nodes - len(row)), dtype=torch.int32)
+        for slot, row in rows.items():
+            made[slot] = torch.tensor(row + [PAD] * (self._nodes - len(row)), dtype=torch.int32)
         return Proposal(made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
 from torch import Tensor
@@ -88,7 +88,7 @@ class Statistics:
         return {name: getattr(self, name) for name in names} | {
             "tau": self.tau,
             "acceptance_rate": self.acceptance_rate,
-            "health": None if self.health is None else asdict(self.health),
+            "health": None if self.health is None else self.health.to_dict(),
             "lossy": self.lossy,
         }
 

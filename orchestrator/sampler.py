@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
-from transformers.generation.logits_process import LogitsProcessor
 
 from paceline import streamers
 from paceline.ask import Ask
 from paceline.build import Demands
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.loop import Engine, run
+from paceline.loop import Door, Engine, Line, run
 from paceline.request import InputIds, Request
 from paceline.result import Event, FinishReason, GenerationResult, Statistics
 from paceline.stopping import Criterion, Decodes
 from paceline.streamers import Streamer
+
+if TYPE_CHECKING:
+    from transformers.generation.logits_process import LogitsProcessor
 
 
 class Sampler:
@@ -82,7 +84,7 @@ class Sampler:
         )  # fmt: skip
         requests = ask.requests(self._decoders()[0])
         streamers.check(streamer, len(requests))
-        with closing(self._events(requests, Demands(ask.processor(), output_scores, width))) as events:
+        with closing(self.serve(Line(requests), Demands(ask.processor(), output_scores, width))) as events:
             result = self._collect(
                 requests, streamers.feed(streamer, requests[0], events), pad=pad_token_id, scores=output_scores
             )
@@ -125,7 +127,7 @@ class Sampler:
             no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty, speculate=speculate,
         )  # fmt: skip
         requests = ask.requests(self._decoders()[0])
-        return self._events(requests, Demands(ask.processor(), output_scores, width))
+        return self.serve(Line(requests), Demands(ask.processor(), output_scores, width))
 
     def _decoders(self) -> list[CompiledDecoder]:
         """The decoders a generation holds, the target first."""
@@ -139,20 +141,24 @@ class Sampler:
         """Empty statistics, with what is known before anything is decoded."""
         return Statistics()
 
-    def _events(self, requests: list[Request], demands: Demands) -> Generator[Event, None, None]:
-        """Events of a generation that holds its decoders from now on, until they are at an end, closed or dropped."""
-        events = self._hold(self._engine(demands), requests)
+    def serve(self, door: Door, demands: Demands) -> Generator[Event, None, None]:
+        """What comes through a door is served, until nobody waits and all are done.
+
+        The decoders are held from now on, until the events are at an end, closed or dropped. Requests that join later
+        share rounds with those that are there, and have the same tokens as alone.
+        """
+        events = self._hold(self._engine(demands), door)
         next(events)  # a generator that has not begun would not run its clean-up when it is closed or dropped
         return cast("Generator[Event, None, None]", events)
 
-    def _hold(self, engine: Engine, requests: list[Request]) -> Generator[Event | None, None, None]:
+    def _hold(self, engine: Engine, door: Door) -> Generator[Event | None, None, None]:
         """None when the decoders are held, then the events."""
         with ExitStack() as stack:
             for decoder in self._decoders():
                 stack.enter_context(decoder.held_by(engine))
             self.statistics = self._fresh()
             yield None
-            yield from run(engine, requests, self.statistics)
+            yield from run(engine, door, self.statistics)
 
     def _collect(
         self, requests: list[Request], events: Iterator[Event], *, pad: int | None, scores: bool

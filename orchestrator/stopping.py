@@ -12,7 +12,6 @@ from itertools import takewhile
 from typing import Protocol
 
 import torch
-from transformers.generation import stopping_criteria as hf
 
 from paceline.result import FinishReason
 
@@ -91,6 +90,8 @@ class Watch:
 
 def _reason(criterion: Criterion) -> FinishReason:
     """Hugging Face's own criteria for length and time are named as such."""
+    from transformers.generation import stopping_criteria as hf  # slow to import, and seldom needed
+
     if isinstance(criterion, hf.MaxTimeCriteria):
         return "time"
     if isinstance(criterion, hf.MaxLengthCriteria):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import cast
@@ -19,7 +18,7 @@ import ray
 import torch
 
 from paceline.core.errors import ConfigurationError, WorkerError
-from paceline.placement import environment
+from paceline.placement import environment, nodes
 from paceline.placement.channel import Address, listen
 from paceline.placement.cores import CoreLocks
 from paceline.placement.draft_server import DraftServer, Quota
@@ -29,6 +28,8 @@ from paceline.placement.revival import Caller
 from paceline.placement.roles import MakeDraft, MakeTarget, Piece, Settings, maker
 
 NAMESPACE = "paceline"
+STREAMS = 64  # calls a target has at once; those without a slot wait for one
+WATCH = "watch"  # concurrency group of methods that answer at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +58,12 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How a target calls its drafter: what they agree on, how patient it is, and the drafter's actor."""
+    """How a target calls its drafter: what they agree on, how patient it is, and the drafter's actor and node."""
 
     terms: Terms
     patience: Patience
     actor: str
+    node: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +76,17 @@ class Ready:
 
 
 class ActorKeeper:
-    """Kills a drafter's process; Ray starts it anew, with the same environment, wherever it has to."""
+    """Kills a drafter's process; Ray starts it anew, with the same environment. ``node``: where, if it is not here."""
 
-    def __init__(self, actor: str, *, local: bool) -> None:
-        self._actor, self._local = actor, local
+    def __init__(self, actor: str, node: str | None) -> None:
+        self._actor, self._node = actor, node
 
     def replace(self, pid: int | None) -> bool:
-        if self._local and pid is not None:
+        if pid is not None and self._node is None:
             os.kill(pid, signal.SIGKILL)  # one that is stopped hears nothing else
+            return True
+        if pid is not None and self._node is not None:
+            nodes.kill(self._node, pid)
             return True
         with suppress(ValueError):  # no such actor now: Ray is at it already
             ray.kill(ray.get_actor(self._actor, NAMESPACE), no_restart=False)
@@ -112,10 +117,6 @@ class _Worker:
         """Answers when the worker is made."""
         return Ready(os.getpid(), self._given.node, os.environ.get("PACELINE_CORES", ""))
 
-    def assignment(self) -> Assignment:
-        """What it was given: the ledger asks after its own restart."""
-        return self._given
-
 
 class DraftWorker(_Worker):
     """Serves proposals at its socket, in a thread; its methods are for whoever looks after it."""
@@ -132,29 +133,33 @@ class DraftWorker(_Worker):
 
 
 class TargetWorker(_Worker):
-    """Generates: the whole loop is here, and what it commits streams to the caller round by round."""
+    """Generates: the whole loop is here, and what it commits streams to the callers round by round."""
 
     def __init__(self, assignment: Assignment, link: Link | None) -> None:
         super().__init__(assignment)
         self._draft: RemoteDraft | None = None
         if link is not None and assignment.address is not None:
-            local = bool(assignment.address.path)
-            caller = Caller(assignment.address, assignment.secret, ActorKeeper(link.actor, local=local))
+            keeper = ActorKeeper(link.actor, None if link.node == assignment.node else link.node)
+            caller = Caller(assignment.address, assignment.secret, keeper)
             self._draft = RemoteDraft(link.terms, caller, patience=link.patience)
         self._target = cast(MakeTarget, maker(assignment.maker))(assignment.settings, self._draft)
-        self._current: Generator[Piece, None, None] | None = None
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], ask: Settings
+        self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], *, ask: Settings
     ) -> Iterator[Piece]:
         """See `paceline.placement.roles.Target`."""
-        if self._current is not None:
-            self._current.close()  # a call that was cancelled may not have let go of the decoder yet
-        self._current = self._target.stream(prompts, emitted, ask)
-        yield from self._current
+        yield from self._target.stream(ticket, prompts, emitted, ask=ask)
+
+    def leave(self, ticket: str) -> None:
+        """See `paceline.placement.roles.Target`. Ray cannot interrupt one of several threads."""
+        self._target.leave(ticket)
+
+    def progress(self) -> int:
+        """See `paceline.placement.roles.Target`; answers while all streams are taken."""
+        return self._target.progress()
 
     def statistics(self) -> Settings:
-        """Of the last call."""
+        """See `paceline.placement.roles.Target`."""
         return self._target.statistics()
 
     def wait_for_draft(self, seconds: float) -> bool:
@@ -172,10 +177,3 @@ def _serve(server: DraftServer) -> None:
         server.run()
     finally:
         os._exit(1)
-
-
-def free_port() -> int:
-    """A TCP port nobody uses now."""
-    with socket.socket() as link:
-        link.bind(("", 0))
-        return int(link.getsockname()[1])

@@ -85,11 +85,21 @@ class Channel:
             self._fill()
         return frame
 
-    def waiting(self) -> bool:
-        """Whether a whole frame has arrived; reads what is there without waiting."""
-        while self._reads.poll(0):
-            self._fill()
-        return len(self._buffer) >= _LENGTH.size and len(self._buffer) >= self._wanted()
+    def wait(self, seconds: float) -> None:
+        """Until there is something to read, but no longer than that."""
+        self._reads.poll(seconds * 1000)
+
+    def arrived(self) -> list[bytearray]:
+        """Every whole frame that is here, after one look at the socket and without waiting.
+
+        Raises:
+            ChannelError: as `receive`.
+        """
+        self._fill()
+        frames = []
+        while (frame := self._cut()) is not None:
+            frames.append(frame)
+        return frames
 
     def peer(self) -> int | None:
         """The process at the other end, where the kernel knows it (AF_UNIX)."""

@@ -9,14 +9,17 @@ target died, has it brought back, and lets the new one read what was emitted: th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import ray
 
-from paceline.core.errors import ConfigurationError, DecoderBusyError, PlacementError, TargetLostError
-from paceline.placement.actors import NAMESPACE
+from paceline.core.errors import ConfigurationError, PlacementError, TargetLostError
+from paceline.placement.actors import NAMESPACE, WATCH
+from paceline.placement.calls import Call, Stream, seeded
 from paceline.placement.care import Care
 from paceline.placement.group import RESOURCE, Group
 from paceline.placement.ledger import NAME, ledger
@@ -25,17 +28,7 @@ from paceline.placement.ranges import CoreRange, Fragmentation
 from paceline.placement.roles import Piece, Settings
 
 _ASK = 30.0
-
-
-@dataclass(slots=True)
-class _Call:
-    """A call under way: what each request has so far."""
-
-    prompts: list[list[int]]
-    emitted: list[list[int]]
-    ask: dict[str, object]
-    open: list[int]
-    deaths: int = 0
+_SAY = 5.0  # seconds a target may take to say that it is alive
 
 
 class Deployment:
@@ -43,17 +36,15 @@ class Deployment:
 
     def __init__(self, plan: Plan, care: Care, groups: Sequence[Group] | None = None) -> None:
         self.plan, self._care = plan, care
-        self._busy: set[str] = set()
         made = [Group(plan.instance, members, care) for members in groups_of(plan)] if groups is None else groups
         self._groups = list(made)
 
     def start(self) -> Deployment:
         """Start all groups; if one cannot start, none is left."""
         try:
-            for group in self._groups:
-                group.start()
+            _start(self._groups)
         except BaseException:
-            self.close()
+            self.close()  # the ledger
             raise
         return self
 
@@ -73,22 +64,21 @@ class Deployment:
             raise ConfigurationError(f"no target {model!r} runs here; there are {', '.join(self.models)}")
         return found
 
-    def stream(self, model: str, prompts: Sequence[Sequence[int]], **ask: object) -> Iterator[Piece]:
+    def stream(self, model: str, prompts: Sequence[Sequence[int]], **ask: object) -> Stream:
         """Continue prompts, with the keywords of `sample`; one piece for each request and round.
+
+        Several calls, from several threads too, share a target's rounds; those that find no slot wait for one.
 
         Raises:
             ConfigurationError: no such target runs.
-            DecoderBusyError: it is busy with another call of this process.
             RequestError: the request cannot be served.
             TargetLostError: the target died more often than ``Care.retries``; has the tokens so far.
         """
         group = self.group(model)
-        if model in self._busy:
-            raise DecoderBusyError(f"{model} is in the middle of another generation: finish or close that one first")
-        call = _Call(
+        call = Call(
             [list(p) for p in prompts], [[] for _ in prompts], seeded(ask, len(prompts)), [*range(len(prompts))]
         )
-        return self._serve(group, model, call)
+        return Stream(self._persist(group, model, call), call)
 
     def sample(self, model: str, prompts: Sequence[Sequence[int]], **ask: object) -> list[list[int]]:
         """The whole texts, prompts included."""
@@ -98,8 +88,10 @@ class Deployment:
         return texts
 
     def statistics(self, model: str) -> Settings:
-        """Of the last call to a target, its drafter's health included."""
-        found: Settings = ray.get(self.group(model).actor(model).statistics.remote(), timeout=_ASK)
+        """Of all calls to a target since it was last idle, its drafter's health included."""
+        found: Settings = ray.get(
+            self.group(model).actor(model).statistics.options(concurrency_group=WATCH).remote(), timeout=_ASK
+        )
         return found
 
     def fragmentation(self) -> dict[str, Fragmentation]:
@@ -119,10 +111,9 @@ class Deployment:
 
     def add(self, plan: Plan) -> None:
         """Start the groups of another plan beside those that run; cores that are taken are replaced by free ones."""
-        for members in groups_of(plan):
-            group = Group(plan.instance, members, self._care)
-            group.start()
-            self._groups.append(group)
+        groups = [Group(plan.instance, members, self._care) for members in groups_of(plan)]
+        _start(groups)
+        self._groups += groups
 
     def close(self) -> None:
         """End everything, and the ledger too if nobody else uses it."""
@@ -142,47 +133,44 @@ class Deployment:
 
     # ---- one call
 
-    def _serve(self, group: Group, model: str, call: _Call) -> Iterator[Piece]:
-        self._busy.add(model)
-        try:
-            yield from self._persist(group, model, call)
-        finally:
-            self._busy.discard(model)
-
-    def _persist(self, group: Group, model: str, call: _Call) -> Iterator[Piece]:
-        while call.open:
+    def _persist(self, group: Group, model: str, call: Call) -> Generator[Piece, None, None]:
+        while call.open and not call.unwanted:
             try:
-                yield from self._attempt(group, model, call)
+                worker = group.actor(model)
+            except PlacementError as why:
+                raise self._lost(model, call, str(why)) from why
+            try:
+                yield from self._attempt(worker, call)
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
                 call.deaths += 1
                 if call.deaths > self._care.retries:
                     raise self._lost(model, call, str(error)) from error
                 try:
-                    group.revive(model, hung=isinstance(error, ray.exceptions.GetTimeoutError))
+                    group.revive(model, worker, hung=isinstance(error, ray.exceptions.GetTimeoutError))
                 except PlacementError as why:
                     raise self._lost(model, call, str(why)) from why
 
-    def _lost(self, model: str, call: _Call, why: str) -> TargetLostError:
+    def _lost(self, model: str, call: Call, why: str) -> TargetLostError:
         return TargetLostError(
             f"{model} was lost {call.deaths} times in one request ({why}); `tokens` has what came before, and the same "
             "request with the same seed gives the same tokens again",
             tuple(tuple(tokens) for tokens in call.emitted),
         )
 
-    def _attempt(self, group: Group, model: str, call: _Call) -> Iterator[Piece]:
+    def _attempt(self, worker: ray.actor.ActorHandle, call: Call) -> Iterator[Piece]:
         """Stream from a target that lives, until the call is done or it dies."""
-        which = list(call.open)
+        which, ticket = list(call.open), secrets.token_hex(8)
         seeds = call.ask["seed"]
         assert isinstance(seeds, list)
         ask = {**call.ask, "seed": [seeds[index] for index in which]}
         prompts, emitted = [call.prompts[i] for i in which], [call.emitted[i] for i in which]
-        stream = group.actor(model).stream.options(num_returns="streaming").remote(prompts, emitted, ask)
+        stream = worker.stream.options(num_returns="streaming").remote(ticket, prompts, emitted, ask=ask)
+        leave = worker.leave.options(concurrency_group=WATCH)
+        call.leave = partial(leave.remote, ticket)
         patience = self._care.start + self._care.silence
         try:
-            while True:
-                ready, _ = ray.wait([stream], timeout=patience)
-                if not ready:
-                    raise ray.exceptions.GetTimeoutError(f"no word for {patience} seconds")
+            while not call.unwanted:
+                self._await(stream, worker, patience)
                 patience = self._care.silence
                 try:
                     piece: Piece = _value(next(stream))
@@ -194,8 +182,23 @@ class Deployment:
                     call.open.remove(index)
                 yield replace(piece, index=index)
         finally:
-            with suppress(ray.exceptions.RayError, ValueError, TypeError):
-                ray.cancel(stream)
+            call.leave = None
+            if call.unwanted:
+                with suppress(ray.exceptions.RayError):
+                    leave.remote(ticket)
+
+    def _await(self, stream: ray.ObjectRefGenerator, worker: ray.actor.ActorHandle, patience: float) -> None:
+        """Until there is a piece; a target that serves others meanwhile is waited for.
+
+        Raises:
+            GetTimeoutError: it serves nobody, or says nothing at all.
+        """
+        before = None
+        while not ray.wait([stream], timeout=patience)[0]:
+            now = ray.get(worker.progress.options(concurrency_group=WATCH).remote(), timeout=min(_SAY, patience))
+            if now == before:
+                raise ray.exceptions.GetTimeoutError(f"no token for {patience} seconds")
+            before, patience = now, self._care.silence
 
 
 def launch(plan: Plan, *, care: Care | None = None, address: str | None = None) -> Deployment:
@@ -214,6 +217,19 @@ def launch(plan: Plan, *, care: Care | None = None, address: str | None = None) 
     return Deployment(plan, care or Care()).start()
 
 
+def _start(groups: Sequence[Group]) -> None:
+    """All at once, since loading takes longest; if one cannot start, none of them is left."""
+    try:
+        for group in groups:
+            group.begin()
+        for group in groups:
+            group.finish()
+    except BaseException:
+        for group in groups:
+            group.stop()
+        raise
+
+
 def groups_of(plan: Plan) -> list[list[Placement]]:
     """Placements that belong together: targets connected by drafts they share."""
     groups: list[list[Placement]] = []
@@ -222,16 +238,6 @@ def groups_of(plan: Plan) -> list[list[Placement]]:
         linked = [g for g in groups if any(mine & ({(p.name, p.replica)} | set(p.drafts_for)) for p in g)]
         groups = [g for g in groups if g not in linked] + [[item, *(p for g in linked for p in g)]]
     return groups
-
-
-def seeded(ask: dict[str, object], count: int) -> dict[str, object]:
-    """The same keywords with a seed for every request, so that a part of the call can be made again."""
-    seed = ask.get("seed", 0)
-    if isinstance(seed, int):
-        return {**ask, "seed": [seed + row for row in range(count)]}
-    if not isinstance(seed, list | tuple) or len(seed) != count:
-        raise ConfigurationError(f"seed must be a number, or {count} of them for {count} prompts")
-    return {**ask, "seed": list(seed)}
 
 
 def _value(reference: ray.ObjectRef) -> Piece:

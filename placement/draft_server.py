@@ -8,7 +8,7 @@ Not here: how the process is started (`local`, `actors`), and what a target does
 from __future__ import annotations
 
 import os
-import selectors
+import select
 import socket
 import threading
 from collections import deque
@@ -17,17 +17,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 
-import torch
-
 from paceline.core.errors import ChannelError
 from paceline.core.protocols import Drafter
-from paceline.core.types import Proposal
+from paceline.core.types import Proposal, SamplingBatch
 from paceline.placement import wire
 from paceline.placement.ahead import Ahead
+from paceline.placement.blanks import BlankRound, flat
 from paceline.placement.channel import Channel
 
 MakeDrafter = Callable[[wire.Hello], Drafter]
 _SEND = 5.0  # seconds a target may take to read an answer
+_AWHILE = 1  # milliseconds: by then another process has taken up what was sent, if it is on the same CPU too
 _PENDING = 64  # messages a target may have waiting; more is not our protocol
 
 
@@ -49,6 +49,8 @@ class _Client:
     slots: int = 0
     share: float = 1.0
     drafter: Drafter | None = None
+    sampling: SamplingBatch | None = None
+    blank: BlankRound | None = None
     pending: deque[bytearray] = field(default_factory=deque)
     turn: float = 0.0
     error: str = ""
@@ -61,13 +63,14 @@ class DraftServer:
         self, listener: socket.socket, secret: bytes, make: MakeDrafter, *, quota: Quota | None = None
     ) -> None:
         self._listener, self._secret, self._make, self._quota = listener, secret, make, quota or Quota()
-        self._clients: list[_Client] = []
+        self._clients: dict[int, _Client] = {}  # by the number of its socket
         self._arrivals: deque[Channel] = deque()
         self._clock = 0.0
+        self._next: tuple[_Client, tuple[int, int]] | None = None  # who was answered last, and the shape of its commits
         self._stopped = False
         self._wake, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._woken, selectors.EVENT_READ, None)
+        self._poll = select.poll()  # without the layers of `selectors`: every call is part of a round
+        self._poll.register(self._woken, select.POLLIN)
 
     def stop(self) -> None:
         """End `run`, from any thread."""
@@ -84,11 +87,10 @@ class DraftServer:
             with suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
             self._listener.close()
-            for client in list(self._clients):
+            for client in list(self._clients.values()):
                 self._drop(client)
             while self._arrivals:
                 self._arrivals.popleft().close()
-            self._selector.close()
             self._wake.close()
             self._woken.close()
 
@@ -117,40 +119,49 @@ class DraftServer:
             channel.close()
 
     def _drop(self, client: _Client) -> None:
-        self._selector.unregister(client.channel)
+        number = client.channel.fileno()
+        self._poll.unregister(number)
+        del self._clients[number]
         client.channel.close()
-        self._clients.remove(client)
 
     # ---- turns
 
     def _turn(self) -> None:
         """Read what has arrived and serve one message, or work ahead when there is none."""
-        busy = any(client.pending for client in self._clients)
-        eager = [c for c in self._clients if isinstance(c.drafter, Ahead) and not c.drafter.idle]
-        for key, _ in self._selector.select(0 if busy or eager else None):
-            if key.data is None:
-                self._woken.recv(4096)
+        clients = self._clients.values()
+        busy = any(client.pending for client in clients)
+        eager = [c for c in clients if isinstance(c.drafter, Ahead) and not c.drafter.idle]
+        for number, _ in self._poll.poll(0) if busy or eager else self._wait():
+            if number in self._clients:
+                self._read(self._clients[number])
             else:
-                self._read(key.data)
+                self._woken.recv(4096)
         while self._arrivals:
             client = _Client(self._arrivals.popleft(), turn=self._clock)
-            self._clients.append(client)
-            self._selector.register(client.channel, selectors.EVENT_READ, client)
+            self._clients[client.channel.fileno()] = client
+            self._poll.register(client.channel, select.POLLIN)
             self._read(client)  # its first message may have come together with its proof
-        ready = [client for client in self._clients if client.pending]
+        ready = [client for client in clients if client.pending]
         if ready:
             self._serve(min(ready, key=lambda client: client.turn))
         elif eager:
             self._ahead(min(eager, key=lambda client: client.turn))
 
+    def _wait(self) -> list[tuple[int, int]]:
+        """Until something arrives. Tensors for the next round are made meanwhile, when whoever was answered runs."""
+        if self._next is not None:
+            if found := self._poll.poll(_AWHILE):
+                return found
+            client, shape = self._next
+            client.blank, self._next = BlankRound(*shape), None
+        return self._poll.poll(None)
+
     def _read(self, client: _Client) -> None:
         try:
-            while client.channel.waiting():
-                frame = client.channel.receive(0)
-                assert frame is not None
-                if not client.pending:  # time in which it wanted nothing is not saved up
-                    client.turn = max(client.turn, self._clock)
-                client.pending.append(frame)
+            frames = client.channel.arrived()
+            if frames and not client.pending:  # time in which it wanted nothing is not saved up
+                client.turn = max(client.turn, self._clock)
+            client.pending += frames
             if len(client.pending) > _PENDING:
                 raise ChannelError("more messages than a target sends")
         except ChannelError:
@@ -165,6 +176,8 @@ class DraftServer:
             reply = self._reply(client, message)
             if reply is not None:
                 client.channel.send(wire.encode(reply), _SEND)
+            if isinstance(message, wire.Ask):
+                self._next = client, (message.slots, message.width)
         except ChannelError:
             self._drop(client)
         client.turn += (perf_counter() - begin) / client.share
@@ -189,12 +202,7 @@ class DraftServer:
                 return None
             if client.error:
                 return wire.Failure(message.number, client.error)
-            for slot, text in message.texts:
-                client.drafter.admit(slot, text)
-            client.drafter.observe(message.commit)
-            made = client.drafter.propose(message.commit, message.sampling, message.bounds)
-            hit = isinstance(client.drafter, Ahead) and client.drafter.hit
-            return wire.Answer(message.number, _undrawn(made), hit)
+            return self._proposal(client, client.drafter, message)
         except Exception as error:  # as above
             if isinstance(message, wire.Ask):
                 return wire.Failure(message.number, repr(error))
@@ -204,8 +212,24 @@ class DraftServer:
             if isinstance(message, wire.Ask):
                 client.error = ""
 
+    def _proposal(self, client: _Client, drafter: Drafter, ask: wire.Ask) -> wire.Answer:
+        for slot, text in ask.texts:
+            drafter.admit(slot, text)
+        client.sampling = ask.sampling or client.sampling
+        if client.sampling is None:
+            raise ValueError("the first round says how to sample")
+        blank, client.blank = client.blank, None
+        if blank is None or blank.shape != (ask.slots, ask.width):
+            blank = BlankRound(ask.slots, ask.width)
+        commit, bounds = blank.fill(ask.numbers, ask.rows)
+        drafter.observe(commit)
+        made = drafter.propose(commit, client.sampling, bounds)
+        ahead = isinstance(drafter, Ahead) and drafter.hit
+        slots, nodes = made.tokens.shape
+        return wire.Answer(ask.number, slots, nodes, _undrawn(made), ahead)
+
     def _welcome(self, client: _Client, hello: wire.Hello) -> wire.Reply:
-        others = [other for other in self._clients if other is not client and other.drafter is not None]
+        others = [other for other in self._clients.values() if other is not client and other.drafter is not None]
         slots = hello.slots + sum(other.slots for other in others)
         if len(others) >= self._quota.clients or slots > self._quota.slots:
             return wire.Failure(hello.number, f"quota: {len(others)} targets with {slots - hello.slots} slots are here")
@@ -220,10 +244,10 @@ class DraftServer:
         return wire.Welcome(hello.number, drafter.outline.nodes, drafter.reach, os.getpid())
 
 
-def _undrawn(made: Proposal) -> torch.Tensor:
+def _undrawn(made: Proposal) -> list[int]:
     """Only ids cross processes: a chain, not drawn from a law."""
     if made.law is not None or made.parents is not None:
         raise ValueError("a drafter in another process proposes chains that are not drawn")
-    if made.tokens.is_floating_point():
+    if made.tokens.dtype.is_floating_point:
         raise ValueError("a proposal's tokens are not whole numbers")
-    return made.tokens.to(torch.int32)
+    return flat(made.tokens.tolist())

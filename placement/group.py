@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from time import monotonic
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.core.errors import PlanError, WorkerError
-from paceline.placement import environment
-from paceline.placement.actors import NAMESPACE, Assignment, DraftWorker, Link, Ready, TargetWorker
+from paceline.placement import environment, nodes
+from paceline.placement.actors import NAMESPACE, STREAMS, WATCH, Assignment, DraftWorker, Link, Ready, TargetWorker
 from paceline.placement.care import Care
 from paceline.placement.catalogue import Instance
 from paceline.placement.channel import Address
-from paceline.placement.ledger import WORKERS, Claim, ledger
+from paceline.placement.ledger import WORKERS, Claim, asked, ledger, worker_name
 from paceline.placement.plans import Placement
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Terms
@@ -53,9 +53,11 @@ class Group:
         self.placements = sorted(placements, key=lambda item: item.role != "draft")
         self._stamp = secrets.token_hex(4)
         self._group: PlacementGroup | None = None
+        self._claims: list[str] = []
         self._assigned: dict[str, Assignment] = {}
         self._actors: dict[str, ray.actor.ActorHandle] = {}
         self._pids: dict[str, int] = {}
+        self._reviving = threading.Lock()
         self.moves = self.restarts = 0
 
     @property
@@ -64,8 +66,15 @@ class Group:
         return [item.label for item in self.placements if item.role == "target"]
 
     def actor(self, label: str) -> ray.actor.ActorHandle:
-        """The worker of that label."""
-        return self._actors[label]
+        """The worker of that label; one that is just being brought back is waited for.
+
+        Raises:
+            WorkerError: it could not be brought back.
+        """
+        with self._reviving:
+            if label not in self._actors:
+                raise WorkerError(f"{label} does not run; it could not be started again")
+            return self._actors[label]
 
     def assignment(self, label: str) -> Assignment:
         """What that worker was given."""
@@ -74,64 +83,94 @@ class Group:
     # ---- starting
 
     def start(self) -> None:
-        """Find a node, take cores, start every worker, and wait until all are ready.
+        """Have all workers running.
 
         Raises:
             PlanError: no node has room.
             WorkerError: a worker did not start.
         """
-        try:
-            node = self._reserve()
-            self._assign(node)
+        self.begin()
+        self.finish()
+
+    def begin(self) -> None:
+        """Find a node, take cores, and have every worker begin to load. Raises as `start`; nothing is left then."""
+        with self._or_nothing():
+            self._assign(self._reserve())
             for item in self.placements:
                 self._actors[item.label] = self._spawn(item)
+
+    def finish(self) -> None:
+        """Wait until all are ready. Raises as `start`; nothing is left then."""
+        with self._or_nothing():
             self._wait([item.label for item in self.placements])
             names = [given.actor for given in self._assigned.values()]
-            _asked(ledger(self._instance).confirm.remote(names), self._care.room)
+            asked(ledger(self._instance).confirm.remote(names), self._care.room)
+
+    @contextmanager
+    def _or_nothing(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:
             self.stop()
             raise
 
-    def _reserve(self) -> str:
-        """A node with enough cores, as Ray counts them."""
-        wanted = sum(len(item.cores) for item in self.placements)
+    def _reserve(self) -> list[str]:
+        """For each placement a node with enough cores, as Ray counts them; the same for all unless they may part."""
         self._group = self._given
         if self._group is None:
             bundles = [{RESOURCE: float(len(item.cores))} for item in self.placements]
-            self._group = placement_group(bundles, strategy="STRICT_PACK")
+            self._group = placement_group(bundles, strategy="STRICT_PACK" if self._care.near else "PACK")
             if not self._group.wait(self._care.room):
-                labels = ", ".join(item.label for item in self.placements)
+                labels, wanted = ", ".join(item.label for item in self.placements), sum(b[RESOURCE] for b in bundles)
                 raise PlanError(
-                    f"no node of the cluster has {wanted} free {RESOURCE} for {labels}; stop a model, add a node, or "
-                    "start Ray's nodes with that resource"
+                    f"no node of the cluster has {wanted:.0f} free {RESOURCE} for {labels}; stop a model, add a node, "
+                    "let drafts be far from their targets (Care.near), or start Ray's nodes with that resource"
                 )
-        nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        return str(nodes[self._offset])
+        found = placement_group_table(self._group)["bundles_to_node_id"]
+        return [str(found[self._offset + index]) for index in range(len(self.placements))]
 
-    def _assign(self, node: str) -> None:
-        names = {item.label: f"{WORKERS}{item.label}-{self._stamp}" for item in self.placements}
-        claims = [Claim(names[item.label], len(item.cores), item.cores) for item in self.placements]
-        claimed = _asked(ledger(self._instance).claim.remote(node, claims), self._care.room)
-        secret = secrets.token_bytes(32)
-        folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / "sockets"
-        sockets = {
-            item.label: Address(path=str(folder / f"{item.label}-{secrets.token_hex(4)}")) for item in self.placements
-        }
-        for item, cores in zip(self.placements, claimed, strict=True):
-            mine = item if item.role == "draft" else self._draft_of(item)
+    def _assign(self, where: Sequence[str]) -> None:
+        self._claims = [f"{WORKERS}{item.label}-{self._stamp}" for item in self.placements]
+        wanted = [
+            (node, Claim(claim, len(item.cores), item.cores))
+            for item, node, claim in zip(self.placements, where, self._claims, strict=True)
+        ]
+        cores: dict[str, CoreRange] = {}
+        for node in dict.fromkeys(where):
+            mine = [claim for at, claim in wanted if at == node]
+            given = asked(ledger(self._instance).claim.remote(node, mine), self._care.room)
+            cores |= {claim.actor: one for claim, one in zip(mine, given, strict=True)}
+        secret, addresses = secrets.token_bytes(32), self._addresses(where)
+        for item, node, claim in zip(self.placements, where, self._claims, strict=True):
+            own = item if item.role == "draft" else self._draft_of(item)
             self._assigned[item.label] = Assignment(
-                actor=names[item.label],
+                actor=worker_name(claim, node, cores[claim]),
                 label=item.label,
                 node=node,
-                cores=cores,
-                env=self._env(item, cores),
+                cores=cores[claim],
+                env=self._env(item, cores[claim]),
                 affinity=item.affinity,
                 vcpus=self._instance.vcpus,
                 maker=self._care.makers[item.role],
                 settings=self._settings(item),
                 secret=secret,
-                address=None if mine is None else sockets[mine.label],
+                shares=tuple(self._care.shares.items()),
+                address=None if own is None else addresses[own.label],
             )
+
+    def _addresses(self, where: Sequence[str]) -> dict[str, Address]:
+        """Where drafts listen: a socket file if all who call are on the same node, else a port."""
+        nodes_of = {item.label: node for item, node in zip(self.placements, where, strict=True)}
+        folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / "sockets"
+        found = {}
+        for item in self.placements:
+            if item.role == "draft":
+                here = nodes_of[item.label]
+                callers = [p for p in self.placements if (p.name, p.replica) in item.drafts_for]
+                file = Address(path=str(folder / f"{item.label}-{secrets.token_hex(4)}"))
+                near = all(nodes_of[caller.label] == here for caller in callers)
+                found[item.label] = file if near else nodes.tcp_address(here)
+        return found
 
     def _env(self, item: Placement, cores: CoreRange) -> tuple[tuple[str, str], ...]:
         """The plan's, or the same for the range that was free instead."""
@@ -166,16 +205,17 @@ class Group:
         }
         if item.role == "draft":
             return ray.remote(DraftWorker).options(**options).remote(given)
-        return ray.remote(TargetWorker).options(**options).remote(given, self._link(item))
+        threaded = ray.remote(concurrency_groups={WATCH: 2}, max_concurrency=STREAMS)(TargetWorker)
+        return threaded.options(**options).remote(given, self._link(item))
 
     def _link(self, item: Placement) -> Link | None:
         draft = self._draft_of(item)
         if draft is None:
             return None
-        shape = item.model.shape
-        reach = draft.model.shape.n_positions
-        terms = Terms(draft.model.k, shape.batch_size, item.model.config.vocab_size, reach, item.label)
-        return Link(terms, self._care.patience, self._assigned[draft.label].actor)
+        model, reach = item.model, draft.model.shape.n_positions
+        terms = Terms(draft.model.k, model.shape.batch_size, model.config.vocab_size, reach, item.label)
+        given = self._assigned[draft.label]
+        return Link(terms, self._care.patience, given.actor, given.node)
 
     def _wait(self, labels: Sequence[str]) -> None:
         """Until these workers are ready; no longer than their node lives."""
@@ -186,7 +226,7 @@ class Group:
                 raise WorkerError(
                     f"{names} did not start within {self._care.start} seconds; give them more (Care.start)"
                 )
-            if not self._node_lives():
+            if not self._nodes_live():
                 raise WorkerError(f"the node of {names} died while they started")
         try:
             found: list[Ready] = ray.get(made)
@@ -196,84 +236,65 @@ class Group:
 
     # ---- restarting and stopping
 
-    def revive(self, label: str, *, hung: bool = False) -> None:
+    def revive(self, label: str, seen: ray.actor.ActorHandle, *, hung: bool = False) -> None:
         """Bring a dead or hung target back: on its cores if its node lives, else the whole group somewhere else.
+
+        Nothing is done if another caller brought back the worker ``seen`` already.
 
         Raises:
             PlanError: no node has room.
             WorkerError: it does not start.
         """
-        self.restarts += 1
-        _kill(self._actors.get(label))
-        if self._node_lives():
-            with suppress(WorkerError):
-                if hung:
-                    self._end_process(label)
-                self._respawn(label)
+        with self._reviving:
+            if self._actors.get(label) is not seen:
                 return
-        if self._given is not None:
-            raise WorkerError(f"{label} died with its node; whoever gave it its placement group starts it anew")
-        self.moves += 1
-        self.stop()
-        self._stamp = secrets.token_hex(4)
-        self.start()
+            self.restarts += 1
+            _kill(self._actors.get(label))
+            if self._nodes_live():
+                with suppress(WorkerError):
+                    if hung:
+                        nodes.kill(self._assigned[label].node, self._pids[label])
+                    self._respawn(label)
+                    return
+            if self._given is not None:
+                raise WorkerError(f"{label} died with its node; whoever gave it its placement group starts it anew")
+            self.moves += 1
+            self.stop()
+            self._stamp = secrets.token_hex(4)
+            self.start()
 
     def _respawn(self, label: str) -> None:
         """A new worker in the place of a dead one. Its name is new too: Ray may not have forgotten the old one yet."""
         item, old = next(p for p in self.placements if p.label == label), self._assigned[label]
         keeper, name = ledger(self._instance), f"{WORKERS}{label}-{secrets.token_hex(4)}"
-        _asked(keeper.release.remote([old.actor]), self._care.room)
-        (cores,) = _asked(keeper.claim.remote(old.node, [Claim(name, len(old.cores), old.cores)]), self._care.room)
-        self._assigned[label] = replace(old, actor=name, cores=cores, env=self._env(item, cores))
+        asked(keeper.release.remote([old.actor]), self._care.room)
+        (cores,) = asked(keeper.claim.remote(old.node, [Claim(name, len(old.cores), old.cores)]), self._care.room)
+        actor = worker_name(name, old.node, cores)
+        self._assigned[label] = replace(old, actor=actor, cores=cores, env=self._env(item, cores))
         self._actors[label] = self._spawn(item)
         self._wait([label])
-        _asked(keeper.confirm.remote([name]), self._care.room)
+        asked(keeper.confirm.remote([name]), self._care.room)
 
-    def _end_process(self, label: str) -> None:
-        """A process that was stopped hears no request to end, and keeps its cores: it is killed by a task beside it."""
-        here = NodeAffinitySchedulingStrategy(self._assigned[label].node, soft=False)
-        task = ray.remote(_kill_process).options(num_cpus=0, scheduling_strategy=here, max_retries=0)
-        with suppress(ray.exceptions.RayError):
-            ray.get(task.remote(self._pids[label]), timeout=self._care.room)
-
-    def _node_lives(self) -> bool:
-        node = self._assigned[self.placements[0].label].node
-        return any(item["NodeID"] == node and item["Alive"] for item in ray.nodes())
+    def _nodes_live(self) -> bool:
+        return all(map(nodes.lives, {given.node for given in self._assigned.values()}))
 
     def stop(self) -> None:
         """End every worker and give everything back."""
         for actor in self._actors.values():
             _kill(actor)
-        names = [given.actor for given in self._assigned.values()]
+        names = [*self._claims, *(given.actor for given in self._assigned.values())]
         if names:
             with suppress(ray.exceptions.RayError):
-                _asked(ledger(self._instance).release.remote(names), self._care.room)
+                asked(ledger(self._instance).release.remote(names), self._care.room)
         if self._group is not None and self._given is None:
             remove_placement_group(self._group)
         for given in self._assigned.values():
             if given.address is not None and given.address.path:
                 Path(given.address.path).unlink(missing_ok=True)
-        self._actors, self._assigned, self._group = {}, {}, None
+        self._actors, self._assigned, self._claims, self._group = {}, {}, [], None
 
 
 def _kill(actor: ray.actor.ActorHandle | None) -> None:
     if actor is not None:
         with suppress(ray.exceptions.RayError):
             ray.kill(actor)
-
-
-def _kill_process(pid: int) -> None:
-    """Runs on the worker's node."""
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def _asked(reference: ray.ObjectRef, seconds: float) -> list[CoreRange]:
-    """The ledger's answer, its refusals as what they are."""
-    try:
-        found: list[CoreRange] = ray.get(reference, timeout=seconds)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, PlanError):
-            raise error.cause from error
-        raise
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
 State = Literal["up", "late", "broken", "down", "closed"]
@@ -45,8 +45,21 @@ class DrafterHealth:
         """Everything that went wrong."""
         return self.lost + self.late + self.failed + self.invalid
 
+    @property
+    def hit_rate(self) -> float:
+        """Answers that were ready before they were asked for, of all; 0 without answers."""
+        return self.ahead / self.answered if self.answered else 0.0
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON, ``hit_rate`` included."""
+        return asdict(self) | {"hit_rate": self.hit_rate}
+
     def since(self, before: DrafterHealth) -> DrafterHealth:
         """The counts from ``before`` on, with the state of now."""
         mine, theirs = asdict(self), asdict(before)
         counts = {name: value - theirs[name] for name, value in mine.items() if isinstance(value, int)}
         return replace(self, **counts)
+
+
+COUNTED = tuple(field.name for field in fields(DrafterHealth) if field.name not in ("state", "restarts", "last_error"))
+"""What `RemoteDraft` counts itself; the rest is known to whoever keeps the connection."""

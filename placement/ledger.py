@@ -1,7 +1,7 @@
 """Who has which cores in a cluster: one state, in one actor, so that no two plans give away the same core.
 
-The ledger is kept by a named actor. If that dies, it is rebuilt from what the living workers say they have. It holds
-no model and starts nothing.
+The ledger is kept by a named actor. If that dies, it is rebuilt from the names of the living workers, which say what
+they have: a worker that is busy, or hangs, need not answer. It holds no model and starts nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.placement.ranges import CoreRange, Fragmentation, best_fit, fragme
 
 NAME = "paceline-ledger"
 WORKERS = "paceline-worker-"
-_ASK = 5.0  # seconds a worker has to say what it has
+_HAS = "@"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +37,17 @@ class Ledger:
         self._instance = instance
         self._taken: dict[str, dict[str, CoreRange]] = {}
         self._running: set[str] = set()
-        for name in _workers():
-            self._recall(name)
-
-    def _recall(self, name: str) -> None:
-        """A living worker's cores are taken; one that does not answer is dying or hangs, and its locks still count."""
-        try:
-            given = ray.get(ray.get_actor(name, NAMESPACE).assignment.remote(), timeout=_ASK)
-        except (ray.exceptions.RayError, ValueError):
-            return
-        self._taken.setdefault(given.node, {})[name] = given.cores
-        self._running.add(name)
+        for claim, (node, cores) in _workers().items():
+            self._taken.setdefault(node, {})[claim] = cores
+            self._running.add(claim)
 
     def _forget_dead(self) -> None:
         """A worker that ran and is no more has lost its cores, even if nobody could say so."""
-        self.release(sorted(self._running - _workers()))
+        self.release(sorted(self._running.difference(_workers())))
 
     def confirm(self, actors: Sequence[str]) -> None:
         """These workers run now; from here on their claims end with them."""
-        self._running.update(actors)
+        self._running.update(map(_claim_of, actors))
 
     def claim(self, node: str, claims: Sequence[Claim]) -> list[CoreRange]:
         """Ranges on a node for workers that start together; all of them or none.
@@ -84,10 +76,11 @@ class Ledger:
 
     def release(self, actors: Sequence[str]) -> None:
         """These workers are gone."""
-        self._running.difference_update(actors)
+        claims = [_claim_of(actor) for actor in actors]
+        self._running.difference_update(claims)
         for ranges in self._taken.values():
-            for actor in actors:
-                ranges.pop(actor, None)
+            for claim in claims:
+                ranges.pop(claim, None)
 
     def taken(self) -> dict[str, dict[str, CoreRange]]:
         """Node -> worker -> cores."""
@@ -100,10 +93,25 @@ class Ledger:
         return {node: fragmentation(self._instance, list(ranges.values())) for node, ranges in self._taken.items()}
 
 
-def _workers() -> set[str]:
-    """Names of all living workers of the cluster."""
-    actors = ray.util.list_named_actors(all_namespaces=True)
-    return {a["name"] for a in actors if a["namespace"] == NAMESPACE and a["name"].startswith(WORKERS)}
+def worker_name(claim: str, node: str, cores: CoreRange) -> str:
+    """What Ray calls the worker that made a claim and got these cores."""
+    return f"{claim}{_HAS}{node}:{cores}"
+
+
+def _claim_of(actor: str) -> str:
+    return actor.partition(_HAS)[0]
+
+
+def _workers() -> dict[str, tuple[str, CoreRange]]:
+    """Claim -> node and cores of all living workers of the cluster."""
+    found = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        claim, _, has = str(actor["name"]).partition(_HAS)
+        if actor["namespace"] == NAMESPACE and claim.startswith(WORKERS):
+            node, _, cores = has.partition(":")
+            first, _, last = cores.partition("-")
+            found[claim] = node, CoreRange(int(first), int(last or first))
+    return found
 
 
 def ledger(instance: Instance) -> ray.actor.ActorHandle:
@@ -113,3 +121,14 @@ def ledger(instance: Instance) -> ray.actor.ActorHandle:
         max_task_retries=3,
     )  # fmt: skip
     return made.remote(instance)
+
+
+def asked(reference: ray.ObjectRef, seconds: float) -> list[CoreRange]:
+    """The ledger's answer, its refusals as what they are."""
+    try:
+        found: list[CoreRange] = ray.get(reference, timeout=seconds)
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, PlanError):
+            raise error.cause from error
+        raise
+    return found

@@ -18,8 +18,9 @@ from torch import Tensor
 from paceline.core.errors import ChannelError
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.placement import wire
+from paceline.placement.blanks import Blank, flat
 from paceline.placement.channel import Channel
-from paceline.placement.health import DrafterHealth, Fault
+from paceline.placement.health import COUNTED, DrafterHealth, Fault
 from paceline.placement.revival import Caller, Revival
 
 
@@ -60,7 +61,7 @@ class Patience:
     longest: float = 30.0
 
 
-_COUNTED = ("asked", "answered", "ahead", "skipped", "lost", "late", "failed", "invalid", "rereads")
+_AWHILE = 0.001  # seconds
 
 
 class RemoteDraft:
@@ -78,11 +79,10 @@ class RemoteDraft:
         self._overdue: tuple[int, float] | None = None  # the message whose answer is late, and since when
         self._resting = 0.0  # until then it is not asked
         self._row = 0  # faults in a row
-        self._counts = dict.fromkeys(
-            ("asked", "answered", "ahead", "skipped", "lost", "late", "failed", "invalid", "rereads"), 0
-        )
+        self._counts = dict.fromkeys(COUNTED, 0)
+        self._drawn = False  # the process knows how the requests sample
         self._last_error = ""
-        self._seen: tuple[Commit, list[int], list[int]] | None = None  # a commit, its counts and its starts
+        self._seen: tuple[Commit, list[list[int]], list[int], list[int]] | None = None  # a commit, and it as lists
         self._channel: Channel | None = None
         hello = wire.Hello(0, terms.client, terms.slots, terms.vocab_size)
         self._revival = Revival(caller, hello, nodes=terms.nodes, longest=self._patience.longest)
@@ -94,6 +94,7 @@ class RemoteDraft:
         """Remember the text, and let the process read it while the target reads on."""
         self._texts[slot] = list(prompt)
         self._known.pop(slot, None)
+        self._drawn = False
         channel = self._usable()
         if channel is None or (self.reach is not None and len(prompt) >= self.reach):
             return
@@ -107,6 +108,7 @@ class RemoteDraft:
         """Forget the text; what the process keeps of it is overwritten by the next request in that slot."""
         self._texts.pop(slot, None)
         self._known.pop(slot, None)
+        self._drawn = False
 
     def observe(self, commit: Commit) -> None:
         """Follow the texts, whether or not the process does."""
@@ -114,7 +116,7 @@ class RemoteDraft:
         for slot, text in self._texts.items():
             if starts[slot] == len(text):
                 text += rows[slot][: counts[slot]]
-        self._seen = (commit, counts, starts)
+        self._seen = (commit, rows, counts, starts)
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """Ask, and wait no longer than the deadline."""
@@ -122,18 +124,24 @@ class RemoteDraft:
         if channel is None:
             self._counts["skipped"] += 1
             return self._nothing()
-        live = self._live(commit)
+        rows, counts, starts = self._lists(commit)
+        live = self._live(counts, starts)
         behind = [slot for slot, (start, _) in live.items() if self._known.get(slot) != start]
         texts = tuple((slot, tuple(self._texts[slot][: live[slot][0]])) for slot in behind)
         wait = self._patience.deadline
         if texts or self._reading:
             wait += self._patience.reread
         self._reading = False
-        ask = wire.Ask(self._next(), texts, commit, sampling, bounds)
+        numbers = flat(rows) + counts + starts + bounds.limit.tolist()
+        drawn = None if self._drawn else sampling
+        ask = wire.Ask(self._next(), texts, len(rows), len(rows[0]), numbers, bounds.rows, drawn)
+        self._drawn = True
         self._counts["asked"] += 1
         self._counts["rereads"] += len(texts)
         try:
             channel.send(wire.encode(ask), wait)
+            channel.wait(_AWHILE)  # the other process goes first: it may be on the same CPU
+            blank = Blank(self._terms.slots, self._terms.nodes)
             reply = self._reply(channel, ask.number, wait)
         except ChannelError as error:
             self._fault("lost", str(error))
@@ -142,7 +150,7 @@ class RemoteDraft:
             self._overdue = (ask.number, monotonic())
             self._fault("late", f"no answer within {wait} seconds")
             return self._nothing()
-        return self._judged(reply, live)
+        return self._judged(reply, live, blank)
 
     @property
     def health(self) -> DrafterHealth:
@@ -176,15 +184,18 @@ class RemoteDraft:
     def _nothing(self) -> Proposal:
         return Proposal(torch.full((self._terms.slots, self._terms.nodes), PAD, dtype=torch.int32))
 
-    def _live(self, commit: Commit) -> dict[int, tuple[int, int]]:
+    def _lists(self, commit: Commit) -> tuple[list[list[int]], list[int], list[int]]:
+        """Tokens, counts and starts; `observe` has made them already."""
+        if self._seen is not None and self._seen[0] is commit:
+            return self._seen[1:]
+        return commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
+
+    def _live(self, counts: list[int], starts: list[int]) -> dict[int, tuple[int, int]]:
         """(start, count) of every slot whose text ends with this commit, if the drafter can follow it."""
         found = {}
-        seen = self._seen
-        if seen is None or seen[0] is not commit:
-            seen = (commit, commit.count.tolist(), commit.start.tolist())
-        for slot, (count, start) in enumerate(zip(seen[1], seen[2], strict=True)):
-            here = slot in self._texts and len(self._texts[slot]) == start + count
-            if here and (self.reach is None or start + count <= self.reach):
+        for slot, text in self._texts.items():
+            start, count = starts[slot], counts[slot]
+            if len(text) == start + count and (self.reach is None or len(text) <= self.reach):
                 found[slot] = (start, count)
         return found
 
@@ -194,6 +205,7 @@ class RemoteDraft:
         if channel is not self._channel:  # a new process knows no text
             self._channel, self._overdue = channel, None
             self._known.clear()
+            self._drawn = False
         if channel is None or self._resting > monotonic():
             return None
         if self._overdue is None:
@@ -219,25 +231,24 @@ class RemoteDraft:
                 return reply
         return None
 
-    def _judged(self, reply: wire.Reply, live: dict[int, tuple[int, int]]) -> Proposal:
+    def _judged(self, reply: wire.Reply, live: dict[int, tuple[int, int]], blank: Blank) -> Proposal:
         if not isinstance(reply, wire.Answer):
             self._fault("failed", reply.reason if isinstance(reply, wire.Failure) else "an answer to another question")
             return self._nothing()
-        tokens = reply.tokens
-        if tokens.shape != (self._terms.slots, self._terms.nodes):
-            wanted = [self._terms.slots, self._terms.nodes]
-            self._fault("invalid", f"a proposal of shape {list(tokens.shape)}, not {wanted}")
+        if (reply.slots, reply.nodes) != (self._terms.slots, self._terms.nodes):
+            shape, wanted = [reply.slots, reply.nodes], [self._terms.slots, self._terms.nodes]
+            self._fault("invalid", f"a proposal of shape {shape}, not {wanted}")
             return self._nothing()
-        ids = tokens.view(-1).tolist()  # few; reductions of a tensor take longer
-        if max(ids, default=0) >= self._terms.vocab_size or min(ids, default=0) < PAD:
+        if max(reply.tokens, default=0) >= self._terms.vocab_size or min(reply.tokens, default=0) < PAD:
             self._fault("invalid", f"ids outside the vocabulary of {self._terms.vocab_size}")
             return self._nothing()
+        blank.fill(reply.tokens)
         self._known |= {slot: start + count for slot, (start, count) in live.items()}
         self._row = 0
         self._counts["answered"] += 1
         if reply.ahead:
             self._counts["ahead"] += 1
-        return Proposal(tokens)
+        return Proposal(blank.tensor)
 
     def _fault(self, kind: Fault, why: str) -> None:
         """Count it, let the process rest, and start it anew if it is gone or fails too often."""
@@ -245,6 +256,7 @@ class RemoteDraft:
         self._last_error = why
         self._row += 1
         self._known.clear()
+        self._drawn = False
         if kind == "lost" or (self._row >= self._patience.trips and kind != "late"):
             self._revive(why)
         else:

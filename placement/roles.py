@@ -35,12 +35,18 @@ class Target(Protocol):
     """What a target's maker gives: something that generates."""
 
     def stream(
-        self, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], ask: Settings
+        self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], *, ask: Settings
     ) -> Generator[Piece, None, None]:
-        """Continue prompts of which ``emitted`` was handed out before; yields only what is new."""
+        """Continue prompts of which ``emitted`` was handed out before; yields only what is new. From any thread."""
+
+    def leave(self, ticket: str) -> None:
+        """Nobody wants the stream with that ticket any more."""
+
+    def progress(self) -> int:
+        """A number that grows while anybody is served."""
 
     def statistics(self) -> Settings:
-        """Of the last call."""
+        """Since the target was last idle; complete when it is idle again."""
 
 
 MakeTarget = Callable[[Settings, Drafter | None], Target]

@@ -1,24 +1,24 @@
 """The messages between a target and its drafter: ids and counts as 32-bit words, one message each way a round.
 
 Requests (target to drafter): Hello, Admit, Ask. Replies: Welcome, Answer, Failure. No pickle: what comes from a socket
-is never run. Not here: sockets (`channel`) and what is done with a message.
+is never run. Not here: sockets (`channel`), and tensors (`blanks`) but for how a batch samples.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from paceline.core.errors import ChannelError
-from paceline.core.types import Bounds, Commit, SamplingBatch
+from paceline.core.types import SamplingBatch
+from paceline.placement.blanks import flat
 
 VERSION = 1
 _HEAD = struct.Struct("<BBHq")  # version, kind, nothing (so that words are aligned), number of the message
-_TWO, _FOUR = struct.Struct("<ii"), struct.Struct("<iiii")
+_TWO, _FOUR, _FIVE = struct.Struct("<ii"), struct.Struct("<iiii"), struct.Struct("<iiiii")
 _HELLO, _ADMIT, _ASK, _WELCOME, _ANSWER, _FAILURE = range(1, 7)
 
 
@@ -53,21 +53,31 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A round: read these texts anew (slot, ids), then propose what follows the commit."""
+    """A round: read these texts anew (slot, ids), then propose what follows the commit.
+
+    slots, width  B and W of the commit
+    numbers       its tokens row by row, its counts, its starts, and the limits of the round: B * (W + 3)
+    rows          of `Bounds`
+    sampling      None: as in the last Ask; it changes only when a request comes or goes
+    """
 
     number: int
     texts: tuple[tuple[int, tuple[int, ...]], ...]
-    commit: Commit
-    sampling: SamplingBatch
-    bounds: Bounds
+    slots: int
+    width: int
+    numbers: Sequence[int]
+    rows: int
+    sampling: SamplingBatch | None
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A proposal. tokens [B, N] int32; ``ahead``: it was ready before it was asked for."""
+    """A proposal: ``tokens`` row by row, B * N of them. ``ahead``: it was ready before it was asked for."""
 
     number: int
-    tokens: Tensor
+    slots: int
+    nodes: int
+    tokens: Sequence[int]
     ahead: bool
 
 
@@ -88,8 +98,8 @@ def encode(message: Request | Reply) -> bytes:
     if isinstance(message, Ask):
         return _head(_ASK, message.number) + _ask(message)
     if isinstance(message, Answer):
-        shape = (*message.tokens.shape, int(message.ahead), 0)
-        return _head(_ANSWER, message.number) + _FOUR.pack(*shape) + _words(message.tokens)
+        shape = _FOUR.pack(message.slots, message.nodes, int(message.ahead), 0)
+        return _head(_ANSWER, message.number) + shape + _words(message.tokens)
     if isinstance(message, Admit):
         return _head(_ADMIT, message.number) + _text(message.slot, message.text)
     if isinstance(message, Hello):
@@ -123,22 +133,21 @@ def _head(kind: int, number: int) -> bytes:
     return _HEAD.pack(VERSION, kind, 0, number)
 
 
-def _words(tensor: Tensor) -> bytes:
-    """Raw bytes of an int32 or float32 tensor."""
-    assert tensor.element_size() == 4, f"{tensor.dtype} does not travel"
-    found: bytes = tensor.numpy().tobytes()
-    return found
+def _words(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}i", *numbers)
 
 
 def _text(slot: int, ids: tuple[int, ...]) -> bytes:
-    return _TWO.pack(slot, len(ids)) + struct.pack(f"<{len(ids)}i", *ids)
+    return _TWO.pack(slot, len(ids)) + _words(ids)
 
 
 def _ask(message: Ask) -> bytes:
-    commit, sampling, bounds = message.commit, message.sampling, message.bounds
-    shape = _FOUR.pack(*commit.tokens.shape, bounds.rows, len(message.texts))
-    tensors = (commit.tokens, commit.count, commit.start, bounds.limit, sampling.keys, sampling.knobs)
-    return shape + b"".join(map(_words, tensors)) + b"".join(_text(slot, ids) for slot, ids in message.texts)
+    shape = (message.slots, message.width, message.rows, len(message.texts), int(message.sampling is not None))
+    found = _FIVE.pack(*shape) + _words(message.numbers)
+    if message.sampling is not None:
+        knobs = flat(message.sampling.knobs.tolist())
+        found += _words(flat(message.sampling.keys.tolist())) + struct.pack(f"<{len(knobs)}f", *knobs)
+    return found + b"".join([_text(slot, ids) for slot, ids in message.texts])
 
 
 # ---- reading
@@ -155,23 +164,27 @@ class _Cursor:
         self._at += form.size
         return values
 
-    def tensor(self, *shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        size = 1
-        for length in shape:
-            if length < 0:
-                raise ValueError(f"a length of {length}")
-            size *= length
-        if 4 * size > len(self._frame) - self._at:
-            raise ValueError(f"{size} words wanted, {(len(self._frame) - self._at) // 4} there")
-        if not size:
-            return torch.empty(shape, dtype=dtype)
-        made = torch.frombuffer(self._frame, dtype=dtype, count=size, offset=self._at).view(shape)
-        self._at += 4 * size
+    def words(self, count: int) -> tuple[int, ...]:
+        """The next ``count`` numbers."""
+        self._enough(count)
+        found = struct.unpack_from(f"<{count}i", self._frame, self._at)
+        self._at += 4 * count
+        return found
+
+    def floats(self, count: int) -> tuple[float, ...]:
+        """The next ``count`` numbers of 32 bits with fractions."""
+        self._enough(count)
+        made = struct.unpack_from(f"<{count}f", self._frame, self._at)
+        self._at += 4 * count
         return made
+
+    def _enough(self, count: int) -> None:
+        if not 0 <= 4 * count <= len(self._frame) - self._at:
+            raise ValueError(f"{count} words wanted, {(len(self._frame) - self._at) // 4} there")
 
     def text(self) -> tuple[int, tuple[int, ...]]:
         slot, length = self.pack(_TWO)
-        return slot, tuple(self.tensor(length).tolist())
+        return slot, self.words(length)
 
     def rest(self) -> str:
         found = self._frame[self._at :].decode()
@@ -185,21 +198,29 @@ class _Cursor:
 
 def _read_ask(frame: bytearray, number: int) -> Ask:
     cursor = _Cursor(frame)
-    slots, width, rows, texts = cursor.pack(_FOUR)
-    tokens, count, start = cursor.tensor(slots, width), cursor.tensor(slots), cursor.tensor(slots)
-    limit, keys = cursor.tensor(slots), cursor.tensor(slots, 2)
-    knobs = cursor.tensor(slots, 4, dtype=torch.float32)
-    read = tuple(cursor.text() for _ in range(texts))
+    slots, width, rows, texts, drawn = cursor.pack(_FIVE)
+    if slots < 1 or width < 1:
+        raise ValueError(f"a commit of {slots} slots, {width} wide")
+    numbers = cursor.words(slots * (width + 3))
+    sampling = _read_sampling(cursor, slots) if drawn else None
+    read = tuple([cursor.text() for _ in range(texts)])
     cursor.end()
-    return Ask(number, read, Commit(tokens, count, start), SamplingBatch(knobs, keys), Bounds(limit, rows))
+    return Ask(number, read, slots, width, numbers, rows, sampling)
+
+
+def _read_sampling(cursor: _Cursor, slots: int) -> SamplingBatch:
+    keys = torch.tensor(cursor.words(2 * slots), dtype=torch.int32).view(slots, 2)
+    return SamplingBatch(torch.tensor(cursor.floats(4 * slots)).view(slots, 4), keys)
 
 
 def _read_answer(frame: bytearray, number: int) -> Answer:
     cursor = _Cursor(frame)
     slots, nodes, ahead, _ = cursor.pack(_FOUR)
-    tokens = cursor.tensor(slots, nodes)
+    if slots < 0 or nodes < 0:
+        raise ValueError(f"a proposal of {slots} slots, {nodes} nodes")
+    tokens = cursor.words(slots * nodes)
     cursor.end()
-    return Answer(number, tokens, bool(ahead))
+    return Answer(number, slots, nodes, tokens, bool(ahead))
 
 
 def _read_admit(frame: bytearray, number: int) -> Admit:

@@ -17,6 +17,7 @@ from ray import serve
 
 from paceline.core.errors import ConfigurationError
 from paceline.placement import Plan, instance, plan, read_models
+from paceline.placement.actors import STREAMS
 from paceline.placement.care import Care
 from paceline.placement.deployment import groups_of
 from paceline.placement.detect import detect
@@ -26,7 +27,6 @@ from paceline.serving.ingress import Ingress, Seat
 from paceline.serving.replica import Replica
 
 _ARGUMENTS = frozenset({"models", "instance"})
-_WAITING = 64  # requests a deployment takes in; they wait for their turn in it
 _SHARE = 0.01  # of a host CPU that Serve counts for a process without a model
 
 
@@ -68,7 +68,7 @@ def _deployment(made: Plan, members: Sequence[Placement], care: Care) -> serve.A
         Replica,
         name=f"models-{label}",
         num_replicas=1,
-        max_ongoing_requests=_WAITING,
+        max_ongoing_requests=STREAMS,
         ray_actor_options={"num_cpus": _SHARE},
         placement_group_bundles=bundles,
         placement_group_strategy="STRICT_PACK",

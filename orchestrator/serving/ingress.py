@@ -46,7 +46,9 @@ class Ingress:
     async def _route(self, request: Request) -> Response:
         from starlette.responses import JSONResponse, PlainTextResponse
 
-        path, method = request.url.path.rstrip("/"), request.method
+        # Below a route prefix, which a config file may give, servers differ in whether the path holds it.
+        prefix = str(request.scope.get("root_path", "")).rstrip("/")
+        path, method = request.url.path.removeprefix(prefix).rstrip("/"), request.method
         if path == "/health" and method == "GET":
             return PlainTextResponse("ok")
         if path == "/v1/models" and method == "GET":

@@ -6,7 +6,8 @@ The replica has no model: it turns text into ids and back, and passes on what th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import ray
 
 from paceline.core.errors import PlacementError, RequestError
 from paceline.detokenise import Tokenizer, load_tokenizer
+from paceline.placement.actors import STREAMS
+from paceline.placement.calls import Stream
 from paceline.placement.care import Care
 from paceline.placement.deployment import Deployment
 from paceline.placement.group import Group
@@ -29,12 +32,13 @@ _OWN_BUNDLE = 1  # the replica itself has bundle 0
 
 
 class Replica:
-    """Serves the targets of one group. One request at a time for each target; the others wait their turn."""
+    """Serves the targets of one group. Requests share a target's rounds; those that find no slot wait for one."""
 
     def __init__(self, plan: Plan, members: Sequence[Placement], care: Care) -> None:
         group = Group(plan.instance, members, care, given=ray.util.get_current_placement_group(), offset=_OWN_BUNDLE)
         self._models = Deployment(plan, care, [group]).start()
-        self._turns = {label: asyncio.Lock() for label in self._models.models}
+        # Each stream blocks a thread of its own; the loop's usual few would make them wait for each other.
+        self._threads = ThreadPoolExecutor(STREAMS, thread_name_prefix="paceline-stream")
         folders = {item.label: item.model.folder for item in members}
         self._tokenizers = {label: load_tokenizer(Path(str(folders[label]))) for label in self._models.models}
 
@@ -44,15 +48,14 @@ class Replica:
             tokenizer = self._tokenizers[label]
             prompts = await asyncio.to_thread(encoded, tokenizer, ask)
             writers = [Writer(tokenizer, prompt, ask.stop) for prompt in prompts]
-            async with self._turns[label]:
-                pieces = _threaded(self._models.stream(label, prompts, **keywords(ask)))
-                async with aclosing(pieces):
-                    first = await anext(pieces, None)  # a request that the target refuses has no opening
-                    yield Opening(sum(map(len, prompts)))
-                    if first is not None:
-                        yield _text(first, writers[first.index])
-                    async for piece in pieces:
-                        yield _text(piece, writers[piece.index])
+            pieces = _threaded(self._models.stream(label, prompts, **keywords(ask)), self._threads)
+            async with aclosing(pieces):
+                first = await anext(pieces, None)  # a request that the target refuses has no opening
+                yield Opening(sum(map(len, prompts)))
+                if first is not None:
+                    yield _text(first, writers[first.index])
+                async for piece in pieces:
+                    yield _text(piece, writers[piece.index])
         except RefusedError as error:
             yield Failed(error.status, error.message, error.param, error.code)
         except RequestError as error:
@@ -107,19 +110,18 @@ def _text(piece: Piece, writer: Writer) -> TextPiece:
     return TextPiece(piece.index, text + writer.end(), len(piece.tokens), reason)
 
 
-async def _threaded(pieces: Iterator[Piece]) -> AsyncGenerator[Piece, None]:
+async def _threaded(pieces: Stream, threads: Executor) -> AsyncGenerator[Piece, None]:
     """An iterator that blocks, run beside the event loop; closed when nobody wants more."""
-    step: asyncio.Task[Piece | None] | None = None
+    loop = asyncio.get_running_loop()
+    step: asyncio.Future[Piece | None] | None = None
     try:
         while True:
-            step = asyncio.create_task(asyncio.to_thread(next, pieces, None))
+            step = loop.run_in_executor(threads, next, pieces, None)
             piece = await asyncio.shield(step)
             if piece is None:
                 return
             yield piece
     finally:
-        if step is not None and not step.done():  # a generator cannot be closed while it runs
+        pieces.close()
+        if step is not None and not step.done():
             await asyncio.wait([step])
-        close = getattr(pieces, "close", None)
-        if close is not None:
-            await asyncio.to_thread(close)

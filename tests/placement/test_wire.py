@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ import torch
 
 from paceline.core.errors import ChannelError, ConfigurationError
 from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import Bounds, Commit, Outline, Proposal
+from paceline.core.types import Commit, Outline, Proposal
 from paceline.placement import wire
+from paceline.placement.blanks import BlankRound
 from paceline.placement.channel import Address, Channel, connect, listen
 from paceline.placement.draft_server import DraftServer, Quota
 
@@ -24,10 +26,10 @@ SECRET = b"secret"
 
 
 def ask(number: int, *, slots: int = 2, width: int = 3) -> wire.Ask:
-    tokens = torch.arange(slots * width, dtype=torch.int32).view(slots, width) - 1
-    count, start = torch.ones(slots, dtype=torch.int32), torch.arange(slots, dtype=torch.int32)
-    commit, sampling = Commit(tokens, count, start), sampling_batch([Sampling(0.5, seed=-3)] * slots)
-    return wire.Ask(number, ((1, (5, 0, 7)), (0, ())), commit, sampling, Bounds(count + 1, 9))
+    numbers = tuple(range(-1, slots * (width + 3) - 1))
+    return wire.Ask(
+        number, ((1, (5, 0, 7)), (0, ())), slots, width, numbers, 9, sampling_batch([Sampling(0.5, seed=-3)] * slots)
+    )
 
 
 def flat(message: object) -> object:
@@ -44,10 +46,11 @@ MESSAGES = [
     wire.Admit(1, 2, (0, 1, 95)),
     ask(2),
     ask(1 << 40, slots=1, width=1),
+    replace(ask(7), sampling=None),
     wire.Welcome(3, 4, None, 77),
     wire.Welcome(3, 4, 128, 77),
-    wire.Answer(4, torch.tensor([[-1, 3], [2, 0]], dtype=torch.int32), True),
-    wire.Answer(4, torch.empty(3, 0, dtype=torch.int32), False),
+    wire.Answer(4, 2, 2, (-1, 3, 2, 0), True),
+    wire.Answer(4, 3, 0, (), False),
     wire.Failure(5, "no, nö"),
 ]
 
@@ -55,6 +58,18 @@ MESSAGES = [
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_comes_out_as_it_went_in(message: wire.Request | wire.Reply) -> None:
     assert flat(wire.decode(bytearray(wire.encode(message)))) == flat(message)
+
+
+@pytest.mark.parametrize(("slots", "width"), [(1, 5), (4, 2)])
+def test_a_round_comes_out_as_it_went_in(slots: int, width: int) -> None:
+    dice = torch.Generator().manual_seed(slots)
+    tokens, *rest = (
+        torch.randint(-1, 1 << 30, shape, generator=dice, dtype=torch.int32)
+        for shape in ((slots, width), *[(slots,)] * 3)
+    )
+    found, bounds = BlankRound(slots, width).fill(torch.cat((tokens.view(-1), *rest)).tolist(), 7)
+    assert all(map(torch.equal, (found.tokens, found.count, found.start), (tokens, *rest[:2])))
+    assert torch.equal(bounds.limit, rest[2]) and bounds.rows == 7 and found.count.dtype == torch.int32
 
 
 def test_what_is_no_message_is_refused_and_nothing_else_happens() -> None:
@@ -102,9 +117,9 @@ def test_a_deadline_cuts_no_frame_in_two(stack: ExitStack) -> None:
     data = len(frame).to_bytes(4, "little") + frame
     for at in range(len(data) - 1):
         raw.send(data[at : at + 1])
-        assert here.receive(0) is None and not here.waiting()
+        assert here.receive(0) is None and not here.arrived()
     raw.send(data[-1:] + data)
-    assert here.waiting() and here.receive(0) == frame and here.receive(0) == frame
+    assert here.arrived() == [frame, frame] and here.receive(0) is None
     raw.send((1 << 31).to_bytes(4, "little"))
     with pytest.raises(ChannelError, match="no frame of ours"):
         here.receive(0)

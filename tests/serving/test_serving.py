@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,15 +14,17 @@ import openai
 import pytest
 import ray
 from ray import serve
+from ray.cluster_utils import Cluster
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from paceline import AutoDecoder
+from paceline.core.errors import ConfigurationError
 from paceline.placement import INSTANCES, plan
 from paceline.placement.care import Care
 from paceline.placement.models_file import models_of
 from paceline.placement.remote import Patience
-from paceline.serving.app import application
+from paceline.serving.app import application, build
 from tests.decoder.tiny import VOCABULARY, save_pair
 from tests.simulation import check_nothing_left
 
@@ -53,7 +57,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
     """Two models: one with a draft, and the draft by itself, which has no chat template."""
-    shape = {"n_positions": 128, "amp": "f32", "backend": "eager", "tp_degree": 2}
+    shape = {"n_positions": 128, "amp": "f32", "backend": "eager", "tp_degree": 2, "batch_size": 2}
     entries = [
         {"name": "chat", "path": str(home / "target"), **shape},
         {"name": "chat-draft", "path": str(home / "draft"), "draft_of": "chat", **shape},
@@ -151,10 +155,63 @@ def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: 
     assert set(texts) == {said(home, PROMPT, max_new_tokens=100)}
 
 
+def worker(model: str) -> ray.actor.ActorHandle:
+    """A target's actor."""
+    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if f"worker-{model}-" in a["name"]]
+    (name,) = [name for name in names if "draft" not in name]
+    return ray.get_actor(name, "paceline")
+
+
+def test_requests_that_come_together_share_rounds(client: openai.OpenAI, home: Path) -> None:
+    """Two slots, three requests, one of which takes the place of the first to end; each has the text it has alone."""
+    asks = [
+        {"prompt": PROMPT, "max_tokens": 100, "temperature": 0},
+        {"prompt": "x", "max_tokens": 110, "temperature": 1.1, "seed": 3},
+        {"prompt": "class A:", "max_tokens": 60, "temperature": 1.3, "seed": 4},
+    ]
+    alone = [client.completions.create(model="chat", **ask).choices[0].text for ask in asks]  # type: ignore[call-overload]
+    assert alone[0] == said(home, PROMPT, max_new_tokens=100)
+    with ThreadPoolExecutor(3) as pool:
+        together = list(
+            pool.map(lambda ask: client.completions.create(model="chat", **ask).choices[0].text, asks)  # type: ignore[call-overload]
+        )
+    assert together == alone
+    statistics = ray.get(worker("chat").statistics.remote(), timeout=30)
+    # A round asks the draft once, for however many requests are in it.
+    assert 0 < statistics["health"]["asked"] < statistics["rounds"], statistics
+
+
+def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Cluster, home: Path) -> None:
+    """With Ray's own command, beside what is served already, and below a prefix."""
+    shape = "n_positions: 128, amp: f32, backend: eager, tp_degree: 2"
+    (home / "models.yaml").write_text(f"models:\n  - {{name: again, path: {home / 'target'}, {shape}}}\n")
+    (home / "serve.yaml").write_text(
+        "applications:\n  - name: second\n    route_prefix: /second\n    import_path: paceline.serving.app:build\n"
+        f"    args: {{models: {home / 'models.yaml'}, instance: inf2.48xlarge}}\n"
+    )
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", "--address", str(cluster.address)]
+    done = subprocess.run(
+        [*command, str(home / "serve.yaml")], capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    second = client.with_options(base_url=str(client.base_url).replace("/v1", "/second/v1"))
+    end = time.monotonic() + 60
+    while serve.status().applications["second"].status != "RUNNING":
+        assert time.monotonic() < end, serve.status()
+        time.sleep(0.2)
+    assert [model.id for model in second.models.list()] == ["again"]
+    answer = second.completions.create(model="again", prompt=PROMPT, max_tokens=20, temperature=0)
+    assert answer.choices[0].text == said(home, PROMPT, max_new_tokens=20)
+
+
+@pytest.mark.parametrize("wrong", [{}, {"models": "m.yaml", "model": "x"}])
+def test_the_builder_refuses_arguments_it_does_not_know(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="`models` and `instance`"):
+        build(wrong)
+
+
 def test_a_dead_target_is_brought_back_for_the_next_request(client: openai.OpenAI, home: Path) -> None:
-    workers = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if "worker-chat-" in a["name"]]
-    (name,) = [worker for worker in workers if "draft" not in worker]
-    ray.kill(ray.get_actor(name, "paceline"))
+    ray.kill(worker("chat"))
     time.sleep(0.1)
     answer = client.completions.create(model="chat", prompt=PROMPT, max_tokens=20, temperature=0)
     assert answer.choices[0].text == said(home, PROMPT, max_new_tokens=20)

@@ -1,0 +1,84 @@
+"""A drafter and a verifier that sleep in place of computing and know the text; for `benchmarks.placement`."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.core.protocols import Drafter
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, SamplingBatch
+from paceline.placement.ahead import Ahead
+from paceline.placement.draft_server import MakeDrafter
+from paceline.placement.wire import Hello
+
+V, K = 1000, 4
+
+
+def truth(position: int) -> int:
+    """The text: a token for every position."""
+    return (position * 7919 + 13) % V
+
+
+def right(position: int, alpha: float) -> bool:
+    """Whether the drafter knows this one: with probability alpha, the same in every run."""
+    return random.Random(position).random() < alpha
+
+
+class SleepingDrafter:
+    """Proposes the text, with errors, after a while."""
+
+    reach = reads = None
+
+    def __init__(self, nodes: int, seconds: float, alpha: float) -> None:
+        self.outline, self._seconds, self._alpha = Outline.chain(nodes), seconds, alpha
+
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+    def observe(self, commit: Commit) -> None: ...
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        time.sleep(self._seconds)
+        first = int(commit.start[0] + commit.count[0])
+        places = range(first, first + self.outline.nodes)
+        row = [truth(p) if right(p, self._alpha) else (truth(p) + 1) % V for p in places]
+        return Proposal(torch.tensor([row], dtype=torch.int32))
+
+
+class SleepingVerifier:
+    """Accepts what is the text, after a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        return Reading(truth(len(prompt)))
+
+    def release(self, slot: int) -> None: ...
+
+    def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+        time.sleep(self._seconds)
+        start = int(commit.start[0] + commit.count[0])
+        drafts = [] if proposal is None else proposal.tokens[0].tolist()
+        count = 0
+        while count < len(drafts) and drafts[count] == truth(start + count):
+            count += 1
+        row = [truth(start + i) for i in range(count + 1)] + [PAD] * (K - count)
+        made = torch.tensor([row], dtype=torch.int32)
+        return Commit(made, torch.tensor([count + 1], dtype=torch.int32), commit.start + commit.count)
+
+
+def sleeper(settings: Mapping[str, object]) -> MakeDrafter:
+    """The maker of the drafter's process."""
+    seconds, alpha, ahead = float(str(settings["seconds"])), float(str(settings["alpha"])), bool(settings["ahead"])
+
+    def make(_: Hello) -> Drafter:
+        inner = SleepingDrafter(K + ahead, seconds, alpha)
+        return Ahead(inner) if ahead else inner
+
+    return make

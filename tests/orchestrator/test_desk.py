@@ -1,0 +1,177 @@
+"""A desk: callers in many threads share rounds, join and leave, and each has the tokens it would have alone."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+import pytest
+
+from paceline import SpeculativeGenerator, hosting
+from paceline.ask import Ask
+from paceline.core.errors import ConfigurationError, PromptError
+from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
+from paceline.desk import Desk
+from paceline.draft.model import ModelDrafter
+from paceline.draft.vocabulary import Vocabulary
+from paceline.placement.footprint import Shape
+from paceline.placement.wire import Hello
+from paceline.replay import Replay
+from paceline.result import GenerationResult
+from tests.decoder.tiny import VOCABULARY, Workshop, fresh
+from tests.fakes import Checked, TableDecoder, near, table
+
+V = 24
+TARGET = table(V, seed=0, spread=2.0)
+DRAFT = near(TARGET, seed=1, spread=0.8)
+PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3], [7, 7]]
+
+
+class Gate:
+    """A drafter that writes down how many requests each round has, and waits in every one until it is let through."""
+
+    def __init__(self, inner: ModelDrafter) -> None:
+        self._inner, self.outline, self.reach, self.reads = inner, inner.outline, inner.reach, inner.reads
+        self.admit, self.release, self.observe = inner.admit, inner.release, inner.observe
+        self.open, self.together, self.fails = threading.Semaphore(0), [], False
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        assert self.open.acquire(timeout=20)
+        if self.fails:
+            raise RuntimeError("asked for")
+        self.together.append(int((commit.start > 0).sum()))
+        return self._inner.propose(commit, sampling, bounds)
+
+    def let(self, rounds: int) -> None:
+        self.open.release(rounds)
+
+
+def desk(slots: int) -> tuple[Desk, Gate, TableDecoder]:
+    target = TableDecoder(TARGET, slots=slots)
+    gate = Gate(ModelDrafter(TableDecoder(DRAFT, slots=slots), 4, vocabulary=Vocabulary(V, V)))
+    replay = Replay(gate)
+    return Desk(Checked(replay, target), replay), gate, target
+
+
+def wanted(prompt: Sequence[int], **asked: object) -> list[int]:
+    done = SpeculativeGenerator(None, TableDecoder(TARGET)).sample([list(prompt)], return_dict=True, **asked)  # type: ignore[arg-type]
+    assert isinstance(done, GenerationResult)
+    return done.sequences[0, len(prompt) : done.lengths[0]].tolist()
+
+
+def say(
+    found: tuple[Desk, Gate, TableDecoder], ticket: str, prompt: list[int], emitted: Sequence[int] = (), **asked: object
+) -> list[int]:
+    ask = Ask(input_ids=[prompt], **asked)  # type: ignore[arg-type]
+    events = found[0].stream(ticket, ask.requests(found[2]), [emitted], processor=ask.processor())
+    return [token for event in events for token in event.tokens]
+
+
+def until(true: object) -> None:
+    end = time.monotonic() + 20
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("slots", [2, 4])
+def test_callers_share_rounds_and_have_their_own_tokens(slots: int) -> None:
+    """Five callers; they come while others are at it, more than there are slots."""
+    made = desk(slots)
+    asks = [{"max_new_tokens": 20 + i, "do_sample": i % 2 == 1, "temperature": 1.2, "seed": i} for i in range(5)]
+    with ThreadPoolExecutor(5) as pool:
+        texts = []
+        for number, prompt in enumerate(PROMPTS):
+            texts.append(pool.submit(say, made, str(number), prompt, **asks[number]))
+            made[1].let(1)  # the next one comes after a round or two of those that are there
+        made[1].let(1000)
+        assert [text.result(30) for text in texts] == [wanted(p, **a) for p, a in zip(PROMPTS, asks, strict=True)]
+    assert max(made[1].together) == slots
+
+
+def test_who_leaves_makes_room_and_hears_no_more() -> None:
+    made = desk(1)
+    with ThreadPoolExecutor(3) as pool:
+        first = pool.submit(say, made, "first", PROMPTS[0], max_new_tokens=50)
+        made[1].let(1)
+        until(lambda: made[0].events)
+        second, third = (pool.submit(say, made, name, PROMPTS[1], max_new_tokens=9) for name in ("second", "third"))
+        made[1].let(2)
+        made[0].leave("first")
+        made[0].leave("third")
+        made[0].leave("not here yet")
+        made[1].let(1000)
+        assert second.result(30) == wanted(PROMPTS[1], max_new_tokens=9)
+        alone = wanted(PROMPTS[0], max_new_tokens=50)
+        assert len(first.result(30)) < 50 and first.result(30) == alone[: len(first.result(30))]
+        assert third.result(30) in ([], wanted(PROMPTS[1], max_new_tokens=9))
+    assert say(made, "not here yet", PROMPTS[1]) == []
+
+
+def test_a_call_with_processors_has_the_rounds_for_itself() -> None:
+    made = desk(2)
+    asked = {"max_new_tokens": 12, "no_repeat_ngram_size": 2}
+    made[1].let(1000)
+    with ThreadPoolExecutor(3) as pool:
+        plain = [pool.submit(say, made, str(i), PROMPTS[i], max_new_tokens=30) for i in range(2)]
+        other = pool.submit(say, made, "other", PROMPTS[2], **asked)
+        assert other.result(30) == wanted(PROMPTS[2], **asked)
+        assert [p.result(30) for p in plain] == [wanted(p, max_new_tokens=30) for p in PROMPTS[:2]]
+
+
+def test_what_was_emitted_is_verified_again_beside_others() -> None:
+    made = desk(2)
+    asked = {"max_new_tokens": 30, "do_sample": True, "temperature": 1.3, "seed": 5}
+    expected = wanted(PROMPTS[0], **asked)
+    made[1].let(1000)
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(say, made, "b", PROMPTS[1], max_new_tokens=40)
+        assert say(made, "a", PROMPTS[0], expected[:17], **asked) == expected
+        assert other.result(30) == wanted(PROMPTS[1], max_new_tokens=40)
+
+
+def test_an_error_reaches_every_caller_and_the_next_is_served() -> None:
+    made = desk(2)
+    made[1].fails = True
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(say, made, str(i), PROMPTS[i], max_new_tokens=5) for i in range(2)]
+        made[1].let(2)
+        for one in both:
+            with pytest.raises(RuntimeError, match="asked for"):
+                one.result(30)
+    made[1].fails = False
+    made[1].let(1000)
+    assert say(made, "next", PROMPTS[3], max_new_tokens=7) == wanted(PROMPTS[3], max_new_tokens=7)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool) -> None:
+    """Checkpoints behind the desk, in the thread that a worker has for its rounds; one request was cut off before."""
+    shape = {**asdict(Shape("f32", "none", 2, 128)), "backend": "eager", "k": 4, "ahead": False}
+    inner = None
+    if drafts:
+        make = hosting.draft({**shape, "folder": str(workshop.checkpoint("draft"))})
+        inner = make(Hello(0, "t", 2, VOCABULARY))
+    host = hosting.target({**shape, "folder": str(workshop.checkpoint())}, inner)
+    plain = fresh(workshop.checkpoint(), batch_size=2)
+    asks = [{"max_new_tokens": 25 + i, "do_sample": True, "temperature": 1.2, "seed": [i]} for i in range(4)]
+    expected = [
+        plain.sample([p], width=5, **a)[0, len(p) :].tolist()  # type: ignore[arg-type,call-overload]
+        for p, a in zip(PROMPTS[:4], asks, strict=True)
+    ]
+
+    def said(number: int) -> list[int]:
+        known = expected[number][: 7 * (number == 2)]
+        pieces = host.stream(str(number), [PROMPTS[number]], [known], ask=asks[number])
+        return known + [token for piece in pieces for token in piece.tokens]
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(said, range(4))) == expected
+    assert host.progress() > 0 and host.statistics()["new_tokens"]
+    with pytest.raises(ConfigurationError, match="'streamer' cannot be asked"):
+        next(host.stream("x", PROMPTS[:1], [[]], ask={"streamer": 1}))
+    with pytest.raises(PromptError, match="vocabulary"):
+        next(host.stream("y", [[10**6]], [[]], ask={}))
