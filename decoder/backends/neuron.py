@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -56,6 +57,7 @@ class NeuronBackend:
         Raises:
             BackendError: the graph breaks a rule of the compiler, or the compiler refuses it.
         """
+        graph = replace(graph, example=tuple(x.contiguous() for x in graph.example))
         lowered = lower(graph.name, graph.module, graph.example)
         if found := graph_lint.lint(lowered):
             raise BackendError(f"{graph.name} cannot be compiled for Neuron: {'; '.join(map(str, found[:3]))}")
@@ -211,7 +213,8 @@ class Chip:
         """Execute one graph. Inputs and outputs are the host's."""
         if self._loaded is None:
             self._load()
-        out = self._loaded(*inputs, model_name=key)
+        # Graphs are made for dense inputs; what a round cut out of a larger tensor is none.
+        out = self._loaded(*(x.contiguous() for x in inputs), model_name=key)
         return [out] if isinstance(out, Tensor) else list(out)
 
     def _load(self) -> None:

@@ -100,6 +100,24 @@ def test_a_core_belongs_to_one_process(workshop: Workshop, runtime: Runtime) -> 
         other.reserve(1)
 
 
+def test_inputs_that_are_cut_out_of_larger_ones(install: Any) -> None:
+    from paceline.decoder.backends.base import Graph
+
+    class Flat(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("two", torch.tensor(2.0))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            return (x.reshape(-1) * self.two,)
+
+    install()
+    cut, dense = torch.arange(12.0).view(3, 4)[:, :2], torch.arange(6.0).view(3, 2)
+    step = neuron.NeuronBackend().compile(Graph("flat", Flat(), (dense,), {}), print)
+    assert torch.equal(step(cut)[0], cut.reshape(-1) * 2)
+    assert torch.equal(step(dense)[0], dense.reshape(-1) * 2)
+
+
 def test_a_graph_that_breaks_a_rule_is_refused_before_the_compiler_sees_it(install: Any) -> None:
     from paceline.decoder.backends.base import Graph
 
