@@ -213,7 +213,7 @@ class Chip:
         """Execute one graph. Inputs and outputs are the host's."""
         if self._loaded is None:
             self._load()
-        # Graphs are made for dense inputs; what a round cut out of a larger tensor is none.
+        # Graphs are made for inputs in the order of their shape; what an earlier graph gave may have another.
         out = self._loaded(*(x.contiguous() for x in inputs), model_name=key)
         return [out] if isinstance(out, Tensor) else list(out)
 

@@ -100,7 +100,7 @@ def test_a_core_belongs_to_one_process(workshop: Workshop, runtime: Runtime) -> 
         other.reserve(1)
 
 
-def test_inputs_that_are_cut_out_of_larger_ones(install: Any) -> None:
+def test_inputs_that_lie_in_memory_in_another_order(install: Any) -> None:
     from paceline.decoder.backends.base import Graph
 
     class Flat(torch.nn.Module):
@@ -112,9 +112,9 @@ def test_inputs_that_are_cut_out_of_larger_ones(install: Any) -> None:
             return (x.reshape(-1) * self.two,)
 
     install()
-    cut, dense = torch.arange(12.0).view(3, 4)[:, :2], torch.arange(6.0).view(3, 2)
+    turned, dense = torch.arange(6.0).view(2, 3).T, torch.arange(6.0).view(3, 2)
     step = neuron.NeuronBackend().compile(Graph("flat", Flat(), (dense,), {}), print)
-    assert torch.equal(step(cut)[0], cut.reshape(-1) * 2)
+    assert torch.equal(step(turned)[0], turned.reshape(-1) * 2)
     assert torch.equal(step(dense)[0], dense.reshape(-1) * 2)
 
 
