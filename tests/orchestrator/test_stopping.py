@@ -145,7 +145,7 @@ def test_a_criterion_sees_every_committed_token_once_with_the_text_before_it(k: 
         ({"stop_strings": "d", "tokenizer": Pieces([b"", *b"a b c d e f g h".split()] + [b"z"] * 9),
           "eos_token_id": 5, "max_new_tokens": 9}, 4, "stop"),
     ],
-    ids=str,
+    ids=lambda given: "+".join(given) if isinstance(given, dict) else str(given),
 )  # fmt: skip
 def test_the_earliest_reason_wins(k: int, asked: dict[str, object], size: int, why: str) -> None:
     text, reason, result = run(generator(k), [1], **asked)
