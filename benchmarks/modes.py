@@ -63,8 +63,9 @@ def main() -> None:
     asked = parser.parse_args()
     law = {"do_sample": True, "temperature": asked.temperature, "seed": 7} if asked.temperature else {}
     rows = prompt_ids(asked.prompts)
+    longest = max(map(len, rows))
     target, draft = (
-        AutoDecoder.from_pretrained(PAIR / name, n_positions=512, context_length_estimate=128)
+        AutoDecoder.from_pretrained(PAIR / name, n_positions=longest + asked.new, context_length_estimate=longest)
         for name in ("target", "draft")
     )
     modes = []
