@@ -17,17 +17,6 @@ from tests.simulation import check_nothing_left, simulated
 settings.register_profile("thorough", max_examples=2000)  # pytest --hypothesis-profile=thorough
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """What is made once for a file stays in one process; so does all that uses Ray, of which one is enough."""
-    shared = "ray" if item.get_closest_marker("ray") else item.path.stem
-    item.add_marker(pytest.mark.xdist_group(shared))
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ray first: it takes long, and mostly waits."""
-    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Compiled graphs of a test run stay in its own folder, unless PACELINE_CACHE names one to be used again."""
