@@ -29,7 +29,7 @@ $(VENV)/.stamp: pyproject.toml
 demo: setup
 	$(BIN)/python examples/demo.py $(if $(MODE),--mode $(MODE))
 
-# Two processes share the test files among them; more gain little, for compilers wait for compilers.
+# Two processes share the test files among them.
 WORKERS ?= 2
 
 test: setup
