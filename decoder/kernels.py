@@ -2,7 +2,8 @@
 
 `Reference` is what tests and debugging run on and what the native kernels are compared with. It promises that a row's
 result does not depend on its place in the window or on the other rows; it makes no promise about speed.
-Not here: normalisation, rotation, activation, which every backend compiles from plain PyTorch.
+Not here: normalisation, rotation, activation, which a backend compiles from plain PyTorch (`paceline.decoder.llama`)
+unless its kernels know whole halves of a layer (`LayerKernels`).
 """
 
 from __future__ import annotations
@@ -108,6 +109,48 @@ class Kernels(Protocol):
 
     def cuts(self, sampling: SamplingBatch) -> bool:
         """Whether top-k, top-p or min-p may be on in any row. A graph, which knows no values, says yes."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWeights:
+    """Of the first half of a layer: norm [H], q, k and v in one matrix [(heads + 2 G) D, H], output [H, heads D]."""
+
+    norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class MlpWeights:
+    """Of the second half: norm [H], gate and up in one matrix [2 F, H], down [H, F]."""
+
+    norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    eps: float
+
+
+@runtime_checkable
+class LayerKernels(Kernels, Protocol):
+    """Kernels that know the halves of a layer as well, norm and sum onto the stream included; rank by itself only."""
+
+    def attention(
+        self,
+        hidden: Tensor,
+        weights: AttentionWeights,
+        cache: tuple[Tensor, Tensor],
+        place: Place,
+        rotation: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """hidden [b, T, H], cos and sin [b, T, 1, D] -> hidden [b, T, H]; rows from ``count`` on pass through."""
+
+    def mlp(self, hidden: Tensor, weights: MlpWeights, count: Tensor | None = None) -> Tensor:
+        """hidden [b, T, H] -> [b, T, H]; rows from ``count`` [b] on pass through."""
 
 
 class Reference:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core.types import Reads
 from paceline.decoder.collectives import Collectives
-from paceline.decoder.kernels import Kernels, Place
+from paceline.decoder.kernels import AttentionWeights, Kernels, LayerKernels, MlpWeights, Place
 from paceline.decoder.parallel import Shard
 from paceline.decoder.rope import apply_rope, rope_tables
 from paceline.decoder.vocabulary_shards import embedded
@@ -77,6 +77,7 @@ class LlamaLayer(nn.Module):
         super().__init__()
         config = shard.config
         self.config, self._shard, self._kernels, self._group = config, shard, kernels, group
+        self._whole = kernels if isinstance(kernels, LayerKernels) else None
         name = f"model.layers.{index}."
         self.attention_norm = _frozen(weights.pop(name + "input_layernorm.weight"))
         self.qkv = _joined(weights, [f"{name}self_attn.{x}_proj.weight" for x in "qkv"])
@@ -95,11 +96,16 @@ class LlamaLayer(nn.Module):
     def forward(
         self, hidden: Tensor, place: Place, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
     ) -> Tensor:
-        eps = self.config.rms_norm_eps
-        hidden = hidden + self._attention(
-            rms_norm(hidden, self.attention_norm, eps), place, cache=cache, rotation=rotation
+        weights = AttentionWeights(
+            self.attention_norm, self.qkv, self.qkv_bias, self.out, self.out_bias, self.config.rms_norm_eps
         )
-        return hidden + self._mlp(rms_norm(hidden, self.mlp_norm, eps), place.real)
+        if self._whole is not None:
+            hidden = self._whole.attention(hidden, weights, cache, place, rotation)
+        else:
+            x = rms_norm(hidden, self.attention_norm, weights.eps)
+            hidden = hidden + self._attention(x, place, cache=cache, rotation=rotation)
+        mlp = MlpWeights(self.mlp_norm, self.gate_up, self.gate_up_bias, self.down, self.down_bias, weights.eps)
+        return gated_mlp(hidden, mlp, place.real, kernels=self._kernels, group=self._group)
 
     def _attention(
         self, x: Tensor, place: Place, *, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
@@ -121,10 +127,17 @@ class LlamaLayer(nn.Module):
         heads = every.permute(1, 2, 3, 0, 4).reshape(2, *shape).index_select(3, self.get_buffer("key_heads"))
         return heads[0], heads[1]
 
-    def _mlp(self, x: Tensor, real: Tensor | None) -> Tensor:
-        gate, up = _biased(self._kernels.linear(x, self.gate_up, real), self.gate_up_bias).chunk(2, dim=-1)
-        made = self._kernels.linear(nn.functional.silu(gate) * up, self.down, real)
-        return _biased(self._group.reduce(made), self.down_bias)
+
+def gated_mlp(
+    hidden: Tensor, weights: MlpWeights, real: Tensor | None = None, *, kernels: Kernels, group: Collectives
+) -> Tensor:
+    """The second half of a layer: hidden [b, T, H] + MLP(norm(hidden)), summed over the ranks of ``group``."""
+    if isinstance(kernels, LayerKernels):
+        return kernels.mlp(hidden, weights, real)
+    x = rms_norm(hidden, weights.norm, weights.eps)
+    gate, up = _biased(kernels.linear(x, weights.gate_up, real), weights.gate_up_bias).chunk(2, dim=-1)
+    made = kernels.linear(nn.functional.silu(gate) * up, weights.down, real)
+    return hidden + _biased(group.reduce(made), weights.down_bias)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from paceline.core import reduce
 from paceline.decoder.collectives import Alone, Collectives
-from paceline.decoder.kernels import Kernels, Place, Tree
-from paceline.decoder.llama import rms_norm
+from paceline.decoder.kernels import Kernels, MlpWeights, Place, Tree
+from paceline.decoder.llama import gated_mlp, rms_norm
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.rope import apply_rope, rope_tables
 from paceline.decoder.vocabulary_shards import Lent, embedded, whole
@@ -65,9 +65,9 @@ class EagleLayer(nn.Module):
         """stream [b, n, H], what attention gave [b, n, .] -> hidden [b, n, H]."""
         mixed = mixed.contiguous()
         stream = stream + self._linear(mixed, self.out, self.out_bias)
-        x = rms_norm(stream, self.mlp_norm, self.config.rms_norm_eps)
-        gate, up = self._linear(x, self.gate_up, self.gate_up_bias).chunk(2, dim=-1)
-        return stream + self._linear(nn.functional.silu(gate) * up, self.down, self.down_bias)
+        eps = self.config.rms_norm_eps
+        mlp = MlpWeights(self.mlp_norm, self.gate_up, self.gate_up_bias, self.down, self.down_bias, eps)
+        return gated_mlp(stream, mlp, kernels=self._kernels, group=Alone())
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, real: Tensor | None = None) -> Tensor:
         made = self._kernels.linear(x, weight, real)

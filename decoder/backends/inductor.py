@@ -82,6 +82,7 @@ def _compile(graph: Graph, folder: Path) -> None:
     configs = {
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.custom_ops_to_c_shims": c_shims(),
+        "aot_inductor.compile_wrapper_opt_level": "O0",
     }
     try:
         with torch.no_grad(), environment.inductor_scratch(), warnings.catch_warnings():

@@ -1,6 +1,6 @@
 """Builds the native kernels once per machine and loads them.
 
-Not a build system: one file, one compiler call, one shared library in the artefact cache.
+Not a build system: one compiler call, one shared library in the artefact cache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-ffp-contract=off",
 
 def library_facts() -> dict[str, object]:
     """What the built library depends on."""
-    source = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()
+    files = sorted(_SOURCE.parent.glob("*.h")) + [_SOURCE]
+    source = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return {"kind": "native kernels", "source": source, "flags": list(_FLAGS), **artefacts.machine_facts()}
 
 

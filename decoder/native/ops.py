@@ -6,7 +6,7 @@ A compiled graph calls the library directly (see `c_shims`); the Python implemen
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.core import noise
 from paceline.core.types import SamplingBatch
-from paceline.decoder.kernels import Place
+from paceline.decoder.kernels import AttentionWeights, MlpWeights, Place
 from paceline.decoder.native import build
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -24,6 +24,10 @@ row_linear_real(Tensor x, Tensor w, Tensor count) -> Tensor
 row_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots) -> Tensor
 row_attend_tree(Tensor q, Tensor k, Tensor v, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots, \
 Tensor parents) -> Tensor
+row_attention(Tensor hidden, Tensor norm, float eps, Tensor qkv, Tensor? qkv_bias, Tensor out, Tensor? out_bias, \
+Tensor cos, Tensor sin, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots, Tensor? parents) -> Tensor
+row_mlp(Tensor hidden, Tensor norm, float eps, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, \
+Tensor? count) -> Tensor
 row_keep(Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor path, Tensor slots) -> Tensor
 row_choose(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, int stream) -> Tensor
 row_law(Tensor logits, Tensor knobs) -> Tensor
@@ -57,6 +61,28 @@ class Native:
         )
         return made
 
+    def attention(
+        self,
+        hidden: Tensor,
+        weights: AttentionWeights,
+        cache: tuple[Tensor, Tensor],
+        place: Place,
+        rotation: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        w, tree = weights, place.tree
+        matrices = (w.norm, w.eps, w.qkv, w.qkv_bias, w.out, w.out_bias)
+        turns = (x.contiguous() for x in rotation)
+        at = (place.row, place.count, place.slots, None if tree is None else tree.parents)
+        made: Tensor = torch.ops.paceline.row_attention(hidden.contiguous(), *matrices, *turns, *cache, *at)
+        return made
+
+    def mlp(self, hidden: Tensor, weights: MlpWeights, count: Tensor | None = None) -> Tensor:
+        w = weights
+        made: Tensor = torch.ops.paceline.row_mlp(
+            hidden.contiguous(), w.norm, w.eps, w.gate_up, w.gate_up_bias, w.down, w.down_bias, count
+        )
+        return made
+
     def keep(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
         torch.ops.paceline.row_keep(*cache, row, path.contiguous(), slots)
 
@@ -81,13 +107,20 @@ def c_shims() -> dict[object, list[str]]:
     register()
     ops = torch.ops.paceline
     tensors = "AtenTensorHandle x, AtenTensorHandle w"
-    handles = {n: ", ".join(f"AtenTensorHandle t{i}" for i in range(n)) for n in (4, 5, 8, 9)}
+    handles = {n: ", ".join(f"AtenTensorHandle t{i}" for i in range(n)) for n in (4, 5, 7, 8, 9)}
     head = "AOTITorchError aoti_torch_cpu_row_"
+    maybe = "AtenTensorHandle* "
+    attention = (
+        f"{tensors}, double eps, AtenTensorHandle qkv, {maybe}a, AtenTensorHandle out, {maybe}b, {handles[7]}, {maybe}p"
+    )
+    mlp = f"{tensors}, double eps, AtenTensorHandle gate_up, {maybe}a, AtenTensorHandle down, {maybe}b, {maybe}count"
     return {
         ops.row_linear.default: [f"{head}linear({tensors}, AtenTensorHandle* ret)"],
         ops.row_linear_real.default: [f"{head}linear_real({tensors}, AtenTensorHandle count, AtenTensorHandle* ret)"],
         ops.row_attend.default: [f"{head}attend({handles[8]}, AtenTensorHandle* ret)"],
         ops.row_attend_tree.default: [f"{head}attend_tree({handles[9]}, AtenTensorHandle* ret)"],
+        ops.row_attention.default: [f"{head}attention({attention}, AtenTensorHandle* ret)"],
+        ops.row_mlp.default: [f"{head}mlp({mlp}, AtenTensorHandle* ret)"],
         ops.row_keep.default: [f"{head}keep({handles[5]}, AtenTensorHandle* ret)"],
         ops.row_choose.default: [f"{head}choose({handles[4]}, int64_t stream, AtenTensorHandle* ret)"],
         ops.row_law.default: [f"{head}law({tensors}, AtenTensorHandle* ret)"],
@@ -106,6 +139,8 @@ def register() -> torch.library.Library:
         "row_linear_real": (_linear_real, _shape_linear_real),
         "row_attend": (_attend, _shape_attend),
         "row_attend_tree": (_attend, _shape_attend),
+        "row_attention": (_attention, _shape_half),
+        "row_mlp": (_mlp, _shape_half),
         "row_keep": (_keep, _shape_keep),
         "row_choose": (_choose, _shape_choose),
         "row_law": (_law, _shape_law),
@@ -128,6 +163,10 @@ def _shape_attend(q: Tensor, *_rest: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
 
 
+def _shape_half(hidden: Tensor, *_rest: object) -> Tensor:
+    return torch.empty_like(hidden)
+
+
 def _shape_keep(_ks: Tensor, _vs: Tensor, row: Tensor, *_rest: Tensor) -> Tensor:
     return torch.empty_like(row)
 
@@ -140,9 +179,9 @@ def _shape_law(logits: Tensor, _knobs: Tensor) -> Tensor:
     return torch.empty_like(logits)
 
 
-def _pointer(x: Tensor) -> ctypes.c_void_p:
-    assert x.is_contiguous()
-    return ctypes.c_void_p(x.data_ptr())
+def _pointer(x: Tensor | None) -> ctypes.c_void_p:
+    assert x is None or x.is_contiguous()
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
 def _linear(x: Tensor, w: Tensor) -> Tensor:
@@ -169,6 +208,31 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
     pointers += [ctypes.c_void_p(None)] * (4 - len(places))
     build.library().paceline_attend(*pointers, sizes, ctypes.c_int64(_DTYPES[keys.dtype]))
     return out
+
+
+def _attention(hidden: Tensor, norm: Tensor, eps: float, qkv: Tensor, *rest: Tensor | None) -> Tensor:
+    qkv_bias, out, out_bias, cos, sin, keys, values, row, count, slots, parents = rest
+    assert keys is not None and keys.dtype == qkv.dtype, "weights and cache have one format"
+    made = _shape_half(hidden)
+    order = (hidden, made, count, norm, qkv, qkv_bias, out, out_bias, cos, sin, keys, values, row, slots, parents)
+    _, groups, rows, width = keys.shape
+    sizes = (*hidden.shape, qkv.shape[0] // width - 2 * groups, groups, width, rows)
+    _half("paceline_attention", order, sizes, eps, _DTYPES[qkv.dtype])
+    return made
+
+
+def _mlp(hidden: Tensor, norm: Tensor, eps: float, gate_up: Tensor, *rest: Tensor | None) -> Tensor:
+    gate_up_bias, down, down_bias, count = rest
+    made = _shape_half(hidden)
+    order = (hidden, made, count, norm, gate_up, gate_up_bias, down, down_bias)
+    _half("paceline_mlp", order, (*hidden.shape, gate_up.shape[0]), eps, _DTYPES[gate_up.dtype])
+    return made
+
+
+def _half(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int], eps: float, dtype: int) -> None:
+    pointers = (ctypes.c_void_p * len(tensors))(*(_pointer(x) for x in tensors))
+    numbers = (ctypes.c_int64 * len(sizes))(*sizes)
+    getattr(build.library(), name)(pointers, numbers, ctypes.c_float(eps), ctypes.c_int64(dtype))
 
 
 def _keep(keys: Tensor, values: Tensor, row: Tensor, *rest: Tensor) -> Tensor:

@@ -1,0 +1,191 @@
+// Attention over the rows of a cache that are live, for chains and for trees of tokens; and moving an accepted path.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+#include <vector>
+
+#include "softmax.h"
+
+namespace {
+
+struct Attend {
+  int64_t batch, window, heads, kv_heads, width, rows;  // rows: of the cache, per slot and head
+  const int32_t *row, *count, *slots;
+  const int32_t* parents;  // of a tree: [batch, window], the row each row of a window hangs on; null for a chain
+  int64_t group() const { return heads / kv_heads; }
+  int64_t stride() const { return (rows + VL - 1) / VL * VL; }
+};
+
+// What the heads of a group read and write in one line of a window: the first token's numbers, and how far it is from
+// token to token. A token's query heads lie behind each other, in `q` as in `out`.
+struct Heads {
+  const float *q, *k, *v;
+  float* out;
+  int64_t q_step, k_step, v_step, out_step;
+};
+
+template <class T>
+inline Vec part(const T* line, int64_t v, int64_t D) {  // vector v of a line of D numbers, zeros behind its end
+  if ((v + 1) * VL <= D) return load(line + v * VL);
+  Vec found = {};
+  for (int64_t d = v * VL; d < D; d++) found[d - v * VL] = widen(line[d]);
+  return found;
+}
+
+// For every row of a window that is a tree: the rows from the root down to it.
+struct Ways {
+  int64_t window = 0;
+  std::vector<int32_t> rows, lengths;
+  Ways(const int32_t* parents, int64_t T) : window(T) {
+    if (!parents) return;
+    rows.resize(T * T);
+    lengths.resize(T);
+    for (int64_t t = 0; t < T; t++) {
+      int64_t parent = parents[t], above = parent < 0 ? 0 : lengths[parent];
+      if (above) std::copy_n(&rows[parent * T], above, &rows[t * T]);
+      rows[t * T + above] = (int32_t)t;
+      lengths[t] = (int32_t)above + 1;
+    }
+  }
+  const int32_t* of(int64_t t) const { return &rows[t * window]; }
+  int64_t length(int64_t t) const { return lengths[t]; }
+};
+
+// QUERIES rows of one key-value head at once: the cache is read and widened once for all of them. Each sum has an
+// accumulator of its own, so a row's result does not depend on QUERIES. DEEP = positions or vectors walked abreast.
+// In a TREE the rows before the window are common to all; each row then walks its own ancestors (`ways`, window rows
+// from the root down) as if they lay behind each other: the arithmetic of a chain, so also its bits.
+template <class T, int QUERIES, bool TREE>
+void attend_block(const Attend& a, const Heads& h, const T* keys, const T* values, int64_t first, int64_t row,
+                  float* scratch, const Ways& ways) {
+  constexpr int DEEP = QUERIES == 1 ? 4 : QUERIES == 2 ? 4 : 2;
+  const int64_t D = a.width, group = a.group(), vectors = (D + VL - 1) / VL, padded = vectors * VL;
+  const int64_t stride = a.stride();
+  const float scale = 1.0f / std::sqrt((float)D);
+  float *scores = scratch, *query = scores + QUERIES * stride;
+  float* to[QUERIES];
+  const int32_t* way[QUERIES];
+  int64_t seen[QUERIES], longest = 0;
+  for (int i = 0; i < QUERIES; i++) {
+    int64_t t = (first + i) / group, head = (first + i) % group * D;
+    const float* from = h.q + t * h.q_step + head;
+    to[i] = h.out + t * h.out_step + head;
+    way[i] = TREE ? ways.of(t) : nullptr;
+    seen[i] = row + (TREE ? ways.length(t) : t + 1);
+    longest = TREE ? row : std::max(longest, seen[i]);
+    for (int64_t d = 0; d < padded; d++) query[i * padded + d] = d < D ? from[d] * scale : 0.0f;
+  }
+  auto score = [&](auto deep, int64_t p) {
+    constexpr int N = decltype(deep)::value;
+    Vec sum[N][QUERIES] = {};
+    for (int64_t v = 0; v < vectors; v++)
+      for (int j = 0; j < N; j++) {
+        Vec key = part(keys + (p + j) * D, v, D);
+        for (int i = 0; i < QUERIES; i++) multiply_add(sum[j][i], load(query + i * padded + v * VL), key);
+      }
+    for (int j = 0; j < N; j++)
+      for (int i = 0; i < QUERIES; i++) scores[i * stride + p + j] = total(sum[j][i]);
+  };
+  int64_t p = 0;
+  for (; p + DEEP <= longest; p += DEEP) score(std::integral_constant<int, DEEP>{}, p);
+  for (; p < longest; p++) score(std::integral_constant<int, 1>{}, p);
+  if (TREE)
+    for (int i = 0; i < QUERIES; i++)
+      for (int64_t at = row; at < seen[i]; at++) {
+        Vec sum = {};
+        for (int64_t v = 0; v < vectors; v++)
+          multiply_add(sum, load(query + i * padded + v * VL), part(keys + (row + way[i][at - row]) * D, v, D));
+        scores[i * stride + at] = total(sum);
+      }
+  float inverse[QUERIES];
+  for (int i = 0; i < QUERIES; i++) {
+    inverse[i] = weigh(scores + i * stride, seen[i]);
+    // A key behind a row's own weighs nothing; adding 0 * value changes no bit of a sum of finite numbers.
+    for (int64_t later = seen[i]; later < longest; later++) scores[i * stride + later] = 0.0f;
+  }
+  auto mix_values = [&](auto deep, int64_t v) {
+    constexpr int N = decltype(deep)::value;
+    Vec sum[N][QUERIES] = {};
+    for (int64_t at = 0; at < longest; at++)
+      for (int j = 0; j < N; j++) {
+        Vec value = part(values + at * D, v + j, D);
+        for (int i = 0; i < QUERIES; i++) multiply_add(sum[j][i], value, Vec{} + scores[i * stride + at]);
+      }
+    if (TREE)
+      for (int i = 0; i < QUERIES; i++)
+        for (int64_t at = row; at < seen[i]; at++)
+          for (int j = 0; j < N; j++)
+            multiply_add(sum[j][i], part(values + (row + way[i][at - row]) * D, v + j, D),
+                         Vec{} + scores[i * stride + at]);
+    for (int j = 0; j < N; j++)
+      for (int i = 0; i < QUERIES; i++)
+        for (int64_t d = 0; d < VL && (v + j) * VL + d < D; d++) to[i][(v + j) * VL + d] = sum[j][i][d] * inverse[i];
+  };
+  int64_t v = 0;
+  for (; v + DEEP <= vectors; v += DEEP) mix_values(std::integral_constant<int, DEEP>{}, v);
+  for (; v < vectors; v++) mix_values(std::integral_constant<int, 1>{}, v);
+}
+
+// One group of heads in line b: write its keys and values to their rows, then attend. `keys` and `values` are those of
+// its slot and head.
+template <class T, bool TREE>
+void attend_group(const Attend& a, int64_t b, const Heads& h, T* keys, T* values) {
+  static thread_local std::vector<float> scratch;
+  const int64_t D = a.width, n = std::min<int64_t>(a.count[b], a.window), row = a.row[b];
+  size_t need = 4 * a.stride() + 4 * ((D + VL - 1) / VL * VL);
+  if (scratch.size() < need) scratch.resize(need);
+  for (int64_t t = 0; t < n; t++)
+    for (int64_t d = 0; d < D; d++) {
+      narrow(keys + (row + t) * D + d, h.k[t * h.k_step + d]);
+      narrow(values + (row + t) * D + d, h.v[t * h.v_step + d]);
+    }
+  const Ways ways(TREE ? a.parents + b * a.window : nullptr, a.window);
+  for (int64_t first = 0, left = n * a.group(); left > 0;) {
+    const int64_t take = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    auto block = take == 4   ? attend_block<T, 4, TREE>
+                 : take == 2 ? attend_block<T, 2, TREE>
+                             : attend_block<T, 1, TREE>;
+    block(a, h, keys, values, first, row, scratch.data(), ways);
+    first += take, left -= take;
+  }
+}
+
+template <class T>
+void attend_group(const Attend& a, int64_t b, int64_t g, const Heads& h, T* keys, T* values) {
+  const int64_t base = ((int64_t)a.slots[b] * a.kv_heads + g) * a.rows * a.width;
+  if (a.parents) attend_group<T, true>(a, b, h, keys + base, values + base);
+  else attend_group<T, false>(a, b, h, keys + base, values + base);
+}
+
+// All lines and groups; q and out [batch, window, heads, width], k and v [batch, window, kv_heads, width].
+template <class T>
+void attend(const Attend& a, const float* q, const float* k, const float* v, T* keys, T* values, float* out) {
+  const int64_t D = a.width, line = a.heads * D, kv_line = a.kv_heads * D, group = a.group() * D;
+#pragma omp parallel for collapse(2) schedule(static) if (a.batch * a.heads * a.window * a.rows > 2048)
+  for (int64_t b = 0; b < a.batch; b++)
+    for (int64_t g = 0; g < a.kv_heads; g++) {
+      const int64_t at = b * a.window * line + g * group, kv_at = b * a.window * kv_line + g * D;
+      attend_group(a, b, g, Heads{q + at, k + kv_at, v + kv_at, out + at, line, kv_line, kv_line, line}, keys, values);
+      for (int64_t t = std::min<int64_t>(a.count[b], a.window); t < a.window; t++)
+        std::fill_n(out + at + t * line, group, 0.0f);
+    }
+}
+
+// Moves the rows of an accepted path behind the root. They ascend, so none is overwritten before it is read.
+void keep(char* cache, const int32_t* row, const int32_t* path, const int32_t* slots, int32_t* moved,
+          const int64_t* sizes) {
+  const int64_t batch = sizes[0], depth = sizes[1], heads = sizes[2], rows = sizes[3], bytes = sizes[4];
+  std::fill(moved, moved + batch, 0);
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t i = 0; i < depth && path[b * depth + i] >= 0; i++) {
+      if (path[b * depth + i] == i + 1) continue;
+      moved[b]++;
+      for (int64_t g = 0; g < heads; g++) {
+        char* line = cache + (((int64_t)slots[b] * heads + g) * rows + row[b]) * bytes;
+        std::memcpy(line + (i + 1) * bytes, line + path[b * depth + i] * bytes, bytes);
+      }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,157 @@
+// The two halves of a Llama layer, each with its norm and its sum onto the stream, in one piece of work for the team:
+// what lies between the products costs more as operations of their own than it takes to compute.
+#pragma once
+
+#include <vector>
+
+#include "attention.h"
+#include "product.h"
+
+namespace {
+
+// Lines of a window, of which some tokens are padding: the numbers of those that are real.
+inline std::vector<int64_t> real_rows(int64_t batch, int64_t window, const int32_t* count) {
+  std::vector<int64_t> rows;
+  rows.reserve(batch * window);
+  for (int64_t b = 0; b < batch; b++)
+    for (int64_t t = 0; t < (count ? std::min<int64_t>(count[b], window) : window); t++) rows.push_back(b * window + t);
+  return rows;
+}
+
+// weight * x / sqrt(mean(x^2) + eps), in the order a product reads it.
+template <class W>
+void norm_line(const float* x, const W* weight, float eps, float* to, int64_t K) {
+  Vec squares = {};
+  int64_t k = 0;
+  for (; k + VL <= K; k += VL) multiply_add(squares, load(x + k), load(x + k));
+  float sum = total(squares);
+  for (; k < K; k++) sum = __builtin_fmaf(x[k], x[k], sum);
+  const float scale = 1.0f / std::sqrt(sum / (float)K + eps);
+  arrange_line<W>(
+      to, K, [&](int64_t k) { return load(weight + k) * (load(x + k) * scale); },
+      [&](int64_t k) { return widen(weight[k]) * (x[k] * scale); });
+}
+
+template <class W>
+inline float plus(float value, const W* bias, int64_t n) {
+  return bias ? value + widen(bias[n]) : value;
+}
+
+// A matrix [N, K] and what is added to its product, if anything.
+template <class W>
+struct Matrix {
+  const W *weight, *bias;
+  int64_t N;
+};
+
+// hidden and out [batch, window, width]; rows that are padding pass through unchanged.
+struct Stream {
+  const float* hidden;
+  float* out;
+  int64_t batch, window, width;
+  const int32_t* count;  // [batch], or null: every row is real
+  float eps;
+  std::vector<int64_t> begin() const {
+    std::vector<int64_t> rows = real_rows(batch, window, count);
+    if ((int64_t)rows.size() < batch * window) std::copy_n(hidden, batch * window * width, out);
+    return rows;
+  }
+};
+
+// from [D] turned by the angles of cos and sin [D], as paceline.decoder.rope.apply_rope.
+inline void rotate(const float* from, const float* cos, const float* sin, float* to, int64_t D) {
+  for (int64_t d = 0, half = D / 2; d < half; d++) {
+    to[d] = from[d] * cos[d] + -from[d + half] * sin[d];
+    to[d + half] = from[d + half] * cos[d + half] + from[d] * sin[d + half];
+  }
+}
+
+// out = hidden + product(attend(rotate(product(norm(hidden))))); cos and sin [batch, window, D].
+template <class W>
+void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const Matrix<W>& result, const float* cos,
+                    const float* sin, const Attend& a, W* keys, W* values) {
+  const std::vector<int64_t> rows = s.begin();
+  const int64_t M = rows.size(), H = s.width, D = a.width, all = a.heads * D, group = a.group();
+  std::vector<int64_t> first(s.batch, 0);  // the place among the real rows of each line's first
+  for (int64_t m = M; m-- > 0;) first[rows[m] / s.window] = m;
+  std::vector<float> mixed(M * qkv.N), seen(M * all), common(M > FEW ? M * std::max(H, all) : 0);
+  Shared making(qkv.N, PIECES), looking(s.batch * a.kv_heads, PIECES, 1), adding(H, PIECES);
+#pragma omp parallel if (M * H * qkv.N > WORTH)
+  {
+    const float* x = prepare(M, H, common.data(), [&](int64_t m, float* to) {
+      norm_line(s.hidden + rows[m] * H, norm, s.eps, to, H);
+    });
+    making.run([&](int64_t begin, int64_t end) {
+      product(x, qkv.weight, M, H, begin, end, [&](int64_t m, int64_t n, float value) {
+        mixed[m * qkv.N + n] = plus(value, qkv.bias, n);
+      });
+    });
+#pragma omp barrier
+    looking.run([&](int64_t begin, int64_t end) {
+      static thread_local std::vector<float> turned;
+      for (int64_t item = begin; item < end; item++) {
+        const int64_t b = item / a.kv_heads, g = item % a.kv_heads, n = std::min<int64_t>(a.count[b], a.window);
+        if (n <= 0) continue;
+        const float* line = mixed.data() + first[b] * qkv.N;
+        turned.resize(n * (group + 1) * D);  // of each token: the group's queries, then its key
+        for (int64_t t = 0; t < n; t++) {
+          const float *row = line + t * qkv.N, *c = cos + (b * s.window + t) * D, *i = sin + (b * s.window + t) * D;
+          float* to = turned.data() + t * (group + 1) * D;
+          for (int64_t h = 0; h < group; h++) rotate(row + (g * group + h) * D, c, i, to + h * D, D);
+          rotate(row + all + g * D, c, i, to + group * D, D);
+        }
+        const float *q = turned.data(), *v = line + all + (a.kv_heads + g) * D;
+        float* to = seen.data() + first[b] * all + g * group * D;
+        attend_group(a, b, g, Heads{q, q + group * D, v, to, (group + 1) * D, (group + 1) * D, qkv.N, all}, keys, values);
+      }
+    });
+#pragma omp barrier
+    const float* y = prepare(M, all, common.data(), [&](int64_t m, float* to) {
+      arrange_line<W>(seen.data() + m * all, to, all);
+    });
+    adding.run([&](int64_t begin, int64_t end) {
+      product(y, result.weight, M, all, begin, end, [&](int64_t m, int64_t n, float value) {
+        s.out[rows[m] * H + n] = s.hidden[rows[m] * H + n] + plus(value, result.bias, n);
+      });
+    });
+  }
+}
+
+// out = hidden + product(silu(gate) * up), where gate and up are the halves of product(norm(hidden)).
+template <class W>
+void mlp_half(const Stream& s, const W* norm, const Matrix<W>& gate_up, const Matrix<W>& down) {
+  const std::vector<int64_t> rows = s.begin();
+  const int64_t M = rows.size(), H = s.width, F = gate_up.N / 2, line = (F + VL - 1) / VL * VL;
+  std::vector<float> gates(M * line), ups(M * line), common(M > FEW ? M * std::max(H, F) : 0);
+  Shared making(F, PIECES), adding(H, PIECES);
+#pragma omp parallel if (M * H * gate_up.N > WORTH)
+  {
+    const float* x = prepare(M, H, common.data(), [&](int64_t m, float* to) {
+      norm_line(s.hidden + rows[m] * H, norm, s.eps, to, H);
+    });
+    making.run([&](int64_t begin, int64_t end) {
+      product(x, gate_up.weight, M, H, begin, end, [&](int64_t m, int64_t n, float value) {
+        gates[m * line + n] = plus(value, gate_up.bias, n);
+      });
+      product(x, gate_up.weight, M, H, F + begin, F + end, [&](int64_t m, int64_t n, float value) {
+        ups[m * line + n - F] = plus(value, gate_up.bias, n);
+      });
+      for (int64_t m = 0; m < M; m++)
+        for (int64_t n = m * line + begin; n < m * line + end; n += VL) {
+          Vec gated = silu(load(&gates[n])) * load(&ups[n]);
+          std::memcpy(&gates[n], &gated, sizeof gated);
+        }
+    });
+#pragma omp barrier
+    const float* y = prepare(M, F, common.data(), [&](int64_t m, float* to) {
+      arrange_line<W>(gates.data() + m * line, to, F);
+    });
+    adding.run([&](int64_t begin, int64_t end) {
+      product(y, down.weight, M, F, begin, end, [&](int64_t m, int64_t n, float value) {
+        s.out[rows[m] * H + n] = s.hidden[rows[m] * H + n] + plus(value, down.bias, n);
+      });
+    });
+  }
+}
+
+}  // namespace

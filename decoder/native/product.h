@@ -1,0 +1,190 @@
+// Products of a few rows with a weight matrix, and how a team of threads shares them.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <omp.h>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+// ---------------------------------------------------------------------------------------------------- sharing a loop --
+
+// A loop that a team shares. Every thread has a range of its own, taken in pieces; whoever is done helps the others: a
+// thread may be slow to start, or be interrupted. Set up before the team begins.
+class Shared {
+ public:
+  // Pieces are of `unit` numbers or a multiple of it.
+  Shared(int64_t count, int64_t pieces, int64_t unit = VL) : threads_(std::min(omp_get_max_threads(), MOST)) {
+    const int64_t units = (count + unit - 1) / unit;
+    for (int i = 0; i < threads_; i++) {
+      parts_[i].next.store(units * i / threads_ * unit, std::memory_order_relaxed);
+      parts_[i].end = std::min(count, units * (i + 1) / threads_ * unit);
+    }
+    piece_ = std::max<int64_t>(1, units / threads_ / pieces) * unit;
+  }
+  // body(begin, end) for pieces that cover the loop once. All of the team must call this, and then wait for each other.
+  template <class Body>
+  void run(Body body) {
+    for (int i = 0, me = omp_get_thread_num(); i < threads_; i++) {
+      Part& part = parts_[(me + i) % threads_];
+      for (int64_t begin; (begin = part.next.fetch_add(piece_, std::memory_order_relaxed)) < part.end;)
+        body(begin, std::min(begin + piece_, part.end));
+    }
+  }
+
+ private:
+  struct alignas(64) Part {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  static constexpr int MOST = 256;  // ranges; more threads than that only help
+  int threads_;
+  int64_t piece_;
+  Part parts_[MOST];
+};
+
+// ------------------------------------------------------------------------------------------- the order of activations --
+
+constexpr int STEP = 2 * VL;  // numbers of K walked at once
+
+// Two vectors that hold STEP numbers of a weight row between them, in the order `arrange` gives the activations.
+struct Pair {
+  Vec first, second;
+};
+template <class W>
+inline Pair load_pair(const W* p) {
+  return {load(p), load(p + VL)};
+}
+inline Pair load_pair(const BFloat16* p) {  // a bfloat16 is the upper half of a float: even ones shifted up, odd ones masked
+  VecU both;
+  std::memcpy(&both, p, sizeof both);
+  return {(Vec)(both << 16), (Vec)(both & 0xFFFF0000u)};
+}
+template <class W>
+inline Pair arrange(Vec first, Vec second) {
+  return {first, second};
+}
+template <>
+inline Pair arrange<BFloat16>(Vec first, Vec second) {  // the even ones, then the odd ones
+#ifdef __clang__
+  return {__builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14),
+          __builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15)};
+#else
+  return {__builtin_shuffle(first, second, VecI{0, 2, 4, 6, 8, 10, 12, 14}),
+          __builtin_shuffle(first, second, VecI{1, 3, 5, 7, 9, 11, 13, 15})};
+#endif
+}
+// A line of K numbers, each what `number` makes of its place: a vector or, behind the last whole STEP, a single one.
+template <class W, class Vector, class Number>
+inline void arrange_line(float* to, int64_t K, Vector vector, Number number) {
+  int64_t k = 0;
+  for (; k + STEP <= K; k += STEP) {
+    Pair pair = arrange<W>(vector(k), vector(k + VL));
+    std::memcpy(to + k, &pair, sizeof pair);
+  }
+  for (; k < K; k++) to[k] = number(k);
+}
+template <class W>
+void arrange_line(const float* from, float* to, int64_t K) {
+  arrange_line<W>(to, K, [&](int64_t k) { return load(from + k); }, [&](int64_t k) { return from[k]; });
+}
+
+// M lines of K numbers, written by fill(m, line): by every thread for itself if they are few, which is cheaper than to
+// wait for each other, or by all of the team together into `common`, which holds M * K numbers.
+constexpr int64_t FEW = 16;
+template <class Fill>
+const float* prepare(int64_t M, int64_t K, float* common, Fill fill) {
+  if (M > FEW) {
+#pragma omp for schedule(static)
+    for (int64_t m = 0; m < M; m++) fill(m, common + m * K);
+    return common;
+  }
+  static thread_local std::vector<float> own;
+  if ((int64_t)own.size() < M * K) own.resize(M * K);
+  for (int64_t m = 0; m < M; m++) fill(m, own.data() + m * K);
+  return own.data();
+}
+
+// ------------------------------------------------------------------------------------------------------- the product --
+
+// ROWS x COLS results at once. One accumulator for each, walked along K: the same arithmetic for every ROWS and COLS.
+// A function by itself, so that nothing around it costs it a register. found [ROWS, COLS]
+template <class W, int ROWS, int COLS>
+__attribute__((noinline)) void block(const float* x, const W* w, int64_t K, float* found) {
+  Vec sum[ROWS][COLS];
+  for (int m = 0; m < ROWS; m++)
+    for (int n = 0; n < COLS; n++) sum[m][n] = Vec{};
+  int64_t k = 0;
+  for (; k + STEP <= K; k += STEP) {
+    Pair column[COLS];
+    for (int n = 0; n < COLS; n++) column[n] = load_pair(w + n * K + k);
+    const char* ahead = (const char*)(w + COLS * K + k * COLS) + 1024;  // the next rows lie right behind these
+    for (size_t byte = 0; byte < COLS * STEP * sizeof(W); byte += 64) __builtin_prefetch(ahead + byte);
+    for (int m = 0; m < ROWS; m++) {
+      Vec row = in_register(load(x + m * K + k));
+      for (int n = 0; n < COLS; n++) multiply_add(sum[m][n], column[n].first, row);
+    }
+    for (int m = 0; m < ROWS; m++) {
+      Vec row = in_register(load(x + m * K + k + VL));
+      for (int n = 0; n < COLS; n++) multiply_add(sum[m][n], column[n].second, row);
+    }
+  }
+  for (int m = 0; m < ROWS; m++)
+    for (int n = 0; n < COLS; n++) {
+      float value = total(sum[m][n]);
+      for (int64_t j = k; j < K; j++) value = __builtin_fmaf(x[m * K + j], widen(w[n * K + j]), value);
+      found[m * COLS + n] = value;
+    }
+}
+
+// M prepared rows with COLS rows of weights; emit(m, n, value) gets each result.
+template <class W, int COLS, class Emit>
+inline void columns(const float* x, const W* w, int64_t M, int64_t K, Emit emit) {
+  for (int64_t m = 0; m < M;) {
+    float found[5 * COLS];
+    const int64_t left = M - m;
+    const float* row = x + m * K;
+    // Five at a time fill the registers; no small remainder is left over: 6 is 3 + 3, 7 is 4 + 3, 8 is 4 + 4.
+    int take = left >= 9 || left == 5 ? 5 : left >= 7 || left == 4 ? 4 : left == 6 ? 3 : (int)left;
+    switch (take) {
+      case 5: block<W, 5, COLS>(row, w, K, found); break;
+      case 4: block<W, 4, COLS>(row, w, K, found); break;
+      case 3: block<W, 3, COLS>(row, w, K, found); break;
+      case 2: block<W, 2, COLS>(row, w, K, found); break;
+      default: block<W, 1, COLS>(row, w, K, found);
+    }
+    for (int i = 0; i < take; i++)
+      for (int n = 0; n < COLS; n++) emit(m + i, n, found[i * COLS + n]);
+    m += take;
+  }
+}
+
+// emit(m, n, value) for the rows n from `begin` to `end` of weights [., K].
+template <class W, class Emit>
+void product(const float* x, const W* w, int64_t M, int64_t K, int64_t begin, int64_t end, Emit emit) {
+  int64_t n = begin;
+  auto to = [&](int64_t m, int64_t i, float value) { emit(m, n + i, value); };
+  for (; n + 2 <= end; n += 2) columns<W, 2>(x, w + n * K, M, K, to);
+  if (n < end) columns<W, 1>(x, w + n * K, M, K, to);
+}
+
+constexpr int64_t PIECES = 4;  // of a thread's range: fine enough to help out, coarse enough to read weights in a stream
+constexpr int64_t WORTH = 16384;  // multiply-adds that are worth a team
+
+template <class W>
+void linear(const float* in, const W* w, float* out, int64_t M, int64_t K, int64_t N) {
+  Shared work(N, PIECES);
+  std::vector<float> common(M > FEW ? M * K : 0);
+#pragma omp parallel if (M * K * N > WORTH)
+  {
+    const float* x = prepare(M, K, common.data(), [&](int64_t m, float* to) { arrange_line<W>(in + m * K, to, K); });
+    work.run([&](int64_t begin, int64_t end) {
+      product(x, w, M, K, begin, end, [&](int64_t m, int64_t n, float value) { out[m * N + n] = value; });
+    });
+  }
+}
+
+}  // namespace

@@ -1,0 +1,93 @@
+// Vectors of eight numbers, the three formats of weights, and sums in a fixed order.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int VL = 8;  // lanes of a vector; fixed, so that every machine sums in the same order
+typedef float Vec __attribute__((vector_size(VL * 4)));
+typedef int32_t VecI __attribute__((vector_size(VL * 4)));
+typedef uint32_t VecU __attribute__((vector_size(VL * 4)));
+typedef uint16_t VecH __attribute__((vector_size(VL * 2)));
+typedef _Float16 VecF16 __attribute__((vector_size(VL * 2)));
+
+struct BFloat16 {
+  uint16_t bits;
+};
+typedef _Float16 Float16;
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline Vec load(const BFloat16* p) {
+#ifdef __AVX2__
+  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+  VecH h;
+  std::memcpy(&h, p, sizeof h);
+  return (Vec)(__builtin_convertvector(h, VecU) << 16);
+#endif
+}
+inline Vec load(const Float16* p) {
+#if defined(__AVX2__) && defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#else
+  VecF16 h;
+  std::memcpy(&h, p, sizeof h);
+  return __builtin_convertvector(h, Vec);
+#endif
+}
+inline float widen(float x) { return x; }
+inline float widen(Float16 x) { return (float)x; }
+inline float widen(BFloat16 x) {
+  uint32_t word = (uint32_t)x.bits << 16;
+  float value;
+  std::memcpy(&value, &word, 4);
+  return value;
+}
+inline void narrow(float* p, float x) { *p = x; }
+inline void narrow(Float16* p, float x) { *p = (Float16)x; }
+inline void narrow(BFloat16* p, float x) {  // round to nearest, ties to even, as PyTorch does
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  p->bits = x != x ? 0x7fc0 : (uint16_t)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+}
+inline void multiply_add(Vec& sum, Vec a, Vec b) {
+#if defined(__AVX2__) && defined(__FMA__)
+  sum = (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+  for (int i = 0; i < VL; i++) sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
+#endif
+}
+inline float total(Vec v) {  // ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7))
+#ifdef __AVX2__
+  __m128 half = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+#else
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+#endif
+}
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+inline float largest(Vec v) {
+  float best = v[0];
+  for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
+  return best;
+}
+inline Vec in_register(Vec v) {  // keeps the compiler from loading the same vector again for every use
+#ifdef __AVX2__
+  asm("" : "+x"(v));
+#endif
+  return v;
+}
+inline VecI lanes() { return VecI{0, 1, 2, 3, 4, 5, 6, 7}; }
+
+}  // namespace
