@@ -50,12 +50,14 @@ class Adaptive:
         rung = self.rung = self._pace.choose()
         if rung == 0:
             bounds = Bounds(torch.zeros_like(bounds.limit), bounds.rows)
+        asked = [min(rung, limit) for limit in bounds.limit.tolist()]
         begin = perf_counter()
         made = self.rungs[rung](commit, sampling, bounds)
         seconds = perf_counter() - begin
         self.drafted = self.rungs[rung].drafted
         accepted = [count - 1 for count in made.count.tolist()]
-        # A round that could not draft as deep as its rung, near an end, says nothing of the rung's time.
-        if max(self.drafted, default=0) == rung:
-            self._pace.record(rung, drafted=self.drafted, accepted=accepted, seconds=seconds)
+        # A round that was not to draft as deep as its rung, near an end, says nothing of the rung's time. One whose
+        # drafter had less to say does: that is what the rung is like.
+        if max(asked) == rung:
+            self._pace.record(rung, asked=asked, accepted=accepted, seconds=seconds)
         return made

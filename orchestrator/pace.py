@@ -80,18 +80,21 @@ class Pace:
             expected += standing
         return expected
 
-    def record(self, rung: int, *, drafted: list[int], accepted: list[int], seconds: float) -> None:
-        """What a round at a rung did: for every slot, how many drafts it had and how many stood; and its time."""
+    def record(self, rung: int, *, asked: list[int], accepted: list[int], seconds: float) -> None:
+        """What a round at a rung did: for every slot, how many drafts were asked for and how many stood; and its time.
+
+        A draft that was asked for and not made, by a drafter in doubt or without a match, is one that did not stand.
+        """
         self._runs[rung] += 1
         if self._runs[rung] > 1:
             self._times[rung] = [*self._times[rung][-(KEPT_TIMES - 1) :], seconds]
         self._idle = 0 if rung else self._idle + 1
-        if not any(drafted):
+        if not any(asked):
             return
         self._hits = [DECAY * x for x in self._hits]
         self._tries = [DECAY * x for x in self._tries]
-        for proposed, stood in zip(drafted, accepted, strict=True):
-            for place in range(min(proposed, stood + 1)):  # behind the first rejection nothing was decided
+        for wanted, stood in zip(asked, accepted, strict=True):
+            for place in range(min(wanted, stood + 1)):  # behind the first rejection nothing was decided
                 self._tries[place] += 1
                 self._hits[place] += place < stood
 

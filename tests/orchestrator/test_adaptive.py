@@ -29,7 +29,7 @@ def told(pace: Pace, *, alpha: float, times: dict[int, float], rounds: int = 400
     for _ in range(rounds):
         rung = pace.choose()
         stood = next((i for i in range(rung) if dice.random() >= alpha), rung)
-        pace.record(rung, drafted=[rung], accepted=[stood], seconds=times[rung])
+        pace.record(rung, asked=[rung], accepted=[stood], seconds=times[rung])
         chosen.append(rung)
     return chosen
 
@@ -65,8 +65,8 @@ def test_the_same_trace_gives_the_same_choices_and_the_first_time_of_a_rung_does
     assert runs[0] == runs[1]
     assert sorted(runs[0][: 2 * len(LADDER)]) == sorted([*LADDER, *LADDER])  # each is tried twice before any choice
     pace = Pace((0, 2))
-    pace.record(2, drafted=[2], accepted=[2], seconds=100.0)  # compiling
-    pace.record(2, drafted=[2], accepted=[2], seconds=1.0)
+    pace.record(2, asked=[2], accepted=[2], seconds=100.0)  # compiling
+    pace.record(2, asked=[2], accepted=[2], seconds=1.0)
     assert pace.rate(2) == pace.tokens(2)
 
 
@@ -74,6 +74,23 @@ def test_after_long_without_drafts_one_is_tried() -> None:
     chosen = told(Pace((0, 1)), alpha=0.0, times={0: 1.0, 1: 2.0}, rounds=300)
     late = chosen[100:]
     assert 1 in late and late.count(1) < 8
+
+
+def test_a_draft_that_stops_short_of_its_rung_counts_as_one_that_does_not_stand() -> None:
+    """A rung that is never reached must not be the only one that is ever taken."""
+    pace, chosen = Pace(LADDER), []
+    for _ in range(400):
+        rung = pace.choose()
+        pace.record(rung, asked=[rung], accepted=[min(rung, 2)], seconds=1.0 + 0.1 * rung)  # it says two, all stand
+        chosen.append(rung)
+    assert chosen[200:].count(2) > 0.8 * 200
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_every_rung_is_tried_with_a_draft_that_has_little_to_say(fused: bool | None) -> None:
+    maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=LADDER, confidence=0.9, fused=fused)
+    maker.sample([[1, 2, 3]], max_new_tokens=40)
+    assert set(maker.statistics.rungs) == set(LADDER)
 
 
 @pytest.mark.parametrize("k", [(), (2, 1), (0, 0, 1), (-1, 2)])
