@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paceline.core.errors import ConfigurationError
+
 PAD = -1
 """No token here. Never a legal id: 0 is a token like any other."""
 
@@ -39,7 +41,13 @@ class Outline:
 
     @classmethod
     def chain(cls, length: int) -> Outline:
-        """``length`` nodes, each behind the one before."""
+        """``length`` nodes, each behind the one before.
+
+        Raises:
+            ConfigurationError: the length is negative.
+        """
+        if length < 0:
+            raise ConfigurationError(f"a drafter cannot propose {length} tokens a round; give 0 or more")
         return cls(length, length)
 
     @property

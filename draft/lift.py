@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 
 Function = Callable[[list[int]], list[int]]
@@ -57,5 +58,11 @@ class LiftedDrafter:
 
 
 def lift(function: Function, length: int) -> LiftedDrafter:
-    """A drafter of up to ``length`` tokens a round from a plain function."""
+    """A drafter of up to ``length`` tokens a round from a plain function.
+
+    Raises:
+        ConfigurationError: it cannot be called, or the length is negative.
+    """
+    if not callable(function):
+        raise ConfigurationError(f"lift takes a function from ids to ids, not a {type(function).__name__}")
     return LiftedDrafter(function, length)

@@ -81,6 +81,7 @@ class Ask:
         values.integers("seed", self.seed, optional=False)
         values.integers("eos_token_id", self.eos_token_id, optional=True)
         values.strings("stop_strings", self.stop_strings)
+        values.flags("speculate", self.speculate)
         values.callables("stopping_criteria_list", self.stopping_criteria_list)
         values.callables("logits_processor", self.logits_processor)
 

@@ -62,10 +62,10 @@ def acceptor(name: str | Acceptor, alpha: float | None = None) -> Acceptor:
         if name != "match":
             raise ConfigurationError(f"simulate_acceptance takes the place of acceptor={name!r}; give one of them")
         return Simulated(alpha)
-    if not isinstance(name, str):
+    if isinstance(name, Match | Reject | Typical | Simulated):
         return name
-    if name not in ACCEPTORS:
-        raise ConfigurationError(f"acceptor={name!r} is unknown; use one of {', '.join(ACCEPTORS)}")
+    if not isinstance(name, str) or name not in ACCEPTORS:
+        raise ConfigurationError(f"acceptor={name!r} is unknown; use one of {', '.join(ACCEPTORS)}, or a rule's object")
     return ACCEPTORS[name]()
 
 
@@ -95,7 +95,10 @@ def drafter(
         return ModelDrafter(draft, k, vocabulary=between, drawn=isinstance(rule, Reject), confidence=confidence)
     if isinstance(draft, str):
         if draft not in DRAFTERS:
-            raise ConfigurationError(f"no drafter is called {draft!r}; there are {', '.join(DRAFTERS)}")
+            raise ConfigurationError(
+                f"no drafter is called {draft!r}; there are {', '.join(DRAFTERS)}. A model has to be loaded first, by "
+                "AutoDecoder.from_pretrained"
+            )
         return DRAFTERS[draft](k)
     if isinstance(draft, Drafter):
         return draft
@@ -216,10 +219,12 @@ def _apart(state: nn.Module, target: CompiledDecoder) -> bool:
 def _outline(source: Drafter, width: int | None) -> Outline:
     """That of the drafter, or a wider chain if a width is asked for."""
     outline = source.outline
+    if width is not None and not isinstance(width, int):
+        raise ConfigurationError(f"width must be a number of rows, not {width!r}")
     if width is None or width == outline.nodes + 1:
         return outline
     if not outline.is_chain:
         raise ConfigurationError(f"width={width} is for chains; this drafter's tree has {outline.nodes} nodes")
-    if not isinstance(width, int) or width < outline.nodes + 1:
+    if width < outline.nodes + 1:
         raise ConfigurationError(f"width={width} is too small for {outline.nodes} drafted tokens and the target's own")
     return Outline.chain(width - 1)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
+from paceline import values
 from paceline.core.errors import ConfigurationError
 
 LADDER = (0, 1, 2, 4, 8)
@@ -105,9 +106,9 @@ def of(k: int | Sequence[int]) -> tuple[int, Pace | None]:
     Raises:
         ConfigurationError: a depth is negative, or they do not ascend.
     """
-    if isinstance(k, int):
-        return k, None
-    ladder = tuple(k) if isinstance(k, Sequence) and all(isinstance(depth, int) for depth in k) else ()
+    if values.is_integer(k):
+        return int(k), None  # type: ignore[arg-type]
+    ladder = tuple(map(int, k)) if isinstance(k, (list, tuple)) and all(values.is_integer(depth) for depth in k) else ()
     if not ladder or ladder[0] < 0 or any(a >= b for a, b in pairwise(ladder)):
-        raise ConfigurationError(f"k must be a number or ascending numbers of drafted tokens, not {k}")
+        raise ConfigurationError(f"k must be a number or ascending numbers of drafted tokens, not {k!r}")
     return ladder[-1], Pace(ladder) if len(ladder) > 1 else None

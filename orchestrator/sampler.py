@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from paceline import streamers
+from paceline import streamers, values
 from paceline.ask import Ask
 from paceline.build import Demands
 from paceline.decoder.decoder import CompiledDecoder
@@ -83,11 +83,11 @@ class Sampler:
             no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty, speculate=speculate,
         )  # fmt: skip
         requests = ask.requests(self._decoders()[0])
+        values.integer("pad_token_id", pad_token_id)
         streamers.check(streamer, len(requests))
         with closing(self.serve(Line(requests), Demands(ask.processor(), output_scores, width))) as events:
-            result = self._collect(
-                requests, streamers.feed(streamer, requests[0], events), pad=pad_token_id, scores=output_scores
-            )
+            shown = streamers.feed(streamer, requests[0], events)
+            result = self._collect(requests, shown, pad=pad_token_id, scores=output_scores)
         return result if return_dict else result.sequences
 
     def stream(

@@ -43,6 +43,13 @@ def strings(name: str, value: object) -> None:
         raise SamplingError(f"{name} must be a string or a list of strings, not {_shown(value)}")
 
 
+def flags(name: str, value: object) -> None:
+    """Raise SamplingError unless it is a truth value or a sequence of them."""
+    if isinstance(value, bool) or (isinstance(value, (list, tuple)) and all(isinstance(one, bool) for one in value)):
+        return
+    raise SamplingError(f"{name} must be True, False or a list of them, not {_shown(value)}")
+
+
 def callables(name: str, value: object) -> None:
     """Raise SamplingError unless it is None or a sequence of things that can be called."""
     if value is None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 
-from paceline import SpeculativeGenerator
+from paceline import NgramDrafter, SpeculativeGenerator, lift
 from paceline.core.errors import ConfigurationError, PairingError, PromptError, RequestError, SamplingError
 from tests.fakes import TableDecoder, table
 from tests.orchestrator.test_stopping import Pieces
@@ -90,6 +91,8 @@ SAMPLING_ERRORS = [
     ({"eos_token_id": "end"}, "eos_token_id must be an integer or a list of them, not str 'end'"),
     ({"eos_token_id": [1, None]}, "eos_token_id must be an integer or a list"),
     ({"eos_token_id": torch.tensor([1])}, "not a tensor of shape [1]"),
+    ({"speculate": None}, "speculate must be True, False or a list of them, not NoneType None"),
+    ({"speculate": [1]}, "speculate must be True, False or a list of them, not list [1]"),
     ({"stop_strings": [3]}, "stop_strings must be a string or a list of strings, not list [3]"),
     ({"stop_strings": "x", "tokenizer": "gpt2"}, "need the tokenizer"),
     ({"stopping_criteria_list": len}, "stopping_criteria_list must be a list of callables"),
@@ -169,10 +172,14 @@ def test_rows_are_padded_with_the_checkpoint_s_pad_id(eos: tuple[int, ...], pad:
 
 CONFIGURATION_ERRORS = [
     ({"acceptor": "hope"}, "acceptor='hope' is unknown; use one of match, reject"),
+    ({"acceptor": None}, "acceptor=None is unknown"),
+    ({"acceptor": [1]}, "acceptor=[1] is unknown"),
+    ({"target": "models/llama"}, "target is a str and no decoder; load one with AutoDecoder.from_pretrained"),
+    ({"draft": "models/small"}, "A model has to be loaded first"),
     ({"k": -1}, "k must be 0 or more drafted tokens per round, not -1"),
     ({"draft": "prefix"}, "no drafter is called 'prefix'; there are none, ngram, suffix"),
     ({"draft": 3}, "draft is a int; give a decoder, a drafter, a function"),
-    ({"k": "4"}, "k must be a number or ascending numbers of drafted tokens, not 4"),
+    ({"k": "4"}, "k must be a number or ascending numbers of drafted tokens, not '4'"),
     ({"k": (0, "2")}, "k must be a number or ascending numbers"),
     ({"k": 128}, "a window of 129 rows does not fit"),
 ]
@@ -182,11 +189,33 @@ CONFIGURATION_ERRORS = [
 def test_impossible_generators_are_refused(options: dict[str, object], message: str) -> None:
     asked = {"draft": "ngram", **options}
     with pytest.raises(ConfigurationError) as caught:
-        SpeculativeGenerator(target=TableDecoder(TARGET), **asked)  # type: ignore[arg-type]
+        SpeculativeGenerator(**{"target": TableDecoder(TARGET), **asked})  # type: ignore[arg-type]
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize("make", [lambda: lift("again", 2), lambda: lift(list, -1), lambda: NgramDrafter(-2)])
+def test_impossible_drafters_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"lift takes a function from ids to ids, not a str|propose -\d tokens"
+    ):
+        make()
+
+
+def test_a_pad_id_of_another_kind_is_refused_before_anything_is_decoded() -> None:
+    one = generator()
+    with pytest.raises(SamplingError, match="pad_token_id must be an integer or None, not str 'pad'"):
+        one.sample([[1, 2]], pad_token_id="pad")  # type: ignore[arg-type]
+    assert one.target.body.forwards == 0  # type: ignore[attr-defined]
+
+
+def test_a_depth_of_numpy_is_a_depth() -> None:
+    made = SpeculativeGenerator("ngram", TableDecoder(TARGET), k=np.int64(3))  # type: ignore[arg-type]
+    assert made.drafter.outline.nodes == 3
+
+
 def test_a_width_below_the_proposal_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="width must be a number of rows, not '5'"):
+        generator().sample([[1]], width="5")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="width=2 is too small for 2 drafted tokens"):
         generator().sample([[1]], width=2)
     with pytest.raises(ConfigurationError, match="width=0 is too small for 0 drafted"):
