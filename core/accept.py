@@ -34,12 +34,10 @@ class Match:
             return Verdict(proposal.tokens, choices.new_zeros(slots), choices[:, 0])
         if proposal.parents is None:
             return _match_chain(proposal.tokens, choices)
-        parents = proposal.parents
-        if isinstance(parents, tuple):
-            depth = max(tree.depths(parents))
-            parents = torch.tensor([parents], dtype=torch.int32, device=choices.device)
+        if isinstance(proposal.parents, tuple):
+            depth = max(tree.depths(proposal.parents))
         assert depth is not None, "a tree of tensors does not say how deep it is"
-        parents = parents.expand(slots, nodes)
+        parents = tree.parents_of(proposal)
         agreed = proposal.tokens == choices.gather(1, (parents + 1).to(torch.int64))
         above = tree.ancestor_mask(parents)
         broken = (above * (~agreed | (proposal.tokens == PAD)).to(torch.float32).unsqueeze(1)).sum(-1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.core import noise
+from paceline.core import noise, tree
 from paceline.core.accept import Match
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Proposal, SamplingBatch, Verdict
@@ -35,15 +35,11 @@ class Simulated:
         self, proposal: Proposal, choices: Tensor, positions: Tensor, *, sampling: SamplingBatch, depth: int
     ) -> Verdict:
         """Proposal of N nodes, choices [B, N + 1] int32, positions [B, N] int32 of the nodes -> Verdict."""
-        slots, nodes = proposal.tokens.shape
         heads = noise.uniform(sampling.keys, positions, noise.ACCEPT) < self.alpha
         if proposal.parents is None:
-            above = choices[:, :nodes]
+            above = choices[:, :-1]
         else:
-            parents = proposal.parents
-            if isinstance(parents, tuple):
-                parents = torch.tensor([parents], dtype=torch.int32, device=choices.device)
-            above = choices.gather(1, (parents.expand(slots, nodes) + 1).to(torch.int64))
+            above = choices.gather(1, (tree.parents_of(proposal) + 1).to(torch.int64))
         # As if the draft had said what the target chose wherever the coin fell well, and nothing elsewhere.
         said = torch.where(heads & (proposal.tokens != PAD), above, PAD)
         return Match()(Proposal(said, proposal.parents), choices, depth)

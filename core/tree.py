@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Outline
+from paceline.core.types import Outline, Proposal
 
 ROOT = -1
 
@@ -58,6 +58,17 @@ def outline(parents: tuple[int, ...]) -> Outline:
 def window_rows(parents: tuple[int, ...]) -> list[int]:
     """The parent row of every row of a window: -1 for the root, then one for every node."""
     return [ROOT, *(parent + 1 for parent in parents)]
+
+
+def parents_of(proposal: Proposal) -> Tensor:
+    """Parent nodes of a proposal in every slot, -1 for the root. -> [B, N] int32"""
+    slots, nodes = proposal.tokens.shape
+    parents, device = proposal.parents, proposal.tokens.device
+    if parents is None:
+        parents = torch.arange(-1, nodes - 1, dtype=torch.int32, device=device)
+    elif isinstance(parents, tuple):
+        parents = torch.tensor([parents], dtype=torch.int32, device=device)
+    return parents.expand(slots, nodes)
 
 
 def ancestor_mask(rows: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class Typical:
         slots, nodes = tokens.shape
         if not nodes:
             return Verdict(tokens, choices.new_zeros(slots), choices[:, 0])
-        parents = _parents(proposal)
+        parents = tree.parents_of(proposal)
         entropy = -(law * (law + _INSIDE).log()).sum(-1)
         bar = (self.alpha * torch.exp(-entropy)).clamp(max=self.epsilon)  # [B, N + 1]
         place = (parents + 1).to(torch.int64)
@@ -73,17 +73,6 @@ class Typical:
         return Verdict(
             _path(above, last, depth), count.to(torch.int32), choices.gather(1, last.unsqueeze(1)).squeeze(1)
         )
-
-
-def _parents(proposal: Proposal) -> Tensor:
-    """Parent nodes [B, N] int32."""
-    slots, nodes = proposal.tokens.shape
-    if proposal.parents is None:
-        chain = torch.arange(-1, nodes - 1, dtype=torch.int32, device=proposal.tokens.device)
-        return chain.expand(slots, nodes)
-    if isinstance(proposal.parents, tuple):
-        return torch.tensor([proposal.parents], dtype=torch.int32, device=proposal.tokens.device).expand(slots, nodes)
-    return proposal.parents.expand(slots, nodes)
 
 
 def _rows(nodes: int, like: Tensor) -> Tensor:
