@@ -135,19 +135,20 @@ class CompiledVerifier:
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; see the protocol."""
         proposal = fitted(proposal, self.outline.nodes)
-        inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
         outline, drawn = self.outline, False
+        read = commit
+        if proposal is None and not (self._wide and outline.nodes):
+            outline, read = Outline.chain(0), _last(commit)
+        inputs = [read.tokens, read.count, read.start, bounds.limit, sampling.knobs, sampling.keys]
         if proposal is not None:
             inputs.append(proposal.tokens)
             if isinstance(proposal.parents, Tensor):
                 inputs.append(proposal.parents)
             drawn = proposal.law is not None and isinstance(self._acceptor, Reject)
             inputs += [proposal.law] if drawn and proposal.law is not None else []
-        elif self._wide and outline.nodes:
+        elif outline.nodes:
             inputs.append(self._nothing)
-        else:
-            outline = Outline.chain(0)
-        name = self._name(outline, commit, drawn=drawn)
+        name = self._name(outline, read, drawn=drawn)
         make = partial(self._step, outline=outline)
         step = self.decoder.graph(name, make, inputs, reach=self.decoder.reach(bounds.rows))
         return self._commit(commit, step(*inputs))
@@ -199,6 +200,14 @@ def root_of(tokens: Tensor, count: Tensor, start: Tensor) -> tuple[Tensor, Tenso
     """The last committed token and its row, both [B] int32: no decoder has read that token yet."""
     last = (count - 1).to(torch.int64).unsqueeze(1)
     return tokens.gather(1, last).squeeze(1), start + count - 1
+
+
+def _last(commit: Commit) -> Commit:
+    """The last token by itself, as plain decoding reads it: so there is one narrow graph, whatever the width was."""
+    if commit.tokens.shape[1] == 1:
+        return commit
+    token, row = root_of(commit.tokens, commit.count, commit.start)
+    return Commit(token.unsqueeze(1), torch.ones_like(commit.count), row)
 
 
 def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:
