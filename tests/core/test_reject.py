@@ -120,11 +120,11 @@ def test_a_draft_the_drafter_could_not_have_drawn_is_refused() -> None:
 
 
 def test_the_target_as_its_own_draft_is_always_accepted_and_never_nan() -> None:
-    p = torch.softmax(torch.randn(64, generator=torch.Generator().manual_seed(0)) * 3, -1)
-    sampling = trials(20_000)
+    p = torch.softmax(torch.randn(16, generator=torch.Generator().manual_seed(0)) * 3, -1)
+    sampling = trials(100_000)
     verdict = one(p, drawn(p, sampling), p, sampling=sampling)
     assert float(verdict.count.double().mean()) == 1.0
-    assert bool(((verdict.token >= 0) & (verdict.token < 64)).all())
+    assert bool(((verdict.token >= 0) & (verdict.token < 16)).all())
 
 
 def test_a_residual_without_mass_falls_back_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:

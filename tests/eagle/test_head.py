@@ -95,6 +95,24 @@ def test_greedy_chains_are_those_of_whole_path_recomputation(workshop: Workshop,
 
 
 @pytest.mark.parametrize("version", [1, 3])
+@pytest.mark.parametrize(
+    ("growth", "passes"), [(Chain(4), 4), (StaticTree((-1, -1, 0, 2)), 3), (DynamicTree(5, depth=3, width=2), 3)]
+)
+def test_the_pass_that_reads_the_commit_gives_the_first_level(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, growth: Growth, passes: int
+) -> None:
+    """Rule C39: a proposal of D levels takes D passes of the head; reading what was committed is the first of them."""
+    target = workshop.decoder(slots=1)
+    made = drafter(tmp_path, target, version, growth)
+    real, seen = features(target, TEXT, made), []
+    project = made.head.project
+    monkeypatch.setattr(made.head, "project", lambda *given, **named: (seen.append(given), project(*given, **named))[1])
+    proposed(made, real)
+    reading = -(-(len(TEXT) - 1) // target.options.chunks[-1])  # of the prompt, before anything is proposed
+    assert len(seen) - reading == passes
+
+
+@pytest.mark.parametrize("version", [1, 3])
 def test_static_trees_are_those_of_whole_path_recomputation(workshop: Workshop, tmp_path: Path, version: int) -> None:
     parents = (-1, -1, 0, 0, 1, 2, 2, 5)
     target = workshop.decoder(slots=1)
