@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from paceline import console, options, progress
+from paceline.ask import Ask
 from paceline.core.errors import PromptError
 from paceline.detokenise import Detokeniser, Tokenizer, load_tokenizer
 from paceline.result import Event, FinishReason
@@ -92,9 +93,11 @@ def _generate(
     source, decoders = source_of(target, loading, how)
     tokenizer = load_tokenizer(target)
     ids = tokenizer.encode(text)
-    stream = source.stream([ids], tokenizer=tokenizer, **sampling)  # type: ignore[arg-type]
+    asked = {"input_ids": [ids], "tokenizer": tokenizer, **sampling}
+    Ask(**asked).requests(decoders["target"])  # type: ignore[arg-type]  # what is refused is refused before compiling
     if loading.backend != "eager":
         progress.compiling(console.err(), decoders, [source.compile])
+    stream = source.stream(**asked)  # type: ignore[arg-type]
     warning = console.not_the_target_s(source.statistics.acceptor)
     begin = perf_counter()
     if as_json:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import paceline
 from paceline.cli import app
 from paceline.console import TextView
+from paceline.decoder.backends.base import BACKENDS
 from paceline.detokenise import Detokeniser, load_tokenizer
 from paceline.result import Event
 
@@ -197,6 +198,28 @@ def test_compile_says_that_eager_compiles_nothing(home: Path, tmp_path: Path) ->
     assert done.exit_code == 0 and "nothing to compile" in done.stderr
     done = call("compile", home / "target", "--backend", "eager", "--save", tmp_path)
     assert done.exit_code == 2 and "nothing to save" in done.stderr
+
+
+@pytest.mark.parametrize("drafting", [[], ["--ngram"], ["--draft", "draft"]], ids=["plain", "n-gram", "model"])
+def test_graphs_are_made_first_where_a_backend_makes_some(
+    home: Path, monkeypatch: pytest.MonkeyPatch, drafting: list[str]
+) -> None:
+    """The backend is eager under another name, since the commands ask nothing of one that compiles nothing."""
+    monkeypatch.setitem(BACKENDS, "other", BACKENDS["eager"])
+    options = ["--backend", "other", *(home / "draft" if one == "draft" else one for one in drafting)]
+    done = generate(home, "--json", *options)
+    assert done.exit_code == 0, done.stderr
+    assert "preparing graphs" in done.stderr
+    assert json.loads(done.stdout)["tokens"] == answer(home)["tokens"]
+    if drafting != ["--ngram"]:
+        made = call("compile", home / "target", *EAGER[2:], *options)
+        assert made.exit_code == 0 and "verify" in made.stdout, made.stderr
+
+
+def test_a_request_is_refused_before_anything_is_compiled(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "other", BACKENDS["eager"])
+    done = generate(home, "--backend", "other", "--max-new-tokens", 0)
+    assert done.exit_code == 2 and "max_new_tokens" in done.stderr and "preparing graphs" not in done.stderr
 
 
 def test_bench_ends_with_a_json_object(home: Path, tmp_path: Path) -> None:
