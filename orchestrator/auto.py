@@ -59,7 +59,7 @@ class AutoDecoder:
                                  model was trained on. A single number gives buckets 128, 256, 512, ... up to it
         context_length_estimate  lengths of the prefill graphs; default 64 and 256
         amp                      "bf16", "f16" or "f32": number format of weights and cache
-        backend                  "inductor" (compiled, CPU) or "eager"
+        backend                  "inductor" (compiled, CPU), "eager", "neuron", or "xla" (to try graphs out)
         tp_degree                tensor parallelism: over how many ranks the model is divided; above 1 with "eager"
                                  (ranks are processes, which end with the decoder: see ``close``) and "neuron" (cores)
         group_query_attention    where K/V heads live then: a `GQA` or its value; default: whole heads if they can be

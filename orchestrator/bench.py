@@ -10,12 +10,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.auto import AutoDecoder
+from paceline.detokenise import load_tokenizer
 from paceline.generator import SpeculativeGenerator
 from paceline.result import GenerationResult, Statistics
 from paceline.sampler import Sampler
@@ -83,8 +85,8 @@ def bench_pair(
     Returns a JSON-ready dictionary: ``modes`` by name, ``best_k``, ratios, and whether all our modes gave the same
     tokens (``identical``).
     """
-    tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
-    ids = [tokenizer(prompt).input_ids for prompt in prompts]
+    tokenizer = load_tokenizer(Path(target))
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
     positions = max(len(row) for row in ids) + max_new_tokens
     big, small = (
         AutoDecoder.from_pretrained(

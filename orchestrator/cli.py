@@ -1,7 +1,7 @@
-"""The command line: `paceline generate`, `paceline compile`, `paceline bench`. Results on stdout, the rest on stderr.
+"""The command line: `paceline compile`, `paceline bench`, and all other commands gathered from their modules.
 
-Commands and their wiring; shared options are in `paceline.options`, `generate` in `paceline.generate_cli`, what is
-shown in `paceline.console`, waiting in `paceline.progress`.
+Results go to stdout, the rest to stderr. Shared options are in `paceline.options`, what is shown in
+`paceline.console`, waiting in `paceline.progress`.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ def bench(
         from paceline.bench import bench_pair  # loads much that the other commands do not need
 
         texts = _prompts(prompts)[:count]
+        if not texts:
+            raise PromptError(f"{prompts} holds no prompt to measure with; give JSON lines and a --count of 1 or more")
         figures = bench_pair(
             str(target), str(draft), texts, k=tuple(k or (2, 4, 6)), max_new_tokens=max_new_tokens, backend=backend,
             amp=amp,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 Amp = Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")]
-BackendName = Annotated[str, typer.Option("--backend", help="inductor (compiled, CPU) or eager.")]
+BackendName = Annotated[str, typer.Option("--backend", help="inductor (compiled, CPU), eager, xla or neuron.")]
 Positions = Annotated[int | None, typer.Option(help="Longest text, prompt included; default: the model's own.")]
 Chunks = Annotated[
     list[int] | None,

@@ -1,55 +1,24 @@
-"""The command line over tiny checkpoints, streamed text, and the examples of README and guide."""
+"""The command line over tiny checkpoints, and streamed text."""
 
 from __future__ import annotations
 
 import io
 import json
-import re
 from pathlib import Path
 
 import pytest
-import torch
 from click.testing import Result
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-from typer.testing import CliRunner
 
 import paceline
-from paceline.cli import app
 from paceline.console import TextView
 from paceline.decoder.backends.base import BACKENDS
 from paceline.detokenise import Detokeniser, load_tokenizer
 from paceline.result import Event
+from tests.orchestrator_cli.calling import call
 
-ROOT = Path(__file__).parents[2]
 EAGER = ["--backend", "eager", "--amp", "f32", "--n-positions", "64", "--context-length-estimate", "16"]
 PROMPT = "def main"
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder like the repository's root, with a tiny pair in place of the demo's."""
-    home = tmp_path_factory.mktemp("home")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=280, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=["<|end|>"]
-    )
-    tokenizer.train_from_iterator(["def main(argv=None):\n    return argv\n"] * 4, trainer)
-    for name, layers in (("target", 2), ("draft", 1)):
-        torch.manual_seed(0)
-        shape = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "max_position_embeddings": 512}
-        config = LlamaConfig(vocab_size=280, num_hidden_layers=layers, bos_token_id=0, eos_token_id=None, **shape)
-        folder = home / "examples" / "pycode" / name
-        LlamaForCausalLM(config).save_pretrained(folder)
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>").save_pretrained(folder)
-    return home / "examples" / "pycode"
-
-
-def call(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
 def generate(home: Path, *arguments: object) -> Result:
@@ -230,6 +199,14 @@ def test_bench_ends_with_a_json_object(home: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["identical"] is True
 
 
+@pytest.mark.parametrize(("lines", "count"), [("", 6), ('{"prompt": "a"}', 0)])
+def test_bench_without_prompts_is_refused(home: Path, tmp_path: Path, lines: str, count: int) -> None:
+    (tmp_path / "prompts.jsonl").write_text(lines)
+    given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
+    done = call("bench", *given, "--count", count)
+    assert done.exit_code == 2 and "holds no prompt" in done.stderr
+
+
 def test_version() -> None:
     assert call("--version").stdout == f"{paceline.__version__}\n"
 
@@ -258,38 +235,3 @@ def test_drafted_text_looks_different_on_a_terminal(home: Path) -> None:
     view = TextView(Console(file=written, _environ={}), tokenizer, [], marks=True)
     view.show(Event(0, tokens[:3], accepted=2, finish_reason="length"))
     assert written.getvalue() == "\u2039xy\u203az"
-
-
-def test_readme_names_commands_that_exist() -> None:
-    readme, makefile = ((ROOT / name).read_text() for name in ("README.md", "Makefile"))
-    named = re.findall(r"^    make (\w+)", readme, re.MULTILINE)
-    assert named == ["demo", "test"]
-    assert all(re.search(rf"^{name}:", makefile, re.MULTILINE) for name in named)
-    for command, options in re.findall(r"^    paceline (\w+)((?:.*\\\n)*.*)$", readme, re.MULTILINE):
-        known = call(command, "--help").stdout
-        assert all(option in known for option in re.findall(r"--[a-z-]+", options)), command
-
-
-def test_python_of_the_readme_runs(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    monkeypatch.chdir(home.parents[1])
-    exec(block.replace('"inductor"', '"eager"').replace('"bf16"', '"f32"'), {})
-    assert capsys.readouterr().out.startswith("def main(argv=None):")
-
-
-def test_drafters_of_the_guide_keep_the_tokens(home: Path) -> None:
-    blocks = re.findall(r"```python drafter\n(.*?)```", (ROOT / "docs" / "guide.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    target = paceline.AutoDecoder.from_pretrained(
-        home / "target", n_positions=64, amp="f32", backend="eager", batch_size=2
-    )
-    prompts = [[5, 6, 7, 5], [9, 5, 6]]
-    for block in blocks:
-        names: dict[str, object] = {"target": target}
-        exec(block, names)
-        generator = names["generator"]
-        assert isinstance(generator, paceline.SpeculativeGenerator)
-        for sampling in ({}, {"do_sample": True, "seed": 4}):
-            ids = generator.sample(prompts, max_new_tokens=24, **sampling)
-            assert torch.equal(ids, target.sample(prompts, max_new_tokens=24, **sampling))
-        assert generator.statistics.drafted
