@@ -50,13 +50,11 @@ def test_the_pair_gives_the_tokens_of_plain_decoding(
     pairs: dict[str, Pair], prompts: list[list[int]], amp: str, law: str
 ) -> None:
     draft, target = pairs[amp]
-    known = plain(target, LAWS[law], width=5, prompts=prompts, new=NEW)
-    for source in (draft, "ngram"):
+    known = plain(target, LAWS[law], width=5 if amp == "f32" else 1, prompts=prompts, new=NEW)
+    for source in (draft, "ngram") if amp == "f32" else (draft,):  # each graph of eight layers takes long to compile
         result = run(SpeculativeGenerator(source, target, k=4), LAWS[law], prompts=prompts, new=NEW)
         assert texts(result) == known
         assert_rolled_back(result)
-    if amp == "bf16":  # all widths give the same bits; for f32 the tiny models show it
-        assert plain(target, LAWS[law], width=1, prompts=prompts, new=NEW) == known
 
 
 def test_threads_change_no_token(pairs: dict[str, Pair], prompts: list[list[int]]) -> None:

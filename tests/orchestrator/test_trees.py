@@ -84,8 +84,8 @@ class Orchard:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_tree_never_changes_the_text(workshop: Workshop, backend: str, grown: bool, reads: Reads | None) -> None:
     amp = "bf16" if backend == "inductor" else "f32"  # there, trees have the bits of a chain
-    if backend == "inductor" and grown != (reads == Reads((0, 2))):
-        pytest.skip("compiled once for each kind of tree")
+    if backend == "inductor" and (grown, reads) not in ((False, None), (True, Reads((0, 2)))):
+        pytest.skip("compiled once for each kind of tree, and once with states; Medusa's tests read the last state")
     target = workshop.decoder(backend=backend, amp=amp)
     for heat in ({}, {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 5}):
         plain = target.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
