@@ -21,6 +21,7 @@ from paceline import (
     options,
     plan_cli,
     progress,
+    prompt_files,
     serve_cli,
     train_cli,
     train_eagle,
@@ -109,7 +110,7 @@ def bench(
     with console.refusals():
         from paceline.bench import bench_pair  # loads much that the other commands do not need
 
-        texts = _prompts(prompts)[:count]
+        texts = prompt_files.prompts(prompts)[:count]
         if not texts:
             raise PromptError(f"{prompts} holds no prompt to measure with; give JSON lines and a --count of 1 or more")
         figures = bench_pair(
@@ -118,10 +119,3 @@ def bench(
         )  # fmt: skip
     console.err().print(console.values_table("bench", figures))
     typer.echo(json.dumps(figures))
-
-
-def _prompts(file: Path) -> list[str]:
-    try:
-        return [str(json.loads(line)["prompt"]) for line in generate_cli.read(file).splitlines() if line.strip()]
-    except (ValueError, KeyError, TypeError) as error:
-        raise PromptError(f'{file} must hold JSON lines, each with a "prompt" ({error})') from error

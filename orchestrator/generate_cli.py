@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from paceline import console, options, progress
+from paceline import console, options, progress, prompt_files
 from paceline.ask import Ask
 from paceline.core.errors import PromptError
 from paceline.detokenise import Detokeniser, Tokenizer, load_tokenizer
@@ -160,12 +159,4 @@ def _prompt(text: str | None, file: Path | None) -> str:
         raise PromptError("give the text to continue with --prompt or with --prompt-file, one of them")
     if file is None:
         return text or ""
-    return read(file).removesuffix("\n")
-
-
-def read(file: Path) -> str:
-    """What is in a file, or on stdin ('-')."""
-    try:
-        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"cannot read {file}: {error}") from error
+    return prompt_files.text(file).removesuffix("\n")

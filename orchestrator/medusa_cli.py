@@ -11,7 +11,7 @@ import torch
 import typer
 from torch import Tensor
 
-from paceline import console, progress
+from paceline import console, progress, prompt_files
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core.errors import ConfigurationError, PromptError
 from paceline.detokenise import load_tokenizer
@@ -123,8 +123,4 @@ def _prompts(target: Path, file: Path | None, data: list[Path] | None, *, count:
         stream = token_stream(list(data or ()), target)
         return [[int(token) for token in row] for row in corpus.cut(stream, count, _PROMPT, seed=1).tolist()]
     tokenizer = load_tokenizer(target)
-    try:
-        lines = [json.loads(line)["prompt"] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PromptError(f'{file} must hold JSON lines, each with a "prompt" ({error})') from error
-    return [tokenizer.encode(str(line)) for line in lines[:count]]
+    return [tokenizer.encode(line) for line in prompt_files.prompts(file)[:count]]
