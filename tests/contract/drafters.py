@@ -35,6 +35,7 @@ from tests.eagle.heads import drafter as eagle_head
 Depth = int | Sequence[int]
 """What `SpeculativeGenerator` takes as k."""
 
+SPAN = (0, 1, 2, 4, 8)
 BRANCHES = (-1, -1, 0, 0, 1, 2)
 CHOICES = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
 
@@ -158,13 +159,13 @@ def _remote(home: Home, k: Depth) -> SpeculativeGenerator:
 ROWS: dict[str, Row] = {
     "none": Row(_given(None), ladder=False, drafts=False),
     "none, by name": Row(_given("none"), ladder=False, drafts=False),
-    "ngram": Row(_given("ngram")),
+    "ngram": Row(_given("ngram"), depths=SPAN),
     "ngram, first": Row(_own(lambda k: NgramDrafter(k, prefer="first", longest=2))),
     "suffix": Row(_given("suffix"), drafts=False),
     "suffix, with a corpus": Row(_own(lambda k: SuffixDrafter(k, shortest=1, corpus=60))),
     "function": Row(_own(lambda k: lift(again, k))),
-    "model": Row(_given("draft", fused=False)),
-    "model, fused": Row(_given("draft", fused=True)),
+    "model": Row(_given("draft", fused=False), depths=SPAN),
+    "model, fused": Row(_given("draft", fused=True), depths=SPAN[1:]),
     "model, any width": Row(_given("draft", exact=False)),
     "model, in doubt": Row(_given("draft", confidence=0.3)),
     "list: suffix, ngram, model": Row(_given(["suffix", "ngram", "draft"])),
