@@ -219,7 +219,7 @@ class CompiledDecoder:
         shared = {id(weight): weight for weight in self.body.parameters()}
         made = copy.copy(self)
         made.body = copy.deepcopy(self.body, {**shared, id(self.body.kernels): self.body.kernels})
-        made._steps, made._used, made._holder = {}, [], None
+        made._steps, made._owners, made._used, made._holder = {}, {}, [], None
         return made
 
     def close(self) -> None:

@@ -57,10 +57,10 @@ def decoder_options(
     layout: Layout = WHOLE,
 ) -> DecoderOptions:
     """Check and complete the options of `AutoDecoder.from_pretrained`; ``trained`` is the model's own context."""
-    if amp not in AMP:
+    if not isinstance(amp, str) or amp not in AMP:
         raise ConfigurationError(f"amp={amp!r} is unknown; use one of {', '.join(AMP)}")
-    if batch_size < 1:
-        raise ConfigurationError(f"batch_size must be at least 1, not {batch_size}")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ConfigurationError(f"batch_size must be at least 1, not {batch_size!r}")
     reaches = _ascending("n_positions", trained if n_positions is None else n_positions)
     if reaches[-1] > trained:
         raise ConfigurationError(
@@ -77,10 +77,11 @@ def decoder_options(
 
 
 def _ascending(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
-    values = (given,) if isinstance(given, int) else tuple(given)
-    if not values or any(v < 1 for v in values) or any(a >= b for a, b in pairwise(values)):
-        raise ConfigurationError(f"{name} must be a positive number or an ascending list of them, not {given}")
-    return values
+    values = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+    numbers = [value for value in values if isinstance(value, int)]
+    if not values or len(numbers) < len(values) or numbers[0] < 1 or any(a >= b for a, b in pairwise(numbers)):
+        raise ConfigurationError(f"{name} must be a positive number or an ascending list of them, not {given!r}")
+    return tuple(numbers)
 
 
 def _powers(last: int) -> tuple[int, ...]:

@@ -63,6 +63,10 @@ def lift(function: Function, length: int) -> LiftedDrafter:
     Raises:
         ConfigurationError: it cannot be called, or the length is negative.
     """
+    _check(function)
+    return LiftedDrafter(function, length)
+
+
+def _check(function: object) -> None:
     if not callable(function):
         raise ConfigurationError(f"lift takes a function from ids to ids, not a {type(function).__name__}")
-    return LiftedDrafter(function, length)

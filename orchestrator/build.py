@@ -56,6 +56,15 @@ class Demands:
     width: int | None = None
 
 
+def decoder(given: object) -> CompiledDecoder:
+    """The target, if it is one."""
+    if isinstance(given, CompiledDecoder):
+        return given
+    raise ConfigurationError(
+        f"target is a {type(given).__name__} and no decoder; load one with AutoDecoder.from_pretrained"
+    )
+
+
 def acceptor(name: str | Acceptor, alpha: float | None = None) -> Acceptor:
     """The acceptance rule of that name, a rule with values of the user's own, or, with ``alpha``, a simulated one."""
     if alpha is not None:
@@ -219,12 +228,12 @@ def _apart(state: nn.Module, target: CompiledDecoder) -> bool:
 def _outline(source: Drafter, width: int | None) -> Outline:
     """That of the drafter, or a wider chain if a width is asked for."""
     outline = source.outline
-    if width is not None and not isinstance(width, int):
-        raise ConfigurationError(f"width must be a number of rows, not {width!r}")
     if width is None or width == outline.nodes + 1:
         return outline
     if not outline.is_chain:
         raise ConfigurationError(f"width={width} is for chains; this drafter's tree has {outline.nodes} nodes")
-    if width < outline.nodes + 1:
-        raise ConfigurationError(f"width={width} is too small for {outline.nodes} drafted tokens and the target's own")
+    if not isinstance(width, int) or width < outline.nodes + 1:
+        raise ConfigurationError(
+            f"width={width!r} is too small for {outline.nodes} drafted tokens and the target's own"
+        )
     return Outline.chain(width - 1)

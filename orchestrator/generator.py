@@ -8,7 +8,6 @@ from functools import partial
 
 from paceline import build, pairing, warm
 from paceline import pace as pacing
-from paceline.core.errors import ConfigurationError
 from paceline.core.simulated import Simulated
 from paceline.core.typical import Typical
 from paceline.decoder.decoder import CompiledDecoder
@@ -61,10 +60,7 @@ class SpeculativeGenerator(Sampler):
         vocabulary: pairing.VocabularyLike = "same",
         simulate_acceptance: float | None = None,
     ) -> None:
-        if not isinstance(target, CompiledDecoder):
-            raise ConfigurationError(
-                f"target is a {type(target).__name__} and no decoder; load one with AutoDecoder.from_pretrained"
-            )
+        target = build.decoder(target)
         rule, depth, pace = build.acceptor(acceptor, simulate_acceptance), *pacing.of(k)
         if isinstance(rule, Simulated):
             log.warning("acceptance is simulated: what comes out is not real text")

@@ -106,9 +106,11 @@ def of(k: int | Sequence[int]) -> tuple[int, Pace | None]:
     Raises:
         ConfigurationError: a depth is negative, or they do not ascend.
     """
-    if values.is_integer(k):
-        return int(k), None  # type: ignore[arg-type]
-    ladder = tuple(map(int, k)) if isinstance(k, (list, tuple)) and all(values.is_integer(depth) for depth in k) else ()
-    if not ladder or ladder[0] < 0 or any(a >= b for a, b in pairwise(ladder)):
+    number = values.whole(k)
+    if number is not None:
+        return number, None
+    given = [values.whole(depth) for depth in k] if isinstance(k, (list, tuple)) else []
+    ladder = tuple(depth for depth in given if depth is not None)
+    if not ladder or len(ladder) < len(given) or ladder[0] < 0 or any(a >= b for a, b in pairwise(ladder)):
         raise ConfigurationError(f"k must be a number or ascending numbers of drafted tokens, not {k!r}")
     return ladder[-1], Pace(ladder) if len(ladder) > 1 else None

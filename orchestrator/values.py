@@ -79,6 +79,11 @@ def prompts(value: object) -> None:
         )
 
 
+def whole(value: object) -> int | None:
+    """The integer it is, if it is one."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
 def is_integer(value: object) -> bool:
     """Whether it is an integer, NumPy's included; a truth value is none."""
     return isinstance(value, Integral) and not isinstance(value, bool)

@@ -69,6 +69,10 @@ def test_the_format_is_that_of_weights_and_cache(workshop: Workshop, amp: str) -
     ("options", "parts"),
     [
         ({"batch_size": 0}, ["batch_size", "not 0"]),
+        ({"batch_size": "2"}, ["batch_size", "not '2'"]),
+        ({"n_positions": "64"}, ["n_positions", "ascending", "not '64'"]),
+        ({"context_length_estimate": [8, 1.5]}, ["context_length_estimate", "ascending"]),
+        ({"amp": None}, ["amp=None", "bf16, f16, f32"]),
         ({"n_positions": 0}, ["n_positions", "positive", "not 0"]),
         ({"n_positions": []}, ["n_positions", "ascending"]),
         ({"n_positions": [64, 64]}, ["n_positions", "ascending"]),

@@ -214,7 +214,7 @@ def test_a_depth_of_numpy_is_a_depth() -> None:
 
 
 def test_a_width_below_the_proposal_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="width must be a number of rows, not '5'"):
+    with pytest.raises(ConfigurationError, match="width='5' is too small for 2 drafted tokens"):
         generator().sample([[1]], width="5")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="width=2 is too small for 2 drafted tokens"):
         generator().sample([[1]], width=2)
