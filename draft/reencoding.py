@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.detokenise import Tokenizer
+from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.steps import prefill
@@ -123,7 +124,7 @@ class ReencodingDrafter:
             begin = self._read(slot, self._texts[slot], ids)
             tokens[slot, : len(ids) - begin] = torch.tensor(ids[begin:], dtype=torch.int32)
             count[slot], start[slot] = len(ids) - begin, begin
-        greedy = SamplingBatch(torch.tensor([[0.0, 0.0, 1.0, 0.0]]).repeat(slots, 1), torch.zeros(slots, 2).int())
+        greedy = sampling_batch([Sampling()] * slots)
         longest = max((len(ids) for ids in known.values()), default=1)
         bounds = Bounds(torch.full((slots,), self.outline.nodes, dtype=torch.int32), longest)
         made = self._model.propose(Commit(tokens, count, start), greedy, bounds).tokens.tolist()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.core.sampling import key_row, knob_row
+from paceline.core.sampling import Sampling, knob_row, sampling_batch
 from paceline.core.types import PAD, Bounds, Commit, Reading, SamplingBatch
 from paceline.request import Request
 from paceline.result import Event, Statistics
@@ -52,8 +52,7 @@ class Batch:
 
     def one(self, request: Request) -> SamplingBatch:
         """Sampling of a single request, as a batch of one."""
-        knobs = torch.tensor([knob_row(request.sampling)], dtype=torch.float32)
-        return SamplingBatch(knobs, torch.tensor([key_row(request.sampling.seed)], dtype=torch.int32))
+        return sampling_batch([request.sampling])
 
     def join(self, slot: int, request: Request, first: Reading, *, logprobs: list[float] | None) -> Event:
         """Seat a request whose prompt is read and whose first token is known."""
@@ -145,9 +144,4 @@ class Batch:
         self.commit.tokens[slot, 0] = 0
         self.commit.count[slot] = 1
         self.commit.start[slot] = 0
-        self.sampling.knobs[slot] = torch.tensor(knob_row_idle())
-
-
-def knob_row_idle() -> list[float]:
-    """Greedy: the cheapest law."""
-    return [0.0, 0.0, 1.0, 0.0]
+        self.sampling.knobs[slot] = torch.tensor(knob_row(Sampling()))  # greedy: the cheapest law

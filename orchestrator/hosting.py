@@ -15,7 +15,8 @@ from paceline.ask import Ask
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
-from paceline.core.types import PAD, Bounds, Commit, SamplingBatch
+from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.types import PAD, Bounds, Commit
 from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.desk import Desk
@@ -167,7 +168,6 @@ def ready(drafter: ModelDrafter, width: int) -> None:
     tokens = torch.full((slots, width), PAD, dtype=torch.int32)
     tokens[:, 0] = 0
     one, zero = torch.ones(slots, dtype=torch.int32), torch.zeros(slots, dtype=torch.int32)
-    idle = SamplingBatch(
-        torch.tensor([[0.0, 0.0, 1.0, 0.0]]).repeat(slots, 1), torch.zeros(slots, 2, dtype=torch.int32)
+    drafter.propose(
+        Commit(tokens, one, zero), sampling_batch([Sampling()] * slots), Bounds(zero + drafter.outline.nodes, 1)
     )
-    drafter.propose(Commit(tokens, one, zero), idle, Bounds(zero + drafter.outline.nodes, 1))
