@@ -92,7 +92,7 @@ def _generate(
     source, decoders = source_of(target, loading, how)
     tokenizer = load_tokenizer(target)
     ids = tokenizer.encode(text)
-    asked = {"input_ids": [ids], "tokenizer": tokenizer, **sampling}
+    asked: dict[str, object] = {"input_ids": [ids], "tokenizer": tokenizer, **sampling}
     Ask(**asked).requests(decoders["target"])  # type: ignore[arg-type]  # what is refused is refused before compiling
     if loading.backend != "eager":
         progress.compiling(console.err(), decoders, [source.compile])

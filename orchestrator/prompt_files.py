@@ -27,9 +27,8 @@ def prompts(file: Path) -> list[str]:
     Raises:
         PromptError: it cannot be read, or a line is no JSON object with a "prompt".
     """
+    lines = [line for line in text(file).splitlines() if line.strip()]
     try:
-        return [str(json.loads(line)["prompt"]) for line in text(file).splitlines() if line.strip()]
+        return [str(json.loads(line)["prompt"]) for line in lines]
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, PromptError):
-            raise
         raise PromptError(f'{file} must hold JSON lines, each with a "prompt" ({error})') from error
