@@ -81,7 +81,7 @@ def prompts(value: object) -> None:
 
 def whole(value: object) -> int | None:
     """The integer it is, if it is one."""
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    return int(value) if not isinstance(value, bool) and isinstance(value, Integral) else None
 
 
 def is_integer(value: object) -> bool:
