@@ -167,7 +167,7 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
     wide = demands.width is not None or one_width
     width, scores = outline.depth + 1, None
     if not on_device:
-        if plan.fused or plan.pace:
+        if plan.pace or (plan.fused is not False and isinstance(source, GraphDrafter)):
             log.info("processors and scores need the host at every token: draft and target are two graphs of one depth")
         host = HostVerifier(
             target, outline, acceptor=plan.rule, wide=wide, processor=demands.processor, reads=source.reads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from dataclasses import replace
 
@@ -161,6 +162,16 @@ def test_a_request_may_do_without_drafts() -> None:
     assert maker.statistics.drafted == 0 < some
     with pytest.raises(SamplingError, match="2 entries for 4 prompts"):
         maker.sample(PROMPTS, max_new_tokens=30, speculate=[True, False])
+
+
+def test_why_a_round_is_in_two_graphs_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Draft and target share a graph by themselves; a processor on the host keeps them apart."""
+    maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=3)
+    for asked, said in (({}, False), ({"repetition_penalty": 1.2}, True), ({"output_scores": True}, True)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="paceline"):
+            maker.sample([[1, 2]], max_new_tokens=4, **asked)
+        assert ("need the host at every token" in caplog.text) is said
 
 
 @pytest.mark.parametrize("fused", [None, False])
