@@ -143,8 +143,9 @@ class LayerKernels(Kernels, Protocol):
         self,
         hidden: Tensor,
         weights: AttentionWeights,
-        cache: tuple[Tensor, Tensor],
         place: Place,
+        *,
+        cache: tuple[Tensor, Tensor],
         rotation: tuple[Tensor, Tensor],
     ) -> Tensor:
         """hidden [b, T, H], cos and sin [b, T, 1, D] -> hidden [b, T, H]; rows from ``count`` on pass through."""

@@ -100,7 +100,7 @@ class LlamaLayer(nn.Module):
             self.attention_norm, self.qkv, self.qkv_bias, self.out, self.out_bias, self.config.rms_norm_eps
         )
         if self._whole is not None:
-            hidden = self._whole.attention(hidden, weights, cache, place, rotation)
+            hidden = self._whole.attention(hidden, weights, place, cache=cache, rotation=rotation)
         else:
             x = rms_norm(hidden, self.attention_norm, weights.eps)
             hidden = hidden + self._attention(x, place, cache=cache, rotation=rotation)

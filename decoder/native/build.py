@@ -25,7 +25,7 @@ _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-ffp-contract=off",
 
 def library_facts() -> dict[str, object]:
     """What the built library depends on."""
-    files = sorted(_SOURCE.parent.glob("*.h")) + [_SOURCE]
+    files = [*sorted(_SOURCE.parent.glob("*.h")), _SOURCE]
     source = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return {"kind": "native kernels", "source": source, "flags": list(_FLAGS), **artefacts.machine_facts()}
 

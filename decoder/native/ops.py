@@ -65,8 +65,9 @@ class Native:
         self,
         hidden: Tensor,
         weights: AttentionWeights,
-        cache: tuple[Tensor, Tensor],
         place: Place,
+        *,
+        cache: tuple[Tensor, Tensor],
         rotation: tuple[Tensor, Tensor],
     ) -> Tensor:
         w, tree = weights, place.tree
@@ -210,29 +211,30 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
     return out
 
 
-def _attention(hidden: Tensor, norm: Tensor, eps: float, qkv: Tensor, *rest: Tensor | None) -> Tensor:
-    qkv_bias, out, out_bias, cos, sin, keys, values, row, count, slots, parents = rest
-    assert keys is not None and keys.dtype == qkv.dtype, "weights and cache have one format"
+def _attention(hidden: Tensor, norm: Tensor, eps: float, *rest: Tensor | None) -> Tensor:
+    qkv, qkv_bias, out, out_bias, cos, sin, keys, values, row, count, slots, parents = rest
+    assert qkv is not None and keys is not None and keys.dtype == qkv.dtype, "weights and cache have one format"
     made = _shape_half(hidden)
     order = (hidden, made, count, norm, qkv, qkv_bias, out, out_bias, cos, sin, keys, values, row, slots, parents)
     _, groups, rows, width = keys.shape
     sizes = (*hidden.shape, qkv.shape[0] // width - 2 * groups, groups, width, rows)
-    _half("paceline_attention", order, sizes, eps, _DTYPES[qkv.dtype])
+    _half("paceline_attention", order, sizes, eps=eps, dtype=qkv.dtype)
     return made
 
 
-def _mlp(hidden: Tensor, norm: Tensor, eps: float, gate_up: Tensor, *rest: Tensor | None) -> Tensor:
-    gate_up_bias, down, down_bias, count = rest
+def _mlp(hidden: Tensor, norm: Tensor, eps: float, *rest: Tensor | None) -> Tensor:
+    gate_up, gate_up_bias, down, down_bias, count = rest
+    assert gate_up is not None, "the schema asks for it"
     made = _shape_half(hidden)
     order = (hidden, made, count, norm, gate_up, gate_up_bias, down, down_bias)
-    _half("paceline_mlp", order, (*hidden.shape, gate_up.shape[0]), eps, _DTYPES[gate_up.dtype])
+    _half("paceline_mlp", order, (*hidden.shape, gate_up.shape[0]), eps=eps, dtype=gate_up.dtype)
     return made
 
 
-def _half(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int], eps: float, dtype: int) -> None:
+def _half(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int], *, eps: float, dtype: torch.dtype) -> None:
     pointers = (ctypes.c_void_p * len(tensors))(*(_pointer(x) for x in tensors))
     numbers = (ctypes.c_int64 * len(sizes))(*sizes)
-    getattr(build.library(), name)(pointers, numbers, ctypes.c_float(eps), ctypes.c_int64(dtype))
+    getattr(build.library(), name)(pointers, numbers, ctypes.c_float(eps), ctypes.c_int64(_DTYPES[dtype]))
 
 
 def _keep(keys: Tensor, values: Tensor, row: Tensor, *rest: Tensor) -> Tensor:

@@ -1,0 +1,172 @@
+"""The halves of a layer as one operation each: what plain PyTorch computes, and the same bits in every company."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.core import tree
+from paceline.decoder.collectives import Alone
+from paceline.decoder.kernels import AttentionWeights, MlpWeights, Place, Reference, Tree
+from paceline.decoder.llama import gated_mlp, rms_norm
+from paceline.decoder.native.ops import Native
+from paceline.decoder.rope import RopeConfig, apply_rope, rope_tables
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+WIDTH, HEADS, GROUPS, D, MLP, ROWS = 40, 4, 2, 12, 52, 64
+COUNTS = [9, 4, 0]
+START = [7, 0, 30]
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Weights of one layer and a cache of three slots."""
+
+    attention: AttentionWeights
+    mlp: MlpWeights
+    cache: tuple[Tensor, Tensor]
+
+    def copied(self) -> tuple[Tensor, Tensor]:
+        return self.cache[0].clone(), self.cache[1].clone()
+
+
+def numbers(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def layer(dtype: torch.dtype, *, biased: bool) -> Layer:
+    def weight(seed: int, *shape: int) -> Tensor:
+        return (numbers(*shape, seed=seed) / shape[-1] ** 0.5).to(dtype)
+
+    def bias(seed: int, size: int) -> Tensor | None:
+        return numbers(size, seed=seed).to(dtype) if biased else None
+
+    every = (HEADS + 2 * GROUPS) * D
+    attention = AttentionWeights(
+        (1 + weight(1, WIDTH)).to(dtype), weight(2, every, WIDTH), bias(3, every), weight(4, WIDTH, HEADS * D),
+        bias(5, WIDTH), 1e-6,
+    )  # fmt: skip
+    mlp = MlpWeights(
+        (1 + weight(6, WIDTH)).to(dtype), weight(7, 2 * MLP, WIDTH), bias(8, 2 * MLP), weight(9, WIDTH, MLP),
+        bias(10, WIDTH), 1e-6,
+    )  # fmt: skip
+    return Layer(
+        attention, mlp, (numbers(3, GROUPS, ROWS, D, seed=11).to(dtype), numbers(3, GROUPS, ROWS, D, seed=12).to(dtype))
+    )
+
+
+def place(counts: Sequence[int], window: int, *, parents: tuple[int, ...] | None = None) -> Place:
+    row, count, slots = (torch.tensor(x, dtype=torch.int32) for x in (START, counts, [2, 0, 1]))
+    shape = None
+    if parents is not None:
+        shape = Tree.of(torch.tensor([tree.window_rows(parents)] * 3, dtype=torch.int32))
+        assert shape.parents.shape[1] == window
+    return Place(row, count, slots, ROWS, padded=True, tree=shape)
+
+
+def rotation(at: Place, window: int) -> tuple[Tensor, Tensor]:
+    cos, sin = rope_tables(RopeConfig(), D, ROWS)
+    rows = at.positions(window)
+    return cos[rows].unsqueeze(2), sin[rows].unsqueeze(2)
+
+
+def plain(made: Layer, hidden: Tensor, at: Place, cache: tuple[Tensor, Tensor]) -> Tensor:
+    """The first half from the parts that every backend has."""
+    w, window = made.attention, hidden.shape[1]
+    reference, turn = Reference(), rotation(at, window)
+    mixed = reference.linear(rms_norm(hidden, w.norm.float(), w.eps), w.qkv)
+    mixed = mixed if w.qkv_bias is None else mixed + w.qkv_bias.float()
+    q, k, v = mixed.unflatten(-1, (-1, D)).split((HEADS, GROUPS, GROUPS), dim=2)
+    seen = reference.attend((apply_rope(q, *turn), apply_rope(k, *turn), v), cache, at)
+    out = reference.linear(seen, w.out)
+    return hidden + (out if w.out_bias is None else out + w.out_bias.float())
+
+
+def real(x: Tensor, counts: Sequence[int]) -> Tensor:
+    return torch.cat([x[line, :count] for line, count in enumerate(counts)])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parents", [None, (-1, -1, 0, 0, 1, 2, 5, 4)], ids=["chain", "tree"])
+def test_attention_is_what_its_parts_compute(
+    native: Native, dtype: torch.dtype, biased: bool, parents: tuple[int, ...] | None
+) -> None:
+    made, window = layer(dtype, biased=biased), 9
+    counts = COUNTS if parents is None else [9, 9, 9]
+    hidden, at = numbers(3, window, WIDTH, seed=20), place(counts, window, parents=parents)
+    ours, theirs = made.copied(), made.copied()
+    found = native.attention(hidden, made.attention, at, cache=ours, rotation=rotation(at, window))
+    wanted = plain(made, hidden, at, theirs)
+    torch.testing.assert_close(real(found, counts), real(wanted, counts), rtol=2e-3, atol=2e-3)
+    for line, count in enumerate(counts):  # padding passes through
+        assert torch.equal(found[line, count:], hidden[line, count:])
+        slot, row = [2, 0, 1][line], START[line]
+        for new, old, plainly in zip(ours, made.cache, theirs, strict=True):
+            torch.testing.assert_close(
+                new[slot, :, row : row + count].float(),
+                plainly[slot, :, row : row + count].float(),
+                rtol=1e-2,
+                atol=1e-2,
+            )
+            assert torch.equal(new[slot, :, :row], old[slot, :, :row])
+            assert torch.equal(new[slot, :, row + count :], old[slot, :, row + count :])
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [1, 5, 17, 40])
+def test_the_mlp_is_what_its_parts_compute(native: Native, dtype: torch.dtype, biased: bool, window: int) -> None:
+    made, hidden = layer(dtype, biased=biased), numbers(3, window, WIDTH, seed=20)
+    w = made.mlp
+    wide = replace(w, **{name: None if x is None else x.float() for name, x in _tensors(w).items()})
+    wanted = gated_mlp(hidden, wide, kernels=Reference(), group=Alone())
+    torch.testing.assert_close(native.mlp(hidden, w), wanted, rtol=1e-4, atol=1e-4)
+    counts = [window, window // 2, 0]
+    found = native.mlp(hidden, w, torch.tensor(counts, dtype=torch.int32))
+    assert torch.equal(real(found, counts), real(native.mlp(hidden, w), counts))
+    for line, count in enumerate(counts):
+        assert torch.equal(found[line, count:], hidden[line, count:])
+
+
+def _tensors(weights: MlpWeights) -> dict[str, Tensor | None]:
+    return {name: getattr(weights, name) for name in ("norm", "gate_up", "gate_up_bias", "down", "down_bias")}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_every_company(native: Native, restored_threads: None, dtype: torch.dtype) -> None:
+    """One by one, in windows, in a chunk of more rows than a thread prepares by itself, on any number of threads."""
+    made, size = layer(dtype, biased=True), 24
+    text = numbers(3, size, WIDTH, seed=21)
+
+    def read(window: int) -> tuple[Tensor, ...]:
+        cache, parts = made.copied(), []
+        for begin in range(0, size, window):
+            hidden = text[:, begin : begin + window]
+            count = torch.full((3,), hidden.shape[1], dtype=torch.int32)
+            row = torch.tensor(START, dtype=torch.int32) + begin
+            at = Place(row, count, torch.tensor([2, 0, 1], dtype=torch.int32), ROWS)
+            half = native.attention(hidden, made.attention, at, cache=cache, rotation=rotation(at, hidden.shape[1]))
+            parts.append(native.mlp(half, made.mlp))
+        return torch.cat(parts, 1), *cache
+
+    expected = read(1)
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        for window in (1, 2, 5, 7, 24):
+            assert all(torch.equal(a, b) for a, b in zip(read(window), expected, strict=True))
+
+
+def test_junk_in_other_lines_changes_nothing(native: Native) -> None:
+    made, hidden, at = layer(torch.bfloat16, biased=False), numbers(3, 6, WIDTH, seed=22), place([6, 6, 6], 6)
+    turn = rotation(at, 6)
+    alone = native.mlp(native.attention(hidden, made.attention, at, cache=made.copied(), rotation=turn), made.mlp)
+    for kept in range(3):
+        dirty = torch.full_like(hidden, float("nan"))
+        dirty[kept] = hidden[kept]
+        found = native.attention(dirty, made.attention, at, cache=made.copied(), rotation=turn)
+        assert torch.equal(native.mlp(found, made.mlp)[kept], alone[kept])
