@@ -148,19 +148,19 @@ class CompiledDecoder:
         example: Sequence[Tensor],
         *,
         reach: int,
-        guest: dict[str, object] | None = None,
+        guest: Callable[[], dict[str, object]] | None = None,
         owner: object | None = None,
     ) -> Step:
         """The step ``make(body, reach)``, compiled for the shapes of ``example``. Made once for a name and reach.
 
-        ``guest`` are the facts of another model in the same step, ``owner`` is whose model that is: two of one shape
+        ``guest`` says the facts of another model in the same step, ``owner`` is whose model that is: two of one shape
         have one artefact, and steps of their own.
         """
         full = f"{name}@{reach}"
         self._owners[id(owner)] = owner
         step = self._steps.get((full, id(owner)))
         if step is None:
-            facts = self.facts() if guest is None else {**self.facts(), "guest": guest}
+            facts = self.facts() if guest is None else {**self.facts(), "guest": guest()}
             shapes = [[str(x.dtype), list(x.shape)] for x in example]
             facts = {"graph": full, "inputs": shapes, **facts}
             graph = Graph(full, make(self.body, reach), tuple(example), facts)

@@ -168,7 +168,7 @@ class EagleDrafter:
             lambda _body, _reach: self.step(bounds.rows),
             inputs,
             reach=reach,
-            guest=self.facts(),
+            guest=self.facts,
             owner=self.state,
         )
         out = step(*inputs)
@@ -212,7 +212,7 @@ class EagleDrafter:
             reach = self.target.reach(row + done + chunk)
             name = f"eagle{self.head.config.version} reads[{chunk}]"
             self.target.graph(
-                name, lambda _body, r: ReadStep(self.head, r), inputs, reach=reach, guest=self.facts(), owner=self.state
+                name, lambda _body, r: ReadStep(self.head, r), inputs, reach=reach, guest=self.facts, owner=self.state
             )(*inputs)
             done += count
 

@@ -90,6 +90,8 @@ class MedusaDrafter:
         self.outline = tree.outline(choices.parents)
         self.reads: Reads | None = Reads()
         self._step = MedusaStep(heads, target.body.kernels, choices)
+        kind = hashlib.sha256(repr((heads.config, choices)).encode()).hexdigest()[:12]
+        self._name = f"medusa[{len(choices)} nodes,{kind}]"
 
     @classmethod
     def from_pretrained(
@@ -148,7 +150,7 @@ class MedusaDrafter:
         name = f"{self.name(bounds.rows)},from {commit.tokens.shape[1]}"
         reach = self.target.reach(bounds.rows)
         (tokens,) = self.target.graph(
-            name, lambda _b, _r: self._step, inputs, reach=reach, guest=self.facts(), owner=self.state
+            name, lambda _b, _r: self._step, inputs, reach=reach, guest=self.facts, owner=self.state
         )(*inputs)
         return Proposal(tokens, None if self.outline.is_chain else self.choices.parents)
 
@@ -163,8 +165,7 @@ class MedusaDrafter:
 
     def name(self, rows: int) -> str:
         """See the protocol."""
-        kind = hashlib.sha256(repr((self.heads.config, self.choices)).encode()).hexdigest()[:12]
-        return f"medusa[{len(self.choices)} nodes,{kind}]"
+        return self._name
 
     def facts(self) -> dict[str, object]:
         """See the protocol."""

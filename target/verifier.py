@@ -165,7 +165,7 @@ class CompiledVerifier:
             return FusedStep(drafter.step(bounds.rows), self._step(body, reach, outline=self.outline))
 
         reach = self.decoder.reach(bounds.rows)
-        deep, *rest = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts(), owner=drafter.state)(
+        deep, *rest = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts, owner=drafter.state)(
             *inputs
         )
         return self._commit(commit, rest), deep
