@@ -23,6 +23,11 @@ from paceline.target.window import Window
 
 Acceptor = Match | Reject | Typical | Simulated
 
+_DEPTHS = 256
+"""A fused round gives the count of its commit and the depth of its proposal, both below this, as one number: what
+leaves a device costs by the tensor.
+"""
+
 
 class VerifyStep(nn.Module):
     """Target pass over the root and the proposed nodes, law, acceptance, and tidying of the cache."""
@@ -85,10 +90,10 @@ class FusedStep(nn.Module):
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         """The fields of a Commit, limit [B] int32, knobs [B, 4], keys [B, 2] and, if they are read, features.
 
-        -> how deep each proposal went [B] int32, then what `VerifyStep` gives.
+        -> what `VerifyStep` gives, with how deep each proposal went in the high bits of ``count``; see `unpacked`.
         """
-        knobs, keys, *features = rest
-        proposed = self.draft(tokens, count, start, knobs, keys, *features)
+        knobs, keys, *read = rest
+        proposed = self.draft(tokens, count, start, knobs, keys, *read)
         missing = self.verify.outline.nodes - proposed[0].shape[1]
         if missing:  # a chain shorter than the window; its law, if it has one, ends with it too
             proposed = [
@@ -97,7 +102,13 @@ class FusedStep(nn.Module):
             ]
         parents = proposed[1] if self.verify.outline.dynamic else None
         deep = self.verify.window(proposed[0], parents, limit=limit).reached()
-        return (deep, *self.verify(tokens, count, start, limit, knobs, keys, *proposed))
+        committed, accepted, *rest = self.verify(tokens, count, start, limit, knobs, keys, *proposed)
+        return (committed, accepted + deep * _DEPTHS, *rest)
+
+
+def unpacked(count: Tensor) -> tuple[Tensor, Tensor]:
+    """The second result of `FusedStep` -> count of the commit and depth of the proposal, both [B] int32."""
+    return count % _DEPTHS, count // _DEPTHS
 
 
 class CompiledVerifier:
@@ -165,10 +176,10 @@ class CompiledVerifier:
             return FusedStep(drafter.step(bounds.rows), self._step(body, reach, outline=self.outline))
 
         reach = self.decoder.reach(bounds.rows)
-        deep, *rest = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts(), owner=drafter.state)(
-            *inputs
-        )
-        return self._commit(commit, rest), deep
+        step = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts(), owner=drafter.state)
+        tokens, packed, *features = step(*inputs)
+        count, deep = unpacked(packed)
+        return self._commit(commit, (tokens, count, *features)), deep
 
     def _step(self, body: Body, reach: int, *, outline: Outline) -> VerifyStep:
         return VerifyStep(body, reach, outline=outline, acceptor=self._acceptor, reads=self._reads)
