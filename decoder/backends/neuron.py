@@ -39,6 +39,7 @@ class NeuronBackend:
     """Graphs on the first NeuronCores that this process sees, as many as the model is divided over."""
 
     name = "neuron"
+    keeps = True
 
     def __init__(self, degree: int = 1) -> None:
         self._chip = chip()
@@ -75,6 +76,9 @@ class NeuronBackend:
             folder = artefacts.ensure(self._root, facts, build)
         self._chip.add(key, traced, folder / _NEFF)
         return partial(self._chip.run, key)
+
+    def value(self, state: Tensor) -> Tensor:
+        return self._chip.value(state)
 
     def attach(self, decoder: CompiledDecoder, path: str) -> None:
         """Load the other cores' parts of the decoder's model."""
@@ -216,6 +220,13 @@ class Chip:
         # Graphs are made for inputs in the order of their shape; what an earlier graph gave may have another.
         out = self._loaded(*(x.contiguous() for x in inputs), model_name=key)
         return [out] if isinstance(out, Tensor) else list(out)
+
+    def value(self, state: Tensor) -> Tensor:
+        """What rank 0's state is now; it is here, or on the device."""
+        if self._loaded is None:
+            return state.clone()
+        found: Tensor = self._loaded.read_from_neuron_buffer(self.names.known(state), 0)
+        return found
 
     def _load(self) -> None:
         states, weights = self.names.states(self.degree), self.names.weights(self.degree)

@@ -12,12 +12,15 @@ import torch
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
 from paceline.decoder.backends import neuron
+from tests.decoder.headed import HEADED
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.orchestrator.test_trees import PROMPTS as FOUR
 from tests.orchestrator.test_trees import Orchard
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, [5, 5]]
 ASKED = {"max_new_tokens": 24, "do_sample": True, "seed": 3, "temperature": 1.2, "top_k": 30}
+WIDTHS = {"medusa": 32, "eagle 3, dynamic tree": 3 * 32}
+"""How wide the features are that these heads read."""
 Runtime = Callable[[], Any]
 
 
@@ -49,6 +52,27 @@ def test_fused_rounds_give_the_tokens_of_eager_decoding_with_one_call_and_few_by
     before = len(runtime().compiled)
     assert generator.sample(PROMPTS, **ASKED).tolist() == wanted
     assert len(runtime().compiled) == before
+
+
+@pytest.mark.parametrize("heads", ["medusa", "eagle 3, dynamic tree"])
+def test_features_stay_on_the_device(workshop: Workshop, runtime: Runtime, tmp_path: Path, heads: str) -> None:
+    """A round of heads is one call too, with no more bytes out; its drafts are those of eager, so the features are."""
+    asked = {**ASKED, "max_new_tokens": 40, "temperature": 0.8}
+    seen = []
+    for backend in ("eager", "neuron"):
+        target = pair(workshop, backend)[1]
+        generator = HEADED[heads](target, tmp_path / backend)
+        # Three prompts for two slots: when the third one comes in, the features of the other slot are fetched.
+        done = generator.sample([*PROMPTS, [7] * 5], return_dict=True, **asked)
+        seen.append((done.sequences.tolist(), done.statistics.rounds, done.statistics.accepted_per_position))
+    assert seen[0] == seen[1] and sum(seen[0][2])
+    depth, slots = generator.drafter.outline.depth, 2
+    calls = runtime().calls
+    rounds = [call for call in calls if call[2] == (depth + 2) * slots * 4]
+    # Features go in where a prompt was read since the last round, and never come out.
+    features = WIDTHS[heads] * (depth + 1) * slots * 4
+    assert sum(call[1] > features for call in rounds) <= 3 < len(rounds)
+    assert len(rounds) >= done.statistics.rounds - 3
 
 
 def test_two_steps_and_plain_decoding(workshop: Workshop, runtime: Runtime) -> None:
