@@ -116,6 +116,32 @@ def test_the_runtime_finds_its_environment_set(workshop: Workshop, runtime: Runt
     assert (runtime().timeout, runtime().rounding) == ("60", "0")
 
 
+def test_the_largest_round_chooses_the_layout_of_the_weights(
+    workshop: Workshop, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt's graphs first, then a plain round, then a fused one with more weights: each compiled as the last."""
+    wanted = pair(workshop, "eager")[1].sample(PROMPTS, **ASKED).tolist()
+    monkeypatch.setenv("PACELINE_NEURON_LAYOUT", "rounds")
+    draft, target = pair(workshop, "neuron")
+    assert target.sample(PROMPTS, **ASKED).tolist() == wanted
+    generator = SpeculativeGenerator(draft, target, k=2)
+    assert generator.sample(PROMPTS, **ASKED).tolist() == wanted
+    loaded = neuron.chip()._loaded
+    laid = {name for name, x in loaded.weights[0].items() if getattr(x, "laid", False)}
+    matrices = sum(x.dim() == 2 for model in (draft, target) for x in model.body.parameters())
+    assert len(laid) >= matrices > 20 and all(graph.hlo.laid for graph in loaded.graphs.values())
+    again = len(runtime().compiled)
+    assert generator.sample(PROMPTS, **ASKED).tolist() == wanted
+    assert len(runtime().compiled) == again
+
+
+def test_an_unknown_layout_is_refused(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    monkeypatch.setenv("PACELINE_NEURON_LAYOUT", "best")
+    with pytest.raises(ConfigurationError, match="make it plain or rounds"):
+        neuron.NeuronBackend()
+
+
 def test_a_core_belongs_to_one_process(workshop: Workshop, runtime: Runtime) -> None:
     target = pair(workshop, "neuron")[1]
     target.sample(PROMPTS, max_new_tokens=2)
