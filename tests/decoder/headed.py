@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,12 +19,12 @@ from tests.eagle import heads
 TREE = [[0], [1], [0, 0], [0, 1], [1, 0]]
 
 
-def medusa(target: SamplingDecoder, folder: Path) -> SpeculativeGenerator:
+def medusa(target: SamplingDecoder, folder: Path, *, tree: Sequence[list[int]] = TREE) -> SpeculativeGenerator:
     """Two tied heads and a tree."""
     torch.manual_seed(0)
     shape = MedusaConfig(2, 1, target.config.hidden_size, VOCABULARY, tied=True)
     checkpoint.save(folder, shape, {name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
-    return SpeculativeGenerator(MedusaDrafter.from_pretrained(folder, target, tree=TREE), target)
+    return SpeculativeGenerator(MedusaDrafter.from_pretrained(folder, target, tree=tree), target)
 
 
 def eagle(target: SamplingDecoder, folder: Path, *, version: int, growth: Callable[[], Growth]) -> SpeculativeGenerator:
@@ -32,6 +32,11 @@ def eagle(target: SamplingDecoder, folder: Path, *, version: int, growth: Callab
     return SpeculativeGenerator(heads.drafter(folder, target, version, growth()), target)
 
 
+SMALL: dict[str, Callable[[SamplingDecoder, Path], SpeculativeGenerator]] = {
+    "medusa": partial(medusa, tree=[[0]]),
+    "eagle 1": partial(eagle, version=1, growth=lambda: Chain(1)),
+}
+"""Those whose graphs are short."""
 HEADED: dict[str, Callable[[SamplingDecoder, Path], SpeculativeGenerator]] = {
     "medusa": medusa,
     "eagle 1, chain": partial(eagle, version=1, growth=lambda: Chain(2)),

@@ -118,7 +118,7 @@ class NxDModel(torch.nn.Module):
             results = list(pool.map(one, range(self.world_size)))
         for rank, (changed, _) in enumerate(results):
             for name, value in zip(graph.hlo.states, changed, strict=True):
-                self.states[rank][name] = value.clone()
+                self.states[rank][name] = value.clone(memory_format=torch.contiguous_format)
         out = [x.clone() for x in results[0][1]]
         if any(not torch.equal(x, y) for _, other in results[1:] for x, y in zip(out, other, strict=True)):
             raise RuntimeError(f"{key}: ranks disagree, and only the first one's outputs come back")
