@@ -29,6 +29,7 @@ from time import perf_counter
 
 import torch
 from sleepers import K, SleepingDrafter, SleepingVerifier, V, truth
+from undivided import MAKERS
 
 from paceline import placement
 from paceline.core.protocols import Drafter
@@ -168,7 +169,7 @@ def target() -> dict[str, object]:
     import ray
 
     pair = [
-        {"name": "t", "tp_degree": 2, "path": str(ROOT / "examples" / "pycode" / "target")},
+        {"name": "t", "tp_degree": 1, "path": str(ROOT / "examples" / "pycode" / "target")},
         {"name": "d", "tp_degree": 1, "path": str(ROOT / "examples" / "pycode" / "draft"), "draft_of": "t"},
     ]
     models = models_of(
@@ -247,7 +248,7 @@ def colocation() -> dict[str, object]:
                     for given in (entries, [{"name": "new", **last}])
                 )
                 begin = perf_counter()
-                with placement.launch(made) as running:
+                with placement.launch(made, care=placement.Care(makers=MAKERS)) as running:
                     row: dict[str, object] = {"workers": len(entries)}
                     row["start_seconds"], begin = round(perf_counter() - begin, 1), perf_counter()
                     row["texts"] = used_at_once(running)

@@ -56,12 +56,13 @@ class Backlog:
         found: dict[int, tuple[int, list[int], list[Tensor]]] = {}
         for commit, gone in missed:
             rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
+            states = commit.states
             for slot, start in enumerate(starts):
                 if slot not in gone:
                     _, tokens, features = found.setdefault(slot, (start, [], []))
                     tokens.extend(rows[slot][: counts[slot]])
-                    if commit.features is not None:
-                        features.append(commit.features[slot, : counts[slot]])
+                    if states is not None:
+                        features.append(states[slot, : counts[slot]])
         return [
             Missed(slot, start, tokens, torch.cat(features) if features else None)
             for slot, (start, tokens, features) in found.items()

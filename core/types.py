@@ -15,6 +15,7 @@ logits of row p predict the token at position p + 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -79,6 +80,16 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
+class Kept:
+    """Features that stay on the device, where the next round reads them.
+
+    ``fetch`` brings them to the host, [B, W, F]; only until a round leaves others in their place.
+    """
+
+    fetch: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """What the last round appended; the only place where a length lives.
 
@@ -91,7 +102,12 @@ class Commit:
     tokens: Tensor
     count: Tensor
     start: Tensor
-    features: Tensor | None = None
+    features: Tensor | Kept | None = None
+
+    @property
+    def states(self) -> Tensor | None:
+        """The features, on the host wherever they are."""
+        return self.features.fetch() if isinstance(self.features, Kept) else self.features
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,6 +109,16 @@ class Body(nn.Module):
         )
 
 
+class Carry(nn.Module):
+    """Features between two rounds, as a state that graphs share. [B, W, F] float32"""
+
+    features: Tensor
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        super().__init__()
+        self.register_buffer("features", torch.zeros(*shape))
+
+
 class CompiledDecoder:
     """One model on one backend.
 
@@ -127,6 +137,7 @@ class CompiledDecoder:
         self._steps: dict[tuple[str, int], Step] = {}
         self._owners: dict[int, object] = {}  # kept, so that no other object gets the same id
         self._used: list[Graph] = []
+        self._carries: dict[tuple[int, ...], Carry] = {}
         self._holder: object | None = None
 
     @property
@@ -167,6 +178,12 @@ class CompiledDecoder:
             self._used.append(graph)
             step = self._steps[full, id(owner)] = self.backend.compile(graph, self.announce)
         return step
+
+    def carry(self, *shape: int) -> Carry:
+        """Where its rounds leave features of that shape for each other."""
+        if shape not in self._carries:
+            self._carries[shape] = Carry(shape)
+        return self._carries[shape]
 
     def is_ready(self, name: str, reach: int) -> bool:
         """Whether that graph is already in this process."""
@@ -219,7 +236,7 @@ class CompiledDecoder:
         shared = {id(weight): weight for weight in self.body.parameters()}
         made = copy.copy(self)
         made.body = copy.deepcopy(self.body, {**shared, id(self.body.kernels): self.body.kernels})
-        made._steps, made._owners, made._used, made._holder = {}, {}, [], None
+        made._steps, made._owners, made._used, made._carries, made._holder = {}, {}, [], {}, None
         return made
 
     def close(self) -> None:

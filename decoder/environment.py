@@ -2,6 +2,7 @@
 
 PACELINE_CACHE  folder of compiled artefacts; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
+PACELINE_NEURON_LAYOUT  "rounds": weights lie on Neuron as the largest graph of a round wants them; default "plain"
 
 Written where it is not set yet, before torch_xla is imported:
 
@@ -70,6 +71,18 @@ def neuron_logical_cores() -> int | None:
     if not given.isdigit():
         raise ConfigurationError(f"NEURON_LOGICAL_NC_CONFIG={given!r} is no number; unset it, or make it 1 or 2")
     return int(given)
+
+
+def neuron_layout() -> bool:
+    """Whether the graph of a round chooses the layout of the weights.
+
+    Raises:
+        ConfigurationError: the variable holds something else.
+    """
+    given = os.environ.get("PACELINE_NEURON_LAYOUT") or "plain"
+    if given not in ("plain", "rounds"):
+        raise ConfigurationError(f"PACELINE_NEURON_LAYOUT={given!r} is unknown; make it plain or rounds")
+    return given == "rounds"
 
 
 def neuron_defaults() -> None:

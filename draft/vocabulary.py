@@ -80,7 +80,7 @@ class Intersection(Vocabulary):
         return torch.where(found < 0, self._unknown, found)
 
     def logits(self, logits: Tensor) -> Tensor:
-        found = logits[..., self.index.clamp(min=0)]
+        found = logits.index_select(-1, self.index.clamp(min=0))  # graphs index no other way
         return torch.where(self.index < 0, reduce.NEGATIVE, found)
 
     def ids(self, tokens: Sequence[int]) -> list[int]:

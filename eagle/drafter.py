@@ -159,8 +159,9 @@ class EagleDrafter:
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """Draft; see the protocol."""
         self.ready()
-        assert commit.features is not None, "commits carry the features that `reads` asks for"
-        inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys, commit.features)
+        states = commit.states
+        assert states is not None, "commits carry the features that `reads` asks for"
+        inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys, states)
         name = f"{self.name(bounds.rows)},from {commit.tokens.shape[1]}"
         reach = self._reach(bounds.rows)
         step = self.target.graph(

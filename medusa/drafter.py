@@ -141,12 +141,13 @@ class MedusaDrafter:
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """Draft outside the target's graph; see the protocol."""
-        if commit.features is None:
+        states = commit.states
+        if states is None:
             raise ConfigurationError(
                 "Medusa heads read the target's states, and this commit has none; use the drafter in a "
                 "SpeculativeGenerator with the target it was loaded for"
             )
-        inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys, commit.features)
+        inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys, states)
         name = f"{self.name(bounds.rows)},from {commit.tokens.shape[1]}"
         reach = self.target.reach(bounds.rows)
         (tokens,) = self.target.graph(

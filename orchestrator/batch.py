@@ -117,12 +117,12 @@ class Batch:
         return max((len(slot.watch.text) for slot in self.slots if slot is not None), default=1)
 
     def _features(self, example: Tensor) -> Tensor:
-        """Features of the commit; made when the first prompt that has some is read."""
-        if self.commit.features is None:
-            commit, (slots, width) = self.commit, self.commit.tokens.shape
-            self.commit = replace(commit, features=example.new_zeros(slots, width, example.shape[-1]))
-        assert self.commit.features is not None
-        return self.commit.features
+        """Features of the commit, to write into; made when the first prompt that has some is read."""
+        found = self.commit.states
+        if found is None:
+            found = example.new_zeros(*self.commit.tokens.shape, example.shape[-1])
+        self.commit = replace(self.commit, features=found)
+        return found
 
     def _append(self, slot: int, tokens: list[int], *, accepted: int, logprobs: list[float] | None) -> Event:
         seat = self.slots[slot]

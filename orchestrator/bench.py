@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from paceline.auto import AutoDecoder
 from paceline.detokenise import load_tokenizer
 from paceline.generator import SpeculativeGenerator
 from paceline.result import GenerationResult, Statistics
 from paceline.sampler import Sampler
+from paceline.sources import Loading
 
 Run = Callable[[list[int]], "Outcome"]
+DEFAULT = Loading("inductor", "bf16")
 
 
 @dataclass(slots=True)
@@ -76,11 +77,12 @@ def bench_pair(
     *,
     k: Sequence[int] = (2, 4, 6),
     max_new_tokens: int = 128,
-    backend: str = "inductor",
-    amp: str = "bf16",
+    loading: Loading = DEFAULT,
     repeats: int = 3,
 ) -> dict[str, object]:
     """Measure plain, speculative (every k), n-gram and Hugging Face decoding, greedy, one prompt at a time.
+
+    ``loading`` is how both are loaded; positions and prefill graphs are made to fit the prompts.
 
     Returns a JSON-ready dictionary: ``modes`` by name, ``best_k``, ratios, and whether all our modes gave the same
     tokens (``identical``).
@@ -88,12 +90,8 @@ def bench_pair(
     tokenizer = load_tokenizer(Path(target))
     ids = [tokenizer.encode(prompt) for prompt in prompts]
     positions = max(len(row) for row in ids) + max_new_tokens
-    big, small = (
-        AutoDecoder.from_pretrained(
-            path, n_positions=positions, context_length_estimate=max(map(len, ids)), amp=amp, backend=backend
-        )
-        for path in (target, draft)
-    )
+    fitted = replace(loading, n_positions=positions, chunks=[max(map(len, ids))])
+    big, small = (fitted.decoder(Path(path)) for path in (target, draft))
     plain = SpeculativeGenerator(None, big)
     ngram = SpeculativeGenerator("ngram", big, k=max(k))
     pairs = {n: SpeculativeGenerator(small, big, k=n) for n in k}

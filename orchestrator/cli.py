@@ -68,6 +68,8 @@ def compile_graphs(
     context_length_estimate: options.Chunks = None,
     amp: options.Amp = "bf16",
     backend: options.BackendName = "inductor",
+    tp_degree: options.TpDegree = 1,
+    group_query_attention: options.GroupQueryAttention = None,
     save: Annotated[Path | None, typer.Option(help="Also copy the graphs to this folder, to ship them.")] = None,
 ) -> None:
     """Make all graphs of a model, or of a pair, ahead of their first use, and keep them in the cache.
@@ -75,7 +77,9 @@ def compile_graphs(
     Made are the graphs of plain decoding, those of rounds of k drafted tokens, and the draft's, if there is one.
     """
     with console.refusals():
-        loading = Loading(backend, amp, n_positions, context_length_estimate, batch_size)
+        loading = Loading(
+            backend, amp, n_positions, context_length_estimate, batch_size, tp_degree, group_query_attention
+        )
         if backend == "eager":
             if save:
                 raise ArtefactError("backend 'eager' compiles nothing, so there is nothing to save; use 'inductor'")
@@ -105,6 +109,8 @@ def bench(
     count: Annotated[int, typer.Option(help="How many of the prompts.")] = 6,
     backend: options.BackendName = "inductor",
     amp: options.Amp = "bf16",
+    tp_degree: options.TpDegree = 1,
+    group_query_attention: options.GroupQueryAttention = None,
 ) -> None:
     """Measure plain and speculative decoding in one run. The last line of stdout is a JSON object."""
     with console.refusals():
@@ -114,8 +120,8 @@ def bench(
         if not texts:
             raise PromptError(f"{prompts} holds no prompt to measure with; give JSON lines and a --count of 1 or more")
         figures = bench_pair(
-            str(target), str(draft), texts, k=tuple(k or (2, 4, 6)), max_new_tokens=max_new_tokens, backend=backend,
-            amp=amp,
+            str(target), str(draft), texts, k=tuple(k or (2, 4, 6)), max_new_tokens=max_new_tokens,
+            loading=Loading(backend, amp, tp_degree=tp_degree, group_query_attention=group_query_attention),
         )  # fmt: skip
     console.err().print(console.values_table("bench", figures))
     typer.echo(json.dumps(figures))

@@ -63,6 +63,8 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation; repeatable.")] = None,
     backend: options.BackendName = "inductor",
     amp: options.Amp = "bf16",
+    tp_degree: options.TpDegree = 1,
+    group_query_attention: options.GroupQueryAttention = None,
     n_positions: options.Positions = None,
     context_length_estimate: options.Chunks = None,
     stats: Annotated[bool, typer.Option("--stats", help="Show counts and times on stderr.")] = False,
@@ -74,7 +76,10 @@ def generate(
         "do_sample": temperature > 0, "max_new_tokens": max_new_tokens, "stop_strings": stop,
     }  # fmt: skip
     with console.refusals():
-        loading = Loading(backend, amp, n_positions, context_length_estimate)
+        loading = Loading(
+            backend, amp, n_positions, context_length_estimate, tp_degree=tp_degree,
+            group_query_attention=group_query_attention,
+        )  # fmt: skip
         how = Drafting(
             k, draft, ngram, medusa, tree, acceptor, eagle, growth, suffix=suffix, fused=fused, exact=exact,
             confidence=confidence, vocabulary=vocabulary, simulate_acceptance=simulate_acceptance,

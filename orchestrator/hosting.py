@@ -50,6 +50,8 @@ class Hosted:
     backend: str
     k: int
     ahead: bool
+    tp_degree: int = 1
+    group_query_attention: str | None = None
 
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> Hosted:
@@ -64,12 +66,26 @@ class Hosted:
             )
         slots, positions, k = (int(str(settings[name])) for name in ("batch_size", "n_positions", "k"))
         folder, ahead = Path(str(settings["folder"])), bool(settings["ahead"])
-        return cls(folder, str(settings["amp"]), slots, positions, str(settings["backend"]), k, ahead)
+        degree, gqa = int(str(settings.get("tp_degree", 1))), settings.get("group_query_attention")
+        return cls(
+            folder, str(settings["amp"]), slots, positions, str(settings["backend"]), k, ahead, degree,
+            None if gqa is None else str(gqa),
+        )  # fmt: skip
 
     def decoder(self) -> SamplingDecoder:
         return AutoDecoder.from_pretrained(
-            self.folder, batch_size=self.batch_size, n_positions=self.n_positions, amp=self.amp, backend=self.backend
+            self.folder,
+            batch_size=self.batch_size,
+            n_positions=self.n_positions,
+            amp=self.amp,
+            backend=self.backend,
+            tp_degree=self.tp_degree,
+            group_query_attention=self.group_query_attention,
         )
+
+    def another(self, first: SamplingDecoder) -> CompiledDecoder:
+        """A decoder with a cache of its own: over the same weights, or read again where ranks hold one cache each."""
+        return first.sibling() if self.tp_degree == 1 else self.decoder()
 
 
 class TargetHost:
@@ -138,7 +154,7 @@ def target(settings: Mapping[str, object], drafter: Drafter | None) -> TargetHos
 
 
 def draft(settings: Mapping[str, object]) -> MakeDrafter:
-    """The maker of a draft's worker: for each target a decoder of its own, all over the same weights."""
+    """The maker of a draft's worker: for each target a decoder of its own, over the same weights if they are whole."""
     given = Hosted.of(settings)
     first = given.decoder()
     spare: list[CompiledDecoder] = [first]
@@ -149,7 +165,7 @@ def draft(settings: Mapping[str, object]) -> MakeDrafter:
                 f"the target {hello.client} has {hello.slots} slots and the draft {given.batch_size}; give both "
                 "the same batch_size"
             )
-        decoder = spare.pop() if spare else first.sibling()
+        decoder = spare.pop() if spare else given.another(first)
         drafter = ModelDrafter(
             decoder, given.k + given.ahead, vocabulary=Vocabulary(hello.vocab_size, decoder.config.vocab_size)
         )

@@ -9,6 +9,13 @@ import typer
 
 Amp = Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")]
 BackendName = Annotated[str, typer.Option("--backend", help="inductor (compiled, CPU), eager, xla or neuron.")]
+TpDegree = Annotated[
+    int, typer.Option(help="Tensor parallelism: ranks each model is divided over; above 1 with eager and neuron.")
+]
+GroupQueryAttention = Annotated[
+    str | None,
+    typer.Option(help="K/V heads of divided models: shard-over-heads, replicated-heads or all-gather-heads."),
+]
 Positions = Annotated[int | None, typer.Option(help="Longest text, prompt included; default: the model's own.")]
 Chunks = Annotated[
     list[int] | None,

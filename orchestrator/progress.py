@@ -15,6 +15,7 @@ from time import perf_counter
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
+from torch import Tensor
 
 from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.decoder import CompiledDecoder
@@ -87,7 +88,7 @@ class Watched:
 
     def __init__(self, inner: Backend, owner: str, *, shown: Bar, made: list[GraphTime]) -> None:
         self.inner, self._owner, self._bar, self._made = inner, owner, shown, made
-        self.name, self.kernels, self.group = inner.name, inner.kernels, inner.group
+        self.name, self.kernels, self.group, self.keeps = inner.name, inner.kernels, inner.group, inner.keeps
 
     def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         return self.inner.reaches(wanted)
@@ -104,6 +105,9 @@ class Watched:
         self._made.append(GraphTime(self._owner, graph.name, perf_counter() - begin, bool(slow)))
         self._bar.advance()
         return step
+
+    def value(self, state: Tensor) -> Tensor:
+        return self.inner.value(state)
 
     def attach(self, decoder: CompiledDecoder, path: str) -> None:
         self.inner.attach(decoder, path)

@@ -9,7 +9,7 @@ import typer
 
 from paceline import console
 from paceline.core.errors import BackendError
-from paceline.placement import plan, read_models
+from paceline.placement import plan, read_models, runnable
 from paceline.plan_cli import machine, plan_table
 
 
@@ -31,6 +31,7 @@ def serve_models(
     """Serve the models of a file: /v1/models, /v1/completions, /v1/chat/completions. Ends with Ctrl-C."""
     with console.refusals():
         made = plan(read_models(models), machine(instance))
+        runnable.check(made)
         try:
             from paceline.serving.run import run
         except ImportError as error:

@@ -27,9 +27,11 @@ class Loading:
 
     backend: str
     amp: str
-    n_positions: int | None
-    chunks: list[int] | None
+    n_positions: int | None = None
+    chunks: list[int] | None = None
     batch_size: int = 1
+    tp_degree: int = 1
+    group_query_attention: str | None = None
 
     def decoder(self, folder: Path) -> SamplingDecoder:
         """Load one, with a bar."""
@@ -41,6 +43,8 @@ class Loading:
                 context_length_estimate=self.chunks,
                 amp=self.amp,
                 backend=self.backend,
+                tp_degree=self.tp_degree,
+                group_query_attention=self.group_query_attention,
                 progress=report,
             )
 

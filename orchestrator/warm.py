@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from paceline.adaptive import Adaptive
 from paceline.batch import Batch
-from paceline.core.types import Bounds, SamplingBatch
+from paceline.core.types import Bounds, Kept, SamplingBatch
 from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.loop import Engine
@@ -36,4 +36,7 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
         for one in rounds:
             one(commit, batch.sampling, idle)
             if engine.depth:
-                one(commit, batch.sampling, Bounds(idle.limit + engine.depth, 1))
+                full = Bounds(idle.limit + engine.depth, 1)
+                made = one(commit, batch.sampling, full)
+                if isinstance(made.features, Kept):  # the next round has another graph, which reads them there
+                    one(replace(commit, features=made.features), batch.sampling, full)

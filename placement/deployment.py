@@ -18,6 +18,7 @@ from functools import partial
 import ray
 
 from paceline.core.errors import ConfigurationError, PlacementError, TargetLostError
+from paceline.placement import runnable
 from paceline.placement.actors import NAMESPACE, WATCH
 from paceline.placement.calls import Call, Stream, seeded
 from paceline.placement.care import Care
@@ -111,6 +112,7 @@ class Deployment:
 
     def add(self, plan: Plan) -> None:
         """Start the groups of another plan beside those that run; cores that are taken are replaced by free ones."""
+        runnable.check(plan)
         groups = [Group(plan.instance, members, self._care) for members in groups_of(plan)]
         _start(groups)
         self._groups += groups
@@ -208,9 +210,10 @@ def launch(plan: Plan, *, care: Care | None = None, address: str | None = None) 
     plan's cores. On a host without Neuron the same workers run on the CPU and cores are file locks.
 
     Raises:
-        PlanError: the cluster has no room.
+        PlanError: a model cannot be run as it was planned, or the cluster has no room.
         WorkerError: a worker did not start.
     """
+    runnable.check(plan)
     if not ray.is_initialized():
         own = {} if address else {"resources": {RESOURCE: plan.instance.cores}, "include_dashboard": False}
         ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, **own)

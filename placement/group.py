@@ -183,10 +183,10 @@ class Group:
 
     def _settings(self, item: Placement) -> Settings:
         model = item.model
-        if model.folder is None:
-            raise PlanError(f"{item.name} was planned from a configuration alone; give `path` to run it")
-        shape = asdict(model.shape)
-        return {**shape, "folder": str(model.folder), "backend": model.backend, "k": model.k, "ahead": self._care.ahead}
+        gqa = None if model.gqa is None else model.gqa.value
+        ranks = {"tp_degree": len(item.cores), "group_query_attention": gqa}
+        given = {"folder": str(model.folder), "backend": model.backend, "k": model.k, "ahead": self._care.ahead}
+        return {**asdict(model.shape), **ranks, **given}
 
     def _draft_of(self, item: Placement) -> Placement | None:
         return next((p for p in self.placements if (item.name, item.replica) in p.drafts_for), None)

@@ -16,7 +16,8 @@ Keys of a model:
     draft_of      the target's name, or a list: one draft server for several targets
     k             drafted tokens a round, default 4 (of a draft)
     replicas      default 1; of a draft: as many as its target has, or fewer, which are then shared
-    backend       inductor (default) or eager
+    backend       inductor (default), eager, xla or neuron; tp_degree above 1 runs with eager and neuron
+    group_query_attention  where K/V heads of a divided model live; default: whole heads, or copies
 
 Relative paths are relative to the file, or, where nothing is there, to the current folder. Nothing is loaded here but
 configurations.
@@ -30,16 +31,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.core.errors import PlanError
+from paceline.decoder.backends.base import BACKENDS
 from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.parallel import GQA
 from paceline.placement.footprint import NUMBER_BYTES, QUANTISED_BYTES, Shape
 
 _KEYS = frozenset(
     {
         "name", "path", "config", "tp_degree", "n_positions", "batch_size", "amp", "quantisation", "draft_of", "k",
-        "replicas", "backend",
+        "replicas", "backend", "group_query_attention",
     }
 )  # fmt: skip
-_BACKENDS = ("inductor", "eager")
+_BACKENDS = ("inductor", *(name for name in BACKENDS if name != "inductor"))
+_LAYOUTS = tuple(one.value for one in GQA)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
@@ -61,6 +65,7 @@ class Model:
     replicas: int = 1
     clients: int = 1
     backend: str = "inductor"
+    gqa: GQA | None = None
 
 
 def read_models(file: Path) -> tuple[Model, ...]:
@@ -113,8 +118,9 @@ def _model(entry: Mapping[str, object], folder: Path, where: str) -> Model:
     wanted = entry.get("tp_degree", "auto")
     degree = None if wanted == "auto" else _count(entry, "tp_degree", where, default=1)
     backend = _choice(entry, "backend", where, of=_BACKENDS)
+    gqa = GQA(_choice(entry, "group_query_attention", where, of=_LAYOUTS)) if "group_query_attention" in entry else None
     k, replicas = (_count(entry, key, where, default=default) for key, default in (("k", 4), ("replicas", 1)))
-    return Model(name, config, home, shape, degree, _targets(entry, where), k, replicas, backend=backend)
+    return Model(name, config, home, shape, degree, _targets(entry, where), k, replicas, backend=backend, gqa=gqa)
 
 
 def _configuration(entry: Mapping[str, object], folder: Path, where: str) -> tuple[ModelConfig, Path | None]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.core.errors import PlanError
-from paceline.decoder.parallel import obstacle
+from paceline.core.errors import ConfigurationError, PlanError
+from paceline.decoder.parallel import layout, obstacle
 from paceline.placement import environment
 from paceline.placement.catalogue import Instance
 from paceline.placement.footprint import Footprint, footprint
@@ -44,7 +44,7 @@ def degree_of(model: Model, instance: Instance) -> int:
         PlanError: the degree is illegal, does not divide the heads, or the share does not fit on a core.
     """
     name = model.name
-    legal = [degree for degree in instance.degrees if not obstacle(model.config, degree)]
+    legal = [degree for degree in instance.degrees if not _obstacle(model, degree)]
     if model.degree is None:
         fits = [d for d in legal if _size(model, d).total <= instance.memory]
         if not fits:
@@ -61,7 +61,7 @@ def degree_of(model: Model, instance: Instance) -> int:
             f"{', '.join(map(str, instance.degrees))}"
         )
     if model.degree not in legal:
-        raise PlanError(f"{name}: {obstacle(model.config, model.degree)}; use one of {', '.join(map(str, legal))}")
+        raise PlanError(f"{name}: {_obstacle(model, model.degree)}; use one of {', '.join(map(str, legal))}")
     over = _size(model, model.degree).total - instance.memory
     if over > 0:
         raise PlanError(
@@ -111,6 +111,17 @@ def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange])
             raise PlanError(_no_room(need, needs, instance, used=used))
         seats.append((need, run))
     return seats
+
+
+def _obstacle(model: Model, degree: int) -> str:
+    """Why a model cannot be divided over so many cores, with its K/V heads as asked; nothing if it can."""
+    if reason := obstacle(model.config, degree):
+        return reason
+    try:
+        layout(model.config, degree, model.gqa)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
 
 
 def _size(model: Model, degree: int) -> Footprint:

@@ -1,12 +1,14 @@
 """The verifier: one compiled step from a commit and a proposal to the next commit.
 
-Only ids, counts and, for drafters that read them, features leave the graph. What needs the host for every token
+Only ids and counts leave the graph, and features for drafters that read them: where a backend copies what goes in and
+out, those of fused rounds stay on its device. What needs the host for every token
 (processors, scores) is in `paceline.target.host`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -15,13 +17,18 @@ from torch import Tensor, nn
 from paceline.core.accept import Match, Reject, committed
 from paceline.core.protocols import GraphDrafter
 from paceline.core.simulated import Simulated
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
+from paceline.core.types import PAD, Bounds, Commit, Kept, Outline, Proposal, Reading, Reads, SamplingBatch
 from paceline.core.typical import Typical
-from paceline.decoder.decoder import Body, CompiledDecoder
+from paceline.decoder.decoder import Body, Carry, CompiledDecoder
 from paceline.decoder.steps import prefill
 from paceline.target.window import Window
 
 Acceptor = Match | Reject | Typical | Simulated
+
+_DEPTHS = 256
+"""A fused round gives the count of its commit and the depth of its proposal, both below this, as one number: what
+leaves a device costs by the tensor.
+"""
 
 
 class VerifyStep(nn.Module):
@@ -76,19 +83,24 @@ class VerifyStep(nn.Module):
 
 
 class FusedStep(nn.Module):
-    """A drafter's step and the verification of what it proposes, in one graph."""
+    """A drafter's step and the verification of what it proposes, in one graph.
 
-    def __init__(self, draft: nn.Module, verify: VerifyStep) -> None:
+    With a ``carry`` the features of the commit stay there instead of going out, and come from there if none are given.
+    """
+
+    def __init__(self, draft: nn.Module, verify: VerifyStep, carry: Carry | None = None) -> None:
         super().__init__()
-        self.draft, self.verify = draft, verify
+        self.draft, self.verify, self.carry = draft, verify, carry
 
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        """The fields of a Commit, limit [B] int32, knobs [B, 4], keys [B, 2] and, if they are read, features.
+        """The fields of a Commit, limit [B] int32, knobs [B, 4], keys [B, 2] and, if they are read, features [B, W, F].
 
-        -> how deep each proposal went [B] int32, then what `VerifyStep` gives.
+        -> what `VerifyStep` gives, with how deep each proposal went in the high bits of ``count``; see `unpacked`.
         """
-        knobs, keys, *features = rest
-        proposed = self.draft(tokens, count, start, knobs, keys, *features)
+        knobs, keys, *read = rest
+        if self.carry is not None and not read:
+            read = [self.carry.features]
+        proposed = self.draft(tokens, count, start, knobs, keys, *read)
         missing = self.verify.outline.nodes - proposed[0].shape[1]
         if missing:  # a chain shorter than the window; its law, if it has one, ends with it too
             proposed = [
@@ -97,7 +109,18 @@ class FusedStep(nn.Module):
             ]
         parents = proposed[1] if self.verify.outline.dynamic else None
         deep = self.verify.window(proposed[0], parents, limit=limit).reached()
-        return (deep, *self.verify(tokens, count, start, limit, knobs, keys, *proposed))
+        made, accepted, *features = self.verify(tokens, count, start, limit, knobs, keys, *proposed)
+        if self.carry is not None:
+            (states,) = features
+            room = self.carry.features.shape[1] - states.shape[1]
+            self.carry.features.copy_(nn.functional.pad(states, (0, 0, 0, room)))
+            features = []
+        return (made, accepted + deep * _DEPTHS, *features)
+
+
+def unpacked(count: Tensor) -> tuple[Tensor, Tensor]:
+    """The second result of `FusedStep` -> count of the commit and depth of the proposal, both [B] int32."""
+    return count % _DEPTHS, count // _DEPTHS
 
 
 class CompiledVerifier:
@@ -158,17 +181,29 @@ class CompiledVerifier:
     ) -> tuple[Commit, Tensor]:
         """Draft and verify in one graph; see the protocol."""
         inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
-        inputs += [] if commit.features is None else [commit.features]
-        name = f"{drafter.name(bounds.rows)}+{self._name(self.outline, commit)}"
+        inputs += [commit.features] if isinstance(commit.features, Tensor) else []
+        kept = isinstance(commit.features, Kept)
+        name = f"{drafter.name(bounds.rows)}+{self._name(self.outline, commit)}{',kept' if kept else ''}"
+        carry = self._carry(commit)
 
         def make(body: Body, reach: int) -> nn.Module:
-            return FusedStep(drafter.step(bounds.rows), self._step(body, reach, outline=self.outline))
+            return FusedStep(drafter.step(bounds.rows), self._step(body, reach, outline=self.outline), carry)
 
         reach = self.decoder.reach(bounds.rows)
-        deep, *rest = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts, owner=drafter.state)(
-            *inputs
-        )
-        return self._commit(commit, rest), deep
+        step = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts, owner=drafter.state)
+        tokens, packed, *features = step(*inputs)
+        count, deep = unpacked(packed)
+        made = self._commit(commit, (tokens, count, *features))
+        if carry is not None:
+            made = replace(made, features=Kept(partial(self.decoder.backend.value, carry.features)))
+        return made, deep
+
+    def _carry(self, commit: Commit) -> Carry | None:
+        """Where features stay between rounds, if there are any and they had better not come to the host."""
+        if self._reads is None or not self.decoder.backend.keeps:
+            return None
+        width = self.decoder.config.hidden_size * max(1, len(self._reads.layers))
+        return self.decoder.carry(*commit.tokens.shape, width)
 
     def _step(self, body: Body, reach: int, *, outline: Outline) -> VerifyStep:
         return VerifyStep(body, reach, outline=outline, acceptor=self._acceptor, reads=self._reads)

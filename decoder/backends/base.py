@@ -62,6 +62,13 @@ class Backend(Protocol):
     def group(self) -> Collectives:
         """The ranks that the graphs run on."""
 
+    @property
+    def keeps(self) -> bool:
+        """Whether inputs and outputs are copied, so that what only the next graph reads had better be a state."""
+
+    def value(self, state: Tensor) -> Tensor:
+        """What a state of its graphs holds now, copied."""
+
     def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         """The buckets of the cache length this backend makes graphs for, out of those wanted."""
 
@@ -79,6 +86,15 @@ class Backend(Protocol):
 
     def load(self, folder: Path, facts: dict[str, object]) -> None:
         """Take compiled graphs from a folder; ``facts`` are those of the decoder."""
+
+
+class OnHost:
+    """What a backend has to say whose graphs work on the host's own tensors."""
+
+    keeps = False
+
+    def value(self, state: Tensor) -> Tensor:
+        return state.clone()
 
 
 class OneRank:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ArtefactError
-from paceline.decoder.backends.base import Graph, OneRank, Step
+from paceline.decoder.backends.base import Graph, OneRank, OnHost, Step
 from paceline.decoder.kernels import Kernels, Reference
 
 
-class EagerBackend(OneRank):
+class EagerBackend(OneRank, OnHost):
     """Runs steps directly; there is nothing to save."""
 
     name = "eager"

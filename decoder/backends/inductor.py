@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder import artefacts, environment
-from paceline.decoder.backends.base import Graph, OneRank, Step
+from paceline.decoder.backends.base import Graph, OneRank, OnHost, Step
 from paceline.decoder.kernels import Kernels
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native, c_shims
@@ -25,7 +25,7 @@ from paceline.decoder.native.ops import Native, c_shims
 _PACKAGE = "graph.pt2"
 
 
-class InductorBackend(OneRank):
+class InductorBackend(OneRank, OnHost):
     """Compiled CPU graphs."""
 
     name = "inductor"

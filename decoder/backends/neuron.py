@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -24,6 +23,7 @@ from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
 from paceline.decoder import artefacts, environment, graph_lint
 from paceline.decoder.backends import neuron_ranks, neuron_sdk
 from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.backends.neuron_layout import NEFF, Compiler, Entry
 from paceline.decoder.backends.neuron_state import Names
 from paceline.decoder.collectives import Alone, Collectives, Fabric
 from paceline.decoder.decoder import CompiledDecoder
@@ -32,13 +32,13 @@ from paceline.decoder.kernels import Kernels
 from paceline.decoder.lowering import Lowered, lower
 
 MAX_INPUTS = 16
-_NEFF = "graph.neff"
 
 
 class NeuronBackend:
     """Graphs on the first NeuronCores that this process sees, as many as the model is divided over."""
 
     name = "neuron"
+    keeps = True
 
     def __init__(self, degree: int = 1) -> None:
         self._chip = chip()
@@ -61,20 +61,25 @@ class NeuronBackend:
         lowered = lower(graph.name, graph.module, graph.example)
         if found := graph_lint.lint(lowered):
             raise BackendError(f"{graph.name} cannot be compiled for Neuron: {'; '.join(map(str, found[:3]))}")
-        key = f"g{len(self._chip.graphs)}"
         traced = self._chip.trace(
             Stateful(lowered, self._chip.names.of(graph.module, lowered), self._chip.ranks), graph
         )
         flags = self._chip.sdk.flags(prompt=graph.name.startswith("prefill"))
         facts = self._facts({**graph.facts, "hlo": _digest(traced.hlo.SerializeToString()), "flags": flags})
-        folder = artefacts.find(self._shipped, facts) if self._shipped else None
-        if folder is None:
-            if artefacts.find(self._root, facts) is None:
+
+        def folder(more: dict[str, object], build: Callable[[Path], None]) -> Path:
+            every = {**facts, **more}
+            found = artefacts.find(self._shipped, every) if self._shipped else None
+            if found is not None:
+                return found
+            if artefacts.find(self._root, every) is None:
                 announce(f"compiling {graph.name} for {self._chip.sdk.chip.value}")
-            build = partial(self._chip.compile, traced, flags=flags, name=graph.name)
-            folder = artefacts.ensure(self._root, facts, build)
-        self._chip.add(key, traced, folder / _NEFF)
-        return partial(self._chip.run, key)
+            return artefacts.ensure(self._root, every, build)
+
+        return partial(self._chip.run, self._chip.add(Entry(graph.name, traced, flags, folder)))
+
+    def value(self, state: Tensor) -> Tensor:
+        return self._chip.value(state)
 
     def attach(self, decoder: CompiledDecoder, path: str) -> None:
         """Load the other cores' parts of the decoder's model."""
@@ -155,11 +160,12 @@ class Chip:
             importlib.import_module("torch_neuronx")
             self._functions: Any = importlib.import_module("neuronx_distributed.trace.functions")
             self._parts: Any = importlib.import_module("neuronx_distributed.trace.model_builder_utils")
+            self._compiler = Compiler(layout=environment.neuron_layout(), logical=self.sdk.logical)
             self._models: Any = importlib.import_module("neuronx_distributed.trace.nxd_model.nxd_model")
         except ImportError as error:
             raise BackendError(f"the Neuron SDK cannot be imported ({error}); {neuron_sdk.SETUP}") from error
         self.names = Names()
-        self.graphs: dict[str, tuple[Any, Path]] = {}
+        self.graphs: dict[str, Entry] = {}
         self._loaded: Any = None
         self._away: list[dict[str, Tensor]] = []  # states of every rank, whose values are on the device
         self.degree = 0  # of every decoder here; 0 = there is none yet
@@ -193,21 +199,20 @@ class Chip:
         except Exception as error:
             raise BackendError(f"tracing {graph.name} for Neuron failed: {error}") from error
 
-    def compile(self, traced: Any, folder: Path, *, flags: str, name: str) -> None:
-        """Compile into a folder of the cache: the SDK itself caches nothing on this way."""
-        work = folder / "work"
-        try:
-            made = self._functions.compile(traced.hlo, traced.metaneff, str(work), flags, "graph")
-            shutil.copyfile(made.neff_filepath, folder / _NEFF)
-        except Exception as error:
-            raise BackendError(f"neuronx-cc refused {name} ({flags}): {error}") from error
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    def add(self, entry: Entry) -> str:
+        """Take a graph in, compiled; the device is loaded again before the next call. -> its key
 
-    def add(self, key: str, traced: Any, neff: Path) -> None:
-        """Take a graph in; the device is loaded again before the next call."""
-        self.graphs[key] = (traced, neff)
+        Where a graph chooses the layout of the weights, compiling has to wait until then.
+
+        Raises:
+            BackendError: the compiler refuses it.
+        """
+        if not self._compiler.layout:
+            self._compiler.plain(entry)
+        key = f"g{len(self.graphs)}"
+        self.graphs[key] = entry
         self._unload()
+        return key
 
     def run(self, key: str, *inputs: Tensor) -> list[Tensor]:
         """Execute one graph. Inputs and outputs are the host's."""
@@ -217,6 +222,13 @@ class Chip:
         out = self._loaded(*(x.contiguous() for x in inputs), model_name=key)
         return [out] if isinstance(out, Tensor) else list(out)
 
+    def value(self, state: Tensor) -> Tensor:
+        """What rank 0's state is now; it is here, or on the device."""
+        if self._loaded is None:
+            return state.clone()
+        found: Tensor = self._loaded.read_from_neuron_buffer(self.names.known(state), 0)
+        return found
+
     def _load(self) -> None:
         states, weights = self.names.states(self.degree), self.names.weights(self.degree)
         shapes = {name: list(tensor.shape) for name, tensor in states[0].items()}
@@ -225,9 +237,16 @@ class Chip:
         model = self._models.NxDModel(
             world_size=self.degree, state_initializer=base.StateInitializer(shapes, kinds, self.degree)
         )
-        for key, (traced, neff) in self.graphs.items():
-            model.add(key, traced, self._parts.CompilationArtifacts(str(neff)))
-        model.set_weights(weights)
+        made = self._compiler.arrange(self.graphs)
+        for key, (traced, folder) in made.parts.items():
+            model.add(key, traced, self._parts.CompilationArtifacts(str(folder / NEFF)))
+        model.set_weights([{name: x for name, x in rank.items() if name not in made.moved} for rank in weights])
+        if made.transformer is not None:
+            # What the model would do by itself with all weights; nothing says how it treats those of other graphs.
+            own = [{name: rank[name] for name in rank if name in made.moved} for rank in weights]
+            moved = made.transformer.construct_layout_transformer_object(self.degree).forward(own, False)
+            for rank, laid in enumerate(moved):
+                model.weights[rank].update(laid)
         model.to_neuron()
         for rank, held in enumerate(states):
             for name, tensor in held.items():

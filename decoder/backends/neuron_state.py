@@ -42,6 +42,11 @@ class Names:
             here[name] = tensor
         return found
 
+    def known(self, tensor: Tensor) -> str:
+        """The name of a tensor that some graph has."""
+        name: str = self._names[tensor]
+        return name
+
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
         """Know what the other ranks have in the place of rank 0's weights and states: modules of the same names."""
         for name, tensor in (*first.named_parameters(), *first.named_buffers()):

@@ -8,14 +8,14 @@ from pathlib import Path
 from torch import Tensor
 
 from paceline.core.errors import ArtefactError
-from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.backends.base import Graph, OnHost, Step
 from paceline.decoder.collectives import Collectives
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels import Kernels, Reference
 from paceline.decoder.ranks import shared
 
 
-class RankedBackend:
+class RankedBackend(OnHost):
     """As `EagerBackend`, on several ranks, for one decoder."""
 
     name = "eager"

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, OneRank, Step
+from paceline.decoder.collectives import Collectives
 from paceline.decoder.graph_kernels import GraphKernels
 from paceline.decoder.kernels import Kernels
 from paceline.decoder.lowering import Lowered, lower, state_of
@@ -31,6 +32,7 @@ class XlaBackend(OneRank):
     """Graphs compiled by XLA. Nothing is saved: XLA's CPU executables belong to the process."""
 
     name = "xla"
+    keeps = True
 
     def __init__(self) -> None:
         self._device = device()
@@ -42,6 +44,9 @@ class XlaBackend(OneRank):
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         announce(f"compiling {graph.name}")
         return _Executable(graph, self._device)
+
+    def value(self, state: Tensor) -> Tensor:
+        return self._device.copy_of(state).cpu()
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         raise ArtefactError("backend='xla' keeps its graphs in the process, so there is nothing to save")
@@ -135,8 +140,10 @@ class _Executable:
         return inputs[source] if isinstance(source, int) else source
 
 
-def hlo(graph: Graph) -> str:
+def hlo(graph: Graph, *, ranks: Collectives | None = None) -> str:
     """The HLO of a step as text, before any optimisation: what the Neuron compiler would be given.
+
+    ``ranks`` are what its collectives become, where it is the step of a divided model.
 
     Raises:
         BackendError: an operation has no lowering, so the step is not one graph.
@@ -146,13 +153,20 @@ def hlo(graph: Graph) -> str:
     state = {name: tensor.detach().to(home.torch) for name, tensor in state_of(graph.module, lowered).items()}
     inputs = [x.to(home.torch) for x in graph.example]
     home.library.sync()
-    results = traced(home, lowered, state, inputs=inputs)
+    results = traced(home, lowered, state, inputs=inputs, ranks=ranks)
     text: str = home.bridge._get_xla_tensors_hlo(results)
     home.bridge._clear_pending_irs(str(home.torch))
     return text
 
 
-def traced(home: Device, lowered: Lowered, state: dict[str, Tensor], *, inputs: list[Tensor]) -> list[Tensor]:
+def traced(
+    home: Device,
+    lowered: Lowered,
+    state: dict[str, Tensor],
+    *,
+    inputs: list[Tensor],
+    ranks: Collectives | None = None,
+) -> list[Tensor]:
     """Changed state and outputs as lazy tensors, not yet computed.
 
     Raises:
@@ -161,7 +175,7 @@ def traced(home: Device, lowered: Lowered, state: dict[str, Tensor], *, inputs: 
     home.library.sync()
     home.reset_counters()
     with torch.no_grad():
-        changed, outputs = lowered.run(state, inputs)
+        changed, outputs = lowered.run(state, inputs, ranks=ranks)
     if strange := home.fallbacks():
         raise BackendError(
             f"torch_xla has no lowering for {', '.join(sorted(strange))}; rewrite it in decoder/rewrites.py"

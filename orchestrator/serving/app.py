@@ -16,7 +16,7 @@ from pathlib import Path
 from ray import serve
 
 from paceline.core.errors import ConfigurationError
-from paceline.placement import Plan, instance, plan, read_models
+from paceline.placement import Plan, instance, plan, read_models, runnable
 from paceline.placement.actors import STREAMS
 from paceline.placement.care import Care
 from paceline.placement.deployment import groups_of
@@ -35,7 +35,7 @@ def build(arguments: Mapping[str, str]) -> serve.Application:
 
     Raises:
         ConfigurationError: an argument is unknown or missing.
-        PlanError: there is no plan.
+        PlanError: there is no plan, or not one that can be run.
     """
     unknown = sorted(set(arguments) - _ARGUMENTS)
     if unknown or "models" not in arguments:
@@ -48,7 +48,12 @@ def build(arguments: Mapping[str, str]) -> serve.Application:
 
 
 def application(made: Plan, care: Care) -> serve.Application:
-    """The application for a plan."""
+    """The application for a plan.
+
+    Raises:
+        PlanError: a model cannot be run as it was planned.
+    """
+    runnable.check(made)
     seats: dict[str, list[Seat]] = {}
     for members in groups_of(made):
         # Drafts first, as the group starts them; the replica itself has the bundle before them.

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from paceline.core import tree
 from paceline.core.accept import Match, Reject
 from paceline.core.types import Outline, Reads
-from paceline.decoder.decoder import Body
+from paceline.core.typical import Typical
+from paceline.decoder.decoder import Body, Carry
 from paceline.decoder.steps import KeepStep, PrefillStep, WindowStep
 from paceline.draft.model import DraftStep
-from paceline.draft.vocabulary import Vocabulary
-from paceline.eagle.drafter import EagleStep
-from paceline.eagle.growth import Chain, DynamicTree, Growth
+from paceline.draft.vocabulary import Intersection, Vocabulary
+from paceline.eagle.drafter import EagleStep, ReadStep
+from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
 from paceline.eagle.head import EagleHead
 from paceline.medusa.choices import Choices
 from paceline.medusa.config import MedusaConfig
@@ -30,7 +31,7 @@ from tests.eagle.heads import config as eagle_config
 from tests.eagle.heads import random_head
 
 SLOTS, NODES, WIDTH = 4, 2, 3
-FEATURES = {"fused medusa": 32, "fused eagle 1": 32, "fused eagle 3": 3 * 32}
+FEATURES = {"fused medusa": 32, "fused eagle 1": 32, "fused eagle 1, static tree": 32, "fused eagle 3": 3 * 32}
 """How wide the states are that a commit carries for a drafter."""
 TREE = (-1, -1, 0, 0, 1)
 DYNAMIC = Outline(4, 2, dynamic=True)
@@ -44,40 +45,60 @@ def fused(body: Body, reach: int) -> nn.Module:
     return FusedStep(draft(deepcopy(body), reach, drawn=False), verify(body, reach))
 
 
-def medusa(body: Body, reach: int) -> nn.Module:
-    """Two tied heads, and the tree they fill."""
+def medusa(body: Body, reach: int, *, carry: bool = False) -> nn.Module:
+    """Two tied heads, and the tree they fill. ``carry``: features stay on the device."""
     shape = MedusaConfig(2, 1, body.config.hidden_size, VOCABULARY, tied=True)
     heads = Heads(shape, body.model.head, torch.float32, group=body.group)
     torch.manual_seed(0)
     heads.fill({name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
     choices = Choices.of([[0], [1], [0, 0], [0, 1], [1, 0]])
     drafts = MedusaStep(heads, body.kernels, choices)
-    return FusedStep(drafts, verify(body, reach, outline=tree.outline(choices.parents), reads=Reads()))
+    checked = verify(body, reach, outline=tree.outline(choices.parents), reads=Reads())
+    return FusedStep(drafts, checked, Carry((SLOTS, WIDTH, body.config.hidden_size)) if carry else None)
 
 
 def eagle(body: Body, reach: int, *, version: int, growth: Growth) -> nn.Module:
-    """A random head that borrows of the target."""
-    found = random_head(eagle_config(body.config, version))
-    head = EagleHead(found.config, dict(found.weights), lent=body.lent, kernels=body.kernels, options=body.options)
-    reads = found.config.reads
+    """A random head that borrows of the target, and the target."""
+    head = eagle_head(body, version)
+    reads = head.config.reads
     return FusedStep(EagleStep(head, growth, reach), verify(body, reach, outline=growth.outline, reads=reads))
+
+
+def eagle_head(body: Body, version: int) -> EagleHead:
+    found = random_head(eagle_config(body.config, version))
+    return EagleHead(found.config, dict(found.weights), lent=body.lent, kernels=body.kernels, options=body.options)
+
+
+def some_known(body: Body, reach: int) -> nn.Module:
+    """A draft that stops where it doubts, has tokens that the target has not, and others under other ids."""
+    target = {str(number): number for number in range(VOCABULARY)}
+    own = {str(number if number % 5 else -number): VOCABULARY - 1 - number for number in range(VOCABULARY)}
+    between = Intersection(target, own, sizes=(VOCABULARY, VOCABULARY))
+    return draft(body, reach, drawn=False, vocabulary=between, confidence=0.3)
 
 
 STEPS: dict[str, Callable[[Body, int], nn.Module]] = {
     "prefill": PrefillStep,
+    "prefill, states": partial(PrefillStep, reads=Reads((0, 2))),
     "window": WindowStep,
+    "window, tree": WindowStep,
     "keep": KeepStep,
     "verify": verify,
     "verify nothing": partial(verify, outline=Outline.chain(0)),
     "verify, reject, drawn": partial(verify, acceptor=Reject()),
+    "verify, typical": partial(verify, acceptor=Typical()),
     "verify, tree": partial(verify, outline=tree.outline(TREE)),
     "verify, dynamic tree": partial(verify, outline=DYNAMIC),
     "draft": partial(draft, drawn=False),
     "draft, drawn": partial(draft, drawn=True),
+    "draft, some known": some_known,
     "fused": fused,
     "plain": partial(PlainStep, steps=3),
     "fused medusa": medusa,
+    "fused medusa, kept": partial(medusa, carry=True),
+    "eagle 3 reads": lambda body, reach: ReadStep(eagle_head(body, 3), reach),
     "fused eagle 1": partial(eagle, version=1, growth=Chain(NODES)),
+    "fused eagle 1, static tree": partial(eagle, version=1, growth=StaticTree((-1, -1, 0))),
     "fused eagle 3": partial(eagle, version=3, growth=DynamicTree(5, depth=2, width=2)),
 }
 
@@ -92,10 +113,16 @@ def inputs(name: str, seed: int, *, row: int | None = None, slots: int = SLOTS) 
     def rows(count: int) -> Tensor:
         return ids(0, 90, count) if row is None else torch.full((count,), row, dtype=torch.int32)
 
-    if name == "prefill":
+    if name.startswith("prefill"):
         return ids(0, VOCABULARY, 1, 16), rows(1), ids(1, 16, 1), ids(0, slots, 1)
-    if name == "window":
-        return ids(0, VOCABULARY, slots, WIDTH), rows(slots)
+    if name.startswith("window"):
+        parents = (
+            torch.cat([ids(0, max(1, node), slots, 1) for node in range(WIDTH)], 1) - (torch.arange(WIDTH) == 0).int()
+        )
+        return ids(0, VOCABULARY, slots, WIDTH), rows(slots), *((parents,) if name == "window, tree" else ())
+    if name == "eagle 3 reads":
+        pairs = ids(0, VOCABULARY, 1, 16), torch.randn(1, 16, 3 * 32, generator=generator)
+        return *pairs, rows(1), ids(1, 16, 1), ids(0, slots, 1)
     if name == "keep":
         path = torch.tensor([[1, 3], [2, -1], [-1, -1], [1, 2]], dtype=torch.int32)
         return rows(slots), path.repeat(slots, 1)[:slots]
@@ -115,6 +142,7 @@ def inputs(name: str, seed: int, *, row: int | None = None, slots: int = SLOTS) 
     more: dict[str, tuple[Tensor, ...]] = {
         "verify nothing": (),
         "fused": (),
+        "fused medusa, kept": (),
         "plain": (),
         "verify, reject, drawn": (drafts, law),
         "verify, dynamic tree": (drafts, parents),

@@ -12,6 +12,7 @@ import torch
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
 from paceline.decoder.backends import neuron
+from tests.decoder.headed import SMALL
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.orchestrator.test_trees import PROMPTS as FOUR
 from tests.orchestrator.test_trees import Orchard
@@ -42,13 +43,33 @@ def test_fused_rounds_give_the_tokens_of_eager_decoding_with_one_call_and_few_by
     calls = runtime().calls
     rounds = [call for call in calls if call[2] < VOCABULARY * 4]  # reading a prompt gives logits
     assert len(calls) - len(rounds) >= 2 * sum(-(-len(prompt) // 16) for prompt in PROMPTS)
-    # k + 1 tokens, and for every slot a count and how deep the proposal went.
-    assert max(call[2] for call in rounds) == (k + 1 + 2) * slots * 4
+    # k + 1 tokens and a count for every slot; the count also says how deep the proposal went.
+    assert max(call[2] for call in rounds) == (k + 1 + 1) * slots * 4
     assert len(rounds) <= done.statistics.rounds + 1
     # The state went home and back when graphs came in; a second run finds all of them.
     before = len(runtime().compiled)
     assert generator.sample(PROMPTS, **ASKED).tolist() == wanted
     assert len(runtime().compiled) == before
+
+
+@pytest.mark.parametrize("heads", SMALL)
+def test_features_stay_on_the_device(workshop: Workshop, runtime: Runtime, tmp_path: Path, heads: str) -> None:
+    """A round of heads is one call too, with no more bytes out; its drafts are those of eager, so the features are."""
+    asked = {**ASKED, "max_new_tokens": 40, "temperature": 0.8}
+    seen = []
+    for backend in ("eager", "neuron"):
+        target = pair(workshop, backend)[1]
+        generator = SMALL[heads](target, tmp_path / backend)
+        # Three prompts for two slots: when the third one comes in, the features of the other slot are fetched.
+        done = generator.sample([*PROMPTS, [7] * 5], return_dict=True, **asked)
+        seen.append((done.sequences.tolist(), done.statistics.rounds, done.statistics.accepted_per_position))
+    assert seen[0] == seen[1] and sum(seen[0][2])
+    depth, slots = generator.drafter.outline.depth, 2
+    calls = runtime().calls
+    rounds = [call for call in calls if call[2] == (depth + 2) * slots * 4]
+    # Features go in where a prompt was read since the last round, and never come out.
+    features = target.config.hidden_size * (depth + 1) * slots * 4
+    assert sum(call[1] > features for call in rounds) <= 3 < len(rounds)
 
 
 def test_two_steps_and_plain_decoding(workshop: Workshop, runtime: Runtime) -> None:

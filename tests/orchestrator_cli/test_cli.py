@@ -85,6 +85,11 @@ def test_options_of_drafting_keep_the_tokens(home: Path, hot: list[int], draftin
     assert set(rungs) <= depths and bool(rungs) == bool(depths)
 
 
+def test_models_divided_over_ranks_keep_the_tokens(home: Path, hot: list[int]) -> None:
+    divided = ("--tp-degree", 2, "--group-query-attention", "all-gather-heads", "--draft", home / "draft")
+    assert answer(home, "--temperature", 0.9, *divided)["tokens"] == hot
+
+
 def test_simulated_acceptance_is_marked_everywhere(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     asked = ("--ngram", "--simulate-acceptance", 1, "--k", 3)
     with caplog.at_level("WARNING", "paceline"):
@@ -141,6 +146,9 @@ def test_stop_strings(home: Path) -> None:
         (["--prompt-file", "no such file"], "--prompt"),
         (["--amp", "f8"], "amp"),
         (["--backend", "magic"], "backend"),
+        (["--backend", "inductor", "--tp-degree", 2], "for tp_degree=2 use one of eager, neuron"),
+        (["--tp-degree", 3], "use one of 1, 2"),
+        (["--tp-degree", 2, "--group-query-attention", "thrifty"], "'thrifty' is unknown"),
         (["--top-p", 2, "--temperature", 1], "top_p"),
         (["--max-new-tokens", 0], "max_new_tokens"),
         (["--n-positions", 1], "prompt"),
@@ -194,7 +202,7 @@ def test_a_request_is_refused_before_anything_is_compiled(home: Path, monkeypatc
 def test_bench_ends_with_a_json_object(home: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
     given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
-    done = call("bench", *given, "--k", 2, "--max-new-tokens", 4, "--backend", "eager", "--amp", "f32")
+    done = call("bench", *given, "--k", 2, "--max-new-tokens", 4, *EAGER[:4], "--tp-degree", 2)
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout.splitlines()[-1])["identical"] is True
 

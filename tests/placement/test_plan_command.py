@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.core.errors import PlanError
-from paceline.placement import read_models
+from paceline.placement import INSTANCES, plan, read_models, runnable
 from paceline.placement.detect import matching, parse
 
 CHAT = "{name: chat, config: big, tp_degree: 8, n_positions: 2048, amp: bf16}"
@@ -71,6 +71,9 @@ def test_the_picture_shows_every_core_once(home: Path) -> None:
         (["{name: a, config: big, batch_size: 0}"], "batch_size must be"),
         (["{name: a, config: nowhere}"], "does not exist"),
         (["[1, 2]"], "not a mapping"),
+        (["{name: a, config: big, tp_degree: 2, backend: magic}"], "backend='magic' is unknown; use one of inductor"),
+        (["{name: a, config: big, group_query_attention: thrifty}"], "group_query_attention='thrifty' is unknown"),
+        ([CHAT.replace("8,", "8, group_query_attention: shard-over-batch,")], "'shard-over-batch' is not offered"),
         (["{name: a, config: big, tp_degree: 8, replicas: 4}"], "0 of 24"),
     ],
 )
@@ -78,6 +81,25 @@ def test_what_cannot_be_planned_is_said_with_exit_status_2(home: Path, entries: 
     done = call(home, *entries)
     assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
     assert not done.stdout and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        (CHAT, "chat was planned from a configuration alone"),
+        (
+            CHAT.replace("config", "path"),
+            "chat was planned on 8 cores, and backend='inductor' runs a model on one; give `tp_degree: 1`, or",
+        ),
+    ],
+)
+def test_what_can_be_planned_and_not_run_is_refused_before_anything_starts(home: Path, entry: str, says: str) -> None:
+    assert call(home, entry).exit_code == 0
+    done = CliRunner().invoke(app, ["serve", str(home / "models.yaml"), "--instance", "inf2.48xlarge"])
+    assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
+    for backend in ("eager", "neuron"):
+        call(home, CHAT.replace("config", "path").replace("8,", f"8, backend: {backend},"))
+        runnable.check(plan(read_models(home / "models.yaml"), INSTANCES["inf2.48xlarge"]))
 
 
 def test_files_that_are_no_models_file(home: Path) -> None:

@@ -81,19 +81,22 @@ def test_makers_are_found_by_name() -> None:
             maker(path)
 
 
-def order(workshop: Workshop, folder: Path, *, ahead: bool, slots: int) -> Order:
+def order(workshop: Workshop, folder: Path, *, ahead: bool, slots: int, degree: int = 1) -> Order:
     shape = asdict(Shape("f32", "none", slots, 128))
     settings = {**shape, "folder": str(workshop.checkpoint("draft")), "backend": "eager", "k": 4, "ahead": ahead}
+    settings |= {"tp_degree": degree, "group_query_attention": "replicated-heads" if degree > 1 else None}
     env = (("PACELINE_CORES", "2-3"), ("OMP_NUM_THREADS", "1"))
     return Order(Address(path=str(folder / "s")), secrets.token_bytes(16), settings, cores=(2, 3), env=env)
 
 
-@pytest.mark.parametrize(("ahead", "slots"), [(False, 2), (True, 1)])
-def test_a_model_in_a_process_of_its_own(workshop: Workshop, tmp_path: Path, ahead: bool, slots: int) -> None:
+@pytest.mark.parametrize(("ahead", "slots", "degree"), [(False, 2, 1), (True, 1, 2)])
+def test_a_model_in_a_process_of_its_own(
+    workshop: Workshop, tmp_path: Path, ahead: bool, slots: int, degree: int
+) -> None:
     target = fresh(workshop.checkpoint(), batch_size=slots)
     asked = {"max_new_tokens": 60, "do_sample": True, "seed": 8}
     expected = target.sample(PROMPTS, width=5, **asked).tolist()  # type: ignore[arg-type]
-    given = order(workshop, tmp_path, ahead=ahead, slots=slots)
+    given = order(workshop, tmp_path, ahead=ahead, slots=slots, degree=degree)
     with ExitStack() as stack:
         process = stack.enter_context(LocalProcess(given))
         terms = Terms(nodes=4, slots=slots, vocab_size=VOCABULARY, reach=128)

@@ -12,6 +12,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
+from benchmarks.undivided import MAKERS
 from paceline import AutoDecoder
 from paceline.core.errors import (
     ConfigurationError,
@@ -33,7 +34,8 @@ from tests.decoder.tiny import Workshop
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
 SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 4}
-CARE = Care(start=90, silence=20, room=10, patience=Patience(deadline=2, hang=1.5, rest=0.01, longest=0.1))
+PATIENCE = Patience(deadline=2, hang=1.5, rest=0.01, longest=0.1)
+CARE = Care(start=90, silence=20, room=10, patience=PATIENCE, makers=MAKERS)
 
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -177,6 +179,40 @@ def test_two_targets_share_a_drafter(cluster: Cluster, workshop: Workshop) -> No
         for name in "ab":
             health = models.statistics(name)["health"]
             assert isinstance(health, dict) and health["answered"] > 0 == health["lost"]
+
+
+@pytest.mark.ray
+def test_a_divided_target_dies_with_its_ranks_and_comes_back(cluster: Cluster, workshop: Workshop) -> None:
+    """Target and draft on two cores each, really: a core without Neuron is a rank's process."""
+    asked = {"max_new_tokens": 40, **SAMPLED}
+    expected = wanted(workshop, PROMPTS, **asked)
+    entries = entry(workshop, "chat"), entry(workshop, "chat-draft", "draft", draft_of="chat")
+    with launch(planned(*entries), care=Care(start=90, silence=20, room=10, patience=PATIENCE)) as models:
+        assert ray.get(models.group("chat").actor("chat").wait_for_draft.remote(60))
+        found = [list(prompt) for prompt in PROMPTS]
+        pid = pid_of(models, "chat")
+        assert pid is not None and len(ranks_of(pid)) == 1
+        ranks = ranks_of(pid)
+        for index, piece in enumerate(models.stream("chat", PROMPTS, **asked)):
+            found[piece.index] += piece.tokens
+            if index == 4:
+                os.kill(pid, signal.SIGKILL)
+        assert found == expected
+        assert models.statistics("chat")["accepted"]
+        end = time.monotonic() + 20
+        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Processes of the other ranks that a worker started."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            if b"paceline.decoder.rank_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
 
 
 @pytest.mark.ray

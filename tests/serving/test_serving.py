@@ -56,10 +56,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
-    """Two models: one with a draft, and the draft by itself, which has no chat template."""
-    shape = {"n_positions": 128, "amp": "f32", "backend": "eager", "tp_degree": 2, "batch_size": 2}
+    """Two models: one on two ranks, with a draft, and the draft by itself, which has no chat template."""
+    shape = {"n_positions": 128, "amp": "f32", "backend": "eager", "tp_degree": 1, "batch_size": 2}
     entries = [
-        {"name": "chat", "path": str(home / "target"), **shape},
+        {"name": "chat", "path": str(home / "target"), **shape, "tp_degree": 2},
         {"name": "chat-draft", "path": str(home / "draft"), "draft_of": "chat", **shape},
         {"name": "small", "path": str(home / "draft"), **shape},
     ]
@@ -183,7 +183,7 @@ def test_requests_that_come_together_share_rounds(client: openai.OpenAI, home: P
 
 def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Cluster, home: Path) -> None:
     """With Ray's own command, beside what is served already, and below a prefix."""
-    shape = "n_positions: 128, amp: f32, backend: eager, tp_degree: 2"
+    shape = "n_positions: 128, amp: f32, backend: eager"
     (home / "models.yaml").write_text(f"models:\n  - {{name: again, path: {home / 'target'}, {shape}}}\n")
     (home / "serve.yaml").write_text(
         "applications:\n  - name: second\n    route_prefix: /second\n    import_path: paceline.serving.app:build\n"

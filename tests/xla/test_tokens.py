@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from paceline import SpeculativeGenerator
+from paceline import Reencoding, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
+from paceline.draft.reencoding import ReencodingDrafter
+from tests.decoder.headed import HEADED
 from tests.decoder.tiny import Workshop
+from tests.draft.tokenizers_of_two import CORPUS, bytes_merged
+from tests.orchestrator.test_trees import PROMPTS as FOUR
+from tests.orchestrator.test_trees import Orchard
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, [5, 5]]
 SLOTS = 2
@@ -35,6 +42,54 @@ def test_plain_and_speculative_decoding(law: str, amp: str, workshop: Workshop) 
         assert tokens(generator, **LAWS[law]) == wanted
         assert generator.statistics.tau > 1.5
     assert tokens(SpeculativeGenerator("ngram", target, k=3), **LAWS[law]) == wanted
+
+
+@pytest.mark.parametrize("heads", HEADED)
+def test_heads(heads: str, workshop: Workshop, tmp_path: Path) -> None:
+    """Whose features stay on the device: three prompts for two slots, so that some are fetched in between."""
+    seen = []
+    for backend in ("eager", "xla"):
+        generator = HEADED[heads](workshop.decoder(backend=backend, slots=SLOTS), tmp_path / backend)
+        found = [
+            generator.sample([*PROMPTS, [7] * 5], max_new_tokens=30, return_dict=True, **LAWS[law]) for law in LAWS
+        ]
+        seen.append([(one.sequences.tolist(), one.statistics.accepted_per_position) for one in found])
+    assert seen[0] == seen[1]
+    assert any(sum(accepted) for _, accepted in seen[0])
+
+
+def test_trees_of_any_drafter(workshop: Workshop) -> None:
+    """Verified in a graph of their own, with parents as data, and kept."""
+    made = []
+    for backend in ("eager", "xla"):
+        target = workshop.decoder(backend=backend)
+        plain = target.sample(FOUR, max_new_tokens=20, return_dict=True)
+        texts = [row[:length].tolist() for row, length in zip(plain.sequences, plain.lengths, strict=True)]
+        done = SpeculativeGenerator(Orchard(texts, grown=True), target).sample(
+            FOUR, max_new_tokens=20, return_dict=True
+        )
+        assert done.statistics.tau > 1.3
+        made += [plain.sequences.tolist(), done.sequences.tolist()]
+    assert made[1:] == made[:-1]
+
+
+def test_several_plain_steps_in_one_graph(workshop: Workshop) -> None:
+    for law in LAWS.values():
+        wanted = tokens(workshop.pair(slots=SLOTS)[1], **law)
+        assert tokens(SpeculativeGenerator(None, workshop.pair(backend="xla", slots=SLOTS)[1], k=4), **law) == wanted
+
+
+def test_drafts_of_another_tokenizer(workshop: Workshop) -> None:
+    """Through text, on the host; the draft's graphs are XLA's. Its tokenizer joins letters, the target's does not."""
+    theirs, ours = bytes_merged(52), bytes_merged(80)
+    made = []
+    for backend in ("eager", "xla"):
+        draft, target = workshop.pair(backend=backend, slots=SLOTS)
+        source = ReencodingDrafter(draft, 3, tokenizers=Reencoding(target=theirs, draft=ours))
+        prompts = [theirs.encode(text) for text in CORPUS[:3]]
+        done = SpeculativeGenerator(source, target).sample(prompts, max_new_tokens=20, return_dict=True)
+        made.append((done.sequences.tolist(), done.statistics.drafted_per_position))
+    assert made[0] == made[1] and sum(made[0][1])
 
 
 def test_rejection_sampling_gives_the_tokens_of_eager_rejection_sampling(workshop: Workshop) -> None:

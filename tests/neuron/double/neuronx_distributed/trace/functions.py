@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -16,10 +17,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from neuronx_distributed.trace.model_builder_utils import (
     CompilationArtifacts,
+    Flattener,
+    LayoutTransformerArtifacts,
     MetaNeff,
     ModelParamInfo,
     ProvidedArgInfo,
     TraceArtifacts,
+    WLOArtifacts,
 )
 
 TARGETS = ("inf2", "trn1", "trn2")
@@ -32,9 +36,14 @@ class Recorded:
     graph: torch.fx.GraphModule
     weights: list[str]
     states: list[str]
+    marked: set[str] | None = None  # weights whose layout a priority model may choose
+    laid: set[str] = field(default_factory=set)  # weights that lie as a priority model wants them
 
     def SerializeToString(self) -> bytes:  # noqa: N802  # protobuf's name
-        return self.graph.code.encode()
+        return f"{self.graph.code}{sorted(self.marked or ())}{sorted(self.laid)}".encode()
+
+    def __deepcopy__(self, _memo):
+        return replace(self, laid=set(self.laid))  # the graph is never written into
 
     def fingerprint(self) -> str:
         return hashlib.sha256(self.SerializeToString()).hexdigest()
@@ -57,10 +66,42 @@ def trace(model, args=None, kwargs=None, spmd=True, preserve_parameters=True, we
         {name: shapes[name] for name in recorded.weights if name not in recorded.states},
         {name: shapes[name] for name in recorded.states},
     )
-    return TraceArtifacts(recorded, meta, provided, list(params.values()))
+    places = {name: place for place, name in enumerate(meta.weights)}
+    skipped = set(weights_to_skip_layout_optimization or ())
+    flattener = Flattener(tuple(range(len(provided))))
+    return TraceArtifacts(recorded, meta, flattener, places, skipped, provided, list(params.values()))
 
 
 def compile(hlo_module, metaneff, compiler_workdir=None, compiler_args=None, key=None):  # noqa: A001
+    if hlo_module.marked is not None:
+        raise RuntimeError(f"{key} is marked for compile_wlo")
+    return CompilationArtifacts(_neff(hlo_module, compiler_workdir, compiler_args, key))
+
+
+def compile_wlo(hlo_module, metaneff, compiler_workdir=None, compiler_args=None, key=None):
+    if hlo_module.marked is None:
+        raise RuntimeError(f"no weights of {key} are marked")
+    neff = _neff(hlo_module, compiler_workdir, compiler_args, key)
+    wrapped = Path(neff).with_name("wrapped_neff.hlo")
+    wrapped.write_text(json.dumps(sorted(hlo_module.laid)))
+    return WLOArtifacts(neff, str(wrapped) if hlo_module.laid else None)
+
+
+def compile_layout_transformer(
+    wlo_artifacts, priority_model_weight_name_to_idx, compiler_workdir=None, logical_nc_config=1
+):
+    if wlo_artifacts.wrapped_neff_hlo_filepath is None:
+        return None
+    folder = Path(compiler_workdir or "/tmp/nxd_models") / "layout_opt"
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / name for name in ("graph.hlo", "graph.neff", "metaneff.pb")]
+    files[0].write_text(str(logical_nc_config))
+    files[1].write_text(Path(wlo_artifacts.wrapped_neff_hlo_filepath).read_text())
+    files[2].write_text(json.dumps(sorted(priority_model_weight_name_to_idx)))
+    return LayoutTransformerArtifacts(*map(str, files))
+
+
+def _neff(hlo_module, compiler_workdir, compiler_args, key) -> str:
     flags = compiler_args or ""
     target = re.search(r"--target[= ](\w+)", flags)
     if target is None or target.group(1) not in TARGETS:
@@ -71,7 +112,7 @@ def compile(hlo_module, metaneff, compiler_workdir=None, compiler_args=None, key
     folder = Path(compiler_workdir or "/tmp/nxd_models") / str(key)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "graph.neff").write_text(hlo_module.fingerprint())
-    return CompilationArtifacts(str(folder / "graph.neff"))
+    return str(folder / "graph.neff")
 
 
 def _parameters(model) -> dict[str, ModelParamInfo]:

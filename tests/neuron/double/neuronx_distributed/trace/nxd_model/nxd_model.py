@@ -33,13 +33,16 @@ class NxDModel(torch.nn.Module):
         assert start_rank is None or local_ranks_size is not None
         self.world_size, self.state_initializer = world_size, state_initializer
         self.model_params, self.graphs, self.routes = [], {}, {}
-        self.held, self.states, self.loaded_on_neuron = [{}] * world_size, [{}] * world_size, False
+        self.weights, self.states, self.loaded_on_neuron = [{}] * world_size, [{}] * world_size, False
 
     def add(self, key, trace_artifacts, compilation_artifacts):
         if not self.model_params:
             self.model_params = trace_artifacts.model_params
         pairs = zip(self.model_params, trace_artifacts.model_params, strict=False)
         assert all(a == b for a, b in pairs), "a different signature than all other models added prior"
+        flattener = trace_artifacts.flattener
+        assert isinstance(flattener.layout, tuple), "Expected flattener layout type to be tuple"
+        flattener.layout = list(flattener.layout)
         if compilation_artifacts.get_neff_bytes().decode() != trace_artifacts.hlo.fingerprint():
             raise RuntimeError(f"the NEFF of {key} was compiled from another graph")
         self.graphs[key] = trace_artifacts
@@ -51,17 +54,21 @@ class NxDModel(torch.nn.Module):
         if self.loaded_on_neuron:
             raise ValueError("set_weights() was called when the model was already loaded on neuron.")
         assert len(sharded_checkpoint) == self.world_size
-        self.held = [{name: x.clone() for name, x in rank.items()} for rank in sharded_checkpoint]
+        self.weights = [{name: x.clone() for name, x in rank.items()} for rank in sharded_checkpoint]
 
     def to_neuron(self):
         torch_neuronx.RUNTIME.reserve(self.world_size)
         self.states = self.state_initializer() if self.state_initializer is not None else self.states
         for key, graph in self.graphs.items():
-            for names, store in ((graph.metaneff.weights, self.held), (graph.metaneff.states, self.states)):
+            for names, store in ((graph.metaneff.weights, self.weights), (graph.metaneff.states, self.states)):
                 for rank, (name, (shape, dtype)) in itertools.product(range(self.world_size), names.items()):
                     if name not in store[rank]:
                         raise RuntimeError(f"{key}: {name} is not there for rank {rank}")
                     found = store[rank][name]
+                    laid = getattr(found, "laid", False)
+                    if laid != (name in graph.hlo.laid):
+                        raise RuntimeError(f"{key}: {name} lies otherwise than this graph was compiled for")
+                    found = found.T if laid else found
                     if (list(found.shape), found.dtype) != (shape, dtype):
                         raise RuntimeError(f"{key}: {name} has another shape or type on rank {rank}")
         self.loaded_on_neuron = True
@@ -97,8 +104,9 @@ class NxDModel(torch.nn.Module):
 
         def one(rank):
             try:
-                states, held = self.states[rank], self.held[rank]
+                states, held = self.states[rank], self.weights[rank]
                 values = [(states if name in states else held)[name] for name in graph.hlo.weights]
+                values = [x.T if getattr(x, "laid", False) else x for x in values]
                 with torch.no_grad():
                     # A flat list: what a graph of lists takes, in order.
                     return Rank(graph.hlo.graph, rank, meeting).run(*values, *[x.clone() for x in args])
@@ -110,7 +118,7 @@ class NxDModel(torch.nn.Module):
             results = list(pool.map(one, range(self.world_size)))
         for rank, (changed, _) in enumerate(results):
             for name, value in zip(graph.hlo.states, changed, strict=True):
-                self.states[rank][name] = value.clone()
+                self.states[rank][name] = value.clone(memory_format=torch.contiguous_format)
         out = [x.clone() for x in results[0][1]]
         if any(not torch.equal(x, y) for _, other in results[1:] for x, y in zip(out, other, strict=True)):
             raise RuntimeError(f"{key}: ranks disagree, and only the first one's outputs come back")

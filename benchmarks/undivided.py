@@ -1,0 +1,20 @@
+"""Makers for what is about cores and not about ranks: however many cores a worker has, its model is whole."""
+
+from __future__ import annotations
+
+from paceline import hosting
+from paceline.core.protocols import Drafter
+from paceline.placement.draft_server import MakeDrafter
+from paceline.placement.roles import Settings
+
+MAKERS = {role: f"benchmarks.undivided:{role}" for role in ("target", "draft")}
+
+
+def target(settings: Settings, drafter: Drafter | None) -> hosting.TargetHost:
+    """A target's worker."""
+    return hosting.target({**settings, "tp_degree": 1}, drafter)
+
+
+def draft(settings: Settings) -> MakeDrafter:
+    """A draft's worker."""
+    return hosting.draft({**settings, "tp_degree": 1})

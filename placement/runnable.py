@@ -1,0 +1,24 @@
+"""Whether a plan can be run, and not only drawn up: looked at before any process starts.
+
+A plan may be made from configurations alone and for models that no backend here divides. Not here: whether there is
+room (`paceline.placement.planner`, `ledger`), or whether a worker's machine has what its backend needs.
+"""
+
+from __future__ import annotations
+
+from paceline.core.errors import PlanError
+from paceline.decoder.backends.base import DIVIDED
+from paceline.placement.plans import Plan
+
+
+def check(plan: Plan) -> None:
+    """Raise PlanError for the first model that cannot be loaded as it was planned."""
+    for item in plan.placements:
+        model, degree = item.model, len(item.cores)
+        if model.folder is None:
+            raise PlanError(f"{item.name} was planned from a configuration alone; give `path` to run it")
+        if degree > 1 and model.backend not in DIVIDED:
+            raise PlanError(
+                f"{item.name} was planned on {degree} cores, and backend={model.backend!r} runs a model on one; give "
+                f"`tp_degree: 1`, or a backend that divides a model: {', '.join(DIVIDED)}"
+            )

@@ -1,0 +1,45 @@
+"""Generators with random Medusa and EAGLE heads over a tiny target, the same for every backend; no tests in here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from paceline import MedusaDrafter, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
+from paceline.medusa import checkpoint
+from paceline.medusa.config import MedusaConfig
+from tests.decoder.tiny import VOCABULARY
+from tests.eagle import heads
+
+TREE = [[0], [1], [0, 0], [0, 1], [1, 0]]
+
+
+def medusa(target: SamplingDecoder, folder: Path, *, tree: Sequence[list[int]] = TREE) -> SpeculativeGenerator:
+    """Two tied heads and a tree."""
+    torch.manual_seed(0)
+    shape = MedusaConfig(2, 1, target.config.hidden_size, VOCABULARY, tied=True)
+    checkpoint.save(folder, shape, {name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
+    return SpeculativeGenerator(MedusaDrafter.from_pretrained(folder, target, tree=tree), target)
+
+
+def eagle(target: SamplingDecoder, folder: Path, *, version: int, growth: Callable[[], Growth]) -> SpeculativeGenerator:
+    """A random head."""
+    return SpeculativeGenerator(heads.drafter(folder, target, version, growth()), target)
+
+
+SMALL: dict[str, Callable[[SamplingDecoder, Path], SpeculativeGenerator]] = {
+    "medusa": partial(medusa, tree=[[0]]),
+    "eagle 1": partial(eagle, version=1, growth=lambda: Chain(1)),
+}
+"""Those whose graphs are short."""
+HEADED: dict[str, Callable[[SamplingDecoder, Path], SpeculativeGenerator]] = {
+    "medusa": medusa,
+    "eagle 1, chain": partial(eagle, version=1, growth=lambda: Chain(2)),
+    "eagle 1, static tree": partial(eagle, version=1, growth=lambda: StaticTree((-1, -1, 0, 0, 1))),
+    "eagle 3, dynamic tree": partial(eagle, version=3, growth=lambda: DynamicTree(5, depth=2, width=2)),
+}

@@ -1,0 +1,91 @@
+"""Weight layout by a priority model, on the stand-in: the largest round leads, and every graph is compiled for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.backends import neuron
+from paceline.decoder.backends.base import Graph
+
+
+class Products(nn.Module):
+    """x times every weight, and a state that counts calls."""
+
+    def __init__(self, weights: list[nn.Parameter], state: Tensor) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(weights)
+        self.register_buffer("calls", state)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.calls.add_(1)
+        for weight in self.weights:
+            x = x @ weight
+        return x, self.calls + 0
+
+
+def weights(count: int) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(4, 4), requires_grad=False) for _ in range(count)]
+
+
+def laid() -> set[str]:
+    return {name for name, x in neuron.chip()._loaded.weights[0].items() if getattr(x, "laid", False)}
+
+
+def test_every_graph_is_compiled_for_the_largest_round(
+    install: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_NEURON_LAYOUT", "rounds")
+    backend, state, (target, draft, table) = neuron.NeuronBackend(), torch.zeros(1), weights(3)
+    steps, flags = {}, runtime().compiled
+
+    def check(name: str, own: list[nn.Parameter], calls: int) -> None:
+        x = torch.randn(2, 4)
+        if name not in steps:
+            steps[name] = backend.compile(Graph(name, Products(own, state), (x,), {"graph": name}), print)
+        found, count = steps[name](x)
+        wanted = x
+        for weight in own:
+            wanted = wanted @ weight
+        torch.testing.assert_close(found, wanted)
+        assert count.item() == calls
+
+    check("prefill[16]@64", [target, table], 1)
+    assert not laid()  # there is no round yet
+    check("verify[3 chain of 2]@64", [target], 2)
+    assert len(laid()) == 1 and len(flags) == 3  # the prompt's graph again, for the round's layout
+    check("draft[2]+verify[3 chain of 2]@64", [target, draft], 3)
+    assert len(laid()) == 2 and len(flags) == 6  # a larger round: it leads, the other two follow
+    check("keep[2]@64", [table], 4)
+    assert len(laid()) == 2 and len(flags) == 7  # a weight of its own stays as it is
+    for name, own in (("prefill[16]@64", [target, table]), ("verify[3 chain of 2]@64", [target])):
+        check(name, own, 5 if name.startswith("prefill") else 6)
+    assert len(flags) == 7
+
+
+def test_a_start_finds_all_layouts_in_the_cache(install: Any, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_NEURON_LAYOUT", "rounds")
+    for _ in range(2):
+        backend, own = neuron.NeuronBackend(), weights(2)
+        seen = len(runtime().compiled)
+        for name in ("verify[2 chain of 1]@64", "prefill[16]@64"):
+            step = backend.compile(
+                Graph(name, Products(own, torch.zeros(1)), (torch.ones(2, 4),), {"graph": name}), print
+            )
+            torch.testing.assert_close(step(torch.ones(2, 4))[0], torch.ones(2, 4) @ own[0] @ own[1])
+        assert len(laid()) == 2
+        made = len(runtime().compiled) - seen
+        neuron.chip.cache_clear()
+    assert made == 0
+
+
+def test_an_unknown_layout_is_refused(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    monkeypatch.setenv("PACELINE_NEURON_LAYOUT", "best")
+    with pytest.raises(ConfigurationError, match="make it plain or rounds"):
+        neuron.NeuronBackend()

@@ -1,0 +1,68 @@
+"""The graphs of a divided model as HLO: its collectives are XLA's own, and every rank's module is the same."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.decoder import hlo_lint, parallel
+from paceline.decoder.backends import xla
+from paceline.decoder.backends.base import Graph
+from paceline.decoder.collectives import Fabric
+from paceline.decoder.decoder import Body
+from paceline.decoder.graph_kernels import GraphKernels
+from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.parallel import Shard
+from paceline.decoder.weights import load_weights
+from tests.decoder.steps import STEPS, inputs
+from tests.decoder.tiny import Workshop
+
+DEGREE = 4
+BUDGETS = {"prefill": 1_500, "fused": 12_000, "fused medusa": 12_000, "fused eagle 1": 12_000}
+
+
+class Collecting:
+    """XLA's collectives among ``DEGREE`` replicas, recorded and not run: as torch_xla lowers NxD's mappings."""
+
+    degree = DEGREE
+
+    def __init__(self) -> None:
+        self._bridge: Any = importlib.import_module("torch_xla")._XLAC
+        self._groups = [list(range(DEGREE))]
+
+    def reduce(self, x: Tensor) -> Tensor:
+        made: Tensor = self._bridge._xla_all_reduce("sum", x, 1.0, self._groups, False)
+        return made
+
+    def gather(self, x: Tensor) -> Tensor:
+        every: Tensor = self._bridge._xla_all_gather(x.reshape(-1), 0, DEGREE, self._groups, False, None, None)
+        return every.reshape(DEGREE, *x.shape)
+
+
+@pytest.mark.parametrize("gqa", ["replicated-heads", "all-gather-heads"])
+@pytest.mark.parametrize("name", BUDGETS)
+def test_no_finding_and_one_module_for_all_ranks(workshop: Workshop, name: str, gqa: str) -> None:
+    if gqa == "all-gather-heads" and name.startswith("fused "):
+        pytest.skip("heads see nothing of where K/V heads live")
+    path = workshop.checkpoint()
+    config = ModelConfig.from_pretrained(path)
+    layout = parallel.layout(config, DEGREE, gqa)
+    options = replace(workshop.decoder().options, layout=layout)
+    texts = []
+    for rank in (0, DEGREE - 1) if name == "prefill" else (0,):
+        weights = load_weights(path, config, options.dtype, shard=Shard(config, layout, rank))
+        body = Body(config, options, weights, kernels=GraphKernels(), rank=rank, group=Fabric(DEGREE)).eval()
+        with torch.no_grad():
+            texts.append(xla.hlo(Graph(name, STEPS[name](body, 128), inputs(name, 1), {}), ranks=Collecting()))
+    found, census = hlo_lint.lint(texts[0], budget=BUDGETS[name]), hlo_lint.census(texts[0])
+    print(f"{name}, {gqa}: {sum(census.values())} instructions, {len(found)} findings")
+    assert found == []
+    if name == "prefill":
+        assert texts[0] == texts[1]
+        # For the embedding and twice a layer a sum; a gather for the logits, and for K/V heads.
+        assert (census["all-reduce"], census["all-gather"]) == (5, 3 if gqa == "all-gather-heads" else 1)
