@@ -98,8 +98,8 @@ class FusedVerifier(Verifier, Protocol):
 
     def fused(
         self, drafter: GraphDrafter, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds
-    ) -> tuple[Commit, Tensor]:
-        """Draft and verify in one call. -> the next commit, and how deep each slot's proposal went, [B] int32."""
+    ) -> tuple[Commit, list[int]]:
+        """Draft and verify in one call. -> the next commit, and how deep the proposal went in every slot."""
 
 
 class PlainTarget(Protocol):

@@ -84,8 +84,7 @@ class Fused(Timed):
             return committed
         self.drafter.ready()
         middle = perf_counter()
-        committed, deep = self.verifier.fused(self.drafter, commit, sampling=sampling, bounds=bounds)
-        self.drafted = deep.tolist()
+        committed, self.drafted = self.verifier.fused(self.drafter, commit, sampling=sampling, bounds=bounds)
         self.draft_seconds += middle - begin
         self.verify_seconds += perf_counter() - middle
         return committed

@@ -118,9 +118,10 @@ class FusedStep(nn.Module):
         return (made, accepted + deep * _DEPTHS, *features)
 
 
-def unpacked(count: Tensor) -> tuple[Tensor, Tensor]:
-    """The second result of `FusedStep` -> count of the commit and depth of the proposal, both [B] int32."""
-    return count % _DEPTHS, count // _DEPTHS
+def unpacked(packed: Tensor) -> tuple[Tensor, list[int]]:
+    """The second result of `FusedStep` -> count of the commit, [B] int32, and how deep every proposal went."""
+    numbers = packed.tolist()
+    return torch.tensor([number % _DEPTHS for number in numbers], dtype=torch.int32), [n // _DEPTHS for n in numbers]
 
 
 class CompiledVerifier:
@@ -178,7 +179,7 @@ class CompiledVerifier:
 
     def fused(
         self, drafter: GraphDrafter, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds
-    ) -> tuple[Commit, Tensor]:
+    ) -> tuple[Commit, list[int]]:
         """Draft and verify in one graph; see the protocol."""
         inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
         inputs += [commit.features] if isinstance(commit.features, Tensor) else []
