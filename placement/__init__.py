@@ -9,6 +9,7 @@ from paceline.placement.local import LocalProcess, Order
 from paceline.placement.models_file import Model, read_models
 from paceline.placement.planner import plan
 from paceline.placement.plans import Placement, Plan
+from paceline.placement.quota import Quota
 from paceline.placement.remote import Patience, RemoteDraft, Terms
 from paceline.placement.revival import Caller
 
@@ -28,6 +29,7 @@ __all__ = [
     "Patience",
     "Placement",
     "Plan",
+    "Quota",
     "RemoteDraft",
     "Terms",
     "instance",

@@ -21,7 +21,6 @@ class Care:
     retries   deaths of its target that one request survives
     ahead     drafts work while their targets verify
     near      drafts are on the nodes of their targets; False: they may be elsewhere, where no node has room for both
-    shares    target's label -> its share of a draft's time, where the targets of a draft are not to have equal ones
     makers    role -> "module:function" that makes what a worker runs
     """
 
@@ -32,5 +31,4 @@ class Care:
     ahead: bool = False
     near: bool = True
     patience: Patience = field(default_factory=Patience)
-    shares: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     makers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(MAKERS))

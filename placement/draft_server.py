@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -24,20 +24,12 @@ from paceline.placement import wire
 from paceline.placement.ahead import Ahead
 from paceline.placement.blanks import BlankRound, flat
 from paceline.placement.channel import Channel
+from paceline.placement.quota import Quota
 
 MakeDrafter = Callable[[wire.Hello], Drafter]
 _SEND = 5.0  # seconds a target may take to read an answer
 _AWHILE = 1  # milliseconds: by then another process has taken up what was sent, if it is on the same CPU too
 _PENDING = 64  # messages a target may have waiting; more is not our protocol
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """What targets may have. ``shares``: turns by the client's name, where they are not all equal."""
-
-    clients: int = 16
-    slots: int = 256
-    shares: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

@@ -15,6 +15,7 @@ Keys of a model:
     quantisation  none (default), int8 or fp8: of the products' weights; planned with, not yet run
     draft_of      the target's name, or a list: one draft server for several targets
     k             drafted tokens a round, default 4 (of a draft)
+    quota         what the targets of a draft may have (`quota`): clients, slots, shares: {target: share of its time}
     replicas      default 1; of a draft: as many as its target has, or fewer, which are then shared
     backend       inductor (default) or eager
 
@@ -26,17 +27,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from paceline.core.errors import PlanError
 from paceline.decoder.model_config import ModelConfig
 from paceline.placement.footprint import NUMBER_BYTES, QUANTISED_BYTES, Shape
+from paceline.placement.quota import Quota, read_quota, settled
 
 _KEYS = frozenset(
     {
         "name", "path", "config", "tp_degree", "n_positions", "batch_size", "amp", "quantisation", "draft_of", "k",
-        "replicas", "backend",
+        "replicas", "backend", "quota",
     }
 )  # fmt: skip
 _BACKENDS = ("inductor", "eager")
@@ -61,6 +63,7 @@ class Model:
     replicas: int = 1
     clients: int = 1
     backend: str = "inductor"
+    quota: Quota = field(default_factory=Quota)
 
 
 def read_models(file: Path) -> tuple[Model, ...]:
@@ -95,7 +98,7 @@ def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[M
             raise PlanError(f"{where}: two models are called {model.name!r}; names must differ")
         given[model.name] = entry
         found.append(model)
-    return tuple(_paired(model, found, explicit="replicas" in given[model.name]) for model in found)
+    return tuple(_paired(model, found, given[model.name]) for model in found)
 
 
 def _model(entry: Mapping[str, object], folder: Path, where: str) -> Model:
@@ -143,9 +146,11 @@ def _targets(entry: Mapping[str, object], where: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _paired(model: Model, models: Sequence[Model], *, explicit: bool) -> Model:
-    """The model with its replicas settled, after a look at its targets."""
+def _paired(model: Model, models: Sequence[Model], entry: Mapping[str, object]) -> Model:
+    """The model with its replicas and its quota settled, after a look at its targets."""
     if not model.draft_of:
+        if "quota" in entry:
+            raise PlanError(f"{model.name!r} has a quota and drafts for nobody; give `draft_of`, or take it away")
         return model
     known = {other.name: other for other in models}
     for name in model.draft_of:
@@ -167,9 +172,13 @@ def _paired(model: Model, models: Sequence[Model], *, explicit: bool) -> Model:
         raise PlanError(
             f"{model.name!r} has {model.replicas} replicas for {most} of its target; ask for at most as many"
         )
-    replicas = model.replicas if explicit or len(model.draft_of) > 1 else most
+    replicas = model.replicas if "replicas" in entry or len(model.draft_of) > 1 else most
     clients = max(sum(len(range(r, known[n].replicas, replicas)) for n in model.draft_of) for r in range(replicas))
-    return replace(model, replicas=replicas, clients=clients)
+    where = f"model {model.name!r}"
+    asked = read_quota(entry.get("quota", {}), where)
+    slots = clients * model.shape.batch_size
+    quota = settled(asked, where, targets=model.draft_of, clients=clients, slots=slots)
+    return replace(model, replicas=replicas, clients=clients, quota=quota)
 
 
 def _text(entry: Mapping[str, object], key: str, where: str, *, default: str | None) -> str:

@@ -54,6 +54,23 @@ def test_the_picture_shows_every_core_once(home: Path) -> None:
     assert "aligned runs: 1 of 8" in done.stdout and "B  chat-draft, cores 8-9" in done.stdout
 
 
+def quoted(quota: str) -> str:
+    """The draft, with a quota."""
+    return DRAFT.replace("}", f", quota: {quota}}}")
+
+
+def test_a_quota_is_in_the_plan_and_has_room_for_all_where_none_is_given(home: Path) -> None:
+    done = call(home, CHAT, quoted("{clients: 1, slots: 3, shares: {chat: 2}}"), options=("--json",))
+    assert done.exit_code == 0, done.output
+    chat, draft = json.loads(done.stdout)["placements"]
+    assert "quota" not in chat and draft["quota"] == {"clients": 1, "slots": 3, "shares": {"chat": 2.0}}
+    many = [f"{{name: t{index}, config: small.json, tp_degree: 1}}" for index in range(20)]
+    names = ", ".join(f"t{index}" for index in range(20))
+    call(home, *many, f"{{name: d, config: small.json, tp_degree: 1, draft_of: [{names}]}}")
+    quota = read_models(home / "models.yaml")[-1].quota
+    assert quota.clients >= 20 and quota.slots >= 20
+
+
 @pytest.mark.parametrize(
     ("entries", "says"),
     [
@@ -71,6 +88,14 @@ def test_the_picture_shows_every_core_once(home: Path) -> None:
         (["{name: a, config: big, batch_size: 0}"], "batch_size must be"),
         (["{name: a, config: nowhere}"], "does not exist"),
         (["[1, 2]"], "not a mapping"),
+        ([CHAT, quoted("{client: 2}")], "'client' is not a key of quota; there are clients, slots, shares"),
+        ([CHAT, quoted("3")], "quota is a mapping"),
+        ([CHAT, quoted("{slots: 0}")], "quota.slots must be"),
+        ([CHAT, quoted("{clients: true}")], "quota.clients must be"),
+        ([CHAT, quoted("{shares: {chat: -1}}")], "quota.shares.chat must be"),
+        ([CHAT, quoted("{shares: {chta: 2}}")], "quota.shares names 'chta'; its targets are chat"),
+        ([CHAT.replace("8,", "4, replicas: 3,"), quoted("{clients: 2}, replicas: 1")], "need 3"),
+        ([CHAT.replace("}", ", quota: {slots: 4}}")], "drafts for nobody"),
         (["{name: a, config: big, tp_degree: 8, replicas: 4}"], "0 of 24"),
     ],
 )

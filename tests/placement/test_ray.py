@@ -26,6 +26,7 @@ from paceline.placement.care import Care
 from paceline.placement.deployment import Deployment, launch
 from paceline.placement.ledger import NAME, Claim, ledger
 from paceline.placement.models_file import models_of
+from paceline.placement.quota import Quota
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Patience
 from paceline.result import GenerationResult
@@ -159,10 +160,12 @@ def test_two_targets_share_a_drafter(cluster: Cluster, workshop: Workshop) -> No
     asked = {"max_new_tokens": 40, **SAMPLED}
     expected = wanted(workshop, PROMPTS, **asked)
     shared = planned(
-        entry(workshop, "a"), entry(workshop, "b"), entry(workshop, "d", "draft", draft_of=["a", "b"], tp_degree=1)
+        entry(workshop, "a"),
+        entry(workshop, "b"),
+        entry(workshop, "d", "draft", draft_of=["a", "b"], tp_degree=1, quota={"clients": 2, "shares": {"a": 2}}),
     )
-    with launch(shared, care=replace(CARE, shares={"a": 2.0})) as models:
-        assert models.group("a").assignment("d").shares == (("a", 2.0),)
+    with launch(shared, care=CARE) as models:
+        assert models.group("a").assignment("d").quota == Quota(2, 256, {"a": 2.0})
         assert all(ray.get(models.group(name).actor(name).wait_for_draft.remote(60)) for name in "ab")
         streams = {name: models.stream(name, PROMPTS, **asked) for name in "ab"}
         texts = {name: [list(prompt) for prompt in PROMPTS] for name in streams}

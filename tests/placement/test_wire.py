@@ -20,7 +20,8 @@ from paceline.core.types import Commit, Outline, Proposal
 from paceline.placement import wire
 from paceline.placement.blanks import BlankRound
 from paceline.placement.channel import Address, Channel, connect, listen
-from paceline.placement.draft_server import DraftServer, Quota
+from paceline.placement.draft_server import DraftServer
+from paceline.placement.quota import Quota
 
 SECRET = b"secret"
 
