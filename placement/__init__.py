@@ -6,7 +6,7 @@ from paceline.placement.care import Care
 from paceline.placement.catalogue import INSTANCES, Instance, instance
 from paceline.placement.channel import Address
 from paceline.placement.local import LocalProcess, Order
-from paceline.placement.models_file import Model, read_models
+from paceline.placement.models_file import Model, read_care, read_models
 from paceline.placement.planner import plan
 from paceline.placement.plans import Placement, Plan
 from paceline.placement.quota import Quota
@@ -35,6 +35,7 @@ __all__ = [
     "instance",
     "launch",
     "plan",
+    "read_care",
     "read_models",
 ]
 

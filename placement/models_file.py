@@ -19,6 +19,8 @@ Keys of a model:
     replicas      default 1; of a draft: as many as its target has, or fewer, which are then shared
     backend       inductor (default) or eager
 
+A mapping ``care`` may stand beside ``models``: how the workers are looked after (`care`).
+
 Relative paths are relative to the file, or, where nothing is there, to the current folder. Nothing is loaded here but
 configurations.
 """
@@ -29,9 +31,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.core.errors import PlanError
 from paceline.decoder.model_config import ModelConfig
+from paceline.placement.care import Care, care_of
 from paceline.placement.footprint import NUMBER_BYTES, QUANTISED_BYTES, Shape
 from paceline.placement.quota import Quota, read_quota, settled
 
@@ -73,15 +77,31 @@ def read_models(file: Path) -> tuple[Model, ...]:
         PlanError: the file cannot be read, or an entry is wrong; the message names it.
         CheckpointError: a model's configuration cannot be used.
     """
+    return models_of(_content(file)["models"], folder=file.parent, where=str(file))
+
+
+def read_care(file: Path) -> Care:
+    """How the workers of a YAML file's models are to be looked after: its ``care``, or the defaults.
+
+    Raises:
+        PlanError: the file cannot be read, or a value is wrong; the message names it.
+    """
+    return care_of(_content(file).get("care", {}), f"{file}, care")
+
+
+def _content(file: Path) -> Mapping[str, Any]:
     import yaml
 
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise PlanError(f"cannot read {file}: {error}") from error
-    if not isinstance(content, dict) or set(content) != {"models"} or not isinstance(content["models"], list):
-        raise PlanError(f"{file} must hold one key, `models`, with a list; see `paceline plan --help`")
-    return models_of(content["models"], folder=file.parent, where=str(file))
+    if not isinstance(content, dict) or not isinstance(content.get("models"), list):
+        raise PlanError(f"{file} must hold a list `models`; see `paceline plan --help`")
+    unknown = sorted(str(key) for key in set(content) - {"models", "care"})
+    if unknown:
+        raise PlanError(f"{file}: {unknown[0]!r} is not a key of the file; there are models and care")
+    return content
 
 
 def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[Model, ...]:

@@ -17,7 +17,7 @@ from paceline.serving.app import application
 _CPUS = 2  # of Ray's own count; workers on cores do not take part in it
 
 
-def run(made: Plan, *, host: str, port: int, address: str | None, ready: Callable[[], None]) -> None:
+def run(made: Plan, care: Care, *, host: str, port: int, address: str | None, ready: Callable[[], None]) -> None:
     """Serve a plan until SIGINT or SIGTERM. ``ready`` is called when requests are taken."""
     own = (
         {} if address else {"resources": {RESOURCE: made.instance.cores}, "num_cpus": _CPUS, "include_dashboard": False}
@@ -28,7 +28,7 @@ def run(made: Plan, *, host: str, port: int, address: str | None, ready: Callabl
     ray.init(address=address, log_to_driver=False, **own)
     try:
         serve.start(http_options={"host": host, "port": port})
-        serve.run(application(made, Care()), name="paceline", route_prefix="/")
+        serve.run(application(made, care), name="paceline", route_prefix="/")
         ready()
         over.wait()
     finally:

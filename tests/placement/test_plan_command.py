@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.core.errors import PlanError
-from paceline.placement import read_models
+from paceline.placement import Care, Patience, read_care, read_models
 from paceline.placement.detect import matching, parse
 
 CHAT = "{name: chat, config: big, tp_degree: 8, n_positions: 2048, amp: bf16}"
@@ -69,6 +69,39 @@ def test_a_quota_is_in_the_plan_and_has_room_for_all_where_none_is_given(home: P
     call(home, *many, f"{{name: d, config: small.json, tp_degree: 1, draft_of: [{names}]}}")
     quota = read_models(home / "models.yaml")[-1].quota
     assert quota.clients >= 20 and quota.slots >= 20
+
+
+def cared(home: Path, care: str) -> Path:
+    """A models file with ``care``."""
+    (home / "models.yaml").write_text(f"models: [{CHAT}]\ncare: {care}\n")
+    return home / "models.yaml"
+
+
+def test_how_workers_are_looked_after_stands_in_the_file(home: Path) -> None:
+    care = read_care(cared(home, "{start: 3600, retries: 0, ahead: true, patience: {deadline: 0.5, trips: 2}}"))
+    assert care == Care(start=3600.0, retries=0, ahead=True, patience=Patience(deadline=0.5, trips=2))
+    call(home, CHAT)
+    assert read_care(home / "models.yaml") == Care()
+
+
+@pytest.mark.parametrize(
+    ("care", "says"),
+    [
+        ("{strat: 1}", "'strat' is not a key; there are start, silence"),
+        ("{makers: {}}", "'makers' is not a key"),
+        ("[1]", "care is a mapping"),
+        ("{start: 0}", "care.start must be seconds"),
+        ("{start: .inf}", "care.start must be seconds"),
+        ("{retries: 1.5}", "care.retries must be a whole number"),
+        ("{ahead: 1}", "care.ahead must be true or false"),
+        ("{patience: 3}", "care.patience is a mapping of deadline"),
+        ("{patience: {dead: 3}}", "care.patience: 'dead' is not a key"),
+        ("{patience: {trips: true}}", "care.patience.trips must be a whole number"),
+    ],
+)
+def test_care_that_is_none_is_refused_by_name(home: Path, care: str, says: str) -> None:
+    done = CliRunner().invoke(app, ["plan", str(cared(home, care)), "--instance", "inf2.48xlarge"])
+    assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
 
 
 @pytest.mark.parametrize(

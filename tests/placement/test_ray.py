@@ -218,10 +218,22 @@ def test_a_draft_on_another_node_is_called_over_tcp(cluster: Cluster, workshop: 
             while pid_of(models, "chat-draft") in (pid, None) or not ray.get(worker.wait_for_draft.remote(5)):
                 assert models.sample("chat", PROMPTS, **asked) == expected
                 assert time.monotonic() < end, models.statistics("chat")
+            found = [list(prompt) for prompt in PROMPTS]
+            for index, piece in enumerate(models.stream("chat", PROMPTS, **asked)):
+                found[piece.index] += piece.tokens
+                if index == 4:
+                    answered = models.statistics("chat")["health"]
+                    cluster.remove_node(other, allow_graceful=False)
+                    other = None
+            assert found == expected and answered["answered"] > 0  # type: ignore[index]
             assert models.sample("chat", PROMPTS, **asked) == expected
+            lost = models.statistics("chat")["health"]
+            assert isinstance(lost, dict) and lost["state"] == "down" and lost["skipped"] > 0 == lost["answered"]
+            assert models.group("chat").moves == models.group("chat").restarts == 0
     finally:
         ray.util.remove_placement_group(blocked)
-        cluster.remove_node(other)
+        if other is not None:
+            cluster.remove_node(other)
 
 
 @pytest.mark.ray
