@@ -137,20 +137,19 @@ def test_models_side_by_side(cluster: Cluster, workshop: Workshop) -> None:
             health = models.statistics(name)["health"]
             assert isinstance(health, dict) and health["answered"] > 0 == health["lost"]
         ledger_dies(models, silent="c")
-        gap = models.cores()["c"]
-        models.stop("c")
+        models.stop("a")  # and with it its group: the other target of their draft, and the draft
         (left,) = models.fragmentation().values()
-        assert (left.free, dict(left.runs)[8], dict(left.runs)[4]) == (19, 1, 4)
-        models.add(planned(entry(workshop, "e", tp_degree=2)))
-        assert models.cores()["e"] == CoreRange(10, 11) and gap == CoreRange(0, 3)  # no whole run of four is broken
-        claims = [Claim(name, 8, CoreRange(first, first + 7)) for name, first in (("x", 0), ("y", 16))]
-        node = models.group("a").assignment("a").node
-        with pytest.raises(PlanError, match="9 cores free but no aligned run of 8"):
+        assert (left.free, dict(left.runs)[8], dict(left.runs)[4]) == (20, 2, 5)
+        models.add(planned(entry(workshop, "e", tp_degree=2)))  # planned on 0-1, where c is
+        assert models.cores() == {"c": CoreRange(0, 3), "e": CoreRange(4, 5)}  # no whole run of eight is broken
+        claims = [Claim(name, 8, CoreRange(0, 7)) for name in "xyz"]
+        node = models.group("c").assignment("c").node
+        with pytest.raises(PlanError, match="2 cores free but no aligned run of 8"):
             ray.get(ledger(INSTANCES["inf2.48xlarge"]).claim.remote(node, claims))
-        held = models.stream("a", PROMPTS[:1], max_new_tokens=100)
+        held = models.stream("c", PROMPTS[:1], max_new_tokens=100)
         next(held)  # its slot is taken: the other one waits, or shares rounds, and has its own tokens
         held.close()
-        assert together(models, asked) == dict.fromkeys("abe", expected)
+        assert together(models, asked) == dict.fromkeys("ce", expected)
 
 
 def together(models: Deployment, asked: dict) -> dict[str, list[list[int]]]:
