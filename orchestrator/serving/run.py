@@ -14,6 +14,7 @@ from paceline.placement.care import Care
 from paceline.placement.group import RESOURCE
 from paceline.serving.app import application
 
+_HERE = "local"  # a new cluster, though another one may run on this machine
 _CPUS = 2  # of Ray's own count; workers on cores do not take part in it
 
 
@@ -25,7 +26,7 @@ def run(made: Plan, care: Care, *, host: str, port: int, address: str | None, re
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
-    ray.init(address=address, log_to_driver=False, **own)
+    ray.init(address=address or _HERE, log_to_driver=False, **own)
     try:
         serve.start(http_options={"host": host, "port": port})
         serve.run(application(made, care), name="paceline", route_prefix="/")
