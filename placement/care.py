@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
-from typing import TypeVar
+from typing import Any
 
 from paceline.core.errors import PlanError
 from paceline.placement.remote import Patience
 from paceline.placement.roles import MAKERS
-
-Value = TypeVar("Value", "Care", Patience)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +48,26 @@ def care_of(entry: object, where: str) -> Care:
     Raises:
         PlanError: a key is unknown, or a value is none of its kind.
     """
-    return _read(Care(), entry, where)
+    found = dict(_read(Care(), entry, where))
+    if "patience" in found:
+        found["patience"] = replace(Patience(), **_read(Patience(), found["patience"], f"{where}.patience"))
+    return replace(Care(), **found)
 
 
-def _read(defaults: Value, entry: object, where: str) -> Value:
+def _read(defaults: Care | Patience, entry: object, where: str) -> dict[str, Any]:
     known = {item.name: getattr(defaults, item.name) for item in fields(defaults) if item.name != "makers"}
     if not isinstance(entry, dict):
         raise PlanError(f"{where} is a mapping of {', '.join(known)}, not {entry!r}")
     unknown = sorted(str(key) for key in set(entry) - set(known))
     if unknown:
         raise PlanError(f"{where}: {unknown[0]!r} is not a key; there are {', '.join(known)}")
-    return type(defaults)(**{key: _value(known[key], value, f"{where}.{key}") for key, value in entry.items()})
+    return {key: _value(known[key], value, f"{where}.{key}") for key, value in entry.items()}
 
 
 def _value(default: object, value: object, where: str) -> object:
     """The value, which is of its default's kind."""
     if isinstance(default, Patience):
-        return _read(default, value, where)
+        return value  # a mapping of its own
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise PlanError(f"{where} must be true or false, not {value!r}")

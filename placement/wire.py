@@ -103,8 +103,8 @@ def encode(message: Request | Reply) -> bytes:
         found = _ROUND.pack(VERSION, _ASK, 0, message.number, *shape) + message.numbers
         return found + words(_rarely(message)) if drawn or more else found
     if isinstance(message, Answer):
-        shape = message.slots, message.nodes, int(message.ahead)
-        return _packed(_ANSWER, message.number, shape) + message.tokens
+        said = message.slots, message.nodes, int(message.ahead)
+        return _packed(_ANSWER, message.number, said) + message.tokens
     if isinstance(message, Admit):
         return _packed(_ADMIT, message.number, [message.slot, len(message.text), *message.text])
     if isinstance(message, Hello):
@@ -182,20 +182,21 @@ def _read_ask(frame: bytearray, number: int) -> Ask:
     data = bytes(frame[_ROUND.size : end])
     if end == len(frame) and not drawn and not count:
         return Ask(number, (), slots, width, data, rows, None)
-    return _read_rarely(Ask(number, (), slots, width, data, rows, None), numbers(frame, end), count, bool(drawn))
+    ask = Ask(number, (), slots, width, data, rows, None)
+    return _read_rarely(ask, numbers(frame, end), texts=count, drawn=bool(drawn))
 
 
-def _read_rarely(ask: Ask, found: tuple[int, ...], count: int, drawn: bool) -> Ask:
-    at, sampling, texts = 0, None, []
+def _read_rarely(ask: Ask, found: tuple[int, ...], *, texts: int, drawn: bool) -> Ask:
+    at, sampling, read = 0, None, []
     if drawn:
         at = 6 * ask.slots
         sampling = _read_sampling(_part(found, 0, at), ask.slots)
-    for _ in range(count):
+    for _ in range(texts):
         slot, size = _part(found, at, 2)
-        texts.append((slot, _part(found, at + 2, size)))
+        read.append((slot, _part(found, at + 2, size)))
         at += 2 + size
     _all_read(found, at)
-    return replace(ask, texts=tuple(texts), sampling=sampling)
+    return replace(ask, texts=tuple(read), sampling=sampling)
 
 
 def _read_sampling(found: tuple[int, ...], slots: int) -> SamplingBatch:
