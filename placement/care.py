@@ -48,7 +48,7 @@ def care_of(entry: object, where: str) -> Care:
     Raises:
         PlanError: a key is unknown, or a value is none of its kind.
     """
-    found = dict(_read(Care(), entry, where))
+    found = _read(Care(), entry, where)
     if "patience" in found:
         found["patience"] = replace(Patience(), **_read(Patience(), found["patience"], f"{where}.patience"))
     return replace(Care(), **found)
