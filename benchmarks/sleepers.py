@@ -28,6 +28,11 @@ def right(position: int, alpha: float) -> bool:
     return random.Random(position).random() < alpha
 
 
+def until(end: float) -> None:
+    """Sleep. What a sleeper does itself is part of its time, as it is with a model, wherever it runs."""
+    time.sleep(max(0.0, end - time.perf_counter()))
+
+
 class SleepingDrafter:
     """Proposes the text, with errors, after a while."""
 
@@ -43,11 +48,13 @@ class SleepingDrafter:
     def observe(self, commit: Commit) -> None: ...
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
-        time.sleep(self._seconds)
+        end = time.perf_counter() + self._seconds
         first = int(commit.start[0] + commit.count[0])
         places = range(first, first + self.outline.nodes)
         row = [truth(p) if right(p, self._alpha) else (truth(p) + 1) % V for p in places]
-        return Proposal(torch.tensor([row], dtype=torch.int32))
+        made = Proposal(torch.tensor([row], dtype=torch.int32))
+        until(end)
+        return made
 
 
 class SleepingVerifier:
@@ -62,15 +69,17 @@ class SleepingVerifier:
     def release(self, slot: int) -> None: ...
 
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
-        time.sleep(self._seconds)
+        end = time.perf_counter() + self._seconds
         start = int(commit.start[0] + commit.count[0])
         drafts = [] if proposal is None else proposal.tokens[0].tolist()
         count = 0
         while count < len(drafts) and drafts[count] == truth(start + count):
             count += 1
         row = [truth(start + i) for i in range(count + 1)] + [PAD] * (K - count)
-        made = torch.tensor([row], dtype=torch.int32)
-        return Commit(made, torch.tensor([count + 1], dtype=torch.int32), commit.start + commit.count)
+        tokens = torch.tensor([row], dtype=torch.int32)
+        made = Commit(tokens, torch.tensor([count + 1], dtype=torch.int32), commit.start + commit.count)
+        until(end)
+        return made
 
 
 def sleeper(settings: Mapping[str, object]) -> MakeDrafter:

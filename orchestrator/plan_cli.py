@@ -11,7 +11,7 @@ from rich.table import Table
 
 from paceline import console
 from paceline.core.errors import PlanError
-from paceline.placement import Instance, Plan, plan, read_models
+from paceline.placement import Instance, Plan, plan, read_care, read_models
 from paceline.placement import instance as catalogued
 from paceline.placement.detect import detect
 from paceline.placement.picture import marks, picture
@@ -34,6 +34,7 @@ def plan_models(
     """Put the models of a file on the cores of an instance. Starts nothing. Exit status 2 if there is no plan."""
     with console.refusals():
         made = plan(read_models(models), machine(instance))
+        read_care(models)  # nothing is started here, but what is wrong is said now
     if as_json:
         typer.echo(json.dumps(made.to_dict()))
         return

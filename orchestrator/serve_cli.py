@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +10,7 @@ import typer
 
 from paceline import console
 from paceline.core.errors import BackendError
-from paceline.placement import plan, read_models, runnable
+from paceline.placement import plan, read_care, read_models, runnable
 from paceline.plan_cli import machine, plan_table
 
 
@@ -27,17 +28,22 @@ def serve_models(
     host: Annotated[str, typer.Option(help="Address to listen at; anybody who reaches it can use it.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
     address: Annotated[str | None, typer.Option(help="Of a Ray cluster; default: start one here.")] = None,
+    config: Annotated[bool, typer.Option("--config", help="Print the file for `serve deploy`; start nothing.")] = False,
 ) -> None:
     """Serve the models of a file: /v1/models, /v1/completions, /v1/chat/completions. Ends with Ctrl-C."""
     with console.refusals():
-        made = plan(read_models(models), machine(instance))
+        made, care = plan(read_models(models), machine(instance)), read_care(models)
         runnable.check(made)
         try:
+            from paceline.serving.app import deploy_config
             from paceline.serving.run import run
         except ImportError as error:
             raise BackendError("serving needs Ray Serve: pip install 'paceline[serve]'") from error
+        if config:
+            import yaml
+
+            typer.echo(yaml.safe_dump(deploy_config(models, instance, host=host, port=port), sort_keys=False), nl=False)
+            return
         console.err().print(plan_table(made))
-        place = f"http://{host}:{port}/v1"
-        run(
-            made, host=host, port=port, address=address, ready=lambda: console.say(console.out(), f"serving at {place}")
-        )
+        said = partial(console.say, console.out(), f"serving at http://{host}:{port}/v1")
+        run(made, care, host=host, port=port, address=address, ready=said)

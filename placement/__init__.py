@@ -6,9 +6,10 @@ from paceline.placement.care import Care
 from paceline.placement.catalogue import INSTANCES, Instance, instance
 from paceline.placement.channel import Address
 from paceline.placement.local import LocalProcess, Order
-from paceline.placement.models_file import Model, read_models
+from paceline.placement.models_file import Model, read_care, read_models
 from paceline.placement.planner import plan
 from paceline.placement.plans import Placement, Plan
+from paceline.placement.quota import Quota
 from paceline.placement.remote import Patience, RemoteDraft, Terms
 from paceline.placement.revival import Caller
 
@@ -28,11 +29,13 @@ __all__ = [
     "Patience",
     "Placement",
     "Plan",
+    "Quota",
     "RemoteDraft",
     "Terms",
     "instance",
     "launch",
     "plan",
+    "read_care",
     "read_models",
 ]
 

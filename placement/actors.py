@@ -21,7 +21,8 @@ from paceline.core.errors import ConfigurationError, WorkerError
 from paceline.placement import environment, nodes
 from paceline.placement.channel import Address, listen
 from paceline.placement.cores import CoreLocks
-from paceline.placement.draft_server import DraftServer, Quota
+from paceline.placement.draft_server import DraftServer
+from paceline.placement.quota import Quota
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Patience, RemoteDraft, Terms
 from paceline.placement.revival import Caller
@@ -39,7 +40,7 @@ class Assignment:
     actor     its name among Ray's actors
     affinity  CPUs of the instance it may use, first and last; ``vcpus`` are the instance's in all
     address   of the drafter: where a draft listens, or whom a target calls; None for a target without one
-    shares    of a draft: turns of its targets, where they are not equal
+    quota     of a draft: what its targets may have
     """
 
     actor: str
@@ -53,7 +54,7 @@ class Assignment:
     settings: Settings
     secret: bytes = field(repr=False)
     address: Address | None = None
-    shares: tuple[tuple[str, float], ...] = ()
+    quota: Quota = field(default_factory=Quota)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +128,7 @@ class DraftWorker(_Worker):
             raise ConfigurationError(f"{assignment.label} has no address to listen at")
         make = cast(MakeDraft, maker(assignment.maker))(assignment.settings)
         listener = listen(assignment.address)
-        quota = Quota(shares=dict(assignment.shares))
-        server = DraftServer(listener, assignment.secret, make, quota=quota)
+        server = DraftServer(listener, assignment.secret, make, quota=assignment.quota)
         threading.Thread(target=_serve, args=(server,), daemon=True, name="paceline-draft").start()
 
 

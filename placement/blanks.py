@@ -6,7 +6,6 @@ most of what a round through another process costs. Numbers go into memory that 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -25,11 +24,10 @@ class Blank:
     def __init__(self, *shape: int) -> None:
         self.tensor = torch.empty(shape, dtype=torch.int32)
         self._memory = self.tensor.view(-1).numpy().data.cast("B")
-        self._form = struct.Struct(f"={self.tensor.numel()}i")
 
-    def fill(self, numbers: Sequence[int]) -> None:
-        """Write all numbers, row by row. Once: who has the tensor may keep it."""
-        self._form.pack_into(self._memory, 0, *numbers)
+    def fill(self, words: bytes) -> None:
+        """Write all numbers, row by row, as they travelled. Once: who has the tensor may keep it."""
+        self._memory[:] = words
 
 
 class BlankRound:
@@ -43,7 +41,7 @@ class BlankRound:
         count, start, self._limit = whole[size:].view(3, slots).unbind()
         self._commit = Commit(whole[:size].view(slots, width), count, start)
 
-    def fill(self, numbers: Sequence[int], rows: int) -> tuple[Commit, Bounds]:
-        """``numbers``: tokens row by row, counts, starts, limits."""
-        self._blank.fill(numbers)
+    def fill(self, words: bytes, rows: int) -> tuple[Commit, Bounds]:
+        """``words``: tokens row by row, counts, starts, limits."""
+        self._blank.fill(words)
         return self._commit, Bounds(self._limit, rows)

@@ -1,11 +1,19 @@
-"""How running workers are looked after: a value, given once to whoever starts them."""
+"""How running workers are looked after: a value, given once to whoever starts them.
+
+In a models file it is the mapping ``care``, beside ``models``; what is not named there has its default:
+
+    care: {start: 3600, ahead: true, patience: {deadline: 0.5}}
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
+from typing import Any
 
+from paceline.core.errors import PlanError
 from paceline.placement.remote import Patience
 from paceline.placement.roles import MAKERS
 
@@ -21,8 +29,7 @@ class Care:
     retries   deaths of its target that one request survives
     ahead     drafts work while their targets verify
     near      drafts are on the nodes of their targets; False: they may be elsewhere, where no node has room for both
-    shares    target's label -> its share of a draft's time, where the targets of a draft are not to have equal ones
-    makers    role -> "module:function" that makes what a worker runs
+    makers    role -> "module:function" that makes what a worker runs; not in a file
     """
 
     start: float = 600.0
@@ -32,5 +39,43 @@ class Care:
     ahead: bool = False
     near: bool = True
     patience: Patience = field(default_factory=Patience)
-    shares: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     makers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(MAKERS))
+
+
+def care_of(entry: object, where: str) -> Care:
+    """The mapping ``care`` of a models file, checked key by key.
+
+    Raises:
+        PlanError: a key is unknown, or a value is none of its kind.
+    """
+    found = _read(Care(), entry, where)
+    if "patience" in found:
+        found["patience"] = replace(Patience(), **_read(Patience(), found["patience"], f"{where}.patience"))
+    return replace(Care(), **found)
+
+
+def _read(defaults: Care | Patience, entry: object, where: str) -> dict[str, Any]:
+    known = {item.name: getattr(defaults, item.name) for item in fields(defaults) if item.name != "makers"}
+    if not isinstance(entry, dict):
+        raise PlanError(f"{where} is a mapping of {', '.join(known)}, not {entry!r}")
+    unknown = sorted(str(key) for key in set(entry) - set(known))
+    if unknown:
+        raise PlanError(f"{where}: {unknown[0]!r} is not a key; there are {', '.join(known)}")
+    return {key: _value(known[key], value, f"{where}.{key}") for key, value in entry.items()}
+
+
+def _value(default: object, value: object, where: str) -> object:
+    """The value, which is of its default's kind."""
+    if isinstance(default, Patience):
+        return value  # a mapping of its own
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise PlanError(f"{where} must be true or false, not {value!r}")
+        return value
+    if isinstance(default, int):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise PlanError(f"{where} must be a whole number, not {value!r}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise PlanError(f"{where} must be seconds, more than 0, not {value!r}")
+    return float(value)

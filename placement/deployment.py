@@ -28,6 +28,7 @@ from paceline.placement.plans import Placement, Plan
 from paceline.placement.ranges import CoreRange, Fragmentation
 from paceline.placement.roles import Piece, Settings
 
+_HERE = "local"  # a new cluster, though another one may run on this machine
 _ASK = 30.0
 _SAY = 5.0  # seconds a target may take to say that it is alive
 
@@ -216,7 +217,7 @@ def launch(plan: Plan, *, care: Care | None = None, address: str | None = None) 
     runnable.check(plan)
     if not ray.is_initialized():
         own = {} if address else {"resources": {RESOURCE: plan.instance.cores}, "include_dashboard": False}
-        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, **own)
+        ray.init(address=address or _HERE, namespace=NAMESPACE, log_to_driver=False, **own)
     return Deployment(plan, care or Care()).start()
 
 

@@ -11,7 +11,8 @@ from typing import cast
 from paceline.placement import environment
 from paceline.placement.channel import Address, listen
 from paceline.placement.cores import CoreLocks
-from paceline.placement.draft_server import DraftServer, MakeDrafter, Quota
+from paceline.placement.draft_server import DraftServer, MakeDrafter
+from paceline.placement.quota import Quota
 from paceline.placement.ranges import CoreRange
 from paceline.placement.roles import maker
 
@@ -24,8 +25,9 @@ def main() -> None:
     if order["cores"]:
         CoreLocks(CoreRange(*order["cores"])).acquire()
     make = cast(MakeDrafter, maker(order["maker"])(order["settings"]))
-    quota = Quota(shares=dict(order["shares"]))
-    DraftServer(listen(Address.parse(order["address"])), bytes.fromhex(order["secret"]), make, quota=quota).run()
+    DraftServer(
+        listen(Address.parse(order["address"])), bytes.fromhex(order["secret"]), make, quota=Quota(**order["quota"])
+    ).run()
 
 
 def _follow_parent() -> None:

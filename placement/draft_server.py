@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -24,20 +24,12 @@ from paceline.placement import wire
 from paceline.placement.ahead import Ahead
 from paceline.placement.blanks import BlankRound, flat
 from paceline.placement.channel import Channel
+from paceline.placement.quota import Quota
 
 MakeDrafter = Callable[[wire.Hello], Drafter]
 _SEND = 5.0  # seconds a target may take to read an answer
 _AWHILE = 1  # milliseconds: by then another process has taken up what was sent, if it is on the same CPU too
 _PENDING = 64  # messages a target may have waiting; more is not our protocol
-
-
-@dataclass(frozen=True, slots=True)
-class Quota:
-    """What targets may have. ``shares``: turns by the client's name, where they are not all equal."""
-
-    clients: int = 16
-    slots: int = 256
-    shares: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -223,10 +215,9 @@ class DraftServer:
             blank = BlankRound(ask.slots, ask.width)
         commit, bounds = blank.fill(ask.numbers, ask.rows)
         drafter.observe(commit)
-        made = drafter.propose(commit, client.sampling, bounds)
+        rows = _undrawn(drafter.propose(commit, client.sampling, bounds))
         ahead = isinstance(drafter, Ahead) and drafter.hit
-        slots, nodes = made.tokens.shape
-        return wire.Answer(ask.number, slots, nodes, _undrawn(made), ahead)
+        return wire.Answer(ask.number, len(rows), len(rows[0]), wire.words(flat(rows)), ahead)
 
     def _welcome(self, client: _Client, hello: wire.Hello) -> wire.Reply:
         others = [other for other in self._clients.values() if other is not client and other.drafter is not None]
@@ -244,10 +235,11 @@ class DraftServer:
         return wire.Welcome(hello.number, drafter.outline.nodes, drafter.reach, os.getpid())
 
 
-def _undrawn(made: Proposal) -> list[int]:
-    """Only ids cross processes: a chain, not drawn from a law."""
+def _undrawn(made: Proposal) -> list[list[int]]:
+    """Only ids cross processes: a chain, not drawn from a law. One call of the tensor library: see `blanks`."""
     if made.law is not None or made.parents is not None:
         raise ValueError("a drafter in another process proposes chains that are not drawn")
-    if made.tokens.dtype.is_floating_point:
+    rows: list[list[int]] = made.tokens.tolist()
+    if not isinstance(rows[0][0], int):
         raise ValueError("a proposal's tokens are not whole numbers")
-    return flat(made.tokens.tolist())
+    return rows

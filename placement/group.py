@@ -154,7 +154,7 @@ class Group:
                 maker=self._care.makers[item.role],
                 settings=self._settings(item),
                 secret=secret,
-                shares=tuple(self._care.shares.items()),
+                quota=item.model.quota.by_label({p.label: p.name for p in self.placements}),
                 address=None if own is None else addresses[own.label],
             )
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from paceline.placement import environment
 from paceline.placement.channel import Address
+from paceline.placement.quota import Quota
 from paceline.placement.roles import MAKERS, Settings
 
 _LAST_WORDS = 5.0
@@ -30,7 +31,7 @@ class Order:
     maker: str = MAKERS["draft"]
     cores: tuple[int, int] | None = None
     env: tuple[tuple[str, str], ...] = ()
-    shares: tuple[tuple[str, float], ...] = field(default=())
+    quota: Quota = field(default_factory=Quota)
 
     def to_json(self) -> str:
         """One line; it goes through a pipe, so that no secret shows among the processes."""
@@ -42,7 +43,7 @@ class Order:
                 "maker": self.maker,
                 "cores": self.cores,
                 "env": self.env,
-                "shares": self.shares,
+                "quota": self.quota.to_dict(),
             }
         )
 

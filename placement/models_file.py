@@ -15,9 +15,12 @@ Keys of a model:
     quantisation  none (default), int8 or fp8: of the products' weights; planned with, not yet run
     draft_of      the target's name, or a list: one draft server for several targets
     k             drafted tokens a round, default 4 (of a draft)
+    quota         what the targets of a draft may have (`quota`): clients, slots, shares: {target: share of its time}
     replicas      default 1; of a draft: as many as its target has, or fewer, which are then shared
     backend       inductor (default), eager, xla or neuron; tp_degree above 1 runs with eager and neuron
     group_query_attention  where K/V heads of a divided model live; default: whole heads, or copies
+
+A mapping ``care`` may stand beside ``models``: how the workers are looked after (`care`).
 
 Relative paths are relative to the file, or, where nothing is there, to the current folder. Nothing is loaded here but
 configurations.
@@ -27,19 +30,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from paceline.core.errors import PlanError
 from paceline.decoder.backends.base import BACKENDS
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.parallel import GQA
+from paceline.placement.care import Care, care_of
 from paceline.placement.footprint import NUMBER_BYTES, QUANTISED_BYTES, Shape
+from paceline.placement.quota import Quota, read_quota, settled
 
 _KEYS = frozenset(
     {
         "name", "path", "config", "tp_degree", "n_positions", "batch_size", "amp", "quantisation", "draft_of", "k",
-        "replicas", "backend", "group_query_attention",
+        "replicas", "backend", "group_query_attention", "quota",
     }
 )  # fmt: skip
 _BACKENDS = ("inductor", *(name for name in BACKENDS if name != "inductor"))
@@ -66,6 +72,7 @@ class Model:
     clients: int = 1
     backend: str = "inductor"
     gqa: GQA | None = None
+    quota: Quota = field(default_factory=Quota)
 
 
 def read_models(file: Path) -> tuple[Model, ...]:
@@ -75,15 +82,31 @@ def read_models(file: Path) -> tuple[Model, ...]:
         PlanError: the file cannot be read, or an entry is wrong; the message names it.
         CheckpointError: a model's configuration cannot be used.
     """
+    return models_of(_content(file)["models"], folder=file.parent, where=str(file))
+
+
+def read_care(file: Path) -> Care:
+    """How the workers of a YAML file's models are to be looked after: its ``care``, or the defaults.
+
+    Raises:
+        PlanError: the file cannot be read, or a value is wrong; the message names it.
+    """
+    return care_of(_content(file).get("care", {}), f"{file}, care")
+
+
+def _content(file: Path) -> Mapping[str, Any]:
     import yaml
 
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise PlanError(f"cannot read {file}: {error}") from error
-    if not isinstance(content, dict) or set(content) != {"models"} or not isinstance(content["models"], list):
-        raise PlanError(f"{file} must hold one key, `models`, with a list; see `paceline plan --help`")
-    return models_of(content["models"], folder=file.parent, where=str(file))
+    if not isinstance(content, dict) or not isinstance(content.get("models"), list):
+        raise PlanError(f"{file} must hold a list `models`; see `paceline plan --help`")
+    unknown = sorted(str(key) for key in set(content) - {"models", "care"})
+    if unknown:
+        raise PlanError(f"{file}: {unknown[0]!r} is not a key of the file; there are models and care")
+    return content
 
 
 def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[Model, ...]:
@@ -100,7 +123,7 @@ def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[M
             raise PlanError(f"{where}: two models are called {model.name!r}; names must differ")
         given[model.name] = entry
         found.append(model)
-    return tuple(_paired(model, found, explicit="replicas" in given[model.name]) for model in found)
+    return tuple(_paired(model, found, given[model.name]) for model in found)
 
 
 def _model(entry: Mapping[str, object], folder: Path, where: str) -> Model:
@@ -149,9 +172,11 @@ def _targets(entry: Mapping[str, object], where: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _paired(model: Model, models: Sequence[Model], *, explicit: bool) -> Model:
-    """The model with its replicas settled, after a look at its targets."""
+def _paired(model: Model, models: Sequence[Model], entry: Mapping[str, object]) -> Model:
+    """The model with its replicas and its quota settled, after a look at its targets."""
     if not model.draft_of:
+        if "quota" in entry:
+            raise PlanError(f"{model.name!r} has a quota and drafts for nobody; give `draft_of`, or take it away")
         return model
     known = {other.name: other for other in models}
     for name in model.draft_of:
@@ -173,9 +198,13 @@ def _paired(model: Model, models: Sequence[Model], *, explicit: bool) -> Model:
         raise PlanError(
             f"{model.name!r} has {model.replicas} replicas for {most} of its target; ask for at most as many"
         )
-    replicas = model.replicas if explicit or len(model.draft_of) > 1 else most
+    replicas = model.replicas if "replicas" in entry or len(model.draft_of) > 1 else most
     clients = max(sum(len(range(r, known[n].replicas, replicas)) for n in model.draft_of) for r in range(replicas))
-    return replace(model, replicas=replicas, clients=clients)
+    where = f"model {model.name!r}"
+    asked = read_quota(entry.get("quota", {}), where)
+    slots = clients * model.shape.batch_size
+    quota = settled(asked, where, targets=model.draft_of, clients=clients, slots=slots)
+    return replace(model, replicas=replicas, clients=clients, quota=quota)
 
 
 def _text(entry: Mapping[str, object], key: str, where: str, *, default: str | None) -> str:

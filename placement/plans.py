@@ -61,6 +61,7 @@ class Placement:
             "cpus": list(self.affinity),
             "timeout": self.timeout,
             "env": dict(self.env),
+            **({"quota": self.model.quota.to_dict()} if self.drafts_for else {}),
         }
 
 

@@ -132,7 +132,7 @@ class RemoteDraft:
         if texts or self._reading:
             wait += self._patience.reread
         self._reading = False
-        numbers = flat(rows) + counts + starts + bounds.limit.tolist()
+        numbers = wire.words(flat(rows) + counts + starts + bounds.limit.tolist())
         drawn = None if self._drawn else sampling
         ask = wire.Ask(self._next(), texts, len(rows), len(rows[0]), numbers, bounds.rows, drawn)
         self._drawn = True
@@ -239,7 +239,8 @@ class RemoteDraft:
             shape, wanted = [reply.slots, reply.nodes], [self._terms.slots, self._terms.nodes]
             self._fault("invalid", f"a proposal of shape {shape}, not {wanted}")
             return self._nothing()
-        if max(reply.tokens, default=0) >= self._terms.vocab_size or min(reply.tokens, default=0) < PAD:
+        ids = wire.numbers(reply.tokens)
+        if max(ids) >= self._terms.vocab_size or min(ids) < PAD:
             self._fault("invalid", f"ids outside the vocabulary of {self._terms.vocab_size}")
             return self._nothing()
         blank.fill(reply.tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,9 @@ from paceline.placement.blanks import flat
 
 VERSION = 1
 _HEAD = struct.Struct("<BBHq")  # version, kind, nothing (so that words are aligned), number of the message
-_TWO, _FOUR, _FIVE = struct.Struct("<ii"), struct.Struct("<iiii"), struct.Struct("<iiiii")
+_SHAPE = struct.Struct("<iii")  # of an Answer
+_ROUND = struct.Struct("<BBHqiiiii")  # the head and the shape of an Ask, in one go
+_WORD = 4  # bytes
 _HELLO, _ADMIT, _ASK, _WELCOME, _ANSWER, _FAILURE = range(1, 7)
 
 
@@ -56,7 +58,7 @@ class Ask:
     """A round: read these texts anew (slot, ids), then propose what follows the commit.
 
     slots, width  B and W of the commit
-    numbers       its tokens row by row, its counts, its starts, and the limits of the round: B * (W + 3)
+    numbers       `words` of its tokens row by row, its counts, its starts, and the limits of the round: B * (W + 3)
     rows          of `Bounds`
     sampling      None: as in the last Ask; it changes only when a request comes or goes
     """
@@ -65,19 +67,19 @@ class Ask:
     texts: tuple[tuple[int, tuple[int, ...]], ...]
     slots: int
     width: int
-    numbers: Sequence[int]
+    numbers: bytes
     rows: int
     sampling: SamplingBatch | None
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A proposal: ``tokens`` row by row, B * N of them. ``ahead``: it was ready before it was asked for."""
+    """A proposal: `words` of its ``tokens`` row by row, B * N of them. ``ahead``: it was ready before it was asked."""
 
     number: int
     slots: int
     nodes: int
-    tokens: Sequence[int]
+    tokens: bytes
     ahead: bool
 
 
@@ -96,19 +98,21 @@ Reply = Welcome | Answer | Failure
 def encode(message: Request | Reply) -> bytes:
     """A message as bytes."""
     if isinstance(message, Ask):
-        return _head(_ASK, message.number) + _ask(message)
+        drawn, more = message.sampling is not None, len(message.texts)
+        shape = message.slots, message.width, message.rows, more, drawn
+        found = _ROUND.pack(VERSION, _ASK, 0, message.number, *shape) + message.numbers
+        return found + words(_rarely(message)) if drawn or more else found
     if isinstance(message, Answer):
-        shape = _FOUR.pack(message.slots, message.nodes, int(message.ahead), 0)
-        return _head(_ANSWER, message.number) + shape + _words(message.tokens)
+        said = message.slots, message.nodes, int(message.ahead)
+        return _packed(_ANSWER, message.number, said) + message.tokens
     if isinstance(message, Admit):
-        return _head(_ADMIT, message.number) + _text(message.slot, message.text)
+        return _packed(_ADMIT, message.number, [message.slot, len(message.text), *message.text])
     if isinstance(message, Hello):
-        body = _TWO.pack(message.slots, message.vocab_size) + message.client.encode()
-        return _head(_HELLO, message.number) + body
+        return _packed(_HELLO, message.number, [message.slots, message.vocab_size]) + message.client.encode()
     if isinstance(message, Welcome):
         reach = -1 if message.reach is None else message.reach
-        return _head(_WELCOME, message.number) + _FOUR.pack(message.nodes, reach, message.pid, 0)
-    return _head(_FAILURE, message.number) + message.reason.encode()
+        return _packed(_WELCOME, message.number, [message.nodes, reach, message.pid])
+    return _packed(_FAILURE, message.number, []) + message.reason.encode()
 
 
 def decode(frame: bytearray) -> Request | Reply:
@@ -129,120 +133,109 @@ def decode(frame: bytearray) -> Request | Reply:
 # ---- writing
 
 
-def _head(kind: int, number: int) -> bytes:
-    return _HEAD.pack(VERSION, kind, 0, number)
-
-
-def _words(numbers: Sequence[int]) -> bytes:
+def words(numbers: Sequence[int]) -> bytes:
+    """Numbers of 32 bits, as they travel."""
     return struct.pack(f"<{len(numbers)}i", *numbers)
 
 
-def _text(slot: int, ids: tuple[int, ...]) -> bytes:
-    return _TWO.pack(slot, len(ids)) + _words(ids)
+def _packed(kind: int, number: int, numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"<BBHq{len(numbers)}i", VERSION, kind, 0, number, *numbers)
 
 
-def _ask(message: Ask) -> bytes:
-    shape = (message.slots, message.width, message.rows, len(message.texts), int(message.sampling is not None))
-    found = _FIVE.pack(*shape) + _words(message.numbers)
-    if message.sampling is not None:
-        knobs = flat(message.sampling.knobs.tolist())
-        found += _words(flat(message.sampling.keys.tolist())) + struct.pack(f"<{len(knobs)}f", *knobs)
-    return found + b"".join([_text(slot, ids) for slot, ids in message.texts])
+def _rarely(message: Ask) -> list[int]:
+    """What only the first rounds of a request have."""
+    found, sampling = [], message.sampling
+    if sampling is not None:
+        found += flat(sampling.keys.tolist()) + flat(sampling.knobs.view(torch.int32).tolist())
+    for slot, ids in message.texts:
+        found += [slot, len(ids), *ids]
+    return found
 
 
 # ---- reading
 
 
-class _Cursor:
-    """Reads a frame from front to back; every number is checked against what is left."""
+def numbers(data: bytes | bytearray, start: int = 0) -> tuple[int, ...]:
+    """What `words` made of numbers.
 
-    def __init__(self, frame: bytearray) -> None:
-        self._frame, self._at = frame, _HEAD.size
+    Raises:
+        ValueError: the bytes are not whole words.
+    """
+    count, over = divmod(len(data) - start, _WORD)
+    if over:
+        raise ValueError(f"{over} bytes too many")
+    return struct.unpack_from(f"<{count}i", data, start)
 
-    def pack(self, form: struct.Struct) -> tuple[int, ...]:
-        values = form.unpack_from(self._frame, self._at)
-        self._at += form.size
-        return values
 
-    def words(self, count: int) -> tuple[int, ...]:
-        """The next ``count`` numbers."""
-        self._enough(count)
-        found = struct.unpack_from(f"<{count}i", self._frame, self._at)
-        self._at += 4 * count
-        return found
-
-    def floats(self, count: int) -> tuple[float, ...]:
-        """The next ``count`` numbers of 32 bits with fractions."""
-        self._enough(count)
-        made = struct.unpack_from(f"<{count}f", self._frame, self._at)
-        self._at += 4 * count
-        return made
-
-    def _enough(self, count: int) -> None:
-        if not 0 <= 4 * count <= len(self._frame) - self._at:
-            raise ValueError(f"{count} words wanted, {(len(self._frame) - self._at) // 4} there")
-
-    def text(self) -> tuple[int, tuple[int, ...]]:
-        slot, length = self.pack(_TWO)
-        return slot, self.words(length)
-
-    def rest(self) -> str:
-        found = self._frame[self._at :].decode()
-        self._at = len(self._frame)
-        return found
-
-    def end(self) -> None:
-        if self._at != len(self._frame):
-            raise ValueError(f"{len(self._frame) - self._at} bytes too many")
+def _part(found: tuple[int, ...], at: int, count: int) -> tuple[int, ...]:
+    """So many words from there on, which must be there."""
+    if not 0 <= count <= len(found) - at:
+        raise ValueError(f"{count} words wanted, {len(found) - at} there")
+    return found[at : at + count]
 
 
 def _read_ask(frame: bytearray, number: int) -> Ask:
-    cursor = _Cursor(frame)
-    slots, width, rows, texts, drawn = cursor.pack(_FIVE)
-    if slots < 1 or width < 1:
-        raise ValueError(f"a commit of {slots} slots, {width} wide")
-    numbers = cursor.words(slots * (width + 3))
-    sampling = _read_sampling(cursor, slots) if drawn else None
-    read = tuple([cursor.text() for _ in range(texts)])
-    cursor.end()
-    return Ask(number, read, slots, width, numbers, rows, sampling)
+    *_, slots, width, rows, count, drawn = _ROUND.unpack_from(frame)
+    end = _ROUND.size + _WORD * slots * (width + 3)
+    if slots < 1 or width < 1 or end > len(frame):
+        raise ValueError(f"a commit of {slots} slots, {width} wide, in {len(frame)} bytes")
+    data = bytes(frame[_ROUND.size : end])
+    if end == len(frame) and not drawn and not count:
+        return Ask(number, (), slots, width, data, rows, None)
+    ask = Ask(number, (), slots, width, data, rows, None)
+    return _read_rarely(ask, numbers(frame, end), texts=count, drawn=bool(drawn))
 
 
-def _read_sampling(cursor: _Cursor, slots: int) -> SamplingBatch:
-    keys = torch.tensor(cursor.words(2 * slots), dtype=torch.int32).view(slots, 2)
-    return SamplingBatch(torch.tensor(cursor.floats(4 * slots)).view(slots, 4), keys)
+def _read_rarely(ask: Ask, found: tuple[int, ...], *, texts: int, drawn: bool) -> Ask:
+    at, sampling, read = 0, None, []
+    if drawn:
+        at = 6 * ask.slots
+        sampling = _read_sampling(_part(found, 0, at), ask.slots)
+    for _ in range(texts):
+        slot, size = _part(found, at, 2)
+        read.append((slot, _part(found, at + 2, size)))
+        at += 2 + size
+    _all_read(found, at)
+    return replace(ask, texts=tuple(read), sampling=sampling)
+
+
+def _read_sampling(found: tuple[int, ...], slots: int) -> SamplingBatch:
+    both = torch.tensor(found, dtype=torch.int32)
+    return SamplingBatch(both[2 * slots :].view(torch.float32).view(slots, 4), both[: 2 * slots].view(slots, 2))
+
+
+def _all_read(found: tuple[int, ...], at: int) -> None:
+    if at != len(found):
+        raise ValueError(f"{len(found) - at} words too many")
 
 
 def _read_answer(frame: bytearray, number: int) -> Answer:
-    cursor = _Cursor(frame)
-    slots, nodes, ahead, _ = cursor.pack(_FOUR)
-    if slots < 0 or nodes < 0:
-        raise ValueError(f"a proposal of {slots} slots, {nodes} nodes")
-    tokens = cursor.words(slots * nodes)
-    cursor.end()
+    slots, nodes, ahead = _SHAPE.unpack_from(frame, _HEAD.size)
+    tokens = bytes(frame[_HEAD.size + _SHAPE.size :])
+    if slots < 0 or nodes < 0 or len(tokens) != _WORD * slots * nodes:
+        raise ValueError(f"a proposal of {slots} slots, {nodes} nodes, in {len(tokens)} bytes")
     return Answer(number, slots, nodes, tokens, bool(ahead))
 
 
 def _read_admit(frame: bytearray, number: int) -> Admit:
-    cursor = _Cursor(frame)
-    slot, ids = cursor.text()
-    cursor.end()
-    return Admit(number, slot, ids)
+    slot, size, *text = numbers(frame, _HEAD.size)
+    if size != len(text):
+        raise ValueError(f"a text of {size} ids, and {len(text)} are there")
+    return Admit(number, slot, tuple(text))
 
 
 def _read_hello(frame: bytearray, number: int) -> Hello:
-    cursor = _Cursor(frame)
-    slots, vocab_size = cursor.pack(_TWO)
-    return Hello(number, cursor.rest(), slots, vocab_size)
+    slots, vocab_size = struct.unpack_from("<ii", frame, _HEAD.size)
+    return Hello(number, frame[_HEAD.size + 2 * _WORD :].decode(), slots, vocab_size)
 
 
 def _read_welcome(frame: bytearray, number: int) -> Welcome:
-    nodes, reach, pid, _ = _Cursor(frame).pack(_FOUR)
+    nodes, reach, pid = numbers(frame, _HEAD.size)
     return Welcome(number, nodes, None if reach < 0 else reach, pid)
 
 
 def _read_failure(frame: bytearray, number: int) -> Failure:
-    return Failure(number, _Cursor(frame).rest())
+    return Failure(number, frame[_HEAD.size :].decode())
 
 
 _READERS: dict[int, Callable[[bytearray, int], Request | Reply]] = {

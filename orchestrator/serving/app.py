@@ -4,8 +4,11 @@
 
     applications:
       - name: paceline
+        route_prefix: /
         import_path: paceline.serving.app:build
         args: {models: /path/models.yaml, instance: inf2.48xlarge}
+
+`deploy_config` writes that file.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from pathlib import Path
 from ray import serve
 
 from paceline.core.errors import ConfigurationError
-from paceline.placement import Plan, instance, plan, read_models, runnable
+from paceline.placement import Plan, instance, plan, read_care, read_models, runnable
 from paceline.placement.actors import STREAMS
 from paceline.placement.care import Care
 from paceline.placement.deployment import groups_of
@@ -44,7 +47,15 @@ def build(arguments: Mapping[str, str]) -> serve.Application:
     machine = detect() if name is None else instance(name)
     if machine is None:
         raise ConfigurationError("there is no neuron-ls here to ask; give `instance` (cpu to simulate)")
-    return application(plan(read_models(Path(arguments["models"])), machine), Care())
+    file = Path(arguments["models"])
+    return application(plan(read_models(file), machine), read_care(file))
+
+
+def deploy_config(models: Path, instance: str | None, *, host: str, port: int) -> dict[str, object]:
+    """The config of `serve deploy` for a models file: the same service as `paceline serve`, kept running by Serve."""
+    arguments = {"models": str(models.resolve()), **({} if instance is None else {"instance": instance})}
+    application = {"name": "paceline", "route_prefix": "/", "import_path": f"{__name__}:{build.__name__}"}
+    return {"http_options": {"host": host, "port": port}, "applications": [{**application, "args": arguments}]}
 
 
 def application(made: Plan, care: Care) -> serve.Application:

@@ -14,10 +14,11 @@ from paceline.placement.care import Care
 from paceline.placement.group import RESOURCE
 from paceline.serving.app import application
 
+_HERE = "local"  # a new cluster, though another one may run on this machine
 _CPUS = 2  # of Ray's own count; workers on cores do not take part in it
 
 
-def run(made: Plan, *, host: str, port: int, address: str | None, ready: Callable[[], None]) -> None:
+def run(made: Plan, care: Care, *, host: str, port: int, address: str | None, ready: Callable[[], None]) -> None:
     """Serve a plan until SIGINT or SIGTERM. ``ready`` is called when requests are taken."""
     own = (
         {} if address else {"resources": {RESOURCE: made.instance.cores}, "num_cpus": _CPUS, "include_dashboard": False}
@@ -25,10 +26,10 @@ def run(made: Plan, *, host: str, port: int, address: str | None, ready: Callabl
     over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: over.set())
-    ray.init(address=address, log_to_driver=False, **own)
+    ray.init(address=address or _HERE, log_to_driver=False, **own)
     try:
         serve.start(http_options={"host": host, "port": port})
-        serve.run(application(made, Care()), name="paceline", route_prefix="/")
+        serve.run(application(made, care), name="paceline", route_prefix="/")
         ready()
         over.wait()
     finally:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.core.errors import PlanError
-from paceline.placement import INSTANCES, plan, read_models, runnable
+from paceline.placement import INSTANCES, Care, Patience, plan, read_care, read_models, runnable
 from paceline.placement.detect import matching, parse
 
 CHAT = "{name: chat, config: big, tp_degree: 8, n_positions: 2048, amp: bf16}"
@@ -54,6 +54,56 @@ def test_the_picture_shows_every_core_once(home: Path) -> None:
     assert "aligned runs: 1 of 8" in done.stdout and "B  chat-draft, cores 8-9" in done.stdout
 
 
+def quoted(quota: str) -> str:
+    """The draft, with a quota."""
+    return DRAFT.replace("}", f", quota: {quota}}}")
+
+
+def test_a_quota_is_in_the_plan_and_has_room_for_all_where_none_is_given(home: Path) -> None:
+    done = call(home, CHAT, quoted("{clients: 1, slots: 3, shares: {chat: 2}}"), options=("--json",))
+    assert done.exit_code == 0, done.output
+    chat, draft = json.loads(done.stdout)["placements"]
+    assert "quota" not in chat and draft["quota"] == {"clients": 1, "slots": 3, "shares": {"chat": 2.0}}
+    many = [f"{{name: t{index}, config: small.json, tp_degree: 1}}" for index in range(20)]
+    names = ", ".join(f"t{index}" for index in range(20))
+    call(home, *many, f"{{name: d, config: small.json, tp_degree: 1, draft_of: [{names}]}}")
+    quota = read_models(home / "models.yaml")[-1].quota
+    assert quota.clients >= 20 and quota.slots >= 20
+
+
+def cared(home: Path, care: str) -> Path:
+    """A models file with ``care``."""
+    (home / "models.yaml").write_text(f"models: [{CHAT}]\ncare: {care}\n")
+    return home / "models.yaml"
+
+
+def test_how_workers_are_looked_after_stands_in_the_file(home: Path) -> None:
+    care = read_care(cared(home, "{start: 3600, retries: 0, ahead: true, patience: {deadline: 0.5, trips: 2}}"))
+    assert care == Care(start=3600.0, retries=0, ahead=True, patience=Patience(deadline=0.5, trips=2))
+    call(home, CHAT)
+    assert read_care(home / "models.yaml") == Care()
+
+
+@pytest.mark.parametrize(
+    ("care", "says"),
+    [
+        ("{strat: 1}", "'strat' is not a key; there are start, silence"),
+        ("{makers: {}}", "'makers' is not a key"),
+        ("[1]", "care is a mapping"),
+        ("{start: 0}", "care.start must be seconds"),
+        ("{start: .inf}", "care.start must be seconds"),
+        ("{retries: 1.5}", "care.retries must be a whole number"),
+        ("{ahead: 1}", "care.ahead must be true or false"),
+        ("{patience: 3}", "care.patience is a mapping of deadline"),
+        ("{patience: {dead: 3}}", "care.patience: 'dead' is not a key"),
+        ("{patience: {trips: true}}", "care.patience.trips must be a whole number"),
+    ],
+)
+def test_care_that_is_none_is_refused_by_name(home: Path, care: str, says: str) -> None:
+    done = CliRunner().invoke(app, ["plan", str(cared(home, care)), "--instance", "inf2.48xlarge"])
+    assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
+
+
 @pytest.mark.parametrize(
     ("entries", "says"),
     [
@@ -74,6 +124,14 @@ def test_the_picture_shows_every_core_once(home: Path) -> None:
         (["{name: a, config: big, tp_degree: 2, backend: magic}"], "backend='magic' is unknown; use one of inductor"),
         (["{name: a, config: big, group_query_attention: thrifty}"], "group_query_attention='thrifty' is unknown"),
         ([CHAT.replace("8,", "8, group_query_attention: shard-over-batch,")], "'shard-over-batch' is not offered"),
+        ([CHAT, quoted("{client: 2}")], "'client' is not a key of quota; there are clients, slots, shares"),
+        ([CHAT, quoted("3")], "quota is a mapping"),
+        ([CHAT, quoted("{slots: 0}")], "quota.slots must be"),
+        ([CHAT, quoted("{clients: true}")], "quota.clients must be"),
+        ([CHAT, quoted("{shares: {chat: -1}}")], "quota.shares.chat must be"),
+        ([CHAT, quoted("{shares: {chta: 2}}")], "quota.shares names 'chta'; its targets are chat"),
+        ([CHAT.replace("8,", "4, replicas: 3,"), quoted("{clients: 2}, replicas: 1")], "need 3"),
+        ([CHAT.replace("}", ", quota: {slots: 4}}")], "drafts for nobody"),
         (["{name: a, config: big, tp_degree: 8, replicas: 4}"], "0 of 24"),
     ],
 )

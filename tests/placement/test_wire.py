@@ -20,13 +20,14 @@ from paceline.core.types import Commit, Outline, Proposal
 from paceline.placement import wire
 from paceline.placement.blanks import BlankRound
 from paceline.placement.channel import Address, Channel, connect, listen
-from paceline.placement.draft_server import DraftServer, Quota
+from paceline.placement.draft_server import DraftServer
+from paceline.placement.quota import Quota
 
 SECRET = b"secret"
 
 
 def ask(number: int, *, slots: int = 2, width: int = 3) -> wire.Ask:
-    numbers = tuple(range(-1, slots * (width + 3) - 1))
+    numbers = wire.words(range(-1, slots * (width + 3) - 1))
     return wire.Ask(
         number, ((1, (5, 0, 7)), (0, ())), slots, width, numbers, 9, sampling_batch([Sampling(0.5, seed=-3)] * slots)
     )
@@ -49,8 +50,8 @@ MESSAGES = [
     replace(ask(7), sampling=None),
     wire.Welcome(3, 4, None, 77),
     wire.Welcome(3, 4, 128, 77),
-    wire.Answer(4, 2, 2, (-1, 3, 2, 0), True),
-    wire.Answer(4, 3, 0, (), False),
+    wire.Answer(4, 2, 2, wire.words((-1, 3, 2, 0)), True),
+    wire.Answer(4, 3, 0, b"", False),
     wire.Failure(5, "no, nö"),
 ]
 
@@ -67,7 +68,7 @@ def test_a_round_comes_out_as_it_went_in(slots: int, width: int) -> None:
         torch.randint(-1, 1 << 30, shape, generator=dice, dtype=torch.int32)
         for shape in ((slots, width), *[(slots,)] * 3)
     )
-    found, bounds = BlankRound(slots, width).fill(torch.cat((tokens.view(-1), *rest)).tolist(), 7)
+    found, bounds = BlankRound(slots, width).fill(wire.words(torch.cat((tokens.view(-1), *rest)).tolist()), 7)
     assert all(map(torch.equal, (found.tokens, found.count, found.start), (tokens, *rest[:2])))
     assert torch.equal(bounds.limit, rest[2]) and bounds.rows == 7 and found.count.dtype == torch.int32
 

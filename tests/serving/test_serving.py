@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from paceline.placement import INSTANCES, plan
 from paceline.placement.care import Care
 from paceline.placement.models_file import models_of
 from paceline.placement.remote import Patience
-from paceline.serving.app import application, build
+from paceline.serving.app import application, build, deploy_config
 from tests.decoder.tiny import VOCABULARY, save_pair
 from tests.simulation import check_nothing_left
 
@@ -185,22 +186,21 @@ def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Clust
     """With Ray's own command, beside what is served already, and below a prefix."""
     shape = "n_positions: 128, amp: f32, backend: eager"
     (home / "models.yaml").write_text(f"models:\n  - {{name: again, path: {home / 'target'}, {shape}}}\n")
-    (home / "serve.yaml").write_text(
-        "applications:\n  - name: second\n    route_prefix: /second\n    import_path: paceline.serving.app:build\n"
-        f"    args: {{models: {home / 'models.yaml'}, instance: inf2.48xlarge}}\n"
-    )
+    config = deploy_config(home / "models.yaml", "inf2.48xlarge", host="127.0.0.1", port=client.base_url.port or 0)
+    second = {**config["applications"][0], "name": "second", "route_prefix": "/second"}  # type: ignore[index]
+    (home / "serve.yaml").write_text(json.dumps({**config, "applications": [second]}))  # JSON is YAML too
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", "--address", str(cluster.address)]
     done = subprocess.run(
         [*command, str(home / "serve.yaml")], capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stderr
-    second = client.with_options(base_url=str(client.base_url).replace("/v1", "/second/v1"))
+    below = client.with_options(base_url=str(client.base_url).replace("/v1", "/second/v1"))
     end = time.monotonic() + 60
     while serve.status().applications["second"].status != "RUNNING":
         assert time.monotonic() < end, serve.status()
         time.sleep(0.2)
-    assert [model.id for model in second.models.list()] == ["again"]
-    answer = second.completions.create(model="again", prompt=PROMPT, max_tokens=20, temperature=0)
+    assert [model.id for model in below.models.list()] == ["again"]
+    answer = below.completions.create(model="again", prompt=PROMPT, max_tokens=20, temperature=0)
     assert answer.choices[0].text == said(home, PROMPT, max_new_tokens=20)
 
 

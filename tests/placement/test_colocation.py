@@ -1,0 +1,134 @@
+"""Many models side by side on a simulated inf2.48xlarge: a process for each placement, holding the cores of its plan.
+
+What the models compute is no matter here (`test_ray` generates with several at once); a process is started as planned
+and takes the locks that stand for cores on a host without Neuron.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import CoresBusyError, PlanError
+from paceline.placement import INSTANCES, Placement, plan
+from paceline.placement.cores import held
+from paceline.placement.models_file import Model
+from paceline.placement.ranges import CoreRange, Fragmentation, fragmentation
+from tests.placement.owners import occupy
+from tests.placement.wishes import model
+
+MACHINE = INSTANCES["inf2.48xlarge"]
+
+
+class Machine:
+    """The processes that run now."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack, self._context = stack, multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.placement.faulty"])  # one server for all tests; see there
+        self._locks = "PACELINE_LOCKS", os.environ["PACELINE_LOCKS"]  # the server was started without it
+        self.running: dict[str, tuple[Placement, int | None]] = {}
+        self._ends: dict[str, ExitStack] = {}
+
+    def start(self, *items: Placement) -> None:
+        """All at once; each has its cores, or the error says why not."""
+        links = []
+        for item in items:
+            here, there = self._context.Pipe()
+            made = self._context.Process(target=occupy, args=((*item.env, self._locks), item.cores, there), daemon=True)
+            made.start()
+            there.close()
+            end = self._ends[item.label] = ExitStack()
+            for closing in (here.close, made.join, made.kill):  # in the order they are needed, backwards
+                end.callback(closing)
+            self._stack.push(end)
+            self.running[item.label] = item, made.pid
+            links.append(here)
+        said = [link.recv() for link in links]
+        if any(said):
+            raise CoresBusyError("; ".join(filter(None, said)))
+
+    def leave(self, label: str) -> CoreRange:
+        """Kill one; -> the cores it had."""
+        item, _ = self.running.pop(label)
+        self._ends.pop(label).close()
+        return item.cores
+
+    @property
+    def taken(self) -> list[CoreRange]:
+        return [item.cores for item, _ in self.running.values()]
+
+    @property
+    def left(self) -> Fragmentation:
+        return fragmentation(MACHINE, self.taken)
+
+    def check(self) -> None:
+        """Every planned core is held by its own process, and no other core by anybody."""
+        assert held() == {core: pid for item, pid in self.running.values() for core in item.cores.cores}
+        assert len(held()) == sum(len(item.cores) for item, _ in self.running.values())  # nobody shares one
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    monkeypatch.setenv("PACELINE_LOCKS", str(tmp_path / "locks"))
+    with ExitStack() as stack:
+        yield Machine(stack)
+
+
+def started(machine: Machine, models: Sequence[Model]) -> None:
+    machine.start(*plan(models, MACHINE).placements)
+    machine.check()
+
+
+def come(machine: Machine, name: str, degree: int) -> CoreRange:
+    """A model comes to those that run."""
+    (item,) = plan([model(name, degree)], MACHINE, taken=machine.taken).placements
+    machine.start(item)
+    machine.check()
+    return item.cores
+
+
+def test_three_of_eight_fill_it_and_one_that_leaves_makes_room(machine: Machine) -> None:
+    started(machine, [model(name, 8) for name in "abc"])
+    assert machine.left.free == 0
+    with pytest.raises(PlanError, match="0 of 24"):
+        plan([model("d", 1)], MACHINE, taken=machine.taken)
+    unaware = plan([model("rival", 8)], MACHINE, taken=[CoreRange(0, 7)]).placements
+    with pytest.raises(CoresBusyError, match="core 8 of 8-15 is in use by process"):
+        machine.start(*unaware)
+    machine.leave("rival")
+    gap = machine.leave("b")
+    machine.check()
+    assert come(machine, "d", 2).first in gap.cores
+    left = machine.left
+    assert (left.free, left.largest, dict(left.runs)[4]) == (6, 4, 1) and round(left.stranded, 3) == 0.333
+    with pytest.raises(PlanError, match="wants 8 cores and 6 of 24"):
+        plan([model("e", 8)], MACHINE, taken=machine.taken)
+    machine.leave("d")
+    assert come(machine, "e", 8) == gap
+
+
+def test_a_pair_and_others(machine: Machine) -> None:
+    others = [model(f"o{index}", degree) for index, degree in enumerate((4, 4, 1))]
+    started(machine, [model("t", 8), model("d", 2, draft_of=("t",)), *others])
+    assert machine.left.free == 5
+    gap = machine.leave("t")
+    left = machine.left
+    assert (left.free, dict(left.runs)[8]) == (13, 1)
+    assert come(machine, "u", 8) == gap
+
+
+def test_twenty_four_of_one(machine: Machine) -> None:
+    started(machine, [model(f"s{index}", 1) for index in range(24)])
+    gone = [machine.leave(f"s{index}") for index in range(0, 24, 2)]
+    machine.check()
+    with pytest.raises(PlanError, match="12 cores free but no aligned run of 8"):
+        plan([model("large", 8)], MACHINE, taken=machine.taken)
+    machine.start(*plan([model(f"n{index}", 1) for index in range(12)], MACHINE, taken=machine.taken).placements)
+    machine.check()
+    assert sorted(machine.running[f"n{index}"][0].cores for index in range(12)) == sorted(gone)

@@ -1,0 +1,60 @@
+"""The file for `serve deploy`: Serve's own schema accepts it, and the builder understands it. Nothing is started."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+from typer.testing import CliRunner
+
+from paceline.cli import app
+from paceline.core.errors import PlanError
+from tests.decoder.tiny import Workshop
+
+
+@pytest.fixture
+def models(workshop: Workshop, tmp_path: Path) -> Path:
+    shape = "n_positions: 64, amp: f32, backend: eager, tp_degree: 2"
+    (tmp_path / "models.yaml").write_text(
+        f"models:\n  - {{name: chat, path: {workshop.checkpoint()}, {shape}}}\n"
+        f"  - {{name: small, path: {workshop.checkpoint('draft')}, draft_of: chat, quota: {{slots: 2}}, {shape}}}\n"
+        "care: {ahead: true, retries: 5}\n"
+    )
+    return tmp_path / "models.yaml"
+
+
+def test_the_config_is_one_that_serve_deploys(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(models.parent)
+    done = CliRunner().invoke(app, ["serve", "models.yaml", "--instance", "inf2.48xlarge", "--port", "81", "--config"])
+    assert done.exit_code == 0, done.output
+    config = ServeDeploySchema(**yaml.safe_load(done.stdout))
+    assert (config.http_options.host, config.http_options.port) == ("127.0.0.1", 81)
+    (application,) = config.applications
+    assert application.args == {"models": str(models), "instance": "inf2.48xlarge"}  # found from any folder
+    module, _, name = str(application.import_path).partition(":")
+    front = getattr(import_module(module), name)(application.args)._bound_deployment
+    assert front.name == "openai"
+    (seat,) = front.init_args[0]["chat"]
+    group = seat.handle._bound_deployment
+    made, members, care = group.init_args
+    bundles = group._replica_config.placement_group_bundles
+    assert bundles == [
+        {"CPU": 0.01},
+        {"neuron_cores": 2.0},
+        {"neuron_cores": 2.0},
+    ]
+    assert [item.name for item in members] == ["small", "chat"] and made.placements[1].model.quota.slots == 2
+    assert care.ahead and care.retries == 5
+
+
+def test_what_cannot_be_planned_has_no_config(models: Path) -> None:
+    text = models.read_text()
+    for wrong, says in (("retries", "retires"), ("slots: 2", "slot: 2"), ("tp_degree: 2", "tp_degree: 3")):
+        models.write_text(text.replace(wrong, says))
+        done = CliRunner().invoke(app, ["serve", str(models), "--instance", "inf2.48xlarge", "--config"])
+        assert done.exit_code == 2 and says.partition(":")[0] in done.stderr and not done.stdout
+        with pytest.raises(PlanError):
+            import_module("paceline.serving.app").build({"models": str(models), "instance": "inf2.48xlarge"})
