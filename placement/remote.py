@@ -240,7 +240,7 @@ class RemoteDraft:
             self._fault("invalid", f"a proposal of shape {shape}, not {wanted}")
             return self._nothing()
         ids = wire.numbers(reply.tokens)
-        if max(ids) >= self._terms.vocab_size or min(ids) < PAD:
+        if max(ids, default=0) >= self._terms.vocab_size or min(ids, default=0) < PAD:
             self._fault("invalid", f"ids outside the vocabulary of {self._terms.vocab_size}")
             return self._nothing()
         blank.fill(reply.tokens)
