@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,7 +151,7 @@ class CompiledDecoder:
 
     def reach(self, rows: int) -> int:
         """The smallest bucket that holds so many rows; the largest if none does."""
-        return next((reach for reach in self.reaches if reach >= rows), self.reaches[-1])
+        return self.reaches[min(bisect_left(self.reaches, rows), len(self.reaches) - 1)]
 
     def graph(
         self,

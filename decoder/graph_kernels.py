@@ -25,6 +25,7 @@ class GraphKernels:
     """Plain operations of static shape."""
 
     width_free = False  # a compiler may order a row's sums by the number of rows
+    halves = None
 
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         """As `Kernels.linear`; padding is computed like everything else."""

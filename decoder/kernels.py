@@ -3,7 +3,7 @@
 `Reference` is what tests and debugging run on and what the native kernels are compared with. It promises that a row's
 result does not depend on its place in the window or on the other rows; it makes no promise about speed.
 Not here: normalisation, rotation, activation, which a backend compiles from plain PyTorch (`paceline.decoder.llama`)
-unless its kernels know whole halves of a layer (`LayerKernels`).
+unless its kernels know whole halves of a layer (`Halves`).
 """
 
 from __future__ import annotations
@@ -82,6 +82,10 @@ class Kernels(Protocol):
 
     width_free: bool
 
+    @property
+    def halves(self) -> Halves | None:
+        """The same kernels where they know whole halves of a layer as well; a divided model has no use for those."""
+
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         """x [b, T, in] @ weight [out, in].T -> [b, T, out]; rows from ``count`` [b] on may hold anything finite."""
 
@@ -135,9 +139,8 @@ class MlpWeights:
     eps: float
 
 
-@runtime_checkable
-class LayerKernels(Kernels, Protocol):
-    """Kernels that know the halves of a layer as well, norm and sum onto the stream included; rank by itself only."""
+class Halves(Protocol):
+    """Attention and MLP of a layer, each with its norm and its sum onto the stream."""
 
     def attention(
         self,
@@ -158,6 +161,7 @@ class Reference:
     """Plain PyTorch on one device, eager."""
 
     width_free = False  # matrix products of attention sum in an order that may depend on the number of rows
+    halves = None
 
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         weight = weight.float()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core.types import Reads
 from paceline.decoder.collectives import Collectives
-from paceline.decoder.kernels import AttentionWeights, Kernels, LayerKernels, MlpWeights, Place
+from paceline.decoder.kernels import AttentionWeights, Kernels, MlpWeights, Place
 from paceline.decoder.parallel import Shard
 from paceline.decoder.rope import apply_rope, rope_tables
 from paceline.decoder.vocabulary_shards import embedded
@@ -77,7 +77,6 @@ class LlamaLayer(nn.Module):
         super().__init__()
         config = shard.config
         self.config, self._shard, self._kernels, self._group = config, shard, kernels, group
-        self._whole = kernels if isinstance(kernels, LayerKernels) else None
         name = f"model.layers.{index}."
         self.attention_norm = _frozen(weights.pop(name + "input_layernorm.weight"))
         self.qkv = _joined(weights, [f"{name}self_attn.{x}_proj.weight" for x in "qkv"])
@@ -99,8 +98,8 @@ class LlamaLayer(nn.Module):
         weights = AttentionWeights(
             self.attention_norm, self.qkv, self.qkv_bias, self.out, self.out_bias, self.config.rms_norm_eps
         )
-        if self._whole is not None:
-            hidden = self._whole.attention(hidden, weights, place, cache=cache, rotation=rotation)
+        if self._kernels.halves is not None:
+            hidden = self._kernels.halves.attention(hidden, weights, place, cache=cache, rotation=rotation)
         else:
             x = rms_norm(hidden, self.attention_norm, weights.eps)
             hidden = hidden + self._attention(x, place, cache=cache, rotation=rotation)
@@ -132,8 +131,8 @@ def gated_mlp(
     hidden: Tensor, weights: MlpWeights, real: Tensor | None = None, *, kernels: Kernels, group: Collectives
 ) -> Tensor:
     """The second half of a layer: hidden [b, T, H] + MLP(norm(hidden)), summed over the ranks of ``group``."""
-    if isinstance(kernels, LayerKernels):
-        return kernels.mlp(hidden, weights, real)
+    if kernels.halves is not None:
+        return kernels.halves.mlp(hidden, weights, real)
     x = rms_norm(hidden, weights.norm, weights.eps)
     gate, up = _biased(kernels.linear(x, weights.gate_up, real), weights.gate_up_bias).chunk(2, dim=-1)
     made = kernels.linear(nn.functional.silu(gate) * up, weights.down, real)

@@ -97,6 +97,8 @@ class ModelDrafter:
         decoder.check_width(length + 1)
         self._confidence = confidence
         self.decoder, self._drawn = decoder, drawn
+        self._kind = f"{',drawn' if drawn else ''}{f',confidence {confidence}' if confidence else ''}"
+        self._kind += f",vocabulary {vocabulary.name}"
         self.outline = Outline.chain(length)
         self.vocabulary = vocabulary
         self.reach: int | None = decoder.n_positions
@@ -147,9 +149,7 @@ class ModelDrafter:
 
     def name(self, rows: int) -> str:
         """See the protocol."""
-        drawn = ",drawn" if self._drawn else ""
-        drawn += f",confidence {self._confidence}" if self._confidence else ""
-        return f"draft[{self.outline.nodes}{drawn},vocabulary {self.vocabulary.name}]@{self._reach(rows)}"
+        return f"draft[{self.outline.nodes}{self._kind}]@{self._reach(rows)}"
 
     def facts(self) -> dict[str, object]:
         """See the protocol."""

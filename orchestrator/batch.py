@@ -5,7 +5,8 @@ Holds the only lengths the host knows, all of them derived from commits. Knows n
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from bisect import bisect_left
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -91,30 +92,21 @@ class Batch:
                 self.slots[slot] = None
                 self._rest(slot)
 
-    def bounds(self, depth: int, reach: int | None, bucket: int | None) -> Bounds:
+    def bounds(self, depth: int, reach: int | None, buckets: Sequence[int] = ()) -> Bounds:
         """What the next round may do: ``depth`` accepted at most, a drafter that follows ``reach`` positions, and no
-        window across the border of a ``bucket`` of the cache (None: there are no borders).
+        window across the border of one of the cache's ``buckets``, ascending.
         """
-        limits, longest = [0] * len(self.slots), 1
-        for index, slot in enumerate(self.slots):
-            if slot is None:
-                continue
-            length = len(slot.watch.text)
-            longest = max(longest, length)
-            limit = min(depth, slot.watch.left - 1) if slot.request.speculate else 0
-            if reach is not None:
-                limit = min(limit, reach - length + 1) if length <= reach else 0
-            if bucket is not None:
-                limit = min(limit, bucket - length)
-            limits[index] = max(0, limit)
+        lengths = [0 if slot is None else len(slot.watch.text) for slot in self.slots]
+        longest = max(1, *lengths)
+        border = buckets[min(bisect_left(buckets, longest), len(buckets) - 1)] if buckets else longest + depth
+        limits = [0] * len(lengths)
+        for index, (slot, length) in enumerate(zip(self.slots, lengths, strict=True)):
+            if slot is not None and slot.request.speculate:
+                follows = depth if reach is None else reach - length + 1 if length <= reach else 0
+                limits[index] = max(0, min(depth, slot.watch.left - 1, follows, border - length))
         if limits != self._limits:  # they seldom change, and a new tensor costs more than this whole method
             self._limits, self._limit = limits, torch.tensor(limits, dtype=torch.int32)
         return Bounds(self._limit, longest)
-
-    @property
-    def longest(self) -> int:
-        """Length of the longest text."""
-        return max((len(slot.watch.text) for slot in self.slots if slot is not None), default=1)
 
     def _features(self, example: Tensor) -> Tensor:
         """Features of the commit, to write into; made when the first prompt that has some is read."""

@@ -111,7 +111,7 @@ def run(engine: Engine, door: Door, statistics: Statistics) -> Iterator[Event]:
             if not events and not batch.active:
                 break
             if batch.active:
-                bounds = batch.bounds(engine.depth, engine.reach, _border(engine.buckets, batch.longest))
+                bounds = batch.bounds(engine.depth, engine.reach, engine.buckets)
                 commit = engine.round(batch.commit, batch.sampling, bounds)
                 if engine.round.rung is not None:
                     statistics.rungs.append(engine.round.rung)
@@ -128,13 +128,11 @@ def run(engine: Engine, door: Door, statistics: Statistics) -> Iterator[Event]:
 
 def _release(known: TimedRound, held: set[int], active: Sequence[int]) -> None:
     """Tell the round which requests have left their slots."""
+    if len(held) == len(active):  # nobody is seated without being held
+        return
     for slot in sorted(held.difference(active)):
         held.discard(slot)
         known.release(slot)
-
-
-def _border(buckets: tuple[int, ...], rows: int) -> int:
-    return next((bucket for bucket in buckets if bucket >= rows), buckets[-1])
 
 
 def _book(done: TimedRound, statistics: Statistics, wall: float) -> None:

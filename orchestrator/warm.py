@@ -24,7 +24,7 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
             for chunk in decoder.options.chunks:
                 steps.prefill(decoder, 0, [0] * min(chunk, decoder.n_positions - 1))
         batch = Batch(engine.slots, engine.width, Statistics())
-        commit, idle = batch.commit, batch.bounds(0, None, None)
+        commit, idle = batch.commit, batch.bounds(0, None)
         sampling = SamplingBatch(batch.sampling.knobs[:1], batch.sampling.keys[:1])
         for chunk in decoders[0].options.chunks:
             # Through the round, which knows what the drafter reads of the target.

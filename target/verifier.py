@@ -26,9 +26,7 @@ from paceline.target.window import Window
 Acceptor = Match | Reject | Typical | Simulated
 
 _DEPTHS = 256
-"""A fused round gives the count of its commit and the depth of its proposal, both below this, as one number: what
-leaves a device costs by the tensor.
-"""
+"""Counts of a commit and depths of a proposal are below this, so that both can leave a graph as one number."""
 
 
 class VerifyStep(nn.Module):
@@ -86,16 +84,19 @@ class FusedStep(nn.Module):
     """A drafter's step and the verification of what it proposes, in one graph.
 
     With a ``carry`` the features of the commit stay there instead of going out, and come from there if none are given.
+    ``lean`` gives as few numbers as possible, as it should be where they are copied from a device. Where they are not,
+    another tensor costs the graph nothing and saves the host an operation.
     """
 
-    def __init__(self, draft: nn.Module, verify: VerifyStep, carry: Carry | None = None) -> None:
+    def __init__(self, draft: nn.Module, verify: VerifyStep, carry: Carry | None = None, *, lean: bool = True) -> None:
         super().__init__()
-        self.draft, self.verify, self.carry = draft, verify, carry
+        self.draft, self.verify, self.carry, self._lean = draft, verify, carry, lean
 
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         """The fields of a Commit, limit [B] int32, knobs [B, 4], keys [B, 2] and, if they are read, features [B, W, F].
 
-        -> what `VerifyStep` gives, with how deep each proposal went in the high bits of ``count``; see `unpacked`.
+        -> what `VerifyStep` gives, with how deep each proposal went in the high bits of ``count``; if not ``lean``,
+        that and the next Commit's ``start`` stand behind ``count``, [B] int32 each.
         """
         knobs, keys, *read = rest
         if self.carry is not None and not read:
@@ -115,13 +116,9 @@ class FusedStep(nn.Module):
             room = self.carry.features.shape[1] - states.shape[1]
             self.carry.features.copy_(nn.functional.pad(states, (0, 0, 0, room)))
             features = []
-        return (made, accepted + deep * _DEPTHS, *features)
-
-
-def unpacked(packed: Tensor) -> tuple[Tensor, list[int]]:
-    """The second result of `FusedStep` -> count of the commit, [B] int32, and how deep every proposal went."""
-    numbers = packed.tolist()
-    return torch.tensor([number % _DEPTHS for number in numbers], dtype=torch.int32), [n // _DEPTHS for n in numbers]
+        if self._lean:
+            return (made, accepted + deep * _DEPTHS, *features)
+        return (made, accepted, deep, start + count, *features)
 
 
 class CompiledVerifier:
@@ -145,6 +142,7 @@ class CompiledVerifier:
         self._width = outline.depth + 1 if width is None else width
         self.decoder, self.outline, self._acceptor, self._reads = decoder, outline, acceptor, reads
         self._wide = wide
+        self._names: dict[tuple[Outline, int, bool], str] = {}  # a round asks for one every time
         self._nothing = torch.full((decoder.batch_size, outline.nodes), PAD, dtype=torch.int32)
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
@@ -175,7 +173,8 @@ class CompiledVerifier:
         name = self._name(outline, read, drawn=drawn)
         make = partial(self._step, outline=outline)
         step = self.decoder.graph(name, make, inputs, reach=self.decoder.reach(bounds.rows))
-        return self._commit(commit, step(*inputs))
+        tokens, count, *features = step(*inputs)
+        return self._commit(tokens, count, commit.start + commit.count, features=features[0] if features else None)
 
     def fused(
         self, drafter: GraphDrafter, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds
@@ -188,16 +187,20 @@ class CompiledVerifier:
         carry = self._carry(commit)
 
         def make(body: Body, reach: int) -> nn.Module:
-            return FusedStep(drafter.step(bounds.rows), self._step(body, reach, outline=self.outline), carry)
+            verify = self._step(body, reach, outline=self.outline)
+            return FusedStep(drafter.step(bounds.rows), verify, carry, lean=lean)
 
-        reach = self.decoder.reach(bounds.rows)
+        reach, lean = self.decoder.reach(bounds.rows), self.decoder.backend.keeps
         step = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts, owner=drafter.state)
-        tokens, packed, *features = step(*inputs)
-        count, deep = unpacked(packed)
-        made = self._commit(commit, (tokens, count, *features))
+        tokens, count, *more = step(*inputs)
+        if lean:
+            deep, count, start = count // _DEPTHS, count % _DEPTHS, commit.start + commit.count
+        else:
+            deep, start, *more = more
+        made = self._commit(tokens, count, start, features=more[0] if more else None)
         if carry is not None:
             made = replace(made, features=Kept(partial(self.decoder.backend.value, carry.features)))
-        return made, deep
+        return made, deep.tolist()
 
     def _carry(self, commit: Commit) -> Carry | None:
         """Where features stay between rounds, if there are any and they had better not come to the host."""
@@ -209,16 +212,21 @@ class CompiledVerifier:
     def _step(self, body: Body, reach: int, *, outline: Outline) -> VerifyStep:
         return VerifyStep(body, reach, outline=outline, acceptor=self._acceptor, reads=self._reads)
 
-    def _commit(self, last: Commit, out: Sequence[Tensor]) -> Commit:
+    def _commit(self, tokens: Tensor, count: Tensor, start: Tensor, *, features: Tensor | None) -> Commit:
         """Filled up to the width that every round of this verifier has, so that graphs meet one shape."""
-        tokens, count, *features = out
         missing = self._width - tokens.shape[1]
         if missing:
             tokens = nn.functional.pad(tokens, (0, missing), value=PAD)
-            features = [nn.functional.pad(one, (0, 0, 0, missing)) for one in features]
-        return Commit(tokens, count, last.start + last.count, features[0] if features else None)
+            features = None if features is None else nn.functional.pad(features, (0, 0, 0, missing))
+        return Commit(tokens, count, start, features)
 
     def _name(self, outline: Outline, commit: Commit, *, drawn: bool = False) -> str:
+        key = (outline, commit.tokens.shape[1], drawn)
+        if key not in self._names:
+            self._names[key] = self._described(*key)
+        return self._names[key]
+
+    def _described(self, outline: Outline, width: int, drawn: bool) -> str:
         kind = "reject" if isinstance(self._acceptor, Reject) else "match"
         if isinstance(self._acceptor, Simulated):
             kind = f"simulated {self._acceptor.alpha}"
@@ -228,7 +236,7 @@ class CompiledVerifier:
         reads = "" if self._reads is None else f",reads {self._reads.layers}"
         return (
             f"verify[{outline.nodes + 1} {shape} of {outline.depth},{kind}{',drawn' if drawn else ''}"
-            f",from {commit.tokens.shape[1]}{reads}]"
+            f",from {width}{reads}]"
         )
 
 

@@ -41,6 +41,7 @@ class Native:
 
     def __init__(self) -> None:
         register()
+        self.halves = self
 
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         ops = torch.ops.paceline
