@@ -134,12 +134,17 @@ def narrow_attention(a: torch.nn.Module, b: torch.nn.Module, keep: torch.Tensor,
 
 
 class Chunks:
-    """Chunks of CONTEXT tokens in random order, handed out as rows of some shorter length."""
+    """Chunks of CONTEXT tokens in random order, handed out as rows of some shorter length.
 
-    def __init__(self, path: Path, seed: int) -> None:
+    In a share ``repeats`` of the rows a piece of the text comes a second time, with one of its tokens exchanged: see
+    `repeated`.
+    """
+
+    def __init__(self, path: Path, seed: int, repeats: float = 0.0) -> None:
         self.data = np.fromfile(path, dtype=np.uint16)
         self.rng = np.random.default_rng(seed)
         self.order: list[int] = []
+        self.repeats = repeats
 
     def batch(self, tokens: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Input ids and labels."""
@@ -149,8 +154,24 @@ class Chunks:
                 self.order = self.rng.permutation((len(self.data) - 1) // CONTEXT).tolist()
             start = self.order.pop() * CONTEXT
             rows += [self.data[at : at + length + 1] for at in range(start, start + CONTEXT, length)]
+        if self.repeats:
+            rows = [repeated(row, self.rng) if self.rng.random() < self.repeats else row for row in rows]
         stacked = torch.from_numpy(np.stack(rows).astype(np.int64))
         return stacked[:, :-1].contiguous(), stacked[:, 1:].contiguous()
+
+
+def repeated(row: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """A text in which a piece (a sixth to 45 % of it) stands again further on, in place of what was there.
+
+    Each place of one of its ids becomes another id, as when a name is changed. Files rarely repeat themselves at such
+    length, so that a small model would see too little of it to learn to copy.
+    """
+    size = int(rng.integers(len(row) // 6, int(len(row) * 0.45)))
+    source = int(rng.integers(0, len(row) - 2 * size))
+    target = int(rng.integers(source + size, len(row) - size + 1))
+    piece = row[source : source + size].copy()
+    piece[piece == rng.choice(piece)] = rng.choice(row)
+    return np.concatenate((row[:target], piece, row[target + size :]))
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:

@@ -171,7 +171,7 @@ def save_state(pair: Pair, shared: Shared, progress: Progress, path: Path) -> No
 def work(rank: int, pair: Pair, shared: Shared, progress: Progress, args: argparse.Namespace) -> None:
     """What one worker does; the first one also reports and saves."""
     torch.set_num_threads(args.threads)
-    chunks = Chunks(args.work / "train.bin", args.seed + 1000 * rank + shared.steps)
+    chunks = Chunks(args.work / "train.bin", args.seed + 1000 * rank + shared.steps, args.repeats)
     fixed = Chunks(args.work / "held_out.bin", 0)
     held_out = [fixed.batch(2048, 512) for _ in range(args.eval_batches)]
     mean: dict[str, float] = {}
@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=2, help="batches for one step of the target")
     parser.add_argument("--length", type=int, default=512, help="of sequences, before --long-from")
     parser.add_argument("--long-from", type=float, default=0.8, help=f"progress from which it is {CONTEXT}")
+    parser.add_argument("--repeats", type=float, default=0.0, help="share of rows in which a piece of text comes twice")
     parser.add_argument("--draft-from", type=float, default=0.0, help="progress from which the draft learns")
     parser.add_argument("--save-seconds", type=float, default=180)
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
