@@ -24,6 +24,7 @@ class Adaptive:
         self._one = next(iter(self.rungs.values()))  # they share drafter and verifier: one reads prompts for all
         self.drafted: list[int] = []
         self.rung: int | None = None
+        self._behind: set[int] = set()  # slots of which the drafter has commits to read
 
     @property
     def prefill_seconds(self) -> float:
@@ -39,6 +40,7 @@ class Adaptive:
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
         """Read a prompt on both sides."""
+        self._behind.discard(slot)
         return self._one.start(slot, prompt, sampling)
 
     def release(self, slot: int) -> None:
@@ -47,17 +49,19 @@ class Adaptive:
 
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """One round."""
-        rung = self.rung = self._pace.choose()
-        if rung == 0:
+        limits = bounds.limit.tolist()
+        rung = self.rung = self._pace.choose(max(limits))
+        if rung == 0 and any(limits):
             bounds = Bounds(torch.zeros_like(bounds.limit), bounds.rows)
-        asked = [min(rung, limit) for limit in bounds.limit.tolist()]
         begin = perf_counter()
         made = self.rungs[rung](commit, sampling, bounds)
         seconds = perf_counter() - begin
         self.drafted = self.rungs[rung].drafted
-        accepted = [count - 1 for count in made.count.tolist()]
-        # A round that was not to draft as deep as its rung, near an end, says nothing of the rung's time. One whose
-        # drafter had less to say does: that is what the rung is like.
-        if max(asked) == rung:
-            self._pace.record(rung, asked=asked, accepted=accepted, seconds=seconds)
+        asked = [min(rung, limit) for limit in limits]
+        # To read what was committed during a rest is not what a rung takes.
+        late = any(asked[slot] for slot in self._behind)
+        if any(asked) or rung == 0:
+            accepted = [count - 1 for count in made.count.tolist()]
+            self._pace.record(rung, asked=asked, accepted=accepted, seconds=None if late else seconds)
+        self._behind = self._behind.difference(s for s, n in enumerate(asked) if n) if rung else set(range(len(asked)))
         return made

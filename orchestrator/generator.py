@@ -93,5 +93,6 @@ class SpeculativeGenerator(Sampler):
         try:
             yield from super()._hold(engine, door)
         finally:
-            if before is not None and isinstance(self.drafter, Reports):
-                self.statistics.health = self.drafter.health.since(before)
+            now = self.drafter.health if isinstance(self.drafter, Reports) else None
+            if before is not None and now is not None:
+                self.statistics.health = now.since(before)

@@ -29,8 +29,10 @@ KEPT_TIMES = 9
 MARGIN = 1.03
 """How much better another rung must look before it is taken: switching for noise costs more than it gains."""
 
-PROBE_EVERY = 64
-"""Rounds without any draft after which one is tried, since nothing is learnt about acceptance in between."""
+PROBE_AFTER = (64, 4096)
+"""Rounds without any draft after which one is tried, since nothing is learnt about acceptance in between: so many at
+first, and twice as many after every trial that failed, up to the second number.
+"""
 
 
 @dataclass(slots=True)
@@ -38,7 +40,8 @@ class Pace:
     """Chooses a rung of ``ladder`` (ascending depths, 0 = no draft) for every round.
 
     Every rung is tried twice first, from the deepest down: the first time of a rung may include its compilation and
-    is not counted.
+    is not counted. A trial after a rest goes on for as long as half of its drafts stand, so that a draft that has
+    become useful is soon known to be.
     """
 
     ladder: tuple[int, ...]
@@ -48,22 +51,30 @@ class Pace:
     _runs: dict[int, int] = field(init=False)
     _rung: int = field(init=False)
     _idle: int = field(init=False, default=0)
+    _rest: int = field(init=False, default=PROBE_AFTER[0])
 
     def __post_init__(self) -> None:
         self._hits, self._tries = [0.0] * self.ladder[-1], [0.0] * self.ladder[-1]
         self._times, self._runs = {k: [] for k in self.ladder}, dict.fromkeys(self.ladder, 0)
         self._rung = self.ladder[-1]
 
-    def choose(self) -> int:
-        """The depth of the next round."""
-        untried = next((k for k in reversed(self.ladder) if self._runs[k] < 2), None)
-        if untried is not None:
-            return untried
-        if self._idle >= PROBE_EVERY:
-            return next(k for k in self.ladder if k)
-        best = max(self.ladder, key=self.rate)
+    def choose(self, deepest: int) -> int:
+        """The depth of the next round, of which no slot can accept more than ``deepest`` tokens.
+
+        No rung is taken that is deeper than the first one that holds them; that may be 0, if nothing can be accepted.
+        """
+        most = next((k for k in self.ladder if k >= deepest), self.ladder[-1])
+        ladder = [k for k in self.ladder if k <= most]
+        untimed = next((k for k in reversed(ladder) if not self._times[k]), None)
+        if untimed is not None:
+            return untimed
+        best = max(ladder, key=self.rate)
+        if self._rung not in ladder:  # only near an end
+            return best
         if best != self._rung and self.rate(best) > MARGIN * self.rate(self._rung):
             self._rung = best
+        if self._rung == 0 and self._idle >= self._rest:
+            return next((k for k in ladder if k), 0)
         return self._rung
 
     def rate(self, rung: int) -> float:
@@ -81,15 +92,21 @@ class Pace:
             expected += standing
         return expected
 
-    def record(self, rung: int, *, asked: list[int], accepted: list[int], seconds: float) -> None:
+    def record(self, rung: int, *, asked: list[int], accepted: list[int], seconds: float | None) -> None:
         """What a round at a rung did: for every slot, how many drafts were asked for and how many stood; and its time.
 
         A draft that was asked for and not made, by a drafter in doubt or without a match, is one that did not stand.
+        ``seconds`` is None if they say nothing of what the rung takes.
         """
         self._runs[rung] += 1
-        if self._runs[rung] > 1:
+        if self._runs[rung] > 1 and seconds is not None:
             self._times[rung] = [*self._times[rung][-(KEPT_TIMES - 1) :], seconds]
-        self._idle = 0 if rung else self._idle + 1
+        if rung == 0:
+            self._idle += 1
+        elif self._rung:
+            self._idle, self._rest = 0, PROBE_AFTER[0]
+        elif 2 * sum(accepted) < sum(asked):
+            self._idle, self._rest = 0, min(2 * self._rest, PROBE_AFTER[1])
         if not any(asked):
             return
         self._hits = [DECAY * x for x in self._hits]

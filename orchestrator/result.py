@@ -35,7 +35,7 @@ class Reports(Protocol):
     """A drafter that knows how it is doing."""
 
     @property
-    def health(self) -> DrafterHealth: ...
+    def health(self) -> DrafterHealth | None: ...
 
 
 @dataclass(slots=True)

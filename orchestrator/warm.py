@@ -2,41 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+import torch
+
 from paceline.adaptive import Adaptive
 from paceline.batch import Batch
-from paceline.core.types import Bounds, Kept, SamplingBatch
+from paceline.core.types import Bounds, Commit, Kept, SamplingBatch
 from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.loop import Engine
+from paceline.loop import Engine, TimedRound
 from paceline.result import Statistics
 
 
 def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
-    """Make the prefill graphs of all decoders and the graphs of a round, with and without a proposal."""
+    """Make the prefill graphs of all decoders, and those of a round with a proposal and without, in all buckets."""
+    target = decoders[0]
     with ExitStack() as stack:
         for decoder in decoders:
             stack.enter_context(decoder.held_by(engine))
         for decoder in decoders[1:]:
-            for chunk in decoder.options.chunks:
-                steps.prefill(decoder, 0, [0] * min(chunk, decoder.n_positions - 1))
+            for start, size in _chunks(decoder):
+                steps.prefill(decoder, 0, [0] * size, start=start)
         batch = Batch(engine.slots, engine.width, Statistics())
-        commit, idle = batch.commit, batch.bounds(0, None)
+        commit = batch.commit
         sampling = SamplingBatch(batch.sampling.knobs[:1], batch.sampling.keys[:1])
-        for chunk in decoders[0].options.chunks:
+        for start, size in _chunks(target):
             # Through the round, which knows what the drafter reads of the target.
-            seen = engine.round.start(0, [0] * min(chunk, decoders[0].n_positions - 1), sampling).features
+            seen = engine.round.start(0, [0] * (start + size), sampling).features
             if seen is not None:
                 commit = replace(commit, features=seen.new_zeros(engine.slots, engine.width, seen.shape[-1]))
             engine.round.release(0)
         rounds = engine.round.rungs.values() if isinstance(engine.round, Adaptive) else [engine.round]
         for one in rounds:
-            one(commit, batch.sampling, idle)
-            if engine.depth:
-                full = Bounds(idle.limit + engine.depth, 1)
-                made = one(commit, batch.sampling, full)
-                if isinstance(made.features, Kept):  # the next round has another graph, which reads them there
-                    one(replace(commit, features=made.features), batch.sampling, full)
+            for rows in _lengths(target):
+                _run(one, commit, batch.sampling, rows=rows, depth=engine.depth)
+
+
+def _run(one: TimedRound, commit: Commit, sampling: SamplingBatch, *, rows: int, depth: int) -> None:
+    """A round over texts of that length: nothing proposed, then as much as can be."""
+    nothing = torch.zeros_like(commit.count)
+    one(commit, sampling, Bounds(nothing, rows))
+    if depth:
+        full = Bounds(nothing + depth, rows)
+        made = one(commit, sampling, full)
+        if isinstance(made.features, Kept):  # the next round has another graph, which reads them there
+            one(replace(commit, features=made.features), sampling, full)
+
+
+def _chunks(decoder: CompiledDecoder) -> Iterator[tuple[int, int]]:
+    """First row and size of a chunk of a prompt, for every chunk size and every bucket it can end in."""
+    chunks, seen = decoder.options.chunks, set()
+    for start in range(0, decoder.n_positions - 1, chunks[-1]):
+        for chunk in chunks:
+            found = (chunk, decoder.reach(start + chunk))
+            if found not in seen:
+                seen.add(found)
+                yield start, min(chunk, decoder.n_positions - 1 - start)
+
+
+def _lengths(target: CompiledDecoder) -> Iterator[int]:
+    """Of texts in every bucket: the shortest, and one so long that a draft is already in its next bucket."""
+    before = 0
+    for reach in target.reaches:
+        yield before + 1
+        if reach - 1 > before + 1:
+            yield reach - 1
+        before = reach

@@ -33,18 +33,27 @@ class VerifyStep(nn.Module):
     """Target pass over the root and the proposed nodes, law, acceptance, and tidying of the cache."""
 
     def __init__(
-        self, body: Body, reach: int, *, outline: Outline, acceptor: Acceptor, reads: Reads | None = None
+        self,
+        body: Body,
+        reach: int,
+        *,
+        outline: Outline,
+        acceptor: Acceptor,
+        reads: Reads | None = None,
+        width: int | None = None,
     ) -> None:
         super().__init__()
         self.body, self._reach, self._acceptor, self._reads = body, reach, acceptor, reads
         self.outline = outline
         self.window = Window(outline)
+        self._unused = 0 if width is None else width - outline.depth - 1
 
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         """The fields of a Commit; then limit [B] int32, knobs [B, 4], keys [B, 2]; then, if N > 0, what a drafter's
         step gives: drafts [B, N], parents [B, N] of a dynamic outline, law [B, N, V] if they were drawn.
 
-        -> tokens [B, D + 1] and count [B] of the next Commit, and its features if they are read.
+        -> tokens [B, W] and count [B] of the next Commit, and its features if they are read. W is ``width``, where
+        rounds of several depths share one shape of commits, or D + 1.
         """
         knobs, keys, *proposed = rest
         sampling = SamplingBatch(knobs, keys)
@@ -76,8 +85,10 @@ class VerifyStep(nn.Module):
             verdict = self._acceptor(chain, law, positions, sampling, choose=kernels.choose)
         if view.tree is not None:
             self.body.keep(row, verdict.path)
-        out = (committed(view.proposal, verdict), verdict.count + 1)
-        return out if features is None else (*out, features_of(verdict.path, features))
+        out = (nn.functional.pad(committed(view.proposal, verdict), (0, self._unused), value=PAD), verdict.count + 1)
+        if features is None:
+            return out
+        return (*out, nn.functional.pad(features_of(verdict.path, features), (0, 0, 0, self._unused)))
 
 
 class FusedStep(nn.Module):
@@ -158,10 +169,9 @@ class CompiledVerifier:
         """Verify a proposal; see the protocol."""
         proposal = fitted(proposal, self.outline.nodes)
         outline, drawn = self.outline, False
-        read = commit
-        if proposal is None and not (self._wide and outline.nodes):
-            outline, read = Outline.chain(0), _last(commit)
-        inputs = [read.tokens, read.count, read.start, bounds.limit, sampling.knobs, sampling.keys]
+        if proposal is None and not self._wide:
+            outline = Outline.chain(0)
+        inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
         if proposal is not None:
             inputs.append(proposal.tokens)
             if isinstance(proposal.parents, Tensor):
@@ -170,11 +180,11 @@ class CompiledVerifier:
             inputs += [proposal.law] if drawn and proposal.law is not None else []
         elif outline.nodes:
             inputs.append(self._nothing)
-        name = self._name(outline, read, drawn=drawn)
+        name = self._name(outline, commit, drawn=drawn)
         make = partial(self._step, outline=outline)
         step = self.decoder.graph(name, make, inputs, reach=self.decoder.reach(bounds.rows))
         tokens, count, *features = step(*inputs)
-        return self._commit(tokens, count, commit.start + commit.count, features=features[0] if features else None)
+        return Commit(tokens, count, commit.start + commit.count, features[0] if features else None)
 
     def fused(
         self, drafter: GraphDrafter, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds
@@ -197,7 +207,7 @@ class CompiledVerifier:
             deep, count, start = count // _DEPTHS, count % _DEPTHS, commit.start + commit.count
         else:
             deep, start, *more = more
-        made = self._commit(tokens, count, start, features=more[0] if more else None)
+        made = Commit(tokens, count, start, more[0] if more else None)
         if carry is not None:
             made = replace(made, features=Kept(partial(self.decoder.backend.value, carry.features)))
         return made, deep.tolist()
@@ -210,15 +220,8 @@ class CompiledVerifier:
         return self.decoder.carry(*commit.tokens.shape, width)
 
     def _step(self, body: Body, reach: int, *, outline: Outline) -> VerifyStep:
-        return VerifyStep(body, reach, outline=outline, acceptor=self._acceptor, reads=self._reads)
-
-    def _commit(self, tokens: Tensor, count: Tensor, start: Tensor, *, features: Tensor | None) -> Commit:
-        """Filled up to the width that every round of this verifier has, so that graphs meet one shape."""
-        missing = self._width - tokens.shape[1]
-        if missing:
-            tokens = nn.functional.pad(tokens, (0, missing), value=PAD)
-            features = None if features is None else nn.functional.pad(features, (0, 0, 0, missing))
-        return Commit(tokens, count, start, features)
+        width = self._width
+        return VerifyStep(body, reach, outline=outline, acceptor=self._acceptor, reads=self._reads, width=width)
 
     def _name(self, outline: Outline, commit: Commit, *, drawn: bool = False) -> str:
         key = (outline, commit.tokens.shape[1], drawn)
@@ -236,7 +239,7 @@ class CompiledVerifier:
         reads = "" if self._reads is None else f",reads {self._reads.layers}"
         return (
             f"verify[{outline.nodes + 1} {shape} of {outline.depth},{kind}{',drawn' if drawn else ''}"
-            f",from {width}{reads}]"
+            f",from {width} to {self._width}{reads}]"
         )
 
 
@@ -244,14 +247,6 @@ def root_of(tokens: Tensor, count: Tensor, start: Tensor) -> tuple[Tensor, Tenso
     """The last committed token and its row, both [B] int32: no decoder has read that token yet."""
     last = (count - 1).to(torch.int64).unsqueeze(1)
     return tokens.gather(1, last).squeeze(1), start + count - 1
-
-
-def _last(commit: Commit) -> Commit:
-    """The last token by itself, as plain decoding reads it: so there is one narrow graph, whatever the width was."""
-    if commit.tokens.shape[1] == 1:
-        return commit
-    token, row = root_of(commit.tokens, commit.count, commit.start)
-    return Commit(token.unsqueeze(1), torch.ones_like(commit.count), row)
 
 
 def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:

@@ -147,7 +147,7 @@ def kept(part: object) -> int:
 class Dice(Pace):
     """Any rung at any time."""
 
-    def choose(self) -> int:
+    def choose(self, deepest: int) -> int:
         self.turn = getattr(self, "turn", 6) + 1
         return random.Random(self.turn).choice(self.ladder)
 

@@ -80,7 +80,7 @@ CALLS = st.fixed_dictionaries(
 class Dice(Pace):
     """Any rung at any time."""
 
-    def choose(self) -> int:
+    def choose(self, deepest: int) -> int:
         self.turn = getattr(self, "turn", 0) + 1
         return random.Random(self.turn).choice(self.ladder)
 

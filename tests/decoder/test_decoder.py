@@ -196,6 +196,23 @@ def test_no_window_crosses_the_border_of_a_bucket(
     assert guard.reaches == {16, 32, 64}
 
 
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("k", [3, (0, 1, 3)])
+def test_compile_makes_the_graphs_of_every_bucket(workshop: Workshop, k: int | tuple[int, ...], fused: bool) -> None:
+    """A prompt of each length, and texts up to the last position, at any temperature: no graph is made any more."""
+    draft, target = (
+        loaded(workshop.checkpoint(role), n_positions=[16, 32, 64], context_length_estimate=[4, 8])
+        for role in ("draft", "target")
+    )
+    generator = SpeculativeGenerator(draft, target, k=k, fused=fused)
+    generator.compile()
+    made = [dict(decoder._steps) for decoder in (draft, target)]
+    for length in (1, 5, 9, 14, 15, 30, 40, 63):
+        for law in LAWS.values():
+            generator.sample([[3] * length], max_new_tokens=64 - length, eos_token_id=[], **law)
+    assert [decoder._steps for decoder in (draft, target)] == made
+
+
 # ---- who may use it
 
 

@@ -108,7 +108,7 @@ def test_where_depths_change_the_cache_is_that_of_one_pass(
     """Rungs of a ladder share a head and what it has not read yet: depth 0 for a while leaves no gap."""
 
     class Turns(Pace):
-        def choose(self) -> int:
+        def choose(self, deepest: int) -> int:
             self.turn = getattr(self, "turn", -1) + 1
             return (4, 0, 0, 1, 0, 4)[self.turn % 6]
 

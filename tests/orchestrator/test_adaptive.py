@@ -23,12 +23,14 @@ DRAFT = near(TARGET, seed=1, spread=0.6)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8]]
 
 
-def told(pace: Pace, *, alpha: float, times: dict[int, float], rounds: int = 400, seed: int = 0) -> list[int]:
+def told(
+    pace: Pace, *, alpha: float, times: dict[int, float], rounds: int = 400, seed: int = 0, deepest: int = 99
+) -> list[int]:
     """A trace: every draft stands with probability alpha, every rung takes its time. -> rungs chosen."""
     dice = random.Random(seed)
     chosen = []
     for _ in range(rounds):
-        rung = pace.choose()
+        rung = pace.choose(deepest)
         stood = next((i for i in range(rung) if dice.random() >= alpha), rung)
         pace.record(rung, asked=[rung], accepted=[stood], seconds=times[rung])
         chosen.append(rung)
@@ -72,16 +74,61 @@ def test_the_same_trace_gives_the_same_choices_and_the_first_time_of_a_rung_does
 
 
 def test_after_long_without_drafts_one_is_tried() -> None:
-    chosen = told(Pace((0, 1)), alpha=0.0, times={0: 1.0, 1: 2.0}, rounds=300)
+    pace, times = Pace((0, 1)), {0: 1.0, 1: 2.0}
+    chosen = told(pace, alpha=0.0, times=times, rounds=300)
     late = chosen[100:]
     assert 1 in late and late.count(1) < 8
+    longer = told(pace, alpha=0.0, times=times, rounds=5000)
+    assert 1 in longer and longer.count(1) < 8  # ever more seldom
+
+
+def test_a_draft_that_becomes_useful_is_taken_up_again() -> None:
+    pace, times = Pace((0, 1)), {0: 1.0, 1: 1.1}
+    assert told(pace, alpha=0.0, times=times, rounds=300)[-1] == 0
+    assert told(pace, alpha=1.0, times=times, rounds=400)[-100:] == [1] * 100
+
+
+def test_short_answers_are_learnt_from_as_well() -> None:
+    """No round of an answer of four tokens can be as deep as the ladder goes."""
+    pace, times = Pace(LADDER), {k: 1.0 + k for k in LADDER}
+    chosen = told(pace, alpha=0.0, times=times, deepest=3)
+    assert 8 not in chosen and chosen[100:].count(0) > 0.9 * 300
+    assert pace.choose(0) == 0
+
+
+class Told(Pace):
+    """Rungs as they are given; keeps what it is told."""
+
+    def choose(self, deepest: int) -> int:
+        return self.plan.pop(0)
+
+    def record(self, rung: int, *, asked: list[int], accepted: list[int], seconds: float | None) -> None:
+        self.heard.append((rung, seconds is not None))
+
+
+def test_the_time_of_reading_what_a_rest_has_left_is_no_rungs() -> None:
+    pace = Told((0, 2))
+    pace.plan, pace.heard = [2, 2, 0, 0, 2, 2, 0, 2], []
+
+    class Shown(Checked):
+        def _engine(self, demands: Demands) -> Engine:
+            self._plan = replace(self._plan, pace=pace)
+            return super()._engine(demands)
+
+    maker = Shown(TableDecoder(DRAFT), TableDecoder(TARGET), k=(0, 2))
+    stream = maker.stream([[1, 2, 3]], max_new_tokens=60)
+    while pace.plan:
+        next(stream)
+    stream.close()
+    timed = [rung == 0 or late for rung, late in pace.heard]
+    assert timed[:8] == [True, True, True, True, False, True, True, False]
 
 
 def test_a_draft_that_stops_short_of_its_rung_counts_as_one_that_does_not_stand() -> None:
     """A rung that is never reached must not be the only one that is ever taken."""
     pace, chosen = Pace(LADDER), []
     for _ in range(400):
-        rung = pace.choose()
+        rung = pace.choose(99)
         pace.record(rung, asked=[rung], accepted=[min(rung, 2)], seconds=1.0 + 0.1 * rung)  # it says two, all stand
         chosen.append(rung)
     assert chosen[200:].count(2) > 0.8 * 200
@@ -103,7 +150,7 @@ def test_a_ladder_has_to_ascend(k: tuple[int, ...]) -> None:
 class Dice(Pace):
     """Any rung at any time."""
 
-    def choose(self) -> int:
+    def choose(self, deepest: int) -> int:
         return random.Random(sum(self._runs.values())).choice(self.ladder)
 
 

@@ -24,7 +24,7 @@ SLOTS = 15_000
 class Dice(Pace):
     """Any rung at any time, but not for the first round, which is the deepest: the law of a draft is in it."""
 
-    def choose(self) -> int:
+    def choose(self, deepest: int) -> int:
         self.turn = getattr(self, "turn", -1) + 1
         return (self.ladder[-1], *self.ladder)[self.turn % (len(self.ladder) + 1)]
 
