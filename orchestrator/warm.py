@@ -38,10 +38,10 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
         rounds = engine.round.rungs.values() if isinstance(engine.round, Adaptive) else [engine.round]
         for one in rounds:
             for rows in _lengths(target):
-                _run(one, commit, batch.sampling, rows=rows, depth=engine.depth)
+                _run(one, commit, sampling=batch.sampling, rows=rows, depth=engine.depth)
 
 
-def _run(one: TimedRound, commit: Commit, sampling: SamplingBatch, *, rows: int, depth: int) -> None:
+def _run(one: TimedRound, commit: Commit, *, sampling: SamplingBatch, rows: int, depth: int) -> None:
     """A round over texts of that length: nothing proposed, then as much as can be."""
     nothing = torch.zeros_like(commit.count)
     one(commit, sampling, Bounds(nothing, rows))
