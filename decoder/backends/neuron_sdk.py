@@ -17,10 +17,11 @@ from pathlib import Path
 from paceline.core.errors import BackendError
 from paceline.decoder import environment
 
-PACKAGES = ("neuronx-cc", "torch-neuronx", "neuronx-distributed")
+PACKAGES = {"neuronx-cc": "neuronxcc", "torch-neuronx": "torch_neuronx", "neuronx-distributed": "neuronx_distributed"}
+"""Packages of the SDK and the module that each of them installs; the compiler's has a name of its own."""
+
 _BOARD = Path("/sys/devices/virtual/dmi/id/product_name")
 _SDK_OF_COMPILER = 5  # SDK 2.28 ships compiler 2.23, 2.29 ships 2.24, 2.32 ships 2.27, 2.33 ships 2.28
-_NATIVE_INT64 = 32  # from this SDK on the compiler has flags for integers, whose defaults are about to change
 
 SETUP = (
     "set up the Neuron SDK on this machine: install the driver and tools, then torch-neuronx, neuronx-cc and "
@@ -87,8 +88,7 @@ class Sdk:
     def flags(self, *, prompt: bool) -> str:
         """Compiler flags of a graph: one that reads a prompt, or one of a round.
 
-        Rounds are worth the longer optimisation; prompts are long graphs. Integers keep today's meaning when the
-        compiler's defaults change.
+        Rounds are worth the longer optimisation; prompts are long graphs.
         """
         flags = [f"--target={self.chip.value}", "--model-type=transformer", "--auto-cast=none"]
         flags.append("-O1" if prompt else "-O2")
@@ -96,8 +96,6 @@ class Sdk:
             flags.append(f"--lnc={self.logical}")
         else:
             flags.append("--enable-saturate-infinity")
-        if self.minor >= _NATIVE_INT64:
-            flags += ["--native-int64=disabled", "--implicit-integer-downcast=all"]
         return " ".join(flags)
 
     def check_degree(self, degree: int) -> None:
@@ -116,7 +114,7 @@ def find(version: Versions = metadata.version) -> Sdk:
     Raises:
         BackendError: a package is missing or a placeholder, the chip is unknown, or the two do not go together.
     """
-    versions = tuple(_version(name, version) for name in PACKAGES)
+    versions = tuple(_version(name, module, version) for name, module in PACKAGES.items())
     minor = _line(versions[0])
     chip = this_chip()
     able = CAPABILITIES[chip]
@@ -163,15 +161,13 @@ def instance_family() -> str:
         return ""
 
 
-def _version(package: str, version: Versions) -> str:
+def _version(package: str, module: str, version: Versions) -> str:
     try:
         found = version(package)
     except metadata.PackageNotFoundError as error:
         raise BackendError(f"backend='neuron' needs {package}, which is not installed; {SETUP}") from error
     # The public index has empty packages of the same names, so that nobody else takes them.
-    module = package.replace("-", "_")
-    spec = importlib.util.find_spec(module)
-    if spec is None or not re.match(r"[0-2]\.\d+\.\d", found) or found.startswith("0.0"):
+    if importlib.util.find_spec(module) is None or not re.match(r"[0-2]\.\d+\.\d", found) or found.startswith("0.0"):
         raise BackendError(f"{package} {found} is a placeholder without any code; uninstall it and {SETUP}")
     return found
 

@@ -12,7 +12,7 @@ import pytest
 
 from paceline.decoder.backends import neuron
 
-NAMES = ("torch_neuronx", "neuronx_distributed", "neuronx_cc")
+NAMES = ("torch_neuronx", "neuronx_distributed", "neuronxcc")
 DOUBLE = Path(__file__).parent / "double"
 SDK = {"neuronx-cc": "2.23.6484.0", "torch-neuronx": "2.9.0.2.12.0", "neuronx-distributed": "0.17.26814"}
 
