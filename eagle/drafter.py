@@ -79,6 +79,12 @@ class EagleDrafter:
     def __init__(self, head: EagleHead, target: CompiledDecoder, growth: Growth) -> None:
         head.config.check_target(target.config)
         target.check_width(growth.outline.nodes + 1)
+        room = target.options.rows - target.n_positions
+        if growth.rows > room:
+            raise ConfigurationError(
+                f"drafts that grow as {growth.name} need {growth.rows} cache rows while they grow, and there are {room} "
+                "behind the last position; take less width or less depth"
+            )
         self.head, self.target, self.growth = head.eval(), target, growth
         self.outline = growth.outline
         self.reads: Reads | None = head.config.reads

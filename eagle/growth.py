@@ -3,6 +3,7 @@
 Each is a module inside a drafting graph: shapes never depend on data, only the parents of a dynamic tree do.
 Drafts are picked with the target's own noise of their position (coupled drafting): at any temperature the first child
 of a node is what the target would pick if it agreed with the head. Sources: EAGLE-2 (arXiv 2406.16858).
+A growth's ``rows`` are those of the head's cache that one call writes, from some row of the text on.
 Not here: the pass over committed pairs that comes first (`paceline.eagle.drafter`).
 
 Letters: B slots, n nodes of a level, H width of the head, U ids that can be drafted, V, N and D as ever.
@@ -42,6 +43,7 @@ class Chain(nn.Module):
     def __init__(self, length: int, *, drawn: bool = False) -> None:
         super().__init__()
         self.outline, self.drawn = Outline.chain(length), drawn
+        self.rows = 1  # each by itself
         self.name = f"chain {length}" + (", drawn" if drawn else "")
 
     def forward(self, head: EagleHead, root: Root, sampling: SamplingBatch, reach: int) -> tuple[Tensor, ...]:
@@ -71,6 +73,7 @@ class StaticTree(nn.Module):
         self.name = f"tree {'.'.join(map(str, parents))}"
         depths = (0, *tree.depths(parents))
         inner = set(parents)
+        self.rows = len(inner)  # the root is one
         rank = [parents[:node].count(parent) for node, parent in enumerate(parents)]
         self._choices: list[int] = []
         rows = {tree.ROOT: 0}  # of the beam's window
@@ -121,6 +124,7 @@ class DynamicTree(nn.Module):
                 f"a dynamic tree of depth {depth} and width {width} has {depth} to {most} nodes, not {nodes}"
             )
         self.outline = Outline(nodes, depth, None, dynamic=True)
+        self.rows = 1 + width * (depth - 1)  # the root and what is expanded; more than is kept if the tree is deep
         self.width, self.name = width, f"dynamic {nodes} of depth {depth}, width {width}"
         self.register_buffer("owner", torch.arange(width * width, dtype=torch.int32) // width)
         self.register_buffer("same", torch.eye(width))

@@ -10,9 +10,10 @@ import torch
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, GraphDrafter
+from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
 from paceline.pace import Pace
-from tests.decoder.tiny import Workshop
+from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import DRAFTED, drafter, features
 
 PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9], list(range(20, 45))]
@@ -170,3 +171,17 @@ def test_two_heads_of_one_shape_keep_their_graphs_apart(workshop: Workshop, tmp_
 def test_impossible_growths_are_refused(make: object, part: str) -> None:
     with pytest.raises(ConfigurationError, match=part):
         make()  # type: ignore[operator]
+
+
+def test_a_tree_that_would_grow_out_of_the_cache_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    """DynamicTree(20, depth=18, width=10) keeps 20 nodes and expands 171; the cache has 128 rows behind its text."""
+    target = workshop.decoder(slots=1)
+    room = target.options.rows - target.n_positions
+    made = drafter(tmp_path, target, 3, DynamicTree(20, depth=1 + room // 10, width=10))
+    assert made.growth.rows <= room
+    generator = SpeculativeGenerator(made, target)
+    prompt = [index % VOCABULARY for index in range(target.n_positions - 4)]  # grows from the last positions
+    tokens = generator.sample([prompt], max_new_tokens=4)
+    assert torch.equal(tokens, target.sample([prompt], max_new_tokens=4))
+    with pytest.raises(ConfigurationError, match="171 cache rows"):
+        EagleDrafter(made.head, target, DynamicTree(20, depth=18, width=10))
