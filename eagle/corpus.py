@@ -10,14 +10,14 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.core.errors import CheckpointError, ConfigurationError
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.frozen import FrozenModel
 
 ROWS = 64
 """Texts in a batch of the corpus, and in a file."""
@@ -38,7 +38,8 @@ class CorpusOptions:
     """How texts are made.
 
     length      tokens of a text, S; texts begin at its multiples in the data
-    prompt      tokens of the data that the target goes on from, where acceptance is measured
+    measured    texts that are not trained on: acceptance is measured where the target goes on with them greedily
+    prompt      tokens of the data that it goes on from there
     keep_bytes  how much may be kept on disk; what goes beyond is computed anew whenever it is wanted
     seed        of the order of the data
 
@@ -47,37 +48,27 @@ class CorpusOptions:
     """
 
     length: int = 256
+    measured: int = 32
     prompt: int = 64
     keep_bytes: int = 2 << 30
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.prompt < self.length or self.keep_bytes < 0:
-            raise ConfigurationError("prompt must be shorter than length, and keep_bytes not negative")
+        if not 1 <= self.prompt < self.length or self.measured < 1 or self.keep_bytes < 0:
+            raise ConfigurationError(
+                "prompt must be shorter than length, measured positive, and keep_bytes not negative"
+            )
 
 
-class FrozenTarget:
+class FrozenTarget(FrozenModel):
     """The target as a plain forward. ``layers`` are the residual streams to keep; empty = the last hidden state."""
 
     def __init__(self, folder: Path, layers: tuple[int, ...]) -> None:
-        from transformers import AutoModelForCausalLM
-
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder} is no checkpoint that transformers can load ({error})") from error
-        model.eval().requires_grad_(False)
-        self._model: Any = model
+        super().__init__(folder)
         self.layers = layers
         self.head: Tensor = self._model.get_output_embeddings().weight.detach()
         self.embedding: Tensor = self._model.get_input_embeddings().weight.detach()
         self.norm: Tensor = self._model.get_decoder().norm.weight.detach()
-
-    def fingerprint(self) -> str:
-        """Tells this target from another one."""
-        sample = [float(x.double().sum()) for x in (self.head, self.embedding, self.norm)]
-        text = json.dumps([self._model.config.to_dict(), sample], sort_keys=True, default=str)
-        return hashlib.sha256(text.encode()).hexdigest()
 
     def block(self, index: int) -> dict[str, Tensor]:
         """Weights of one of the target's layers, by their short names."""
@@ -104,40 +95,32 @@ class FrozenTarget:
         streams = [torch.cat([part[i] for part in parts]) if i < depth else torch.cat(behind) for i in self.layers]
         return Texts(tokens, last.bfloat16(), torch.cat(streams, -1).bfloat16())
 
-    @torch.no_grad()
-    def continued(self, prompts: Tensor, length: int) -> Tensor:
-        """prompts [n, S] -> [n, length], greedily by the target itself."""
-        more = length - prompts.shape[1]
-        found: Tensor = self._model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            min_new_tokens=more,
-            max_new_tokens=more,
-            pad_token_id=0,
-            do_sample=False,
-        )
-        return found
-
 
 class Corpus:
-    """Batches of texts with the target's states, by number. ``stream`` [n] are the data's token ids, end to end."""
+    """Batches of texts with the target's states, by number. ``stream`` [n] are the data's token ids, end to end.
+
+    ``key`` tells it from a corpus of another target, of other data or with other options.
+    """
 
     def __init__(self, target: FrozenTarget, stream: np.ndarray, options: CorpusOptions, *, folder: Path) -> None:
         room = len(stream) // options.length
-        if room < ROWS:
+        needed = ROWS + options.measured
+        if room < needed:
             raise ConfigurationError(
-                f"the data hold {len(stream)} tokens, and training needs at least {ROWS * options.length}; give more"
+                f"the data hold {len(stream)} tokens, and training needs at least {needed * options.length} ({ROWS} "
+                f"texts of {options.length} to learn from and {options.measured} to measure on); give more"
             )
         self._target, self._stream, self._options = target, stream, options
         self._order = np.random.default_rng(options.seed).permutation(room)
-        self.batches = room // ROWS
+        self.batches = (room - options.measured) // ROWS
         facts = {
             "target": target.fingerprint(),
             "layers": target.layers,
             "options": {**asdict(options), "keep_bytes": None},
             "data": hashlib.sha256(np.ascontiguousarray(stream).tobytes()).hexdigest(),
         }
-        self._folder = folder / hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        self.key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        self._folder = folder / self.key
 
     @property
     def length(self) -> int:
@@ -155,10 +138,11 @@ class Corpus:
         self._keep(path, texts)
         return texts
 
-    def measured(self, count: int) -> Texts:
-        """Texts that the target went on with greedily, from the end of the data: training does not reach there."""
-        prompts = self._rows(range(len(self._order) - count, len(self._order)))[:, : self._options.prompt]
-        return self._target.read(self._target.continued(prompts, self._options.length))
+    def measured(self) -> Texts:
+        """Texts that the target went on with greedily, from the end of the order: no batch reaches there."""
+        options = self._options
+        prompts = self._rows(range(len(self._order) - options.measured, len(self._order)))[:, : options.prompt]
+        return self._target.read(self._target.continued(prompts, options.length - options.prompt))
 
     def _rows(self, which: range) -> Tensor:
         length = self._options.length

@@ -82,8 +82,8 @@ class EagleDrafter:
         room = target.options.rows - target.n_positions
         if growth.rows > room:
             raise ConfigurationError(
-                f"drafts that grow as {growth.name} need {growth.rows} cache rows while they grow, and there are {room} "
-                "behind the last position; take less width or less depth"
+                f"drafts that grow as {growth.name} take {growth.rows} cache rows while they grow, and there are "
+                f"{room} behind the last position; take less width or less depth"
             )
         self.head, self.target, self.growth = head.eval(), target, growth
         self.outline = growth.outline

@@ -32,14 +32,12 @@ class Plan:
     layers            version 3: the target's residual streams it reads; empty = a low, a middle and the last one.
                       For version 1 they only decide what is kept, so that a head of version 3 may use it too
     draft_vocab_size  version 3: the most frequent ids of the data, so many; None = all
-    measured          texts, written greedily by the target, on which acceptance is measured
-    depth             of the chains that are measured
+    depth             of the chains whose acceptance is measured
     """
 
     version: int = 3
     layers: tuple[int, ...] = ()
     draft_vocab_size: int | None = None
-    measured: int = 32
     depth: int = 5
 
 
@@ -72,7 +70,7 @@ def train(
         return None
     shares = acceptance(
         network,
-        texts.measured(plan.measured),
+        texts.measured(),
         depth=plan.depth,
         head=frozen.head,
         vocabulary=vocabulary,

@@ -7,6 +7,7 @@ EAGLE-3 (arXiv 2503.01840): cross-entropy alone, over several passes in which th
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.run_state import RunState
 from paceline.eagle.corpus import ROWS, Corpus, Texts
 from paceline.eagle.network import EagleNetwork, Past
 from paceline.eagle.optim import Muon
@@ -36,7 +38,7 @@ class TrainingOptions:
     feature_weight  of the feature loss (version 1 only)
     law_weight      of the cross-entropy
     rate            largest learning rate; it rises over the first steps and falls along a cosine
-    rows            texts in a step
+    rows            texts in a step; a divisor of `ROWS`, so that every text has its turn
     minutes         stop after so long, to go on later; None = to the end
 
     Raises:
@@ -55,6 +57,12 @@ class TrainingOptions:
     def __post_init__(self) -> None:
         if min(self.tokens, self.passes, self.rows) < 1 or not self.rate > 0 or not 0 < self.decay <= 1:
             raise ConfigurationError("tokens, passes and rows must be positive, rate above 0 and decay in (0, 1]")
+        if ROWS % self.rows:
+            raise ConfigurationError(f"rows={self.rows} leaves texts out: give a divisor of {ROWS}")
+
+    def lasting(self) -> dict[str, object]:
+        """What must not change when a run is taken up again."""
+        return {name: value for name, value in asdict(self).items() if name != "minutes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +90,11 @@ class Vocabulary:
 
 
 class Trainer:
-    """One run. Its state lies in ``folder/state.pt`` whenever `run` returns."""
+    """One run. Its state lies in ``folder/state.pt``.
+
+    Raises:
+        ConfigurationError: the folder holds the state of a run with another head, target, other data or options.
+    """
 
     def __init__(
         self,
@@ -95,29 +107,36 @@ class Trainer:
         folder: Path,
     ) -> None:
         self.network, self._corpus, self._options = network, corpus, options
-        self._head, self._vocabulary, self._folder = head, vocabulary, folder
+        self._head, self._vocabulary = head, vocabulary
         named = list(network.named_parameters())
         matrices = [p for n, p in named if p.dim() == 2 and not n.startswith("lm_head")]
         others = [p for n, p in named if not (p.dim() == 2 and not n.startswith("lm_head"))]
         self._optimizers = [Muon(matrices, options.rate), torch.optim.AdamW(others, options.rate, betas=(0.9, 0.98))]
-        self._per_batch = max(1, ROWS // options.rows)
+        self._per_batch = ROWS // options.rows
         self.steps = math.ceil(options.tokens / (options.rows * corpus.length))
         self.done, self.loss = 0, math.nan
+        facts = {
+            **options.lasting(),
+            **asdict(network.config),
+            "corpus": corpus.key,
+            "drafted ids": hashlib.sha256(vocabulary.ids.numpy().tobytes()).hexdigest()[:16],
+        }
+        self._kept = RunState(folder / "state.pt", facts, self._state)
         self._restore()
 
     def run(self, report: Report) -> bool:
         """Train to the end, or until the minutes are over (at least one step); whether it is the end."""
         began, minutes = perf_counter(), self._options.minutes
         texts: Texts | None = None
-        while self.done < self.steps:
-            number, part = divmod(self.done, self._per_batch)
-            if texts is None or not part:
-                texts = self._corpus.batch(number)
-            self._step(_part(texts, part, self._options.rows))
-            report(self.done, self.steps, self.loss)
-            if minutes is not None and perf_counter() - began > 60 * minutes:
-                break
-        self._save()
+        with self._kept.saving():
+            while self.done < self.steps:
+                number, part = divmod(self.done, self._per_batch)
+                if texts is None or not part:
+                    texts = self._corpus.batch(number)
+                self._step(_part(texts, part, self._options.rows))
+                report(self.done, self.steps, self.loss)
+                if minutes is not None and perf_counter() - began > 60 * minutes:
+                    break
         return self.done >= self.steps
 
     def _step(self, texts: Texts) -> None:
@@ -125,40 +144,28 @@ class Trainer:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         scale = min(1.0, (self.done + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * self.done / self.steps)))
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = self._options.rate * scale
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        self.done += 1
         value = float(loss.detach())
-        self.loss = value if math.isnan(self.loss) else 0.95 * self.loss + 0.05 * value
+        with self._kept.changing():
+            for optimizer in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = self._options.rate * scale
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            self.done += 1
+            self.loss = value if math.isnan(self.loss) else 0.95 * self.loss + 0.05 * value
 
-    def _facts(self) -> dict[str, object]:
-        return {"options": {**asdict(self._options), "minutes": None}, "head": asdict(self.network.config)}
-
-    def _save(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        state = {
-            "facts": self._facts(),
+    def _state(self) -> dict[str, object]:
+        return {
             "done": self.done,
             "loss": self.loss,
             "network": self.network.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
         }
-        part = self._folder / "state.part"
-        torch.save(state, part)
-        part.replace(self._folder / "state.pt")
 
     def _restore(self) -> None:
-        path = self._folder / "state.pt"
-        if not path.is_file():
+        state = self._kept.restore()
+        if state is None:
             return
-        state = torch.load(path, weights_only=True)
-        if state["facts"] != self._facts():
-            raise ConfigurationError(
-                f"{path} is of a run with other options; give those again to go on, or another folder to begin anew"
-            )
         self.done, self.loss = state["done"], state["loss"]
         self.network.load_state_dict(state["network"])
         for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from paceline.core.errors import CheckpointError, ConfigurationError
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.frozen import FrozenModel
 
 Report = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, how much there is)"""
@@ -41,37 +41,17 @@ class Windows:
         return len(self.tokens)
 
 
-class FrozenTarget:
+class FrozenTarget(FrozenModel):
     """The target as a plain forward, for training only."""
 
     def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        try:
-            self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder} is no checkpoint that transformers can load ({error})") from error
-        self._model.eval().requires_grad_(False)
+        super().__init__(folder)
         self.output = torch.nn.Parameter(self._model.get_output_embeddings().weight.detach(), requires_grad=False)
 
     @torch.no_grad()
     def states(self, tokens: Tensor) -> Tensor:
         """tokens [n, L] -> [n, L, H] float32, after the final norm."""
         found: Tensor = self._model.get_decoder()(tokens, use_cache=False).last_hidden_state
-        return found
-
-    @torch.no_grad()
-    def continued(self, prompts: Tensor, length: int, *, temperature: float) -> Tensor:
-        """prompts [n, S] -> [n, S + length], greedily at temperature 0, by the target itself."""
-        sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
-        found: Tensor = self._model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            min_new_tokens=length,
-            max_new_tokens=length,
-            pad_token_id=0,
-            **{"do_sample": False, **sampled},
-        )
         return found
 
 

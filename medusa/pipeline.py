@@ -1,12 +1,15 @@
 """From a target and a stream of tokens to a folder with trained and measured heads.
 
-Each stage leaves files behind and is passed over when they are there: states of the target in ``work/train`` and
-``work/measure``, the training in ``work/state.pt``. Not here: reading text files, showing progress.
+Each stage leaves files behind and is passed over when they are there: states of the target in a folder of ``work`` that
+is named by the target, the plan and the data, the training in ``work/state.pt``. Not here: reading text files, showing
+progress.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -50,18 +53,21 @@ class Plan:
             raise ConfigurationError("prompt must be shorter than window, and measured and temperatures not be empty")
 
 
-def gather(target: FrozenTarget, stream: np.ndarray, plan: Plan, *, work: Path, report: Report) -> None:
-    """Make every file of states that the plan asks for and that is not there yet."""
+def gather(target: FrozenTarget, stream: np.ndarray, plan: Plan, *, work: Path, report: Report) -> Path:
+    """Make every file of states that the plan asks for and that is not there yet. -> the folder they are in"""
+    facts = [target.fingerprint(), asdict(plan), hashlib.sha256(np.ascontiguousarray(stream).tobytes()).hexdigest()]
+    states = work / f"states-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
     counts = [plan.tokens // plan.window, plan.generated // plan.window, plan.measured]
     texts = corpus.cut(stream, sum(counts), plan.window, seed=0)
     real, own, measured = texts.split(counts)
     batches = [lambda part=part: part for part in real.split(corpus.SHARD)] if len(real) else []
-    corpus.keep(target, work / "train", "data", batches=batches, report=report)
+    corpus.keep(target, states / "train", "data", batches=batches, report=report)
     if len(own):
         written = corpus.own_text(target, own[:, : plan.prompt], plan.window, temperatures=plan.temperatures)
-        corpus.keep(target, work / "train", "own", batches=written, report=report)
+        corpus.keep(target, states / "train", "own", batches=written, report=report)
     greedy = corpus.own_text(target, measured[:, : plan.prompt], plan.window, temperatures=(0.0,))
-    corpus.keep(target, work / "measure", "own", batches=greedy, report=report)
+    corpus.keep(target, states / "measure", "own", batches=greedy, report=report)
+    return states
 
 
 def train(
@@ -69,24 +75,25 @@ def train(
     config: MedusaConfig,
     options: TrainingOptions,
     *,
+    states: Path,
     work: Path,
     out: Path,
     first: int,
     report: Report,
 ) -> Accuracy | None:
-    """Train on the states in ``work`` and write bf16 heads to ``out``; None if the minutes were over before the end.
+    """Train on ``states`` that `gather` made; write bf16 heads to ``out``. None if the minutes were over before.
 
     Also writes ``accuracy.json``: for every head the share of places where the target's token is among the best 1..10,
     on the texts kept for that, from place ``first`` on.
     """
     heads = fresh(config, target.output)
-    windows = corpus.kept(work / "train")
-    trainer = Trainer(heads, windows, options, output=target.output, folder=work)
+    windows = corpus.kept(states / "train")
+    trainer = Trainer(heads, windows, options, output=target.output, folder=work, data=states.name)
     done = trainer.run(lambda step, steps, loss: report(f"training, loss {loss:.3f}", step, steps))
     if not done:
         return None
     weights = {name: p.detach().to(torch.bfloat16) for name, p in heads.own().items()}
     checkpoint.save(out, config, weights)
-    found = accuracy.measure(heads, corpus.kept(work / "measure", first=first), target.output.detach())
+    found = accuracy.measure(heads, corpus.kept(states / "measure", first=first), target.output.detach())
     found.write(out / "accuracy.json")
     return found

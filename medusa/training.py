@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.run_state import RunState
 from paceline.medusa.corpus import Windows
 from paceline.medusa.heads import Heads
 
 LABELS = ("target", "text")
-_SAVE_SECONDS = 30.0
 _WARM = 0.02  # share of the steps in which the rate rises
 
 Progress = Callable[[int, int, float], None]
@@ -68,10 +68,21 @@ class Trainer:
 
     output  [V, H], the target's output layer
     folder  holds the state of the run and its log
+    data    tells these windows from others
+
+    Raises:
+        ConfigurationError: the windows are too short, or the folder is of a run with other heads, windows or options.
     """
 
     def __init__(
-        self, heads: Heads, windows: Sequence[Windows], options: TrainingOptions, *, output: Tensor, folder: Path
+        self,
+        heads: Heads,
+        windows: Sequence[Windows],
+        options: TrainingOptions,
+        *,
+        output: Tensor,
+        folder: Path,
+        data: str,
     ) -> None:
         self.heads, self._windows, self._options, self._folder = heads, windows, options, folder
         self._output = output.detach()
@@ -86,24 +97,23 @@ class Trainer:
         total = sum(math.ceil(len(w) / options.rows) for w in windows)
         self.steps = max(1, math.ceil(total * options.epochs))
         self.step = 0
+        sizes = {name: value for name, value in asdict(heads.config).items() if name != "base"}
+        facts = {"data": data, **sizes, **options.lasting(), "steps": self.steps}
+        self._kept = RunState(folder / "state.pt", facts, self._state)
         self._resume()
 
     def run(self, progress: Progress) -> bool:
         """Train until the end or until the minutes are over; whether it came to the end."""
-        begin = saved = perf_counter()
-        for tokens, states in self._batches():
-            if self._options.minutes is not None and perf_counter() - begin > 60 * self._options.minutes:
-                break
-            losses = self._learn(tokens, states)
-            self.step += 1
-            mean = sum(losses) / len(losses)
-            progress(self.step, self.steps, mean)
-            if self.step % 20 == 0 or self.step == self.steps:
-                self._log(losses)
-            if perf_counter() - saved > _SAVE_SECONDS:
-                self._save()
-                saved = perf_counter()
-        self._save()
+        begin = perf_counter()
+        with self._kept.saving():
+            for tokens, states in self._batches():
+                if self._options.minutes is not None and perf_counter() - begin > 60 * self._options.minutes:
+                    break
+                losses = self._learn(tokens, states)
+                mean = sum(losses) / len(losses)
+                progress(self.step, self.steps, mean)
+                if self.step % 20 == 0 or self.step == self.steps:
+                    self._log(losses)
         return self.step == self.steps
 
     def _learn(self, tokens: Tensor, states: Tensor) -> list[float]:
@@ -124,8 +134,10 @@ class Trainer:
             loss.backward()
             found.append(float(loss.detach()))
         torch.nn.utils.clip_grad_norm_(self.heads.own().values(), 1.0)
-        self._optimiser.step()
-        self._optimiser.zero_grad(set_to_none=True)
+        with self._kept.changing():
+            self._optimiser.step()
+            self._optimiser.zero_grad(set_to_none=True)
+            self.step += 1
         return found
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -148,29 +160,16 @@ class Trainer:
         with (self._folder / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
-    def _save(self) -> None:
-        path = self._folder / "state.pt"
-        part = path.with_suffix(".part")
+    def _state(self) -> dict[str, object]:
         weights = {name: p.detach() for name, p in self.heads.own().items()}
-        facts = {"step": self.step, "steps": self.steps, **self._options.lasting()}
-        torch.save({"weights": weights, "optimiser": self._optimiser.state_dict(), "facts": facts}, part)
-        part.replace(path)
+        return {"step": self.step, "weights": weights, "optimiser": self._optimiser.state_dict()}
 
     def _resume(self) -> None:
-        path = self._folder / "state.pt"
-        if not path.is_file():
-            return
-        state = torch.load(path, weights_only=True)
-        expected = {"steps": self.steps, **self._options.lasting()}
-        differ = [name for name, value in expected.items() if state["facts"].get(name) != value]
-        if differ:
-            raise ConfigurationError(
-                f"{path} is of a run with another {differ[0]} ({state['facts'].get(differ[0])}, now "
-                f"{expected[differ[0]]}); repeat that run's options to go on with it, or give another work folder"
-            )
-        self.heads.fill(state["weights"])
-        self._optimiser.load_state_dict(state["optimiser"])
-        self.step = state["facts"]["step"]
+        state = self._kept.restore()
+        if state is not None:
+            self.heads.fill(state["weights"])
+            self._optimiser.load_state_dict(state["optimiser"])
+            self.step = state["step"]
 
 
 def _schedule(step: int, steps: int) -> float:

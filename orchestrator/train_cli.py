@@ -62,8 +62,17 @@ def medusa(
         stream = token_stream(data, target)
         frozen = FrozenTarget(target)
         with reports("training Medusa heads") as report:
-            pipeline.gather(frozen, stream, plan, work=folder, report=report)
-            found = pipeline.train(frozen, config, options, work=folder, out=out, first=plan.prompt - 1, report=report)
+            states = pipeline.gather(frozen, stream, plan, work=folder, report=report)
+            found = pipeline.train(
+                frozen,
+                config,
+                options,
+                states=states,
+                work=folder,
+                out=out,
+                first=plan.prompt - 1,
+                report=report,
+            )
     if found is None:
         console.say(console.err(), "stopped before the end: run the same command again to go on")
         raise typer.Exit(3)

@@ -32,7 +32,7 @@ def eagle(
     feature_weight: Annotated[float, typer.Option(help="Version 1: of the feature loss.")] = 1.0,
     law_weight: Annotated[float, typer.Option(help="Version 1: of the cross-entropy.")] = 0.1,
     rate: Annotated[float, typer.Option(help="Largest learning rate.")] = 2e-3,
-    rows: Annotated[int, typer.Option(help="Texts in a step.")] = 8,
+    rows: Annotated[int, typer.Option(help="Texts in a step; a divisor of 64.")] = 8,
     length: Annotated[int, typer.Option(help="Tokens of a text.")] = 256,
     keep: Annotated[float, typer.Option(help="GB of states to keep on disk; 0 = none.")] = 2.0,
     minutes: Annotated[float | None, typer.Option(help="Stop after so long; run again to go on.")] = None,

@@ -23,7 +23,7 @@ from paceline.eagle.pipeline import Plan
 from paceline.eagle.training import Trainer, TrainingOptions, Vocabulary, acceptance, objective, target_law
 from tests.decoder.tiny import VOCABULARY, Workshop
 
-SHORT = CorpusOptions(length=24, prompt=6, keep_bytes=1 << 30)
+SHORT = CorpusOptions(length=24, measured=8, prompt=6, keep_bytes=1 << 30)
 LAYERS = (0, 1, 2)
 
 
@@ -64,9 +64,7 @@ def test_a_head_learns(workshop: Workshop, tmp_path: Path, version: int, passes:
     assert trainer.run(lambda *_: None)
     after = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary).detach())
     assert after < 0.9 * before
-    shares = acceptance(
-        network, corpus.measured(8), depth=3, head=frozen.head, vocabulary=vocabulary, skip=SHORT.prompt
-    )
+    shares = acceptance(network, corpus.measured(), depth=3, head=frozen.head, vocabulary=vocabulary, skip=SHORT.prompt)
     assert len(shares) == 3 and shares == sorted(shares, reverse=True)
 
 
@@ -89,8 +87,53 @@ def test_a_run_with_other_options_is_refused(workshop: Workshop, tmp_path: Path)
     frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
     options = TrainingOptions(tokens=24 * 8, passes=1, rows=8)
     Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path).run(lambda *_: None)
-    with pytest.raises(ConfigurationError, match="other options"):
-        Trainer(network, corpus, replace(options, rate=1e-5), head=frozen.head, vocabulary=vocabulary, folder=tmp_path)
+    other = Corpus(frozen, (stream() + 1) % VOCABULARY, SHORT, folder=tmp_path / "states")
+    fewer = Vocabulary(vocabulary.ids.flip(0), VOCABULARY)
+    for part, changed, texts, drafted in (
+        ("another rate", replace(options, rate=1e-5), corpus, vocabulary),
+        ("another corpus", options, other, vocabulary),
+        ("another drafted ids", options, corpus, fewer),
+    ):
+        with pytest.raises(ConfigurationError, match=part):
+            Trainer(network, texts, changed, head=frozen.head, vocabulary=drafted, folder=tmp_path)
+    Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path)
+
+
+def test_a_run_that_is_broken_off_is_gone_on_with(workshop: Workshop, tmp_path: Path) -> None:
+    """Between two steps the last one is kept; in the middle of a change nothing is."""
+    frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
+    options = TrainingOptions(tokens=24 * 8 * 3, passes=1, rows=8)
+
+    def stop(*_all: object) -> None:
+        raise KeyboardInterrupt
+
+    def taken_up() -> Trainer:
+        return Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path)
+
+    with pytest.raises(KeyboardInterrupt):
+        taken_up().run(stop)
+    trainer = taken_up()
+    assert trainer.done == 1
+    trainer._optimizers[1].step = stop  # type: ignore[method-assign, assignment]
+    with pytest.raises(KeyboardInterrupt):
+        trainer.run(lambda *_: None)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)["state"]
+    assert state["done"] == 1
+    assert not all(torch.equal(state["network"][name], x) for name, x in network.state_dict().items())
+
+
+def test_what_is_measured_is_not_trained_on(workshop: Workshop, tmp_path: Path) -> None:
+    """Of 96 texts all were in reach of training, and half of what was measured was among them."""
+    frozen = FrozenTarget(workshop.checkpoint(), LAYERS)
+    texts = np.arange(96)[:, None] * np.ones(24, dtype=int)  # text i is i, over and over: as many as there are ids
+    corpus = Corpus(frozen, texts.flatten(), replace(SHORT, measured=32), folder=tmp_path)
+    trained = {int(row[0]) for number in range(corpus.batches) for row in corpus.batch(number).tokens}
+    measured = {int(row[0]) for row in corpus.measured().tokens}
+    assert (len(trained), len(measured)) == (64, 32) and not trained & measured
+    with pytest.raises(ConfigurationError, match="give more"):
+        Corpus(frozen, texts.flatten(), replace(SHORT, measured=33), folder=tmp_path)
+    with pytest.raises(ConfigurationError, match="leaves texts out"):
+        TrainingOptions(tokens=100, rows=48)
 
 
 def test_states_are_kept_up_to_the_bound_and_equal_either_way(workshop: Workshop, tmp_path: Path) -> None:
@@ -128,7 +171,7 @@ def test_a_trained_head_is_written_and_drafts(workshop: Workshop, tmp_path: Path
     shares = pipeline.train(
         workshop.checkpoint(),
         stream(),
-        Plan(version=3, layers=LAYERS, draft_vocab_size=60, measured=4, depth=2),
+        Plan(version=3, layers=LAYERS, draft_vocab_size=60, depth=2),
         corpus=SHORT,
         options=TrainingOptions(tokens=24 * 8 * 2, passes=2, rows=8),
         work=tmp_path / "work",

@@ -24,11 +24,11 @@ def heads_folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -
     target = FrozenTarget(workshop.checkpoint("target"))
     stream = np.random.default_rng(1).integers(0, VOCABULARY, 9000).astype(np.int32)
     plan = Plan(tokens=0, generated=128 * 40, window=40, prompt=4, measured=4)
-    pipeline.gather(target, stream, plan, work=work, report=lambda *_: None)
+    states = pipeline.gather(target, stream, plan, work=work, report=lambda *_: None)
     config = MedusaConfig(3, 1, 32, VOCABULARY, tied=True)
     torch.manual_seed(0)
     options = TrainingOptions(epochs=6, rows=8, rate=5e-3)
-    pipeline.train(target, config, options, work=work, out=out, first=3, report=lambda *_: None)
+    pipeline.train(target, config, options, states=states, work=work, out=out, first=3, report=lambda *_: None)
     tree = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [3], [0, 0, 1]])
     tree.write(out / "tree.json")
     return out

@@ -38,30 +38,31 @@ def target(workshop: Workshop) -> FrozenTarget:
     return FrozenTarget(workshop.checkpoint("target"))
 
 
+def stream(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, 2000).astype(np.int32)
+
+
 @pytest.fixture(scope="module")
-def work(target: FrozenTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def states(target: FrozenTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Kept states of the target."""
-    folder = tmp_path_factory.mktemp("work")
-    stream = np.random.default_rng(0).integers(0, VOCABULARY, 2000).astype(np.int32)
-    pipeline.gather(target, stream, PLAN, work=folder, report=quiet)
-    return folder
+    return pipeline.gather(target, stream(), PLAN, work=tmp_path_factory.mktemp("work"), report=quiet)
 
 
 def trained(
-    target: FrozenTarget, work: Path, folder: Path, options: TrainingOptions, config: MedusaConfig = CONFIG
+    target: FrozenTarget, states: Path, folder: Path, options: TrainingOptions, config: MedusaConfig = CONFIG
 ) -> Trainer:
     folder.mkdir(exist_ok=True)
-    windows = corpus.kept(work / "train")
-    return Trainer(fresh(config, target.output), windows, options, output=target.output, folder=folder)
+    heads, windows = fresh(config, target.output), corpus.kept(states / "train")
+    return Trainer(heads, windows, options, output=target.output, folder=folder, data=states.name)
 
 
 def losses(folder: Path) -> list[list[float]]:
     return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def test_states_are_those_that_predict_the_next_token(target: FrozenTarget, work: Path) -> None:
+def test_states_are_those_that_predict_the_next_token(target: FrozenTarget, states: Path) -> None:
     """In greedy text the output layer puts the next token first at every place behind the prompt."""
-    kept = corpus.kept(work / "measure")
+    kept = corpus.kept(states / "measure")
     assert sum(map(len, kept)) == PLAN.measured
     for part in kept:
         choices = (part.states.float() @ target.output.T).argmax(-1)
@@ -69,33 +70,32 @@ def test_states_are_those_that_predict_the_next_token(target: FrozenTarget, work
         assert float(agreed.float().mean()) > 0.95  # kept in bfloat16, which flips a near-tie now and then
 
 
-def test_gathering_again_computes_nothing(target: FrozenTarget, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathering_again_computes_nothing(target: FrozenTarget, states: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_all: object, **_named: object) -> Tensor:
         raise AssertionError("the target was run")
 
     monkeypatch.setattr(target, "states", refuse)
     monkeypatch.setattr(target, "continued", refuse)
-    stream = np.random.default_rng(0).integers(0, VOCABULARY, 2000).astype(np.int32)
-    pipeline.gather(target, stream, PLAN, work=work, report=quiet)
+    assert pipeline.gather(target, stream(), PLAN, work=states.parent, report=quiet) == states
 
 
 @pytest.mark.parametrize("labels", ["target", "text"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_training_lowers_the_loss_and_leaves_the_target_alone(
-    target: FrozenTarget, work: Path, tmp_path: Path, tied: bool, labels: str
+    target: FrozenTarget, states: Path, tmp_path: Path, tied: bool, labels: str
 ) -> None:
     before = target.output.detach().clone()
     options = TrainingOptions(epochs=10, rows=4, rate=3e-3, labels=labels)
-    trainer = trained(target, work, tmp_path, options, replace(CONFIG, tied=tied))
+    trainer = trained(target, states, tmp_path, options, replace(CONFIG, tied=tied))
     assert trainer.run(silent)
     first, last = losses(tmp_path)[0], losses(tmp_path)[-1]
     assert all(b < a - 0.1 for a, b in zip(first, last, strict=True))
     assert torch.equal(target.output, before)
 
 
-def test_a_run_that_is_taken_up_again_ends_the_same(target: FrozenTarget, work: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_taken_up_again_ends_the_same(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
     options = TrainingOptions(epochs=2, rows=4)
-    whole = trained(target, work, tmp_path / "whole", options)
+    whole = trained(target, states, tmp_path / "whole", options)
     assert whole.run(silent)
     parts = tmp_path / "parts"
 
@@ -106,11 +106,10 @@ def test_a_run_that_is_taken_up_again_ends_the_same(target: FrozenTarget, work: 
         if step == 5:
             raise StopError
 
-    first = trained(target, work, parts, options)
+    first = trained(target, states, parts, options)
     with pytest.raises(StopError):
         first.run(stop)
-    first._save()
-    again = trained(target, work, parts, options)
+    again = trained(target, states, parts, options)
     assert again.step == 5
     assert again.run(silent)
     assert again.step == whole.step == whole.steps
@@ -118,21 +117,36 @@ def test_a_run_that_is_taken_up_again_ends_the_same(target: FrozenTarget, work: 
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_a_run_with_other_options_is_not_taken_up(target: FrozenTarget, work: Path, tmp_path: Path) -> None:
-    trained(target, work, tmp_path, TrainingOptions(epochs=0.1)).run(silent)
+def test_a_run_with_other_options_is_not_taken_up(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
+    trained(target, states, tmp_path, TrainingOptions(epochs=0.1)).run(silent)
     with pytest.raises(ConfigurationError, match="another rate"):
-        trained(target, work, tmp_path, TrainingOptions(epochs=0.1, rate=1e-2))
-    assert not trained(target, work, tmp_path / "stopped", TrainingOptions(minutes=0.0)).run(silent)
+        trained(target, states, tmp_path, TrainingOptions(epochs=0.1, rate=1e-2))
+    with pytest.raises(ConfigurationError, match=r"another heads \(2, now 3\)"):
+        trained(target, states, tmp_path, TrainingOptions(epochs=0.1), replace(CONFIG, heads=3))
+    assert not trained(target, states, tmp_path / "stopped", TrainingOptions(minutes=0.0)).run(silent)
 
 
-def test_ranks_are_counted_place_by_place(target: FrozenTarget, work: Path) -> None:
+def test_other_data_are_not_taken_for_those_of_the_run_before(
+    target: FrozenTarget, states: Path, tmp_path: Path
+) -> None:
+    other = pipeline.gather(target, stream(1), PLAN, work=states.parent, report=quiet)
+    assert other != states and pipeline.gather(target, stream(), PLAN, work=states.parent, report=quiet) == states
+    texts = [corpus.kept(folder / "train")[0].tokens for folder in (states, other)]
+    assert not torch.equal(*texts)
+    options = TrainingOptions(epochs=0.1)
+    assert trained(target, states, tmp_path, options).run(silent)
+    with pytest.raises(ConfigurationError, match="another data"):
+        trained(target, other, tmp_path, options)
+
+
+def test_ranks_are_counted_place_by_place(target: FrozenTarget, states: Path) -> None:
     """Against one place at a time, in plain Python."""
     torch.manual_seed(3)
     heads = fresh(CONFIG, target.output)
     with torch.no_grad():
         for parameter in heads.own().values():
             parameter.normal_(std=0.3)
-    part = corpus.kept(work / "measure", first=PLAN.prompt - 1)[0]
+    part = corpus.kept(states / "measure", first=PLAN.prompt - 1)[0]
     expected = []
     for tokens, states in zip(part.tokens, part.states.float(), strict=True):
         choices = (states @ target.output.T).argmax(-1).tolist()
@@ -149,14 +163,16 @@ def test_ranks_are_counted_place_by_place(target: FrozenTarget, work: Path) -> N
     assert all(a <= b for row in top for a, b in pairwise(row))
 
 
-def test_the_whole_way_from_tokens_to_a_folder(target: FrozenTarget, work: Path, tmp_path: Path) -> None:
+def test_the_whole_way_from_tokens_to_a_folder(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
     options = TrainingOptions(epochs=4, rows=4, rate=3e-3)
-    found = pipeline.train(target, CONFIG, options, work=work, out=tmp_path, first=PLAN.prompt - 1, report=quiet)
+    found = pipeline.train(
+        target, CONFIG, options, states=states, work=tmp_path, out=tmp_path, first=PLAN.prompt - 1, report=quiet
+    )
     assert found is not None
     table = json.loads((tmp_path / "accuracy.json").read_text())
     assert table["places"] == found.places > 0
     again = checkpoint.heads(tmp_path, target.output, torch.float32)
-    measured = accuracy.measure(again, corpus.kept(work / "measure", first=PLAN.prompt - 1), target.output.detach())
+    measured = accuracy.measure(again, corpus.kept(states / "measure", first=PLAN.prompt - 1), target.output.detach())
     assert measured.top()[0][9] == pytest.approx(found.top()[0][9], abs=0.05)  # bfloat16 on the way
 
 
@@ -171,7 +187,9 @@ def test_what_cannot_be_trained_is_refused(target: FrozenTarget, tmp_path: Path)
         corpus.cut(np.zeros(100, dtype=np.int32), 5, 24, seed=0)
     short = [Windows(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, 32))]
     with pytest.raises(ConfigurationError, match="too short"):
-        Trainer(fresh(CONFIG, target.output), short, TrainingOptions(), output=target.output, folder=tmp_path)
+        Trainer(
+            fresh(CONFIG, target.output), short, TrainingOptions(), output=target.output, folder=tmp_path, data="short"
+        )
     with pytest.raises(ConfigurationError, match="no text was long enough"):
         accuracy.measure(fresh(CONFIG, target.output), [Windows(short[0].tokens, short[0].states, 2)], target.output)
     with pytest.raises(CheckpointError, match="no checkpoint"):

@@ -17,7 +17,7 @@ EAGER = ["--backend", "eager", "--amp", "f32", "--context-length-estimate", 16]
 def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A head by the command line, in two goes."""
     folder = tmp_path_factory.mktemp("head")
-    (folder / "text.py").write_text(" ".join(f"w{(i * i + i // 7) % VOCABULARY}" for i in range(1700)))
+    (folder / "text.py").write_text(" ".join(f"w{(i * i + i // 7) % VOCABULARY}" for i in range(2400)))
     command: list[object] = [
         "train", "eagle", "--target", target, "--data", folder / "text.py", "--out", folder / "out", "--version", 3,
         "--layers", 0, "--layers", 1, "--layers", 2, "--draft-vocabulary", 60, "--tokens", 24 * 8 * 2, "--passes", 2,
