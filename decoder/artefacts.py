@@ -45,7 +45,7 @@ def ensure(root: Path, facts: Facts, build: Callable[[Path], None]) -> Path:
         try:
             build(draft)
             (draft / MANIFEST).write_text(json.dumps(dict(facts), indent=1, sort_keys=True))
-            shutil.rmtree(folder, ignore_errors=True)  # an incomplete one, from an interrupted copy
+            shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
             draft.rename(folder)
         finally:
             shutil.rmtree(draft, ignore_errors=True)
@@ -59,10 +59,19 @@ def find(root: Path, facts: Facts) -> Path | None:
 
 
 def copy(folder: Path, to: Path) -> None:
-    """Copy an artefact into another root."""
+    """Copy an artefact into another root, unless it is there already (as where a folder is saved into itself)."""
+    target = to / folder.name
+    if (target / MANIFEST).is_file():
+        return
     try:
         to.mkdir(parents=True, exist_ok=True)
-        shutil.copytree(folder, to / folder.name, dirs_exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=to))
+        try:
+            shutil.copytree(folder, draft, dirs_exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)  # an incomplete one
+            draft.rename(target)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         raise ArtefactError(f"cannot copy compiled graphs to {to}: {error}") from error
 

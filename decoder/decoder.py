@@ -176,8 +176,8 @@ class CompiledDecoder:
             shapes = [[str(x.dtype), list(x.shape)] for x in example]
             facts = {"graph": full, "inputs": shapes, **facts}
             graph = Graph(full, make(self.body, reach), tuple(example), facts)
-            self._used.append(graph)
             step = self._steps[full, id(owner)] = self.backend.compile(graph, self.announce)
+            self._used.append(graph)  # what failed is not to be saved
         return step
 
     def carry(self, *shape: int) -> Carry:

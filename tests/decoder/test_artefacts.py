@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.core.errors import BackendError
+from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder import artefacts
 from paceline.decoder.native import build
 
@@ -132,6 +133,30 @@ def test_a_copy_is_an_artefact(tmp_path: Path) -> None:
     found = artefacts.find(tmp_path / "far" / "there", FACTS)
     assert found is not None
     assert (found / "thing").read_text() == "whole"
+
+
+def test_a_copy_onto_itself_is_no_copy(tmp_path: Path) -> None:
+    """As `load(folder)` and then `save(folder)`."""
+    folder = artefacts.ensure(tmp_path, FACTS, made)
+    artefacts.copy(folder, tmp_path)
+    assert artefacts.find(tmp_path, FACTS) == folder and (folder / "thing").read_text() == "whole"
+
+
+def test_a_broken_copy_leaves_nothing_that_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, there = artefacts.ensure(tmp_path / "here", FACTS, made), tmp_path / "there"
+
+    def breaks(source: Path, to: Path, **_named: object) -> None:
+        shutil.copy(source / artefacts.MANIFEST, to)  # the first of its files, as it may be
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(artefacts.shutil, "copytree", breaks)
+        with pytest.raises(ArtefactError, match="disk full"):
+            artefacts.copy(folder, there)
+    assert not list(there.iterdir())
+    (there / folder.name).mkdir()  # a folder without its manifest
+    artefacts.copy(folder, there)
+    assert artefacts.find(there, FACTS) is not None and (there / folder.name / "thing").is_file()
 
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
