@@ -1,8 +1,8 @@
 """The files a checkpoint's weights are in: which ones there are, and one of them opened, in either format.
 
-Gives names, shapes and tensors as they lie in a file. It does not know what a model needs; that comparison is
-``decoder/weights.py``. A pickle (``.bin``) is read by torch's restricted unpickler only, which builds tensors
-and refuses everything else: no code from a file is run.
+Gives names, shapes and tensors as they lie in a file, and writes such files. It does not know what a model needs; that
+comparison is ``decoder/weights.py``. A pickle (``.bin``) is read by torch's restricted unpickler only, which builds
+tensors and refuses everything else: no code from a file is run.
 """
 
 import pickle
@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.core.errors import CheckpointError, MissingWeightsError
+from paceline.core.errors import CheckpointError, MissingWeightsError, WeightValueError
 from paceline.decoder.json_fields import read_json_object
 
 _AGAIN = "download the file again"
@@ -103,16 +104,53 @@ class _PickleFile:
     tensors: dict[str, Tensor]
 
     def infos(self) -> dict[str, TensorInfo]:
-        return {
-            name: TensorInfo(tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype)))
-            for name, tensor in self.tensors.items()
-        }
+        return {name: TensorInfo(tuple(tensor.shape), _dtype_name(tensor)) for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
         return self.tensors[name].detach()
 
     def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
         return self.read(name).narrow(dim, span[0], span[1] - span[0])
+
+
+def write_weight_file(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a file of weights, whole or not at all, for everyone to read: safetensors, or a pickle named .pt."""
+    part = path.with_suffix(".part")
+    if path.suffix == ".pt":
+        torch.save(tensors, part)
+    else:
+        save_file(tensors, part, metadata={"format": "pt"})
+    part.chmod(0o644)  # safetensors makes a file that only its owner reads
+    part.replace(path)
+
+
+def check_stored(name: str, dtype: str, *, where: Path) -> None:
+    """Raise CheckpointError unless a tensor's numbers are what they say, and not a quantised form of others."""
+    if dtype not in FLOAT_NAMES:
+        raise CheckpointError(
+            f"{where}: {name} is stored as {dtype}; quantised weights are not supported, "
+            "use the checkpoint in float32, bfloat16 or float16."
+        )
+
+
+def sound(name: str, tensor: Tensor, dtype: torch.dtype, *, where: Path) -> Tensor:
+    """A tensor that was read from a checkpoint, in the type it is computed with.
+
+    Raises:
+        CheckpointError: it is quantised.
+        WeightValueError: it holds NaN, infinity, or values beyond that type.
+    """
+    check_stored(name, _dtype_name(tensor), where=where)
+    made = tensor.to(dtype)
+    if not bool(torch.isfinite(made).all()):
+        if not bool(torch.isfinite(tensor).all()):
+            raise WeightValueError(f"{where}: {name} holds NaN or infinity; the checkpoint is damaged, fetch it again")
+        raise WeightValueError(f"{where}: {name} holds values beyond {dtype}; load the target with amp='f32'")
+    return made
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
 def _indexed_files(index: Path) -> list[Path]:

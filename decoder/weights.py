@@ -25,9 +25,9 @@ from paceline.decoder.llama_layout import EMBEDDING, OUTPUT_HEAD, expected_tenso
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.parallel import Part, Shard
 from paceline.decoder.weight_files import (
-    FLOAT_NAMES,
     TensorInfo,
     WeightFile,
+    check_stored,
     find_weight_files,
     open_weight_file,
 )
@@ -127,11 +127,7 @@ def _check_infos(places: dict[str, _Place], wanted: dict[str, tuple[int, ...]]) 
                 f"{place.file}: {name} has shape {list(place.info.shape)}, but config.json asks for "
                 f"{list(shape)}; use the config.json that belongs to these weights."
             )
-        if place.info.dtype not in FLOAT_NAMES:
-            raise CheckpointError(
-                f"{place.file}: {name} is stored as {place.info.dtype}; quantised weights are not supported, "
-                "use the checkpoint in float32, bfloat16 or float16."
-            )
+        check_stored(name, place.info.dtype, where=place.file)
 
 
 def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, part: Part | None, file: Path) -> Tensor:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.core.errors import (
@@ -19,11 +18,10 @@ from paceline.core.errors import (
     ConfigurationError,
     MissingWeightsError,
     WeightShapeError,
-    WeightValueError,
 )
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.model_config import ModelConfig
-from paceline.decoder.weight_files import find_weight_files, open_weight_file
+from paceline.decoder.weight_files import find_weight_files, open_weight_file, sound, write_weight_file
 from paceline.eagle import layouts
 from paceline.eagle.config import CONFIG, EagleConfig
 from paceline.eagle.layouts import EMBEDDING, HEAD, MASK, OFFSETS
@@ -70,9 +68,8 @@ def load(folder: Path, target: ModelConfig, *, head: Tensor | None = None) -> Ch
     ids = drafted_ids(config, named.pop(OFFSETS, None), named.pop(MASK, None), where=str(folder))
     _compare(folder, named, expected(config))
     _check_embedding(folder, config, embedding)
-    for name, value in named.items():
-        if not bool(torch.isfinite(value).all()):
-            raise WeightValueError(f"{folder}: {name} holds NaN or infinity; the checkpoint is damaged, fetch it again")
+    for name, value in (named if embedding is None else {**named, EMBEDDING: embedding}).items():
+        sound(name, value, value.dtype, where=folder)
     return Checkpoint(config, named | ({"ids": ids} if version == 3 else {}), embedding)
 
 
@@ -100,9 +97,7 @@ def save(folder: Path, checkpoint: Checkpoint, *, layout: str = "paceline", head
     folder.mkdir(parents=True, exist_ok=True)
     named = {layouts.foreign_name(name, layout, version): x.detach().clone() for name, x in tensors.items()}
     path = folder / "model.safetensors"
-    part = path.with_suffix(".part")
-    save_file(named, part, metadata={"format": "pt"})
-    part.replace(path)
+    write_weight_file(path, named)
     if layout == "paceline":
         config.write(folder)
     else:

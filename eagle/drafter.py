@@ -22,6 +22,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.types import Bounds, Commit, Proposal, Reads, SamplingBatch
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels import Place
+from paceline.decoder.weight_files import sound
 from paceline.eagle import checkpoint
 from paceline.eagle.growth import Chain, Growth, Root
 from paceline.eagle.head import EagleHead
@@ -104,7 +105,7 @@ class EagleDrafter:
         growth  how drafts grow; default: a chain of 4
 
         Raises:
-            CheckpointError: the folder cannot be used.
+            CheckpointError: the folder cannot be used, or its weights not in the target's number format.
             PairingError: the head is for another target.
             ConfigurationError: the growth does not fit.
         """
@@ -113,8 +114,9 @@ class EagleDrafter:
         rows = min(len(model.head), target.config.vocab_size)
         found = checkpoint.load(Path(path), target.config, head=model.head[:rows])
         dtype = target.options.dtype
-        weights = {name: x if name == "ids" else x.to(dtype) for name, x in found.weights.items()}
-        embedding = None if found.embedding is None else found.embedding.to(dtype)
+        where = Path(path)
+        weights = {n: x if n == "ids" else sound(n, x, dtype, where=where) for n, x in found.weights.items()}
+        embedding = None if found.embedding is None else sound("its embedding", found.embedding, dtype, where=where)
         if embedding is not None and torch.equal(embedding[:rows], model.embedding[:rows]):
             embedding = None
         head = EagleHead(

@@ -11,12 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from paceline.core.errors import CheckpointError, MissingWeightsError
+from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError, WeightShapeError
 from paceline.decoder.collectives import Collectives
-from paceline.decoder.weight_files import TensorInfo, WeightFile, find_weight_files, open_weight_file
+from paceline.decoder.weight_files import (
+    TensorInfo,
+    WeightFile,
+    find_weight_files,
+    open_weight_file,
+    sound,
+    write_weight_file,
+)
 from paceline.medusa import layouts
 from paceline.medusa.config import CONFIG, Claims, MedusaConfig
 from paceline.medusa.heads import Heads
@@ -59,6 +65,7 @@ def load(folder: Path, *, vocab_size: int) -> Checkpoint:
         layouts.canonical(())  # says what a head would be called
     config = replace(layouts.survey(shapes, vocab_size=vocab_size), base=claims.base)
     _compare(folder, claims, config)
+    _check(folder, config, weights)
     if layouts.shared(config, weights):
         log.info("%s: every head repeats one block %d times, as Medusa's own code does", folder, config.layers)
     return Checkpoint(config, weights)
@@ -86,20 +93,26 @@ def save(folder: Path, config: MedusaConfig, weights: dict[str, Tensor], *, layo
     """Write heads, with their config.json. Returns the file of weights.
 
     Raises:
-        ConfigurationError: the layout is unknown or cannot hold these heads.
+        ConfigurationError: the layout is unknown or cannot hold these heads, or `check_place`.
     """
     named = {name: x.contiguous() for name, x in layouts.renamed(config, weights, layout).items()}
+    check_place(folder, layout)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILES[layout]
-    part = path.with_suffix(".part")
-    if path.suffix == ".pt":
-        torch.save(named, part)
-    else:
-        save_file(named, part, metadata={"format": "pt"})
-    part.chmod(0o644)  # some writers make a file that only its owner reads
-    part.replace(path)
+    write_weight_file(path, named)
     config.write(folder)
     return path
+
+
+def check_place(folder: Path, layout: str = "paceline") -> None:
+    """Raise ConfigurationError if a folder holds heads that would be read in place of those to be written there."""
+    order = (*_NAMES, FILES["paceline"])
+    before = [name for name in order[: order.index(FILES[layout])] if (folder / name).is_file()]
+    if before:
+        raise ConfigurationError(
+            f"{folder} holds other heads in {before[0]}, which would be read instead of those written there; remove "
+            "that file, or give another folder"
+        )
 
 
 def convert(source: Path, out: Path, *, layout: str, output: Tensor, dtype: torch.dtype | None = None) -> Path:
@@ -113,7 +126,9 @@ def convert(source: Path, out: Path, *, layout: str, output: Tensor, dtype: torc
     if layout != "paceline":
         weights = layouts.untied(config, weights, output.to(next(iter(weights.values())).dtype))
         config = replace(config, tied=False)
-    return save(out, config, {n: x.to(dtype or x.dtype) for n, x in weights.items()}, layout=layout)
+    return save(
+        out, config, {n: sound(n, x, dtype or x.dtype, where=source) for n, x in weights.items()}, layout=layout
+    )
 
 
 def _files(folder: Path) -> list[Path]:
@@ -132,6 +147,19 @@ def _names(infos: dict[str, TensorInfo]) -> dict[str, str]:
 
 def _read(source: WeightFile, name: str) -> Tensor:
     return source.read(name).clone()  # the file may change or go afterwards
+
+
+def _check(folder: Path, config: MedusaConfig, weights: dict[str, Tensor]) -> None:
+    """Every tensor against the sizes that the others speak of, its type and its numbers."""
+    for name, shape in config.shapes().items():
+        if name not in weights:
+            raise MissingWeightsError(f"{folder} lacks {name}; take the checkpoint in full")
+        if tuple(weights[name].shape) != shape:
+            raise WeightShapeError(
+                f"{folder}: {name} has shape {list(weights[name].shape)}, and must have {list(shape)} like those of "
+                "the other heads; take the checkpoint again"
+            )
+        sound(name, weights[name], weights[name].dtype, where=folder)
 
 
 def _compare(folder: Path, claims: Claims, config: MedusaConfig) -> None:

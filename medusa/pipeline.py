@@ -86,6 +86,7 @@ def train(
     Also writes ``accuracy.json``: for every head the share of places where the target's token is among the best 1..10,
     on the texts kept for that, from place ``first`` on.
     """
+    checkpoint.check_place(out)
     heads = fresh(config, target.output)
     windows = corpus.kept(states / "train")
     trainer = Trainer(heads, windows, options, output=target.output, folder=work, data=states.name)

@@ -23,6 +23,7 @@ from paceline.core.errors import (
 from paceline.decoder.model_config import ModelConfig
 from paceline.eagle import checkpoint
 from paceline.eagle.checkpoint import Checkpoint
+from paceline.eagle.drafter import EagleDrafter
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import config, random_head
 
@@ -121,6 +122,9 @@ BAD: list[tuple[dict[str, object], type[PacelineError], str]] = [
     ({"layer.surplus.weight": torch.zeros(2)}, CheckpointError, "surplus"),
     ({"norm.weight": torch.ones(7)}, WeightShapeError, "norm.weight"),
     ({"norm.weight": torch.full((32,), torch.nan)}, WeightValueError, "norm.weight"),
+    ({"norm.weight": torch.ones(32, dtype=torch.int8)}, CheckpointError, r"norm.weight is stored as torch.int8"),
+    ({"fc.weight": torch.ones(32, 96).to(torch.float8_e4m3fn)}, CheckpointError, "quantised"),
+    ({"embed_tokens.weight": torch.full((VOCABULARY, 32), torch.inf)}, WeightValueError, "embed_tokens"),
     ({"d2t": torch.zeros(5, dtype=torch.int64)}, WeightShapeError, "d2t"),
     ({"d2t": torch.full((48,), 90)}, CheckpointError, "offsets"),
     ({"d2t": -torch.arange(48)}, CheckpointError, "different ids"),
@@ -189,3 +193,17 @@ def test_conversion_keeps_the_head_and_its_own_embedding(target: ModelConfig, tm
     assert found.config == made.config and found.embedding is not None
     assert torch.equal(found.embedding, embedding)
     assert all(torch.equal(found.weights[name], value) for name, value in made.weights.items())
+
+
+def test_values_beyond_the_number_format_are_refused(workshop: Workshop, target: ModelConfig, tmp_path: Path) -> None:
+    """1e5 is a number in float32 and infinity in float16."""
+    made = random_head(config(target, 3))
+    made.weights["norm.weight"][3] = 1e5
+    checkpoint.save(tmp_path, made)
+    EagleDrafter.from_pretrained(tmp_path, workshop.decoder(slots=1))
+    with pytest.raises(WeightValueError, match=r"norm.weight holds values beyond torch.float16"):
+        EagleDrafter.from_pretrained(tmp_path, workshop.decoder(slots=1, amp="f16"))
+
+
+def test_everyone_may_read_a_head(target: ModelConfig, tmp_path: Path) -> None:
+    assert checkpoint.save(tmp_path, random_head(config(target, 3))).stat().st_mode & 0o777 == 0o644

@@ -184,16 +184,39 @@ def test_damage_is_named(tmp_path: Path) -> None:
     for change, error, said in (
         ({"heads.0.blocks.0.bias": torch.full((6,), float("nan"))}, WeightValueError, "holds NaN"),
         ({"heads.0.blocks.0.bias": torch.ones(5)}, WeightShapeError, "has shape"),
+        ({"heads.0.blocks.0.bias": torch.ones(6, dtype=torch.int8)}, CheckpointError, "stored as torch.int8"),
         ({"0.1.weight": torch.ones(9, 6)}, CheckpointError, "are both"),
     ):
         save_file({**named, **change}, tmp_path / "model.safetensors")
         with pytest.raises(error, match=said):
             checkpoint.heads(tmp_path, output(), torch.float32)
+        with pytest.raises(error, match=said):
+            checkpoint.convert(tmp_path, tmp_path / "out", layout="paceline", output=output())
     save_file({"model.norm.weight": torch.ones(6)}, tmp_path / "model.safetensors")
     with pytest.raises(MissingWeightsError, match="no tensor has the name of a Medusa head"):
         checkpoint.load(tmp_path, vocab_size=9)
     with pytest.raises(CheckpointError, match="not a folder"):
         checkpoint.load(tmp_path / "absent", vocab_size=9)
+
+
+@pytest.mark.parametrize(
+    ("layout", "stale"),
+    [
+        ("paceline", "medusa_lm_head.pt"),
+        ("nxd", "medusa_lm_head.safetensors"),
+        ("medusa", "medusa_lm_head.safetensors"),
+    ],
+)
+def test_heads_are_not_written_behind_others(tmp_path: Path, layout: str, stale: str) -> None:
+    """What is written is what is read afterwards."""
+    (tmp_path / stale).touch()
+    with pytest.raises(ConfigurationError, match=f"holds other heads in {stale}"):
+        checkpoint.save(tmp_path, OWN, weights(OWN), layout=layout)
+    (tmp_path / stale).unlink()
+    for seed in (1, 2):  # over heads of the same name
+        assert checkpoint.save(tmp_path, OWN, weights(OWN, seed=seed), layout=layout).stat().st_mode & 0o777 == 0o644
+        found = checkpoint.load(tmp_path, vocab_size=9).weights
+        assert all(torch.equal(found[name], x) for name, x in weights(OWN, seed=seed).items())
 
 
 def test_a_pickle_with_code_in_it_is_not_run(tmp_path: Path) -> None:
