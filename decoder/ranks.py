@@ -126,7 +126,8 @@ class Ranks:
             made = self._next()
             try:
                 stream = io.BytesIO()
-                _Sender(stream, self._bodies, self._names).dump(step)
+                sender = _Sender(stream, self._bodies, self._names)
+                sender.dump(step)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise ConfigurationError(
                     f"{name} cannot be sent to the other ranks ({error}); a drafter's step must be made of modules "
@@ -134,6 +135,7 @@ class Ranks:
                 ) from error
             self._send("make", number, made, stream.getvalue())
             self._answers()
+            self._names.update(sender.new)  # only now do the other ranks have them
             self._steps[made] = number
             return made
 
@@ -209,13 +211,14 @@ class Ranks:
 
 
 class _Sender(pickle.Pickler):
-    """Pickles a step; what the other ranks have already is named, and a new tensor is sent once."""
+    """Pickles a step; what the other ranks have already is named, and a tensor that is ``new`` to them is sent once."""
 
     def __init__(
         self, stream: io.BytesIO, bodies: weakref.WeakKeyDictionary[Body, int], names: WeakTensorKeyDictionary
     ) -> None:
         super().__init__(stream)
         self._bodies, self._names = bodies, names
+        self.new = WeakTensorKeyDictionary()
 
     def persistent_id(self, item: Any) -> Any:
         if isinstance(item, Body):
@@ -229,10 +232,11 @@ class _Sender(pickle.Pickler):
             return ("kernels",)
         if not isinstance(item, Tensor):
             return None
-        if item in self._names:
-            return self._names[item]
+        for known in (self._names, self.new):
+            if item in known:
+                return known[item]
         name = ("sent", uuid.uuid4().hex)
-        self._names[item] = name
+        self.new[item] = name
         stream = io.BytesIO()
         torch.save(item.detach().clone(), stream)
         return "new", name, isinstance(item, nn.Parameter), stream.getvalue()

@@ -47,6 +47,7 @@ class NeuronBackend:
         self.group: Collectives = Alone() if degree == 1 else Fabric(degree)
         self._root = environment.cache_root() / "neuron"
         self._shipped: Path | None = None
+        self._folders: dict[Path, None] = {}  # of this decoder's graphs, in the order they were made or found
 
     def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         return wanted
@@ -70,11 +71,12 @@ class NeuronBackend:
         def folder(more: dict[str, object], build: Callable[[Path], None]) -> Path:
             every = {**facts, **more}
             found = artefacts.find(self._shipped, every) if self._shipped else None
-            if found is not None:
-                return found
-            if artefacts.find(self._root, every) is None:
-                announce(f"compiling {graph.name} for {self._chip.sdk.chip.value}")
-            return artefacts.ensure(self._root, every, build)
+            if found is None:
+                if artefacts.find(self._root, every) is None:
+                    announce(f"compiling {graph.name} for {self._chip.sdk.chip.value}")
+                found = artefacts.ensure(self._root, every, build)
+            self._folders[found] = None
+            return found
 
         return partial(self._chip.run, self._chip.add(Entry(graph.name, traced, flags, folder)))
 
@@ -90,11 +92,10 @@ class NeuronBackend:
         """Cores are this process's until it ends."""
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
-        """Copy every graph this machine compiled for its chip: the cache has no other."""
-        found = [path.parent for path in self._root.glob(f"*/{artefacts.MANIFEST}")]
-        if not found:
+        """Copy every graph of this decoder, in every layout of weights that it was compiled for."""
+        if not self._folders:
             raise ArtefactError("no graph is compiled for Neuron yet: call compile() before save()")
-        for path in found:
+        for path in self._folders:
             artefacts.copy(path, folder)
 
     def load(self, folder: Path, facts: dict[str, object]) -> None:

@@ -136,6 +136,33 @@ def test_every_kind_and_layout_of_heads(workshop: Workshop, target: SamplingDeco
     assert tokens(divided, **LAWS["sampled"]) == tokens(load(workshop, 1, kind=kind), **LAWS["sampled"])
 
 
+class Scale(torch.nn.Module):
+    """A step with a tensor of its own, and a tool that may not be one to send."""
+
+    def __init__(self, tool: object) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(3.0), requires_grad=False)
+        self.same = self.scale
+        self.tool = tool
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (x * self.scale * self.same,)
+
+
+def test_what_could_not_be_sent_is_sent_with_the_next_step(target: SamplingDecoder) -> None:
+    """The tensors of a step that failed on its way do not count as known to the other ranks."""
+    step, example = Scale(lambda: None), [torch.ones(2)]
+
+    def ask() -> list[torch.Tensor]:
+        return list(target.graph("scale", lambda _body, _reach: step, example, reach=target.n_positions)(*example))
+
+    with pytest.raises(ConfigurationError, match="cannot be sent to the other ranks"):
+        ask()
+    step.tool = None
+    assert ask()[0].tolist() == [9.0, 9.0]
+    assert tokens(target) == tokens(target), "the other ranks are still there"
+
+
 def test_models_of_different_degrees_take_two_steps(workshop: Workshop, target: SamplingDecoder) -> None:
     draft = load(workshop, 1, "draft")
     generator = SpeculativeGenerator(draft, target, k=2)
