@@ -199,10 +199,10 @@ class EagleDrafter:
         return f"eagle{self.head.config.version}[{self.growth.name}]@{self._reach(rows)}"
 
     def facts(self) -> dict[str, object]:
-        """See the protocol."""
+        """See the protocol. The growth is in `name`: graphs that only read a text do not depend on it."""
         own = self.head.embedding is not self.target.body.model.embedding
         config: dict[str, object] = json.loads(json.dumps(asdict(self.head.config)))
-        return {"eagle": config, "growth": self.growth.name, "own embedding": own}
+        return {"eagle": config, "own embedding": own}
 
     def _reach(self, rows: int) -> int:
         return self.target.reach(rows + self.outline.depth)

@@ -8,6 +8,7 @@ they are the head's best tokens. It has no cache and reads no commit but the las
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -90,7 +91,7 @@ class MedusaDrafter:
         self.outline = tree.outline(choices.parents)
         self.reads: Reads | None = Reads()
         self._step = MedusaStep(heads, target.body.kernels, choices)
-        kind = hashlib.sha256(repr((heads.config, choices)).encode()).hexdigest()[:12]
+        kind = hashlib.sha256(json.dumps(self.facts()).encode()).hexdigest()[:12]
         self._name = f"medusa[{len(choices)} nodes,{kind}]"
 
     @classmethod

@@ -13,7 +13,7 @@ from paceline.core.protocols import Drafter, GraphDrafter
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
 from paceline.pace import Pace
-from tests.decoder.tiny import VOCABULARY, Workshop
+from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.eagle.heads import DRAFTED, drafter, features
 
 PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9], list(range(20, 45))]
@@ -144,6 +144,15 @@ def test_drawn_chains_go_with_reject_and_drawn_trees_are_refused(workshop: Works
 def test_the_drafter_is_one_that_can_share_a_graph(workshop: Workshop, tmp_path: Path) -> None:
     made = drafter(tmp_path, workshop.decoder(slots=1), 1, Chain(2))
     assert isinstance(made, Drafter) and isinstance(made, GraphDrafter)
+
+
+def test_graphs_that_read_a_text_are_those_of_every_growth(workshop: Workshop, tmp_path: Path) -> None:
+    target = fresh(workshop.checkpoint())
+    for growth in (Chain(2), DynamicTree(8, depth=3, width=3)):
+        drafter(tmp_path, target, 3, growth).admit(0, PROMPTS[0], torch.zeros(len(PROMPTS[0]), 96))
+    names = [graph.name for graph in target._used]
+    assert names == [names[0]] * 2 and "reads" in names[0]
+    assert target._used[0].facts == target._used[1].facts
 
 
 def test_two_heads_of_one_shape_keep_their_graphs_apart(workshop: Workshop, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,9 @@ def test_it_is_a_drafter_that_can_be_fused(workshop: Workshop, heads_folder: Pat
     other = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder(), tree=[[0]])
     assert drafter.name(1) != other.name(1)
     assert drafter.facts() != other.facts()
+    drafter.heads.config = replace(drafter.heads.config, base="somewhere/else")
+    alike = MedusaDrafter(drafter.heads, drafter.target, drafter.choices)
+    assert alike.name(1) == drafter.name(1), "heads of one shape have one artefact, wherever their target came from"
     assert not any(p.requires_grad for p in drafter.step(1).parameters())
 
 
