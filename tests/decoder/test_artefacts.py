@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ import torch
 
 from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder import artefacts
+from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.native import build
+from tests.decoder.tiny import Workshop, fresh
 
 FACTS: dict[str, object] = {"kind": "test", "shape": [1, 2]}
 
@@ -157,6 +160,28 @@ def test_a_broken_copy_leaves_nothing_that_looks_whole(tmp_path: Path, monkeypat
     (there / folder.name).mkdir()  # a folder without its manifest
     artefacts.copy(folder, there)
     assert artefacts.find(there, FACTS) is not None and (there / folder.name / "thing").is_file()
+
+
+def test_a_graph_that_did_not_compile_is_not_saved(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, saved = fresh(workshop.checkpoint()), []
+    compiled = decoder.backend.compile
+
+    def fails(graph: Graph, announce: Callable[[str], None]) -> Step:
+        raise BackendError("no compiler today")
+
+    def ask(name: str) -> None:
+        decoder.graph(name, lambda _body, _reach: torch.nn.Identity(), [torch.zeros(1)], reach=decoder.n_positions)
+
+    monkeypatch.setattr(decoder.backend, "compile", fails)
+    with pytest.raises(BackendError, match="no compiler today"):
+        ask("bad")
+    with pytest.raises(ArtefactError, match="no graph is compiled yet"):
+        decoder.save("graphs")
+    monkeypatch.setattr(decoder.backend, "compile", compiled)
+    monkeypatch.setattr(decoder.backend, "save", lambda graphs, _folder: saved.extend(g.name for g in graphs))
+    ask("good")
+    decoder.save("graphs")
+    assert saved == [f"good@{decoder.n_positions}"]
 
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,16 +14,9 @@ from transformers import LlamaForCausalLM
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.core.errors import (
-    ArtefactError,
-    BackendError,
-    ConfigurationError,
-    DecoderBusyError,
-    MissingWeightsError,
-    WeightValueError,
-)
+from paceline.core.errors import ConfigurationError, DecoderBusyError, MissingWeightsError, WeightValueError
 from paceline.decoder import steps
-from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.backends.base import Step
 from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop, network
 from tests.equality.laws import LAWS, PROMPTS, plain, run, texts
 
@@ -218,31 +211,6 @@ def test_compile_makes_the_graphs_of_every_bucket(workshop: Workshop, k: int | t
         for law in LAWS.values():
             generator.sample([[3] * length], max_new_tokens=64 - length, eos_token_id=[], **law)
     assert [decoder._steps for decoder in (draft, target)] == made
-
-
-# ---- its graphs
-
-
-def test_a_graph_that_did_not_compile_is_not_saved(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, saved = loaded(workshop.checkpoint()), []
-    compiled = decoder.backend.compile
-
-    def fails(graph: Graph, announce: Callable[[str], None]) -> Step:
-        raise BackendError("no compiler today")
-
-    def ask(name: str) -> None:
-        decoder.graph(name, lambda _body, _reach: torch.nn.Identity(), [torch.zeros(1)], reach=decoder.n_positions)
-
-    monkeypatch.setattr(decoder.backend, "compile", fails)
-    with pytest.raises(BackendError, match="no compiler today"):
-        ask("bad")
-    with pytest.raises(ArtefactError, match="no graph is compiled yet"):
-        decoder.save("graphs")
-    monkeypatch.setattr(decoder.backend, "compile", compiled)
-    monkeypatch.setattr(decoder.backend, "save", lambda graphs, _folder: saved.extend(g.name for g in graphs))
-    ask("good")
-    decoder.save("graphs")
-    assert saved == [f"good@{decoder.n_positions}"]
 
 
 # ---- who may use it
