@@ -168,7 +168,8 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
     width, scores = outline.depth + 1, None
     if not on_device:
         if plan.pace or (plan.fused is not False and isinstance(source, GraphDrafter)):
-            log.info("processors and scores need the host at every token: draft and target are two graphs of one depth")
+            level = logging.WARNING if plan.fused else logging.INFO  # what was asked for by name is not done
+            log.log(level, "processors and scores need the host at every token: two graphs of one depth, not one")
         host = HostVerifier(
             target, outline, acceptor=plan.rule, wide=wide, processor=demands.processor, reads=source.reads
         )
