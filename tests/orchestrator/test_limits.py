@@ -100,11 +100,12 @@ POISON = {
     "nothing": lambda _: [],
     "too many": lambda _: [0] * 100,
 }
+RULES = [("match", False), ("match", True), ("reject", False), ("reject", True), ("typical", False)]
+"""Acceptance, and whether scores are asked for; "typical" has none."""
 
 
 @pytest.mark.parametrize("name", POISON)
-@pytest.mark.parametrize("acceptor", ["match", "reject"])
-@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize(("acceptor", "scores"), RULES)
 def test_a_poisoned_drafter_changes_nothing(name: str, acceptor: str, scores: bool) -> None:
     generator = Checked(lift(POISON[name], 3), target(2), acceptor=acceptor)
     done = run(generator, [LONG[:4], LONG[:6]], output_scores=scores)
@@ -112,8 +113,7 @@ def test_a_poisoned_drafter_changes_nothing(name: str, acceptor: str, scores: bo
 
 
 @pytest.mark.parametrize("gap", [-1, V, 1 << 30])
-@pytest.mark.parametrize("acceptor", ["match", "reject"])
-@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize(("acceptor", "scores"), RULES)
 def test_what_stands_behind_a_gap_in_a_proposal_is_not_taken_for_what_comes_next(
     gap: int, acceptor: str, scores: bool
 ) -> None:
