@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from paceline import NgramDrafter, SpeculativeGenerator, lift
+from paceline.core.errors import ConfigurationError
 from paceline.result import GenerationResult
 from tests.fakes import Checked, TableDecoder, near, table
 from tests.orchestrator.drafting import oracle
@@ -98,6 +101,8 @@ POISON = {
     "negative": lambda _: [-1, -5],
     "behind a good one": lambda _: [0, V, 0, -1],
     "nothing": lambda _: [],
+    "None": lambda _: None,
+    "without end": lambda _: count(),
     "too many": lambda _: [0] * 100,
 }
 RULES = [("match", False), ("match", True), ("reject", False), ("reject", True), ("typical", False)]
@@ -123,6 +128,12 @@ def test_what_stands_behind_a_gap_in_a_proposal_is_not_taken_for_what_comes_next
     source = lift(lambda text: [*knows(text)[:1], gap, *knows(text)[1:]], 4)
     generator = Checked(source, target(), k=4, acceptor=acceptor)
     assert texts(run(generator, [prompt], output_scores=scores)) == [whole(prompt)]
+
+
+@pytest.mark.parametrize("found", [7, ["a"], [float("inf")]], ids=str)
+def test_what_is_no_ids_is_named(found: object) -> None:
+    with pytest.raises(ConfigurationError, match="it must return token ids, or None"):
+        run(SpeculativeGenerator(lambda _: found, target(), k=2), [LONG[:4]])  # type: ignore[arg-type, return-value]
 
 
 def test_a_drafter_that_raises_leaves_the_decoder_free() -> None:
