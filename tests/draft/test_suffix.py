@@ -105,6 +105,10 @@ def test_a_corpus_keeps_its_size_and_what_is_new() -> None:
         corpus.add([at, at + 1, at + 2])
         assert len(corpus.automaton.tokens) <= 24
     assert 31 in corpus.automaton.tokens and 3 not in corpus.automaton.tokens
+    least = Corpus(1)
+    for _ in range(9):
+        least.add([1, 2, 3])
+    assert len(least.automaton.tokens) <= 1
     with pytest.raises(ConfigurationError, match="holds nothing"):
         Corpus(0)
 
