@@ -38,8 +38,11 @@ class Detokeniser:
         text, known = self._texts()
         if text.endswith(UNFINISHED) or len(text) < len(known):
             return ""
-        self._from, self._done = self._done, len(self._tokens)
-        return text[len(known) :]
+        piece = text[len(known) :]
+        if piece:  # behind a special token alone, the next one would look like the beginning of a text
+            self._from = self._done
+        self._done = len(self._tokens)
+        return piece
 
     @property
     def held(self) -> int:

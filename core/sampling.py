@@ -16,6 +16,8 @@ from paceline.core.errors import SamplingError
 from paceline.core.types import SamplingBatch
 
 _MAX_EXACT_FLOAT = 1 << 24  # top-k travels in a float32 tensor
+_LEAST_TEMPERATURE = 1e-20
+"""Above 0. Logits over less reach past `reduce.NEGATIVE`, which stands for what is cut, and past float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise SamplingError(f"temperature must be a finite number >= 0, not {self.temperature}; 0 is greedy")
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            raise SamplingError(
+                f"temperature={self.temperature} is below {_LEAST_TEMPERATURE}, the least that float32 logits can be "
+                "divided by; 0 is greedy"
+            )
         if not 0 <= self.top_k < _MAX_EXACT_FLOAT:
             raise SamplingError(f"top_k must be 0 (off) or a positive integer, not {self.top_k}")
         if not 0 < self.top_p <= 1:

@@ -58,9 +58,10 @@ class Typical:
         entropy = -(law * (law + _INSIDE).log()).sum(-1)
         bar = (self.alpha * torch.exp(-entropy)).clamp(max=self.epsilon)  # [B, N + 1]
         place = (parents + 1).to(torch.int64)
-        ids = tokens.clamp(min=0).to(torch.int64).unsqueeze(-1)
-        p = law.gather(1, place.unsqueeze(-1).expand(-1, -1, law.shape[-1])).gather(2, ids).squeeze(-1)
-        plausible = (p > bar.gather(1, place)) & (tokens != PAD)
+        vocabulary = law.shape[-1]
+        ids = tokens.clamp(min=0, max=vocabulary - 1).to(torch.int64).unsqueeze(-1)
+        p = law.gather(1, place.unsqueeze(-1).expand(-1, -1, vocabulary)).gather(2, ids).squeeze(-1)
+        plausible = (p > bar.gather(1, place)) & (tokens >= 0) & (tokens < vocabulary)
         above = tree.ancestor_mask(parents)  # [B, N, N]
         alive = (above * (~plausible).to(torch.float32).unsqueeze(1)).sum(-1) == 0
         level = torch.where(alive, above.sum(-1), 0.0)

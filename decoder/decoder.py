@@ -23,7 +23,7 @@ from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.collectives import Alone, Collectives
 from paceline.decoder.kernels import Kernels, Place, Tree
 from paceline.decoder.model_config import ModelConfig
-from paceline.decoder.options import DecoderOptions
+from paceline.decoder.options import MAX_WIDTH, DecoderOptions
 from paceline.decoder.parallel import Shard
 from paceline.decoder.vocabulary_shards import Lent, choose, whole
 
@@ -249,9 +249,8 @@ class CompiledDecoder:
 
     def check_width(self, width: int) -> None:
         """Raise ConfigurationError unless a window of so many rows fits."""
-        limit = self.options.rows - self.n_positions
-        if not 1 <= width <= limit:
-            raise ConfigurationError(f"a window of {width} rows does not fit; 1 to {limit} (k + 1) are possible")
+        if not 1 <= width <= MAX_WIDTH:
+            raise ConfigurationError(f"a window of {width} rows does not fit; 1 to {MAX_WIDTH} (k + 1) are possible")
 
     def facts(self) -> dict[str, object]:
         """What every graph of this decoder depends on, besides the source."""

@@ -30,11 +30,11 @@ class ChainedDrafter:
                     f"{type(one).__name__} cannot stand in a chain of drafters, since it proposes trees or reads the "
                     "target's states; use it alone"
                 )
-        self._drafters = tuple(drafters)
-        self.outline = Outline.chain(max(one.outline.nodes for one in drafters))
+        self._drafters = tuple(one for one in drafters if one.outline.nodes)  # others never have something to say
+        self.outline = Outline.chain(max((one.outline.nodes for one in self._drafters), default=0))
         # As far as the one that follows longest; the others are asked only as far as each of them follows.
-        reaches = [one.reach for one in drafters]
-        self.reach = None if None in reaches else max(reach for reach in reaches if reach is not None)
+        reaches = [one.reach for one in self._drafters]
+        self.reach = None if None in reaches else max((reach for reach in reaches if reach is not None), default=None)
 
     def shortened(self, length: int) -> ChainedDrafter:
         """See `paceline.core.protocols.Shortens`. Each is shortened that proposes more.

@@ -1,13 +1,14 @@
 """A plain function from the tokens so far to the tokens that may follow, as a drafter.
 
-The quickest way to try an idea: ``SpeculativeGenerator(lift(my_function, 4), target)``. What the function returns is
-checked, since it may be anything: ids out of range and what goes past the length are cut.
+The quickest way to try an idea: ``SpeculativeGenerator(lift(my_function, 4), target)``. The function may return any
+ids, or None for nothing: ids out of range and what goes past the length are cut.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 
-Function = Callable[[list[int]], list[int]]
+Function = Callable[[list[int]], Iterable[int] | None]
 
 
 class LiftedDrafter:
@@ -50,8 +51,7 @@ class LiftedDrafter:
         rows, nodes = [], self.outline.nodes
         for slot in range(len(commit.tokens)):
             wanted = slot in self._texts and limit[slot] > 0
-            found = [int(t) for t in self._function(list(self._texts[slot]))] if wanted else []
-            found = found[:nodes]
+            found = _ids(self._function(list(self._texts[slot])), nodes) if wanted else []
             bad = next((i for i, token in enumerate(found) if not 0 <= token < 1 << 31), len(found))
             rows.append(found[:bad] + [PAD] * (nodes - bad))
         return Proposal(torch.tensor(rows, dtype=torch.int32).view(len(rows), nodes))
@@ -65,6 +65,17 @@ def lift(function: Function, length: int) -> LiftedDrafter:
     """
     _check(function)
     return LiftedDrafter(function, length)
+
+
+def _ids(found: Iterable[int] | None, most: int) -> list[int]:
+    if found is None:
+        return []
+    try:
+        return [int(token) for token in islice(found, most)]
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigurationError(
+            f"the drafting function returned {found!r:.80}; it must return token ids, or None for nothing"
+        ) from error
 
 
 def _check(function: object) -> None:

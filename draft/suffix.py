@@ -37,7 +37,7 @@ class Corpus:
         for token in (*tokens, _BORDER):
             self.automaton.append(token)
         if len(self.automaton.tokens) > self._size:
-            kept = self.automaton.tokens[-(self._size // 2) :]
+            kept = self.automaton.tokens[len(self.automaton.tokens) - self._size // 2 :]
             self.automaton, self.generation = SuffixAutomaton(), self.generation + 1
             for token in kept:
                 self.automaton.append(token)

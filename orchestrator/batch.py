@@ -80,7 +80,7 @@ class Batch:
             tokens = rows[slot][: counts[slot]]
             accepted = min(counts[slot] - 1, drafted[slot])  # several plain steps commit tokens that nobody drafted
             event = self._append(slot, tokens, accepted=accepted, logprobs=logprobs[slot] if logprobs else None)
-            self._statistics.count(drafted[slot], event.accepted)
+            self._statistics.count(drafted[slot], event.accepted, rounds=counts[slot] - accepted)
             events.append(event)
         return events
 

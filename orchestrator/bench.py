@@ -82,7 +82,8 @@ def bench_pair(
 ) -> dict[str, object]:
     """Measure plain, speculative (every k), n-gram and Hugging Face decoding, greedy, one prompt at a time.
 
-    ``loading`` is how both are loaded; positions and prefill graphs are made to fit the prompts.
+    ``loading`` is how both are loaded; positions and prefill graphs are made to fit the prompts. Plain decoding runs
+    several steps in a graph, which is faster than one by one; its time per round is that of one step.
 
     Returns a JSON-ready dictionary: ``modes`` by name, ``best_k``, ratios, and whether all our modes gave the same
     tokens (``identical``).

@@ -17,7 +17,7 @@ from paceline.core.types import Outline
 from paceline.core.typical import Typical
 from paceline.decoder.decoder import Body, CompiledDecoder
 from paceline.draft.chained import ChainedDrafter
-from paceline.draft.lift import lift
+from paceline.draft.lift import Function, lift
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
@@ -43,8 +43,8 @@ DRAFTERS: dict[str, Callable[[int], Drafter]] = {
 Vocabularies = Callable[[CompiledDecoder], Vocabulary | Reencoding]
 """From a draft model to what stands between its ids and the target's."""
 
-OneDraft = CompiledDecoder | Drafter | Callable[[list[int]], list[int]] | str
-DraftLike = OneDraft | Sequence[OneDraft] | None
+OneDraft = CompiledDecoder | Drafter | Function | str
+DraftLike = OneDraft | Sequence[OneDraft | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,8 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
     width, scores = outline.depth + 1, None
     if not on_device:
         if plan.pace or (plan.fused is not False and isinstance(source, GraphDrafter)):
-            log.info("processors and scores need the host at every token: draft and target are two graphs of one depth")
+            level = logging.WARNING if plan.fused else logging.INFO  # what was asked for by name is not done
+            log.log(level, "processors and scores need the host at every token: two graphs of one depth, not one")
         host = HostVerifier(
             target, outline, acceptor=plan.rule, wide=wide, processor=demands.processor, reads=source.reads
         )

@@ -62,7 +62,7 @@ def compile_graphs(
     tree: options.TreeFile = None,
     eagle: options.EagleFolder = None,
     growth: options.GrowthName = None,
-    k: options.Depths = "4",
+    k: options.Depths = None,
     batch_size: Annotated[int, typer.Option(help="Slots.")] = 1,
     n_positions: options.Positions = None,
     context_length_estimate: options.Chunks = None,

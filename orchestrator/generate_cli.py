@@ -40,7 +40,7 @@ def generate(
     tree: options.TreeFile = None,
     eagle: options.EagleFolder = None,
     growth: options.GrowthName = None,
-    k: options.Depths = "4",
+    k: options.Depths = None,
     fused: options.FusedOrNot = None,
     exact: options.Exact = True,
     confidence: options.Confidence = 0.0,

@@ -8,6 +8,8 @@ from functools import partial
 
 from paceline import build, pairing, warm
 from paceline import pace as pacing
+from paceline.core.accept import Match
+from paceline.core.errors import ConfigurationError
 from paceline.core.simulated import Simulated
 from paceline.core.typical import Typical
 from paceline.decoder.decoder import CompiledDecoder
@@ -44,7 +46,7 @@ class SpeculativeGenerator(Sampler):
 
     Raises:
         PairingError: draft and target have different tokenizers or batch sizes.
-        ConfigurationError: an option is out of range.
+        ConfigurationError: an option is out of range, or says something about a draft that is not there.
     """
 
     def __init__(
@@ -68,11 +70,14 @@ class SpeculativeGenerator(Sampler):
             log.warning("acceptor 'typical' is lossy: above temperature 0 the text does not follow the target's law")
         steps = depth + 1 if draft is None else 1
         self.target, self._plan = target, build.Plan(rule, exact, fused, pace, steps)
+        given = list(draft) if isinstance(draft, list | tuple) else [draft]
+        models = [one for one in given if isinstance(one, CompiledDecoder)]
+        _check(self._plan, drafts=any(one not in (None, "none") for one in given))
+        _check_of_models(models, confidence=confidence, vocabulary=vocabulary)
         between = partial(pairing.between, target=target, kind=vocabulary)
         self.drafter = build.drafter(draft, target, k=depth, rule=rule, confidence=confidence, vocabulary=between)
         target.check_width(self.drafter.outline.nodes + 1)
-        given = draft if isinstance(draft, list | tuple) else [draft]
-        self._parts = [target, *(one for one in given if isinstance(one, CompiledDecoder))]
+        self._parts = [target, *models]
         self.statistics = self._fresh()
 
     def compile(self) -> None:
@@ -96,3 +101,25 @@ class SpeculativeGenerator(Sampler):
             now = self.drafter.health if isinstance(self.drafter, Reports) else None
             if before is not None and now is not None:
                 self.statistics.health = now.since(before)
+
+
+def _check(plan: build.Plan, *, drafts: bool) -> None:
+    """Refuse what a plan without a drafter would only claim to do."""
+    if not drafts and not isinstance(plan.rule, Match):
+        raise ConfigurationError(
+            f"acceptance by {type(plan.rule).__name__} needs a drafter, and draft is None; give one, or leave "
+            "acceptor and simulate_acceptance out"
+        )
+    if not drafts and plan.fused:
+        raise ConfigurationError("fused=True needs a draft to fuse with the target, and draft is None; leave it unset")
+
+
+def _check_of_models(
+    models: Sequence[CompiledDecoder], *, confidence: float, vocabulary: pairing.VocabularyLike
+) -> None:
+    """Refuse options of draft models where there is none to heed them."""
+    for name, asked in (("confidence", confidence != 0), ("vocabulary", vocabulary != "same")):
+        if asked and not models:
+            raise ConfigurationError(
+                f"{name} is of a draft model, and draft holds no decoder; leave it out (a drafter object has its own)"
+            )

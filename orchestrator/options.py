@@ -27,11 +27,11 @@ TreeFile = Annotated[Path | None, typer.Option("--tree", help="File of their cho
 EagleFolder = Annotated[Path | None, typer.Option("--eagle", help="Folder of an EAGLE head for the target.")]
 GrowthName = Annotated[str | None, typer.Option(help="Of EAGLE drafts: chain (of k), tree:-1,-1,0 or dynamic:16,4,4.")]
 Depths = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--k",
         help="Drafted tokens per round, not counting the target's own: a number, or depths to choose among in every "
-        "round, such as 0,2,4, or auto (0,1,2,4,8).",
+        "round, such as 0,2,4, or auto (0,1,2,4,8). Default: 4, or what the tree of heads says.",
     ),
 ]
 Confidence = Annotated[

@@ -42,7 +42,8 @@ class Reports(Protocol):
 class Statistics:
     """Counts over all requests of a call, and where its time went.
 
-    rounds                  verifications, counted for every request that took part in one
+    rounds                  verifications, counted for every request that took part in one; several plain steps in
+                            one graph are as many
     drafted                 tokens proposed
     accepted                proposed tokens that are in the output; those accepted but cut by a stop are not counted
     accepted_per_position   the same, by place in the proposal (first = index 0)
@@ -92,9 +93,9 @@ class Statistics:
             "lossy": self.lossy,
         }
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """One round of one request."""
-        self.rounds += 1
+    def count(self, drafted: int, accepted: int, *, rounds: int = 1) -> None:
+        """One round of one request, or several plain ones that ran in one graph."""
+        self.rounds += rounds
         self.drafted += drafted
         self.accepted += accepted
         missing = drafted - len(self.drafted_per_position)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core import noise
-from paceline.core.errors import PacelineError
 from paceline.decoder.backends.base import Graph, make
 from paceline.generator import SpeculativeGenerator
 from paceline.result import GenerationResult
@@ -97,7 +96,7 @@ def _timed(name: str, check: Callable[[], tuple[bool, str]]) -> Check:
     begin = perf_counter()
     try:
         passed, seen = check()
-    except PacelineError as error:
+    except Exception as error:  # on hardware we have not got, anything may fail, and a report must say what
         passed, seen = False, f"{type(error).__name__}: {error}"
     return Check(name, passed, seen, perf_counter() - begin)
 

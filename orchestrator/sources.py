@@ -20,6 +20,9 @@ from paceline.pace import LADDER
 
 Source = SpeculativeGenerator | SamplingDecoder
 
+DEPTH = 4
+"""Drafted tokens per round, where nothing else says how many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loading:
@@ -51,9 +54,9 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Who drafts, as the options say it, and which drafts stand."""
+    """Who drafts, as the options say it, and which drafts stand. ``k``: None = not given."""
 
-    k: str
+    k: str | None
     draft: Path | None = None
     ngram: bool = False
     medusa: Path | None = None
@@ -86,6 +89,7 @@ class Drafting:
             if asked and not self.draft:
                 raise ConfigurationError(f"--{name} is of a draft model; give its folder with --draft")
         asked_of_rounds = {
+            "--k": self.k is not None,
             "--acceptor": self.acceptor != "match",
             "--simulate-acceptance": self.simulate_acceptance is not None,
             "--fused": self.fused,
@@ -98,6 +102,8 @@ class Drafting:
 
     def depths(self) -> int | tuple[int, ...]:
         """``k``: one number, or a ladder."""
+        if self.k is None:
+            return DEPTH
         if self.k == "auto":
             return LADDER
         try:
@@ -116,13 +122,15 @@ def source_of(target: Path, options: Loading, how: Drafting) -> tuple[Source, di
     decoders = {"target": options.decoder(target)}
     drafter: DraftLike = None
     if how.medusa:
-        drafter = MedusaDrafter.from_pretrained(how.medusa, decoders["target"], tree=how.tree)
+        heads = MedusaDrafter.from_pretrained(how.medusa, decoders["target"], tree=how.tree)
         if how.k == "auto":  # as deep as there are heads
-            k = (*(depth for depth in LADDER if depth < drafter.outline.depth), drafter.outline.depth)
+            k = (*(depth for depth in LADDER if depth < heads.outline.depth), heads.outline.depth)
+        drafter = _as_deep(heads, k, "the heads' tree") if how.k else heads
     elif how.eagle:
         deepest = k if isinstance(k, int) else k[-1]
         growth = spec.growth(how.growth or "chain", k=deepest, drawn=how.acceptor == "reject")
-        drafter = EagleDrafter.from_pretrained(how.eagle, decoders["target"], growth)
+        head = EagleDrafter.from_pretrained(how.eagle, decoders["target"], growth)
+        drafter = _as_deep(head, k, f"--growth {how.growth}") if how.k else head
     else:
         listed: list[OneDraft] = [name for name, asked in (("suffix", how.suffix), ("ngram", how.ngram)) if asked]
         if how.draft:
@@ -136,3 +144,20 @@ def source_of(target: Path, options: Loading, how: Drafting) -> tuple[Source, di
         confidence=how.confidence, vocabulary=how.vocabulary, simulate_acceptance=how.simulate_acceptance,
     )  # fmt: skip
     return made, decoders
+
+
+def _as_deep(heads: MedusaDrafter | EagleDrafter, k: int | tuple[int, ...], shape: str) -> MedusaDrafter | EagleDrafter:
+    """Heads that draft k tokens a round: ``shape`` says how deep they go, and a chain can be cut.
+
+    Raises:
+        ConfigurationError: that is another depth than ``k``.
+    """
+    outline = heads.outline
+    if not isinstance(k, int) or k == outline.depth:
+        return heads
+    if not outline.is_chain or not 0 < k < outline.depth:
+        possible = f"1 to {outline.depth}" if outline.is_chain else "that"
+        raise ConfigurationError(
+            f"{shape} is {outline.depth} deep, and --k {k} says otherwise; give {possible}, or no --k"
+        )
+    return heads.shortened(k)

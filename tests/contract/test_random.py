@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import GenerationResult, Reencoding, SpeculativeGenerator, lift
+from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.model import ModelDrafter
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.vocabulary import Intersection
@@ -122,7 +123,7 @@ def made(case: Case) -> SpeculativeGenerator:
         k=case.k,
         fused=case.fused,
         exact=case.exact,
-        confidence=case.confidence,
+        confidence=case.confidence if any(isinstance(one, CompiledDecoder) for one in sources) else 0.0,
         vocabulary=TOKENIZERS if "re-encoding" in names else "same",
     )
     if case.dice and not isinstance(case.k, int):

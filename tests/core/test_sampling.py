@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from paceline.core import law
 from paceline.core.errors import RequestError, SamplingError
 from paceline.core.sampling import Sampling, key_row, knob_row, sampling_batch
 
@@ -14,6 +15,8 @@ from paceline.core.sampling import Sampling, key_row, knob_row, sampling_batch
     [
         ({"temperature": -0.1}, "temperature must be a finite number >= 0, not -0.1"),
         ({"temperature": math.nan}, "temperature"),
+        ({"temperature": 1e-38}, "temperature=1e-38 is below 1e-20"),
+        ({"temperature": 9e-21}, "0 is greedy"),
         ({"temperature": math.inf}, "temperature"),
         ({"top_k": -1}, "top_k must be 0 (off) or a positive integer, not -1"),
         ({"top_k": 1 << 24}, "top_k"),
@@ -33,6 +36,14 @@ def test_values_out_of_range_are_refused_by_name(values: dict[str, float], messa
         Sampling(**values)  # type: ignore[arg-type]
     assert message in str(caught.value)
     assert isinstance(caught.value, (RequestError, ValueError))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_least_temperature_is_greedy_whatever_is_cut(sign: int) -> None:
+    logits = sign * torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0)).abs() * 1e4
+    asked = sampling_batch([Sampling(temperature=1e-20, top_k=5), Sampling(temperature=1e-20, top_p=0.9)])
+    positions = torch.arange(6, dtype=torch.int32).view(2, 3)
+    assert torch.equal(law.choose(logits, positions, asked), logits.argmax(-1).to(torch.int32))
 
 
 def test_the_default_is_greedy_and_cuts_nothing() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -260,6 +262,14 @@ def test_widths_of_a_window(workshop: Workshop, width: int, fits: bool) -> None:
     else:
         with pytest.raises(ConfigurationError, match=rf"window of {width} rows does not fit; 1 to 128"):
             decoder.check_width(width)
+
+
+def test_a_longer_prefill_graph_makes_no_window_wider(workshop: Workshop) -> None:
+    decoder = copy.copy(workshop.decoder())
+    decoder.options = replace(decoder.options, chunks=(256,))
+    decoder.check_width(128)
+    with pytest.raises(ConfigurationError, match="window of 129 rows does not fit"):
+        decoder.check_width(129)
 
 
 def test_a_width_that_does_not_fit_is_refused_before_work(workshop: Workshop) -> None:

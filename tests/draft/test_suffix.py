@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import SpeculativeGenerator
+from paceline import SpeculativeGenerator, lift
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Bounds, Commit, SamplingBatch
 from paceline.draft.automaton import SuffixAutomaton
@@ -105,6 +105,10 @@ def test_a_corpus_keeps_its_size_and_what_is_new() -> None:
         corpus.add([at, at + 1, at + 2])
         assert len(corpus.automaton.tokens) <= 24
     assert 31 in corpus.automaton.tokens and 3 not in corpus.automaton.tokens
+    least = Corpus(1)
+    for _ in range(9):
+        least.add([1, 2, 3])
+    assert len(least.automaton.tokens) <= 1
     with pytest.raises(ConfigurationError, match="holds nothing"):
         Corpus(0)
 
@@ -138,6 +142,17 @@ def test_the_model_is_spared_where_the_text_repeats_and_has_no_gap_after() -> No
     assert maker.sample([PROMPTS[0]], max_new_tokens=50)[0].tolist() == text
     assert maker.statistics.accepted == maker.statistics.drafted
     assert other.body.forwards < one.body.forwards * 3
+
+
+@pytest.mark.parametrize("names", [["none", "ngram"], [None, "ngram"], ["ngram", "none"], ["none"], [lift(list, 0)]])
+@pytest.mark.parametrize("k", [3, (0, 2)])
+def test_one_that_proposes_nothing_may_stand_in_a_chain(names: list[object], k: int | tuple[int, ...]) -> None:
+    if isinstance(k, tuple) and "ngram" not in names:
+        pytest.skip("a ladder needs a drafter that deep")
+    plain = TableDecoder(TARGET).sample([PROMPTS[0]], max_new_tokens=20)
+    maker = SpeculativeGenerator(names, TableDecoder(TARGET), k=k)  # type: ignore[arg-type]
+    assert torch.equal(maker.sample([PROMPTS[0]], max_new_tokens=20), plain)
+    assert (maker.statistics.drafted > 0) == ("ngram" in names)
 
 
 def test_what_cannot_stand_in_a_chain_is_refused() -> None:

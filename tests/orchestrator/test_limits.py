@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from paceline import NgramDrafter, SpeculativeGenerator, lift
+from paceline.core.errors import ConfigurationError
 from paceline.result import GenerationResult
 from tests.fakes import Checked, TableDecoder, near, table
 from tests.orchestrator.drafting import oracle
@@ -98,13 +101,16 @@ POISON = {
     "negative": lambda _: [-1, -5],
     "behind a good one": lambda _: [0, V, 0, -1],
     "nothing": lambda _: [],
+    "None": lambda _: None,
+    "without end": lambda _: count(),
     "too many": lambda _: [0] * 100,
 }
+RULES = [("match", False), ("match", True), ("reject", False), ("reject", True), ("typical", False)]
+"""Acceptance, and whether scores are asked for; "typical" has none."""
 
 
 @pytest.mark.parametrize("name", POISON)
-@pytest.mark.parametrize("acceptor", ["match", "reject"])
-@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize(("acceptor", "scores"), RULES)
 def test_a_poisoned_drafter_changes_nothing(name: str, acceptor: str, scores: bool) -> None:
     generator = Checked(lift(POISON[name], 3), target(2), acceptor=acceptor)
     done = run(generator, [LONG[:4], LONG[:6]], output_scores=scores)
@@ -112,8 +118,7 @@ def test_a_poisoned_drafter_changes_nothing(name: str, acceptor: str, scores: bo
 
 
 @pytest.mark.parametrize("gap", [-1, V, 1 << 30])
-@pytest.mark.parametrize("acceptor", ["match", "reject"])
-@pytest.mark.parametrize("scores", [False, True])
+@pytest.mark.parametrize(("acceptor", "scores"), RULES)
 def test_what_stands_behind_a_gap_in_a_proposal_is_not_taken_for_what_comes_next(
     gap: int, acceptor: str, scores: bool
 ) -> None:
@@ -123,6 +128,12 @@ def test_what_stands_behind_a_gap_in_a_proposal_is_not_taken_for_what_comes_next
     source = lift(lambda text: [*knows(text)[:1], gap, *knows(text)[1:]], 4)
     generator = Checked(source, target(), k=4, acceptor=acceptor)
     assert texts(run(generator, [prompt], output_scores=scores)) == [whole(prompt)]
+
+
+@pytest.mark.parametrize("found", [7, ["a"], [float("inf")]], ids=str)
+def test_what_is_no_ids_is_named(found: object) -> None:
+    with pytest.raises(ConfigurationError, match="it must return token ids, or None"):
+        run(SpeculativeGenerator(lambda _: found, target(), k=2), [LONG[:4]])  # type: ignore[arg-type, return-value]
 
 
 def test_a_drafter_that_raises_leaves_the_decoder_free() -> None:

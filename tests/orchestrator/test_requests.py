@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 
@@ -182,6 +183,14 @@ CONFIGURATION_ERRORS = [
     ({"k": "4"}, "k must be a number or ascending numbers of drafted tokens, not '4'"),
     ({"k": (0, "2")}, "k must be a number or ascending numbers"),
     ({"k": 128}, "a window of 129 rows does not fit"),
+    ({"draft": None, "acceptor": "reject"}, "acceptance by Reject needs a drafter"),
+    ({"draft": None, "acceptor": "typical"}, "acceptance by Typical needs a drafter"),
+    ({"draft": "none", "simulate_acceptance": 0.5}, "acceptance by Simulated needs a drafter"),
+    ({"draft": None, "fused": True}, "fused=True needs a draft"),
+    ({"confidence": 0.9}, "confidence is of a draft model, and draft holds no decoder"),
+    ({"vocabulary": "intersection"}, "vocabulary is of a draft model"),
+    ({"vocabulary": "anything"}, "vocabulary is of a draft model"),
+    ({"draft": ["suffix", "ngram"], "vocabulary": "re-encoding"}, "vocabulary is of a draft model"),
 ]
 
 
@@ -206,6 +215,17 @@ def test_a_pad_id_of_another_kind_is_refused_before_anything_is_decoded() -> Non
     with pytest.raises(SamplingError, match="pad_token_id must be an integer or None, not str 'pad'"):
         one.sample([[1, 2]], pad_token_id="pad")  # type: ignore[arg-type]
     assert one.target.body.forwards == 0  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("fused", "said"), [(True, True), (None, False)])
+def test_what_was_asked_for_by_name_and_cannot_be_done_is_said(
+    caplog: pytest.LogCaptureFixture, fused: bool | None, said: bool
+) -> None:
+    draft = TableDecoder(TARGET)
+    made = SpeculativeGenerator(draft, TableDecoder(TARGET), k=2, fused=fused)
+    with caplog.at_level(logging.WARNING, "paceline"):
+        made.sample([[1, 2]], max_new_tokens=3, output_scores=True)
+    assert ("two graphs" in caplog.text) == said
 
 
 def test_a_depth_of_numpy_is_a_depth() -> None:

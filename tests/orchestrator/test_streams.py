@@ -199,8 +199,9 @@ def test_events_statistics_and_result_agree(slots: int, acceptor: str) -> None:
     assert counts.to_dict()["tau"] == counts.tau
 
 
-def test_plain_decoding_has_a_tau_of_one_and_drafts_nothing() -> None:
-    one = SpeculativeGenerator(None, TableDecoder(TARGET), k=0)
+@pytest.mark.parametrize("k", [0, 2])
+def test_plain_decoding_has_a_tau_of_one_and_drafts_nothing(k: int) -> None:
+    one = SpeculativeGenerator(None, TableDecoder(TARGET), k=k)
     one.sample([PROMPTS[0]], max_new_tokens=5)
     assert (one.statistics.rounds, one.statistics.drafted, one.statistics.tau) == (4, 0, 1.0)
     one.sample([PROMPTS[0]], max_new_tokens=1)

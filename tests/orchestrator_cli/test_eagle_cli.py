@@ -37,8 +37,8 @@ def generate(target: Path, *arguments: object) -> Result:
 
 def test_a_head_is_trained_and_generates_the_tokens_of_plain_decoding(target: Path, head: Path) -> None:
     plain = last(generate(target))["tokens"]
-    for growth in ("chain", "tree:-1,-1,0,0", "dynamic:6,3,2"):
-        assert last(generate(target, "--eagle", head, "--growth", growth, "--k", 3))["tokens"] == plain
+    for growth in (["chain", "--k", 3], ["tree:-1,-1,0,0"], ["dynamic:6,3,2", "--k", 3]):
+        assert last(generate(target, "--eagle", head, "--growth", *growth))["tokens"] == plain
     assert last(generate(target, "--eagle", head, "--acceptor", "reject"))["tokens"] == plain
     assert last(generate(target, "--eagle", head, "--k", "0,1,3"))["tokens"] == plain
 
@@ -51,6 +51,7 @@ def test_a_head_is_trained_and_generates_the_tokens_of_plain_decoding(target: Pa
         (["--eagle", "HEAD", "--growth", "bush"], "growth 'bush'"),
         (["--eagle", "HEAD", "--growth", "dynamic:6,3"], "dynamic:NODES"),
         (["--eagle", "HEAD", "--growth", "dynamic:60,2,3"], "12 nodes"),
+        (["--eagle", "HEAD", "--growth", "dynamic:6,3,2", "--k", "4"], "is 3 deep, and --k 4 says otherwise"),
         (["--eagle", "HEAD", "--growth", "tree:-1,0", "--acceptor", "reject"], "only chains can be drawn"),
     ],
 )

@@ -89,6 +89,16 @@ def test_a_wrong_backend_fails_the_selftest(monkeypatch: pytest.MonkeyPatch) -> 
     assert done.exit_code == 1 and "FAIL plain, f32" in done.stdout
 
 
+def test_a_check_that_raises_has_failed_and_the_others_still_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_backend: str) -> tuple[bool, str]:
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(selftest, "_noise", broken)
+    checks = list(selftest.run("eager"))
+    assert [check.name for check in checks if not check.passed] == ["noise"] and len(checks) == 5
+    assert checks[0].seen == "RuntimeError: the device is on fire"
+
+
 def test_a_backend_that_is_not_there_fails_with_its_remedy() -> None:
     done = CliRunner().invoke(app, ["selftest", "--backend", "neuron"])
     assert done.exit_code != 0

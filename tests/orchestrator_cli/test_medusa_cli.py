@@ -55,6 +55,10 @@ def test_heads_are_trained_and_generate_the_tokens_of_plain_decoding(target: Pat
     found = tokens(target, "--medusa", heads, "--tree", file, "--k", "auto", *sampling)
     assert found["tokens"] == plain["tokens"]
     assert set(found["statistics"]["rungs"]) == {0, 1, 2}  # type: ignore[index]
+    for k in (1, 2):
+        found = tokens(target, "--medusa", heads, "--tree", file, "--k", k, *sampling)
+        assert found["tokens"] == plain["tokens"]
+        assert len(found["statistics"]["drafted_per_position"]) == k  # type: ignore[index]
 
 
 def test_typical_acceptance_is_labelled(target: Path, heads: Path) -> None:
@@ -112,6 +116,8 @@ def test_heads_are_converted(target: Path, heads: Path, tmp_path: Path) -> None:
         (["--medusa", "HEADS", "--ngram"], "exclude each other"),
         (["--tree", "x.json"], "--medusa"),
         (["--acceptor", "typical"], "needs a drafter"),
+        (["--k", "3"], "needs a drafter"),
+        (["--medusa", "HEADS", "--k", "7"], "--k 7 says otherwise"),
         (["--ngram", "--acceptor", "best"], "unknown"),
         (["--medusa", "absent"], "not a folder"),
         (["--medusa", "HEADS", "--tree", "absent.json"], "absent.json"),

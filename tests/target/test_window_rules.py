@@ -69,7 +69,7 @@ def test_rejected_drafts_leave_no_trace_in_later_rounds(penalty: float, acceptor
     asked = {"max_new_tokens": 24}
     made = []
     for source in (None, lift(lambda _: [LIKELY] * 3, 3)):
-        one = SpeculativeGenerator(source, always(), k=3, acceptor=acceptor)
+        one = SpeculativeGenerator(source, always(), k=3, acceptor=acceptor if source else "match")
         processor = FrequencyPenalty(penalty, prompt=1)
         made.append(one.sample([[BEGIN]], logits_processor=[processor], **asked)[0].tolist())  # type: ignore[arg-type, index]
     assert made[0] == made[1]
