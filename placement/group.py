@@ -215,7 +215,7 @@ class Group:
         model, reach = item.model, draft.model.shape.n_positions
         terms = Terms(draft.model.k, model.shape.batch_size, model.config.vocab_size, reach, item.label)
         given = self._assigned[draft.label]
-        return Link(terms, self._care.patience, given.actor, given.node)
+        return Link(terms, self._care.patience, given.actor, given.node, self._care.start)
 
     def _wait(self, labels: Sequence[str]) -> None:
         """Until these workers are ready; no longer than their node lives."""

@@ -187,20 +187,21 @@ def test_a_divided_target_dies_with_its_ranks_and_comes_back(cluster: Cluster, w
     entries = entry(workshop, "chat"), entry(workshop, "chat-draft", "draft", draft_of="chat")
     with launch(planned(*entries), care=Care(start=90, silence=20, room=10, patience=PATIENCE)) as models:
         assert ray.get(models.group("chat").actor("chat").wait_for_draft.remote(60))
-        found = [list(prompt) for prompt in PROMPTS]
-        pid = pid_of(models, "chat")
-        assert pid is not None and len(ranks_of(pid)) == 1
-        ranks = ranks_of(pid)
-        for index, piece in enumerate(models.stream("chat", PROMPTS, **asked)):
-            found[piece.index] += piece.tokens
-            if index == 4:
-                os.kill(pid, signal.SIGKILL)
-        assert found == expected
+        for restarts, lost in enumerate(("worker", "rank"), 1):
+            found = [list(prompt) for prompt in PROMPTS]
+            pid = pid_of(models, "chat")
+            assert pid is not None and len(ranks_of(pid)) == 1
+            ranks = ranks_of(pid)
+            for index, piece in enumerate(models.stream("chat", PROMPTS, **asked)):
+                found[piece.index] += piece.tokens
+                if index == 4:
+                    os.kill(pid if lost == "worker" else ranks[0], signal.SIGKILL)
+            assert found == expected and models.group("chat").restarts == restarts, lost
+            end = time.monotonic() + 20
+            while any(Path(f"/proc/{process}").exists() for process in (pid, *ranks)):
+                assert time.monotonic() < end
+                time.sleep(0.1)
         assert models.statistics("chat")["accepted"]
-        end = time.monotonic() + 20
-        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
-            assert time.monotonic() < end
-            time.sleep(0.1)
 
 
 def ranks_of(pid: int) -> list[int]:
