@@ -152,6 +152,6 @@ def _no_room(need: Need, needs: Sequence[Need], instance: Instance, *, used: Seq
 def _placement(instance: Instance, index: int, seat: tuple[Need, CoreRange], *, share: int) -> Placement:
     need, cores = seat
     label = need.model.name if not need.replica else f"{need.model.name}.{need.replica}"
-    env = environment.planned(instance, cores, label=label, index=index, threads=share, timeout=_TIMEOUT)
+    env = environment.planned(instance, cores, label=label, threads=share, timeout=_TIMEOUT)
     first = min(index * share, instance.vcpus - share)
     return Placement(need.model, need.replica, cores, need.footprint, env, (first, first + share - 1), (), _TIMEOUT)

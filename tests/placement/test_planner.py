@@ -54,6 +54,13 @@ def test_a_plan_keeps_every_rule_or_there_is_none(name: str, dice: random.Random
     assert plan(models, machine, taken=taken) == made  # the order of the file does not matter
 
 
+def test_plans_made_one_after_the_other_share_no_port() -> None:
+    machine = INSTANCES["inf2.48xlarge"]
+    (first,) = plan([model("a", 8)], machine).placements
+    (second,) = plan([model("b", 8)], machine, taken=[first.cores]).placements
+    assert dict(first.env)["NEURON_RT_ROOT_COMM_ID"] != dict(second.env)["NEURON_RT_ROOT_COMM_ID"]
+
+
 def best_by_force(machine: Instance, taken: tuple[CoreRange, ...], degrees: list[int]) -> tuple[int, ...] | None:
     """Of all packings, the most free runs left, longest first; None if there is no packing."""
     best: tuple[int, ...] | None = None
