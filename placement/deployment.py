@@ -102,8 +102,8 @@ class Deployment:
         return found
 
     def cores(self) -> dict[str, CoreRange]:
-        """Label -> cores it really has."""
-        return {item.label: g.assignment(item.label).cores for g in self._groups for item in g.placements}
+        """Label -> cores it really has, of all workers that run."""
+        return {label: cores for group in self._groups for label, cores in group.cores.items()}
 
     def stop(self, model: str) -> None:
         """End one target, and the drafts and targets of its group."""
