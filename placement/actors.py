@@ -27,7 +27,7 @@ from paceline.placement.quota import Quota
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Patience, RemoteDraft, Terms
 from paceline.placement.revival import Caller
-from paceline.placement.roles import MakeDraft, MakeTarget, Piece, Settings, maker
+from paceline.placement.roles import MakeDrafters, MakeTarget, Piece, Settings, maker
 
 log = logging.getLogger("paceline")
 
@@ -133,9 +133,9 @@ class DraftWorker(_Worker):
         super().__init__(assignment)
         if assignment.address is None:
             raise ConfigurationError(f"{assignment.label} has no address to listen at")
-        make = cast(MakeDraft, maker(assignment.maker))(assignment.settings)
+        drafters = cast(MakeDrafters, maker(assignment.maker))(assignment.settings)
         listener = listen(assignment.address)
-        server = DraftServer(listener, assignment.secret, make, quota=assignment.quota)
+        server = DraftServer(listener, assignment.secret, drafters, quota=assignment.quota)
         threading.Thread(target=_serve, args=(server,), daemon=True, name="paceline-draft").start()
 
 

@@ -44,7 +44,7 @@ def assignments(
             affinity=item.affinity,
             vcpus=instance.vcpus,
             maker=care.makers[item.role],
-            settings=_settings(item, care),
+            settings=_settings(item, placements, care),
             secret=secret,
             quota=item.model.quota.by_label(names),
             address=None if own is None else addresses[own.label],
@@ -92,9 +92,11 @@ def _addresses(placements: Sequence[Placement], where: Sequence[str]) -> dict[st
     return found
 
 
-def _settings(item: Placement, care: Care) -> Settings:
+def _settings(item: Placement, placements: Sequence[Placement], care: Care) -> Settings:
     model = item.model
+    sizes = {p.model.config.vocab_size for p in placements if (p.name, p.replica) in item.drafts_for}
     gqa = None if model.gqa is None else model.gqa.value
     ranks = {"tp_degree": len(item.cores), "group_query_attention": gqa}
     given = {"folder": str(model.folder), "backend": model.backend, "k": model.k, "ahead": care.ahead}
-    return {**asdict(model.shape), **ranks, **given}
+    called = {"clients": model.clients, "vocab_sizes": sorted(sizes)} if item.role == "draft" else {}
+    return {**asdict(model.shape), **ranks, **given, **called}

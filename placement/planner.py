@@ -125,7 +125,7 @@ def _obstacle(model: Model, degree: int) -> str:
 
 
 def _size(model: Model, degree: int) -> Footprint:
-    return footprint(model.config, model.shape, degree, caches=model.clients)
+    return footprint(model.config, model.shape, degree, caches=model.clients, gqa=model.gqa)
 
 
 def _targets_of(need: Need, targets: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

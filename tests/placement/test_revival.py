@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.placement.channel import Address, listen
-from paceline.placement.draft_server import DraftServer
+from paceline.placement.draft_server import DraftServer, Unpooled
 from paceline.placement.quota import Quota
 from paceline.placement.remote import Patience, RemoteDraft, Terms
 from paceline.placement.revival import Caller
@@ -43,7 +43,9 @@ class Asked:
 
 @contextmanager
 def serving(address: Address, clients: int = 2) -> Iterator[None]:
-    server = DraftServer(listen(address), SECRET, lambda hello: drafter(hello.slots, 4), quota=Quota(clients=clients))
+    server = DraftServer(
+        listen(address), SECRET, Unpooled(lambda hello: drafter(hello.slots, 4)), quota=Quota(clients=clients)
+    )
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
