@@ -45,6 +45,8 @@ def degree_of(model: Model, instance: Instance) -> int:
     """
     name = model.name
     legal = [degree for degree in instance.degrees if not _obstacle(model, degree)]
+    if not legal:
+        raise PlanError(f"{name} runs at no degree of {instance.name}: {_obstacle(model, instance.degrees[0])}")
     if model.degree is None:
         fits = [d for d in legal if _size(model, d).total <= instance.memory]
         if not fits:
@@ -90,6 +92,10 @@ def plan(models: Sequence[Model], instance: Instance, *, taken: Sequence[CoreRan
         replace(_placement(instance, index, seat, share=share), drafts_for=_targets_of(seat[0], targets))
         for index, seat in enumerate(by_cores)
     ]
+    labels = [item.label for item in made]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise PlanError(f"a model and a replica of another would both be called {twice!r}; rename one of them")
     return Plan(instance, tuple(made))
 
 
