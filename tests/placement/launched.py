@@ -19,7 +19,7 @@ from tests.decoder.tiny import Workshop
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
 SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 4}
 PATIENCE = Patience(deadline=2, hang=1.5, rest=0.01, longest=0.1)
-CARE = Care(start=90, silence=20, room=10, patience=PATIENCE, makers=MAKERS)
+CARE = Care(start=90, silence=20, room=30, patience=PATIENCE, makers=MAKERS)
 
 
 def entry(workshop: Workshop, name: str, role: str = "target", **more: object) -> dict[str, object]:

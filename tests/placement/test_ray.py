@@ -166,7 +166,7 @@ def test_a_divided_target_dies_with_its_ranks_and_comes_back(cluster: Cluster, w
     asked = {"max_new_tokens": 40, **SAMPLED}
     expected = wanted(workshop, PROMPTS, **asked)
     entries = entry(workshop, "chat"), entry(workshop, "chat-draft", "draft", draft_of="chat")
-    with launch(planned(*entries), care=Care(start=90, silence=20, room=10, patience=PATIENCE)) as models:
+    with launch(planned(*entries), care=Care(start=90, silence=20, room=30, patience=PATIENCE)) as models:
         assert ray.get(models.group("chat").actor("chat").wait_for_draft.remote(60))
         for restarts, lost in enumerate(("worker", "rank"), 1):
             found = [list(prompt) for prompt in PROMPTS]
