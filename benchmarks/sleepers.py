@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, SamplingBatch
 from paceline.placement.ahead import Ahead
-from paceline.placement.draft_server import MakeDrafter
+from paceline.placement.draft_server import Unpooled
 from paceline.placement.wire import Hello
 
 V, K = 1000, 4
@@ -82,7 +82,7 @@ class SleepingVerifier:
         return made
 
 
-def sleeper(settings: Mapping[str, object]) -> MakeDrafter:
+def sleeper(settings: Mapping[str, object]) -> Unpooled:
     """The maker of the drafter's process."""
     seconds, alpha, ahead = float(str(settings["seconds"])), float(str(settings["alpha"])), bool(settings["ahead"])
 
@@ -90,4 +90,4 @@ def sleeper(settings: Mapping[str, object]) -> MakeDrafter:
         inner = SleepingDrafter(K + ahead, seconds, alpha)
         return Ahead(inner) if ahead else inner
 
-    return make
+    return Unpooled(make)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline import hosting
 from paceline.core.protocols import Drafter
-from paceline.placement.draft_server import MakeDrafter
+from paceline.placement.draft_server import Drafters
 from paceline.placement.roles import Settings
 
 MAKERS = {role: f"benchmarks.undivided:{role}" for role in ("target", "draft")}
@@ -15,6 +15,6 @@ def target(settings: Settings, drafter: Drafter | None) -> hosting.TargetHost:
     return hosting.target({**settings, "tp_degree": 1}, drafter)
 
 
-def draft(settings: Settings) -> MakeDrafter:
+def draft(settings: Settings) -> Drafters:
     """A draft's worker."""
     return hosting.draft({**settings, "tp_degree": 1})

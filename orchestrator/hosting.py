@@ -25,7 +25,6 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.vocabulary import Vocabulary
 from paceline.generator import SpeculativeGenerator
 from paceline.placement.ahead import Ahead
-from paceline.placement.draft_server import MakeDrafter
 from paceline.placement.roles import Piece
 from paceline.placement.wire import Hello
 from paceline.replay import Replay
@@ -153,26 +152,67 @@ def target(settings: Mapping[str, object], drafter: Drafter | None) -> TargetHos
     return host
 
 
-def draft(settings: Mapping[str, object]) -> MakeDrafter:
-    """The maker of a draft's worker: for each target a decoder of its own, over the same weights if they are whole."""
-    given = Hosted.of(settings)
-    first = given.decoder()
-    spare: list[CompiledDecoder] = [first]
+class DraftPool:
+    """Drafters of one model: a decoder for each target of the plan, over the same weights if they are whole.
 
-    def make(hello: Hello) -> Drafter:
+    They are there, with their graphs, before the first target calls; who hangs up leaves its decoder to the next. A
+    `paceline.placement.draft_server.Drafters`.
+    """
+
+    def __init__(self, given: Hosted, clients: int, vocab_sizes: Sequence[int]) -> None:
+        self._given, self._clients = given, clients
+        first = given.decoder()
+        self._free: list[CompiledDecoder] = [first, *(given.another(first) for _ in range(clients - 1))]
+        self._lent: dict[int, CompiledDecoder] = {}  # by the number of the drafter over it
+        self._compiled = frozenset(vocab_sizes)
+        for decoder in self._free:
+            for size in vocab_sizes:
+                ready(self._over(decoder, size), given.k + 1)
+
+    def lend(self, hello: Hello) -> Drafter:
+        """See `paceline.placement.draft_server.Drafters`.
+
+        Raises:
+            ConfigurationError: the target has another batch, or all decoders are in use.
+        """
+        given = self._given
         if hello.slots != given.batch_size:
             raise ConfigurationError(
                 f"the target {hello.client} has {hello.slots} slots and the draft {given.batch_size}; give both "
                 "the same batch_size"
             )
-        decoder = spare.pop() if spare else given.another(first)
-        drafter = ModelDrafter(
-            decoder, given.k + given.ahead, vocabulary=Vocabulary(hello.vocab_size, decoder.config.vocab_size)
-        )
-        ready(drafter, given.k + 1)
-        return Ahead(drafter) if given.ahead else drafter
+        if not self._free:
+            raise ConfigurationError(
+                f"this draft has room for {self._clients} targets at a time, and they are here; name more in `draft_of`"
+                ", or give the setting `clients`"
+            )
+        decoder = self._free[-1]
+        model = self._over(decoder, hello.vocab_size)
+        if hello.vocab_size not in self._compiled:
+            ready(model, given.k + 1)
+        made: Drafter = Ahead(model) if given.ahead else model
+        self._lent[id(made)] = self._free.pop()
+        return made
 
-    return make
+    def take_back(self, drafter: Drafter) -> None:
+        """See `paceline.placement.draft_server.Drafters`."""
+        self._free.append(self._lent.pop(id(drafter)))
+
+    def _over(self, decoder: CompiledDecoder, vocab_size: int) -> ModelDrafter:
+        vocabulary = Vocabulary(vocab_size, decoder.config.vocab_size)
+        return ModelDrafter(decoder, self._given.k + self._given.ahead, vocabulary=vocabulary)
+
+
+def draft(settings: Mapping[str, object]) -> DraftPool:
+    """The maker of a draft's worker.
+
+    Settings of its own: ``clients``, targets at a time (1), and ``vocab_sizes`` of the targets, whose graphs are made
+    before the first one calls; those of others when they call.
+    """
+    sizes = settings.get("vocab_sizes", ())
+    if not isinstance(sizes, list | tuple):
+        raise ConfigurationError(f"the setting vocab_sizes is a list of numbers, not {sizes!r}")
+    return DraftPool(Hosted.of(settings), int(str(settings.get("clients", 1))), [int(size) for size in sizes])
 
 
 def ready(drafter: ModelDrafter, width: int) -> None:

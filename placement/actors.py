@@ -6,6 +6,7 @@ cores (`neuron_cores`) and restarts processes; it does not choose cores. Not her
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -17,7 +18,7 @@ from typing import cast
 import ray
 import torch
 
-from paceline.core.errors import ConfigurationError, WorkerError
+from paceline.core.errors import ConfigurationError, RankError, WorkerError
 from paceline.placement import environment, nodes
 from paceline.placement.channel import Address, listen
 from paceline.placement.cores import CoreLocks
@@ -26,7 +27,9 @@ from paceline.placement.quota import Quota
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Patience, RemoteDraft, Terms
 from paceline.placement.revival import Caller
-from paceline.placement.roles import MakeDraft, MakeTarget, Piece, Settings, maker
+from paceline.placement.roles import MakeDrafters, MakeTarget, Piece, Settings, maker
+
+log = logging.getLogger("paceline")
 
 NAMESPACE = "paceline"
 STREAMS = 64  # calls a target has at once; those without a slot wait for one
@@ -59,12 +62,16 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """How a target calls its drafter: what they agree on, how patient it is, and the drafter's actor and node."""
+    """How a target calls its drafter: what they agree on, how patient it is, and the drafter's actor and node.
+
+    start  seconds the drafter may take to load and compile before it can be called
+    """
 
     terms: Terms
     patience: Patience
     actor: str
     node: str
+    start: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +133,9 @@ class DraftWorker(_Worker):
         super().__init__(assignment)
         if assignment.address is None:
             raise ConfigurationError(f"{assignment.label} has no address to listen at")
-        make = cast(MakeDraft, maker(assignment.maker))(assignment.settings)
+        drafters = cast(MakeDrafters, maker(assignment.maker))(assignment.settings)
         listener = listen(assignment.address)
-        server = DraftServer(listener, assignment.secret, make, quota=assignment.quota)
+        server = DraftServer(listener, assignment.secret, drafters, quota=assignment.quota)
         threading.Thread(target=_serve, args=(server,), daemon=True, name="paceline-draft").start()
 
 
@@ -140,15 +147,19 @@ class TargetWorker(_Worker):
         self._draft: RemoteDraft | None = None
         if link is not None and assignment.address is not None:
             keeper = ActorKeeper(link.actor, None if link.node == assignment.node else link.node)
-            caller = Caller(assignment.address, assignment.secret, keeper)
+            caller = Caller(assignment.address, assignment.secret, keeper, link.start)
             self._draft = RemoteDraft(link.terms, caller, patience=link.patience)
         self._target = cast(MakeTarget, maker(assignment.maker))(assignment.settings, self._draft)
 
     def stream(
         self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], *, ask: Settings
     ) -> Iterator[Piece]:
-        """See `paceline.placement.roles.Target`."""
-        yield from self._target.stream(ticket, prompts, emitted, ask=ask)
+        """See `paceline.placement.roles.Target`. A divided model that lost a rank is of no use: its worker ends too."""
+        try:
+            yield from self._target.stream(ticket, prompts, emitted, ask=ask)
+        except RankError:
+            log.exception("a rank of %s is lost; its process ends, to be started anew", self._given.label)
+            os._exit(1)  # whoever calls it has another one started, and loses no token
 
     def leave(self, ticket: str) -> None:
         """See `paceline.placement.roles.Target`. Ray cannot interrupt one of several threads."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.core.errors import PlanError
 from paceline.placement.remote import Patience
+from paceline.placement.revival import START
 from paceline.placement.roles import MAKERS
 
 
@@ -32,7 +33,7 @@ class Care:
     makers    role -> "module:function" that makes what a worker runs; not in a file
     """
 
-    start: float = 600.0
+    start: float = START
     silence: float = 60.0
     room: float = 30.0
     retries: int = 2

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import monotonic
 
 from paceline.core.errors import ChannelError, ConfigurationError
+from paceline.placement.folders import private
 
 _LENGTH = struct.Struct("<I")
 _MOST = 64 << 20  # bytes in a frame; a prompt of a million ids is 4 MiB
@@ -197,12 +198,14 @@ def listen(address: Address) -> socket.socket:
 
     Raises:
         ChannelError: the address cannot be taken.
+        WorkerError: the folder of the socket file can be changed by another user.
     """
+    if address.path:
+        private(Path(address.path).parent)
     link = socket.socket(socket.AF_UNIX if address.path else socket.AF_INET, socket.SOCK_STREAM)
     try:
         if address.path:
             path = Path(address.path)
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
             link.bind(address.path)
             path.chmod(0o600)

@@ -14,9 +14,11 @@ from time import monotonic, sleep
 
 from paceline.core.errors import CoresBusyError
 from paceline.placement.environment import lock_folder
+from paceline.placement.folders import private
 from paceline.placement.ranges import CoreRange
 
 _PAUSE = 0.05
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class CoreLocks:
@@ -31,13 +33,14 @@ class CoreLocks:
 
         Raises:
             CoresBusyError: another process keeps one; none is held then.
+            WorkerError: the folder of the locks can be changed by another user.
         """
         folder = lock_folder() / self._node
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private(folder)
         end = monotonic() + patience
         for core in self._cores.cores:
             path = folder / f"core-{core}"
-            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            number = os.open(path, _OPEN | os.O_CREAT, 0o600)
             self._held.append(number)
             while not _take(number):
                 if monotonic() > end:
@@ -62,7 +65,7 @@ def held(node: str = "local") -> dict[int, int]:
     found = {}
     folder = lock_folder() / re.sub(r"[^A-Za-z0-9_.-]", "_", node)
     for path in folder.glob("core-*") if folder.is_dir() else ():
-        number = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        number = os.open(path, _OPEN)
         try:
             if not _take(number):
                 found[int(path.name.removeprefix("core-"))] = _owner(path)

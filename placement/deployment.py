@@ -17,7 +17,7 @@ from functools import partial
 
 import ray
 
-from paceline.core.errors import ConfigurationError, PlacementError, TargetLostError
+from paceline.core.errors import ConfigurationError, PlacementError, PlanError, TargetLostError
 from paceline.placement import runnable
 from paceline.placement.actors import NAMESPACE, WATCH
 from paceline.placement.calls import Call, Stream, seeded
@@ -102,8 +102,8 @@ class Deployment:
         return found
 
     def cores(self) -> dict[str, CoreRange]:
-        """Label -> cores it really has."""
-        return {item.label: g.assignment(item.label).cores for g in self._groups for item in g.placements}
+        """Label -> cores it really has, of all workers that run."""
+        return {label: cores for group in self._groups for label, cores in group.cores.items()}
 
     def stop(self, model: str) -> None:
         """End one target, and the drafts and targets of its group."""
@@ -112,7 +112,16 @@ class Deployment:
         self._groups.remove(group)
 
     def add(self, plan: Plan) -> None:
-        """Start the groups of another plan beside those that run; cores that are taken are replaced by free ones."""
+        """Start the groups of another plan beside those that run; cores that are taken are replaced by free ones.
+
+        Raises:
+            PlanError: a model of that name runs, a model cannot be run as it was planned, or there is no room.
+            WorkerError: a worker did not start.
+        """
+        running = {item.label for group in self._groups for item in group.placements}
+        twice = next((item.label for item in plan.placements if item.label in running), None)
+        if twice is not None:
+            raise PlanError(f"{twice} runs already; stop it, or add the other one under another name")
         runnable.check(plan)
         groups = [Group(plan.instance, members, self._care) for members in groups_of(plan)]
         _start(groups)

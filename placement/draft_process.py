@@ -11,7 +11,7 @@ from typing import cast
 from paceline.placement import environment
 from paceline.placement.channel import Address, listen
 from paceline.placement.cores import CoreLocks
-from paceline.placement.draft_server import DraftServer, MakeDrafter
+from paceline.placement.draft_server import Drafters, DraftServer
 from paceline.placement.quota import Quota
 from paceline.placement.ranges import CoreRange
 from paceline.placement.roles import maker
@@ -24,9 +24,9 @@ def main() -> None:
     environment.check(tuple((name, value) for name, value in order["env"]))
     if order["cores"]:
         CoreLocks(CoreRange(*order["cores"])).acquire()
-    make = cast(MakeDrafter, maker(order["maker"])(order["settings"]))
+    drafters = cast(Drafters, maker(order["maker"])(order["settings"]))
     DraftServer(
-        listen(Address.parse(order["address"])), bytes.fromhex(order["secret"]), make, quota=Quota(**order["quota"])
+        listen(Address.parse(order["address"])), bytes.fromhex(order["secret"]), drafters, quota=Quota(**order["quota"])
     ).run()
 
 

@@ -7,6 +7,7 @@ Not here: how the process is started (`local`, `actors`), and what a target does
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import socket
@@ -15,7 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from time import perf_counter
+from time import perf_counter, sleep
+from typing import Protocol
 
 from paceline.core.errors import ChannelError
 from paceline.core.protocols import Drafter
@@ -26,10 +28,32 @@ from paceline.placement.blanks import BlankRound, flat
 from paceline.placement.channel import Channel
 from paceline.placement.quota import Quota
 
-MakeDrafter = Callable[[wire.Hello], Drafter]
+log = logging.getLogger("paceline")
+
+_BREATH = 0.2  # seconds between attempts to accept
 _SEND = 5.0  # seconds a target may take to read an answer
 _AWHILE = 1  # milliseconds: by then another process has taken up what was sent, if it is on the same CPU too
 _PENDING = 64  # messages a target may have waiting; more is not our protocol
+
+
+class Drafters(Protocol):
+    """Who has drafters for targets. Called in turn with everything else: what takes long was done before."""
+
+    def lend(self, hello: wire.Hello) -> Drafter:
+        """A drafter for a target that calls; any error is the reason why there is none."""
+
+    def take_back(self, drafter: Drafter) -> None:
+        """The target hung up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unpooled:
+    """Drafters that are made when a target calls, and forgotten when it hangs up."""
+
+    lend: Callable[[wire.Hello], Drafter]
+
+    def take_back(self, drafter: Drafter) -> None:
+        """See `Drafters`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -49,12 +73,12 @@ class _Client:
 
 
 class DraftServer:
-    """Serves proposals until it is stopped. ``make`` gives each target a drafter."""
+    """Serves proposals until it is stopped. Each target has one of the ``drafters``."""
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, make: MakeDrafter, *, quota: Quota | None = None
+        self, listener: socket.socket, secret: bytes, drafters: Drafters, *, quota: Quota | None = None
     ) -> None:
-        self._listener, self._secret, self._make, self._quota = listener, secret, make, quota or Quota()
+        self._listener, self._secret, self._drafters, self._quota = listener, secret, drafters, quota or Quota()
         self._clients: dict[int, _Client] = {}  # by the number of its socket
         self._arrivals: deque[Channel] = deque()
         self._clock = 0.0
@@ -93,8 +117,12 @@ class DraftServer:
         while not self._stopped:
             try:
                 link, _ = self._listener.accept()
-            except OSError:  # closed
-                return
+            except OSError as error:
+                if self._stopped or self._listener.fileno() < 0:
+                    return
+                log.warning("a drafter cannot let a target in (%s); it tries again", error)  # no file is left to open
+                sleep(_BREATH)
+                continue
             threading.Thread(target=self._prove, args=(link,), daemon=True).start()
 
     def _prove(self, link: socket.socket) -> None:
@@ -115,6 +143,8 @@ class DraftServer:
         self._poll.unregister(number)
         del self._clients[number]
         client.channel.close()
+        if client.drafter is not None:
+            self._drafters.take_back(client.drafter)
 
     # ---- turns
 
@@ -224,12 +254,15 @@ class DraftServer:
         slots = hello.slots + sum(other.slots for other in others)
         if len(others) >= self._quota.clients or slots > self._quota.slots:
             return wire.Failure(hello.number, f"quota: {len(others)} targets with {slots - hello.slots} slots are here")
+        if client.drafter is not None:
+            raise ChannelError("a target says hello once")
         try:
-            drafter = self._make(hello)
-            if drafter.reads is not None or not drafter.outline.is_chain:
-                raise ValueError("a drafter in another process proposes chains, from tokens alone")
+            drafter = self._drafters.lend(hello)
         except Exception as error:  # as above
             return wire.Failure(hello.number, repr(error))
+        if drafter.reads is not None or not drafter.outline.is_chain:
+            self._drafters.take_back(drafter)
+            return wire.Failure(hello.number, "a drafter in another process proposes chains, from tokens alone")
         client.name, client.slots, client.drafter = hello.client, hello.slots, drafter
         client.share = self._quota.shares.get(hello.client, 1.0)
         return wire.Welcome(hello.number, drafter.outline.nodes, drafter.reach, os.getpid())

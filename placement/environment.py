@@ -15,11 +15,11 @@ PACELINE_LOCKS                     read: folder of the locks of simulated cores;
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 from paceline.core.errors import WorkerError
+from paceline.placement import folders
 from paceline.placement.catalogue import Instance
 from paceline.placement.ranges import CoreRange
 
@@ -29,9 +29,9 @@ _NOSET = "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES"
 
 
 def planned(
-    instance: Instance, cores: CoreRange, *, label: str, index: int, threads: int, timeout: float
+    instance: Instance, cores: CoreRange, *, label: str, threads: int, timeout: float
 ) -> tuple[tuple[str, str], ...]:
-    """The variables of the process ``index`` of a plan."""
+    """The variables of a process on these cores. Its port follows from them, so that no two that run have the same."""
     found = {"PACELINE_CORES": str(cores), "OMP_NUM_THREADS": str(threads), _NOSET: "1"}
     if instance.sdk:
         found |= {
@@ -41,7 +41,7 @@ def planned(
             "NEURON_PROCESS_TAG": f"paceline:{label}"[:255],
         }
         if len(cores) > 1:
-            found["NEURON_RT_ROOT_COMM_ID"] = f"127.0.0.1:{FIRST_PORT + index}"
+            found["NEURON_RT_ROOT_COMM_ID"] = f"127.0.0.1:{FIRST_PORT + cores.first}"
         if instance.logical:
             found["NEURON_LOGICAL_NC_CONFIG"] = found["NEURON_RT_VIRTUAL_CORE_SIZE"] = str(instance.logical)
     return tuple(sorted(found.items()))
@@ -75,7 +75,7 @@ def for_child(env: tuple[tuple[str, str], ...]) -> dict[str, str]:
 
 def lock_folder() -> Path:
     """Where the locks of simulated cores lie."""
-    return Path(os.environ.get("PACELINE_LOCKS") or Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / "cores")
+    return Path(os.environ.get("PACELINE_LOCKS") or folders.scratch() / "cores")
 
 
 def share_cpus(first: int, last: int) -> None:

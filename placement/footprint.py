@@ -1,7 +1,7 @@
 """How many bytes a model takes on each of its cores: weights, cache and scratch, from its configuration alone.
 
 An estimate to plan with, on the high side; nothing is measured. Tensor parallelism cuts the products' weights and the
-cache's heads; a key head that cannot be cut is repeated; norms are on every core.
+cache's heads, as `paceline.decoder.parallel` says; norms are on every core. What the fullest core has counts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.parallel import GQA, Shard, layout
 
 CODE_BYTES = 96 * (1 << 20)
 """Of loaded programs on every core (Neuron SDK, "Device memory"); they all stay resident."""
@@ -42,14 +43,20 @@ class Shape:
     n_positions: int
 
 
-def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1) -> Footprint:
-    """Bytes on each of ``degree`` cores. ``caches``: one for each target that shares a draft."""
+def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1, gqa: GQA | None = None) -> Footprint:
+    """Bytes on each of ``degree`` cores.
+
+    ``caches``: one for each target that shares a draft; a divided model is read again for each. ``gqa``: where its K/V
+    heads live, if that was asked for.
+    """
+    shards = [Shard(config, layout(config, degree, gqa), rank) for rank in range(degree)]
+    fullest = max(shards, key=lambda shard: len(shard.key_heads))
     wide = NUMBER_BYTES[shape.amp]
     narrow = QUANTISED_BYTES.get(shape.quantisation, wide)
-    products, rest = product_weights(config), (2 * config.num_layers + 1) * config.hidden_size
+    products, rest = product_weights(fullest), (2 * config.num_layers + 1) * config.hidden_size
     tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    weights = _share(products * narrow + tables * wide, degree) + rest * wide
-    heads = max(1, -(-config.num_kv_heads // degree))  # of keys; one that is shared by several cores is on each of them
+    weights = (products * narrow + _share(tables * wide, degree) + rest * wide) * (caches if degree > 1 else 1)
+    heads = len(fullest.key_heads)
     rows = shape.n_positions + _SLACK_ROWS
     cache = caches * 2 * config.num_layers * heads * config.head_dim * rows * shape.batch_size * wide
     chunk = min(_CHUNK, shape.n_positions)
@@ -59,12 +66,12 @@ def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1
     return Footprint(weights, cache, CODE_BYTES + 4 * (chunk * (hidden + scores) + logits))
 
 
-def product_weights(config: ModelConfig) -> int:
-    """Numbers in the matrices of all layers."""
-    queries = config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    attention = config.hidden_size * (2 * queries + 2 * keys)
-    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+def product_weights(shard: Shard) -> int:
+    """Numbers in one core's matrices of all layers."""
+    config = shard.config
+    attention = 2 * shard.heads * config.head_dim + 2 * shard.key_part
+    mlp = 3 * config.intermediate_size // shard.degree
+    return config.num_layers * config.hidden_size * (attention + mlp)
 
 
 def _share(amount: int, degree: int) -> int:

@@ -6,13 +6,11 @@ Ray, in place. A target is restarted here, in place if its node lives, else the 
 
 from __future__ import annotations
 
-import os
 import secrets
-import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
@@ -20,17 +18,14 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.core.errors import PlanError, WorkerError
-from paceline.placement import environment, nodes
-from paceline.placement.actors import NAMESPACE, STREAMS, WATCH, Assignment, DraftWorker, Link, Ready, TargetWorker
+from paceline.core.errors import PlacementError, PlanError, WorkerError
+from paceline.placement import assigning, nodes
+from paceline.placement.actors import NAMESPACE, STREAMS, WATCH, Assignment, DraftWorker, Ready, TargetWorker
 from paceline.placement.care import Care
 from paceline.placement.catalogue import Instance
-from paceline.placement.channel import Address
 from paceline.placement.ledger import WORKERS, Claim, asked, ledger, worker_name
 from paceline.placement.plans import Placement
 from paceline.placement.ranges import CoreRange
-from paceline.placement.remote import Terms
-from paceline.placement.roles import Settings
 
 RESOURCE = "neuron_cores"
 _LOOK = 1.0  # seconds between looks at a node's health
@@ -51,13 +46,16 @@ class Group:
         self._instance, self._care, self._given, self._offset = instance, care, given, offset
         # Drafts first: a target calls its draft as soon as it is made.
         self.placements = sorted(placements, key=lambda item: item.role != "draft")
+        self._labels = frozenset(item.label for item in self.placements)
         self._stamp = secrets.token_hex(4)
         self._group: PlacementGroup | None = None
         self._claims: list[str] = []
         self._assigned: dict[str, Assignment] = {}
         self._actors: dict[str, ray.actor.ActorHandle] = {}
         self._pids: dict[str, int] = {}
-        self._reviving = threading.Lock()
+        self._changed = threading.Condition()
+        self._changing: set[str] = set()  # labels of workers that are just being started
+        self._stopped = False
         self.moves = self.restarts = 0
 
     @property
@@ -69,38 +67,62 @@ class Group:
         """The worker of that label; one that is just being brought back is waited for.
 
         Raises:
-            WorkerError: it could not be brought back.
+            WorkerError: it could not be brought back, or was stopped.
         """
-        with self._reviving:
+        with self._changed:
+            self._changed.wait_for(lambda: label not in self._changing)
             if label not in self._actors:
-                raise WorkerError(f"{label} does not run; it could not be started again")
+                raise WorkerError(f"{label} does not run; it was stopped, or could not be started again")
             return self._actors[label]
 
     def assignment(self, label: str) -> Assignment:
         """What that worker was given."""
         return self._assigned[label]
 
+    @property
+    def cores(self) -> dict[str, CoreRange]:
+        """Label -> cores it really has, of the workers that run."""
+        return {label: given.cores for label, given in self._assigned.items()}
+
     # ---- starting
 
-    def start(self) -> None:
-        """Have all workers running.
+    def begin(self) -> None:
+        """Find a node, take cores, and have every worker begin to load.
 
         Raises:
-            PlanError: no node has room.
-            WorkerError: a worker did not start.
+            PlanError: no node has room; nothing is left then.
+            WorkerError: a worker did not start, or the group was stopped; nothing is left then.
         """
-        self.begin()
-        self.finish()
+        with self._alone(self._labels):
+            self._begin()
 
-    def begin(self) -> None:
-        """Find a node, take cores, and have every worker begin to load. Raises as `start`; nothing is left then."""
+    def finish(self) -> None:
+        """Wait until all are ready. Raises as `begin`."""
+        with self._alone(self._labels):
+            self._finish()
+
+    @contextmanager
+    def _alone(self, labels: frozenset[str]) -> Iterator[None]:
+        """Nobody else starts or ends these workers meanwhile, and who asks for one of them waits."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._changing.isdisjoint(labels))
+            if self._stopped:
+                raise WorkerError(f"{', '.join(sorted(labels))} was stopped")
+            self._changing |= labels
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._changing -= labels
+                self._changed.notify_all()
+
+    def _begin(self) -> None:
         with self._or_nothing():
             self._assign(self._reserve())
             for item in self.placements:
-                self._actors[item.label] = self._spawn(item)
+                self._put(item)
 
-    def finish(self) -> None:
-        """Wait until all are ready. Raises as `start`; nothing is left then."""
+    def _finish(self) -> None:
         with self._or_nothing():
             self._wait([item.label for item in self.placements])
             names = [given.actor for given in self._assigned.values()]
@@ -110,8 +132,11 @@ class Group:
     def _or_nothing(self) -> Iterator[None]:
         try:
             yield
+        except ray.exceptions.RayError as error:
+            self._clear()
+            raise WorkerError(f"{', '.join(sorted(self._labels))} did not start: {error}") from error
         except BaseException:
-            self.stop()
+            self._clear()
             raise
 
     def _reserve(self) -> list[str]:
@@ -132,7 +157,7 @@ class Group:
     def _assign(self, where: Sequence[str]) -> None:
         self._claims = [f"{WORKERS}{item.label}-{self._stamp}" for item in self.placements]
         wanted = [
-            (node, Claim(claim, len(item.cores), item.cores))
+            (node, Claim(claim, len(item.cores), item.cores, self._care.start))
             for item, node, claim in zip(self.placements, where, self._claims, strict=True)
         ]
         cores: dict[str, CoreRange] = {}
@@ -140,56 +165,16 @@ class Group:
             mine = [claim for at, claim in wanted if at == node]
             given = asked(ledger(self._instance).claim.remote(node, mine), self._care.room)
             cores |= {claim.actor: one for claim, one in zip(mine, given, strict=True)}
-        secret, addresses = secrets.token_bytes(32), self._addresses(where)
-        for item, node, claim in zip(self.placements, where, self._claims, strict=True):
-            own = item if item.role == "draft" else self._draft_of(item)
-            self._assigned[item.label] = Assignment(
-                actor=worker_name(claim, node, cores[claim]),
-                label=item.label,
-                node=node,
-                cores=cores[claim],
-                env=self._env(item, cores[claim]),
-                affinity=item.affinity,
-                vcpus=self._instance.vcpus,
-                maker=self._care.makers[item.role],
-                settings=self._settings(item),
-                secret=secret,
-                quota=item.model.quota.by_label({p.label: p.name for p in self.placements}),
-                address=None if own is None else addresses[own.label],
-            )
-
-    def _addresses(self, where: Sequence[str]) -> dict[str, Address]:
-        """Where drafts listen: a socket file if all who call are on the same node, else a port."""
-        nodes_of = {item.label: node for item, node in zip(self.placements, where, strict=True)}
-        folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / "sockets"
-        found = {}
-        for item in self.placements:
-            if item.role == "draft":
-                here = nodes_of[item.label]
-                callers = [p for p in self.placements if (p.name, p.replica) in item.drafts_for]
-                file = Address(path=str(folder / f"{item.label}-{secrets.token_hex(4)}"))
-                near = all(nodes_of[caller.label] == here for caller in callers)
-                found[item.label] = file if near else nodes.tcp_address(here)
-        return found
-
-    def _env(self, item: Placement, cores: CoreRange) -> tuple[tuple[str, str], ...]:
-        """The plan's, or the same for the range that was free instead."""
-        if cores == item.cores:
-            return item.env
-        threads = int(dict(item.env)["OMP_NUM_THREADS"])
-        return environment.planned(
-            self._instance, cores, label=item.label, index=cores.first, threads=threads, timeout=item.timeout
+        self._assigned = assigning.assignments(
+            self._instance, self.placements, self._care, where=where, claims=self._claims, cores=cores
         )
 
-    def _settings(self, item: Placement) -> Settings:
-        model = item.model
-        gqa = None if model.gqa is None else model.gqa.value
-        ranks = {"tp_degree": len(item.cores), "group_query_attention": gqa}
-        given = {"folder": str(model.folder), "backend": model.backend, "k": model.k, "ahead": self._care.ahead}
-        return {**asdict(model.shape), **ranks, **given}
-
-    def _draft_of(self, item: Placement) -> Placement | None:
-        return next((p for p in self.placements if (item.name, item.replica) in p.drafts_for), None)
+    def _put(self, item: Placement) -> None:
+        """Have a worker begin to load, unless the group was stopped: nobody would end it."""
+        with self._changed:
+            if self._stopped:
+                raise WorkerError(f"{item.label} was stopped while it started")
+            self._actors[item.label] = self._spawn(item)
 
     def _spawn(self, item: Placement) -> ray.actor.ActorHandle:
         given, index = self._assigned[item.label], self.placements.index(item) + self._offset
@@ -206,16 +191,9 @@ class Group:
         if item.role == "draft":
             return ray.remote(DraftWorker).options(**options).remote(given)
         threaded = ray.remote(concurrency_groups={WATCH: 2}, max_concurrency=STREAMS)(TargetWorker)
-        return threaded.options(**options).remote(given, self._link(item))
-
-    def _link(self, item: Placement) -> Link | None:
-        draft = self._draft_of(item)
-        if draft is None:
-            return None
-        model, reach = item.model, draft.model.shape.n_positions
-        terms = Terms(draft.model.k, model.shape.batch_size, model.config.vocab_size, reach, item.label)
-        given = self._assigned[draft.label]
-        return Link(terms, self._care.patience, given.actor, given.node)
+        return threaded.options(**options).remote(
+            given, assigning.link(item, self.placements, self._care, assigned=self._assigned)
+        )
 
     def _wait(self, labels: Sequence[str]) -> None:
         """Until these workers are ready; no longer than their node lives."""
@@ -239,39 +217,51 @@ class Group:
     def revive(self, label: str, seen: ray.actor.ActorHandle, *, hung: bool = False) -> None:
         """Bring a dead or hung target back: on its cores if its node lives, else the whole group somewhere else.
 
-        Nothing is done if another caller brought back the worker ``seen`` already.
+        Nothing is done if another caller brought back the worker ``seen`` already. Other targets go on meanwhile,
+        unless the group moves.
 
         Raises:
             PlanError: no node has room.
-            WorkerError: it does not start.
+            WorkerError: it does not start, or the group was stopped.
         """
-        with self._reviving:
+        why: PlacementError | None = None
+        with self._alone(frozenset([label])):
             if self._actors.get(label) is not seen:
                 return
-            self.restarts += 1
-            _kill(self._actors.get(label))
+            with self._changed:
+                self.restarts += 1
+            _kill(seen)
             if self._nodes_live():
-                with suppress(WorkerError):
+                try:
                     if hung:
                         nodes.kill(self._assigned[label].node, self._pids[label])
                     self._respawn(label)
                     return
+                except PlacementError as error:
+                    why = error
+            last = self._actors[label]
+        with self._alone(self._labels):
+            if self._actors.get(label) is not last:  # another caller moved the group
+                return
             if self._given is not None:
-                raise WorkerError(f"{label} died with its node; whoever gave it its placement group starts it anew")
+                what = "died with its node" if why is None else f"could not be started again ({why})"
+                raise WorkerError(f"{label} {what}; whoever gave it its placement group starts it anew") from why
             self.moves += 1
-            self.stop()
+            self._clear()
             self._stamp = secrets.token_hex(4)
-            self.start()
+            self._begin()
+            self._finish()
 
     def _respawn(self, label: str) -> None:
         """A new worker in the place of a dead one. Its name is new too: Ray may not have forgotten the old one yet."""
         item, old = next(p for p in self.placements if p.label == label), self._assigned[label]
         keeper, name = ledger(self._instance), f"{WORKERS}{label}-{secrets.token_hex(4)}"
+        claim = Claim(name, len(old.cores), old.cores, self._care.start)
         asked(keeper.release.remote([old.actor]), self._care.room)
-        (cores,) = asked(keeper.claim.remote(old.node, [Claim(name, len(old.cores), old.cores)]), self._care.room)
-        actor = worker_name(name, old.node, cores)
-        self._assigned[label] = replace(old, actor=actor, cores=cores, env=self._env(item, cores))
-        self._actors[label] = self._spawn(item)
+        (cores,) = asked(keeper.claim.remote(old.node, [claim]), self._care.room)
+        actor, env = worker_name(name, old.node, cores), assigning.variables(self._instance, item, cores)
+        self._assigned[label] = replace(old, actor=actor, cores=cores, env=env)
+        self._put(item)
         self._wait([label])
         asked(keeper.confirm.remote([name]), self._care.room)
 
@@ -279,12 +269,21 @@ class Group:
         return all(map(nodes.lives, {given.node for given in self._assigned.values()}))
 
     def stop(self) -> None:
+        """End every worker for good and give everything back, also while another thread brings one back."""
+        with self._changed:
+            self._stopped = True
+            for actor in self._actors.values():  # whoever waits for one to be ready hears of it at once
+                _kill(actor)
+            self._changed.wait_for(lambda: not self._changing)
+            self._clear()
+
+    def _clear(self) -> None:
         """End every worker and give everything back."""
         for actor in self._actors.values():
             _kill(actor)
         names = [*self._claims, *(given.actor for given in self._assigned.values())]
         if names:
-            with suppress(ray.exceptions.RayError):
+            with suppress(WorkerError, ray.exceptions.RayError):
                 asked(ledger(self._instance).release.remote(names), self._care.room)
         if self._group is not None and self._given is None:
             remove_placement_group(self._group)
@@ -294,7 +293,6 @@ class Group:
         self._actors, self._assigned, self._claims, self._group = {}, {}, [], None
 
 
-def _kill(actor: ray.actor.ActorHandle | None) -> None:
-    if actor is not None:
-        with suppress(ray.exceptions.RayError):
-            ray.kill(actor)
+def _kill(actor: ray.actor.ActorHandle) -> None:
+    with suppress(ray.exceptions.RayError):
+        ray.kill(actor)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 import ray
 
-from paceline.core.errors import PlanError
+from paceline.core.errors import PlanError, WorkerError
 from paceline.placement.actors import NAMESPACE
 from paceline.placement.catalogue import Instance
 from paceline.placement.ranges import CoreRange, Fragmentation, best_fit, fragmentation
+from paceline.placement.revival import START
 
 NAME = "paceline-ledger"
 WORKERS = "paceline-worker-"
@@ -23,11 +25,15 @@ _HAS = "@"
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Cores for one worker. ``wanted`` is the range of the plan; another one is given if that is taken."""
+    """Cores for one worker. ``wanted`` is the range of the plan; another one is given if that is taken.
+
+    start  seconds in which the worker is there; a claim without one is void then, for its caller may have died
+    """
 
     actor: str
     degree: int
     wanted: CoreRange
+    start: float = START
 
 
 class Ledger:
@@ -37,17 +43,23 @@ class Ledger:
         self._instance = instance
         self._taken: dict[str, dict[str, CoreRange]] = {}
         self._running: set[str] = set()
+        self._ends: dict[str, float] = {}  # of claims whose workers may not be there yet
         for claim, (node, cores) in _workers().items():
             self._taken.setdefault(node, {})[claim] = cores
             self._running.add(claim)
 
     def _forget_dead(self) -> None:
-        """A worker that ran and is no more has lost its cores, even if nobody could say so."""
-        self.release(sorted(self._running.difference(_workers())))
+        """A worker that ran and is no more, or never came, has lost its cores, even if nobody could say so."""
+        now = monotonic()
+        late = {claim for claim, end in self._ends.items() if now > end}
+        self.release(sorted((self._running | late).difference(_workers())))
 
     def confirm(self, actors: Sequence[str]) -> None:
         """These workers run now; from here on their claims end with them."""
-        self._running.update(map(_claim_of, actors))
+        claims = list(map(_claim_of, actors))
+        self._running.update(claims)
+        for claim in claims:
+            self._ends.pop(claim, None)
 
     def claim(self, node: str, claims: Sequence[Claim]) -> list[CoreRange]:
         """Ranges on a node for workers that start together; all of them or none.
@@ -72,12 +84,16 @@ class Ledger:
             taken[claim.actor] = run
             made.append(run)
         self._taken[node] = taken
+        now = monotonic()
+        self._ends |= {claim.actor: now + claim.start for claim in claims}
         return made
 
     def release(self, actors: Sequence[str]) -> None:
         """These workers are gone."""
         claims = [_claim_of(actor) for actor in actors]
         self._running.difference_update(claims)
+        for claim in claims:
+            self._ends.pop(claim, None)
         for ranges in self._taken.values():
             for claim in claims:
                 ranges.pop(claim, None)
@@ -124,11 +140,18 @@ def ledger(instance: Instance) -> ray.actor.ActorHandle:
 
 
 def asked(reference: ray.ObjectRef, seconds: float) -> list[CoreRange]:
-    """The ledger's answer, its refusals as what they are."""
+    """The ledger's answer, its refusals as what they are.
+
+    Raises:
+        PlanError: it refuses.
+        WorkerError: it does not answer in time, or is lost.
+    """
     try:
         found: list[CoreRange] = ray.get(reference, timeout=seconds)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, PlanError):
             raise error.cause from error
         raise
+    except ray.exceptions.RayError as error:
+        raise WorkerError(f"the ledger of the cluster's cores gave no answer in {seconds} seconds: {error}") from error
     return found

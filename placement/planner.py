@@ -45,6 +45,8 @@ def degree_of(model: Model, instance: Instance) -> int:
     """
     name = model.name
     legal = [degree for degree in instance.degrees if not _obstacle(model, degree)]
+    if not legal:
+        raise PlanError(f"{name} runs at no degree of {instance.name}: {_obstacle(model, instance.degrees[0])}")
     if model.degree is None:
         fits = [d for d in legal if _size(model, d).total <= instance.memory]
         if not fits:
@@ -90,6 +92,10 @@ def plan(models: Sequence[Model], instance: Instance, *, taken: Sequence[CoreRan
         replace(_placement(instance, index, seat, share=share), drafts_for=_targets_of(seat[0], targets))
         for index, seat in enumerate(by_cores)
     ]
+    labels = [item.label for item in made]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise PlanError(f"a model and a replica of another would both be called {twice!r}; rename one of them")
     return Plan(instance, tuple(made))
 
 
@@ -125,7 +131,7 @@ def _obstacle(model: Model, degree: int) -> str:
 
 
 def _size(model: Model, degree: int) -> Footprint:
-    return footprint(model.config, model.shape, degree, caches=model.clients)
+    return footprint(model.config, model.shape, degree, caches=model.clients, gqa=model.gqa)
 
 
 def _targets_of(need: Need, targets: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
@@ -152,6 +158,6 @@ def _no_room(need: Need, needs: Sequence[Need], instance: Instance, *, used: Seq
 def _placement(instance: Instance, index: int, seat: tuple[Need, CoreRange], *, share: int) -> Placement:
     need, cores = seat
     label = need.model.name if not need.replica else f"{need.model.name}.{need.replica}"
-    env = environment.planned(instance, cores, label=label, index=index, threads=share, timeout=_TIMEOUT)
+    env = environment.planned(instance, cores, label=label, threads=share, timeout=_TIMEOUT)
     first = min(index * share, instance.vcpus - share)
     return Placement(need.model, need.replica, cores, need.footprint, env, (first, first + share - 1), (), _TIMEOUT)

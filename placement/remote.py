@@ -159,7 +159,8 @@ class RemoteDraft:
         if state == "up":
             resting = self._resting > monotonic()
             state = "late" if self._overdue else "broken" if resting else "up"
-        return DrafterHealth(state=state, restarts=self._revival.restarts, last_error=self._last_error, **self._counts)
+        why = self._last_error if self._revival.channel is not None else self._revival.last_error or self._last_error
+        return DrafterHealth(state=state, restarts=self._revival.restarts, last_error=why, **self._counts)
 
     @property
     def pid(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
@@ -13,7 +13,10 @@ from paceline.placement import wire
 from paceline.placement.channel import Address, Channel, connect
 from paceline.placement.health import State
 
-_SAY_HELLO = 60.0  # seconds a drafter may take to make itself ready for a target
+START = 600.0
+"""Seconds in which a drafter's process is there, unless it is said otherwise: it loads and compiles before."""
+_LOOK = 1.0  # seconds between looks whether to stop
+_LAST_WORDS = 10.0  # seconds that the thread may take to end
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between calls
 _FIRST_REST = 0.2  # seconds between restarts of a process that dies before it can be called
 
@@ -35,13 +38,18 @@ class Keeper(Protocol):
 class Caller:
     """How to reach a drafter. ``keeper`` None: somebody else restarts it, and it is only called again.
 
-    ``patience``: seconds after which a process that cannot be called is replaced.
+    ``patience``: seconds after which a process that cannot be called is replaced; one that answers, and be it with a
+    refusal, never is, for it may serve others.
     """
 
     address: Address
     secret: bytes
     keeper: Keeper | None = None
-    patience: float = 120.0
+    patience: float = START
+
+
+class _RefusedError(ChannelError):
+    """The drafter lives and does not want this target; it is asked again, less and less often."""
 
 
 class Revival:
@@ -86,7 +94,7 @@ class Revival:
         self._stop.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=_SAY_HELLO)
+            thread.join(timeout=_LAST_WORDS)
         with self._lock:
             self._hang_up()
 
@@ -98,53 +106,70 @@ class Revival:
 
     def _run(self, restart: bool, delay: float) -> None:
         """Until it works: restart if need be, call, and wait longer after each failure."""
+        self.last_error = ""
         if self._stop.wait(delay):
             return
         if restart:
             old, self.pid = self.pid, None
-            self._replace(old)
-        pause, begun, rest, again = _FIRST_PAUSE, monotonic(), _FIRST_REST, monotonic() + _FIRST_REST
+            self._kept(lambda keeper: keeper.replace(old))
+        pause, rest, again = _FIRST_PAUSE, _FIRST_REST, monotonic() + _FIRST_REST
+        end = monotonic() + self._caller.patience
         while not self._stop.is_set():
             try:
-                channel = self._call()
-            except ChannelError as error:
+                self._take(self._call(end))
+                return
+            except _RefusedError as error:
                 self.last_error = str(error)
-                if self._stop.wait(pause):
-                    return
-                pause = min(pause * 1.5, _LONGEST_PAUSE)
-                if monotonic() - begun > self._caller.patience:  # it hangs before it can be called
-                    self._replace(None)
-                    begun = monotonic()
-                elif monotonic() > again and self._caller.keeper is not None and self._caller.keeper.ensure():
-                    self.restarts += 1  # it died before it could be called; if it does so again, leave it alone longer
-                    rest = min(2 * rest, self._longest)
+                pause, end = min(2 * pause, self._longest), monotonic() + self._caller.patience
+            except Exception as error:  # whatever it is: if this thread ended, nobody would call again
+                self.last_error = str(error) if isinstance(error, ChannelError) else repr(error)
+                pause = min(1.5 * pause, _LONGEST_PAUSE)
+                if monotonic() > end:  # it hangs before it can be called
+                    self._kept(lambda keeper: keeper.replace(None))
+                    end = monotonic() + self._caller.patience
+                elif monotonic() > again and self._kept(lambda keeper: keeper.ensure()):
+                    rest = min(2 * rest, self._longest)  # it died before it could be called; if so again, wait longer
                     again = monotonic() + rest
-                continue
-            with self._lock:
-                if self._stop.is_set():
-                    channel.close()
-                    return
-                self._channel, self._thread = channel, None
-                self._up.set()
-            return
+            self._stop.wait(pause)
 
-    def _replace(self, pid: int | None) -> None:
-        if self._caller.keeper is not None:
-            with suppress(ProcessLookupError):
-                self.restarts += self._caller.keeper.replace(pid)
+    def _take(self, channel: Channel) -> None:
+        """The connection is there; nothing more is to be done."""
+        with self._lock:
+            if self._stop.is_set():
+                channel.close()
+                return
+            self._channel, self._thread = channel, None
+            self._up.set()
 
-    def _call(self) -> Channel:
+    def _kept(self, act: Callable[[Keeper], bool]) -> bool:
+        """Whether the keeper started a process. It may fail in any way; it is asked again then."""
+        if self._caller.keeper is None:
+            return False
+        try:
+            started = act(self._caller.keeper)
+        except ProcessLookupError:
+            return False
+        except Exception as error:
+            self.last_error = repr(error)
+            return False
+        self.restarts += started
+        return started
+
+    def _call(self, end: float) -> Channel:
+        """A connection to a drafter that said welcome, before ``end``."""
         channel = connect(self._caller.address, self._caller.secret, seconds=2.0)
         try:
             channel.send(wire.encode(self._hello), 2.0)
-            frame = channel.receive(_SAY_HELLO)
-            if frame is None:
-                raise ChannelError("the drafter does not say welcome")
+            while (frame := channel.receive(_LOOK)) is None:
+                if self._stop.is_set() or monotonic() > end:
+                    raise ChannelError("the drafter does not say welcome")
             reply = wire.decode(frame)
+            if isinstance(reply, wire.Failure):
+                raise _RefusedError(reply.reason)
             if not isinstance(reply, wire.Welcome):
-                raise ChannelError(reply.reason if isinstance(reply, wire.Failure) else "the drafter says no welcome")
+                raise ChannelError("the drafter says no welcome")
             if reply.nodes != self._nodes:
-                raise ChannelError(
+                raise _RefusedError(
                     f"the drafter proposes {reply.nodes} tokens a round, not {self._nodes}; start it anew"
                 )
         except ChannelError:

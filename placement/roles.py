@@ -12,7 +12,7 @@ from typing import Protocol
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
-from paceline.placement.draft_server import MakeDrafter
+from paceline.placement.draft_server import Drafters
 
 Settings = Mapping[str, object]
 """Plain values, as JSON has them: they cross processes as text."""
@@ -50,7 +50,7 @@ class Target(Protocol):
 
 
 MakeTarget = Callable[[Settings, Drafter | None], Target]
-MakeDraft = Callable[[Settings], MakeDrafter]
+MakeDrafters = Callable[[Settings], Drafters]
 
 
 def maker(path: str) -> Callable[..., object]:

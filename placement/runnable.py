@@ -17,6 +17,16 @@ def check(plan: Plan) -> None:
         model, degree = item.model, len(item.cores)
         if model.folder is None:
             raise PlanError(f"{item.name} was planned from a configuration alone; give `path` to run it")
+        if model.shape.quantisation != "none":
+            raise PlanError(
+                f"{item.name} was planned with quantisation={model.shape.quantisation!r}, which no backend runs yet; "
+                "give none to run it"
+            )
+        if model.shape.n_positions > model.config.max_position_embeddings:
+            raise PlanError(
+                f"{item.name} was planned with n_positions={model.shape.n_positions}, more than the "
+                f"{model.config.max_position_embeddings} it was trained on (max_position_embeddings); ask for fewer"
+            )
         if degree > 1 and model.backend not in DIVIDED:
             raise PlanError(
                 f"{item.name} was planned on {degree} cores, and backend={model.backend!r} runs a model on one; give "

@@ -25,7 +25,7 @@ from paceline.medusa.choices import Choices
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.heads import fresh
 from paceline.placement.channel import Address, listen
-from paceline.placement.draft_server import DraftServer
+from paceline.placement.draft_server import DraftServer, Unpooled
 from paceline.placement.remote import RemoteDraft, Terms
 from paceline.placement.revival import Caller
 from tests.decoder.tiny import VOCABULARY, Workshop
@@ -143,7 +143,7 @@ def _remote(home: Home, k: Depth) -> SpeculativeGenerator:
     address, secret = Address(path=str(home.folder / f"socket {k} {home.slots}")), b"a secret of the tests"
     slots, vocabulary, decoder = home.slots, Vocabulary(VOCABULARY, VOCABULARY), home.draft.sibling()
     server = DraftServer(
-        listen(address), secret, lambda _hello: ModelDrafter(decoder, deepest(k), vocabulary=vocabulary)
+        listen(address), secret, Unpooled(lambda _hello: ModelDrafter(decoder, deepest(k), vocabulary=vocabulary))
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

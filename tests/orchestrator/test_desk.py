@@ -153,8 +153,8 @@ def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool
     shape = {**asdict(Shape("f32", "none", 2, 128)), "backend": "eager", "k": 4, "ahead": False}
     inner = None
     if drafts:
-        make = hosting.draft({**shape, "folder": str(workshop.checkpoint("draft"))})
-        inner = make(Hello(0, "t", 2, VOCABULARY))
+        drafters = hosting.draft({**shape, "folder": str(workshop.checkpoint("draft"))})
+        inner = drafters.lend(Hello(0, "t", 2, VOCABULARY))
     host = hosting.target({**shape, "folder": str(workshop.checkpoint())}, inner)
     plain = fresh(workshop.checkpoint(), batch_size=2)
     asks = [{"max_new_tokens": 25 + i, "do_sample": True, "temperature": 1.2, "seed": [i]} for i in range(4)]

@@ -20,7 +20,7 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.vocabulary import Vocabulary
 from paceline.placement.ahead import Ahead
 from paceline.placement.channel import Address, listen
-from paceline.placement.draft_server import DraftServer
+from paceline.placement.draft_server import DraftServer, Unpooled
 from paceline.placement.wire import Hello
 from tests.fakes import TableDecoder, near, table
 
@@ -91,7 +91,7 @@ def serve(address: str, k: int, faults: Sequence[str], rate: float, seed: int, s
             return Ahead(drafter(hello.slots, k + 1))
         return Faulty(hello.slots, k, faults=faults, rate=rate, seed=seed, slow=slow)
 
-    DraftServer(listen(Address.parse(address)), SECRET, make).run()
+    DraftServer(listen(Address.parse(address)), SECRET, Unpooled(make)).run()
 
 
 class Forked:

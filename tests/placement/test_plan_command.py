@@ -14,6 +14,7 @@ from paceline.cli import app
 from paceline.core.errors import PlanError
 from paceline.placement import INSTANCES, Care, Patience, plan, read_care, read_models, runnable
 from paceline.placement.detect import matching, parse
+from tests.placement.wishes import model
 
 CHAT = "{name: chat, config: big, tp_degree: 8, n_positions: 2048, amp: bf16}"
 DRAFT = "{name: chat-draft, config: small.json, tp_degree: 2, draft_of: chat}"
@@ -124,6 +125,8 @@ def test_care_that_is_none_is_refused_by_name(home: Path, care: str, says: str) 
         (["{name: a, config: big, tp_degree: 2, backend: magic}"], "backend='magic' is unknown; use one of inductor"),
         (["{name: a, config: big, group_query_attention: thrifty}"], "group_query_attention='thrifty' is unknown"),
         ([CHAT.replace("8,", "8, group_query_attention: shard-over-batch,")], "'shard-over-batch' is not offered"),
+        (["{name: a, config: big, group_query_attention: shard-over-batch}"], "'shard-over-batch' is not offered"),
+        (["{name: a, config: big, tp_degree: 2, replicas: 2}", "{name: a.1, config: big}"], "both be called 'a.1'"),
         ([CHAT, quoted("{client: 2}")], "'client' is not a key of quota; there are clients, slots, shares"),
         ([CHAT, quoted("3")], "quota is a mapping"),
         ([CHAT, quoted("{slots: 0}")], "quota.slots must be"),
@@ -149,6 +152,11 @@ def test_what_cannot_be_planned_is_said_with_exit_status_2(home: Path, entries: 
             CHAT.replace("config", "path"),
             "chat was planned on 8 cores, and backend='inductor' runs a model on one; give `tp_degree: 1`, or",
         ),
+        (
+            CHAT.replace("config: big", "path: big, quantisation: int8"),
+            "quantisation='int8', which no backend runs yet",
+        ),
+        (CHAT.replace("config: big", "path: big").replace("2048", "4097"), "more than the 4096 it was trained on"),
     ],
 )
 def test_what_can_be_planned_and_not_run_is_refused_before_anything_starts(home: Path, entry: str, says: str) -> None:
@@ -192,3 +200,14 @@ def test_neuron_ls_is_understood() -> None:
     for text in ("", "[]", "{}", '[{"nc_count": 2}]', rows(3, 2, gib, None), rows(1, 2, gib, 1)[:-1]):
         with pytest.raises(PlanError, match="--instance"):
             matching(parse(text))
+
+
+def test_a_model_that_runs_is_not_added_again() -> None:
+    pytest.importorskip("ray")
+    from paceline.placement.deployment import Deployment
+
+    machine = INSTANCES["inf2.48xlarge"]
+    running = Deployment(plan([model("a"), model("d", draft_of=("a",))], machine), Care())
+    for name in "ad":
+        with pytest.raises(PlanError, match=f"{name} runs already"):
+            running.add(plan([model(name)], machine))

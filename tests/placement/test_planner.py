@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import PlanError
+from paceline.decoder.parallel import GQA, Shard, layout
 from paceline.placement import INSTANCES, Instance, Plan, plan
 from paceline.placement.catalogue import instance
 from paceline.placement.footprint import Shape, footprint, product_weights
@@ -52,6 +53,13 @@ def test_a_plan_keeps_every_rule_or_there_is_none(name: str, dice: random.Random
     assert sorted(len(p.cores) for p in made.placements) == sorted(degrees)
     dice.shuffle(models)
     assert plan(models, machine, taken=taken) == made  # the order of the file does not matter
+
+
+def test_plans_made_one_after_the_other_share_no_port() -> None:
+    machine = INSTANCES["inf2.48xlarge"]
+    (first,) = plan([model("a", 8)], machine).placements
+    (second,) = plan([model("b", 8)], machine, taken=[first.cores]).placements
+    assert dict(first.env)["NEURON_RT_ROOT_COMM_ID"] != dict(second.env)["NEURON_RT_ROOT_COMM_ID"]
 
 
 def best_by_force(machine: Instance, taken: tuple[CoreRange, ...], degrees: list[int]) -> tuple[int, ...] | None:
@@ -145,15 +153,28 @@ def test_auto_takes_the_smallest_degree_that_fits() -> None:
 
 def test_a_footprint_counts_what_there_is() -> None:
     one = config(heads=4, layers=2, hidden=96, vocab=64, kv=2)
-    assert product_weights(one) == 2 * (96 * (4 * 8 * 2 + 2 * 8 * 2) + 3 * 96 * 192)
+    assert product_weights(Shard(one)) == 2 * (96 * (4 * 8 * 2 + 2 * 8 * 2) + 3 * 96 * 192)
     whole = footprint(one, Shape("bf16", "none", 1, 128), 1)
-    assert whole.weights == 2 * (product_weights(one) + 2 * 64 * 96 + (2 * 2 + 1) * 96)
+    assert whole.weights == 2 * (product_weights(Shard(one)) + 2 * 64 * 96 + (2 * 2 + 1) * 96)
     assert whole.cache == 2 * 2 * 2 * 8 * (128 + 256) * 2
     assert footprint(one, Shape("f32", "none", 1, 128), 1).weights == 2 * whole.weights
     assert footprint(one, Shape("bf16", "none", 3, 128), 1).cache == 3 * whole.cache
-    assert footprint(one, Shape("bf16", "int8", 1, 128), 1).weights == whole.weights - product_weights(one)
+    assert footprint(one, Shape("bf16", "int8", 1, 128), 1).weights == whole.weights - product_weights(Shard(one))
     halves = [footprint(one, Shape("bf16", "none", 1, 128), d).cache for d in (1, 2, 4)]
     assert halves == [whole.cache, whole.cache // 2, whole.cache // 2]  # two key heads cannot be cut in four
+
+
+@pytest.mark.parametrize("gqa", [None, GQA.ALL_GATHER_HEADS])
+def test_a_footprint_counts_the_heads_that_a_rank_really_has(gqa: GQA | None) -> None:
+    """40 query heads share 10 K/V heads: four ranks cannot have whole ones, and each query head gets its own copy."""
+    odd = config(heads=40, layers=2, hidden=320, vocab=64, kv=10)
+    whole, four = (footprint(odd, Shape("bf16", "none", 1, 128), degree, gqa=gqa) for degree in (1, 4))
+    shards = [Shard(odd, layout(odd, 4, gqa), rank) for rank in range(4)]
+    assert max(len(shard.key_heads) for shard in shards) == 10 and four.cache == whole.cache
+    read = odd.num_layers * odd.hidden_size * 2 * (2 * shards[0].key_part)  # of keys and values, bytes
+    assert four.weights >= read and (gqa is None) == (shards[0].key_part == 10 * odd.head_dim)
+    shared = footprint(odd, Shape("bf16", "none", 1, 128), 4, caches=2, gqa=gqa)
+    assert (shared.cache, shared.weights) == (2 * four.cache, 2 * four.weights)  # ranks hold one cache each
 
 
 @pytest.mark.parametrize(

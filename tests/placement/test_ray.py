@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,6 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from benchmarks.undivided import MAKERS
-from paceline import AutoDecoder
 from paceline.core.errors import (
     ConfigurationError,
     PlanError,
@@ -22,56 +21,22 @@ from paceline.core.errors import (
     TargetLostError,
     WorkerError,
 )
-from paceline.placement import INSTANCES, Plan, plan
+from paceline.placement import INSTANCES, Plan
 from paceline.placement.actors import NAMESPACE
 from paceline.placement.care import Care
 from paceline.placement.deployment import Deployment, launch
 from paceline.placement.ledger import NAME, Claim, ledger
-from paceline.placement.models_file import models_of
 from paceline.placement.quota import Quota
 from paceline.placement.ranges import CoreRange
-from paceline.placement.remote import Patience
-from paceline.result import GenerationResult
 from tests.decoder.tiny import Workshop
-
-PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
-SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 4}
-PATIENCE = Patience(deadline=2, hang=1.5, rest=0.01, longest=0.1)
-CARE = Care(start=90, silence=20, room=10, patience=PATIENCE, makers=MAKERS)
-
+from tests.placement.launched import CARE, PATIENCE, PROMPTS, SAMPLED, entry, pid_of, planned, wanted
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
-
-
-def entry(workshop: Workshop, name: str, role: str = "target", **more: object) -> dict[str, object]:
-    shape = {"n_positions": 128, "amp": "f32", "backend": "eager", "tp_degree": 2}
-    return {"name": name, "path": str(workshop.checkpoint(role)), **shape, **more}
-
-
-def planned(*entries: dict[str, object]) -> Plan:
-    return plan(models_of(entries, folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
 
 
 @pytest.fixture(scope="module")
 def pair(workshop: Workshop) -> Plan:
     return planned(entry(workshop, "chat"), entry(workshop, "chat-draft", "draft", draft_of="chat"))
-
-
-def wanted(workshop: Workshop, prompts: list[list[int]], **asked: object) -> list[list[int]]:
-    """What the target says in this process, plainly."""
-    decoder = AutoDecoder.from_pretrained(workshop.checkpoint(), n_positions=128, amp="f32", backend="eager")
-    result = decoder.sample(prompts, width=5, return_dict=True, **asked)  # type: ignore[arg-type]
-    assert isinstance(result, GenerationResult)
-    return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
-
-
-def pid_of(models: Deployment, label: str) -> int | None:
-    """The process of a worker; that of a draft as its target knows it, for one that hangs says nothing."""
-    chat = models.group("chat").actor("chat")
-    if label == "chat":
-        return int(ray.get(chat.ready.remote(), timeout=30).pid)
-    found: int | None = ray.get(chat.draft_pid.remote(), timeout=30)
-    return found
 
 
 @pytest.mark.ray
@@ -138,6 +103,7 @@ def test_models_side_by_side(cluster: Cluster, workshop: Workshop) -> None:
         for name in "ab":
             health = models.statistics(name)["health"]
             assert isinstance(health, dict) and health["answered"] > 0 == health["lost"]
+        one_reloads(models, asked, expected)
         ledger_dies(models, silent="c")
         models.stop("a")  # and with it its group: the other target of their draft, and the draft
         (left,) = models.fragmentation().values()
@@ -168,6 +134,21 @@ def together(models: Deployment, asked: dict) -> dict[str, list[list[int]]]:
     return texts
 
 
+def one_reloads(models: Deployment, asked: dict, expected: list[list[int]]) -> None:
+    """While a dead target starts again, calls to another one of its group do not wait for it."""
+    group, found = models.group("a"), []
+    ray.kill(group.actor("a"))
+    call = threading.Thread(target=lambda: found.append(models.sample("a", PROMPTS, **asked)))
+    call.start()
+    end = time.monotonic() + 30
+    while not group.restarts:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert models.sample("b", PROMPTS[:1], max_new_tokens=1) and call.is_alive()
+    call.join(60)
+    assert found == [expected]
+
+
 def ledger_dies(models: Deployment, *, silent: str) -> None:
     """It knows all cores again; those of a worker that cannot be asked, too."""
     keeper = ray.get_actor(NAME, NAMESPACE)
@@ -185,22 +166,39 @@ def test_a_divided_target_dies_with_its_ranks_and_comes_back(cluster: Cluster, w
     asked = {"max_new_tokens": 40, **SAMPLED}
     expected = wanted(workshop, PROMPTS, **asked)
     entries = entry(workshop, "chat"), entry(workshop, "chat-draft", "draft", draft_of="chat")
-    with launch(planned(*entries), care=Care(start=90, silence=20, room=10, patience=PATIENCE)) as models:
+    with launch(planned(*entries), care=Care(start=90, silence=20, room=30, patience=PATIENCE)) as models:
         assert ray.get(models.group("chat").actor("chat").wait_for_draft.remote(60))
-        found = [list(prompt) for prompt in PROMPTS]
-        pid = pid_of(models, "chat")
-        assert pid is not None and len(ranks_of(pid)) == 1
-        ranks = ranks_of(pid)
-        for index, piece in enumerate(models.stream("chat", PROMPTS, **asked)):
-            found[piece.index] += piece.tokens
-            if index == 4:
-                os.kill(pid, signal.SIGKILL)
-        assert found == expected
+        for restarts, lost in enumerate(("worker", "rank"), 1):
+            found = [list(prompt) for prompt in PROMPTS]
+            pid = pid_of(models, "chat")
+            assert pid is not None and len(ranks_of(pid)) == 1
+            ranks = ranks_of(pid)
+            for index, piece in enumerate(models.stream("chat", PROMPTS, **asked)):
+                found[piece.index] += piece.tokens
+                if index == 4:
+                    os.kill(pid if lost == "worker" else ranks[0], signal.SIGKILL)
+            assert found == expected and models.group("chat").restarts == restarts, lost
+            end = time.monotonic() + 20
+            while any(Path(f"/proc/{process}").exists() for process in (pid, *ranks)):
+                assert time.monotonic() < end
+                time.sleep(0.1)
         assert models.statistics("chat")["accepted"]
-        end = time.monotonic() + 20
-        while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        left = threading.Thread(target=abandoned, args=(models, asked, ranks_of(pid_of(models, "chat") or 0)))
+        left.start()
+        end = time.monotonic() + 30
+        while models.group("chat").restarts < 3:
             assert time.monotonic() < end
-            time.sleep(0.1)
+            time.sleep(0.01)
+    left.join(60)  # who leaves in the middle of a restart leaves nothing: see `nothing_left`
+    assert not left.is_alive()
+
+
+def abandoned(models: Deployment, asked: dict, ranks: list[int]) -> None:
+    """A call whose target dies, and is stopped for good while it is brought back."""
+    with pytest.raises(TargetLostError, match="stopped"):
+        for _ in models.stream("chat", PROMPTS, **asked):
+            with suppress(ProcessLookupError):
+                os.kill(ranks[0], signal.SIGKILL)
 
 
 def ranks_of(pid: int) -> list[int]:

@@ -20,7 +20,7 @@ from paceline.core.types import Commit, Outline, Proposal
 from paceline.placement import wire
 from paceline.placement.blanks import BlankRound
 from paceline.placement.channel import Address, Channel, connect, listen
-from paceline.placement.draft_server import DraftServer
+from paceline.placement.draft_server import DraftServer, Unpooled
 from paceline.placement.quota import Quota
 
 SECRET = b"secret"
@@ -151,7 +151,7 @@ class Slow:
 
 @contextmanager
 def serving(address: Address, quota: Quota) -> Iterator[None]:
-    server = DraftServer(listen(address), SECRET, lambda hello: Slow(0.002 * hello.vocab_size), quota=quota)
+    server = DraftServer(listen(address), SECRET, Unpooled(lambda hello: Slow(0.002 * hello.vocab_size)), quota=quota)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

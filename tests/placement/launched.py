@@ -1,0 +1,48 @@
+"""What tests of workers on real Ray launch, and what they compare with; no tests in here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ray
+
+from benchmarks.undivided import MAKERS
+from paceline import AutoDecoder
+from paceline.placement import INSTANCES, Plan, plan
+from paceline.placement.care import Care
+from paceline.placement.deployment import Deployment
+from paceline.placement.models_file import models_of
+from paceline.placement.remote import Patience
+from paceline.result import GenerationResult
+from tests.decoder.tiny import Workshop
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
+SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 4}
+PATIENCE = Patience(deadline=2, hang=1.5, rest=0.01, longest=0.1)
+CARE = Care(start=90, silence=20, room=30, patience=PATIENCE, makers=MAKERS)
+
+
+def entry(workshop: Workshop, name: str, role: str = "target", **more: object) -> dict[str, object]:
+    shape = {"n_positions": 128, "amp": "f32", "backend": "eager", "tp_degree": 2}
+    return {"name": name, "path": str(workshop.checkpoint(role)), **shape, **more}
+
+
+def planned(*entries: dict[str, object]) -> Plan:
+    return plan(models_of(entries, folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
+
+
+def wanted(workshop: Workshop, prompts: list[list[int]], **asked: object) -> list[list[int]]:
+    """What the target says in this process, plainly."""
+    decoder = AutoDecoder.from_pretrained(workshop.checkpoint(), n_positions=128, amp="f32", backend="eager")
+    result = decoder.sample(prompts, width=5, return_dict=True, **asked)  # type: ignore[arg-type]
+    assert isinstance(result, GenerationResult)
+    return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
+
+
+def pid_of(models: Deployment, label: str) -> int | None:
+    """The process of a worker; that of a draft as its target knows it, for one that hangs says nothing."""
+    chat = models.group("chat").actor("chat")
+    if label == "chat":
+        return int(ray.get(chat.ready.remote(), timeout=30).pid)
+    found: int | None = ray.get(chat.draft_pid.remote(), timeout=30)
+    return found

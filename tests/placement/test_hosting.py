@@ -1,0 +1,79 @@
+"""What a draft's worker has for its targets: decoders that are there before they call, and are used again."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigurationError
+from paceline.draft.model import ModelDrafter
+from paceline.hosting import DraftPool, draft
+from paceline.placement.channel import Address, listen
+from paceline.placement.draft_server import DraftServer
+from paceline.placement.footprint import Shape
+from paceline.placement.remote import RemoteDraft, Terms
+from paceline.placement.revival import Caller
+from paceline.placement.wire import Hello
+from tests.decoder.tiny import VOCABULARY, Workshop
+
+SECRET = b"a secret of the tests"
+
+
+def pool(workshop: Workshop, clients: int) -> DraftPool:
+    shape = asdict(Shape("f32", "none", 1, 128))
+    more = {"backend": "eager", "k": 4, "ahead": False, "clients": clients, "vocab_sizes": [VOCABULARY]}
+    return draft({**shape, **more, "folder": str(workshop.checkpoint("draft"))})
+
+
+def test_a_pool_never_outgrows_its_plan(workshop: Workshop) -> None:
+    made = pool(workshop, 2)
+    first, second = (made.lend(Hello(0, name, 1, VOCABULARY)) for name in "ab")
+    assert isinstance(first, ModelDrafter) and isinstance(second, ModelDrafter)
+    assert first.decoder is not second.decoder
+    with pytest.raises(ConfigurationError, match="room for 2 targets"):
+        made.lend(Hello(0, "c", 1, VOCABULARY))
+    made.take_back(first)
+    with pytest.raises(ConfigurationError, match="same batch_size"):
+        made.lend(Hello(0, "c", 2, VOCABULARY))
+    third = made.lend(Hello(0, "c", 1, VOCABULARY - 1))
+    assert isinstance(third, ModelDrafter) and third.decoder is first.decoder
+
+
+@contextmanager
+def serving(listener: socket.socket, drafters: DraftPool) -> Iterator[None]:
+    server = DraftServer(listener, SECRET, drafters)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.stop()
+        thread.join()
+
+
+class FullOnce(socket.socket):
+    """A listener that once finds no file to open for who calls."""
+
+    full = True
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.full:
+            self.full = False
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+def test_who_hangs_up_makes_room_and_a_full_table_of_files_is_no_end(workshop: Workshop, tmp_path: Path) -> None:
+    address, terms = Address(path=str(tmp_path / "s")), Terms(4, 1, VOCABULARY)
+    listener = listen(address)
+    with serving(FullOnce(fileno=listener.detach()), pool(workshop, 1)):
+        for _ in range(3):
+            with closing(RemoteDraft(terms, Caller(address, SECRET))) as target:
+                assert target.wait_until_up(20), target.health

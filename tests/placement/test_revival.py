@@ -1,0 +1,105 @@
+"""How a connection to a drafter comes about: who is refused, who is replaced, and a keeper that fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from paceline.placement.channel import Address, listen
+from paceline.placement.draft_server import DraftServer, Unpooled
+from paceline.placement.quota import Quota
+from paceline.placement.remote import Patience, RemoteDraft, Terms
+from paceline.placement.revival import Caller
+from tests.placement.faulty import SECRET, V, drafter
+
+PATIENCE = Patience(rest=0.002, longest=0.05)
+
+
+@dataclass
+class Asked:
+    """A keeper that keeps nothing, and may fail."""
+
+    fails: bool = False
+    acts: list[str] = field(default_factory=list)
+
+    def replace(self, pid: int | None) -> bool:
+        return self._act("replace")
+
+    def ensure(self) -> bool:
+        return self._act("ensure")
+
+    def _act(self, name: str) -> bool:
+        self.acts.append(name)
+        if self.fails:
+            raise RuntimeError("the keeper fails")
+        return False
+
+
+@contextmanager
+def serving(address: Address, clients: int = 2) -> Iterator[None]:
+    server = DraftServer(
+        listen(address), SECRET, Unpooled(lambda hello: drafter(hello.slots, 4)), quota=Quota(clients=clients)
+    )
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.stop()
+        thread.join()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def called(stack: ExitStack, address: Address, keeper: Asked, *, nodes: int = 4) -> RemoteDraft:
+    terms = Terms(nodes=nodes, slots=1, vocab_size=V)
+    caller = Caller(address, SECRET, keeper, patience=0.3)
+    return stack.enter_context(closing(RemoteDraft(terms, caller, patience=PATIENCE)))
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_refused_target_lets_the_process_live_and_says_why(tmp_path: Path, stack: ExitStack) -> None:
+    """It serves another one. Who is refused is let in when there is room."""
+    address, keeper = Address(path=str(tmp_path / "s")), Asked()
+    stack.enter_context(serving(address, clients=1))
+    first = called(stack, address, Asked())
+    assert first.wait_until_up(20)
+    second, misfit = called(stack, address, keeper), called(stack, address, keeper, nodes=3)
+    time.sleep(0.8)  # longer than the patience with a process that does not answer
+    assert keeper.acts == [] and first.health.state == "up"
+    for draft in (second, misfit):
+        assert draft.health.state == "down" and "quota" in draft.health.last_error
+    first.close()
+    until(lambda: second.health.state == "up" or "not 3" in misfit.health.last_error)
+    assert keeper.acts == []
+
+
+def test_a_process_that_cannot_be_called_is_replaced_after_the_patience(tmp_path: Path, stack: ExitStack) -> None:
+    keeper = Asked()
+    draft = called(stack, Address(path=str(tmp_path / "s")), keeper)
+    until(lambda: "replace" in keeper.acts)
+    assert draft.health.state == "down" and "no drafter answers" in draft.health.last_error
+
+
+def test_a_keeper_that_fails_does_not_end_the_calling(tmp_path: Path, stack: ExitStack) -> None:
+    address, keeper = Address(path=str(tmp_path / "s")), Asked(fails=True)
+    draft = called(stack, address, keeper)
+    until(lambda: {"replace", "ensure"} <= set(keeper.acts))
+    stack.enter_context(serving(address))
+    assert draft.wait_until_up(20) and draft.health.state == "up"
