@@ -111,13 +111,11 @@ def stopping(
     """Stopping of one row.
 
     Raises:
-        SamplingError: stop strings without a tokenizer, or an empty one.
+        SamplingError: stop strings without a tokenizer, or one that no text can hold.
     """
     strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ())
     if strings and not hasattr(tokenizer, "decode"):
         raise SamplingError("stop_strings need the tokenizer: pass tokenizer=..., which has a method decode(ids)")
-    if not all(strings):
-        raise SamplingError("a stop string is empty; it would stop every text at once")
     ids = default_eos if eos is None else eos if isinstance(eos, Sequence) else [eos]
     return Stopping(length, frozenset(map(int, ids)), strings, tokenizer, tuple(criteria or ()))
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from paceline.core.errors import SamplingError
 from paceline.result import FinishReason
 
 Criterion = Callable[..., object]
@@ -34,6 +35,10 @@ class Stopping:
     strings       texts that end it; the token that completes one stays in it
     tokenizer     turns ids into text, needed for ``strings``
     criteria      Hugging Face's
+
+    Raises:
+        SamplingError: a string is empty, or cannot be written as UTF-8. Nothing is left that could fail in a round,
+            where requests of others would fail with it.
     """
 
     length: int
@@ -41,6 +46,15 @@ class Stopping:
     strings: tuple[str, ...] = ()
     tokenizer: Decodes | None = None
     criteria: tuple[Criterion, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not all(self.strings):
+            raise SamplingError("a stop string is empty; it would stop every text at once")
+        for string in self.strings:
+            try:
+                string.encode()
+            except UnicodeEncodeError as error:
+                raise SamplingError(f"the stop string {string!r} holds half a surrogate pair, which no text has") from error
 
 
 class Watch:

@@ -6,6 +6,7 @@ served is refused by name, not passed over.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,12 +117,25 @@ def read(kind: Kind, body: object) -> Ask:
 
 def _only_what_is_served(fields: Mapping[str, object]) -> None:
     for name, value in fields.items():
+        _only_characters(name, param=None)
+        _only_characters(value, param=name)
         if name in _READ or name in _NOTHING:
             continue
         if name not in _ONLY:
             raise RefusedError(400, f"{name!r} is not a field of this endpoint", param=name)
         if value not in _ONLY[name]:
             raise RefusedError(400, f"{name}={value!r} is not served; leave it out", param=name)
+
+
+def _only_characters(value: object, *, param: str | None) -> None:
+    """JSON can write halves of surrogate pairs. No tokenizer and no answer can, so they would fail further on."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        where = "the name of a field" if param is None else param
+        raise RefusedError(400, f"{where} holds half a surrogate pair, which is no character", param=param) from error
+    except RecursionError as error:
+        raise RefusedError(400, f"{param} is nested too deeply", param=param) from error
 
 
 def _text(fields: Mapping[str, object], name: str) -> str:

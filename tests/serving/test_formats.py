@@ -45,13 +45,16 @@ def test_all_forms_of_a_prompt_and_of_a_message() -> None:
         ({"temperature": "hot"}, "temperature"), ({"max_tokens": True}, "max_tokens"), ({"stop": [""]}, "stop"),
         ({"stop": ["a"] * 5}, "stop"), ({"stream": "yes"}, "stream"), ({"beams": 3}, "beams"), ({"echo": True}, "echo"),
         ({"stream_options": 3}, "stream_options"),
+        ({"stop": "\ud800"}, "stop"), ({"stop": ["a", "\udfffb"]}, "stop"), ({"prompt": "x\ud83d"}, "prompt"),
+        ({"model": "\ud800"}, "model"), ({"user": "\ud800"}, "user"), ({"\ud800": 1}, None),
     ],
 )  # fmt: skip
-def test_what_is_not_served_is_refused_by_name(change: dict, param: str) -> None:
+def test_what_is_not_served_is_refused_by_name(change: dict, param: str | None) -> None:
     with pytest.raises(RefusedError) as refused:
         read("completion", {"model": "m", "prompt": "x", **change})
     assert (refused.value.status, refused.value.param) == (400, param)
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    assert json.dumps(refused.value.body, ensure_ascii=False).encode()  # as the answer is written
 
 
 @pytest.mark.parametrize(
