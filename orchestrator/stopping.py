@@ -54,7 +54,7 @@ class Stopping:
             try:
                 string.encode()
             except UnicodeEncodeError as error:
-                raise SamplingError(f"the stop string {string!r} holds half a surrogate pair, which no text has") from error
+                raise SamplingError(f"the stop string {string!r} holds half a surrogate pair; no text does") from error
 
 
 class Watch:

@@ -151,7 +151,10 @@ def _number(fields: Mapping[str, object], name: str, kind: type[Number], *, defa
         return None
     if isinstance(value, bool) or not isinstance(value, int | kind):
         raise RefusedError(400, f"{name} must be a number, not {value!r}", param=name)
-    return kind(value)
+    try:
+        return kind(value)
+    except OverflowError as error:
+        raise RefusedError(400, f"{name} is out of range", param=name) from error
 
 
 def _prompts(fields: Mapping[str, object]) -> tuple[Prompt, ...]:

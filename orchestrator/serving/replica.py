@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 
-from paceline.core.errors import PlacementError, RequestError
 from paceline.detokenise import Tokenizer, load_tokenizer
 from paceline.placement.actors import STREAMS
 from paceline.placement.calls import Stream
@@ -25,6 +24,7 @@ from paceline.placement.plans import Placement, Plan
 from paceline.placement.roles import Piece
 from paceline.serving.answers import Failed, Opening, TextPiece
 from paceline.serving.asks import Ask, RefusedError
+from paceline.serving.failures import refusal
 from paceline.serving.text import Writer
 
 Item = Opening | TextPiece | Failed
@@ -56,12 +56,9 @@ class Replica:
                     yield _text(first, writers[first.index])
                 async for piece in pieces:
                     yield _text(piece, writers[piece.index])
-        except RefusedError as error:
-            yield Failed(error.status, error.message, error.param, error.code)
-        except RequestError as error:
-            yield Failed(400, str(error))
-        except PlacementError as error:
-            yield Failed(503, str(error), code="model_unavailable")
+        except Exception as error:  # tokenizers too raise what they like
+            refused = refusal(error)
+            yield Failed(refused.status, refused.message, refused.param, refused.code)
 
     async def check_health(self) -> None:
         """Serve asks; workers that die are brought back by the request that finds them dead."""

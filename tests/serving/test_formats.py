@@ -46,6 +46,7 @@ def test_all_forms_of_a_prompt_and_of_a_message() -> None:
         ({"stop": ["a"] * 5}, "stop"), ({"stream": "yes"}, "stream"), ({"beams": 3}, "beams"), ({"echo": True}, "echo"),
         ({"stream_options": 3}, "stream_options"),
         ({"stop": "\ud800"}, "stop"), ({"stop": ["a", "\udfffb"]}, "stop"), ({"prompt": "x\ud83d"}, "prompt"),
+        ({"temperature": 10**400}, "temperature"), ({"top_p": -(10**400)}, "top_p"),
         ({"model": "\ud800"}, "model"), ({"user": "\ud800"}, "user"), ({"\ud800": 1}, None),
     ],
 )  # fmt: skip
