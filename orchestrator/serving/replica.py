@@ -26,6 +26,7 @@ from paceline.serving.answers import Failed, Opening, TextPiece
 from paceline.serving.asks import Ask, RefusedError
 from paceline.serving.failures import refusal
 from paceline.serving.text import Writer
+from paceline.stopping import InNewText
 
 Item = Opening | TextPiece | Failed
 _OWN_BUNDLE = 1  # the replica itself has bundle 0
@@ -76,7 +77,7 @@ def keywords(ask: Ask) -> dict[str, object]:
     if drawn:
         given |= {"temperature": ask.temperature, "top_p": ask.top_p, "top_k": ask.top_k, "min_p": ask.min_p}
     if ask.stop:
-        given["stop_strings"] = list(ask.stop)
+        given["stop_strings"] = InNewText(ask.stop)
     return given
 
 
