@@ -65,8 +65,7 @@ class Sampler:
         seed                    row b draws with seed + b; or one seed for every row
         eos_token_id            default: the checkpoint's; [] for none
         pad_token_id            behind shorter rows; default: the checkpoint's, else its first eos id, else 0
-        stop_strings            need ``tokenizer``; the token that completes one is kept; may begin in the prompt
-                                (`paceline.stopping.InNewText`: may not)
+        stop_strings            need ``tokenizer``; the token that completes one is kept; see `stopping.InNewText`
         stopping_criteria_list  Hugging Face criteria, called once per new token with ids [1, length]
         logits_processor        Hugging Face processors, called once per decided token, on the host
         streamer, output_scores Hugging Face streamer, one prompt; log-probabilities of new tokens (``return_dict``)
