@@ -12,7 +12,7 @@ from paceline import processors, request, values
 from paceline.core.errors import SamplingError
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.request import InputIds, Request
-from paceline.stopping import Criterion, Decodes
+from paceline.stopping import Criterion, Decodes, InNewText, StopStrings
 from paceline.target.host import Processor
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Ask:
     do_sample: bool = False
     seed: int | Sequence[int] = 0
     eos_token_id: int | Sequence[int] | None = None
-    stop_strings: str | Sequence[str] | None = None
+    stop_strings: StopStrings = None
     tokenizer: Decodes | None = None
     stopping_criteria_list: Sequence[Criterion] | None = None
     logits_processor: Sequence[LogitsProcessor] | None = None
@@ -80,7 +80,8 @@ class Ask:
         values.number("repetition_penalty", self.repetition_penalty)
         values.integers("seed", self.seed, optional=False)
         values.integers("eos_token_id", self.eos_token_id, optional=True)
-        values.strings("stop_strings", self.stop_strings)
+        stops = self.stop_strings
+        values.strings("stop_strings", stops.strings if isinstance(stops, InNewText) else stops)
         values.flags("speculate", self.speculate)
         values.callables("stopping_criteria_list", self.stopping_criteria_list)
         values.callables("logits_processor", self.logits_processor)

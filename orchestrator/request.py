@@ -11,7 +11,7 @@ from torch import Tensor
 from paceline import values
 from paceline.core.errors import PromptError, SamplingError
 from paceline.core.sampling import Sampling
-from paceline.stopping import Criterion, Decodes, Stopping
+from paceline.stopping import Criterion, Decodes, InNewText, Stopping, StopStrings
 
 InputIds = Tensor | Sequence[Sequence[int]]
 
@@ -104,22 +104,23 @@ def stopping(
     *,
     eos: int | Sequence[int] | None,
     default_eos: Sequence[int],
-    stop_strings: str | Sequence[str] | None,
+    stop_strings: StopStrings,
     tokenizer: Decodes | None,
     criteria: Sequence[Criterion] | None,
 ) -> Stopping:
     """Stopping of one row.
 
     Raises:
-        SamplingError: stop strings without a tokenizer, or an empty one.
+        SamplingError: stop strings without a tokenizer, or one that no text can hold.
     """
+    in_new_text = isinstance(stop_strings, InNewText)
+    if isinstance(stop_strings, InNewText):
+        stop_strings = stop_strings.strings
     strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ())
     if strings and not hasattr(tokenizer, "decode"):
         raise SamplingError("stop_strings need the tokenizer: pass tokenizer=..., which has a method decode(ids)")
-    if not all(strings):
-        raise SamplingError("a stop string is empty; it would stop every text at once")
     ids = default_eos if eos is None else eos if isinstance(eos, Sequence) else [eos]
-    return Stopping(length, frozenset(map(int, ids)), strings, tokenizer, tuple(criteria or ()))
+    return Stopping(length, frozenset(map(int, ids)), strings, tokenizer, tuple(criteria or ()), in_new_text)
 
 
 def _rows(input_ids: InputIds) -> list[list[int]]:

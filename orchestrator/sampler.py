@@ -16,7 +16,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.loop import Door, Engine, Line, run
 from paceline.request import InputIds, Request
 from paceline.result import Event, FinishReason, GenerationResult, Statistics
-from paceline.stopping import Criterion, Decodes
+from paceline.stopping import Criterion, Decodes, StopStrings
 from paceline.streamers import Streamer
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Sampler:
         seed: int | Sequence[int] = 0,
         eos_token_id: int | Sequence[int] | None = None,
         pad_token_id: int | None = None,
-        stop_strings: str | Sequence[str] | None = None,
+        stop_strings: StopStrings = None,
         tokenizer: Decodes | None = None,
         stopping_criteria_list: Sequence[Criterion] | None = None,
         logits_processor: Sequence[LogitsProcessor] | None = None,
@@ -65,7 +65,7 @@ class Sampler:
         seed                    row b draws with seed + b; or one seed for every row
         eos_token_id            default: the checkpoint's; [] for none
         pad_token_id            behind shorter rows; default: the checkpoint's, else its first eos id, else 0
-        stop_strings            need ``tokenizer``; the token that completes one is kept
+        stop_strings            need ``tokenizer``; the token that completes one is kept; see `stopping.InNewText`
         stopping_criteria_list  Hugging Face criteria, called once per new token with ids [1, length]
         logits_processor        Hugging Face processors, called once per decided token, on the host
         streamer, output_scores Hugging Face streamer, one prompt; log-probabilities of new tokens (``return_dict``)
@@ -104,7 +104,7 @@ class Sampler:
         do_sample: bool = False,
         seed: int | Sequence[int] = 0,
         eos_token_id: int | Sequence[int] | None = None,
-        stop_strings: str | Sequence[str] | None = None,
+        stop_strings: StopStrings = None,
         tokenizer: Decodes | None = None,
         stopping_criteria_list: Sequence[Criterion] | None = None,
         logits_processor: Sequence[LogitsProcessor] | None = None,

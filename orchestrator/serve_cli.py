@@ -27,7 +27,7 @@ def serve_models(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen at; anybody who reaches it can use it.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000,
-    address: Annotated[str | None, typer.Option(help="Of a Ray cluster; default: start one here.")] = None,
+    address: Annotated[str | None, typer.Option(help="Of a Ray cluster to join; default: start one here.")] = None,
     config: Annotated[bool, typer.Option("--config", help="Print the file for `serve deploy`; start nothing.")] = False,
 ) -> None:
     """Serve the models of a file: /v1/models, /v1/completions, /v1/chat/completions. Ends with Ctrl-C."""

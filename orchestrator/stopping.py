@@ -13,10 +13,24 @@ from typing import Protocol
 
 import torch
 
+from paceline.core.errors import SamplingError
 from paceline.result import FinishReason
 
 Criterion = Callable[..., object]
 """Hugging Face's interface: (ids [1, length] int64, scores or None) -> bool or bool tensor [1]."""
+
+
+@dataclass(frozen=True, slots=True)
+class InNewText:
+    """Stop strings that are looked for in new text alone, as OpenAI's are.
+
+    Given as plain strings they may begin in the prompt, as with Hugging Face's `StopStringCriteria`.
+    """
+
+    strings: tuple[str, ...]
+
+
+StopStrings = str | Sequence[str] | InNewText | None
 
 
 class Decodes(Protocol):
@@ -32,8 +46,13 @@ class Stopping:
     length        of the whole text, prompt included; always set
     eos           ids that end the text and stay in it
     strings       texts that end it; the token that completes one stays in it
+    in_new_text   none of ``strings`` may begin in the prompt
     tokenizer     turns ids into text, needed for ``strings``
     criteria      Hugging Face's
+
+    Raises:
+        SamplingError: a string is empty, or cannot be written as UTF-8. Nothing is left that could fail in a round,
+            where requests of others would fail with it.
     """
 
     length: int
@@ -41,13 +60,23 @@ class Stopping:
     strings: tuple[str, ...] = ()
     tokenizer: Decodes | None = None
     criteria: tuple[Criterion, ...] = ()
+    in_new_text: bool = False
+
+    def __post_init__(self) -> None:
+        if not all(self.strings):
+            raise SamplingError("a stop string is empty; it would stop every text at once")
+        for string in self.strings:
+            try:
+                string.encode()
+            except UnicodeEncodeError as error:
+                raise SamplingError(f"the stop string {string!r} holds half a surrogate pair; no text does") from error
 
 
 class Watch:
     """Follows one text, token by token."""
 
     def __init__(self, stopping: Stopping, prompt: Sequence[int]) -> None:
-        self._stopping = stopping
+        self._stopping, self._prompt = stopping, len(prompt)
         self.text = list(prompt)
         # Every token but a special one is at least a byte of text, so so many tokens hold any stop string.
         self._lookback = max((len(s.encode()) for s in stopping.strings), default=0) + 8
@@ -71,11 +100,13 @@ class Watch:
         tokenizer = self._stopping.tokenizer
         if not self._stopping.strings or tokenizer is None:
             return False
-        tail = self.text[-self._lookback :]
-        now, before = tokenizer.decode(tail), tokenizer.decode(tail[:-1])
-        # The next token may change the end of what was text: a replacement mark becomes a character, a space goes.
-        old = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, now, strict=False)))
-        return any(now.find(s, max(0, old - len(s) + 1)) >= 0 for s in self._stopping.strings)
+        begin = max(0, len(self.text) - self._lookback)
+        tail = self.text[begin:]
+        now = tokenizer.decode(tail)
+        old, first = _shared(tokenizer.decode(tail[:-1]), now), 0
+        if self._stopping.in_new_text and begin < self._prompt:
+            first = _shared(tokenizer.decode(self.text[begin : self._prompt]), now)
+        return any(now.find(s, max(first, old - len(s) + 1)) >= 0 for s in self._stopping.strings)
 
     def _criterion(self) -> FinishReason | None:
         if not self._stopping.criteria:
@@ -86,6 +117,11 @@ class Watch:
             if bool(verdict.all()) if isinstance(verdict, torch.Tensor) else bool(verdict):
                 return _reason(criterion)
         return None
+
+
+def _shared(before: str, now: str) -> int:
+    """How much of what was text still is. Its end may change: a replacement mark becomes a character, a space goes."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, now, strict=False)))
 
 
 def _reason(criterion: Criterion) -> FinishReason:

@@ -6,6 +6,7 @@ served is refused by name, not passed over.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,17 +21,22 @@ _MOST_STOPS = 4
 
 # Fields that are served by their only harmless value, and those that change nothing.
 _ONLY: dict[str, tuple[object, ...]] = {
-    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False, 0), "top_logprobs": (0,),
-    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "tools": ([],), "tool_choice": ("none",),
-    "response_format": ({"type": "text"},), "modalities": (["text"],), "functions": ([],),
+    "n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},),
+}  # fmt: skip
+_ONLY_OF: dict[Kind, dict[str, tuple[object, ...]]] = {
+    # How many log-probabilities: 0 asks for those of the text itself.
+    "completion": {**_ONLY, "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": ()},
+    "chat": {
+        **_ONLY, "logprobs": (False,), "top_logprobs": (0,), "tools": ([],), "tool_choice": ("none",),
+        "functions": ([],), "response_format": ({"type": "text"},), "modalities": (["text"],),
+    },
 }  # fmt: skip
 _NOTHING = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "stream_options"})
-_READ = frozenset(
-    {
-        "model", "prompt", "messages", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k", "min_p",
-        "seed", "stop", "stream",
-    }
-)  # fmt: skip
+_READ = frozenset({"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream"})
+_READ_OF: dict[Kind, frozenset[str]] = {
+    "completion": _READ | {"prompt"},
+    "chat": _READ | {"messages", "max_completion_tokens"},
+}
 
 
 class RefusedError(Exception):
@@ -83,11 +89,9 @@ def read(kind: Kind, body: object) -> Ask:
     if not isinstance(body, dict):
         raise RefusedError(400, "the body must be a JSON object")
     fields = {key: value for key, value in body.items() if value is not None}
-    _only_what_is_served(fields)
+    _only_what_is_served(kind, fields)
     chat = kind == "chat"
-    limit = _number(fields, "max_completion_tokens", int, default=None) or _number(
-        fields, "max_tokens", int, default=None
-    )
+    limit = _number(fields, "max_completion_tokens", int, default=_number(fields, "max_tokens", int, default=None))
     options = fields.get("stream_options", {})
     if not isinstance(options, dict):
         raise RefusedError(400, "stream_options must be an object", param="stream_options")
@@ -114,14 +118,28 @@ def read(kind: Kind, body: object) -> Ask:
     )
 
 
-def _only_what_is_served(fields: Mapping[str, object]) -> None:
+def _only_what_is_served(kind: Kind, fields: Mapping[str, object]) -> None:
+    only = _ONLY_OF[kind]
     for name, value in fields.items():
-        if name in _READ or name in _NOTHING:
+        _only_characters(name, param=None)
+        _only_characters(value, param=name)
+        if name in _READ_OF[kind] or name in _NOTHING:
             continue
-        if name not in _ONLY:
+        if name not in only:
             raise RefusedError(400, f"{name!r} is not a field of this endpoint", param=name)
-        if value not in _ONLY[name]:
+        if value not in only[name]:
             raise RefusedError(400, f"{name}={value!r} is not served; leave it out", param=name)
+
+
+def _only_characters(value: object, *, param: str | None) -> None:
+    """JSON can write halves of surrogate pairs. No tokenizer and no answer can, so they would fail further on."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        where = "the name of a field" if param is None else param
+        raise RefusedError(400, f"{where} holds half a surrogate pair, which is no character", param=param) from error
+    except RecursionError as error:
+        raise RefusedError(400, f"{param} is nested too deeply", param=param) from error
 
 
 def _text(fields: Mapping[str, object], name: str) -> str:
@@ -137,7 +155,10 @@ def _number(fields: Mapping[str, object], name: str, kind: type[Number], *, defa
         return None
     if isinstance(value, bool) or not isinstance(value, int | kind):
         raise RefusedError(400, f"{name} must be a number, not {value!r}", param=name)
-    return kind(value)
+    try:
+        return kind(value)
+    except OverflowError as error:
+        raise RefusedError(400, f"{name} is out of range", param=name) from error
 
 
 def _prompts(fields: Mapping[str, object]) -> tuple[Prompt, ...]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.serving.answers import Answer, Failed, Opening, TextPiece, failure_event
 from paceline.serving.asks import Ask, Kind, RefusedError, read
+from paceline.serving.failures import refusal
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -40,8 +41,9 @@ class Ingress:
 
         try:
             return await self._route(request)
-        except RefusedError as error:
-            return JSONResponse(error.body, error.status)
+        except Exception as error:  # whatever Serve raises where a replica is gone, too
+            refused = refusal(error)
+            return JSONResponse(refused.body, refused.status)
 
     async def _route(self, request: Request) -> Response:
         from starlette.responses import JSONResponse, PlainTextResponse
@@ -101,10 +103,8 @@ async def _events(items: Any, answer: Answer) -> AsyncIterator[bytes]:
                 yield answer.event(item)
             elif isinstance(item, TextPiece):
                 answer.add(item)  # tokens that are no text yet
-    except Exception as error:  # whatever Serve raises when a replica dies; the answer has begun, so it is an event
-        yield failure_event(
-            RefusedError(503, f"the model was lost in the middle of the answer ({type(error).__name__})")
-        )
+    except Exception as error:  # the answer has begun, so it is an event
+        yield failure_event(refusal(error))
         return
     yield answer.last()
 

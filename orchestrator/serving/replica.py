@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 
-from paceline.core.errors import PlacementError, RequestError
 from paceline.detokenise import Tokenizer, load_tokenizer
 from paceline.placement.actors import STREAMS
 from paceline.placement.calls import Stream
@@ -25,7 +24,9 @@ from paceline.placement.plans import Placement, Plan
 from paceline.placement.roles import Piece
 from paceline.serving.answers import Failed, Opening, TextPiece
 from paceline.serving.asks import Ask, RefusedError
+from paceline.serving.failures import refusal
 from paceline.serving.text import Writer
+from paceline.stopping import InNewText
 
 Item = Opening | TextPiece | Failed
 _OWN_BUNDLE = 1  # the replica itself has bundle 0
@@ -56,12 +57,9 @@ class Replica:
                     yield _text(first, writers[first.index])
                 async for piece in pieces:
                     yield _text(piece, writers[piece.index])
-        except RefusedError as error:
-            yield Failed(error.status, error.message, error.param, error.code)
-        except RequestError as error:
-            yield Failed(400, str(error))
-        except PlacementError as error:
-            yield Failed(503, str(error), code="model_unavailable")
+        except Exception as error:  # tokenizers too raise what they like
+            refused = refusal(error)
+            yield Failed(refused.status, refused.message, refused.param, refused.code)
 
     async def check_health(self) -> None:
         """Serve asks; workers that die are brought back by the request that finds them dead."""
@@ -79,7 +77,7 @@ def keywords(ask: Ask) -> dict[str, object]:
     if drawn:
         given |= {"temperature": ask.temperature, "top_p": ask.top_p, "top_k": ask.top_k, "min_p": ask.min_p}
     if ask.stop:
-        given["stop_strings"] = list(ask.stop)
+        given["stop_strings"] = InNewText(ask.stop)
     return given
 
 

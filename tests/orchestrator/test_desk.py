@@ -12,7 +12,7 @@ import pytest
 
 from paceline import SpeculativeGenerator, hosting
 from paceline.ask import Ask
-from paceline.core.errors import ConfigurationError, PromptError
+from paceline.core.errors import ConfigurationError, PromptError, SamplingError
 from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
 from paceline.desk import Desk
 from paceline.draft.model import ModelDrafter
@@ -22,7 +22,7 @@ from paceline.placement.wire import Hello
 from paceline.replay import Replay
 from paceline.result import GenerationResult
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
-from tests.fakes import Checked, TableDecoder, near, table
+from tests.fakes import Checked, Pieces, TableDecoder, near, table
 
 V = 24
 TARGET = table(V, seed=0, spread=2.0)
@@ -145,6 +145,19 @@ def test_an_error_reaches_every_caller_and_the_next_is_served() -> None:
     made[1].fails = False
     made[1].let(1000)
     assert say(made, "next", PROMPTS[3], max_new_tokens=7) == wanted(PROMPTS[3], max_new_tokens=7)
+
+
+def test_a_request_that_cannot_be_served_leaves_the_others_alone() -> None:
+    """A stop string that is valid JSON and no UTF-8 was looked at in a round, which ended for everybody."""
+    made = desk(2)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(say, made, "other", PROMPTS[0], max_new_tokens=20)
+        made[1].let(1)
+        until(lambda: made[0].events)
+        with pytest.raises(SamplingError, match="surrogate"):
+            say(made, "bad", PROMPTS[1], stop_strings="\ud800", tokenizer=Pieces([b"x"] * V), max_new_tokens=5)
+        made[1].let(1000)
+        assert other.result(30) == wanted(PROMPTS[0], max_new_tokens=20)
 
 
 @pytest.mark.parametrize("drafts", [True, False])

@@ -11,6 +11,7 @@ from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria, S
 
 from paceline import SpeculativeGenerator, lift
 from paceline.result import GenerationResult
+from paceline.stopping import InNewText
 from tests.fakes import Checked, Pieces, TableDecoder, scripted
 from tests.orchestrator.drafting import anti_oracle, oracle
 
@@ -102,6 +103,19 @@ def test_a_stop_string_may_begin_in_the_prompt_but_not_end_there(k: int) -> None
     asked = {"stop_strings": "stop", "tokenizer": Pieces(names), "max_new_tokens": 4}
     assert run(generator(k, script=script), [1], **asked)[:2] == ([1, 2], "stop")
     assert run(generator(k, script=script), [1, 2], **asked)[:2] == ([1, 2, 3, 4, 5], "stop")
+
+
+@pytest.mark.parametrize("k", WINDOWS)
+def test_in_new_text_alone_a_stop_string_does_not_begin_in_the_prompt(k: int) -> None:
+    """As in the answers of OpenAI's service; the second one is all new. A character may lie across the border."""
+    names = [b"", b"st", b"op", b" go", b" st", b"op", b"."] + [b"z"] * V
+    script = [1, 2, 3, 4, 5, 6]
+    asked = {"stop_strings": InNewText(("stop",)), "tokenizer": Pieces(names), "max_new_tokens": 5}
+    assert run(generator(k, script=script), [1], **asked)[:2] == ([1, 2, 3, 4, 5], "stop")
+    assert run(generator(k, script=script), [1, 2, 3, 4], **{**asked, "max_new_tokens": 2})[:2] == (script, "length")
+    names = [b"", b"x" + E9, ACCENT + b"t", b"."] + [b"z"] * V
+    asked = {"stop_strings": InNewText(("\u00e9t",)), "tokenizer": Pieces(names), "max_new_tokens": 2}
+    assert run(generator(k, script=[1, 2, 3]), [1], **asked)[:2] == ([1, 2], "stop")
 
 
 def test_an_unfinished_character_does_not_hide_a_stop_string_before_it() -> None:

@@ -44,14 +44,34 @@ def test_all_forms_of_a_prompt_and_of_a_message() -> None:
         ({"n": 2}, "n"), ({"frequency_penalty": 0.5}, "frequency_penalty"), ({"logprobs": 5}, "logprobs"),
         ({"temperature": "hot"}, "temperature"), ({"max_tokens": True}, "max_tokens"), ({"stop": [""]}, "stop"),
         ({"stop": ["a"] * 5}, "stop"), ({"stream": "yes"}, "stream"), ({"beams": 3}, "beams"), ({"echo": True}, "echo"),
-        ({"stream_options": 3}, "stream_options"),
+        ({"stream_options": 3}, "stream_options"), ({"logprobs": 0}, "logprobs"), ({"logprobs": False}, "logprobs"),
+        ({"messages": CHAT["messages"]}, "messages"), ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"stop": "\ud800"}, "stop"), ({"stop": ["a", "\udfffb"]}, "stop"), ({"prompt": "x\ud83d"}, "prompt"),
+        ({"temperature": 10**400}, "temperature"), ({"top_p": -(10**400)}, "top_p"),
+        ({"model": "\ud800"}, "model"), ({"user": "\ud800"}, "user"), ({"\ud800": 1}, None),
     ],
 )  # fmt: skip
-def test_what_is_not_served_is_refused_by_name(change: dict, param: str) -> None:
+def test_what_is_not_served_is_refused_by_name(change: dict, param: str | None) -> None:
     with pytest.raises(RefusedError) as refused:
         read("completion", {"model": "m", "prompt": "x", **change})
     assert (refused.value.status, refused.value.param) == (400, param)
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
+    assert json.dumps(refused.value.body, ensure_ascii=False).encode()  # as the answer is written
+
+
+@pytest.mark.parametrize("change", [{"prompt": "x"}, {"logprobs": True}, {"echo": False}, {"tools": [{}]}], ids=str)
+def test_a_chat_has_other_fields_than_a_completion(change: dict) -> None:
+    with pytest.raises(RefusedError) as refused:
+        read("chat", {**CHAT, **change})
+    assert (refused.value.status, refused.value.param) == (400, *change)
+    assert read("chat", {**CHAT, "logprobs": False, "top_logprobs": 0, "tools": []}).limit is None
+
+
+def test_a_limit_of_none_at_all_is_not_no_limit() -> None:
+    """The worker refuses it; it was taken for a missing one, and the answer went on to the end of the context."""
+    assert read("chat", {**CHAT, "max_completion_tokens": 0}).limit == 0
+    assert read("chat", {**CHAT, "max_completion_tokens": 0, "max_tokens": 9}).limit == 0
+    assert read("chat", {**CHAT, "max_tokens": 9}).limit == 9
 
 
 @pytest.mark.parametrize(

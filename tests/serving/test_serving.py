@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -20,11 +23,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from paceline import AutoDecoder
-from paceline.core.errors import ConfigurationError
+from paceline.core.errors import ConfigurationError, WorkerError
 from paceline.placement import INSTANCES, plan
 from paceline.placement.care import Care
 from paceline.placement.models_file import models_of
 from paceline.placement.remote import Patience
+from paceline.serving import run as serving_run
 from paceline.serving.app import application, build, deploy_config
 from tests.decoder.tiny import VOCABULARY, save_pair
 from tests.simulation import check_nothing_left
@@ -145,7 +149,15 @@ def test_errors_are_error_objects(client: openai.OpenAI) -> None:
     assert method.value.status_code == 405
 
 
+def worker(model: str) -> ray.actor.ActorHandle:
+    """A target's actor."""
+    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if f"worker-{model}-" in a["name"]]
+    (name,) = [name for name in names if "draft" not in name]
+    return ray.get_actor(name, "paceline")
+
+
 def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: Path) -> None:
+    """Those whose answer has begun, and those whose has not: the worker stands still while four of them hang up."""
     asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 100, "temperature": 0}
     for _ in range(3):
         stream = client.completions.create(stream=True, **asked)
@@ -154,13 +166,28 @@ def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: 
     with ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda _: client.completions.create(**asked).choices[0].text, range(4)))
     assert set(texts) == {said(home, PROMPT, max_new_tokens=100)}
+    target = worker("chat")
 
+    def events() -> int:
+        """How many the target has handed out: one for each round of each request."""
+        return int(ray.get(target.progress.remote(), timeout=30))
 
-def worker(model: str) -> ray.actor.ActorHandle:
-    """A target's actor."""
-    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if f"worker-{model}-" in a["name"]]
-    (name,) = [name for name in names if "draft" not in name]
-    return ray.get_actor(name, "paceline")
+    before = events()
+    client.completions.create(**asked)
+    alone = events() - before
+    pid = ray.get(target.ready.remote(), timeout=30).pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for one in [pool.submit(client.with_options(timeout=2).completions.create, **asked) for _ in range(4)]:
+                with pytest.raises(openai.APITimeoutError):
+                    one.result(30)
+        time.sleep(1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert client.completions.create(**asked).choices[0].text == texts[0]
+    # A round gives a text 5 tokens at most, so a whole one has 20 events. Left to run, two of the four end before it.
+    assert events() - before < 2 * alone + 2 * 20
 
 
 def test_requests_that_come_together_share_rounds(client: openai.OpenAI, home: Path) -> None:
@@ -202,6 +229,27 @@ def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Clust
     assert [model.id for model in below.models.list()] == ["again"]
     answer = below.completions.create(model="again", prompt=PROMPT, max_tokens=20, temperature=0)
     assert answer.choices[0].text == said(home, PROMPT, max_new_tokens=20)
+
+
+def test_a_cluster_with_other_applications_keeps_them(
+    client: openai.OpenAI, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`paceline serve --address`: it is refused what it cannot have, and takes down nothing but its own."""
+    monkeypatch.setattr(serving_run, "ray", SimpleNamespace(init=lambda **_: None, shutdown=lambda: None))
+    entry = {"name": "more", "path": str(home / "target"), "n_positions": 128, "amp": "f32", "backend": "eager"}
+    made = plan(models_of([entry], folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
+    port = client.base_url.port or 0
+    asked = {"host": "127.0.0.1", "address": "here", "ready": pytest.fail}
+    with pytest.raises(ConfigurationError, match=f"listens at 127.0.0.1:{port}, not at 127.0.0.1:{port + 1}"):
+        serving_run.run(made, Care(), port=port + 1, **asked)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="an application 'paceline' is served"):
+        serving_run.run(made, Care(), port=port, **asked)  # type: ignore[arg-type]
+    monkeypatch.setattr(serving_run, "APPLICATION", "more")
+    with pytest.raises(WorkerError, match="the service did not start: Prefix / is being used"):
+        serving_run.run(made, Care(), port=port, **asked)  # type: ignore[arg-type]
+    applications = serve.status().applications
+    assert applications["paceline"].status == "RUNNING" and "more" not in applications
+    assert sorted(model.id for model in client.models.list()) == ["chat", "small"]
 
 
 @pytest.mark.parametrize("wrong", [{}, {"models": "m.yaml", "model": "x"}])

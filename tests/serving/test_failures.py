@@ -1,0 +1,120 @@
+"""Every request that fails has an error object and a status, whatever failed, and wherever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayTaskError
+from ray.serve.exceptions import DeploymentUnavailableError
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from paceline.core.errors import PromptError, RankError, TargetLostError
+from paceline.serving.answers import Failed, Opening, TextPiece
+from paceline.serving.asks import read
+from paceline.serving.ingress import Ingress, Seat
+from paceline.serving.replica import Item, Replica
+
+BODY = {"model": "m", "prompt": "x"}
+LOST: list[Exception] = [ActorDiedError(), RankError("rank 1 is gone"), TargetLostError("m was lost")]
+FOUND = [(error, 503) for error in LOST] + [(PromptError("too long"), 400), (TypeError("no text"), 500)]
+
+
+class Handle:
+    """A deployment's handle whose stream has an opening, or not, and then fails."""
+
+    def __init__(self, error: Exception, items: list[Item]) -> None:
+        self._error, self._items = error, items
+        self.stream = self
+
+    def options(self, **_: object) -> Handle:
+        return self
+
+    async def remote(self, *_: object) -> AsyncIterator[Item]:
+        for item in self._items:
+            yield item
+        raise self._error
+
+
+async def answered(error: Exception, items: list[Item], **asked: object) -> Response:
+    data = json.dumps({**BODY, **asked}).encode()
+
+    async def receive() -> dict[str, object]:
+        return {"type": "http.request", "body": data, "more_body": False}
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "server": ("here", 80),
+             "scheme": "http", "query_string": b""}  # fmt: skip
+    return await Ingress({"m": [Seat(Handle(error, items), "m")]})(Request(scope, receive))
+
+
+def answer(error: Exception, items: list[Item]) -> Response:
+    return asyncio.run(answered(error, items))
+
+
+@pytest.mark.parametrize("items", [[], [Opening(1)], [Opening(1), TextPiece(0, "a", 1)]], ids=len)
+@pytest.mark.parametrize(("error", "status"), [*FOUND, (DeploymentUnavailableError(None), 503)], ids=str)
+def test_an_error_of_any_kind_is_an_error_object(error: Exception, status: int, items: list[Item]) -> None:
+    found = answer(error, items)
+    body = json.loads(bytes(found.body))["error"]
+    assert found.status_code == status and body["message"]
+    assert body["type"] == ("invalid_request_error" if status == 400 else "server_error")
+    assert (body["code"] == "model_unavailable") == (status == 503)
+
+
+def test_an_error_of_another_process_is_what_it_was_there() -> None:
+    for error, status in FOUND:
+        across = RayTaskError("stream", "its traceback", error).as_instanceof_cause()
+        assert answer(across, []).status_code == status
+
+
+def test_a_stream_that_fails_ends_with_an_error_event() -> None:
+    async def events() -> list[dict]:
+        found = await answered(ActorDiedError(), [Opening(1), TextPiece(0, "a", 1)], stream=True)
+        assert isinstance(found, StreamingResponse) and found.status_code == 200
+        return [json.loads(bytes(event)[6:]) async for event in found.body_iterator]  # type: ignore[arg-type]
+
+    said, failed = asyncio.run(events())
+    assert said["choices"][0]["text"] == "a" and failed["error"]["code"] == "model_unavailable"
+
+
+class Parts:
+    """A tokenizer and a deployment; one of both fails."""
+
+    def __init__(self, error: Exception, *, text: bool) -> None:
+        self._error, self._text = error, text
+
+    def encode(self, _: str) -> list[int]:
+        if self._text:
+            raise self._error
+        return [1]
+
+    def decode(self, *_: object, **__: object) -> str:
+        return ""
+
+    def stream(self, *_: object, **__: object) -> object:
+        raise self._error
+
+    def close(self) -> None:
+        """As of a deployment."""
+
+
+class Bare(Replica):
+    """Without workers."""
+
+    def __init__(self, parts: Any) -> None:
+        self._tokenizers, self._models, self._threads = {"m": parts}, parts, ThreadPoolExecutor(1)
+
+
+@pytest.mark.parametrize("text", [True, False])
+@pytest.mark.parametrize(("error", "status"), FOUND, ids=str)
+def test_a_replica_sends_failures_in_place_of_raising(error: Exception, status: int, text: bool) -> None:
+    async def items() -> list[Item]:
+        return [item async for item in Bare(Parts(error, text=text)).stream("m", read("completion", BODY))]
+
+    (failed,) = asyncio.run(items())
+    assert isinstance(failed, Failed) and failed.status == status

@@ -1,0 +1,135 @@
+"""Serving ends when it is told to, whenever that is, and takes down what is its own. Ray is played by a record."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+from ray.serve.config import HTTPOptions
+
+from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
+from paceline.placement import INSTANCES
+from paceline.placement.care import Care
+from paceline.placement.plans import Plan
+from paceline.serving import run as module
+
+ENDS = [signal.SIGINT, signal.SIGTERM]
+
+
+class Played:
+    """Ray and Serve. ``calls`` are those that change something."""
+
+    def __init__(self, *, others: tuple[str, ...] = (), listens: int | None = None) -> None:
+        self.calls: list[str] = []
+        self.others, self.config = list(others), None if listens is None else HTTPOptions(port=listens)
+        self.deploys: Callable[[], None] = lambda: None
+        self.connects: Callable[[], object] = lambda: signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
+
+    def init(self, **_: object) -> None:
+        self.calls.append("init")
+        self.connects()
+
+    def start(self, **_: object) -> None:
+        self.calls.append("start")
+
+    def run(self, *_: object, name: str, **__: object) -> None:
+        self.calls.append(f"run {name}")
+        self.deploys()
+
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(applications=dict.fromkeys(self.others))
+
+    def delete(self, name: str) -> None:
+        self.calls.append(f"delete {name}")
+
+    def client(self, **_: object) -> SimpleNamespace | None:
+        return None if self.config is None else SimpleNamespace(http_config=self.config)
+
+
+def serve(played: Played, monkeypatch: pytest.MonkeyPatch, *, ready: Callable[[], None], port: int = 8000) -> list[str]:
+    def end(what: str) -> Callable[[], None]:
+        return lambda: played.calls.append(what)
+
+    monkeypatch.setattr(module, "ray", SimpleNamespace(init=played.init, shutdown=end("ray.shutdown")))
+    serving = SimpleNamespace(
+        start=played.start, run=played.run, status=played.status, delete=played.delete, shutdown=end("serve.shutdown")
+    )
+    monkeypatch.setattr(module, "serve", serving)
+    monkeypatch.setattr(module, "_get_global_client", played.client)
+    monkeypatch.setattr(module, "application", lambda *_: None)
+    before = [signal.getsignal(number) for number in ENDS]
+    try:
+        empty = Plan(INSTANCES["inf2.48xlarge"], ())
+        module.run(empty, Care(), host="127.0.0.1", port=port, address="joined", ready=ready)
+    finally:
+        assert [signal.getsignal(number) for number in ENDS] == before
+    return played.calls
+
+
+def tell(number: int) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(20)  # is not slept through
+    raise AssertionError("the signal did nothing")
+
+
+def never() -> None:
+    raise AssertionError("it is not ready")
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_signal_ends_it_while_models_load(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    played = Played()
+    played.deploys = lambda: tell(number)
+    calls = serve(played, monkeypatch, ready=never)
+    assert calls == ["init", "start", "run paceline", "serve.shutdown", "ray.shutdown"]
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_signal_ends_it_when_it_serves(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ready() -> None:
+        threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+
+    assert serve(Played(), monkeypatch, ready=ready)[-2:] == ["serve.shutdown", "ray.shutdown"]
+
+
+@pytest.mark.parametrize("listens", [8000, None])
+def test_what_others_serve_in_the_cluster_goes_on(listens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve was there before, or came with this application and has others since."""
+    calls = serve(Played(others=("other",), listens=listens), monkeypatch, ready=lambda: tell(signal.SIGINT))
+    assert calls[-2:] == ["delete paceline", "ray.shutdown"] and "serve.shutdown" not in calls
+
+
+@pytest.mark.parametrize(("others", "port", "says"), [((), 81, "--port 8000"), (("paceline",), 8000, "end it first")])
+def test_a_cluster_that_serves_otherwise_is_left_alone(
+    others: tuple[str, ...], port: int, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = Played(others=others, listens=8000)
+    with pytest.raises(ConfigurationError, match=says):
+        serve(played, monkeypatch, ready=never, port=port)
+    assert played.calls == ["init", "ray.shutdown"]
+
+
+def test_what_does_not_start_has_a_name_and_is_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise RuntimeError("Deploying application paceline failed:\n  Traceback\n\nCheckpointError: no such folder\n")
+
+    played = Played()
+    played.deploys = fails
+    with pytest.raises(WorkerError, match=r"paceline failed: \.\.\. CheckpointError: no such folder$"):
+        serve(played, monkeypatch, ready=never)
+    assert played.calls[-2:] == ["serve.shutdown", "ray.shutdown"]
+
+    def nobody() -> None:
+        raise ConnectionError("nobody answers")
+
+    played = Played()
+    played.connects = nobody
+    with pytest.raises(PlacementError, match="at joined: nobody answers"):
+        serve(played, monkeypatch, ready=never)
+    assert played.calls == ["init"]
