@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.core.errors import ConfigurationError, DecoderBusyError, MissingWeightsError, WeightValueError
+from paceline.core.errors import (
+    ConfigurationError,
+    DecoderBusyError,
+    MissingWeightsError,
+    WeightValueError,
+)
 from paceline.decoder import steps
-from paceline.decoder.backends.base import Step
 from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop, network
 from tests.equality.laws import LAWS, PROMPTS, plain, run, texts
 
@@ -149,70 +151,6 @@ def test_chunks_change_no_token(workshop: Workshop) -> None:
     for chunks in ([3], [5, 20], [128]):
         decoder = loaded(workshop.checkpoint(), context_length_estimate=chunks)
         assert plain(decoder, LAWS["cool"], prompts=prompts, new=8) == known
-
-
-# ---- borders of buckets
-
-
-class Guard:
-    """Stands in a decoder's place for ``graph`` and checks that no accepted draft lies past the border of its graph."""
-
-    def __init__(self, decoder: SamplingDecoder) -> None:
-        self._graph, self.reaches = decoder.graph, set[int]()
-
-    def __call__(
-        self, name: str, make: type[nn.Module], example: Sequence[Tensor], *, reach: int, **whose: object
-    ) -> Step:
-        step = self._graph(name, make, example, reach=reach, **whose)
-        if "verify" not in name:  # alone or behind a draft in one graph
-            return step
-
-        def run(*inputs: Tensor) -> list[Tensor]:
-            _tokens, count, start, limit = inputs[:4]
-            root = start + count - 1
-            assert bool((root + limit < reach).all()), f"rows {(root + limit).tolist()} in a graph of {reach}"
-            self.reaches.add(reach)
-            return step(*inputs)
-
-        return run
-
-
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("k", [1, 4, 8])
-def test_no_window_crosses_the_border_of_a_bucket(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, k: int, law: str
-) -> None:
-    options = {"batch_size": 2, "context_length_estimate": 8}
-    single = plain(loaded(workshop.checkpoint(), n_positions=[64], **options), LAWS[law], new=100)
-    assert {len(text) for text in single} == {64}
-    draft, target = (
-        loaded(workshop.checkpoint(role), n_positions=[16, 32, 64], **options) for role in ("draft", "target")
-    )
-    assert plain(target, LAWS[law], new=100) == single
-    guard = Guard(target)
-    monkeypatch.setattr(target, "graph", guard)
-    for source in (draft, "ngram"):
-        result = run(SpeculativeGenerator(source, target, k=k), LAWS[law], new=100)
-        assert texts(result) == single
-        assert result.statistics.accepted > 0
-    assert guard.reaches == {16, 32, 64}
-
-
-@pytest.mark.parametrize("fused", [None, False])
-@pytest.mark.parametrize("k", [3, (0, 1, 3)])
-def test_compile_makes_the_graphs_of_every_bucket(workshop: Workshop, k: int | tuple[int, ...], fused: bool) -> None:
-    """A prompt of each length, and texts up to the last position, at any temperature: no graph is made any more."""
-    draft, target = (
-        loaded(workshop.checkpoint(role), n_positions=[16, 32, 64], context_length_estimate=[4, 8])
-        for role in ("draft", "target")
-    )
-    generator = SpeculativeGenerator(draft, target, k=k, fused=fused)
-    generator.compile()
-    made = [dict(decoder._steps) for decoder in (draft, target)]
-    for length in (1, 5, 9, 14, 15, 30, 40, 63):
-        for law in LAWS.values():
-            generator.sample([[3] * length], max_new_tokens=64 - length, eos_token_id=[], **law)
-    assert [decoder._steps for decoder in (draft, target)] == made
 
 
 # ---- who may use it

@@ -1,0 +1,76 @@
+"""Buckets of the cache length: no window crosses a border, and every bucket has its graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from torch import Tensor, nn
+
+from paceline import SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.decoder.backends.base import Step
+from tests.decoder.test_decoder import loaded
+from tests.decoder.tiny import Workshop
+from tests.equality.laws import LAWS, plain, run, texts
+
+
+class Guard:
+    """Stands in a decoder's place for ``graph`` and checks that no accepted draft lies past the border of its graph."""
+
+    def __init__(self, decoder: SamplingDecoder) -> None:
+        self._graph, self.reaches = decoder.graph, set[int]()
+
+    def __call__(
+        self, name: str, make: type[nn.Module], example: Sequence[Tensor], *, reach: int, **whose: object
+    ) -> Step:
+        step = self._graph(name, make, example, reach=reach, **whose)
+        if "verify" not in name:  # alone or behind a draft in one graph
+            return step
+
+        def run(*inputs: Tensor) -> list[Tensor]:
+            _tokens, count, start, limit = inputs[:4]
+            root = start + count - 1
+            assert bool((root + limit < reach).all()), f"rows {(root + limit).tolist()} in a graph of {reach}"
+            self.reaches.add(reach)
+            return step(*inputs)
+
+        return run
+
+
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_no_window_crosses_the_border_of_a_bucket(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, k: int, law: str
+) -> None:
+    options = {"batch_size": 2, "context_length_estimate": 8}
+    single = plain(loaded(workshop.checkpoint(), n_positions=[64], **options), LAWS[law], new=100)
+    assert {len(text) for text in single} == {64}
+    draft, target = (
+        loaded(workshop.checkpoint(role), n_positions=[16, 32, 64], **options) for role in ("draft", "target")
+    )
+    assert plain(target, LAWS[law], new=100) == single
+    guard = Guard(target)
+    monkeypatch.setattr(target, "graph", guard)
+    for source in (draft, "ngram"):
+        result = run(SpeculativeGenerator(source, target, k=k), LAWS[law], new=100)
+        assert texts(result) == single
+        assert result.statistics.accepted > 0
+    assert guard.reaches == {16, 32, 64}
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("k", [3, (0, 1, 3)])
+def test_compile_makes_the_graphs_of_every_bucket(workshop: Workshop, k: int | tuple[int, ...], fused: bool) -> None:
+    """A prompt of each length, and texts up to the last position, at any temperature: no graph is made any more."""
+    draft, target = (
+        loaded(workshop.checkpoint(role), n_positions=[16, 32, 64], context_length_estimate=[4, 8])
+        for role in ("draft", "target")
+    )
+    generator = SpeculativeGenerator(draft, target, k=k, fused=fused)
+    generator.compile()
+    made = [dict(decoder._steps) for decoder in (draft, target)]
+    for length in (1, 5, 9, 14, 15, 30, 40, 63):
+        for law in LAWS.values():
+            generator.sample([[3] * length], max_new_tokens=64 - length, eos_token_id=[], **law)
+    assert [decoder._steps for decoder in (draft, target)] == made
