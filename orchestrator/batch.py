@@ -92,6 +92,11 @@ class Batch:
                 self.slots[slot] = None
                 self._rest(slot)
 
+    def ends(self, slot: int, tokens: Sequence[int]) -> bool:
+        """Whether the text in a slot would end with these tokens; see `paceline.stopping.Watch.ends`."""
+        seat = self.slots[slot]
+        return seat is not None and seat.watch.ends(tokens)
+
     def bounds(self, depth: int, reach: int | None, buckets: Sequence[int] = ()) -> Bounds:
         """What the next round may do: ``depth`` accepted at most, a drafter that follows ``reach`` positions, and no
         window across the border of one of the cache's ``buckets``, ascending.

@@ -165,7 +165,7 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
     # Where a row's bits depend on how many rows there are, every round of an exact generator has the same number.
     one_width = plan.exact and outline.is_chain and not target.body.kernels.width_free
     wide = demands.width is not None or one_width
-    width, scores = outline.depth + 1, None
+    width, scores, host = outline.depth + 1, None, None
     if not on_device:
         if plan.pace or (plan.fused is not False and isinstance(source, GraphDrafter)):
             level = logging.WARNING if plan.fused else logging.INFO  # what was asked for by name is not done
@@ -187,7 +187,7 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
         if plan.pace is not None and source.outline.nodes:
             _check_ladder(plan.pace.ladder, source)
             steps = Adaptive({depth: at(depth) for depth in plan.pace.ladder}, plan.pace)
-    return Engine(steps, target.batch_size, source.outline.depth, width, source.reach, target.reaches, scores)
+    return Engine(steps, target.batch_size, source.outline.depth, width, source.reach, target.reaches, scores, host)
 
 
 def _check_ladder(ladder: tuple[int, ...], source: Drafter) -> None:

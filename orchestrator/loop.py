@@ -6,7 +6,7 @@ Requests come through a door, which is asked between rounds: for those that come
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -70,6 +70,12 @@ class Scored(Protocol):
     logprobs: list[list[float]]
 
 
+class Walker(Protocol):
+    """Goes from token to token on the host, and is told by ``ends`` (slot, tokens of this round) where a text ends."""
+
+    ends: Callable[[int, Sequence[int]], bool]
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A round and what the loop must know of it.
@@ -79,6 +85,7 @@ class Engine:
     reach    positions the drafter follows; None = all
     buckets  borders of the target's cache lengths, ascending; a window crosses none
     scores   log-probabilities, if they are asked for
+    walker   what decides on the host, if something does
     """
 
     round: TimedRound
@@ -88,12 +95,15 @@ class Engine:
     reach: int | None
     buckets: tuple[int, ...]
     scores: Scored | None = None
+    walker: Walker | None = None
 
 
 def run(engine: Engine, door: Door, statistics: Statistics) -> Iterator[Event]:
     """Serve until nobody waits and no slot is taken; yields at most one event for a request and round."""
     begin = perf_counter()
     batch = Batch(engine.slots, engine.width, statistics)
+    if engine.walker is not None:
+        engine.walker.ends = batch.ends
     away = 0.0  # time the consumer of the events spent
     held: set[int] = set()  # slots that the round knows a request in
     try:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -36,7 +37,7 @@ StopStrings = str | Sequence[str] | InNewText | None
 class Decodes(Protocol):
     """The one thing asked of a tokenizer here."""
 
-    def decode(self, token_ids: list[int]) -> str: ...
+    def decode(self, token_ids: list[int], **options: Any) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,23 +90,31 @@ class Watch:
     def append(self, token: int) -> FinishReason | None:
         """Add a token; the reason if the text ends with it."""
         self.text.append(token)
-        if token in self._stopping.eos or self._ends_a_string():
+        if token in self._stopping.eos or self._ends_a_string(self.text):
             return "stop"
         reason = self._criterion()
         if reason is None and len(self.text) >= self._stopping.length:
             return "length"
         return reason
 
-    def _ends_a_string(self) -> bool:
-        tokenizer = self._stopping.tokenizer
-        if not self._stopping.strings or tokenizer is None:
+    def ends(self, tokens: Sequence[int]) -> bool:
+        """Whether the text, going on with these, ends with the last of them: by an id or a string.
+
+        Nothing is added, and criteria are not asked: they may count how often they are.
+        """
+        return tokens[-1] in self._stopping.eos or self._ends_a_string([*self.text, *tokens])
+
+    def _ends_a_string(self, text: list[int]) -> bool:
+        if not self._stopping.strings or self._stopping.tokenizer is None:
             return False
-        begin = max(0, len(self.text) - self._lookback)
-        tail = self.text[begin:]
-        now = tokenizer.decode(tail)
-        old, first = _shared(tokenizer.decode(tail[:-1]), now), 0
+        # Spaces stay where they are: a string is looked for in the text that is shown.
+        decode = partial(self._stopping.tokenizer.decode, clean_up_tokenization_spaces=False)
+        begin = max(0, len(text) - self._lookback)
+        tail = text[begin:]
+        now = decode(tail)
+        old, first = _shared(decode(tail[:-1]), now), 0
         if self._stopping.in_new_text and begin < self._prompt:
-            first = _shared(tokenizer.decode(self.text[begin : self._prompt]), now)
+            first = _shared(decode(text[begin : self._prompt]), now)
         return any(now.find(s, max(first, old - len(s) + 1)) >= 0 for s in self._stopping.strings)
 
     def _criterion(self) -> FinishReason | None:

@@ -1,7 +1,9 @@
 """The verifier for requests that need the host at every token: Hugging Face logits processors, and scores.
 
 Processors see exactly the prefixes that plain decoding would show them, in order, once each: under `Match` a row is
-looked at only when all drafts before it stand, so a rejected token leaves no trace even in a processor with a memory.
+looked at only when all drafts before it stand and no text has ended there, so that neither a rejected token nor one
+behind the end leaves a trace, even in a processor with a memory. (One exception: where a stopping criterion of the
+user's own ends a text is known only afterwards.)
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 class HostVerifier:
     """Takes logits to the host and decides there, position by position.
 
+    ``ends`` says whether a text, given its slot and the tokens of this round, is at its end.
     ``logprobs`` holds, for every slot, the log-probability of each token of the last call (softmax of the processed
     logits at temperature 1, no filters), when ``scores`` is asked for.
     """
@@ -45,6 +48,7 @@ class HostVerifier:
         decoder.check_width(outline.nodes + 1)
         self.decoder, self.outline, self._acceptor, self._reads = decoder, outline, acceptor, reads
         self._wide = wide
+        self.ends: Callable[[int, Sequence[int]], bool] = lambda _slot, _tokens: False
         self._processor, self._kernels = processor, Reference()
         self._texts: list[list[int]] = [[] for _ in range(decoder.batch_size)]
         self.logprobs: list[list[float]] = [[] for _ in range(decoder.batch_size)]
@@ -114,6 +118,8 @@ class HostVerifier:
             scores.append(_logprob(processed, token))
             text.append(token)
             tokens.append(token)
+            if self.ends(slot, tokens):
+                break
             nodes = enumerate(zip(drafts, parents, strict=True), start=1)
             row = next((node for node, (draft, parent) in nodes if parent + 1 == row and draft == token), None)
             path += [] if row is None else [row]

@@ -52,6 +52,34 @@ def test_a_processor_is_called_once_for_every_token_and_never_on_a_rejected_text
     assert all(more[: len(text)] == text for more in seen.seen[NEW:])
 
 
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("by", ["id", "string"])
+def test_nothing_is_seen_behind_the_end_of_a_text(workshop: Workshop, by: str, law: str) -> None:
+    """Two texts, one after the other, and one processor that remembers what it saw of both."""
+    target, prompts = workshop.decoder(slots=1), PROMPTS[:2]
+    known = plain(target, {**LAWS[law], "logits_processor": [Growing()]}, prompts=prompts)
+    stop = known[0][len(prompts[0]) + 3]  # inside of the first window
+    ending: Law = {"eos_token_id": [stop]} if by == "id" else {"stop_strings": f"<{stop}>", "tokenizer": Spelled()}
+    alone = plain(target, {**LAWS[law], **ending, "logits_processor": [Growing()]}, prompts=prompts)
+    assert len(alone[0]) < len(known[0])
+
+    def oracle(tokens: list[int]) -> list[int]:
+        text = next((text for text in known + alone if text[: len(tokens)] == tokens), tokens)
+        return text[len(tokens) :]
+
+    asked: Law = {**LAWS[law], **ending, "logits_processor": [Growing()]}
+    result = run(SpeculativeGenerator(oracle, target, k=4), asked, prompts=prompts)
+    assert texts(result) == alone
+    assert result.statistics.accepted > 0
+
+
+class Spelled:
+    """A tokenizer that names ids."""
+
+    def decode(self, token_ids: list[int], **_: object) -> str:
+        return "".join(f"<{token}>" for token in token_ids)
+
+
 def test_a_list_of_processors_is_one_processor_after_the_other(workshop: Workshop) -> None:
     target = workshop.decoder()
     together = LogitsProcessorList([Growing()])
