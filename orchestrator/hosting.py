@@ -136,8 +136,13 @@ class TargetHost:
         return self._generator.statistics.to_dict()
 
     def compile(self) -> None:
-        """Make the graphs before the first request waits for them."""
-        self._target.compile(width=self._generator.drafter.outline.nodes + 1)
+        """Make the graphs before the first request waits for them.
+
+        A draft in another process may have nothing to propose yet, so the graph of a full window is asked for by width.
+        """
+        if nodes := self._generator.drafter.outline.nodes:
+            self._target.compile(width=nodes + 1)
+        self._generator.compile()
 
     def _text(self) -> Tokenizer:
         if self._tokenizer is None:

@@ -169,6 +169,7 @@ def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool
         drafters = hosting.draft({**shape, "folder": str(workshop.checkpoint("draft"))})
         inner = drafters.lend(Hello(0, "t", 2, VOCABULARY))
     host = hosting.target({**shape, "folder": str(workshop.checkpoint())}, inner)
+    made = dict(host._target._steps)
     plain = fresh(workshop.checkpoint(), batch_size=2)
     asks = [{"max_new_tokens": 25 + i, "do_sample": True, "temperature": 1.2, "seed": [i]} for i in range(4)]
     expected = [
@@ -184,6 +185,7 @@ def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(said, range(4))) == expected
     assert host.progress() > 0 and host.statistics()["new_tokens"]
+    assert host._target._steps == made, "a request had to wait for a graph"
     with pytest.raises(ConfigurationError, match="'streamer' cannot be asked"):
         next(host.stream("x", PROMPTS[:1], [[]], ask={"streamer": 1}))
     with pytest.raises(PromptError, match="vocabulary"):
