@@ -222,7 +222,7 @@ def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Clust
     )
     assert done.returncode == 0, done.stderr
     below = client.with_options(base_url=str(client.base_url).replace("/v1", "/second/v1"))
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     while serve.status().applications["second"].status != "RUNNING":
         assert time.monotonic() < end, serve.status()
         time.sleep(0.2)
