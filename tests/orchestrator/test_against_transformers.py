@@ -114,7 +114,8 @@ def test_processors_see_each_position_as_in_transformers(
 ) -> None:
     wanted = [generated(judge, prompt, max_new_tokens=14, **asked) for prompt in PROMPTS[:2]]
     for source in (load(folders[1], slots=2), None):
-        generator = SpeculativeGenerator(source, load(folders[0], slots=2), k=3, acceptor=acceptor if source else "match")
+        rule = "match" if source is None else acceptor
+        generator = SpeculativeGenerator(source, load(folders[0], slots=2), k=3, acceptor=rule)
         assert texts(run(generator, PROMPTS[:2], max_new_tokens=14, **asked)) == wanted
 
 
@@ -153,7 +154,7 @@ def test_scores_are_the_log_softmax_of_the_processed_logits(
 ) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
-    generator = SpeculativeGenerator(load(folders[1], slots=2), load(folders[0], slots=2), k=3, acceptor=acceptor if source else "match")
+    generator = SpeculativeGenerator(load(folders[1], slots=2), load(folders[0], slots=2), k=3, acceptor=acceptor)
     done = run(generator, PROMPTS, max_new_tokens=10, output_scores=True, **asked)
     assert done.logprobs is not None
     for prompt, text, logprobs in zip(PROMPTS, texts(done), done.logprobs, strict=True):
