@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from time import perf_counter
 
 import torch
+from torch import Tensor
 
 from paceline.core.types import Bounds, Commit, Reading, SamplingBatch
 from paceline.loop import TimedRound
@@ -24,6 +25,7 @@ class Adaptive:
         self._one = next(iter(self.rungs.values()))  # they share drafter and verifier: one reads prompts for all
         self.drafted: list[int] = []
         self.rung: int | None = None
+        self._nothing: Tensor | None = None  # limits of a round at depth 0
         self._behind: set[int] = set()  # slots of which the drafter has commits to read
 
     @property
@@ -52,7 +54,8 @@ class Adaptive:
         limits = bounds.limit.tolist()
         rung = self.rung = self._pace.choose(max(limits))
         if rung == 0 and any(limits):
-            bounds = Bounds(torch.zeros_like(bounds.limit), bounds.rows)
+            self._nothing = torch.zeros_like(bounds.limit) if self._nothing is None else self._nothing
+            bounds = Bounds(self._nothing, bounds.rows)
         begin = perf_counter()
         made = self.rungs[rung](commit, sampling, bounds)
         seconds = perf_counter() - begin

@@ -68,14 +68,14 @@ class Pace:
         untimed = next((k for k in reversed(ladder) if not self._times[k]), None)
         if untimed is not None:
             return untimed
+        if self._rung == 0 and self._idle < self._rest:
+            return 0  # nothing is learnt meanwhile
         best = max(ladder, key=self.rate)
         if self._rung not in ladder:  # only near an end
             return best
         if best != self._rung and self.rate(best) > MARGIN * self.rate(self._rung):
             self._rung = best
-        if self._rung == 0 and self._idle >= self._rest:
-            return next((k for k in ladder if k), 0)
-        return self._rung
+        return self._rung or next((k for k in ladder if k), 0)
 
     def rate(self, rung: int) -> float:
         """Tokens per second expected of a rung that has been timed."""
