@@ -41,8 +41,10 @@ class Backlog:
 
     def add(self, commit: Commit) -> None:
         """The newest commit."""
+        starts = commit.start.tolist()
         # An idle slot's commits start at row 0, no request's do.
-        self._commits.append((commit, {slot for slot, start in enumerate(commit.start.tolist()) if start == 0}))
+        gone = {slot for slot, start in enumerate(starts) if start == 0} if 0 in starts else set()
+        self._commits.append((commit, gone))
 
     def forget(self, slot: int) -> None:
         """The request in this slot is done: what was committed there does not concern the next one."""
@@ -53,6 +55,8 @@ class Backlog:
     def take(self) -> list[Missed]:
         """All but the newest commit, no slot twice. Afterwards the backlog is empty."""
         missed, self._commits = self._commits[:-1], []
+        if not missed:
+            return []
         found: dict[int, tuple[int, list[int], list[Tensor]]] = {}
         for commit, gone in missed:
             rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()

@@ -63,14 +63,17 @@ class GraphDrafter(Drafter, Protocol):
     def state(self) -> nn.Module:
         """What holds the weights and caches of its steps. Drafters of one state share compiled steps."""
 
-    def step(self, rows: int) -> nn.Module:
-        """The step for texts that need so many cache rows.
+    def bucket(self, rows: int) -> int:
+        """Which of its steps is for texts that need so many cache rows: how many positions that one reads."""
+
+    def step(self, bucket: int) -> nn.Module:
+        """The step of a bucket.
 
         forward(tokens, count, start, knobs, keys, *features) -> (drafts [B, N],), with parents [B, N] behind them for
         a dynamic outline and the law [B, N, V] if they are drawn. Its state are its parameters and buffers.
         """
 
-    def name(self, rows: int) -> str:
+    def name(self, bucket: int) -> str:
         """What tells this step from every other step of this drafter, its bucket included."""
 
     def facts(self) -> dict[str, object]:

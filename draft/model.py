@@ -134,8 +134,9 @@ class ModelDrafter:
         """Draft; see the protocol."""
         self.ready()
         inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys)
-        name = f"{self.name(bounds.rows)},from {commit.tokens.shape[1]}"
-        out = self.decoder.graph(name, self._make, inputs, reach=self._reach(bounds.rows))(*inputs)
+        bucket = self.bucket(bounds.rows)
+        name = f"{self.name(bucket)},from {commit.tokens.shape[1]}"
+        out = self.decoder.graph(name, self._make, inputs, reach=bucket)(*inputs)
         return Proposal(out[0], None, out[1] if self._drawn else None)
 
     @property
@@ -143,20 +144,21 @@ class ModelDrafter:
         """See the protocol."""
         return self.decoder.body
 
-    def step(self, rows: int) -> nn.Module:
+    def bucket(self, rows: int) -> int:
         """See the protocol."""
-        return self._make(self.decoder.body, self._reach(rows))
+        return self.decoder.reach(rows + self.outline.nodes)
 
-    def name(self, rows: int) -> str:
+    def step(self, bucket: int) -> nn.Module:
         """See the protocol."""
-        return f"draft[{self.outline.nodes}{self._kind}]@{self._reach(rows)}"
+        return self._make(self.decoder.body, bucket)
+
+    def name(self, bucket: int) -> str:
+        """See the protocol."""
+        return f"draft[{self.outline.nodes}{self._kind}]@{bucket}"
 
     def facts(self) -> dict[str, object]:
         """See the protocol."""
         return self.decoder.facts()
-
-    def _reach(self, rows: int) -> int:
-        return self.decoder.reach(rows + self.outline.nodes)
 
     @property
     def _make(self) -> partial[DraftStep]:

@@ -170,11 +170,11 @@ class EagleDrafter:
         states = commit.states
         assert states is not None, "commits carry the features that `reads` asks for"
         inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys, states)
-        name = f"{self.name(bounds.rows)},from {commit.tokens.shape[1]}"
-        reach = self._reach(bounds.rows)
+        reach = self.bucket(bounds.rows)
+        name = f"{self.name(reach)},from {commit.tokens.shape[1]}"
         step = self.target.graph(
             name,
-            lambda _body, _reach: self.step(bounds.rows),
+            lambda _body, bucket: self.step(bucket),
             inputs,
             reach=reach,
             guest=self.facts,
@@ -190,22 +190,23 @@ class EagleDrafter:
         """See the protocol."""
         return self.head
 
-    def step(self, rows: int) -> nn.Module:
+    def bucket(self, rows: int) -> int:
         """See the protocol."""
-        return EagleStep(self.head, self.growth, self._reach(rows))
+        return self.target.reach(rows + self.outline.depth)
 
-    def name(self, rows: int) -> str:
+    def step(self, bucket: int) -> nn.Module:
         """See the protocol."""
-        return f"eagle{self.head.config.version}[{self.growth.name}]@{self._reach(rows)}"
+        return EagleStep(self.head, self.growth, bucket)
+
+    def name(self, bucket: int) -> str:
+        """See the protocol."""
+        return f"eagle{self.head.config.version}[{self.growth.name}]@{bucket}"
 
     def facts(self) -> dict[str, object]:
         """See the protocol. The growth is in `name`: graphs that only read a text do not depend on it."""
         own = self.head.embedding is not self.target.body.model.embedding
         config: dict[str, object] = json.loads(json.dumps(asdict(self.head.config)))
         return {"eagle": config, "own embedding": own}
-
-    def _reach(self, rows: int) -> int:
-        return self.target.reach(rows + self.outline.depth)
 
     def _read(self, slot: int, row: int, *, tokens: Sequence[int], features: Tensor) -> None:
         """Pairs of tokens and the features [>= n, F] that predicted them, from cache row ``row`` on, in chunks."""

@@ -149,8 +149,8 @@ class MedusaDrafter:
                 "SpeculativeGenerator with the target it was loaded for"
             )
         inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys, states)
-        name = f"{self.name(bounds.rows)},from {commit.tokens.shape[1]}"
-        reach = self.target.reach(bounds.rows)
+        reach = self.bucket(bounds.rows)
+        name = f"{self.name(reach)},from {commit.tokens.shape[1]}"
         (tokens,) = self.target.graph(
             name, lambda _b, _r: self._step, inputs, reach=reach, guest=self.facts, owner=self.state
         )(*inputs)
@@ -161,11 +161,15 @@ class MedusaDrafter:
         """See the protocol."""
         return self.heads
 
-    def step(self, rows: int) -> nn.Module:
+    def bucket(self, rows: int) -> int:
+        """See the protocol; the heads have no cache of their own."""
+        return self.target.reach(rows)
+
+    def step(self, bucket: int) -> nn.Module:
         """See the protocol; the same for every length."""
         return self._step
 
-    def name(self, rows: int) -> str:
+    def name(self, bucket: int) -> str:
         """See the protocol."""
         return self._name
 

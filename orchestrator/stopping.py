@@ -90,10 +90,11 @@ class Watch:
     def append(self, token: int) -> FinishReason | None:
         """Add a token; the reason if the text ends with it."""
         self.text.append(token)
-        if token in self._stopping.eos or self._ends_a_string(self.text):
+        stopping = self._stopping
+        if token in stopping.eos or (stopping.strings and self._ends_a_string(self.text)):
             return "stop"
-        reason = self._criterion()
-        if reason is None and len(self.text) >= self._stopping.length:
+        reason = self._criterion() if stopping.criteria else None
+        if reason is None and len(self.text) >= stopping.length:
             return "length"
         return reason
 
@@ -118,8 +119,6 @@ class Watch:
         return any(now.find(s, max(first, old - len(s) + 1)) >= 0 for s in self._stopping.strings)
 
     def _criterion(self) -> FinishReason | None:
-        if not self._stopping.criteria:
-            return None
         ids = torch.tensor([self.text])
         for criterion in self._stopping.criteria:
             verdict = criterion(ids, None)

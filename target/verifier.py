@@ -19,6 +19,7 @@ from paceline.core.protocols import GraphDrafter
 from paceline.core.simulated import Simulated
 from paceline.core.types import PAD, Bounds, Commit, Kept, Outline, Proposal, Reading, Reads, SamplingBatch
 from paceline.core.typical import Typical
+from paceline.decoder.backends.base import Step
 from paceline.decoder.decoder import Body, Carry, CompiledDecoder
 from paceline.decoder.steps import prefill
 from paceline.target.window import Window
@@ -154,6 +155,7 @@ class CompiledVerifier:
         self.decoder, self.outline, self._acceptor, self._reads = decoder, outline, acceptor, reads
         self._wide = wide
         self._names: dict[tuple[Outline, int, bool], str] = {}  # a round asks for one every time
+        self._rounds: dict[tuple[GraphDrafter, int, int, int, bool], Step] = {}  # the same, of fused ones
         self._nothing = torch.full((decoder.batch_size, outline.nodes), PAD, dtype=torch.int32)
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
@@ -192,16 +194,20 @@ class CompiledVerifier:
         """Draft and verify in one graph; see the protocol."""
         inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
         inputs += [commit.features] if isinstance(commit.features, Tensor) else []
-        kept = isinstance(commit.features, Kept)
-        name = f"{drafter.name(bounds.rows)}+{self._name(self.outline, commit)}{',kept' if kept else ''}"
-        carry = self._carry(commit)
+        kept, reach = isinstance(commit.features, Kept), self.decoder.reach(bounds.rows)
+        bucket = drafter.bucket(bounds.rows)
+        key = (drafter, bucket, reach, commit.tokens.shape[1], kept)
+        carry, lean = self._carry(commit), self.decoder.backend.keeps
+        step = self._rounds.get(key)
+        if step is None:
 
-        def make(body: Body, reach: int) -> nn.Module:
-            verify = self._step(body, reach, outline=self.outline)
-            return FusedStep(drafter.step(bounds.rows), verify, carry, lean=lean)
+            def make(body: Body, reach: int) -> nn.Module:
+                verify = self._step(body, reach, outline=self.outline)
+                return FusedStep(drafter.step(bucket), verify, carry, lean=lean)
 
-        reach, lean = self.decoder.reach(bounds.rows), self.decoder.backend.keeps
-        step = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts, owner=drafter.state)
+            name = f"{drafter.name(bucket)}+{self._name(self.outline, commit)}{',kept' if kept else ''}"
+            step = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.facts, owner=drafter.state)
+            self._rounds[key] = step
         tokens, count, *more = step(*inputs)
         if lean:
             deep, count, start = count // _DEPTHS, count % _DEPTHS, commit.start + commit.count
