@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce as fold
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -19,6 +20,7 @@ from paceline.core import law, noise, reduce, tree
 from paceline.core.types import SamplingBatch
 
 _BY_ROW = 128  # up to so many rows (every window, no large prefill chunk) `Reference.linear` goes row by row
+_BLOCK = 128  # columns of the cache that `Reference.attend` takes at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +184,17 @@ class Reference:
         )
         # Nodes of a tree may lie behind the bucket: more of them are tried than can be accepted.
         extent = place.reach if place.tree is None else min(place.reach + window, keys.shape[2])
-        keys, values = (c[:, :, :extent].float() for c in (keys, values))
+        keys, values = (_blocks(c, extent) for c in (keys, values))
         query = q.view(lines, window, groups, heads // groups, width).transpose(1, 2).flatten(2, 3)
-        scores = (query * (1 / math.sqrt(width))) @ keys.transpose(2, 3)  # [b, G, T * H/G, reach]
-        seen = _seen(place, rows, extent)
-        seen = seen.unsqueeze(1).repeat_interleave(heads // groups, dim=2)
-        weights = law.softmax(torch.where(seen, scores, reduce.NEGATIVE))
-        mixed = (weights @ values).view(lines, groups, window, heads // groups, width)
+        query = query * (1 / math.sqrt(width))
+        seen = _seen(place, rows, len(keys) * _BLOCK).unsqueeze(1).repeat_interleave(heads // groups, dim=2)
+        scores = [query @ block.transpose(2, 3) for block in keys]  # [b, G, T * H/G, columns of a block] each
+        scores = [torch.where(part, x, reduce.NEGATIVE) for part, x in zip(seen.split(_BLOCK, -1), scores, strict=True)]
+        largest = fold(torch.maximum, [x.amax(-1, keepdim=True) for x in scores])
+        weights = [torch.exp(x - largest) for x in scores]
+        mass = fold(torch.add, [x.sum(-1, keepdim=True) for x in weights])
+        mixed = fold(torch.add, [x @ block for x, block in zip(weights, values, strict=True)]) / mass
+        mixed = mixed.view(lines, groups, window, heads // groups, width)
         return mixed.transpose(1, 2).reshape(lines, window, heads * width)
 
     def keep(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
@@ -211,6 +217,18 @@ class Reference:
     def cuts(self, sampling: SamplingBatch) -> bool:
         top_k, top_p, min_p = (sampling.knobs[:, i] for i in range(1, 4))
         return bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
+
+
+def _blocks(cache: Tensor, extent: int) -> tuple[Tensor, ...]:
+    """The first ``extent`` rows [b, G, extent, D] as float32 blocks of `_BLOCK` rows, the last filled up with zeros.
+
+    A product may sum in another order according to its length. In equal blocks, added one after the other, a bucket
+    that is longer than a text adds exact zeros to it and nothing else, so that a row's bits do not depend on it.
+    """
+    rows = cache[:, :, :extent].float()
+    if missing := -extent % _BLOCK:
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
+    return rows.split(_BLOCK, 2)
 
 
 def _seen(place: Place, rows: Tensor, extent: int) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.decoder.backends.base import Step
+from paceline.decoder.kernels import Place, Reference, Tree
 from tests.decoder.test_decoder import loaded
 from tests.decoder.tiny import Workshop
 from tests.equality.laws import LAWS, plain, run, texts
@@ -74,3 +76,22 @@ def test_compile_makes_the_graphs_of_every_bucket(workshop: Workshop, k: int | t
         for law in LAWS.values():
             generator.sample([[3] * length], max_new_tokens=64 - length, eos_token_id=[], **law)
     assert [decoder._steps for decoder in (draft, target)] == made
+
+
+@pytest.mark.parametrize("parents", [None, [-1, 0, 0, 1, 2]], ids=["chain", "tree"])
+@pytest.mark.parametrize("width", [8, 32])
+def test_on_eager_a_row_has_the_same_bits_in_every_bucket(width: int, parents: list[int] | None) -> None:
+    """A longer neighbour moves a text to a wider bucket, and must not move a bit of it."""
+    dice, lines, window, groups, rows = torch.Generator().manual_seed(0), 2, 5, 2, 1200
+    q = torch.randn(lines, window, 2 * groups, width, generator=dice)
+    k, v = (torch.randn(lines, window, groups, width, generator=dice) for _ in range(2))
+    cache = [torch.randn(lines, groups, rows, width, generator=dice) for _ in range(2)]
+    row, count, slots = (torch.tensor(x, dtype=torch.int32) for x in ([100, 3], [window, window], [1, 0]))
+    shape = None if parents is None else Tree.of(torch.tensor([parents] * lines, dtype=torch.int32))
+
+    def attended(reach: int) -> Tensor:
+        own = (cache[0].clone(), cache[1].clone())
+        return Reference().attend((q, k, v), own, Place(row, count, slots, reach, tree=shape))
+
+    near = attended(105)
+    assert all(torch.equal(attended(reach), near) for reach in (128, 200, 256, 300, 512, 1000))

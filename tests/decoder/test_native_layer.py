@@ -20,6 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTH, HEADS, GROUPS, D, MLP, ROWS = 40, 4, 2, 12, 52, 64
 COUNTS = [9, 4, 0]
 START = [7, 0, 30]
+EPS = (0.2, 0.5)  # of the two norms: large enough to be missed, and unlike each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,11 @@ def layer(dtype: torch.dtype, *, biased: bool) -> Layer:
     every = (HEADS + 2 * GROUPS) * D
     attention = AttentionWeights(
         (1 + weight(1, WIDTH)).to(dtype), weight(2, every, WIDTH), bias(3, every), weight(4, WIDTH, HEADS * D),
-        bias(5, WIDTH), 1e-6,
+        bias(5, WIDTH), EPS[0],
     )  # fmt: skip
     mlp = MlpWeights(
         (1 + weight(6, WIDTH)).to(dtype), weight(7, 2 * MLP, WIDTH), bias(8, 2 * MLP), weight(9, WIDTH, MLP),
-        bias(10, WIDTH), 1e-6,
+        bias(10, WIDTH), EPS[1],
     )  # fmt: skip
     return Layer(
         attention, mlp, (numbers(3, GROUPS, ROWS, D, seed=11).to(dtype), numbers(3, GROUPS, ROWS, D, seed=12).to(dtype))
