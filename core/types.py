@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Integral
 
 from torch import Tensor
 
@@ -45,10 +46,10 @@ class Outline:
         """``length`` nodes, each behind the one before.
 
         Raises:
-            ConfigurationError: the length is negative.
+            ConfigurationError: the length is negative, or no integer.
         """
-        if length < 0:
-            raise ConfigurationError(f"a drafter cannot propose {length} tokens a round; give 0 or more")
+        if not isinstance(length, Integral) or length < 0:
+            raise ConfigurationError(f"a drafter cannot propose {length!r} tokens a round; give 0 or more")
         return cls(length, length)
 
     @property

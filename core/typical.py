@@ -11,6 +11,7 @@ Pure, with static shapes; probabilities come from `paceline.core.law`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -39,9 +40,10 @@ class Typical:
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "alpha"):
-            if not 0 < getattr(self, name) < 1:
+            value = getattr(self, name)
+            if not isinstance(value, Real) or not 0 < value < 1:
                 raise ConfigurationError(
-                    f"{name} of typical acceptance must be between 0 and 1, not {getattr(self, name)}; Medusa's own "
+                    f"{name} of typical acceptance must be between 0 and 1, not {value!r}; Medusa's own "
                     "are epsilon=0.09 and alpha=0.3"
                 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +93,8 @@ class ModelDrafter:
         drawn: bool = False,
         confidence: float = 0.0,
     ) -> None:
-        if not 0 <= confidence <= 1:
-            raise ConfigurationError(f"confidence={confidence} is no probability; 0 (off) to 1")
+        if not isinstance(confidence, Real) or not 0 <= confidence <= 1:
+            raise ConfigurationError(f"confidence={confidence!r} is no probability; 0 (off) to 1")
         decoder.check_width(length + 1)
         self._confidence = confidence
         self.decoder, self._drawn = decoder, drawn

@@ -74,6 +74,7 @@ class Ask:
         )
         for name, value in integers:
             values.integer(name, value)
+        values.flag("do_sample", self.do_sample)
         values.number("temperature", self.temperature, optional=False)
         values.number("top_p", self.top_p)
         values.number("min_p", self.min_p)

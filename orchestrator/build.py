@@ -109,6 +109,8 @@ def drafter(
                 "AutoDecoder.from_pretrained"
             )
         return DRAFTERS[draft](k)
+    if isinstance(draft, type) and hasattr(draft, "propose"):
+        raise ConfigurationError(f"draft is the class {draft.__name__}; give an object of it")
     if isinstance(draft, Drafter):
         return draft
     if isinstance(draft, Sequence):
@@ -229,12 +231,14 @@ def _apart(state: nn.Module, target: CompiledDecoder) -> bool:
 def _outline(source: Drafter, width: int | None) -> Outline:
     """That of the drafter, or a wider chain if a width is asked for."""
     outline = source.outline
-    if width is None or width == outline.nodes + 1:
+    if width is None:
+        return outline
+    if isinstance(width, bool) or not isinstance(width, int):
+        raise ConfigurationError(f"width must be an integer or None, not {width!r}")
+    if width == outline.nodes + 1:
         return outline
     if not outline.is_chain:
         raise ConfigurationError(f"width={width} is for chains; this drafter's tree has {outline.nodes} nodes")
-    if not isinstance(width, int) or width < outline.nodes + 1:
-        raise ConfigurationError(
-            f"width={width!r} is too small for {outline.nodes} drafted tokens and the target's own"
-        )
+    if width < outline.nodes + 1:
+        raise ConfigurationError(f"width={width} is too small for {outline.nodes} drafted tokens and the target's own")
     return Outline.chain(width - 1)

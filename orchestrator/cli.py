@@ -26,7 +26,7 @@ from paceline import (
     train_cli,
     train_eagle,
 )
-from paceline.core.errors import ArtefactError, PromptError
+from paceline.core.errors import ArtefactError, PromptError, SamplingError
 from paceline.decoder.environment import cache_root
 from paceline.sources import Drafting, Loading, source_of
 
@@ -106,7 +106,7 @@ def bench(
     prompts: Annotated[Path, typer.Option(help='File of JSON lines, each with a "prompt".')],
     k: Annotated[list[int] | None, typer.Option(help="Drafted tokens per round; repeatable. Default: 2 4 6.")] = None,
     max_new_tokens: Annotated[int, typer.Option(help="New tokens for each prompt.")] = 128,
-    count: Annotated[int, typer.Option(help="How many of the prompts.")] = 6,
+    count: Annotated[int, typer.Option(help="How many of the prompts, from the first on.")] = 6,
     backend: options.BackendName = "inductor",
     amp: options.Amp = "bf16",
     tp_degree: options.TpDegree = 1,
@@ -116,7 +116,9 @@ def bench(
     with console.refusals():
         from paceline.bench import bench_pair  # loads much that the other commands do not need
 
-        texts = prompt_files.prompts(prompts)[:count]
+        texts = prompt_files.prompts(prompts)[: max(0, count)]
+        if max_new_tokens < 2:  # the first token comes with the prompt, and there would be no round to measure
+            raise SamplingError(f"--max-new-tokens must be at least 2, not {max_new_tokens}")
         if not texts:
             raise PromptError(f"{prompts} holds no prompt to measure with; give JSON lines and a --count of 1 or more")
         figures = bench_pair(

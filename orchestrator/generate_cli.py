@@ -73,7 +73,7 @@ def generate(
     """Continue a text: plainly, or with a draft model, n-grams, suffixes, Medusa heads or an EAGLE head."""
     sampling: dict[str, object] = {
         "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
-        "do_sample": temperature > 0, "max_new_tokens": max_new_tokens, "stop_strings": stop,
+        "do_sample": temperature != 0, "max_new_tokens": max_new_tokens, "stop_strings": stop,
     }  # fmt: skip
     with console.refusals():
         loading = Loading(

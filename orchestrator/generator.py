@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Sequence
 from functools import partial
+from numbers import Real
 
 from paceline import build, pairing, warm
 from paceline import pace as pacing
@@ -62,6 +63,7 @@ class SpeculativeGenerator(Sampler):
         vocabulary: pairing.VocabularyLike = "same",
         simulate_acceptance: float | None = None,
     ) -> None:
+        _check_types(exact=exact, fused=fused, confidence=confidence)
         target = build.decoder(target)
         rule, depth, pace = build.acceptor(acceptor, simulate_acceptance), *pacing.of(k)
         if isinstance(rule, Simulated):
@@ -101,6 +103,16 @@ class SpeculativeGenerator(Sampler):
             now = self.drafter.health if isinstance(self.drafter, Reports) else None
             if before is not None and now is not None:
                 self.statistics.health = now.since(before)
+
+
+def _check_types(*, exact: object, fused: object, confidence: object) -> None:
+    """Refuse what Python would take for a truth value, or compare with a number and fail."""
+    if not isinstance(exact, bool):
+        raise ConfigurationError(f"exact must be True or False, not {exact!r}")
+    if fused is not None and not isinstance(fused, bool):
+        raise ConfigurationError(f"fused must be True, False or None, not {fused!r}")
+    if isinstance(confidence, bool) or not isinstance(confidence, Real):
+        raise ConfigurationError(f"confidence must be a number from 0 (off) to 1, not {confidence!r}")
 
 
 def _check(plan: build.Plan, *, drafts: bool) -> None:

@@ -5,6 +5,7 @@ Their module is imported when one is asked for: it takes as long as half of PyTo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,7 +32,7 @@ def processor_list(
 
     made = hf.LogitsProcessorList()
     if repetition_penalty is not None and repetition_penalty != 1.0:
-        if repetition_penalty <= 0:
+        if not 0 < repetition_penalty < math.inf:
             raise SamplingError(f"repetition_penalty must be positive, not {repetition_penalty}; 1 switches it off")
         made.append(hf.RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
     if no_repeat_ngram_size:

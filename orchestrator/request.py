@@ -86,11 +86,9 @@ def sampling(
     seed: int | Sequence[int],
 ) -> Sampling:
     """Sampling of one row. An integer seed means seed + row, so that rows of a batch differ."""
-    if temperature < 0:
-        raise SamplingError(f"temperature must not be negative, but is {temperature}; 0 is greedy decoding")
     own = int(seed[row]) if isinstance(seed, Sequence) else int(seed) + row
-    made = Sampling(
-        temperature=temperature if do_sample else 0.0,
+    made = Sampling(  # also where it is greedy, and nothing of it is used: what is no value is a slip
+        temperature=temperature,
         top_k=0 if top_k is None else top_k,
         top_p=1.0 if top_p is None else top_p,
         min_p=0.0 if min_p is None else min_p,

@@ -43,6 +43,12 @@ def strings(name: str, value: object) -> None:
         raise SamplingError(f"{name} must be a string or a list of strings, not {_shown(value)}")
 
 
+def flag(name: str, value: object) -> None:
+    """Raise SamplingError unless it is a truth value."""
+    if not isinstance(value, bool):
+        raise SamplingError(f"{name} must be True or False, not {_shown(value)}")
+
+
 def flags(name: str, value: object) -> None:
     """Raise SamplingError unless it is a truth value or a sequence of them."""
     if isinstance(value, bool) or (isinstance(value, (list, tuple)) and all(isinstance(one, bool) for one in value)):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.core import tree
 from paceline.core.accept import Match, Reject, committed
+from paceline.core.errors import SamplingError
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels import Reference
@@ -158,7 +159,13 @@ class HostVerifier:
         if self._processor is None:
             return logits
         # A copy: processors may write into what they get.
-        return self._processor(torch.tensor([ids]), logits.unsqueeze(0).clone())[0].clamp(min=-1e30)
+        made: object = self._processor(torch.tensor([ids]), logits.unsqueeze(0).clone())
+        if not isinstance(made, Tensor) or made.shape != (1, len(logits)):
+            found = f"a tensor of shape {list(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+            raise SamplingError(f"a logits processor returned {found}; it must return scores [1, {len(logits)}]")
+        if bool(made.isnan().any()):
+            raise SamplingError(f"a logits processor returned NaN for the text of {len(ids)} tokens; no token follows")
+        return made[0].clamp(min=-1e30)
 
 
 def _logprob(logits: Tensor, token: int) -> float:

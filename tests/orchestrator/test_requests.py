@@ -66,7 +66,12 @@ def test_bad_prompts_are_refused(prompts: object, message: str) -> None:
 
 SAMPLING_ERRORS = [
     ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, not 0"),
-    ({"temperature": -1.0}, "temperature must not be negative"),
+    ({"temperature": -1.0}, "temperature must be a finite number >= 0, not -1.0; 0 is greedy"),
+    ({"temperature": float("nan")}, "temperature must be a finite number"),
+    ({"do_sample": "false"}, "do_sample must be True or False, not str 'false'"),
+    ({"output_scores": 1}, "output_scores must be True or False, not int 1"),
+    ({"repetition_penalty": float("nan")}, "repetition_penalty must be positive, not nan"),
+    ({"repetition_penalty": float("inf")}, "repetition_penalty must be positive, not inf"),
     ({"temperature": float("nan"), "do_sample": True}, "temperature must be a finite"),
     ({"top_k": -1}, "top_k"),
     ({"top_p": 0.0}, "top_p"),
@@ -177,6 +182,11 @@ CONFIGURATION_ERRORS = [
     ({"acceptor": [1]}, "acceptor=[1] is unknown"),
     ({"target": "models/llama"}, "target is a str and no decoder; load one with AutoDecoder.from_pretrained"),
     ({"draft": "models/small"}, "A model has to be loaded first"),
+    ({"draft": NgramDrafter}, "draft is the class NgramDrafter; give an object of it"),
+    ({"exact": "no"}, "exact must be True or False, not 'no'"),
+    ({"fused": 0}, "fused must be True, False or None, not 0"),
+    ({"confidence": "0.5"}, "confidence must be a number from 0 (off) to 1, not '0.5'"),
+    ({"simulate_acceptance": "0.5"}, "alpha='0.5' of simulated acceptance is no probability"),
     ({"k": -1}, "k must be 0 or more drafted tokens per round, not -1"),
     ({"draft": "prefix"}, "no drafter is called 'prefix'; there are none, ngram, suffix"),
     ({"draft": 3}, "draft is a int; give a decoder, a drafter, a function"),
@@ -202,12 +212,29 @@ def test_impossible_generators_are_refused(options: dict[str, object], message: 
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("make", [lambda: lift("again", 2), lambda: lift(list, -1), lambda: NgramDrafter(-2)])
+@pytest.mark.parametrize("make", [lambda: lift("again", 2), lambda: lift(list, -1), lambda: NgramDrafter(-2), lambda: NgramDrafter(1.5)])
 def test_impossible_drafters_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"lift takes a function from ids to ids, not a str|propose -\d tokens"
+        ConfigurationError, match=r"lift takes a function from ids to ids, not a str|propose -\d tokens|propose 1.5 tokens"
     ):
         make()
+
+
+WRONG_SCORES = [
+    (lambda _ids, _scores: None, "returned a NoneType; it must return scores [1, 10]"),
+    (lambda _ids, scores: scores[:, :5], "returned a tensor of shape [1, 5]"),
+    (lambda _ids, scores: scores[0], "returned a tensor of shape [10]"),
+    (lambda _ids, scores: scores * float("nan"), "returned NaN for the text of 2 tokens"),
+]
+
+
+@pytest.mark.parametrize(("processor", "message"), WRONG_SCORES, ids=["nothing", "some", "flat", "NaN"])
+def test_what_a_processor_may_not_return_is_named(processor: object, message: str) -> None:
+    one = generator()
+    with pytest.raises(SamplingError) as caught:
+        one.sample([[1, 2]], logits_processor=[processor])  # type: ignore[list-item]
+    assert message in str(caught.value)
+    one.sample([[1, 2]], max_new_tokens=2)
 
 
 def test_a_pad_id_of_another_kind_is_refused_before_anything_is_decoded() -> None:
@@ -234,7 +261,7 @@ def test_a_depth_of_numpy_is_a_depth() -> None:
 
 
 def test_a_width_below_the_proposal_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="width='5' is too small for 2 drafted tokens"):
+    with pytest.raises(ConfigurationError, match="width must be an integer or None, not '5'"):
         generator().sample([[1]], width="5")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="width=2 is too small for 2 drafted tokens"):
         generator().sample([[1]], width=2)

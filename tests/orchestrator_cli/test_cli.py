@@ -132,6 +132,7 @@ def test_stop_strings(home: Path) -> None:
     ("arguments", "says"),
     [
         (["--temperature", -1], "temperature"),
+        (["--temperature", "nan"], "temperature must be a finite number"),
         (["--ngram", "--k", -1], "k must be"),
         (["--ngram", "--medusa", "x"], "exclude"),
         (["--ngram", "--k", "2,1"], "ascending"),
@@ -207,12 +208,14 @@ def test_bench_ends_with_a_json_object(home: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["identical"] is True
 
 
-@pytest.mark.parametrize(("lines", "count"), [("", 6), ('{"prompt": "a"}', 0)])
+@pytest.mark.parametrize(("lines", "count"), [("", 6), ('{"prompt": "a"}', 0), ('{"prompt": "a"}\n{"prompt": "b"}', -1)])
 def test_bench_without_prompts_is_refused(home: Path, tmp_path: Path, lines: str, count: int) -> None:
     (tmp_path / "prompts.jsonl").write_text(lines)
     given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
     done = call("bench", *given, "--count", count)
     assert done.exit_code == 2 and "holds no prompt" in done.stderr
+    done = call("bench", *given, "--max-new-tokens", 1)
+    assert done.exit_code == 2 and "at least 2" in done.stderr
 
 
 def test_version() -> None:
