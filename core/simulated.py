@@ -7,7 +7,6 @@ probability alpha (Leviathan et al., arXiv 2211.17192, section 3). Coins depend 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -29,7 +28,7 @@ class Simulated:
     alpha: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.alpha, Real) or not 0 <= self.alpha <= 1:
+        if not isinstance(self.alpha, (int, float)) or not 0 <= self.alpha <= 1:
             raise ConfigurationError(f"alpha={self.alpha!r} of simulated acceptance is no probability; give 0 to 1")
 
     def __call__(

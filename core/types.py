@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral
 
 from torch import Tensor
 
@@ -48,7 +47,7 @@ class Outline:
         Raises:
             ConfigurationError: the length is negative, or no integer.
         """
-        if not isinstance(length, Integral) or length < 0:
+        if not isinstance(length, int) or length < 0:
             raise ConfigurationError(f"a drafter cannot propose {length!r} tokens a round; give 0 or more")
         return cls(length, length)
 

@@ -11,7 +11,6 @@ Pure, with static shapes; probabilities come from `paceline.core.law`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Real
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class Typical:
     def __post_init__(self) -> None:
         for name in ("epsilon", "alpha"):
             value = getattr(self, name)
-            if not isinstance(value, Real) or not 0 < value < 1:
+            if not isinstance(value, (int, float)) or not 0 < value < 1:
                 raise ConfigurationError(
                     f"{name} of typical acceptance must be between 0 and 1, not {value!r}; Medusa's own "
                     "are epsilon=0.09 and alpha=0.3"

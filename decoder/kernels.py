@@ -184,16 +184,16 @@ class Reference:
         )
         # Nodes of a tree may lie behind the bucket: more of them are tried than can be accepted.
         extent = place.reach if place.tree is None else min(place.reach + window, keys.shape[2])
-        keys, values = (_blocks(c, extent) for c in (keys, values))
+        key_blocks, value_blocks = _blocks(keys, extent), _blocks(values, extent)
         query = q.view(lines, window, groups, heads // groups, width).transpose(1, 2).flatten(2, 3)
         query = query * (1 / math.sqrt(width))
-        seen = _seen(place, rows, len(keys) * _BLOCK).unsqueeze(1).repeat_interleave(heads // groups, dim=2)
-        scores = [query @ block.transpose(2, 3) for block in keys]  # [b, G, T * H/G, columns of a block] each
+        seen = _seen(place, rows, len(key_blocks) * _BLOCK).unsqueeze(1).repeat_interleave(heads // groups, dim=2)
+        scores = [query @ block.transpose(2, 3) for block in key_blocks]  # [b, G, T * H/G, columns of a block] each
         scores = [torch.where(part, x, reduce.NEGATIVE) for part, x in zip(seen.split(_BLOCK, -1), scores, strict=True)]
         largest = fold(torch.maximum, [x.amax(-1, keepdim=True) for x in scores])
         weights = [torch.exp(x - largest) for x in scores]
         mass = fold(torch.add, [x.sum(-1, keepdim=True) for x in weights])
-        mixed = fold(torch.add, [x @ block for x, block in zip(weights, values, strict=True)]) / mass
+        mixed: Tensor = fold(torch.add, [x @ block for x, block in zip(weights, value_blocks, strict=True)]) / mass
         mixed = mixed.view(lines, groups, window, heads // groups, width)
         return mixed.transpose(1, 2).reshape(lines, window, heads * width)
 
@@ -228,7 +228,8 @@ def _blocks(cache: Tensor, extent: int) -> tuple[Tensor, ...]:
     rows = cache[:, :, :extent].float()
     if missing := -extent % _BLOCK:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
-    return rows.split(_BLOCK, 2)
+    blocks: tuple[Tensor, ...] = rows.split(_BLOCK, 2)
+    return blocks
 
 
 def _seen(place: Place, rows: Tensor, extent: int) -> Tensor:

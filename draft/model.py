@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
-from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -93,7 +92,7 @@ class ModelDrafter:
         drawn: bool = False,
         confidence: float = 0.0,
     ) -> None:
-        if not isinstance(confidence, Real) or not 0 <= confidence <= 1:
+        if not isinstance(confidence, (int, float)) or not 0 <= confidence <= 1:
             raise ConfigurationError(f"confidence={confidence!r} is no probability; 0 (off) to 1")
         decoder.check_width(length + 1)
         self._confidence = confidence

@@ -60,7 +60,10 @@ def generate(
     min_p: Annotated[float | None, typer.Option(help="Leave out tokens below this share of the best.")] = None,
     seed: Annotated[int, typer.Option(help="Same seed, same tokens, whatever the draft.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 128,
-    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the generation; repeatable.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(help="Text that ends the generation, taken as it is; repeatable. A line end in bash: $'\\n'."),
+    ] = None,
     backend: options.BackendName = "inductor",
     amp: options.Amp = "bf16",
     tp_degree: options.TpDegree = 1,

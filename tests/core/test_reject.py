@@ -196,6 +196,17 @@ def test_the_joint_law_of_a_chain_is_the_target_s() -> None:
     assert bool((out[::7, 1] == PAD).all())
 
 
+def test_two_drafts_are_judged_one_after_the_other() -> None:
+    """Rule C14: 10/9 accepted in the example of Sun et al., 2403.10444; judged as a block it would be 11/9."""
+    p, q = torch.tensor([1 / 3, 2 / 3]), torch.tensor([2 / 3, 1 / 3])
+    sampling, where = trials(), places(TRIALS, 3)
+    drafts = law.choose(q.log().expand(TRIALS, 2, 2), where[:, :2], sampling, stream=noise.DRAFT)
+    verdict = Reject()(Proposal(drafts, None, q.expand(TRIALS, 2, 2)), p.expand(TRIALS, 3, 2), where, sampling)
+    # Of one draft 2/3 stand, and of two 4/9.
+    assert float(verdict.count.double().mean()) == pytest.approx(10 / 9, abs=4 * math.sqrt(62 / 81 / TRIALS))
+    assert misfit(committed(Proposal(drafts), verdict)[:, :1].numpy(), p.double().numpy()) > 1e-3
+
+
 def test_a_later_acceptance_behind_a_rejection_is_not_counted() -> None:
     sharp = torch.eye(4)[[1, 1, 1, 1]]
     drafts = torch.tensor([[2, 1, 1], [1, 2, 1], [1, 1, 1]], dtype=torch.int32)

@@ -212,10 +212,13 @@ def test_impossible_generators_are_refused(options: dict[str, object], message: 
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("make", [lambda: lift("again", 2), lambda: lift(list, -1), lambda: NgramDrafter(-2), lambda: NgramDrafter(1.5)])
+@pytest.mark.parametrize(
+    "make", [lambda: lift("again", 2), lambda: lift(list, -1), lambda: NgramDrafter(-2), lambda: NgramDrafter(1.5)]
+)
 def test_impossible_drafters_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"lift takes a function from ids to ids, not a str|propose -\d tokens|propose 1.5 tokens"
+        ConfigurationError,
+        match=r"lift takes a function from ids to ids, not a str|propose -\d tokens|propose 1.5 tokens",
     ):
         make()
 

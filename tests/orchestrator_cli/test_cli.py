@@ -208,7 +208,9 @@ def test_bench_ends_with_a_json_object(home: Path, tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["identical"] is True
 
 
-@pytest.mark.parametrize(("lines", "count"), [("", 6), ('{"prompt": "a"}', 0), ('{"prompt": "a"}\n{"prompt": "b"}', -1)])
+@pytest.mark.parametrize(
+    ("lines", "count"), [("", 6), ('{"prompt": "a"}', 0), ('{"prompt": "a"}\n{"prompt": "b"}', -1)]
+)
 def test_bench_without_prompts_is_refused(home: Path, tmp_path: Path, lines: str, count: int) -> None:
     (tmp_path / "prompts.jsonl").write_text(lines)
     given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
