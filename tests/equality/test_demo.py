@@ -57,6 +57,21 @@ def test_the_pair_gives_the_tokens_of_plain_decoding(
         assert_rolled_back(result)
 
 
+@pytest.mark.parametrize("k", [1, 2, 8])  # 4 is compiled above, and 0 is plain decoding
+def test_the_pair_at_every_depth_alone_and_in_a_ragged_batch(prompts: list[list[int]], k: int) -> None:
+    """Plain PyTorch, which compiles nothing: each text by itself, and all together."""
+    for slots, texts_of, law in ((1, prompts[:1], "greedy"), (4, prompts, "hot and cut")):
+        draft, target = (
+            AutoDecoder.from_pretrained(
+                FOLDER / role, batch_size=slots, n_positions=256, context_length_estimate=64, amp="f32", backend="eager"
+            )
+            for role in ("draft", "target")
+        )
+        known = plain(target, LAWS[law], width=k + 1, prompts=texts_of, new=8)
+        for source in (draft, "ngram"):
+            assert texts(run(SpeculativeGenerator(source, target, k=k), LAWS[law], prompts=texts_of, new=8)) == known
+
+
 def test_threads_change_no_token(pairs: dict[str, Pair], prompts: list[list[int]]) -> None:
     draft, target = pairs["bf16"]
     seen = []
