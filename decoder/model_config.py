@@ -69,6 +69,8 @@ class ModelConfig:
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str]) -> "ModelConfig":
         """The configuration of the Hugging Face checkpoint in the folder ``path``."""
+        if not isinstance(path, (str, os.PathLike)):
+            raise CheckpointError(f"{path!r} is no path; give the local folder of a Hugging Face checkpoint.")
         folder = Path(path)
         if not folder.is_dir():
             raise CheckpointError(

@@ -59,7 +59,7 @@ def decoder_options(
     """Check and complete the options of `AutoDecoder.from_pretrained`; ``trained`` is the model's own context."""
     if not isinstance(amp, str) or amp not in AMP:
         raise ConfigurationError(f"amp={amp!r} is unknown; use one of {', '.join(AMP)}")
-    if not isinstance(batch_size, int) or batch_size < 1:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigurationError(f"batch_size must be at least 1, not {batch_size!r}")
     reaches = _ascending("n_positions", trained if n_positions is None else n_positions)
     if reaches[-1] > trained:
@@ -78,7 +78,7 @@ def decoder_options(
 
 def _ascending(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
     values = tuple(given) if isinstance(given, (list, tuple)) else (given,)
-    numbers = [value for value in values if isinstance(value, int)]
+    numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if not values or len(numbers) < len(values) or numbers[0] < 1 or any(a >= b for a, b in pairwise(numbers)):
         raise ConfigurationError(f"{name} must be a positive number or an ascending list of them, not {given!r}")
     return tuple(numbers)

@@ -115,7 +115,7 @@ def make(name: str, degree: int = 1) -> Backend:
     Raises:
         ConfigurationError: no backend has this name, or it has one rank only.
     """
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         raise ConfigurationError(f"backend={name!r} is unknown; use one of {', '.join(BACKENDS)}")
     if degree > 1 and name not in DIVIDED:
         raise ConfigurationError(

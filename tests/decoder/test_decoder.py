@@ -74,6 +74,9 @@ def test_the_format_is_that_of_weights_and_cache(workshop: Workshop, amp: str) -
     [
         ({"batch_size": 0}, ["batch_size", "not 0"]),
         ({"batch_size": "2"}, ["batch_size", "not '2'"]),
+        ({"batch_size": True}, ["batch_size", "not True"]),
+        ({"n_positions": True}, ["n_positions", "not True"]),
+        ({"backend": ["eager"]}, ["backend=['eager']", "eager, inductor"]),
         ({"n_positions": "64"}, ["n_positions", "ascending", "not '64'"]),
         ({"context_length_estimate": [8, 1.5]}, ["context_length_estimate", "ascending"]),
         ({"amp": None}, ["amp=None", "bf16, f16, f32"]),
