@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from paceline import values
 from paceline.adaptive import Adaptive
 from paceline.core.accept import Match, Reject
 from paceline.core.errors import ConfigurationError
@@ -49,11 +50,18 @@ DraftLike = OneDraft | Sequence[OneDraft | None] | None
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """What a single call asks of a verifier beyond the choice of tokens."""
+    """What a single call asks of a verifier beyond the choice of tokens.
+
+    Raises:
+        SamplingError: ``scores``, which a call names ``output_scores``, is no truth value.
+    """
 
     processor: Processor | None = None
     scores: bool = False
     width: int | None = None
+
+    def __post_init__(self) -> None:
+        values.flag("output_scores", self.scores)
 
 
 def decoder(given: object) -> CompiledDecoder:

@@ -84,8 +84,6 @@ class Sampler:
         )  # fmt: skip
         requests = ask.requests(self._decoders()[0])
         values.integer("pad_token_id", pad_token_id)
-        values.flag("output_scores", output_scores)
-        values.flag("return_dict", return_dict)
         streamers.check(streamer, len(requests))
         with closing(self.serve(Line(requests), Demands(ask.processor(), output_scores, width))) as events:
             shown = streamers.feed(streamer, requests[0], events)
@@ -129,7 +127,6 @@ class Sampler:
             no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty, speculate=speculate,
         )  # fmt: skip
         requests = ask.requests(self._decoders()[0])
-        values.flag("output_scores", output_scores)
         return self.serve(Line(requests), Demands(ask.processor(), output_scores, width))
 
     def _decoders(self) -> list[CompiledDecoder]:
