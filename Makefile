@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .PHONY: help setup demo test test-xla check bench clean
 
 help:
-	@echo "make setup | demo [MODE=...] | test | check | bench | clean"
+	@echo "make setup | demo [MODE=...] | test | test-xla | check | bench | clean"
 
 setup: $(VENV)/.stamp
 
