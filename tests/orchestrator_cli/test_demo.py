@@ -1,0 +1,71 @@
+"""The demo over a tiny pair: what it shows, and that it notices a text that differs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from paceline import AutoDecoder
+from paceline.auto import SamplingDecoder
+
+DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
+
+
+@pytest.fixture
+def demo(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script as a module, with the tiny pair in place of its own and nothing compiled."""
+    spec = importlib.util.spec_from_file_location("demo_under_test", DEMO)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, made)  # its dataclasses look there for their types
+    spec.loader.exec_module(made)
+    for name in ("target", "draft"):
+        (tmp_path / name).symlink_to(home / name)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def main{i}"}) + "\n" for i in range(6)))
+
+    def decoder(name: str) -> SamplingDecoder:
+        return AutoDecoder.from_pretrained(home / name, n_positions=64, amp="f32", backend="eager")
+
+    monkeypatch.setattr(made, "PAIR", tmp_path)
+    monkeypatch.setattr(made, "decoder", decoder)
+    monkeypatch.setattr(sys, "argv", ["demo.py", "--prompts", "2", "--max-new-tokens", "12", "--repetitions", "1"])
+    return made
+
+
+@pytest.mark.parametrize("mode", ["speculative", "ngram"])
+def test_it_streams_measures_and_says_that_both_are_identical(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str], mode: str
+) -> None:
+    sys.argv += ["--mode", mode]
+    assert demo.main() == 0
+    shown = capsys.readouterr().out
+    for part in ("def main4", "tokens/s", "speed-up", "tokens per round (tau)", "accepted by position"):
+        assert part in shown
+    assert "both outputs are identical, token for token, in all 2 texts" in shown
+    assert "at equal width (5 rows)" in shown
+
+
+def test_a_text_that_differs_ends_it_with_status_1(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = demo.run
+
+    def run(sampler: object, prompts: object, measured: object, **asked: object) -> None:
+        honest(sampler, prompts, measured, **asked)
+        if asked.get("width"):
+            measured.texts[1][-1] ^= 1  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(demo, "run", run)
+    assert demo.main() == 1
+    assert "NOT IDENTICAL: 1 of 2 texts differ" in capsys.readouterr().out
+
+
+def test_what_it_cannot_do_ends_it_with_status_2(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    sys.argv += ["--k", "-1"]
+    assert demo.main() == 2
+    assert "error: k must be 0 or more" in capsys.readouterr().err
