@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -114,6 +115,9 @@ def statistics_table(statistics: Statistics, seconds: float | None = None) -> Ta
         "seconds in verification": f"{statistics.verify_seconds:.3f}",
         "seconds on the host": f"{statistics.host_seconds:.3f}",
     }
+    if statistics.rungs:
+        taken = Counter(statistics.rungs)
+        rows["rounds at each depth"] = ", ".join(f"{depth}: {taken[depth]}" for depth in sorted(taken))
     warning = not_the_target_s(statistics.acceptor)
     if warning is not None:
         rows["acceptance rule"] = f"{statistics.acceptor}, {warning}"

@@ -108,6 +108,9 @@ def test_text_goes_to_stdout_and_nothing_else(home: Path) -> None:
     assert done.stdout == f"{text}\n"
     assert "tokens per round" in done.stderr
     assert "tokens per round" not in generate(home).stderr
+    assert "rounds at each depth" not in done.stderr
+    done = generate(home, "--draft", home / "draft", "--k", "0,2", "--stats")
+    assert "rounds at each depth" in done.stderr and "0: " in done.stderr
 
 
 def test_a_prompt_may_come_from_a_file(home: Path, tmp_path: Path) -> None:
