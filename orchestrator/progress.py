@@ -43,9 +43,10 @@ class Bar:
         if not self._console.is_terminal:
             self._console.print(Text(label), soft_wrap=True)
 
-    def reach(self, done: int, total: int) -> None:
-        """So much is done."""
-        self._progress.update(self._task, completed=done, total=total)
+    def reach(self, done: int, total: int, label: str | None = None) -> None:
+        """So much is done; ``label``: of what, on a terminal."""
+        named = {} if label is None else {"label": label}
+        self._progress.update(self._task, completed=done, total=total, **named)
 
     def advance(self, by: int = 1) -> None:
         """So much more is done."""
