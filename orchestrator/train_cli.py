@@ -60,7 +60,8 @@ def medusa(
         config = MedusaConfig(heads, layers, sizes.hidden_size, sizes.vocab_size, tied, base=target.name)
         plan.check(config, sizes)
         stream = token_stream(data, target)
-        folder = results(work or results(out) / "work")
+        results(out)
+        folder = results(work or out / "work")
         frozen = FrozenTarget(target)
         with reports("training Medusa heads") as report:
             states = pipeline.gather(frozen, stream, plan, work=folder, report=report)

@@ -57,7 +57,8 @@ def eagle(
         corpus = CorpusOptions(length=length, prompt=length // 4, keep_bytes=int(keep * 1e9))
         stream = token_stream(data, target)
         pipeline.check(plan, corpus, ModelConfig.from_pretrained(target))
-        folder = results(work or results(out) / "work")
+        results(out)
+        folder = results(work or out / "work")
         with reports(f"training an EAGLE-{version} head") as report:
             shares = pipeline.train(
                 target,

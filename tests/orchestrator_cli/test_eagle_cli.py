@@ -78,6 +78,7 @@ def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str
         (["--data", "OTHER"], "token id 5000"),
         (["--data", "ODD"], "middle of a number"),
         (["--out", "FILE"], "cannot be made a folder"),
+        (["--out", "FILE", "--work", "FOLDER"], "cannot be made a folder"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(target: Path, tmp_path: Path, arguments: list[object], said: str) -> None:
@@ -88,7 +89,7 @@ def test_trainings_that_cannot_be_are_refused(target: Path, tmp_path: Path, argu
     np.where(ids == 7, np.uint16(5000), ids).tofile(files["OTHER"])
     files["ODD"].write_bytes(b"123")
     files["FILE"].touch()
-    given = [files.get(str(one), one) for one in arguments]
+    given = [{**files, "FOLDER": tmp_path}.get(str(one), one) for one in arguments]
     out = [] if "--out" in given else ["--out", tmp_path / "out"]
     base = ["--target", target, "--data", files["GOOD"], "--tokens", 192, "--length", 24]
     done = call("train", "eagle", *base, *out, *given)
