@@ -147,7 +147,7 @@ def _rope(fields: Fields) -> RopeConfig:
     names = RopeConfig.__dataclass_fields__
     if given is None or set(given.values) != set(names):
         raise CheckpointError(f"{fields.where}: rope must be an object with the keys {', '.join(names)}")
-    plain = {
+    plain: dict[str, object] = {
         "type": given.text("type"),
         "truncate": given.flag("truncate", True),
         **{name: given.integer(name) for name in ("max_position_embeddings", "original_max_position_embeddings")},

@@ -45,8 +45,9 @@ class Bar:
 
     def reach(self, done: int, total: int, label: str | None = None) -> None:
         """So much is done; ``label``: of what, on a terminal."""
-        named = {} if label is None else {"label": label}
-        self._progress.update(self._task, completed=done, total=total, **named)
+        self._progress.update(self._task, completed=done, total=total)
+        if label is not None:
+            self._progress.update(self._task, label=label)
 
     def advance(self, by: int = 1) -> None:
         """So much more is done."""
