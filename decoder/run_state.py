@@ -6,6 +6,7 @@ depends on: a run of anything else is refused and not silently continued. Not he
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,15 @@ from paceline.core.errors import ConfigurationError
 
 _SECONDS = 30.0  # between two saves
 _SHARE = 0.05  # of the time may go into saving, where a state is large
+
+
+def check_loss(loss: float, step: int) -> None:
+    """Raise ConfigurationError if a loss is no number any more: a model made of NaN is no result."""
+    if not math.isfinite(loss):
+        raise ConfigurationError(
+            f"the loss of step {step} is {loss}: the run has diverged; begin again with a lower rate, in another work "
+            "folder"
+        )
 
 
 class RunState:

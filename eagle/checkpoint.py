@@ -26,6 +26,8 @@ from paceline.eagle import layouts
 from paceline.eagle.config import CONFIG, EagleConfig
 from paceline.eagle.layouts import EMBEDDING, HEAD, MASK, OFFSETS
 
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -65,7 +67,8 @@ def load(folder: Path, target: ModelConfig, *, head: Tensor | None = None) -> Ch
     embedding = named.pop(EMBEDDING, None)
     if version == 1:
         _same_head(folder, named.pop(HEAD, None), head, size=target.vocab_size)
-    ids = drafted_ids(config, named.pop(OFFSETS, None), named.pop(MASK, None), where=str(folder))
+    maps = (named.pop(OFFSETS, None), named.pop(MASK, None)) if version == 3 else (None, None)
+    ids = drafted_ids(config, *maps, where=str(folder))
     _compare(folder, named, expected(config))
     _check_embedding(folder, config, embedding)
     for name, value in (named if embedding is None else {**named, EMBEDDING: embedding}).items():
@@ -73,16 +76,19 @@ def load(folder: Path, target: ModelConfig, *, head: Tensor | None = None) -> Ch
     return Checkpoint(config, named | ({"ids": ids} if version == 3 else {}), embedding)
 
 
-def save(folder: Path, checkpoint: Checkpoint, *, layout: str = "paceline", head: Tensor | None = None) -> Path:
+def save(
+    folder: Path, checkpoint: Checkpoint, *, layout: str = "paceline", head: Tensor | None = None, base: str = ""
+) -> Path:
     """Write a head, with its config.json; the file of weights.
 
-    ``head`` [V, H] is the target's output layer, which layout "nxd" wants a copy of.
+    ``head`` [V, H] is the target's output layer, which layout "nxd" wants a copy of; ``base`` says where the target
+    came from, which layout "speculators" wants to know.
 
     Raises:
         ConfigurationError: the layout is unknown or cannot hold this head.
     """
     config, version = checkpoint.config, checkpoint.config.version
-    facts = layouts.written(config, layout)
+    facts = layouts.written(config, layout, base=base)
     tensors = dict(checkpoint.weights)
     if version == 3:
         ids = tensors.pop("ids").to(torch.int64)
@@ -105,10 +111,12 @@ def save(folder: Path, checkpoint: Checkpoint, *, layout: str = "paceline", head
     return path
 
 
-def convert(source: Path, out: Path, target: ModelConfig, *, layout: str, head: Tensor | None = None) -> Checkpoint:
-    """Read a head in any layout and write it in another."""
+def convert(
+    source: Path, out: Path, target: ModelConfig, *, layout: str, head: Tensor | None = None, base: str = ""
+) -> Checkpoint:
+    """Read a head in any layout and write it in another; see `load` and `save`."""
     found = load(source, target, head=head)
-    save(out, found, layout=layout, head=head)
+    save(out, found, layout=layout, head=head, base=base)
     return found
 
 
@@ -140,15 +148,20 @@ def drafted_ids(config: EagleConfig, offsets: Tensor | None, mask: Tensor | None
     """The target's id of every id that can be drafted, [U] int64, from d2t [U] (offsets) and t2d [V].
 
     Raises:
-        CheckpointError: they are missing, contradict each other, or leave the vocabulary.
+        CheckpointError: they are missing, no whole numbers, contradict each other, or leave the vocabulary.
     """
     count, every = config.draft_vocab_size, config.vocab_size
+    for name, value in ((OFFSETS, offsets), (MASK, mask)):
+        if value is not None and value.dtype not in _WHOLE:  # bfloat16 has no whole numbers between 256 and 258
+            raise CheckpointError(
+                f"{where}: {name} is stored as {value.dtype}, and ids must be whole numbers; fetch the checkpoint again"
+            )
     if offsets is None:
         if count != every:
             raise MissingWeightsError(
                 f"{where} drafts {count} of {every} ids and lacks {OFFSETS}, which says which; fetch it in full"
             )
-        return torch.arange(every)
+        offsets = torch.zeros(count, dtype=torch.int64)
     if offsets.shape != (count,):
         raise WeightShapeError(f"{where}: {OFFSETS} has shape {list(offsets.shape)}, but must be [{count}]")
     ids = offsets.to(torch.int64) + torch.arange(count)

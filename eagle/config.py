@@ -147,5 +147,17 @@ def _rope(fields: Fields) -> RopeConfig:
     names = RopeConfig.__dataclass_fields__
     if given is None or set(given.values) != set(names):
         raise CheckpointError(f"{fields.where}: rope must be an object with the keys {', '.join(names)}")
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in given.values.items()}
-    return RopeConfig(**values)  # type: ignore[arg-type]  # written by us, every field by its name
+    plain: dict[str, object] = {
+        "type": given.text("type"),
+        "truncate": given.flag("truncate", True),
+        **{name: given.integer(name) for name in ("max_position_embeddings", "original_max_position_embeddings")},
+        **{
+            name: given.number(name)
+            for name in ("theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+        },
+        **{name: given.optional_number(name) for name in ("factor", "attention_factor", "mscale", "mscale_all_dim")},
+    }
+    for name in ("short_factor", "long_factor"):
+        value = given.values[name]
+        plain[name] = given.numbers(name, length=len(value) if isinstance(value, list) else 0)
+    return RopeConfig(**plain)  # type: ignore[arg-type]  # every field by its name and of its kind

@@ -29,6 +29,7 @@ _LAYER = {
     ("speculators", 3): "layers.0.",
 }
 _REFUSED = ("embedding_layernorm.weight", "pre_lm_head_layernorm.weight", "embed_layernorm.weight", "input_norm.weight")
+_TOKENS = 4  # a round, where the reader of a written head is not told how many; a chain's default here too
 # Saved by some trainers, without a meaning for drafting.
 _HARMLESS = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
 
@@ -126,8 +127,8 @@ def parse(config: Fields, layout: str, version: int, *, target: ModelConfig, nam
     )
 
 
-def written(config: EagleConfig, layout: str) -> dict[str, object]:
-    """The config.json of a foreign layout.
+def written(config: EagleConfig, layout: str, *, base: str = "") -> dict[str, object]:
+    """The config.json of a foreign layout. ``base``: name or path of the target, for speculators.
 
     Raises:
         ConfigurationError: the layout cannot say what this head needs.
@@ -145,12 +146,23 @@ def written(config: EagleConfig, layout: str) -> dict[str, object]:
             if config.target_hidden_size != config.hidden_size:
                 extra["target_hidden_size"] = config.target_hidden_size
         return {**sizes, **extra}
-    head: dict[str, object] = {"transformer_layer_config": sizes}
+    kind = "eagle3" if config.version == 3 else "eagle"
+    head: dict[str, object] = {
+        "architectures": [f"{kind.capitalize()}Speculator"],
+        "speculators_model_type": kind,
+        # vLLM does not load a head that lacks this.
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _TOKENS}],
+            "verifier": {"name_or_path": base or None, "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": sizes,
+    }
     if config.version == 1:
-        return {**head, "speculators_model_type": "eagle", "layernorms": False, "fusion_bias": config.fc_bias}
+        return {**head, "layernorms": False, "fusion_bias": config.fc_bias}
     return {
         **head,
-        "speculators_model_type": "eagle3",
         "draft_vocab_size": config.draft_vocab_size,
         "norm_before_residual": config.norm_before_residual,
         "target_hidden_size": config.target_hidden_size,

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.core.errors import ConfigurationError
 from paceline.decoder.model_config import ModelConfig
 from paceline.eagle import checkpoint, initial
 from paceline.eagle.checkpoint import Checkpoint
+from paceline.eagle.config import check_version
 from paceline.eagle.corpus import Corpus, CorpusOptions, FrozenTarget
 from paceline.eagle.network import EagleNetwork
 from paceline.eagle.training import Report, Trainer, TrainingOptions, Vocabulary, acceptance
@@ -57,11 +59,12 @@ def train(
     stream [n], token ids end to end. Returns the share of places where chains of 1, 2, ... drafts are all right.
     """
     sizes = ModelConfig.from_pretrained(target)
+    check(plan, corpus, sizes)
     layers = plan.layers or (initial.default_layers(sizes.num_layers) if plan.version == 3 else ())
     frozen = FrozenTarget(target, layers)
     counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
-    kept = plan.draft_vocab_size if plan.version == 3 else None
-    vocabulary = Vocabulary.frequent(counts, kept or sizes.vocab_size)
+    kept = sizes.vocab_size if plan.draft_vocab_size is None else plan.draft_vocab_size
+    vocabulary = Vocabulary.frequent(counts, kept)
     config = initial.default_config(sizes, version=plan.version, layers=layers, draft_vocab_size=len(vocabulary.ids))
     texts = Corpus(frozen, stream, corpus, folder=work / "states")
     network = initial.fresh(config, frozen, depth=sizes.num_layers, vocabulary=vocabulary)
@@ -78,6 +81,26 @@ def train(
     )
     write(out, network, vocabulary, shares=shares)
     return shares
+
+
+def check(plan: Plan, corpus: CorpusOptions, sizes: ModelConfig) -> None:
+    """Raise ConfigurationError, or CheckpointError for an unknown version, if the target cannot have such a head."""
+    check_version(plan.version)
+    if any(not 0 <= layer <= sizes.num_layers for layer in plan.layers):
+        raise ConfigurationError(
+            f"the target has {sizes.num_layers} layers, and residual streams are numbered 0 to {sizes.num_layers}; "
+            f"{list(plan.layers)} is not among them"
+        )
+    if plan.draft_vocab_size is not None and (plan.version != 3 or not 1 <= plan.draft_vocab_size <= sizes.vocab_size):
+        raise ConfigurationError(
+            f"a head of version 3 drafts 1 to {sizes.vocab_size} ids of this target, and one of version 1 all of them; "
+            f"{plan.draft_vocab_size} is not possible for version {plan.version}"
+        )
+    if not corpus.prompt + plan.depth < corpus.length <= sizes.max_position_embeddings:
+        raise ConfigurationError(
+            f"texts of {corpus.length} tokens do not do: the target reads {sizes.max_position_embeddings}, and behind "
+            f"a prompt of {corpus.prompt} there must be room for {plan.depth} drafts"
+        )
 
 
 def write(out: Path, network: EagleNetwork, vocabulary: Vocabulary, *, shares: list[float]) -> None:

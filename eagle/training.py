@@ -8,6 +8,7 @@ EAGLE-3 (arXiv 2503.01840): cross-entropy alone, over several passes in which th
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.run_state import RunState
+from paceline.decoder.run_state import RunState, check_loss
 from paceline.eagle.corpus import ROWS, Corpus, Texts
 from paceline.eagle.network import EagleNetwork, Past
 from paceline.eagle.optim import Muon
@@ -55,8 +56,12 @@ class TrainingOptions:
     minutes: float | None = None
 
     def __post_init__(self) -> None:
-        if min(self.tokens, self.passes, self.rows) < 1 or not self.rate > 0 or not 0 < self.decay <= 1:
+        if min(self.tokens, self.passes, self.rows) < 1 or not 0 < self.rate < math.inf or not 0 < self.decay <= 1:
             raise ConfigurationError("tokens, passes and rows must be positive, rate above 0 and decay in (0, 1]")
+        if not (0 <= self.feature_weight < math.inf and 0 <= self.law_weight < math.inf):
+            raise ConfigurationError("feature_weight and law_weight must be 0 or more")
+        if self.minutes is not None and not self.minutes >= 0:
+            raise ConfigurationError(f"minutes={self.minutes} is no time; give 0 or more, or None to train to the end")
         if ROWS % self.rows:
             raise ConfigurationError(f"rows={self.rows} leaves texts out: give a divisor of {ROWS}")
 
@@ -90,7 +95,7 @@ class Vocabulary:
 
 
 class Trainer:
-    """One run. Its state lies in ``folder/state.pt``.
+    """One run. Its state lies in ``folder/state.pt``, its running loss in ``folder/log.jsonl``.
 
     Raises:
         ConfigurationError: the folder holds the state of a run with another head, target, other data or options.
@@ -106,7 +111,7 @@ class Trainer:
         vocabulary: Vocabulary,
         folder: Path,
     ) -> None:
-        self.network, self._corpus, self._options = network, corpus, options
+        self.network, self._corpus, self._options, self._folder = network, corpus, options, folder
         self._head, self._vocabulary = head, vocabulary
         named = list(network.named_parameters())
         matrices = [p for n, p in named if p.dim() == 2 and not n.startswith("lm_head")]
@@ -115,6 +120,7 @@ class Trainer:
         self._per_batch = ROWS // options.rows
         self.steps = math.ceil(options.tokens / (options.rows * corpus.length))
         self.done, self.loss = 0, math.nan
+        folder.mkdir(parents=True, exist_ok=True)
         facts = {
             **options.lasting(),
             **asdict(network.config),
@@ -135,6 +141,8 @@ class Trainer:
                     texts = self._corpus.batch(number)
                 self._step(_part(texts, part, self._options.rows))
                 report(self.done, self.steps, self.loss)
+                if self.done % 20 == 0 or self.done == self.steps:
+                    self._log()
                 if minutes is not None and perf_counter() - began > 60 * minutes:
                     break
         return self.done >= self.steps
@@ -145,6 +153,7 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         scale = min(1.0, (self.done + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * self.done / self.steps)))
         value = float(loss.detach())
+        check_loss(value, self.done)
         with self._kept.changing():
             for optimizer in self._optimizers:
                 for group in optimizer.param_groups:
@@ -153,6 +162,11 @@ class Trainer:
                 optimizer.zero_grad(set_to_none=True)
             self.done += 1
             self.loss = value if math.isnan(self.loss) else 0.95 * self.loss + 0.05 * value
+
+    def _log(self) -> None:
+        row = {"step": self.done, "of": self.steps, "loss": round(self.loss, 4)}
+        with (self._folder / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
 
     def _state(self) -> dict[str, object]:
         return {

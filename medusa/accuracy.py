@@ -66,7 +66,7 @@ def measure(heads: Heads, windows: Sequence[Windows], output: Tensor) -> Accurac
             logits = heads(states[:, skip:last].flatten(0, 1), torch.nn.functional.linear)
             wanted = torch.stack([choices[:, skip + i + 1 : last + i + 1].flatten() for i in range(count)], 1)
             own = logits.gather(-1, wanted.unsqueeze(-1))
-            rank = (logits > own).sum(-1).clamp(max=TOP)
+            rank = (~(logits <= own)).sum(-1).clamp(max=TOP)  # what is NaN is right nowhere
             agreed = choices[:, :-1] == tokens[:, 1:]
             kept = torch.stack([agreed[:, skip + i : last + i].flatten() for i in range(count)], 1).all(1)
             found.append(rank[kept])

@@ -93,7 +93,7 @@ class Choices:
         """
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigurationError(f"{path} is no tree ({error}); give JSON such as [[0],[0,0],[1]]") from error
         listed = value.get("choices") if isinstance(value, dict) else value
         if not isinstance(listed, list):

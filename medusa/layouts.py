@@ -19,13 +19,14 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError
+from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError, WeightShapeError
 from paceline.medusa.config import MedusaConfig
 
 LAYOUTS = ("paceline", "medusa", "nxd")
 _OURS = re.compile(r"heads\.(\d+)\.(?:blocks\.(\d+)\.(weight|bias)|projection\.weight)")
 _THEIRS = re.compile(r"(?:.*\b)?medusa_head(?:\.|s\.|_)(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
 _BARE = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
+_PART = re.compile(r"(?:(?:.*\b)?medusa_head(?:\.|s\.|_)|heads\.)?\d+\..+")  # of a head, known or not
 
 
 def canonical(names: Iterable[str]) -> dict[str, str]:
@@ -34,12 +35,17 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
     Other tensors (a file may hold a whole model) are passed over.
 
     Raises:
-        CheckpointError: two names mean the same tensor.
+        CheckpointError: two names mean the same tensor, or a head has a part that heads here do not have.
         MissingWeightsError: there are no Medusa heads.
     """
     found: dict[str, str] = {}
     for name in names:
         ours = _ours(name)
+        if ours is None and _PART.fullmatch(name):
+            raise CheckpointError(
+                f"{name} belongs to a Medusa head, and heads here have no such part: they are residual blocks and a "
+                "projection without a bias; use heads of that kind"
+            )
         if ours is None:
             continue
         if ours in found:
@@ -72,7 +78,7 @@ def survey(shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int) -> MedusaC
 
     Raises:
         MissingWeightsError: a head or a block is left out.
-        CheckpointError: the heads are unlike each other.
+        WeightShapeError: a tensor has no dimensions.
     """
     blocks: dict[int, set[int]] = {}
     projections: dict[int, tuple[int, ...]] = {}
@@ -80,6 +86,8 @@ def survey(shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int) -> MedusaC
     for name, shape in shapes.items():
         match = _OURS.fullmatch(name)
         assert match is not None, "names are ours by now"
+        if not shape:
+            raise WeightShapeError(f"{name} of the Medusa heads is a single number; take the checkpoint again")
         head = int(match[1])
         blocks.setdefault(head, set())
         width = shape[-1]

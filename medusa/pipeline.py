@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.model_config import ModelConfig
 from paceline.medusa import accuracy, checkpoint, corpus
 from paceline.medusa.accuracy import Accuracy
 from paceline.medusa.config import MedusaConfig
@@ -51,6 +53,16 @@ class Plan:
             raise ConfigurationError("train on at least one window of tokens: raise tokens or generated")
         if not 1 <= self.prompt < self.window or self.measured < 1 or not self.temperatures:
             raise ConfigurationError("prompt must be shorter than window, and measured and temperatures not be empty")
+        if not all(0 <= temperature < math.inf for temperature in self.temperatures):
+            raise ConfigurationError("temperatures must be 0 (greedy) or more")
+
+    def check(self, config: MedusaConfig, sizes: ModelConfig) -> None:
+        """Raise ConfigurationError unless such heads can be trained and measured on such texts of this target."""
+        if not self.prompt + config.heads < self.window <= sizes.max_position_embeddings:
+            raise ConfigurationError(
+                f"texts of {self.window} tokens do not do: the target reads {sizes.max_position_embeddings}, and "
+                f"behind a prompt of {self.prompt} there must be room for what {config.heads} heads predict"
+            )
 
 
 def gather(target: FrozenTarget, stream: np.ndarray, plan: Plan, *, work: Path, report: Report) -> Path:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.run_state import RunState
+from paceline.decoder.run_state import RunState, check_loss
 from paceline.medusa.corpus import Windows
 from paceline.medusa.heads import Heads
 
@@ -55,8 +55,10 @@ class TrainingOptions:
     def __post_init__(self) -> None:
         if self.labels not in LABELS:
             raise ConfigurationError(f"labels={self.labels!r} is unknown; use one of {', '.join(LABELS)}")
-        if self.epochs <= 0 or self.rows < 1 or self.rate <= 0:
+        if not (0 < self.epochs < math.inf and 0 < self.rate < math.inf) or self.rows < 1:
             raise ConfigurationError("epochs, rows and rate of a training must be positive")
+        if self.minutes is not None and not self.minutes >= 0:
+            raise ConfigurationError(f"minutes={self.minutes} is no time; give 0 or more, or None to train to the end")
 
     def lasting(self) -> dict[str, object]:
         """What must not change when a run is taken up again."""
@@ -133,6 +135,7 @@ class Trainer:
                 loss = torch.nn.functional.cross_entropy(logits, law[:, ahead:-1].flatten(0, 1))
             loss.backward()
             found.append(float(loss.detach()))
+            check_loss(found[-1], self.step)
         torch.nn.utils.clip_grad_norm_(self.heads.own().values(), 1.0)
         with self._kept.changing():
             self._optimiser.step()

@@ -20,7 +20,7 @@ from paceline.medusa import accuracy, checkpoint, corpus, search
 from paceline.medusa.corpus import FrozenTarget, Windows
 from paceline.medusa.drafter import MedusaDrafter
 from paceline.result import GenerationResult
-from paceline.train_cli import token_stream
+from paceline.train_cli import results, token_stream
 
 _PROMPT = 64  # tokens of a prompt that is cut out of data
 
@@ -47,9 +47,14 @@ def tree(
     holds. The last line of stdout is a JSON object with both.
     """
     with console.refusals():
-        rows = _prompts(target, prompts, data, count=count)
+        if nodes < 1 or max_new_tokens < 1:
+            raise ConfigurationError(f"--nodes {nodes} and --max-new-tokens {max_new_tokens} must be at least 1")
+        if out.is_dir():
+            raise ConfigurationError(f"{out} is a folder; give a file for the choices")
+        rows = _prompts(target, prompts, data, count=count) if count > 1 else []
         if len(rows) < 2:
             raise ConfigurationError("give at least two texts: one half to search with, one half to check on")
+        results(out.parent)
         with progress.loading(console.err(), target) as report:
             decoder = AutoDecoder.from_pretrained(
                 target, n_positions=max(map(len, rows)) + max_new_tokens, amp=amp, backend=backend, progress=report
@@ -81,7 +86,7 @@ def convert(
 ) -> None:
     """Rewrite Medusa heads in another layout: ours, that of Medusa's own code, or that of NxD Inference."""
     with console.refusals():
-        path = checkpoint.convert(source, out, layout=layout, output=FrozenTarget(target).output.detach())
+        path = checkpoint.convert(source, results(out), layout=layout, output=FrozenTarget(target).output.detach())
     console.say(console.out(), str(path))
 
 

@@ -43,9 +43,11 @@ class Bar:
         if not self._console.is_terminal:
             self._console.print(Text(label), soft_wrap=True)
 
-    def reach(self, done: int, total: int) -> None:
-        """So much is done."""
+    def reach(self, done: int, total: int, label: str | None = None) -> None:
+        """So much is done; ``label``: of what, on a terminal."""
         self._progress.update(self._task, completed=done, total=total)
+        if label is not None:
+            self._progress.update(self._task, label=label)
 
     def advance(self, by: int = 1) -> None:
         """So much more is done."""

@@ -58,8 +58,10 @@ def medusa(
         options = TrainingOptions(epochs=epochs, rows=rows, rate=rate, labels=labels, minutes=minutes)
         sizes = ModelConfig.from_pretrained(target)
         config = MedusaConfig(heads, layers, sizes.hidden_size, sizes.vocab_size, tied, base=target.name)
-        folder = work or out / "work"
+        plan.check(config, sizes)
         stream = token_stream(data, target)
+        results(out)
+        folder = results(work or out / "work")
         frozen = FrozenTarget(target)
         with reports("training Medusa heads") as report:
             states = pipeline.gather(frozen, stream, plan, work=folder, report=report)
@@ -83,31 +85,46 @@ def medusa(
 
 @contextmanager
 def reports(label: str) -> Iterator[Report]:
-    """A bar for work that tells what it does and how far it is."""
+    """A bar for work that tells what it does and how far it is; off a terminal, a line every tenth of it."""
     with progress.bar(console.err(), label) as shown:
-        last = [""]
+        last = [("", 0)]
 
         def report(what: str, done: int, total: int) -> None:
-            stage = what.split(",")[0]
-            if stage != last[0]:
-                last[0] = stage
-                shown.step(stage)
-            shown.reach(done, total)
+            tenth = (what.split(",")[0], 10 * done // max(1, total))
+            if tenth != last[0]:
+                last[0] = tenth
+                shown.step(f"{what} ({done} of {total})")
+            shown.reach(done, total, what)
 
         yield report
+
+
+def results(folder: Path) -> Path:
+    """Make a folder for results, before there are any.
+
+    Raises:
+        ConfigurationError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(f"{folder} cannot be made a folder ({error.strerror}); give another one") from error
+    return folder
 
 
 def token_stream(paths: list[Path], target: Path) -> np.ndarray:
     """All tokens of files, end to end, as [n] int32. Folders are read for .py, .txt and .md.
 
     Raises:
-        ConfigurationError: there is no such file, or nothing in it.
+        ConfigurationError: there is no such file, nothing in it, or ids that the target does not have.
     """
     files = [file for path in paths for file in _files(path)]
     tokenizer = load_tokenizer(target) if any(file.suffix != ".bin" for file in files) else None
     parts: list[np.ndarray] = []
     for file in files:
         if file.suffix == ".bin":
+            if file.stat().st_size % 2:
+                raise ConfigurationError(f"{file} ends in the middle of a number: .bin files hold uint16 token ids")
             parts.append(np.fromfile(file, dtype=np.uint16).astype(np.int32))
         else:
             assert tokenizer is not None
@@ -115,7 +132,12 @@ def token_stream(paths: list[Path], target: Path) -> np.ndarray:
             parts.append(np.array(tokenizer.encode(text), dtype=np.int32))
     if not sum(map(len, parts)):
         raise ConfigurationError(f"no text in {', '.join(map(str, paths))}; give text files or a folder of them")
-    return np.concatenate(parts)
+    stream, size = np.concatenate(parts), ModelConfig.from_pretrained(target).vocab_size
+    if stream.max() >= size:
+        raise ConfigurationError(
+            f"the data hold the token id {stream.max()}, and {target} has {size} ids; give data of its own tokenizer"
+        )
+    return stream
 
 
 def _files(path: Path) -> list[Path]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from paceline import console
+from paceline.core.errors import ConfigurationError
 from paceline.decoder.model_config import ModelConfig
 from paceline.eagle import checkpoint, pipeline
 from paceline.eagle.corpus import CorpusOptions, FrozenTarget
 from paceline.eagle.training import TrainingOptions
-from paceline.train_cli import reports, token_stream
+from paceline.train_cli import reports, results, token_stream
 
 app = typer.Typer(help="Train EAGLE heads.", add_completion=False)
 files = typer.Typer(help="Files of EAGLE heads.", add_completion=False)
@@ -43,15 +45,20 @@ def eagle(
         plan = pipeline.Plan(version=version, layers=tuple(layers or ()), draft_vocab_size=draft_vocabulary)
         options = TrainingOptions(
             tokens=tokens,
-            passes=passes or (7 if version == 3 else 1),
+            passes=(7 if version == 3 else 1) if passes is None else passes,
             feature_weight=feature_weight,
             law_weight=law_weight,
             rate=rate,
             rows=rows,
             minutes=minutes,
         )
+        if not 0 <= keep < math.inf:
+            raise ConfigurationError(f"--keep {keep} is no size; give gigabytes, or 0 to keep nothing")
         corpus = CorpusOptions(length=length, prompt=length // 4, keep_bytes=int(keep * 1e9))
         stream = token_stream(data, target)
+        pipeline.check(plan, corpus, ModelConfig.from_pretrained(target))
+        results(out)
+        folder = results(work or out / "work")
         with reports(f"training an EAGLE-{version} head") as report:
             shares = pipeline.train(
                 target,
@@ -59,7 +66,7 @@ def eagle(
                 plan,
                 corpus=corpus,
                 options=options,
-                work=work or out / "work",
+                work=folder,
                 out=out,
                 report=lambda done, steps, loss: report(f"training, loss {loss:.3f}", done, steps),
             )
@@ -81,5 +88,7 @@ def convert(
     """Rewrite an EAGLE head in another layout: ours, the EAGLE repository's, NxD Inference's or speculators'."""
     with console.refusals():
         head = FrozenTarget(target, ()).head
-        checkpoint.convert(source, out, ModelConfig.from_pretrained(target), layout=layout, head=head)
+        checkpoint.convert(
+            source, results(out), ModelConfig.from_pretrained(target), layout=layout, head=head, base=str(target)
+        )
     console.say(console.out(), str(out))

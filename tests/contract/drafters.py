@@ -178,6 +178,7 @@ ROWS: dict[str, Row] = {
     "Medusa chain": Row(_medusa(None)),
     "Medusa tree": Row(_medusa(CHOICES), depths=(3,), ladder=False),
     "EAGLE 1 chain": Row(_eagle(1, Chain)),
+    "EAGLE 2": Row(_eagle(1, lambda _k: DynamicTree(6, depth=3, width=3)), depths=(3,), ladder=False),
     "EAGLE 3 chain": Row(_eagle(3, Chain)),
     "EAGLE 3 static tree": Row(_eagle(3, lambda _k: StaticTree(BRANCHES)), depths=(3,), ladder=False),
     "EAGLE 3 dynamic tree": Row(_eagle(3, lambda _k: DynamicTree(6, depth=3, width=3)), depths=(3,), ladder=False),

@@ -1,6 +1,5 @@
 """`Match`: what stands is the path of agreement from the root, and nothing else."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -137,45 +136,3 @@ def test_nothing_proposed_commits_the_target_s_own_token() -> None:
     verdict = Match()(proposal, ints([4], [0]))
     assert verdict.count.tolist() == [0, 0]
     assert committed(proposal, verdict).tolist() == [[4], [0]]
-
-
-TRT_PATHS = [[0], [1], [2], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [0, 0, 0], [0, 1, 1], [1, 0, 0]]
-
-
-def parents_of(paths: list[list[int]]) -> tuple[int, ...]:
-    """Parents of a tree given by its paths; TensorRT-LLM numbers [0, 1, 1] without a [0, 1, 0] before it."""
-    return tuple(paths.index(path[:-1]) if path[:-1] else tree.ROOT for path in paths)
-
-
-@pytest.mark.parametrize(
-    ("agreed", "out"),
-    [((), [31]), ((0, 4), [11, 15, 105]), ((0, 3, 9), [11, 14, 20, 110])],
-    ids=["none", "two", "three"],
-)
-def test_the_static_tree_cases_of_tensorrt_llm(agreed: tuple[int, ...], out: list[int]) -> None:
-    parents, drafts = parents_of(TRT_PATHS), list(range(11, 23))
-    choices = [31, *range(101, 113)]
-    for node in agreed:
-        choices[parents[node] + 1] = drafts[node]
-    proposal = Proposal(ints(drafts), parents)
-    found = committed(proposal, Match()(proposal, ints(choices)))[0].tolist()
-    assert found[: len(out)] == out
-    assert set(found[len(out) :]) <= {PAD}
-
-
-def test_the_two_trees_of_sglang() -> None:
-    """Candidates 0..5 and 6..11; the target says 3 -> 4 -> 5 in the first and 11 -> 12 in the second, else 18.
-
-    A node's children are its next_token and the chain of next_sibling behind that.
-    """
-    first = (tree.ROOT, tree.ROOT, tree.ROOT, 2, 3)  # nodes 1 2 3 under the root, 4 under 3, 5 under 4
-    second = (tree.ROOT, 0, 0, 1, tree.ROOT)  # nodes 7 and 11 under the root, 8 and 9 under 7, 10 under 8
-    cases = [
-        (first, [1, 2, 3, 4, 5], [3, 18, 18, 4, 5, 18], [3, 4, 5, 18], [3, 4, 5]),
-        (second, [7, 8, 9, 10, 11], [11, 18, 18, 18, 18, 12], [11, 12], [5]),
-    ]
-    for parents, drafts, choices, out, rows in cases:
-        proposal = Proposal(ints(drafts), parents)
-        verdict = Match()(proposal, ints(choices))
-        assert kept(verdict, 0) == rows
-        assert committed(proposal, verdict)[0].tolist()[: len(out)] == out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from paceline.core.errors import (
     WeightValueError,
 )
 from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.rope import RopeConfig
 from paceline.eagle import checkpoint
 from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.drafter import EagleDrafter
@@ -128,6 +130,9 @@ BAD: list[tuple[dict[str, object], type[PacelineError], str]] = [
     ({"d2t": torch.zeros(5, dtype=torch.int64)}, WeightShapeError, "d2t"),
     ({"d2t": torch.full((48,), 90)}, CheckpointError, "offsets"),
     ({"d2t": -torch.arange(48)}, CheckpointError, "different ids"),
+    ({"d2t": torch.arange(48) + 0.4}, CheckpointError, r"d2t is stored as torch.float32, and ids must be whole"),
+    ({"d2t": torch.zeros(48, dtype=torch.bfloat16)}, CheckpointError, "d2t is stored as torch.bfloat16"),
+    ({"t2d": torch.ones(VOCABULARY)}, CheckpointError, "t2d is stored as torch.float32"),
     ({"t2d": torch.zeros(VOCABULARY, dtype=torch.bool)}, CheckpointError, "t2d"),
     ({"t2d": torch.zeros(4, dtype=torch.bool)}, WeightShapeError, "t2d"),
     ({"embed_tokens.weight": torch.zeros(3, 3)}, WeightShapeError, "embed_tokens"),
@@ -155,6 +160,8 @@ def test_tensors_that_do_not_fit_are_refused(
         ({"target_hidden_size": 64}, PairingError, "hidden size"),
         ({"draft_vocab_size": 200}, CheckpointError, "draft_vocab_size"),
         ({"rope": {"type": "default"}}, CheckpointError, "rope"),
+        ({"rope": {**asdict(RopeConfig()), "theta": "much"}}, CheckpointError, "theta is 'much'"),
+        ({"rope": {**asdict(RopeConfig()), "type": 5}}, CheckpointError, "type is 5"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
@@ -163,6 +170,46 @@ def test_settings_that_do_not_fit_are_refused(
     checkpoint.save(tmp_path, random_head(config(target, 3)))
     with pytest.raises(error, match=part):
         checkpoint.load(rewritten(tmp_path, None, **settings), target)
+
+
+def test_a_whole_vocabulary_needs_no_map_and_version_1_has_none(target: ModelConfig, tmp_path: Path) -> None:
+    """EAGLE-3's own code drops d2t and t2d where both vocabularies are one."""
+    for layout in ("paceline", "eagle", "speculators"):
+        folder = tmp_path / layout
+        checkpoint.save(folder, random_head(config(target, 3, draft_vocab_size=VOCABULARY)), layout=layout)
+        found = checkpoint.load(rewritten(folder, {"d2t": None, "t2d": None}), target)
+        assert torch.equal(found.weights["ids"], torch.arange(VOCABULARY))
+    partly = torch.arange(VOCABULARY) < 48
+    with pytest.raises(CheckpointError, match="name different ids"):
+        checkpoint.load(rewritten(folder, {"t2d": partly}), target)
+    checkpoint.save(tmp_path / "one", random_head(config(target, 1)))
+    surplus: dict[str, Tensor | None] = {"d2t": torch.zeros(VOCABULARY, dtype=torch.int64)}
+    with pytest.raises(CheckpointError, match="does not use: d2t"):
+        checkpoint.load(rewritten(tmp_path / "one", surplus), target)
+
+
+def test_speculators_find_what_they_ask_for(target: ModelConfig, tmp_path: Path) -> None:
+    """What vLLM reads before it loads such a head, and the config of a published one read by us."""
+    for version, kind in ((1, "eagle"), (3, "eagle3")):
+        folder = tmp_path / kind
+        checkpoint.save(folder, random_head(config(target, version)), layout="speculators", base="some/target")
+        found = json.loads((folder / "config.json").read_text())
+        assert found["speculators_model_type"] == found["speculators_config"]["algorithm"] == kind
+        assert found["speculators_config"]["proposal_methods"][0]["speculative_tokens"] > 0
+        assert found["speculators_config"]["verifier"]["name_or_path"] == "some/target"
+        assert found["architectures"] == [f"{kind.capitalize()}Speculator"]
+        more = {"target_hidden_size": None, "embed_requires_grad": False, "speculators_version": "0.3.0"}
+        assert checkpoint.load(rewritten(folder, None, **more), target).config.version == version
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_the_repository_s_own_file_is_a_pickle(target: ModelConfig, tmp_path: Path, version: int) -> None:
+    made = random_head(config(target, version))
+    file = checkpoint.save(tmp_path, made, layout="eagle")
+    torch.save(load_file(file), tmp_path / "pytorch_model.bin")
+    file.unlink()
+    found = checkpoint.load(tmp_path, target).weights
+    assert all(torch.equal(found[name], value) for name, value in made.weights.items())
 
 
 def test_foreign_layouts_are_refused_where_they_say_something_else(target: ModelConfig, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, GraphDrafter
+from paceline.core.sampling import Sampling, sampling_batch
+from paceline.decoder.backends.base import Graph, Step
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
+from paceline.eagle.growth import Chain, DynamicTree, Growth, Root, StaticTree
 from paceline.pace import Pace
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.eagle.heads import DRAFTED, drafter, features
+from tests.fakes import misfit
 
 PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9], list(range(20, 45))]
 GROWTHS = [Chain(3), StaticTree((-1, -1, 0, 0, 1, 2)), DynamicTree(8, depth=3, width=3)]
@@ -29,7 +33,7 @@ SAMPLINGS: list[dict[str, object]] = [
 def test_fused_or_not_the_same_is_drafted(workshop: Workshop, tmp_path: Path, growth: Growth) -> None:
     """And the tokens are those of plain decoding; fused, tests/contract sees to that."""
     target = workshop.decoder(slots=4)
-    for sampling in SAMPLINGS[::2]:
+    for sampling in SAMPLINGS:
         accepted = []
         for fused in (True, False):
             generator = SpeculativeGenerator(drafter(tmp_path, target, 3, growth), target, fused=fused)
@@ -126,6 +130,51 @@ def test_where_depths_change_the_cache_is_that_of_one_pass(
             torch.testing.assert_close(ours[:, :, :read], wanted[:, :, :read], rtol=1e-4, atol=1e-4)
     with pytest.raises(ConfigurationError, match="one depth"):
         drafter(tmp_path, target, 3, GROWTHS[1]).shortened(1)
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_the_law_of_a_drawn_chain_is_what_it_was_drawn_from(workshop: Workshop, tmp_path: Path, version: int) -> None:
+    """Over the target's whole vocabulary, with nothing for ids that cannot be drafted, and of each slot's own knobs."""
+    slots, rounds, temperature = 4, 300, 1.3
+    target = workshop.decoder(slots=slots)
+    made = drafter(tmp_path, target, version, Chain(2, drawn=True))
+    hidden = torch.randn(slots, 1, made.head.config.hidden_size, generator=torch.Generator().manual_seed(2))
+    logits = made.head.logits(hidden)[:, 0]
+    wanted = torch.zeros(slots, VOCABULARY)
+    wanted[:, made.head.ids.long()] = (logits / temperature).softmax(-1)
+    _, qkv = made.head.project(
+        torch.ones(slots, 1, dtype=torch.int32), hidden, torch.zeros(slots, 1, dtype=torch.int32)
+    )
+    root = Root(hidden, qkv, torch.full((slots,), 5, dtype=torch.int32))
+    first = []
+    for number in range(rounds):
+        seeds = [Sampling(temperature=temperature, seed=number * slots + slot) for slot in range(slots)]
+        drafts, law = made.growth(made.head, root, sampling_batch(seeds), target.n_positions)
+        first.append(drafts[:, 0])
+        torch.testing.assert_close(law[:, 0], wanted, rtol=1e-3, atol=1e-6)
+        assert (law.gather(2, drafts.long().unsqueeze(-1)) > 0).all()
+    assert misfit(torch.stack(first)[:, :1].numpy(), wanted[0].double().numpy()) > 1e-3
+
+
+def test_a_round_is_one_graph(workshop: Workshop, tmp_path: Path) -> None:
+    """Reading the commit, drafting, the target's pass, acceptance and keep are one call in each round."""
+    target, calls = fresh(workshop.checkpoint()), list[str]()
+    compile_ = target.backend.compile
+
+    def counted(graph: Graph, announce: Callable[[str], None]) -> Step:
+        step = compile_(graph, announce)
+        return lambda *inputs: (calls.append(graph.name), step(*inputs))[1]
+
+    target.backend.compile = counted  # type: ignore[method-assign]
+    for growth in GROWTHS:
+        calls.clear()
+        generator = SpeculativeGenerator(drafter(tmp_path, target, 3, growth), target)
+        generator.sample(PROMPTS[:1], max_new_tokens=20)
+        rounds = [name for name in calls if "verify" in name]
+        assert len(rounds) == generator.statistics.rounds > 5
+        assert len({name for name in rounds if name.startswith("eagle3[")}) == 1
+        assert sum(not name.startswith("eagle3[") for name in rounds) <= 1, "nothing is drafted behind the last token"
+        assert all("prefill" in name or "reads" in name for name in calls if name not in rounds)
 
 
 def test_drawn_chains_go_with_reject_and_drawn_trees_are_refused(workshop: Workshop, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,18 +11,19 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from paceline.core.errors import ConfigurationError
+from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.core.types import Reads
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.steps import prefill
 from paceline.eagle import initial, pipeline
-from paceline.eagle.corpus import Corpus, CorpusOptions, FrozenTarget
+from paceline.eagle.corpus import Corpus, CorpusOptions, FrozenTarget, Texts
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.network import EagleNetwork
 from paceline.eagle.optim import orthogonal
 from paceline.eagle.pipeline import Plan
 from paceline.eagle.training import Trainer, TrainingOptions, Vocabulary, acceptance, objective, target_law
 from tests.decoder.tiny import VOCABULARY, Workshop
+from tests.eagle.heads import Plain, config, random_head
 
 SHORT = CorpusOptions(length=24, measured=8, prompt=6, keep_bytes=1 << 30)
 LAYERS = (0, 1, 2)
@@ -54,6 +56,39 @@ def test_states_are_those_a_decoder_hands_out(workshop: Workshop) -> None:
     torch.testing.assert_close(found.streams[0].float(), streams, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(("version", "drafted"), [(1, VOCABULARY), (3, 60), (3, VOCABULARY)])
+def test_the_objective_is_that_of_the_papers(workshop: Workshop, tmp_path: Path, version: int, drafted: int) -> None:
+    """Place by place over plain recomputed paths: 0.8 to the power of the pass, cross-entropy over the drafted ids
+    where the target's best is one of them, and for version 1 smooth L1 on the next hidden state.
+    """
+    target = workshop.decoder(slots=1)
+    frozen, corpus, _, _ = parts(workshop, tmp_path, 3)
+    made = random_head(config(target.config, version, **({"draft_vocab_size": drafted} if version == 3 else {})))
+    vocabulary = Vocabulary(made.weights["ids"] if version == 3 else torch.arange(VOCABULARY), VOCABULARY)
+    reference = Plain(made, frozen.embedding, frozen.head)
+    network = EagleNetwork(made.config, frozen.embedding, frozen.head if version == 1 else None)
+    network.load_state_dict({name: x for name, x in made.weights.items() if name != "ids"})
+    whole = corpus.batch(0)
+    texts = Texts(whole.tokens[:2], whole.last[:2], whole.streams[:2])
+    size, passes, wanted = texts.tokens.shape[1], 3, 0.0
+    for number in range(passes):
+        surprises, errors = [], []
+        for tokens, last, streams in zip(texts.tokens, texts.last.float(), texts.streams.float(), strict=True):
+            real = last if version == 1 else streams
+            for place in range(size - 1 - number):
+                hidden = reference.hidden(real[: place + 1], tokens[1 : place + 2 + number].tolist())
+                logits = last[place + 1 + number] @ frozen.head.T
+                errors.append(F.smooth_l1_loss(hidden, last[place + 1 + number]))
+                if int(logits.argmax()) in vocabulary.ids.tolist():
+                    law = logits[vocabulary.ids].softmax(-1)
+                    surprises.append(-(law * reference.scores(hidden).log_softmax(-1)).sum())
+        loss = torch.stack(surprises).mean()
+        wanted += 0.8**number * float(loss if version == 3 else 0.1 * loss + torch.stack(errors).mean())
+    found = objective(network, texts, TrainingOptions(tokens=1, passes=passes), head=frozen.head, vocabulary=vocabulary)
+    assert float(found.detach()) == pytest.approx(wanted, rel=1e-3)
+    assert TrainingOptions(tokens=1).passes == 7, "as the paper's"
+
+
 @pytest.mark.parametrize(("version", "passes"), [(1, 1), (3, 3)])
 def test_a_head_learns(workshop: Workshop, tmp_path: Path, version: int, passes: int) -> None:
     frozen, corpus, network, vocabulary = parts(workshop, tmp_path, version)
@@ -62,6 +97,8 @@ def test_a_head_learns(workshop: Workshop, tmp_path: Path, version: int, passes:
     before = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary).detach())
     trainer = Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path)
     assert trainer.run(lambda *_: None)
+    logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert logged[-1]["step"] == logged[-1]["of"] == trainer.steps and logged[-1]["loss"] < logged[0]["loss"]
     after = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary).detach())
     assert after < 0.9 * before
     shares = acceptance(network, corpus.measured(), depth=3, head=frozen.head, vocabulary=vocabulary, skip=SHORT.prompt)
@@ -134,6 +171,45 @@ def test_what_is_measured_is_not_trained_on(workshop: Workshop, tmp_path: Path) 
         Corpus(frozen, texts.flatten(), replace(SHORT, measured=33), folder=tmp_path)
     with pytest.raises(ConfigurationError, match="leaves texts out"):
         TrainingOptions(tokens=100, rows=48)
+
+
+def test_what_a_target_cannot_have_is_refused_before_it_is_run(workshop: Workshop) -> None:
+    """Streams beyond its layers made heads that it refused itself; 0 ids meant all of them."""
+    sizes = ModelConfig.from_pretrained(workshop.checkpoint())
+    pipeline.check(Plan(version=3, layers=LAYERS, draft_vocab_size=60), SHORT, sizes)
+    for plan, said in (
+        (Plan(version=3, layers=(0, 9)), "numbered 0 to 2"),
+        (Plan(version=3, layers=(-1,)), "numbered 0 to 2"),
+        (Plan(version=3, draft_vocab_size=0), "1 to 96 ids"),
+        (Plan(version=3, draft_vocab_size=97), "1 to 96 ids"),
+        (Plan(version=1, draft_vocab_size=60), "not possible for version 1"),
+        (Plan(depth=20), "room for 20 drafts"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            pipeline.check(plan, SHORT, sizes)
+    with pytest.raises(ConfigurationError, match="the target reads 128"):
+        pipeline.check(Plan(), replace(SHORT, length=129), sizes)
+    with pytest.raises(CheckpointError, match="EAGLE-2"):
+        pipeline.check(Plan(version=2), SHORT, sizes)
+    nan = float("nan")
+    for wrong in (
+        {"rate": nan},
+        {"rate": float("inf")},
+        {"feature_weight": nan},
+        {"law_weight": -1.0},
+        {"minutes": nan},
+    ):
+        with pytest.raises(ConfigurationError):
+            TrainingOptions(tokens=1, **wrong)  # type: ignore[arg-type]
+
+
+def test_a_run_that_diverges_is_no_result(workshop: Workshop, tmp_path: Path) -> None:
+    frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
+    network.fc.weight.data.fill_(torch.nan)
+    options = TrainingOptions(tokens=24 * 8, passes=1, rows=8)
+    trainer = Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path)
+    with pytest.raises(ConfigurationError, match="step 0 is nan: the run has diverged"):
+        trainer.run(lambda *_: None)
 
 
 def test_states_are_kept_up_to_the_bound_and_equal_either_way(workshop: Workshop, tmp_path: Path) -> None:

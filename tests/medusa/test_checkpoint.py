@@ -74,6 +74,36 @@ def test_every_layout_reads_back(tmp_path: Path, layout: str) -> None:
     assert all(torch.equal(found.weights[name], named[name]) for name in named)
 
 
+@pytest.mark.parametrize("source", layouts.LAYOUTS)
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_every_layout_is_converted_to_every_other(tmp_path: Path, source: str, layout: str) -> None:
+    named = weights(OWN)
+    checkpoint.save(tmp_path / "a", OWN, named, layout=source)
+    checkpoint.convert(tmp_path / "a", tmp_path / "b", layout=layout, output=output())
+    found = checkpoint.load(tmp_path / "b", vocab_size=9)
+    assert found.config == OWN
+    assert all(torch.equal(found.weights[name], x) for name, x in named.items())
+
+
+def test_the_other_file_of_medusa_and_heads_in_several_files(tmp_path: Path) -> None:
+    named = weights(OWN)
+    theirs = layouts.renamed(OWN, named, "medusa")
+    (tmp_path / "one").mkdir()
+    save_file(theirs, tmp_path / "one" / "medusa_lm_head.safetensors")
+    (tmp_path / "many").mkdir()
+    places = {}
+    for part in range(3):
+        shard = {f"medusa_head.{k}": v for k, v in theirs.items() if k.startswith(f"{part}.")}
+        file = f"model-{part}.safetensors"
+        save_file({**shard, f"model.layers.{part}.norm": torch.ones(2)}, tmp_path / "many" / file)
+        places |= dict.fromkeys(shard, file)
+    (tmp_path / "many" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    for folder in ("one", "many"):
+        found = checkpoint.load(tmp_path / folder, vocab_size=9).weights
+        assert found.keys() == named.keys()
+        assert all(torch.equal(found[name], x) for name, x in named.items())
+
+
 def test_the_names_of_other_projects(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "m", OWN, weights(OWN), layout="medusa")
     names = set(torch.load(tmp_path / "m" / "medusa_lm_head.pt", weights_only=True))
@@ -186,6 +216,10 @@ def test_damage_is_named(tmp_path: Path) -> None:
         ({"heads.0.blocks.0.bias": torch.ones(5)}, WeightShapeError, "has shape"),
         ({"heads.0.blocks.0.bias": torch.ones(6, dtype=torch.int8)}, CheckpointError, "stored as torch.int8"),
         ({"0.1.weight": torch.ones(9, 6)}, CheckpointError, "are both"),
+        ({"heads.0.blocks.0.bias": torch.tensor(1.0)}, WeightShapeError, "single number"),
+        ({"heads.1.projection.weight": torch.tensor(1.0)}, WeightShapeError, "single number"),
+        ({"heads.1.projection.bias": torch.ones(9)}, CheckpointError, "no such part"),
+        ({"medusa_head_0.norm.weight": torch.ones(6)}, CheckpointError, "no such part"),
     ):
         save_file({**named, **change}, tmp_path / "model.safetensors")
         with pytest.raises(error, match=said):

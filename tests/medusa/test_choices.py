@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paceline.core import tree
 from paceline.core.errors import ConfigurationError
 from paceline.medusa.choices import Choices, tree_buffers
-from tests.medusa.trees import MC_SIM_7B_63, choice_trees
+from tests.medusa.trees import MC_SIM_7B_63, PUBLISHED, choice_trees
 
 SMALL = [[0], [0, 0], [1], [0, 1], [0, 0, 0], [1, 0]]
 
@@ -28,14 +28,31 @@ def test_the_tables_of_a_small_tree() -> None:
     assert [seen_by(row) for row in made.attention_mask] == expected
 
 
-def test_the_tables_of_the_best_known_tree() -> None:
-    made = tree_buffers(MC_SIM_7B_63)
-    assert len(made.tree_indices) == 64
-    assert sum(map(sum, made.attention_mask)) == 207
-    assert max(made.tree_indices) == 32
-    assert (len(made.retrieve_indices), len(made.retrieve_indices[0])) == (42, 5)
-    assert sum(row.count(-1) for row in made.retrieve_indices) == 58
-    assert [made.position_ids.count(depth) for depth in range(1, 5)] == [10, 28, 23, 2]
+@pytest.mark.parametrize(
+    ("name", "marks", "largest", "paths", "gaps", "levels"),
+    [
+        ("mc_sim_7b_63", 207, 32, (42, 5), 58, [10, 28, 23, 2]),
+        ("vicuna_7b_stage2", 217, 34, (42, 5), 53, [10, 23, 23, 7]),
+        ("vicuna_7b_stage1_ablation", 219, 34, (42, 5), 52, [10, 21, 25, 7]),
+        ("vicuna_7b_stage1", 202, 31, (44, 5), 67, [10, 32, 20, 1]),
+        ("vicuna_13b_stage2", 223, 34, (42, 5), 50, [10, 19, 25, 9]),
+        ("vicuna_13b_stage1", 205, 31, (44, 5), 65, [10, 29, 23, 1]),
+        ("vicuna_33b_stage2", 214, 33, (43, 5), 57, [10, 24, 24, 5]),
+        ("vicuna_33b_stage1", 199, 29, (46, 4), 27, [10, 34, 19, 0]),
+        ("zephyr_stage2", 209, 32, (44, 5), 63, [10, 27, 23, 3]),
+    ],
+)
+def test_the_tables_of_the_published_trees(
+    name: str, marks: int, largest: int, paths: tuple[int, int], gaps: int, levels: list[int]
+) -> None:
+    """Figures of Medusa's own function, run on its own nine trees of 63 choices."""
+    made = tree_buffers(PUBLISHED[name])
+    assert len(made.tree_indices) == len(made.attention_mask) == 64
+    assert sum(map(sum, made.attention_mask)) == marks
+    assert max(made.tree_indices) == largest
+    assert (len(made.retrieve_indices), len(made.retrieve_indices[0])) == paths
+    assert sum(row.count(-1) for row in made.retrieve_indices) == gaps
+    assert [made.position_ids.count(depth) for depth in range(1, 5)] == levels
 
 
 @given(choice_trees())
@@ -108,7 +125,7 @@ def test_files_of_choices(tmp_path: Path) -> None:
     assert Choices.read(file) == own
     file.write_text(json.dumps({"choices": SMALL}))
     assert Choices.read(file) == own
-    for text in ("[[0],", '{"tree": []}', "7"):
+    for text in ("[[0],", '{"tree": []}', "7", "[" * 100_000):
         file.write_text(text)
         with pytest.raises(ConfigurationError, match=r"tree\.json"):
             Choices.read(file)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +16,17 @@ from paceline import MedusaDrafter, SpeculativeGenerator, Typical
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, GraphDrafter
 from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
+from paceline.decoder.backends.base import Graph, Step
 from paceline.medusa.choices import Choices
+from paceline.medusa.config import MedusaConfig
 from paceline.medusa.corpus import FrozenTarget
+from paceline.medusa.heads import fresh
 from tests.decoder.tiny import VOCABULARY, Workshop
+from tests.decoder.tiny import fresh as fresh_decoder
 from tests.equality.laws import LAWS, PROCESSORS, PROMPTS, assert_rolled_back, plain, run, texts
-from tests.medusa.trees import MC_SIM_7B_63
+from tests.medusa.trees import MC_SIM_7B_63, PUBLISHED
 
+PYCODE = Path(__file__).resolve().parents[2] / "examples" / "pycode"
 SHALLOW = [path for path in MC_SIM_7B_63 if len(path) <= 3]
 TREES: dict[str, list[list[int]] | None] = {
     "own": None,
@@ -41,6 +47,26 @@ def test_the_tokens_are_those_of_plain_decoding(workshop: Workshop, heads_folder
     assert_rolled_back(result)
 
 
+SHIPPED = {file.stem: json.loads(file.read_text()) for file in (PYCODE / "medusa").glob("tree*.json")}
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("tree", [*PUBLISHED, *SHIPPED])
+def test_whole_trees_of_every_source(workshop: Workshop, tree: str, slots: int) -> None:
+    """Medusa's own nine and those of the demo's heads, alone and in a batch, at temperatures 0, 0.7 and 1."""
+    target = workshop.decoder(slots=slots)
+    choices = Choices.of({**PUBLISHED, **SHIPPED}[tree])
+    heads = fresh(MedusaConfig(4, 1, target.config.hidden_size, VOCABULARY, tied=True), target.body.model.head)
+    drafter = MedusaDrafter(heads, target, choices)
+    generator = SpeculativeGenerator(drafter, target)
+    prompts = PROMPTS if slots > 1 else PROMPTS[1:2]
+    for temperature in (0.0, 0.7, 1.0):
+        law = {"do_sample": True, "temperature": temperature, "seed": 3} if temperature else {}
+        result = run(generator, law, prompts=prompts, new=6)
+        assert texts(result) == plain(target, law, prompts=prompts, new=6)
+        assert result.statistics.drafted
+
+
 @pytest.mark.parametrize("law", ["greedy", "hot and cut"])
 def test_fused_or_not_the_same_is_drafted(workshop: Workshop, heads_folder: Path, law: str) -> None:
     target = workshop.decoder()
@@ -54,12 +80,32 @@ def test_fused_or_not_the_same_is_drafted(workshop: Workshop, heads_folder: Path
 
 @pytest.mark.parametrize("law", ["greedy", "cool"])
 def test_compiled(workshop: Workshop, heads_folder: Path, law: str) -> None:
-    """Two graphs at most: prefill with states, and the round."""
+    """Compiled rounds give the tokens of eager ones."""
     target = workshop.decoder(backend="inductor")
     drafter = MedusaDrafter.from_pretrained(heads_folder, target)
     result = run(SpeculativeGenerator(drafter, target), LAWS[law])
     assert texts(result) == plain(workshop.decoder(), LAWS[law])
     assert_rolled_back(result)
+
+
+def test_a_round_is_one_graph(workshop: Workshop, heads_folder: Path) -> None:
+    """Heads, tree, target pass, acceptance and keep are one call in each round; other graphs only read the prompt."""
+    target = fresh_decoder(workshop.checkpoint("target"))
+    generator = SpeculativeGenerator(MedusaDrafter.from_pretrained(heads_folder, target), target)
+    calls: list[str] = []
+    compile_ = target.backend.compile
+
+    def counted(graph: Graph, announce: Callable[[str], None]) -> Step:
+        step = compile_(graph, announce)
+        return lambda *inputs: (calls.append(graph.name), step(*inputs))[1]
+
+    target.backend.compile = counted  # type: ignore[method-assign]
+    result = run(generator, {}, prompts=PROMPTS[:1])
+    rounds = [name for name in calls if "medusa" in name or "verify" in name]
+    assert len(rounds) == result.statistics.rounds > 3
+    fused = {name for name in rounds if "medusa" in name and "verify" in name}
+    assert len(fused) == 1 and rounds.count(fused.pop()) >= len(rounds) - 1, "nothing is drafted behind the last token"
+    assert all("prefill" in name for name in set(calls) - set(rounds))
 
 
 @pytest.mark.parametrize("name", PROCESSORS)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError, ConfigurationError
+from paceline.decoder.model_config import ModelConfig
 from paceline.medusa import accuracy, checkpoint, corpus, pipeline
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.corpus import FrozenTarget, Windows
@@ -126,6 +127,22 @@ def test_a_run_with_other_options_is_not_taken_up(target: FrozenTarget, states: 
     assert not trained(target, states, tmp_path / "stopped", TrainingOptions(minutes=0.0)).run(silent)
 
 
+def test_a_run_that_diverges_is_no_result(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
+    """Heads of NaN were written, and counted as right everywhere."""
+    options = TrainingOptions(epochs=4, rows=2, rate=1e36)
+    with pytest.raises(ConfigurationError, match="has diverged"):
+        pipeline.train(
+            target, CONFIG, options, states=states, work=tmp_path, out=tmp_path, first=PLAN.prompt - 1, report=quiet
+        )
+    assert not (tmp_path / "model.safetensors").exists()
+    heads = fresh(CONFIG, target.output)
+    with torch.no_grad():
+        for parameter in heads.own().values():
+            parameter.fill_(torch.nan)
+    found = accuracy.measure(heads, corpus.kept(states / "measure", first=PLAN.prompt - 1), target.output.detach())
+    assert found.top() == [[0.0] * accuracy.TOP] * 2
+
+
 def test_other_data_are_not_taken_for_those_of_the_run_before(
     target: FrozenTarget, states: Path, tmp_path: Path
 ) -> None:
@@ -176,13 +193,25 @@ def test_the_whole_way_from_tokens_to_a_folder(target: FrozenTarget, states: Pat
     assert measured.top()[0][9] == pytest.approx(found.top()[0][9], abs=0.05)  # bfloat16 on the way
 
 
-def test_what_cannot_be_trained_is_refused(target: FrozenTarget, tmp_path: Path) -> None:
-    for wrong in ({"labels": "soft"}, {"epochs": 0}, {"rows": 0}, {"rate": 0.0}):
+def test_what_cannot_be_trained_is_refused(workshop: Workshop, target: FrozenTarget, tmp_path: Path) -> None:
+    nan, inf = float("nan"), float("inf")
+    for wrong in (
+        {"labels": "soft"}, {"epochs": 0}, {"epochs": nan}, {"epochs": inf}, {"rows": 0}, {"rate": 0.0}, {"rate": nan},
+        {"rate": inf}, {"minutes": -1.0}, {"minutes": nan},
+    ):  # fmt: skip
         with pytest.raises(ConfigurationError):
             TrainingOptions(**wrong)  # type: ignore[arg-type]
-    for plan in ({"tokens": 0}, {"window": 64, "prompt": 64}, {"measured": 0}, {"temperatures": ()}):
+    for plan in (
+        {"tokens": 0}, {"window": 64, "prompt": 64}, {"measured": 0}, {"temperatures": ()},
+        {"temperatures": (0.5, -1.0)}, {"temperatures": (nan,)},
+    ):  # fmt: skip
         with pytest.raises(ConfigurationError):
             Plan(**plan)  # type: ignore[arg-type]
+    sizes = ModelConfig.from_pretrained(workshop.checkpoint("target"))
+    PLAN.check(CONFIG, sizes)
+    for texts, heads in ((replace(PLAN, window=200), 2), (PLAN, 18)):
+        with pytest.raises(ConfigurationError, match="do not do"):
+            texts.check(replace(CONFIG, heads=heads), sizes)
     with pytest.raises(ConfigurationError, match="give more"):
         corpus.cut(np.zeros(100, dtype=np.int32), 5, 24, seed=0)
     short = [Windows(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, 32))]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import Result
 
@@ -26,7 +28,9 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     stopped = call(*command, "--minutes", 0)
     assert stopped.exit_code == 3, stopped.stderr
     assert "again to go on" in stopped.stderr and not (folder / "out" / "model.safetensors").exists()
+    assert "training, loss" in stopped.stderr, "not on a terminal: lines"
     assert len(last(call(*command))["greedy chains"]) == 5  # type: ignore[arg-type]
+    assert "of" in json.loads((folder / "out" / "work" / "log.jsonl").read_text().splitlines()[-1])
     return folder / "out"
 
 
@@ -59,6 +63,39 @@ def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str
     done = generate(target, *(str(head) if argument == "HEAD" else argument for argument in arguments))
     assert done.exit_code != 0
     assert part in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--version", 2], "EAGLE-2"),
+        (["--layers", 99], "numbered 0 to 2"),
+        (["--draft-vocabulary", 0], "1 to 96 ids"),
+        (["--version", 1, "--draft-vocabulary", 9], "not possible for version 1"),
+        (["--passes", 0], "passes and rows must be positive"),
+        (["--keep", "nan"], "no size"),
+        (["--length", 200], "the target reads 128"),
+        (["--data", "OTHER"], "token id 5000"),
+        (["--data", "ODD"], "middle of a number"),
+        (["--out", "FILE"], "cannot be made a folder"),
+        (["--out", "FILE", "--work", "FOLDER"], "cannot be made a folder"),
+    ],
+)
+def test_trainings_that_cannot_be_are_refused(target: Path, tmp_path: Path, arguments: list[object], said: str) -> None:
+    """Before the target is loaded."""
+    files = {name: tmp_path / f"{name}.bin" for name in ("GOOD", "OTHER", "ODD", "FILE")}
+    ids = np.arange(6000, dtype=np.uint16) % VOCABULARY
+    ids.tofile(files["GOOD"])
+    np.where(ids == 7, np.uint16(5000), ids).tofile(files["OTHER"])
+    files["ODD"].write_bytes(b"123")
+    files["FILE"].touch()
+    given = [{**files, "FOLDER": tmp_path}.get(str(one), one) for one in arguments]
+    out = [] if "--out" in given else ["--out", tmp_path / "out"]
+    base = ["--target", target, "--data", files["GOOD"], "--tokens", 192, "--length", 24]
+    done = call("train", "eagle", *base, *out, *given)
+    assert done.exit_code == 2, done.stderr
+    assert said in " ".join(done.stderr.split())
+    assert not (tmp_path / "out").exists()
 
 
 def test_heads_are_converted_and_still_draft(target: Path, head: Path, tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ def heads(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     assert stopped.exit_code == 3
     assert "again to go on" in stopped.stderr
     assert not (out / "model.safetensors").exists()
-    assert last(call(*command))["heads"] == 2
+    done = call(*command)
+    assert last(done)["heads"] == 2
+    assert "training, loss" in done.stderr, "not on a terminal: lines"
     return out
 
 
@@ -130,9 +132,57 @@ def test_what_cannot_be_done_is_refused(target: Path, heads: Path, arguments: li
     assert said in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--nodes", 0], "--nodes 0"),
+        (["--max-new-tokens", 0], "must be at least 1"),
+        (["--count", 1], "at least two texts"),
+        (["--count", 0], "at least two texts"),
+        (["--count", -2], "at least two texts"),
+        (["--out", "FOLDER"], "is a folder"),
+        (["--out", "FILE/tree.json"], "cannot be made a folder"),
+        (["--prompts", "FILE"], "one of them"),
+    ],
+)
+def test_trees_that_cannot_be_are_refused(
+    target: Path, heads: Path, data: Path, tmp_path: Path, arguments: list[object], said: str
+) -> None:
+    (tmp_path / "FILE").touch()
+    (tmp_path / "FOLDER").mkdir()
+    given = [tmp_path / one if str(one).startswith("F") else one for one in arguments]
+    out = [] if "--out" in given else ["--out", tmp_path / "tree.json"]
+    done = call("tree", "--target", target, "--medusa", heads, "--data", data, "--count", 4, *EAGER, *out, *given)
+    assert done.exit_code == 2
+    assert said in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--heads", 0], "at least 1"),
+        (["--heads", 60], "what 60 heads predict"),
+        (["--window", 200], "the target reads 128"),
+        (["--temperature", -1], "greedy"),
+        (["--rate", "nan"], "must be positive"),
+        (["--epochs", "inf"], "must be positive"),
+        (["--minutes", -1], "no time"),
+    ],
+)
+def test_trainings_that_cannot_be_are_refused(
+    target: Path, data: Path, tmp_path: Path, arguments: list[object], said: str
+) -> None:
+    out = tmp_path / "out"
+    given = ("--target", target, "--data", data, "--out", out, "--tokens", 256, "--window", 64, "--measured", 2)
+    done = call("train", "medusa", *given, *arguments)
+    assert done.exit_code == 2
+    assert said in " ".join(done.stderr.split())
+    assert not out.exists()
+
+
 def test_data_that_is_not_there_is_refused(target: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     for wrong, said in ((tmp_path / "absent.txt", "does not exist"), (tmp_path / "empty.txt", "no text")):
-        done = call("train", "medusa", "--target", target, "--data", wrong, "--out", tmp_path / "out")
+        done = call("train", "medusa", "--target", target, "--data", wrong, "--out", tmp_path / "out", "--window", 64)
         assert done.exit_code == 2
         assert said in done.stderr

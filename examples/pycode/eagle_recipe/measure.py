@@ -1,0 +1,58 @@
+"""Measure a trained head on text that it was not trained on, and write its acceptance.json.
+
+    python examples/pycode/eagle_recipe/measure.py --target examples/pycode/target --head eagle3 --data held_out.bin
+
+What `paceline train eagle` does at its end, for a head that is there already: the target goes on greedily from prompts
+of the data, and chains of 1, 2, ... drafts from every place of that are compared with it, teacher-forced.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from paceline.decoder.model_config import ModelConfig
+from paceline.eagle import checkpoint
+from paceline.eagle.corpus import Corpus, CorpusOptions, FrozenTarget
+from paceline.eagle.network import EagleNetwork
+from paceline.eagle.pipeline import MEASURED
+from paceline.eagle.training import Vocabulary, acceptance
+
+DEPTH = 5
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--head", type=Path, required=True, help="folder of the head; acceptance.json is written there")
+    parser.add_argument("--data", type=Path, required=True, help="uint16 token ids that nothing was trained on")
+    parser.add_argument("--texts", type=int, default=32)
+    options = parser.parse_args()
+    found = checkpoint.load(options.head, ModelConfig.from_pretrained(options.target))
+    config = found.config
+    target = FrozenTarget(options.target, config.layers)
+    weights = {name: x.float() for name, x in found.weights.items()}
+    ids = weights.pop("ids", torch.arange(config.vocab_size)).long()
+    network = EagleNetwork(config, target.embedding, target.head if config.version == 1 else None)
+    network.load_state_dict(weights)
+    how = CorpusOptions(measured=options.texts, keep_bytes=0)
+    stream = np.fromfile(options.data, dtype=np.uint16).astype(np.int32)
+    texts = Corpus(target, stream, how, folder=options.head / "work").measured()
+    shares = acceptance(
+        network,
+        texts,
+        depth=DEPTH,
+        head=target.head,
+        vocabulary=Vocabulary(ids, config.vocab_size),
+        skip=how.prompt,
+    )
+    written = json.dumps({"greedy chains": [round(share, 4) for share in shares]})
+    (options.head / MEASURED).write_text(written + "\n", encoding="utf-8")
+    print(written)
+
+
+if __name__ == "__main__":
+    main()
