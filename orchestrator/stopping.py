@@ -6,6 +6,7 @@ committed token with the growing prefix, as plain decoding would call them.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,6 +82,7 @@ class Watch:
         self.text = list(prompt)
         # Every token but a special one is at least a byte of text, so so many tokens hold any stop string.
         self._lookback = max((len(s.encode()) for s in stopping.strings), default=0) + 8
+        self._foretold: deque[FinishReason | None] = deque()  # of the tokens of `ends` that are still to be appended
 
     @property
     def left(self) -> int:
@@ -90,20 +92,26 @@ class Watch:
     def append(self, token: int) -> FinishReason | None:
         """Add a token; the reason if the text ends with it."""
         self.text.append(token)
-        stopping = self._stopping
-        if token in stopping.eos or (stopping.strings and self._ends_a_string(self.text)):
-            return "stop"
-        reason = self._criterion() if stopping.criteria else None
-        if reason is None and len(self.text) >= stopping.length:
-            return "length"
-        return reason
+        return self._foretold.popleft() if self._foretold else self._reason(self.text)
 
     def ends(self, tokens: Sequence[int]) -> bool:
-        """Whether the text, going on with these, ends with the last of them: by an id or a string.
+        """Whether the text, going on with these, ends with the last of them.
 
-        Nothing is added, and criteria are not asked: they may count how often they are.
+        For who decides a round token by token: it is told one token more each time, and all of them are then appended.
+        So criteria, which may count, are asked once for every token here too.
         """
-        return tokens[-1] in self._stopping.eos or self._ends_a_string([*self.text, *tokens])
+        assert len(tokens) == len(self._foretold) + 1, "one token more each time"
+        reason = self._reason([*self.text, *tokens])
+        self._foretold.append(reason)
+        return reason is not None
+
+    def _reason(self, text: list[int]) -> FinishReason | None:
+        """Why a text ends with its last token, if it does."""
+        stopping = self._stopping
+        if text[-1] in stopping.eos or (stopping.strings and self._ends_a_string(text)):
+            return "stop"
+        reason = self._criterion(text) if stopping.criteria else None
+        return "length" if reason is None and len(text) >= stopping.length else reason
 
     def _ends_a_string(self, text: list[int]) -> bool:
         if not self._stopping.strings or self._stopping.tokenizer is None:
@@ -118,12 +126,12 @@ class Watch:
             first = _shared(decode(text[begin : self._prompt]), now)
         return any(now.find(s, max(first, old - len(s) + 1)) >= 0 for s in self._stopping.strings)
 
-    def _criterion(self) -> FinishReason | None:
-        ids = torch.tensor([self.text])
+    def _criterion(self, text: list[int]) -> FinishReason | None:
+        ids = torch.tensor([text])
         for criterion in self._stopping.criteria:
             verdict = criterion(ids, None)
             if bool(verdict.all()) if isinstance(verdict, torch.Tensor) else bool(verdict):
-                return _reason(criterion)
+                return _named(criterion)
         return None
 
 
@@ -132,7 +140,7 @@ def _shared(before: str, now: str) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, now, strict=False)))
 
 
-def _reason(criterion: Criterion) -> FinishReason:
+def _named(criterion: Criterion) -> FinishReason:
     """Hugging Face's own criteria for length and time are named as such."""
     from transformers.generation import stopping_criteria as hf  # slow to import, and seldom needed
 

@@ -2,8 +2,7 @@
 
 Processors see exactly the prefixes that plain decoding would show them, in order, once each: under `Match` a row is
 looked at only when all drafts before it stand and no text has ended there, so that neither a rejected token nor one
-behind the end leaves a trace, even in a processor with a memory. (One exception: where a stopping criterion of the
-user's own ends a text is known only afterwards.)
+behind the end leaves a trace, even in a processor with a memory.
 """
 
 from __future__ import annotations

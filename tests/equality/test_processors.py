@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from transformers.generation.logits_process import LogitsProcessorList
 
 from paceline import SpeculativeGenerator
@@ -46,22 +47,25 @@ def test_a_processor_is_called_once_for_every_token_and_never_on_a_rejected_text
     result = run(SpeculativeGenerator(draft, target, k=4), {**LAWS["cool"], "logits_processor": [seen]}, prompts=ONE)
     text = texts(result)[0]
     assert 0 < result.statistics.accepted < result.statistics.drafted
-    called = [text[: len(ONE[0]) + i] for i in range(NEW)]
-    assert seen.seen[:NEW] == called
-    # Past the limit of tokens a round may go on, on a text that goes on from the one that is kept.
-    assert all(more[: len(text)] == text for more in seen.seen[NEW:])
+    assert seen.seen == [text[: len(ONE[0]) + i] for i in range(NEW)]
 
 
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("by", ["id", "string"])
+@pytest.mark.parametrize("by", ["id", "string", "criterion"])
 def test_nothing_is_seen_behind_the_end_of_a_text(workshop: Workshop, by: str, law: str) -> None:
     """Two texts, one after the other, and one processor that remembers what it saw of both."""
     target, prompts = workshop.decoder(slots=1), PROMPTS[:2]
     known = plain(target, {**LAWS[law], "logits_processor": [Growing()]}, prompts=prompts)
     stop = known[0][len(prompts[0]) + 3]  # inside of the first window
-    ending: Law = {"eos_token_id": [stop]} if by == "id" else {"stop_strings": f"<{stop}>", "tokenizer": Spelled()}
+    at = Ends(stop)
+    ending: Law = {
+        "id": {"eos_token_id": [stop]},
+        "string": {"stop_strings": f"<{stop}>", "tokenizer": Spelled()},
+        "criterion": {"stopping_criteria_list": [at]},
+    }[by]
     alone = plain(target, {**LAWS[law], **ending, "logits_processor": [Growing()]}, prompts=prompts)
     assert len(alone[0]) < len(known[0])
+    asked_alone, at.seen = at.seen, []
 
     def oracle(tokens: list[int]) -> list[int]:
         text = next((text for text in known + alone if text[: len(tokens)] == tokens), tokens)
@@ -69,8 +73,19 @@ def test_nothing_is_seen_behind_the_end_of_a_text(workshop: Workshop, by: str, l
 
     asked: Law = {**LAWS[law], **ending, "logits_processor": [Growing()]}
     result = run(SpeculativeGenerator(oracle, target, k=4), asked, prompts=prompts)
-    assert texts(result) == alone
+    assert texts(result) == alone and at.seen == asked_alone
     assert result.statistics.accepted > 0
+
+
+class Ends:
+    """A stopping criterion that ends a text with an id, and writes down what it is shown."""
+
+    def __init__(self, token: int) -> None:
+        self._token, self.seen = token, list[list[int]]()
+
+    def __call__(self, ids: torch.Tensor, scores: object) -> bool:
+        self.seen.append(ids[0].tolist())
+        return self.seen[-1][-1] == self._token
 
 
 class Spelled:
