@@ -12,24 +12,57 @@ from collections import deque
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import replace
 from queue import SimpleQueue
+from typing import Any
 
 import torch
 
 from paceline.build import Demands
+from paceline.core.errors import CheckpointError
 from paceline.replay import Replay
 from paceline.request import Request
 from paceline.result import Event
 from paceline.sampler import Sampler
+from paceline.stopping import Decodes
 from paceline.target.host import Processor
 
 
+class _Reader:
+    """A tokenizer that raises in no round, since others are in it too. ``failed``: what it would have raised."""
+
+    def __init__(self, tokenizer: Decodes) -> None:
+        self._tokenizer = tokenizer
+        self.failed: CheckpointError | None = None
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        try:
+            text = self._tokenizer.decode(token_ids, **options)
+            if isinstance(text, str):
+                return text
+            why = f"{text!r} is no text"
+        except Exception as error:  # tokenizers raise what they like
+            why = repr(error)
+        self.failed = CheckpointError(
+            f"the tokenizer cannot turn ids {token_ids} into text, in which stop strings are looked for ({why}); "
+            "give the model its own tokenizer, or no stop strings"
+        )
+        return ""
+
+
 class _Call:
-    """Requests that came together. ``told``: events for whoever called; None ends them."""
+    """Requests that came together, with one tokenizer. ``told``: events for whoever called; None ends them."""
 
     def __init__(self, requests: Sequence[Request], emitted: Sequence[Sequence[int]], processor: Processor | None):
-        self.waiting = deque(zip(requests, emitted, strict=True))
+        tokenizer = requests[0].stopping.tokenizer
+        self._reader = None if tokenizer is None else _Reader(tokenizer)
+        read = [replace(one, stopping=replace(one.stopping, tokenizer=self._reader)) for one in requests]
+        self.waiting = deque(zip(read, emitted, strict=True))
         self.first, self.open, self.processor = requests[0].index, len(requests), processor
         self.told: SimpleQueue[Event | Exception | None] = SimpleQueue()
+
+    @property
+    def failed(self) -> CheckpointError | None:
+        """Why it cannot go on, if it cannot."""
+        return None if self._reader is None else self._reader.failed
 
 
 class Desk:
@@ -72,13 +105,7 @@ class Desk:
             if call is None:
                 self._early.append(ticket)
                 return
-            if call in self._calls:
-                self._calls.remove(call)
-            mine = [index for index, other in self._seated.items() if other is call]
-            self._unwanted.update(mine)
-            for index in mine:
-                del self._seated[index]
-            call.told.put(None)
+            self._end(call, None)
 
     def _admit(
         self, ticket: str, requests: Sequence[Request], emitted: Sequence[Sequence[int]], *, processor: Processor | None
@@ -137,12 +164,25 @@ class Desk:
             call = self._seated.get(event.index)
             if call is None:
                 return
+            if (failed := call.failed) is not None:
+                self._end(call, failed)
+                return
             call.told.put(event)
             if event.finish_reason is not None:
                 del self._seated[event.index]
                 call.open -= 1
                 if not call.open:
                     self._done.append(call)
+
+    def _end(self, call: _Call, why: Exception | None) -> None:
+        """It takes part in no further round."""
+        if call in self._calls:
+            self._calls.remove(call)
+        mine = [index for index, other in self._seated.items() if other is call]
+        self._unwanted.update(mine)
+        for index in mine:
+            del self._seated[index]
+        call.told.put(why)
 
     def _close_books(self) -> None:
         while self._done:

@@ -12,7 +12,7 @@ import pytest
 
 from paceline import SpeculativeGenerator, hosting
 from paceline.ask import Ask
-from paceline.core.errors import ConfigurationError, PromptError, SamplingError
+from paceline.core.errors import CheckpointError, ConfigurationError, PromptError, SamplingError
 from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
 from paceline.desk import Desk
 from paceline.draft.model import ModelDrafter
@@ -158,6 +158,40 @@ def test_a_request_that_cannot_be_served_leaves_the_others_alone() -> None:
             say(made, "bad", PROMPTS[1], stop_strings="\ud800", tokenizer=Pieces([b"x"] * V), max_new_tokens=5)
         made[1].let(1000)
         assert other.result(30) == wanted(PROMPTS[0], max_new_tokens=20)
+
+
+class Gaps:
+    """A tokenizer that has no text for an id: it raises, as those of Python do, or has nothing."""
+
+    def __init__(self, gap: int, answer: str | None) -> None:
+        self._gap, self._answer = gap, answer
+
+    def decode(self, token_ids: list[int], **_: object) -> str | None:
+        if self._gap not in token_ids:
+            return "x" * len(token_ids)
+        if self._answer is None:
+            return None
+        raise KeyError(self._answer)
+
+
+@pytest.mark.parametrize("penalty", [None, 1.3])  # on the host, the round itself looks for stop strings
+@pytest.mark.parametrize("answer", ["no such id", None])
+def test_a_tokenizer_that_fails_ends_its_own_request_alone(answer: str | None, penalty: float | None) -> None:
+    made = desk(2)
+    asked = {"max_new_tokens": 40, "repetition_penalty": penalty}
+    expected = wanted(PROMPTS[1], **asked)
+    bad = {**asked, "stop_strings": "y", "tokenizer": Gaps(expected[4], answer)}
+    made[1].let(1000)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(say, made, "other", PROMPTS[0], **asked)
+        with pytest.raises(CheckpointError, match=r"stop strings are looked for \((KeyError|None is no text)"):
+            say(made, "bad", PROMPTS[1], **bad)
+        assert other.result(30) == wanted(PROMPTS[0], **asked)
+    both = Ask(input_ids=[PROMPTS[1], PROMPTS[0], PROMPTS[2]], **bad)  # one of them fails, one waits for a slot
+    with pytest.raises(CheckpointError):
+        list(made[0].stream("both", both.requests(made[2]), [[]] * 3, processor=both.processor()))
+    assert say(made, "next", PROMPTS[3], **asked) == wanted(PROMPTS[3], **asked)
+    assert not made[0]._seated and not made[0]._tickets
 
 
 @pytest.mark.parametrize("drafts", [True, False])
