@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import errno
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,14 +14,13 @@ from paceline.core.errors import ConfigurationError
 from paceline.draft.model import ModelDrafter
 from paceline.hosting import DraftPool, draft
 from paceline.placement.channel import Address, listen
-from paceline.placement.draft_server import DraftServer
 from paceline.placement.footprint import Shape
 from paceline.placement.remote import RemoteDraft, Terms
 from paceline.placement.revival import Caller
 from paceline.placement.wire import Hello
 from tests.decoder.tiny import VOCABULARY, Workshop
-
-SECRET = b"a secret of the tests"
+from tests.placement.faulty import SECRET
+from tests.placement.served import serving
 
 
 def pool(workshop: Workshop, clients: int) -> DraftPool:
@@ -44,18 +41,6 @@ def test_a_pool_never_outgrows_its_plan(workshop: Workshop) -> None:
         made.lend(Hello(0, "c", 2, VOCABULARY))
     third = made.lend(Hello(0, "c", 1, VOCABULARY - 1))
     assert isinstance(third, ModelDrafter) and third.decoder is first.decoder
-
-
-@contextmanager
-def serving(listener: socket.socket, drafters: DraftPool) -> Iterator[None]:
-    server = DraftServer(listener, SECRET, drafters)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.stop()
-        thread.join()
 
 
 class FullOnce(socket.socket):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
@@ -48,12 +47,6 @@ def target(slots: int = 1) -> TableDecoder:
 
 def wanted(prompts: list[list[int]], **asked: object) -> list[list[int]]:
     return texts(run(SpeculativeGenerator(None, target()), prompts, **asked))
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
 
 
 @pytest.mark.parametrize("slots", [1, 4])

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
 from paceline.placement.channel import Address, listen
-from paceline.placement.draft_server import DraftServer, Unpooled
+from paceline.placement.draft_server import Unpooled
 from paceline.placement.quota import Quota
 from paceline.placement.remote import Patience, RemoteDraft, Terms
 from paceline.placement.revival import Caller
 from tests.placement.faulty import SECRET, V, drafter
+from tests.placement.served import serving
 
 PATIENCE = Patience(rest=0.002, longest=0.05)
 
@@ -41,24 +39,9 @@ class Asked:
         return False
 
 
-@contextmanager
-def serving(address: Address, clients: int = 2) -> Iterator[None]:
-    server = DraftServer(
-        listen(address), SECRET, Unpooled(lambda hello: drafter(hello.slots, 4)), quota=Quota(clients=clients)
-    )
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.stop()
-        thread.join()
-
-
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
+def tables(address: Address, clients: int = 2) -> AbstractContextManager[None]:
+    """Table models that draft four tokens, for so many targets."""
+    return serving(listen(address), Unpooled(lambda hello: drafter(hello.slots, 4)), Quota(clients=clients))
 
 
 def called(stack: ExitStack, address: Address, keeper: Asked, *, nodes: int = 4) -> RemoteDraft:
@@ -77,7 +60,7 @@ def until(holds: Callable[[], bool]) -> None:
 def test_a_refused_target_lets_the_process_live_and_says_why(tmp_path: Path, stack: ExitStack) -> None:
     """It serves another one. Who is refused is let in when there is room."""
     address, keeper = Address(path=str(tmp_path / "s")), Asked()
-    stack.enter_context(serving(address, clients=1))
+    stack.enter_context(tables(address, clients=1))
     first = called(stack, address, Asked())
     assert first.wait_until_up(20)
     second, misfit = called(stack, address, keeper), called(stack, address, keeper, nodes=3)
@@ -101,5 +84,5 @@ def test_a_keeper_that_fails_does_not_end_the_calling(tmp_path: Path, stack: Exi
     address, keeper = Address(path=str(tmp_path / "s")), Asked(fails=True)
     draft = called(stack, address, keeper)
     until(lambda: {"replace", "ensure"} <= set(keeper.acts))
-    stack.enter_context(serving(address))
+    stack.enter_context(tables(address))
     assert draft.wait_until_up(20) and draft.health.state == "up"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import random
 import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,10 +18,10 @@ from paceline.core.types import Commit, Outline, Proposal
 from paceline.placement import wire
 from paceline.placement.blanks import BlankRound
 from paceline.placement.channel import Address, Channel, connect, listen
-from paceline.placement.draft_server import DraftServer, Unpooled
+from paceline.placement.draft_server import Unpooled
 from paceline.placement.quota import Quota
-
-SECRET = b"secret"
+from tests.placement.faulty import SECRET
+from tests.placement.served import serving
 
 
 def ask(number: int, *, slots: int = 2, width: int = 3) -> wire.Ask:
@@ -100,12 +98,6 @@ def test_addresses() -> None:
             Address.parse(text)
 
 
-@pytest.fixture
-def stack() -> Iterator[ExitStack]:
-    with ExitStack() as made:
-        yield made
-
-
 def pair(stack: ExitStack) -> tuple[Channel, socket.socket]:
     one, other = socket.socketpair()
     stack.enter_context(other)
@@ -149,16 +141,9 @@ class Slow:
         return Proposal(torch.zeros(len(commit.tokens), 2, dtype=torch.int32))
 
 
-@contextmanager
-def serving(address: Address, quota: Quota) -> Iterator[None]:
-    server = DraftServer(listen(address), SECRET, Unpooled(lambda hello: Slow(0.002 * hello.vocab_size)), quota=quota)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.stop()
-        thread.join()
+def slow(address: Address, quota: Quota) -> AbstractContextManager[None]:
+    """Two milliseconds a proposal for every id of the target's vocabulary."""
+    return serving(listen(address), Unpooled(lambda hello: Slow(0.002 * hello.vocab_size)), quota)
 
 
 def hello(stack: ExitStack, address: Address, name: str, *, cost: int = 1) -> tuple[Channel, wire.Request | wire.Reply]:
@@ -175,7 +160,7 @@ def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -
         link.bind(("127.0.0.1", 0))
         port = link.getsockname()[1]
     address = Address(path=str(tmp_path / "s")) if kind == "unix" else Address(host="127.0.0.1", port=port)
-    with serving(address, Quota()):
+    with slow(address, Quota()):
         with pytest.raises(ChannelError, match="secret"):
             connect(address, b"another", seconds=5)
         rude = stack.enter_context(socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET))
@@ -190,7 +175,7 @@ def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -
 
 def test_quotas_are_kept(tmp_path: Path, stack: ExitStack) -> None:
     address = Address(path=str(tmp_path / "s"))
-    with serving(address, Quota(clients=2, slots=4)):
+    with slow(address, Quota(clients=2, slots=4)):
         first, _ = hello(stack, address, "a")
         second, reply = hello(stack, address, "b")
         assert isinstance(reply, wire.Welcome)
@@ -207,7 +192,7 @@ def test_quotas_are_kept(tmp_path: Path, stack: ExitStack) -> None:
 def test_turns_are_fair_and_shares_count(tmp_path: Path, stack: ExitStack) -> None:
     """A target that asks without pause, and whose drafts cost more, gets its share of the time and no more."""
     address = Address(path=str(tmp_path / "s"))
-    with serving(address, Quota(shares={"double": 2.0})):
+    with slow(address, Quota(shares={"double": 2.0})):
         channels = {
             name: hello(stack, address, name, cost=cost)[0] for name, cost in (("a", 4), ("b", 1), ("double", 1))
         }
