@@ -7,7 +7,6 @@ In a models file it is the mapping ``care``, beside ``models``; what is not name
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
@@ -17,6 +16,8 @@ from paceline.core.errors import PlanError
 from paceline.placement.remote import Patience
 from paceline.placement.revival import START
 from paceline.placement.roles import MAKERS
+
+_LONGEST = 7 * 24 * 3600  # seconds; the system's own clocks for sockets end at 24 days
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,6 @@ def _value(default: object, value: object, where: str) -> object:
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise PlanError(f"{where} must be a whole number, not {value!r}")
         return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise PlanError(f"{where} must be seconds, more than 0, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LONGEST:
+        raise PlanError(f"{where} must be seconds, more than 0 and at most {_LONGEST} (a week), not {value!r}")
     return float(value)

@@ -150,18 +150,21 @@ def _configuration(entry: Mapping[str, object], folder: Path, where: str) -> tup
     if ("path" in entry) == ("config" in entry):
         raise PlanError(f"{where}: give `path` (a checkpoint folder) or `config` (a config.json), one of them")
     if "path" in entry:
-        home = _found(folder, _text(entry, "path", where, default=None))
+        home = _found(folder, _text(entry, "path", where, default=None), where)
         return ModelConfig.from_pretrained(home), home
-    file = _found(folder, _text(entry, "config", where, default=None))
+    file = _found(folder, _text(entry, "config", where, default=None), where)
     if file.is_dir():
         return ModelConfig.from_pretrained(file), None
     return ModelConfig.from_file(file), None
 
 
-def _found(folder: Path, given: str) -> Path:
+def _found(folder: Path, given: str, where: str) -> Path:
     """Beside the models file, else in the current folder; absolute, since workers run in other folders."""
-    beside, here = (folder / given).resolve(), Path(given).resolve()
-    return here if here.exists() and not beside.exists() else beside
+    try:
+        beside, here = (folder / given).resolve(), Path(given).resolve()
+        return here if here.exists() and not beside.exists() else beside
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{where}: {given[:80]!r} cannot be looked for ({error}); give the path of a folder") from error
 
 
 def _targets(entry: Mapping[str, object], where: str) -> tuple[str, ...]:
@@ -169,7 +172,7 @@ def _targets(entry: Mapping[str, object], where: str) -> tuple[str, ...]:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise PlanError(f"{where}: draft_of is the name of a target, or a list of names, not {value!r}")
-    return tuple(names)
+    return tuple(dict.fromkeys(names))
 
 
 def _paired(model: Model, models: Sequence[Model], entry: Mapping[str, object]) -> Model:
@@ -199,7 +202,7 @@ def _paired(model: Model, models: Sequence[Model], entry: Mapping[str, object]) 
             f"{model.name!r} has {model.replicas} replicas for {most} of its target; ask for at most as many"
         )
     replicas = model.replicas if "replicas" in entry or len(model.draft_of) > 1 else most
-    clients = max(sum(len(range(r, known[n].replicas, replicas)) for n in model.draft_of) for r in range(replicas))
+    clients = sum(len(range(0, known[name].replicas, replicas)) for name in model.draft_of)  # the first has most
     where = f"model {model.name!r}"
     asked = read_quota(entry.get("quota", {}), where)
     slots = clients * model.shape.batch_size

@@ -82,6 +82,11 @@ def plan(models: Sequence[Model], instance: Instance, *, taken: Sequence[CoreRan
     needs = []
     for model in models:
         degree = degree_of(model, instance)
+        if (wanted := model.replicas * degree) > instance.cores:
+            raise PlanError(
+                f"{model.name}: {model.replicas} replicas on {degree} cores each want {wanted} cores, and "
+                f"{instance.name} has {instance.cores}; ask for fewer, or take a larger instance"
+            )
         size = _size(model, degree)
         needs += [Need(model, replica, degree, size) for replica in range(model.replicas)]
     seats = place(sorted(needs, key=lambda need: need.order), instance, taken)

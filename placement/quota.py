@@ -7,13 +7,13 @@ A value that travels from the models file to the drafter's process; `draft_serve
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from paceline.core.errors import PlanError
 
 _CLIENTS, _SLOTS = 16, 256
+_MOST_SHARE = 10**6
 _KEYS = ("clients", "slots", "shares")
 
 
@@ -58,8 +58,10 @@ def read_quota(value: object, where: str) -> Mapping[str, object]:
     if not isinstance(shares, dict):
         raise PlanError(f"{where}: quota.shares maps names of targets to numbers, not {shares!r}")
     for name, share in shares.items():
-        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < math.inf:
-            raise PlanError(f"{where}: quota.shares.{name} must be a number above 0, not {share!r}")
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= _MOST_SHARE:
+            raise PlanError(
+                f"{where}: quota.shares.{name} must be a number above 0, at most {_MOST_SHARE}, not {share!r}"
+            )
     return value
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from paceline.core.errors import PlanError
 from paceline.decoder.backends.base import DIVIDED
+from paceline.decoder.options import MAX_WIDTH
 from paceline.placement.plans import Plan
 
 
@@ -26,6 +27,11 @@ def check(plan: Plan) -> None:
             raise PlanError(
                 f"{item.name} was planned with n_positions={model.shape.n_positions}, more than the "
                 f"{model.config.max_position_embeddings} it was trained on (max_position_embeddings); ask for fewer"
+            )
+        if item.role == "draft" and model.k >= MAX_WIDTH:
+            raise PlanError(
+                f"{item.name} was planned with k={model.k}, and a target verifies at most {MAX_WIDTH - 1} drafted "
+                "tokens a round; ask for fewer"
             )
         if degree > 1 and model.backend not in DIVIDED:
             raise PlanError(

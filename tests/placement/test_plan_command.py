@@ -93,6 +93,7 @@ def test_how_workers_are_looked_after_stands_in_the_file(home: Path) -> None:
         ("[1]", "care is a mapping"),
         ("{start: 0}", "care.start must be seconds"),
         ("{start: .inf}", "care.start must be seconds"),
+        ("{patience: {deadline: 1" + "0" * 400 + "}}", "care.patience.deadline must be seconds"),
         ("{retries: 1.5}", "care.retries must be a whole number"),
         ("{ahead: 1}", "care.ahead must be true or false"),
         ("{patience: 3}", "care.patience is a mapping of deadline"),
@@ -132,10 +133,14 @@ def test_care_that_is_none_is_refused_by_name(home: Path, care: str, says: str) 
         ([CHAT, quoted("{slots: 0}")], "quota.slots must be"),
         ([CHAT, quoted("{clients: true}")], "quota.clients must be"),
         ([CHAT, quoted("{shares: {chat: -1}}")], "quota.shares.chat must be"),
+        ([CHAT, quoted("{shares: {chat: 1" + "0" * 400 + "}}")], "quota.shares.chat must be"),
         ([CHAT, quoted("{shares: {chta: 2}}")], "quota.shares names 'chta'; its targets are chat"),
         ([CHAT.replace("8,", "4, replicas: 3,"), quoted("{clients: 2}, replicas: 1")], "need 3"),
         ([CHAT.replace("}", ", quota: {slots: 4}}")], "drafts for nobody"),
-        (["{name: a, config: big, tp_degree: 8, replicas: 4}"], "0 of 24"),
+        (["{name: a, config: big, tp_degree: 8, replicas: 3}", "{name: b, config: big}"], "0 of 24"),
+        (["{name: a, config: big, tp_degree: 8, replicas: 400000000}"], "want 3200000000 cores, and inf2.48xlarge"),
+        (["{name: a, path: " + "x" * 5000 + "}"], "cannot be looked for"),
+        (['{name: a, config: "a\\0b"}'], "cannot be looked for"),
     ],
 )
 def test_what_cannot_be_planned_is_said_with_exit_status_2(home: Path, entries: list[str], says: str) -> None:
@@ -157,6 +162,11 @@ def test_what_cannot_be_planned_is_said_with_exit_status_2(home: Path, entries: 
             "quantisation='int8', which no backend runs yet",
         ),
         (CHAT.replace("config: big", "path: big").replace("2048", "4097"), "more than the 4096 it was trained on"),
+        (
+            CHAT.replace("config: big", "path: big, backend: eager")
+            + "\n  - {name: d, path: big, draft_of: chat, tp_degree: 1, k: 128}",
+            "d was planned with k=128, and a target verifies at most 127",
+        ),
     ],
 )
 def test_what_can_be_planned_and_not_run_is_refused_before_anything_starts(home: Path, entry: str, says: str) -> None:
