@@ -1,7 +1,7 @@
 """Many models side by side on a simulated inf2.48xlarge: a process for each placement, holding the cores of its plan.
 
-What the models compute is no matter here (`test_ray` generates with several at once); a process is started as planned
-and takes the locks that stand for cores on a host without Neuron.
+The models are tables (`test_ray` has real ones in workers on Ray); a process is started as planned, takes the locks
+that stand for cores on a host without Neuron, and answers while all others do.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,11 @@ from paceline.placement import INSTANCES, Placement, plan
 from paceline.placement.cores import held
 from paceline.placement.models_file import Model
 from paceline.placement.ranges import CoreRange, Fragmentation, fragmentation
-from tests.placement.owners import occupy
+from tests.placement.owners import occupy, said
 from tests.placement.wishes import model
 
 MACHINE = INSTANCES["inf2.48xlarge"]
+PROMPT = [3, 1, 4, 1, 5]
 
 
 class Machine:
@@ -33,6 +35,7 @@ class Machine:
         self._context.set_forkserver_preload(["tests.placement.faulty"])  # one server for all tests; see there
         self._locks = "PACELINE_LOCKS", os.environ["PACELINE_LOCKS"]  # the server was started without it
         self.running: dict[str, tuple[Placement, int | None]] = {}
+        self._links: dict[str, Connection] = {}
         self._ends: dict[str, ExitStack] = {}
 
     def start(self, *items: Placement) -> None:
@@ -48,6 +51,7 @@ class Machine:
                 end.callback(closing)
             self._stack.push(end)
             self.running[item.label] = item, made.pid
+            self._links[item.label] = here
             links.append(here)
         said = [link.recv() for link in links]
         if any(said):
@@ -56,6 +60,7 @@ class Machine:
     def leave(self, label: str) -> CoreRange:
         """Kill one; -> the cores it had."""
         item, _ = self.running.pop(label)
+        del self._links[label]
         self._ends.pop(label).close()
         return item.cores
 
@@ -68,9 +73,14 @@ class Machine:
         return fragmentation(MACHINE, self.taken)
 
     def check(self) -> None:
-        """Every planned core is held by its own process, and no other core by anybody."""
+        """Every planned core is held by its own process, no other core by anybody, and all answer at the same time."""
         assert held() == {core: pid for item, pid in self.running.values() for core in item.cores.cores}
         assert len(held()) == sum(len(item.cores) for item, _ in self.running.values())  # nobody shares one
+        for link in self._links.values():
+            link.send(PROMPT)
+        answers = {label: link.recv() for label, link in self._links.items()}
+        assert answers == {label: said(item.cores, PROMPT) for label, (item, _) in self.running.items()}
+        assert len(set(map(tuple, answers.values()))) == len(answers)
 
 
 @pytest.fixture
