@@ -112,7 +112,9 @@ def run(engine: Engine, door: Door, statistics: Statistics) -> Iterator[Event]:
                 batch.drop(gone)
                 _release(engine.round, held, batch.active)
             events = []
-            while (slot := batch.free) is not None and (request := door.enter()) is not None:
+            for _ in range(engine.slots):  # no more: where texts end at once there is always room, and others wait
+                if (slot := batch.free) is None or (request := door.enter()) is None:
+                    break
                 held.add(slot)
                 first = engine.round.start(slot, request.prompt, batch.one(request))
                 scores = list(engine.scores.logprobs[slot]) if engine.scores else None

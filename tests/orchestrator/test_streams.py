@@ -5,13 +5,18 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
 from transformers import TextIteratorStreamer, TextStreamer
 
 from paceline import Event, NgramDrafter, SpeculativeGenerator
+from paceline.ask import Ask
+from paceline.build import Demands
 from paceline.core.errors import DecoderBusyError, SamplingError
+from paceline.loop import Line
 from paceline.result import GenerationResult
 from tests.fakes import Checked, TableDecoder, near, table
 
@@ -213,3 +218,18 @@ def test_statistics_are_those_of_the_last_call() -> None:
     for size in (9, 4):
         one.sample([PROMPTS[0]], max_new_tokens=size)
         assert one.statistics.new_tokens == size
+
+
+def test_texts_that_end_at_once_do_not_hold_up_one_that_goes_on() -> None:
+    """There is a slot for each of them at once; whoever shares the rounds would hear nothing until all are read."""
+    made = generator(2)
+    requests = [
+        replace(
+            Ask(input_ids=[PROMPTS[0]], max_new_tokens=size, eos_token_id=[]).requests(TableDecoder(TARGET))[0], index=i
+        )
+        for i, size in enumerate((60, *[1] * 8))
+    ]
+    with closing(made.serve(Line(requests), Demands())) as events:
+        order = [event.index for event in events]
+    assert [index for index in order if index] == list(range(1, 9))
+    assert order[order.index(1) : order.index(8)].count(0) >= 3
