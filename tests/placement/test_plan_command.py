@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from paceline.cli import app
 from paceline.core.errors import PlanError
-from paceline.placement import INSTANCES, Care, Patience, plan, read_care, read_models, runnable
+from paceline.placement import INSTANCES, Care, Patience, detect, plan, read_care, read_models, runnable
 from paceline.placement.detect import matching, parse
 from tests.placement.wishes import model
 
@@ -210,6 +210,26 @@ def test_neuron_ls_is_understood() -> None:
     for text in ("", "[]", "{}", '[{"nc_count": 2}]', rows(3, 2, gib, None), rows(1, 2, gib, 1)[:-1]):
         with pytest.raises(PlanError, match="--instance"):
             matching(parse(text))
+
+
+def test_without_an_instance_the_machine_is_asked(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`neuron-ls` on the path, that works, fails and is not there."""
+    rows = [{"nc_count": 2, "memory_size": 32 << 30, "neuroncore_ids": [2 * n, 2 * n + 1]} for n in range(12)]
+    tool = home / "neuron-ls"
+    monkeypatch.setenv("PATH", f"{home}:/usr/bin:/bin")
+    monkeypatch.setattr(detect, "_USUAL_PLACE", home / "nowhere")
+    call(home, CHAT, DRAFT)
+    for answer, says in ((f"echo '{json.dumps(rows)}'", ""), ("exit 3", "-j failed"), ("echo []", "are not alike")):
+        tool.write_text(f'#!/bin/sh\n[ "$1" = -j ] && {answer}\n')
+        tool.chmod(0o700)
+        done = CliRunner().invoke(app, ["plan", str(home / "models.yaml"), "--json"])
+        if not says:
+            assert json.loads(done.stdout)["instance"] == "inf2.48xlarge", done.output
+        else:
+            assert done.exit_code == 2 and says in done.stderr and "--instance" in done.stderr
+    tool.unlink()
+    done = CliRunner().invoke(app, ["plan", str(home / "models.yaml")])
+    assert done.exit_code == 2 and "no neuron-ls here" in done.stderr
 
 
 def test_a_model_that_runs_is_not_added_again() -> None:
