@@ -35,7 +35,7 @@ class _Reader:
 
     def decode(self, token_ids: list[int], **options: Any) -> str:
         try:
-            text = self._tokenizer.decode(token_ids, **options)
+            text: object = self._tokenizer.decode(token_ids, **options)
             if isinstance(text, str):
                 return text
             why = f"{text!r} is no text"

@@ -46,3 +46,13 @@ def pid_of(models: Deployment, label: str) -> int | None:
         return int(ray.get(chat.ready.remote(), timeout=30).pid)
     found: int | None = ray.get(chat.draft_pid.remote(), timeout=30)
     return found
+
+
+def ranks_of(pid: int) -> list[int]:
+    """Processes of the other ranks that a worker started."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in map(int, (task / "children").read_text().split()):
+            if b"paceline.decoder.rank_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found

@@ -21,7 +21,7 @@ from paceline.core.errors import (
     TargetLostError,
     WorkerError,
 )
-from paceline.placement import INSTANCES, Plan
+from paceline.placement import INSTANCES, Plan, environment, nodes
 from paceline.placement.actors import NAMESPACE
 from paceline.placement.care import Care
 from paceline.placement.deployment import Deployment, launch
@@ -29,7 +29,7 @@ from paceline.placement.ledger import NAME, Claim, ledger
 from paceline.placement.quota import Quota
 from paceline.placement.ranges import CoreRange
 from tests.decoder.tiny import Workshop
-from tests.placement.launched import CARE, PATIENCE, PROMPTS, SAMPLED, entry, pid_of, planned, wanted
+from tests.placement.launched import CARE, PATIENCE, PROMPTS, SAMPLED, entry, pid_of, planned, ranks_of, wanted
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -201,21 +201,34 @@ def abandoned(models: Deployment, asked: dict, ranks: list[int]) -> None:
                 os.kill(ranks[0], signal.SIGKILL)
 
 
-def ranks_of(pid: int) -> list[int]:
-    """Processes of the other ranks that a worker started."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            if b"paceline.decoder.rank_process" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(child)
-    return found
-
-
 @pytest.mark.ray
 def test_a_worker_refuses_what_was_not_planned(cluster: Cluster, pair: Plan) -> None:
     first = replace(pair.placements[0], env=(*pair.placements[0].env, ("NEURON_RT_VISIBLE_CORES", "4-5")))
     with pytest.raises(WorkerError, match="not started as planned"):
         launch(replace(pair, placements=(first,)), care=CARE)
+
+
+class Asker:
+    """An actor with cores, as a worker has them."""
+
+    def __init__(self) -> None:
+        self._node = ray.get_runtime_context().get_node_id()
+
+    def seen(self) -> tuple[list[str | None], list[str | None]]:
+        """Its own variables, and those of a task that it asks for."""
+        return variables(), ray.get(nodes._on(self._node, variables).remote(), timeout=60)
+
+
+def variables() -> list[str | None]:
+    return [os.environ.get(name) for name in (environment.CORES, "PACELINE_CORES")]
+
+
+@pytest.mark.ray
+def test_a_task_of_a_worker_does_not_inherit_its_cores(cluster: Cluster) -> None:
+    env = {environment.CORES: "4-5", "PACELINE_CORES": "4-5"}
+    worker = ray.remote(Asker).options(num_cpus=0, runtime_env={"env_vars": env}).remote()
+    assert ray.get(worker.seen.remote(), timeout=90) == (["4-5"] * 2, [""] * 2)
+    ray.kill(worker)
 
 
 @pytest.mark.ray
