@@ -14,7 +14,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from paceline.core.errors import PromptError, RankError, TargetLostError
+from paceline.core.errors import CheckpointError, PromptError, RankError, TargetLostError
+from paceline.placement.roles import Piece
 from paceline.serving.answers import Failed, Opening, TextPiece
 from paceline.serving.asks import read
 from paceline.serving.ingress import Ingress, Seat
@@ -22,7 +23,11 @@ from paceline.serving.replica import Item, Replica
 
 BODY = {"model": "m", "prompt": "x"}
 LOST: list[Exception] = [ActorDiedError(), RankError("rank 1 is gone"), TargetLostError("m was lost")]
-FOUND = [(error, 503) for error in LOST] + [(PromptError("too long"), 400), (TypeError("no text"), 500)]
+FOUND = [(error, 503) for error in LOST] + [
+    (PromptError("too long"), 400),
+    (TypeError("no text"), 500),
+    (CheckpointError("its tokenizer fails"), 500),
+]
 
 
 class Handle:
@@ -118,3 +123,35 @@ def test_a_replica_sends_failures_in_place_of_raising(error: Exception, status: 
 
     (failed,) = asyncio.run(items())
     assert isinstance(failed, Failed) and failed.status == status
+
+
+class Wordless(Parts):
+    """A tokenizer without text for what its target says, and the stream of that target."""
+
+    def __init__(self) -> None:
+        super().__init__(KeyError(7), text=False)
+        self.closed = 0
+
+    def decode(self, *_: object, **__: object) -> str:
+        raise self._error
+
+    def stream(self, *_: object, **__: object) -> Wordless:
+        return self
+
+    def __next__(self) -> Piece:
+        return Piece(0, (7,), 0, None)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_a_tokenizer_that_fails_at_an_answer_fails_that_request_and_frees_the_target() -> None:
+    parts = Wordless()
+    replica = Bare(parts)
+
+    async def items() -> list[Item]:
+        return [item async for item in replica.stream("m", read("completion", BODY))]
+
+    opening, failed = asyncio.run(items())
+    assert opening == Opening(1) and isinstance(failed, Failed) and failed.status == 500
+    assert "KeyError" in failed.message and parts.closed == 1
