@@ -33,7 +33,7 @@ def eagle(target: SamplingDecoder, folder: Path, *, version: int, growth: Callab
 
 
 SMALL: dict[str, Callable[[SamplingDecoder, Path], SpeculativeGenerator]] = {
-    "medusa": partial(medusa, tree=[[0]]),
+    "medusa": partial(medusa, tree=[[0], [1]]),
     "eagle 1": partial(eagle, version=1, growth=lambda: Chain(1)),
 }
 """Those whose graphs are short."""

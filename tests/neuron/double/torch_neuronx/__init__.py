@@ -36,6 +36,7 @@ class Runtime:
     rounding: str | None = field(default_factory=lambda: os.environ.get("NEURON_RT_STOCHASTIC_ROUNDING_EN"))
     locks: list[int] = field(default_factory=list)
     calls: list[tuple[str, int, int]] = field(default_factory=list)  # graph, bytes in, bytes out
+    fetched: list[tuple[str, int]] = field(default_factory=list)  # states that were read by the host: name, bytes
     compiled: list[str] = field(default_factory=list)  # flags of each compilation
 
     def reserve(self, degree: int) -> None:
