@@ -90,7 +90,7 @@ def look(_module: Step, x: Tensor) -> Tensor:
         (grow, "changes its shape or type"),
         (widen, "changes its shape or type"),
         (train, "only registered buffers can be states"),
-        (look, "tracing tensor|data-dependent"),
+        (look, r"tracing tensor|data-dependent"),
     ],
 )
 def test_what_a_step_may_not_do(sdk: Any, function: Any, words: str) -> None:
@@ -169,7 +169,7 @@ def test_shapes_and_types_are_frozen_and_a_state_stays(maker: Maker) -> None:
     assert [model(torch.ones(2))[0].tolist() for _ in range(2)] == [[2.0, 2.0], [3.0, 3.0]]
     with pytest.raises(KeyError):
         model(torch.ones(3))
-    with pytest.raises(RuntimeError, match="must be a CPU tensor of torch.float32"):
+    with pytest.raises(RuntimeError, match=r"must be a CPU tensor of torch\.float32"):
         model(torch.ones(2, dtype=torch.int32))
     with pytest.raises(KeyError, match="another shape"):
         model.write_to_neuron_buffer(torch.ones(3), "state", 0)
@@ -205,16 +205,26 @@ def test_every_weight_must_be_there_as_it_was_traced(maker: Maker) -> None:
         maker.model.to_neuron()
 
 
+def test_weights_lie_as_the_graph_was_compiled_for(sdk: Any, tmp_path: Path) -> None:
+    functions = sdk("neuronx_distributed.trace.functions")
+    traced = functions.trace(Step(count), kwargs={"x": torch.ones(2)})
+    with pytest.raises(RuntimeError, match="no weights of a are marked"):
+        functions.compile_wlo(traced.hlo, traced.metaneff, str(tmp_path), FLAGS, "a")
+    traced.hlo.laid = {"weight"}  # as a priority model would have it
+    maker = Maker(sdk, tmp_path)
+    maker.model.add("a", traced, functions.compile(traced.hlo, traced.metaneff, str(tmp_path), FLAGS, "a"))
+    with pytest.raises(RuntimeError, match="lies otherwise"):
+        maker.ready()
+
+
 @pytest.mark.parametrize("cores", ["3,5,6", "5,4", "7-4"])
 def test_cores_lie_side_by_side(sdk: Any, cores: str) -> None:
-    with pytest.raises((RuntimeError, IndexError), match="not contiguous|range"):
+    with pytest.raises((RuntimeError, IndexError), match=r"not contiguous|range"):
         sdk("torch_neuronx", cores=cores)
 
 
 @pytest.mark.parametrize(("target", "good", "bad"), [("inf2", 4, 16), ("trn1", 8, 4), ("trn2", 16, 24)])
-def test_degrees_are_those_of_the_chip_and_of_what_the_process_sees(
-    sdk: Any, target: str, good: int, bad: int
-) -> None:
+def test_degrees_are_those_of_the_chip_and_of_what_the_process_sees(sdk: Any, target: str, good: int, bad: int) -> None:
     runtime = sdk("torch_neuronx", cores="0-31", target=target).RUNTIME
     with pytest.raises(RuntimeError, match="Unsupported topology"):
         runtime.reserve(bad)
