@@ -191,7 +191,7 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
             short = source if depth in (0, source.outline.depth) else _shortened(source, depth)
             seen = outline if one_width or short is source else Outline.chain(depth)
             verifier = CompiledVerifier(target, seen, acceptor=plan.rule, wide=wide, reads=source.reads, width=width)
-            return _round(short, verifier, fused=plan.fused)
+            return _round(short, verifier, fused=plan.fused, rests=depth == 0)
 
         steps = at(source.outline.depth)
         if plan.pace is not None and source.outline.nodes:
@@ -216,7 +216,7 @@ def _shortened(source: Drafter, depth: int) -> Drafter:
     return source.shortened(depth)
 
 
-def _round(source: Drafter, verifier: CompiledVerifier, *, fused: bool | None) -> TwoStep | Fused:
+def _round(source: Drafter, verifier: CompiledVerifier, *, fused: bool | None, rests: bool) -> TwoStep | Fused:
     chains = source.outline.is_chain and verifier.outline.is_chain
     if isinstance(source, GraphDrafter) and _apart(source.state, verifier.decoder):
         if fused:
@@ -225,7 +225,7 @@ def _round(source: Drafter, verifier: CompiledVerifier, *, fused: bool | None) -
             )
         return TwoStep(source, verifier)
     if isinstance(source, GraphDrafter) and fused is not False and (chains or source.outline == verifier.outline):
-        return Fused(source, verifier)
+        return Fused(source, verifier, alone=rests or source.reads is None or not verifier.decoder.backend.keeps)
     if fused:
         raise ConfigurationError(f"{type(source).__name__} cannot share a graph with the target; leave fused unset")
     return TwoStep(source, verifier)

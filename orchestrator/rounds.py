@@ -66,18 +66,21 @@ class Fused(Timed):
     """Draft and verify in one graph: one call a round, and only ids and counts come back.
 
     ``verify_seconds`` counts the whole call; ``draft_seconds`` what the drafter still does outside of it.
+    ``alone``: where no slot can accept anything, the verifier runs by itself. Not so where features stay on a device:
+    it would bring them to the host, from a graph of its own.
     """
 
-    def __init__(self, drafter: GraphDrafter, verifier: FusedVerifier) -> None:
+    def __init__(self, drafter: GraphDrafter, verifier: FusedVerifier, *, alone: bool = True) -> None:
         super().__init__(drafter, verifier)
-        self.drafter, self.verifier = drafter, verifier
+        self.drafter, self.verifier, self._alone = drafter, verifier, alone
 
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """One round."""
         begin = perf_counter()
         self.drafter.observe(commit)
         limits = bounds.limit.tolist()
-        if not any(limits):
+        beyond = self.drafter.reach is not None and bounds.rows > self.drafter.reach
+        if not any(limits) and (self._alone or beyond):
             committed = self.verifier(commit, None, sampling, bounds)
             self.drafted = [0] * len(limits)
             self.verify_seconds += perf_counter() - begin

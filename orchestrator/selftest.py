@@ -17,6 +17,7 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
+from paceline import doctor
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core import noise
 from paceline.decoder.backends.base import Graph, make
@@ -64,10 +65,10 @@ def run(backend: str) -> Iterator[Check]:
 
 
 def report(backend: str, checks: list[Check]) -> str:
-    """What to send back."""
+    """What to send back: the checks, then the machine they ran on, as `paceline doctor` sees it."""
     head = f"backend {backend}, torch {torch.__version__}, {platform.platform()}"
     rows = [f"{'ok  ' if c.passed else 'FAIL'} {c.name} ({c.seconds:.1f} s): {c.seen}" for c in checks]
-    return "\n".join([head, *rows])
+    return "\n".join([head, *rows, *(f"- {line.subject}: {line.text}" for line in doctor.examine())])
 
 
 def save_models(target: Path, draft: Path) -> None:

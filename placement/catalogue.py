@@ -27,7 +27,7 @@ class Instance:
     vcpus             of the host; host_memory in bytes
     degrees           tensor-parallel degrees, ascending; each divides the next, so that aligned runs nest
     links             how the devices are connected: "ring", "torus" or "none"
-    sdk               release line of the Neuron SDK that serves this family; "" = no Neuron hardware
+    sdk               last line of the Neuron SDK whose ModelBuilder drives this family; "" = no Neuron hardware
     logical           physical cores in a logical one (NEURON_LOGICAL_NC_CONFIG); 0 = the family does not know it
     """
 
@@ -66,7 +66,7 @@ def _trn1(name: str, devices: int, vcpus: int, *, host: int, degrees: tuple[int,
 
 
 def _trn2(name: str, devices: int, vcpus: int, *, host: int, degrees: tuple[int, ...]) -> Instance:
-    return Instance(name, devices, 4, 24 * GIB, 725 * 10**9, vcpus, host * GIB, degrees, "torus", "2.32", 2)
+    return Instance(name, devices, 4, 24 * GIB, 725 * 10**9, vcpus, host * GIB, degrees, "torus", "2.31", 2)
 
 
 _ALL = (

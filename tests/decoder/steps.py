@@ -31,7 +31,10 @@ from tests.eagle.heads import config as eagle_config
 from tests.eagle.heads import random_head
 
 SLOTS, NODES, WIDTH = 4, 2, 3
-FEATURES = {"fused medusa": 32, "fused eagle 1": 32, "fused eagle 1, static tree": 32, "fused eagle 3": 3 * 32}
+FEATURES = {
+    "fused medusa": 32, "fused eagle 1": 32, "fused eagle 1, static tree": 32, "fused eagle 2": 32,
+    "fused eagle 3": 3 * 32, "fused eagle 3, chain": 3 * 32, "fused eagle 3, static tree": 3 * 32,
+}  # fmt: skip
 """How wide the states are that a commit carries for a drafter."""
 TREE = (-1, -1, 0, 0, 1)
 DYNAMIC = Outline(4, 2, dynamic=True)
@@ -99,7 +102,10 @@ STEPS: dict[str, Callable[[Body, int], nn.Module]] = {
     "eagle 3 reads": lambda body, reach: ReadStep(eagle_head(body, 3), reach),
     "fused eagle 1": partial(eagle, version=1, growth=Chain(NODES)),
     "fused eagle 1, static tree": partial(eagle, version=1, growth=StaticTree((-1, -1, 0))),
+    "fused eagle 2": partial(eagle, version=1, growth=DynamicTree(5, depth=2, width=2)),
     "fused eagle 3": partial(eagle, version=3, growth=DynamicTree(5, depth=2, width=2)),
+    "fused eagle 3, chain": partial(eagle, version=3, growth=Chain(NODES)),
+    "fused eagle 3, static tree": partial(eagle, version=3, growth=StaticTree((-1, -1, 0))),
 }
 
 

@@ -112,6 +112,39 @@ def test_every_row_number_is_in_range_at_the_ends_of_a_cache(made: Made, row: in
     assert seen.checked >= 8
 
 
+@pytest.mark.parametrize(("name", "rows"), [("prefill", [0, 64 - 16]), ("window, tree", [0, 64 - 3, 63, 64, 127, 140])])
+def test_rows_are_in_range_at_the_ends_of_a_smaller_bucket_too(body: Body, name: str, rows: list[int]) -> None:
+    """A chunk of a prompt never crosses a border; a slot without a request may name any row."""
+    step = STEPS[name](body, 64)
+    lowered = lower(name, step, inputs(name, 1))
+    for row in rows:
+        seen = Indices(lowered.graph)
+        seen.run(*(copies(step, lowered)[n] for n in lowered.state), *inputs(name, 7, row=row))
+        assert seen.checked >= 6
+
+
+@pytest.mark.parametrize("at", [-1, 2])
+@pytest.mark.parametrize("operation", ["index_select", "embedding", "index_put"])
+def test_an_index_out_of_range_is_found(operation: str, at: int) -> None:
+    """A graph that takes its row from its input, one before the first row and one behind the last."""
+
+    def chosen(module: nn.Module, x: Tensor) -> Tensor:
+        state, row = module.get_buffer("state"), x[0, :1].to(torch.int32)
+        if operation == "index_select":
+            return state.index_select(0, row)
+        if operation == "embedding":
+            return nn.functional.embedding(row, state)
+        state.index_put_((row,), x[:1])
+        return x + 1
+
+    step = Broken(chosen)
+    lowered = lower("broken", step, (torch.zeros(2, 4),))
+    state = [copies(step, lowered)[n] for n in lowered.state]
+    Indices(lowered.graph).run(*state, torch.ones(2, 4))
+    with pytest.raises(AssertionError, match=operation):
+        Indices(lowered.graph).run(*state, torch.full((2, 4), float(at)))
+
+
 class Indices(fx.Interpreter):
     """Runs a graph and looks at every index before it is used."""
 

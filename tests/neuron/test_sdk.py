@@ -10,7 +10,8 @@ import pytest
 
 from paceline.core.errors import BackendError, ConfigurationError
 from paceline.decoder.backends import neuron, neuron_sdk
-from paceline.decoder.backends.neuron_sdk import Chip, Sdk
+from paceline.decoder.backends.neuron_sdk import CAPABILITIES, Chip, Sdk
+from paceline.placement.catalogue import INSTANCES
 from tests.neuron.conftest import SDK
 
 
@@ -46,7 +47,17 @@ def test_without_the_sdk_the_message_says_how_to_get_it(install: Any) -> None:
     assert "torch_neuronx" not in sys.modules
 
 
-@pytest.mark.parametrize("placeholder", [{"torch-neuronx": "0.0.1"}, {"neuronx-cc": "1"}])
+@pytest.mark.parametrize(
+    "placeholder",
+    # The first three are what the public index has (looked up in November 2026).
+    [
+        {"torch-neuronx": "1.0"},
+        {"neuronx-cc": "1.0.post1"},
+        {"neuronx-distributed": "0.1"},
+        {"torch-neuronx": "0.0.1"},
+        {"neuronx-cc": "1"},
+    ],
+)
 def test_placeholders_of_the_public_index_are_recognised(install: Any, placeholder: dict[str, str]) -> None:
     install({**SDK, **placeholder})
     with pytest.raises(BackendError, match="placeholder without any code; uninstall it"):
@@ -104,6 +115,16 @@ def test_flags() -> None:
     assert "-O1" in old.flags(prompt=True) and "-O2" in old.flags(prompt=False)
     assert "--lnc" not in old.flags(prompt=True) and "--lnc=2" in new.flags(prompt=True)
     assert "--auto-cast=none" in old.flags(prompt=False)
+
+
+def test_the_planner_names_lines_and_degrees_that_the_backend_takes() -> None:
+    for name, machine in INSTANCES.items():
+        if not machine.sdk:
+            continue
+        able = CAPABILITIES[Chip(name[:4])]
+        assert machine.sdk == f"2.{able.last}", f"{name} is planned for a line that backend 'neuron' refuses"
+        assert set(machine.degrees) <= set(able.degrees)
+        assert not machine.logical or machine.logical == able.logical[0]
 
 
 def test_degrees() -> None:

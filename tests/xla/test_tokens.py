@@ -73,6 +73,27 @@ def test_trees_of_any_drafter(workshop: Workshop) -> None:
     assert made[1:] == made[:-1]
 
 
+@pytest.mark.parametrize("fused", [None, False])
+def test_a_depth_chosen_anew_every_round(workshop: Workshop, fused: bool | None) -> None:
+    """Which rungs are taken is a matter of time, and changes no token; each is tried at first."""
+    ladder, law = (0, 1, 3), LAWS["sampled"]
+    wanted = tokens(workshop.pair(slots=SLOTS)[1], **law)
+    generator = SpeculativeGenerator(*workshop.pair(backend="xla", slots=SLOTS), k=ladder, fused=fused)
+    assert tokens(generator, **law) == wanted
+    assert set(generator.statistics.rungs) == set(ladder)
+
+
+def test_typical_acceptance_gives_what_it_gives_in_eager(workshop: Workshop, tmp_path: Path) -> None:
+    """It is lossy, so that the tokens are not those of plain decoding, but they are the same on both."""
+    seen = []
+    for backend in ("eager", "xla"):
+        own = HEADED["medusa"](workshop.decoder(backend=backend, slots=SLOTS), tmp_path / backend)
+        generator = SpeculativeGenerator(own.drafter, own.target, acceptor="typical")
+        done = generator.sample(PROMPTS, max_new_tokens=24, return_dict=True, do_sample=True, seed=3, temperature=0.9)
+        seen.append((done.sequences.tolist(), done.statistics.accepted_per_position))
+    assert seen[0] == seen[1]
+
+
 def test_several_plain_steps_in_one_graph(workshop: Workshop) -> None:
     for law in LAWS.values():
         wanted = tokens(workshop.pair(slots=SLOTS)[1], **law)

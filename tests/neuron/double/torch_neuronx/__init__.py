@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 __version__ = "2.9.0.2.12.0"
-LEGAL_DEGREES = (1, 2, 4, 8, 24)
+LEGAL_DEGREES = {"inf2": (1, 2, 4, 8, 24), "trn1": (1, 2, 8, 16, 32), "trn2": (1, 2, 4, 8, 16, 32, 64)}
+"""Of each chip, from the feature guide of NxD Inference."""
 
 
 def visible_cores(text: str) -> list[int]:
@@ -30,15 +31,17 @@ class Runtime:
     """What one process has."""
 
     cores: list[int] = field(default_factory=lambda: visible_cores(os.environ.get("NEURON_RT_VISIBLE_CORES", "0-23")))
+    chip: str = field(default_factory=lambda: os.environ.get("NEURON_PLATFORM_TARGET_OVERRIDE", "inf2"))
     timeout: str | None = field(default_factory=lambda: os.environ.get("NEURON_RT_EXEC_TIMEOUT"))
     rounding: str | None = field(default_factory=lambda: os.environ.get("NEURON_RT_STOCHASTIC_ROUNDING_EN"))
     locks: list[int] = field(default_factory=list)
     calls: list[tuple[str, int, int]] = field(default_factory=list)  # graph, bytes in, bytes out
+    fetched: list[tuple[str, int]] = field(default_factory=list)  # states that were read by the host: name, bytes
     compiled: list[str] = field(default_factory=list)  # flags of each compilation
 
     def reserve(self, degree: int) -> None:
         """Take the process's cores 0 to degree - 1, as long as the process lives."""
-        if degree not in LEGAL_DEGREES:
+        if degree not in LEGAL_DEGREES[self.chip]:
             raise RuntimeError(f"nrt_load_collectives Unsupported topology: {degree}")
         if degree > len(self.cores):
             raise RuntimeError("Could not open the nd1")

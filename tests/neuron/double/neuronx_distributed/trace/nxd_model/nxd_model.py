@@ -75,7 +75,9 @@ class NxDModel(torch.nn.Module):
 
     def read_from_neuron_buffer(self, buffer_key, rank):
         assert self.loaded_on_neuron, "Model must be loaded on neuron before calling these methods"
-        return self.states[rank][buffer_key].clone()
+        found = self.states[rank][buffer_key].clone()
+        torch_neuronx.RUNTIME.fetched.append((buffer_key, found.numel() * found.element_size()))
+        return found
 
     def write_to_neuron_buffer(self, tensor, buffer_key, rank):
         assert self.loaded_on_neuron, "Model must be loaded on neuron before calling these methods"
