@@ -27,12 +27,15 @@ from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.vocabulary import Vocabulary
 from paceline.loop import Engine, TimedRound
 from paceline.pace import Pace
-from paceline.rounds import Fused, MultiStep, TwoStep
+from paceline.rounds import Fused, MultiStep, Resting, TwoStep
 from paceline.target.host import HostVerifier, Processor
 from paceline.target.plain import PlainDecoder
 from paceline.target.verifier import Acceptor, CompiledVerifier
 
 log = logging.getLogger("paceline")
+
+_RESTING = 5
+"""Plain steps in one graph during a rest. More save little, and those behind the end of a text are for nothing."""
 
 ACCEPTORS: dict[str, Callable[[], Acceptor]] = {"match": Match, "reject": Reject, "typical": Typical}
 DRAFTERS: dict[str, Callable[[int], Drafter]] = {
@@ -196,7 +199,10 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
         steps = at(source.outline.depth)
         if plan.pace is not None and source.outline.nodes:
             _check_ladder(plan.pace.ladder, source)
-            steps = Adaptive({depth: at(depth) for depth in plan.pace.ladder}, plan.pace)
+            rest = None
+            if not wide and source.reads is None and isinstance(plan.rule, Match):
+                rest = Resting(source, PlainDecoder(target, min(_RESTING, width), width=width))
+            steps = Adaptive({depth: at(depth) for depth in plan.pace.ladder}, plan.pace, rest=rest)
     return Engine(steps, target.batch_size, source.outline.depth, width, source.reach, target.reaches, scores, host)
 
 

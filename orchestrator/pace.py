@@ -96,13 +96,15 @@ class Pace:
         """What a round at a rung did: for every slot, how many drafts were asked for and how many stood; and its time.
 
         A draft that was asked for and not made, by a drafter in doubt or without a match, is one that did not stand.
-        ``seconds`` is None if they say nothing of what the rung takes.
+        ``seconds`` is None if they say nothing of what the rung takes. At rung 0 ``accepted`` counts plain steps
+        besides the first, where a round takes several: each of them is a round to the cost model.
         """
+        steps = 1 + max(accepted) if rung == 0 else 1
         self._runs[rung] += 1
         if self._runs[rung] > 1 and seconds is not None:
-            self._times[rung] = [*self._times[rung][-(KEPT_TIMES - 1) :], seconds]
+            self._times[rung] = [*self._times[rung][-(KEPT_TIMES - 1) :], seconds / steps]
         if rung == 0:
-            self._idle += 1
+            self._idle += steps
         elif self._rung:
             self._idle, self._rest = 0, PROBE_AFTER[0]
         elif 2 * sum(accepted) < sum(asked):

@@ -123,6 +123,19 @@ class MultiStep:
         return made
 
 
+class Resting(MultiStep):
+    """The same beside a drafter that is not asked: it is told of every commit, so that it has no gap when it is."""
+
+    def __init__(self, drafter: Drafter, target: PlainTarget) -> None:
+        super().__init__(target)
+        self._drafter = drafter
+
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+        """One round."""
+        self._drafter.observe(commit)
+        return super().__call__(commit, sampling, bounds)
+
+
 def reached(proposal: Proposal, limits: list[int]) -> list[int]:
     """How deep a proposal goes in every slot without a gap and within the limits."""
     parents = proposal.parents

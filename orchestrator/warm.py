@@ -35,8 +35,7 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
             if seen is not None:
                 commit = replace(commit, features=seen.new_zeros(engine.slots, engine.width, seen.shape[-1]))
             engine.round.release(0)
-        rounds = engine.round.rungs.values() if isinstance(engine.round, Adaptive) else [engine.round]
-        for one in rounds:
+        for one in engine.round if isinstance(engine.round, Adaptive) else [engine.round]:
             for rows in _lengths(target):
                 _run(one, commit, sampling=batch.sampling, rows=rows, depth=engine.depth)
 

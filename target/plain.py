@@ -15,17 +15,17 @@ from paceline.target.verifier import root_of
 
 
 class PlainStep(nn.Module):
-    """``steps`` target passes over one token each, unrolled."""
+    """``steps`` target passes over one token each, unrolled; ``width``, no less, is that of a commit."""
 
-    def __init__(self, body: Body, reach: int, *, steps: int) -> None:
+    def __init__(self, body: Body, reach: int, *, steps: int, width: int) -> None:
         super().__init__()
-        self.body, self._reach, self._steps = body, reach, steps
+        self.body, self._reach, self._steps, self._unused = body, reach, steps, width - steps
 
     def forward(
         self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The fields of a Commit; limit [B] int32, tokens wanted besides the first; knobs [B, 4], keys [B, 2]
-        -> tokens and count of the next Commit, ``steps`` wide.
+        -> tokens and count of the next Commit.
         """
         sampling = SamplingBatch(*rest)
         token, row = root_of(tokens, count, start)
@@ -37,14 +37,18 @@ class PlainStep(nn.Module):
             made.append(self.body.choose(hidden, position, sampling))
         place = torch.arange(self._steps, dtype=torch.int32, device=tokens.device)
         wanted = (limit + 1).clamp(max=self._steps)
-        return torch.where(place < wanted.unsqueeze(1), torch.cat(made, 1), PAD), wanted
+        kept = torch.where(place < wanted.unsqueeze(1), torch.cat(made, 1), PAD)
+        return nn.functional.pad(kept, (0, self._unused), value=PAD) if self._unused else kept, wanted
 
 
 class PlainDecoder:
-    """Runs `PlainStep`. Like a verifier to which nothing is ever proposed, but for how much it commits."""
+    """Runs `PlainStep`. Like a verifier to which nothing is ever proposed, but for how much it commits.
 
-    def __init__(self, decoder: CompiledDecoder, steps: int) -> None:
-        self.decoder, self.steps = decoder, steps
+    ``width``: tokens a commit has room for, where it takes turns with verifiers.
+    """
+
+    def __init__(self, decoder: CompiledDecoder, steps: int, *, width: int | None = None) -> None:
+        self.decoder, self.steps, self._width = decoder, steps, steps if width is None else width
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
         """Read a prompt and pick the first token."""
@@ -55,7 +59,7 @@ class PlainDecoder:
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Up to ``bounds.limit + 1`` tokens in every slot."""
         inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
-        make = partial(PlainStep, steps=self.steps)
-        name = f"plain[{self.steps},from {commit.tokens.shape[1]}]"
+        make = partial(PlainStep, steps=self.steps, width=self._width)
+        name = f"plain[{self.steps},from {commit.tokens.shape[1]} to {self._width}]"
         tokens, count = self.decoder.graph(name, make, inputs, reach=self.decoder.reach(bounds.rows))(*inputs)
         return Commit(tokens, count, commit.start + commit.count)

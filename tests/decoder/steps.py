@@ -96,7 +96,7 @@ STEPS: dict[str, Callable[[Body, int], nn.Module]] = {
     "draft, drawn": partial(draft, drawn=True),
     "draft, some known": some_known,
     "fused": fused,
-    "plain": partial(PlainStep, steps=3),
+    "plain": partial(PlainStep, steps=3, width=3),
     "fused medusa": medusa,
     "fused medusa, kept": partial(medusa, carry=True),
     "eagle 3 reads": lambda body, reach: ReadStep(eagle_head(body, 3), reach),

@@ -62,14 +62,16 @@ def test_no_window_crosses_the_border_of_a_bucket(
 
 
 @pytest.mark.parametrize("fused", [None, False])
-@pytest.mark.parametrize("k", [3, (0, 1, 3)])
-def test_compile_makes_the_graphs_of_every_bucket(workshop: Workshop, k: int | tuple[int, ...], fused: bool) -> None:
+@pytest.mark.parametrize(("k", "exact"), [(3, True), ((0, 1, 3), True), ((0, 1, 3), False)])
+def test_compile_makes_the_graphs_of_every_bucket(
+    workshop: Workshop, k: int | tuple[int, ...], exact: bool, fused: bool
+) -> None:
     """A prompt of each length, and texts up to the last position, at any temperature: no graph is made any more."""
     draft, target = (
         loaded(workshop.checkpoint(role), n_positions=[16, 32, 64], context_length_estimate=[4, 8])
         for role in ("draft", "target")
     )
-    generator = SpeculativeGenerator(draft, target, k=k, fused=fused)
+    generator = SpeculativeGenerator(draft, target, k=k, exact=exact, fused=fused)
     generator.compile()
     made = [dict(decoder._steps) for decoder in (draft, target)]
     for length in (1, 5, 9, 14, 15, 30, 40, 63):

@@ -164,16 +164,20 @@ class Random(Checked):
 
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4}])
-@pytest.mark.parametrize("acceptor", ["match", "reject"])
-def test_rungs_at_random_leave_no_gap_and_change_no_token(acceptor: str, heat: dict, fused: bool | None) -> None:
+@pytest.mark.parametrize(("acceptor", "exact"), [("match", True), ("match", False), ("reject", True)])
+def test_rungs_at_random_leave_no_gap_and_change_no_token(
+    acceptor: str, exact: bool, heat: dict, fused: bool | None
+) -> None:
+    """Not exact: depth 0 takes several plain steps in one graph."""
     own = {"slots": 2, "reaches": (32, 64)}
     plain = TableDecoder(TARGET, **own).sample(PROMPTS, max_new_tokens=40, **heat)
-    maker = Random(TableDecoder(DRAFT, **own), TableDecoder(TARGET, **own), k=LADDER, acceptor=acceptor, fused=fused)
+    how = {"k": LADDER, "acceptor": acceptor, "exact": exact, "fused": fused}
+    maker = Random(TableDecoder(DRAFT, **own), TableDecoder(TARGET, **own), **how)
     made = maker.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
     if acceptor == "match" or not heat:
         assert torch.equal(made.sequences, plain)
     assert set(made.statistics.rungs) == set(LADDER)
-    itself = Random(TableDecoder(TARGET, **own), TableDecoder(TARGET, **own), k=LADDER, acceptor=acceptor, fused=fused)
+    itself = Random(TableDecoder(TARGET, **own), TableDecoder(TARGET, **own), **how)
     done = itself.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
     assert done.statistics.accepted == done.statistics.drafted > 0
 
@@ -199,6 +203,40 @@ def test_several_plain_steps_in_one_graph_are_plain_decoding(k: int, heat: dict)
     assert (done.drafted, done.accepted, done.tau) == (0, 0, 1.0)
     assert done.rounds >= done.new_tokens - len(PROMPTS)  # steps; some ran past an end
     assert max(len(event.tokens) for event in maker.stream(PROMPTS, max_new_tokens=45)) == k + 1
+
+
+class Rests(Pace):
+    """Never drafts."""
+
+    def choose(self, deepest: int) -> int:
+        return 0
+
+
+def test_a_rest_takes_several_plain_steps_at_once_unless_a_text_has_no_room_for_them() -> None:
+    own = {"slots": 2, "reaches": (32, 64)}
+    plain = TableDecoder(TARGET, **own).sample(PROMPTS, max_new_tokens=41)
+
+    class Resting(Checked):
+        def _engine(self, demands: Demands) -> Engine:
+            self._plan = replace(self._plan, pace=Rests(LADDER))
+            return super()._engine(demands)
+
+    maker = Resting(TableDecoder(DRAFT, **own), TableDecoder(TARGET, **own), k=LADDER, exact=False)
+    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=41), plain)
+    done = maker.statistics
+    assert (done.drafted, done.tau) == (0, 1.0) and len(done.rungs) < 41
+    events = list(maker.stream(PROMPTS, max_new_tokens=41))
+    assert max(len(event.tokens) for event in events) == 5
+    # Who does without drafts has no limit to tell how much is wanted: one token a round, for all.
+    events = list(maker.stream(PROMPTS[:2], max_new_tokens=41, speculate=[True, False]))
+    assert max(len(event.tokens) for event in events) == 1
+
+
+def test_each_of_several_plain_steps_is_a_round_to_the_pace() -> None:
+    pace = Pace((0, 1))
+    for _ in range(2):
+        pace.record(0, asked=[0, 0], accepted=[4, 0], seconds=5.0)
+    assert pace.rate(0) == 1.0 and pace._idle == 10
 
 
 def test_a_request_may_do_without_drafts() -> None:
