@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
-from paceline import AutoDecoder, Chain, DynamicTree, EagleDrafter, SpeculativeGenerator
+from paceline import Chain, DynamicTree, EagleDrafter, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.eagle.growth import Growth
+from tests import shipped
 from tests.equality.laws import Law, plain, run, texts
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "pycode"
-HEAD = FOLDER / "eagle3"
+HEAD = shipped.FOLDER / "eagle3"
 
 
 @pytest.fixture(scope="module")
 def target(compile_cache: None) -> SamplingDecoder:
-    return AutoDecoder.from_pretrained(
-        FOLDER / "target", n_positions=128, context_length_estimate=64, amp="f32", backend="eager"
-    )
+    return shipped.target()
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
-    lines = (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [tokenizer(json.loads(line)["prompt"]).input_ids[:48] for line in lines[3:4]]
+    return shipped.prompts(slice(3, 4))
 
 
 @pytest.mark.parametrize(

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from transformers import AutoTokenizer
 
-from paceline import AutoDecoder, MedusaDrafter, SpeculativeGenerator
+from paceline import MedusaDrafter, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.medusa.choices import Choices
+from tests import shipped
 from tests.equality.laws import plain, run, texts
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "pycode"
-HEADS = FOLDER / "medusa"
+HEADS = shipped.FOLDER / "medusa"
 
 
 @pytest.fixture(scope="module")
 def target(compile_cache: None) -> SamplingDecoder:
-    return AutoDecoder.from_pretrained(
-        FOLDER / "target", n_positions=128, context_length_estimate=64, amp="f32", backend="eager"
-    )
+    return shipped.target()
 
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER / "target")
-    lines = (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    return [tokenizer(json.loads(line)["prompt"]).input_ids[:48] for line in lines[3:5]]
+    return shipped.prompts(slice(3, 5))
 
 
 def test_every_tree_fits_and_has_the_nodes_that_its_name_says() -> None:
