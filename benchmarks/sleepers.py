@@ -28,6 +28,19 @@ def right(position: int, alpha: float) -> bool:
     return random.Random(position).random() < alpha
 
 
+def known(position: int, alpha: float, beta: float) -> int:
+    """The drafter's second choice: what the first was not, with probability beta where that was wrong."""
+    if right(position, alpha) or random.Random(f"second {position}").random() >= beta:
+        return (truth(position) + 2) % V
+    return truth(position)
+
+
+def near(position: int, alpha: float) -> bool:
+    """Whether its two choices score alike: so it is with 4 of 5 errors, and of those places it knows 13 in 20."""
+    share = 0.8 if not right(position, alpha) else 0.8 * (1 - alpha) / alpha * 13 / 7
+    return random.Random(f"near {position}").random() < share
+
+
 def until(end: float) -> None:
     """Sleep. What a sleeper does itself is part of its time, as it is with a model, wherever it runs."""
     time.sleep(max(0.0, end - time.perf_counter()))
@@ -57,6 +70,27 @@ class SleepingDrafter:
         return made
 
 
+class SleepingReviews:
+    """Its second choices, after as long as it takes for a token."""
+
+    def __init__(self, seconds: float, alpha: float, beta: float) -> None:
+        self._seconds, self._alpha, self._beta = seconds, alpha, beta
+
+    def reread(self, commit: Commit, rows: int) -> None:
+        until(time.perf_counter() + self._seconds)
+
+    def seconds(
+        self, commit: Commit, drafts: Tensor, sampling: SamplingBatch, *, rows: int
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        end = time.perf_counter() + self._seconds
+        first, nodes = int(commit.start[0] + commit.count[0]), drafts.shape[1]
+        places = range(first, first + nodes)
+        row = [known(p, self._alpha, self._beta) for p in places]
+        gaps = [0.1 if near(p, self._alpha) else 2.5 for p in places]
+        until(end)
+        return [row], [gaps]
+
+
 class SleepingVerifier:
     """Accepts what is the text, after a while."""
 
@@ -84,10 +118,12 @@ class SleepingVerifier:
 
 def sleeper(settings: Mapping[str, object]) -> Unpooled:
     """The maker of the drafter's process."""
-    seconds, alpha, ahead = float(str(settings["seconds"])), float(str(settings["alpha"])), bool(settings["ahead"])
+    seconds, alpha = (float(str(settings[name])) for name in ("seconds", "alpha"))
+    ahead, beta = bool(settings["ahead"]), settings["beta"]
 
     def make(_: Hello) -> Drafter:
         inner = SleepingDrafter(K + ahead, seconds, alpha)
-        return Ahead(inner) if ahead else inner
+        reviews = None if beta is None else SleepingReviews(seconds / (K + 1), alpha, float(str(beta)))
+        return Ahead(inner, reviews) if ahead else inner
 
     return Unpooled(make)

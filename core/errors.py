@@ -7,7 +7,8 @@
     |   |-- WeightValueError     a tensor holds NaN or infinity
     |   `-- UnknownArchitectureError
     |-- RequestError             a request cannot be served (also a ValueError)
-    |   |-- PromptError          empty, too long, wrong type, ids out of range
+    |   |-- PromptError          empty, wrong type, ids out of range
+    |   |   `-- ContextError     too long
     |   `-- SamplingError        temperature, top-k, top-p, seed, stopping values out of range
     |-- PairingError             draft and target cannot work together
     |-- ConfigurationError       options of a decoder or a generator that contradict each other
@@ -15,6 +16,7 @@
     |   |-- ArtefactError        saved graphs do not fit this decoder or this machine
     |   `-- RankError            a process of a model divided over ranks failed or is gone
     |-- DecoderBusyError         two generations want one KV cache at the same time
+    |-- StorageError             a file cannot be written: the disk is full, or read-only, or not the user's
     `-- PlacementError           models cannot be put on cores, or cannot be kept running there
         |-- PlanError            no plan exists (also a ConfigurationError)
         |-- CoresBusyError       another process uses the cores
@@ -55,7 +57,11 @@ class RequestError(PacelineError, ValueError):
 
 
 class PromptError(RequestError):
-    """The prompt is empty, too long, of a wrong type, or has ids out of range."""
+    """The prompt is empty, of a wrong type, or has ids out of range; or it is too long."""
+
+
+class ContextError(PromptError):
+    """The prompt leaves no room for a token."""
 
 
 class SamplingError(RequestError):
@@ -84,6 +90,10 @@ class RankError(BackendError):
 
 class DecoderBusyError(PacelineError):
     """Two generations want one KV cache at the same time."""
+
+
+class StorageError(PacelineError):
+    """A file cannot be written: the disk is full or read-only, or it may not be."""
 
 
 class PlacementError(PacelineError):

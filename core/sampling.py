@@ -15,9 +15,13 @@ from torch import Tensor
 from paceline.core.errors import SamplingError
 from paceline.core.types import SamplingBatch
 
-_MAX_EXACT_FLOAT = 1 << 24  # top-k travels in a float32 tensor
+_MAX_EXACT_FLOAT = 1 << 24  # top-k travels in a float32 tensor; no vocabulary is that large
 _LEAST_TEMPERATURE = 1e-20
 """Above 0. Logits over less reach past `reduce.NEGATIVE`, which stands for what is cut, and past float32."""
+_MOST_TEMPERATURE = 1e20
+"""Over more, `reduce.NEGATIVE` itself comes near the logits, and what is banned would be drawn."""
+_LEAST_TOP_P = 1e-30
+"""Less is 0 in float32, at the latest on a device without its smallest numbers, and nothing stands inside of that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +39,26 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+        if not 0 <= self.temperature < math.inf:
             raise SamplingError(f"temperature must be a finite number >= 0, not {self.temperature}; 0 is greedy")
         if 0 < self.temperature < _LEAST_TEMPERATURE:
             raise SamplingError(
                 f"temperature={self.temperature} is below {_LEAST_TEMPERATURE}, the least that float32 logits can be "
                 "divided by; 0 is greedy"
             )
-        if not 0 <= self.top_k < _MAX_EXACT_FLOAT:
+        if self.temperature > _MOST_TEMPERATURE:
+            raise SamplingError(
+                f"temperature={self.temperature} is above {_MOST_TEMPERATURE}, the most that banned tokens stay banned "
+                "at; all tokens are equally likely long before that"
+            )
+        if self.top_k < 0:
             raise SamplingError(f"top_k must be 0 (off) or a positive integer, not {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise SamplingError(f"top_p must be in (0, 1], not {self.top_p}; 1 switches it off")
+        if self.top_p < _LEAST_TOP_P:
+            raise SamplingError(
+                f"top_p={self.top_p} is below {_LEAST_TOP_P}, the least that float32 tells from 0; top_k=1 is greedy"
+            )
         if not 0 <= self.min_p <= 1:
             raise SamplingError(f"min_p must be in [0, 1], not {self.min_p}; 0 switches it off")
         if not -(1 << 63) <= self.seed < 1 << 64:
@@ -54,7 +67,7 @@ class Sampling:
 
 def knob_row(sampling: Sampling) -> list[float]:
     """The row of `SamplingBatch.knobs` of one request."""
-    return [sampling.temperature, float(sampling.top_k), sampling.top_p, sampling.min_p]
+    return [sampling.temperature, float(min(sampling.top_k, _MAX_EXACT_FLOAT)), sampling.top_p, sampling.min_p]
 
 
 def key_row(seed: int) -> list[int]:

@@ -94,7 +94,7 @@ class Commit:
     """What the last round appended; the only place where a length lives.
 
     tokens    [B, W] int32, PAD behind ``count``
-    count     [B] int32, at least 1
+    count     [B] int32, at least 1; or 0, with ``start`` 0, where a drafter is only told of a part of a commit
     start     [B] int32, cache row of ``tokens[:, 0]``; the text is ``start + count`` tokens long
     features  [B, W, F] or None; ``features[:, i]`` is the target's state that predicted ``tokens[:, i]``
     """

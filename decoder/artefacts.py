@@ -22,8 +22,10 @@ from pathlib import Path
 import torch
 
 from paceline.core.errors import ArtefactError
+from paceline.decoder.storing import storing
 
 MANIFEST = "manifest.json"
+_CACHE_REMEDY = "make room, or set PACELINE_CACHE to a folder of yours for compiled graphs"
 Facts = Mapping[str, object]
 
 
@@ -33,22 +35,27 @@ def key(facts: Facts) -> str:
 
 
 def ensure(root: Path, facts: Facts, build: Callable[[Path], None]) -> Path:
-    """The folder of the artefact with these facts, built by ``build(folder)`` if it is not there yet."""
+    """The folder of the artefact with these facts, built by ``build(folder)`` if it is not there yet.
+
+    Raises:
+        StorageError: it is not there and cannot be written.
+    """
     folder = root / key(facts)
     if (folder / MANIFEST).is_file():
         return folder
-    root.mkdir(parents=True, exist_ok=True)
-    with _locked(root / f"{folder.name}.lock"):
-        if (folder / MANIFEST).is_file():
-            return folder
-        draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=root))
-        try:
-            build(draft)
-            (draft / MANIFEST).write_text(json.dumps(dict(facts), indent=1, sort_keys=True))
-            shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
-            draft.rename(folder)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+    with storing(root, _CACHE_REMEDY):
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f"{folder.name}.lock"):
+            if (folder / MANIFEST).is_file():
+                return folder
+            draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=root))
+            try:
+                build(draft)
+                (draft / MANIFEST).write_text(json.dumps(dict(facts), indent=1, sort_keys=True))
+                shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
+                draft.rename(folder)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
     return folder
 
 

@@ -40,8 +40,15 @@ from paceline.core.errors import BackendError, ConfigurationError
 
 
 def cache_root() -> Path:
-    """Folder of compiled artefacts. What lies in it is loaded as code: keep it writable by its owner alone."""
-    return Path(os.environ.get("PACELINE_CACHE") or Path.home() / ".cache" / "paceline")
+    """Folder of compiled artefacts. What lies in it is loaded as code: keep it writable by its owner alone.
+
+    Raises:
+        ConfigurationError: it is not named, and the user has no home folder (as some in containers).
+    """
+    try:
+        return Path(os.environ.get("PACELINE_CACHE") or "~/.cache/paceline").expanduser()
+    except RuntimeError as error:
+        raise ConfigurationError(f"no folder for compiled graphs ({error}); set PACELINE_CACHE to one") from error
 
 
 def compiler() -> str:

@@ -6,9 +6,10 @@ enter the cache, with a table fixed at build time; so does every graph of a mode
 results agree. Two types depend on the length in Hugging Face's code, and a fixed table treats them so:
 
 - ``dynamic`` equals ``default`` up to ``max_position_embeddings`` and is refused beyond.
-- ``longrope`` has one set of factors for sequences up to the original length and one for longer sequences;
-  the *table's* length chooses, once, for all its rows. A table longer than the original length therefore uses
-  the long factors for short texts too; build the decoder with fewer positions to get the short ones.
+- ``longrope`` has one set of factors for sequences up to the original length and one for longer sequences, which
+  transformers chooses anew in every forward: a short text would be rotated otherwise in a long table than in
+  transformers, and a text that grows past the border would hold keys of both sets. So it is refused beyond
+  ``original_max_position_embeddings``, and ``long_factor`` is read and never used.
 """
 
 import math
@@ -46,6 +47,24 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
 
+    @property
+    def longest(self) -> int | None:
+        """How many positions a fixed table serves; None: any number."""
+        return {
+            "dynamic": self.max_position_embeddings,
+            "longrope": self.original_max_position_embeddings,
+        }.get(self.type)
+
+
+def check_positions(config: RopeConfig, positions: int) -> None:
+    """Raise ConfigurationError where a text of so many positions needs frequencies that follow its length."""
+    if config.longest is not None and positions > config.longest:
+        raise ConfigurationError(
+            f"n_positions={positions} is more than the {config.longest} up to which rope type {config.type!r} has one "
+            "set of frequencies; beyond, it chooses by the length of the text at every token, and a compiled decoder's "
+            f"table is fixed. Load the decoder with n_positions={config.longest} or fewer"
+        )
+
 
 def rope_tables(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin, each float32 [positions, head_dim], with the type's attention scaling folded in.
@@ -57,7 +76,8 @@ def rope_tables(config: RopeConfig, head_dim: int, positions: int) -> tuple[Tens
             f"rope tables need at least one position and an even head size, not positions={positions} and "
             f"head_dim={head_dim}; correct the decoder's length or the model's head_dim."
         )
-    frequencies = _frequencies(config, head_dim, positions)
+    check_positions(config, positions)
+    frequencies = _frequencies(config, head_dim)
     places = torch.arange(positions, dtype=torch.float32, device="cpu")
     angles = places[:, None] * frequencies[None, :]
     angles = torch.cat((angles, angles), dim=-1)
@@ -77,38 +97,25 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (wide * cos.to(torch.float32) + turned * sin.to(torch.float32)).to(x.dtype)
 
 
-def _frequencies(config: RopeConfig, head_dim: int, positions: int) -> Tensor:
+def _frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     """Angle per position of each pair of dimensions, float32 [head_dim / 2]."""
     # The order of operations in this file follows Hugging Face's, so that float32 tables come out the same
     # bits.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     wavelengths = config.theta**exponents
-    if config.type == "default":
+    if config.type in ("default", "dynamic"):
         return 1.0 / wavelengths
     if config.type == "linear":
         return 1.0 / wavelengths / _factor(config)
-    if config.type == "dynamic":
-        _refuse_beyond_training(config, positions)
-        return 1.0 / wavelengths
     if config.type == "llama3":
         return _llama3(config, 1.0 / wavelengths)
     if config.type == "yarn":
         return _yarn(config, wavelengths)
     if config.type == "longrope":
-        return 1.0 / (_longrope_factors(config, head_dim, positions) * wavelengths)
+        return 1.0 / (_longrope_factors(config, head_dim) * wavelengths)
     raise UnknownArchitectureError(
         f"rope type {config.type!r} is not supported; use a checkpoint with one of {', '.join(ROPE_TYPES)}."
     )
-
-
-def _refuse_beyond_training(config: RopeConfig, positions: int) -> None:
-    if positions > config.max_position_embeddings:
-        raise UnknownArchitectureError(
-            f"rope type 'dynamic' changes its frequencies with every token beyond max_position_embeddings = "
-            f"{config.max_position_embeddings}, and a compiled decoder's table is fixed; build the decoder "
-            f"with at most {config.max_position_embeddings} positions instead of {positions}, or use a model "
-            "with 'yarn', 'linear' or 'llama3' scaling."
-        )
 
 
 def _llama3(config: RopeConfig, inverse: Tensor) -> Tensor:
@@ -145,14 +152,13 @@ def _dimension_turning(config: RopeConfig, turns: float, head_dim: int) -> float
     return (head_dim * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(config.theta))
 
 
-def _longrope_factors(config: RopeConfig, head_dim: int, positions: int) -> Tensor:
-    """One divisor per frequency, [head_dim / 2]; which set depends on the table's length (see the module)."""
-    long = positions > config.original_max_position_embeddings
-    factors = config.long_factor if long else config.short_factor
+def _longrope_factors(config: RopeConfig, head_dim: int) -> Tensor:
+    """One divisor per frequency, [head_dim / 2]: those of short texts."""
+    factors = config.short_factor
     if len(factors) != head_dim // 2:
         raise UnknownArchitectureError(
-            f"rope type 'longrope': {'long_factor' if long else 'short_factor'} has {len(factors)} entries, "
-            f"but a head of {head_dim} needs {head_dim // 2}; correct the checkpoint's config.json."
+            f"rope type 'longrope': short_factor has {len(factors)} entries, but a head of {head_dim} needs "
+            f"{head_dim // 2}; correct the checkpoint's config.json."
         )
     return torch.tensor(factors, dtype=torch.float32, device="cpu")
 

@@ -7,6 +7,8 @@ depends on: a run of anything else is refused and not silently continued. Not he
 from __future__ import annotations
 
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.storing import save_pickle
 
 _SECONDS = 30.0  # between two saves
 _SHARE = 0.05  # of the time may go into saving, where a state is large
@@ -28,6 +31,25 @@ def check_loss(loss: float, step: int) -> None:
             f"the loss of step {step} is {loss}: the run has diverged; begin again with a lower rate, in another work "
             "folder"
         )
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Ctrl-C and requests to end are heard behind it: a change takes a good part of a step, and would be lost."""
+    if threading.current_thread() is not threading.main_thread():  # where Python hears signals
+        yield
+        return
+    heard: list[int] = []
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGINT, signal.SIGTERM)}
+    for number in before:
+        signal.signal(number, lambda number, _: heard.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if heard:
+        signal.raise_signal(heard[0])
 
 
 class RunState:
@@ -63,7 +85,7 @@ class RunState:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around the run: saves at its end, after an error or Ctrl-C too."""
+        """Around the run: saves at its end, after an error, Ctrl-C or a `SystemExit` too."""
         try:
             yield
         finally:
@@ -72,18 +94,16 @@ class RunState:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Around a change that must be kept whole: if it is broken off, what was saved before stands."""
-        self._whole = False
-        yield
-        self._whole = True
+        """Around a change that must be kept whole: if it fails, what was saved before stands."""
+        with _undisturbed():
+            self._whole = False
+            yield
+            self._whole = True
         if perf_counter() > self._due:
             self._save()
 
     def _save(self) -> None:
         began = perf_counter()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        part = self._path.with_suffix(".part")
-        torch.save({"facts": self._facts, "state": self._state()}, part)
-        part.replace(self._path)
+        save_pickle(self._path, {"facts": self._facts, "state": self._state()})
         now = perf_counter()
         self._due = now + max(_SECONDS, (now - began) / _SHARE)

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError, MissingWeightsError, WeightValueError
 from paceline.decoder.json_fields import read_json_object
+from paceline.decoder.storing import save_pickle, save_tensors
 
 _AGAIN = "download the file again"
 _CANDIDATES = (
@@ -114,14 +114,16 @@ class _PickleFile:
 
 
 def write_weight_file(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write a file of weights, whole or not at all, for everyone to read: safetensors, or a pickle named .pt."""
-    part = path.with_suffix(".part")
+    """Write a file of weights, whole or not at all, for everyone to read: safetensors, or a pickle named .pt.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
     if path.suffix == ".pt":
-        torch.save(tensors, part)
+        save_pickle(path, tensors)
     else:
-        save_file(tensors, part, metadata={"format": "pt"})
-    part.chmod(0o644)  # safetensors makes a file that only its owner reads
-    part.replace(path)
+        save_tensors(path, tensors, {"format": "pt"})
+    path.chmod(0o644)  # safetensors makes a file that only its owner reads
 
 
 def check_stored(name: str, dtype: str, *, where: Path) -> None:

@@ -39,9 +39,10 @@ class Committed:
         for token in tokens:
             piece = self._growing.push(token)
             self._open.append(token)
-            if not self._growing.held:
-                self._pieces.append((self._open, piece))
-                self.text, self._open = self.text + piece, []
+            settled = len(self._open) - self._growing.held
+            if settled:
+                self._pieces.append((self._open[:settled], piece))
+                self.text, self._open = self.text + piece, self._open[settled:]
 
     def continued(self, text: str) -> list[int] | None:
         """Ids behind those committed that say ``text``, which stands behind what is certain; None: there are none.

@@ -21,6 +21,7 @@ from paceline.core.errors import (
 )
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.storing import storing
 from paceline.decoder.weight_files import find_weight_files, open_weight_file, sound, write_weight_file
 from paceline.eagle import layouts
 from paceline.eagle.config import CONFIG, EagleConfig
@@ -100,14 +101,14 @@ def save(
         tensors[HEAD] = head
     if checkpoint.embedding is not None:
         tensors[EMBEDDING] = checkpoint.embedding
-    folder.mkdir(parents=True, exist_ok=True)
     named = {layouts.foreign_name(name, layout, version): x.detach().clone() for name, x in tensors.items()}
     path = folder / "model.safetensors"
     write_weight_file(path, named)
     if layout == "paceline":
         config.write(folder)
     else:
-        (folder / CONFIG).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+        with storing(folder / CONFIG):
+            (folder / CONFIG).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return path
 
 

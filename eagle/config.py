@@ -16,6 +16,7 @@ from paceline.core.types import Reads
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.rope import RopeConfig
+from paceline.decoder.storing import storing
 
 CONFIG = "config.json"
 
@@ -100,7 +101,8 @@ class EagleConfig:
     def write(self, folder: Path) -> None:
         """Write config.json, in our own form."""
         text = json.dumps({"paceline_eagle": 1, **asdict(self)}, indent=2) + "\n"
-        (folder / CONFIG).write_text(text, encoding="utf-8")
+        with storing(folder / CONFIG):
+            (folder / CONFIG).write_text(text, encoding="utf-8")
 
 
 def check_version(version: int) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.frozen import FrozenModel
+from paceline.decoder.storing import save_tensors, storing
 
 ROWS = 64
 """Texts in a batch of the corpus, and in a file."""
@@ -154,9 +155,8 @@ class Corpus:
         if texts.streams is not texts.last and self._target.layers:
             tensors["streams"] = texts.streams
         size = sum(x.numel() * x.element_size() for x in tensors.values())
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with storing(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
         if size + sum(file.stat().st_size for file in path.parent.iterdir()) > self._options.keep_bytes:
             return
-        part = path.with_suffix(".part")
-        save_file(tensors, part)
-        part.replace(path)
+        save_tensors(path, tensors)

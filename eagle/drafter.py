@@ -78,6 +78,8 @@ class EagleDrafter:
     """
 
     def __init__(self, head: EagleHead, target: CompiledDecoder, growth: Growth) -> None:
+        if not isinstance(growth, Growth):
+            raise ConfigurationError(f"growth={growth!r} is none; give Chain(k), StaticTree(paths) or DynamicTree(...)")
         head.config.check_target(target.config)
         target.check_width(growth.outline.nodes + 1)
         room = target.options.rows - target.n_positions

@@ -25,6 +25,7 @@ def default_layers(count: int) -> tuple[int, int, int]:
 
 def default_config(target: ModelConfig, *, version: int, layers: tuple[int, ...], draft_vocab_size: int) -> EagleConfig:
     """A head of the target's own sizes."""
+    longest = target.rope.longest or target.max_position_embeddings
     return EagleConfig(
         version=version,
         hidden_size=target.hidden_size,
@@ -33,7 +34,7 @@ def default_config(target: ModelConfig, *, version: int, layers: tuple[int, ...]
         num_kv_heads=target.num_kv_heads,
         head_dim=target.head_dim,
         rms_norm_eps=target.rms_norm_eps,
-        max_position_embeddings=target.max_position_embeddings,
+        max_position_embeddings=min(target.max_position_embeddings, longest),
         rope=target.rope,
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_vocab_size if version == 3 else target.vocab_size,

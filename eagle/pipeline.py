@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.storing import storing
 from paceline.eagle import checkpoint, initial
 from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.config import check_version
@@ -110,4 +111,5 @@ def write(out: Path, network: EagleNetwork, vocabulary: Vocabulary, *, shares: l
         weights["ids"] = vocabulary.ids
     checkpoint.save(out, Checkpoint(network.config, weights, None))
     text = json.dumps({"greedy chains": [round(share, 4) for share in shares]})
-    (out / MEASURED).write_text(text + "\n", encoding="utf-8")
+    with storing(out / MEASURED):
+        (out / MEASURED).write_text(text + "\n", encoding="utf-8")

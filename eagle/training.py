@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.run_state import RunState, check_loss
+from paceline.decoder.storing import storing
 from paceline.eagle.corpus import ROWS, Corpus, Texts
 from paceline.eagle.network import EagleNetwork, Past
 from paceline.eagle.optim import Muon
@@ -120,7 +121,8 @@ class Trainer:
         self._per_batch = ROWS // options.rows
         self.steps = math.ceil(options.tokens / (options.rows * corpus.length))
         self.done, self.loss = 0, math.nan
-        folder.mkdir(parents=True, exist_ok=True)
+        with storing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         facts = {
             **options.lasting(),
             **asdict(network.config),
@@ -165,7 +167,8 @@ class Trainer:
 
     def _log(self) -> None:
         row = {"step": self.done, "of": self.steps, "loss": round(self.loss, 4)}
-        with (self._folder / "log.jsonl").open("a", encoding="utf-8") as file:
+        log = self._folder / "log.jsonl"
+        with storing(log), log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def _state(self) -> dict[str, object]:

@@ -47,9 +47,9 @@ def main() -> int:
     modes = ["speculative", "ngram", "medusa", "eagle"]
     parser.add_argument("--mode", choices=modes, default="speculative", help="who drafts")
     parser.add_argument("--k", type=int, default=4, help="drafted tokens per round")
-    parser.add_argument("--prompts", type=int, default=6, help="how many prompts are measured")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--prompts", type=positive, default=6, help="how many prompts are measured")
+    parser.add_argument("--max-new-tokens", type=positive, default=128)
+    parser.add_argument("--repetitions", type=positive, default=3)
     options = parser.parse_args()
     console = out()
     try:
@@ -57,6 +57,13 @@ def main() -> int:
     except PacelineError as error:
         say(err(), f"error: {error}", style="red")
         return 2
+
+
+def positive(text: str) -> int:
+    """A number of the command line that cannot be 0."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {value}")
+    return value
 
 
 def demo(console: Console, options: argparse.Namespace) -> int:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.storing import storing
 from paceline.medusa.corpus import Windows
 from paceline.medusa.heads import Heads
 
@@ -43,7 +44,8 @@ class Accuracy:
     def write(self, path: Path) -> None:
         """Write the table as JSON."""
         table = [[round(share, 4) for share in row] for row in self.top()]
-        path.write_text(json.dumps({"places": self.places, "top": table}) + "\n", encoding="utf-8")
+        with storing(path):
+            path.write_text(json.dumps({"places": self.places, "top": table}) + "\n", encoding="utf-8")
 
 
 @torch.no_grad()

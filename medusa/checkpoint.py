@@ -97,7 +97,6 @@ def save(folder: Path, config: MedusaConfig, weights: dict[str, Tensor], *, layo
     """
     named = {name: x.contiguous() for name, x in layouts.renamed(config, weights, layout).items()}
     check_place(folder, layout)
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILES[layout]
     write_weight_file(path, named)
     config.write(folder)

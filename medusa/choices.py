@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.storing import storing
 
 TOP = 10
 """Tokens of each head that Medusa's index tables have room for."""
@@ -102,7 +103,8 @@ class Choices:
 
     def write(self, path: Path) -> None:
         """Write the list of choices as JSON."""
-        path.write_text(json.dumps([list(choice) for choice in self.paths]) + "\n", encoding="utf-8")
+        with storing(path):
+            path.write_text(json.dumps([list(choice) for choice in self.paths]) + "\n", encoding="utf-8")
 
     def __len__(self) -> int:
         return len(self.paths)

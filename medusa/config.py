@@ -11,6 +11,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.json_fields import Fields, read_json_object
+from paceline.decoder.storing import storing
 
 CONFIG = "config.json"
 
@@ -67,7 +68,8 @@ class MedusaConfig:
             "vocab_size": self.vocab_size,
             "medusa_tied_projection": self.tied,
         }
-        (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        with storing(folder / CONFIG):
+            (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.frozen import FrozenModel
+from paceline.decoder.storing import save_tensors
 
 Report = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, how much there is)"""
@@ -89,7 +90,6 @@ def keep(
 
     Files that are there already are left alone, so that an interrupted run goes on where it was.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     for index, batch in enumerate(batches):
         path = folder / f"{name}-{index:04d}.safetensors"
         if path.is_file():
@@ -97,9 +97,7 @@ def keep(
         report(f"states of the target ({name})", index, len(batches))
         tokens = batch()
         states = torch.cat([target.states(part) for part in tokens.split(8)]).to(torch.bfloat16)
-        part = path.with_suffix(".part")
-        save_file({"tokens": tokens.to(torch.int32), "states": states}, part)
-        part.replace(path)
+        save_tensors(path, {"tokens": tokens.to(torch.int32), "states": states})
     report(f"states of the target ({name})", len(batches), len(batches))
 
 

@@ -109,11 +109,13 @@ class MedusaDrafter:
             ConfigurationError: the tree is not valid or needs more heads.
         """
         folder = Path(path)
+        wanted = None if tree is None else _choices(tree)
         body, size = target.body, target.config.vocab_size
         heads = checkpoint.heads(folder, body.model.head, target.options.dtype, vocab_size=size, group=body.group)
-        if tree is None and (folder / checkpoint.TREE).is_file():
-            tree = folder / checkpoint.TREE
-        return cls(heads, target, Choices.chain(heads.config.heads) if tree is None else _choices(tree))
+        if wanted is None:
+            beside = folder / checkpoint.TREE
+            wanted = Choices.read(beside) if beside.is_file() else Choices.chain(heads.config.heads)
+        return cls(heads, target, wanted)
 
     def shortened(self, length: int) -> MedusaDrafter:
         """See `paceline.core.protocols.Shortens`; of chains.
@@ -185,4 +187,10 @@ class MedusaDrafter:
 def _choices(given: TreeLike) -> Choices:
     if isinstance(given, Choices):
         return given
-    return Choices.read(Path(given)) if isinstance(given, str | Path) else Choices.of(given)
+    if isinstance(given, str | Path):
+        return Choices.read(Path(given))
+    if not isinstance(given, Iterable):
+        raise ConfigurationError(
+            f"tree={given!r} is no tree; give choices such as [[0], [0, 0], [1]], or a file of them"
+        )
+    return Choices.of(given)

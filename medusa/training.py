@@ -20,6 +20,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.run_state import RunState, check_loss
+from paceline.decoder.storing import storing
 from paceline.medusa.corpus import Windows
 from paceline.medusa.heads import Heads
 
@@ -160,7 +161,8 @@ class Trainer:
 
     def _log(self, losses: list[float]) -> None:
         row = {"step": self.step, "of": self.steps, "loss": [round(x, 4) for x in losses]}
-        with (self._folder / "log.jsonl").open("a", encoding="utf-8") as file:
+        log = self._folder / "log.jsonl"
+        with storing(log), log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def _state(self) -> dict[str, object]:

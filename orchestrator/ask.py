@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from paceline import processors, request, values
+from paceline.core.detokenise import Decodes
 from paceline.core.errors import SamplingError
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.request import InputIds, Request
-from paceline.stopping import Criterion, Decodes, InNewText, StopStrings
+from paceline.stopping import Criterion, InNewText, StopStrings
 from paceline.target.host import Processor
 
 if TYPE_CHECKING:

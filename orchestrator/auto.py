@@ -8,12 +8,13 @@ from pathlib import Path
 
 from paceline import build, warm
 from paceline.core.accept import Match
-from paceline.decoder import parallel
+from paceline.decoder import memory, parallel
 from paceline.decoder.backends.base import make
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.options import decoder_options
 from paceline.decoder.parallel import GQA, Shard
+from paceline.decoder.rope import check_positions
 from paceline.decoder.weights import load_weights
 from paceline.draft.none import NoDrafter
 from paceline.loop import Engine
@@ -70,7 +71,8 @@ class AutoDecoder:
 
         Raises:
             CheckpointError: the folder cannot be used.
-            ConfigurationError: an option is out of range, or the model cannot be divided like that.
+            ConfigurationError: an option is out of range, keys and values do not fit into this machine's memory, the
+                model's rope scaling has no fixed table of so many positions, or it cannot be divided like that.
             BackendError: the backend cannot work here.
         """
         config = ModelConfig.from_pretrained(path)
@@ -83,8 +85,11 @@ class AutoDecoder:
             trained=config.max_position_embeddings,
             layout=layout,
         )
+        check_positions(config.rope, options.n_positions)
         shard = Shard(config, layout)
         engine = make(backend, layout.degree)
+        if not engine.keeps:  # its state stays in this machine's memory
+            memory.check_cache(shard, options, memory.machine_bytes())
         weights = load_weights(path, config, options.dtype, progress=progress, shard=shard)
         decoder = SamplingDecoder(config, options, weights, backend=engine)
         engine.attach(decoder, os.fspath(path))

@@ -32,14 +32,12 @@ class Batch:
 
     def __init__(self, size: int, width: int, statistics: Statistics) -> None:
         self.slots: list[Slot | None] = [None] * size
-        self.sampling = SamplingBatch(torch.zeros(size, 4), torch.zeros(size, 2, dtype=torch.int32))
-        tokens = torch.full((size, width), PAD, dtype=torch.int32)
+        self.sampling = sampling_batch([Sampling()] * size)  # as `_rest` leaves them, and so is the commit
+        tokens = torch.tensor([[0] + [PAD] * (width - 1)] * size, dtype=torch.int32)
         ones, zeros = torch.ones(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int32)
         self.commit = Commit(tokens, ones, zeros)
         self._limits, self._limit = [0] * size, zeros.clone()
         self._statistics = statistics
-        for slot in range(size):
-            self._rest(slot)
 
     @property
     def active(self) -> list[int]:
@@ -51,13 +49,10 @@ class Batch:
         """A slot without a request."""
         return next((index for index, slot in enumerate(self.slots) if slot is None), None)
 
-    def one(self, request: Request) -> SamplingBatch:
-        """Sampling of a single request, as a batch of one."""
-        return sampling_batch([request.sampling])
-
-    def join(self, slot: int, request: Request, first: Reading, *, logprobs: list[float] | None) -> Event:
-        """Seat a request whose prompt is read and whose first token is known."""
-        row = self.one(request)
+    def join(
+        self, slot: int, request: Request, row: SamplingBatch, *, first: Reading, logprobs: list[float] | None
+    ) -> Event:
+        """Seat a request whose prompt is read and whose first token is known; ``row`` is how it samples."""
         self.sampling.knobs[slot], self.sampling.keys[slot] = row.knobs[0], row.keys[0]
         self.slots[slot] = Slot(request, Watch(request.stopping, request.prompt))
         self.commit.tokens[slot] = PAD

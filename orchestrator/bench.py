@@ -16,7 +16,7 @@ from time import perf_counter
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from paceline.detokenise import load_tokenizer
+from paceline.detokenise import load_tokenizer, prompt_ids
 from paceline.generator import SpeculativeGenerator
 from paceline.result import GenerationResult, Statistics
 from paceline.sampler import Sampler
@@ -57,7 +57,9 @@ class Mode:
         if rounds:
             found["tau"] = round(1 + sum(s.accepted for s in firsts) / rounds, 3)
             found["acceptance_by_position"] = _by_position(firsts)
-            times = [(s.draft_seconds + s.verify_seconds) / s.rounds for repeats in counted for s in repeats]
+            times = [
+                (s.draft_seconds + s.verify_seconds) / s.rounds for repeats in counted for s in repeats if s.rounds
+            ]
             found["ms_per_round"] = round(1e3 * statistics.median(times), 3)
         return found
 
@@ -89,7 +91,7 @@ def bench_pair(
     tokens (``identical``).
     """
     tokenizer = load_tokenizer(Path(target))
-    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    ids = [prompt_ids(tokenizer, prompt, f"prompt {index}") for index, prompt in enumerate(prompts, start=1)]
     positions = max(len(row) for row in ids) + max_new_tokens
     fitted = replace(loading, n_positions=positions, chunks=[max(map(len, ids))])
     big, small = (fitted.decoder(Path(path)) for path in (target, draft))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from paceline import values
-from paceline.adaptive import Adaptive
+from paceline.adaptive import Adaptive, Rung
 from paceline.core.accept import Match, Reject
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, GraphDrafter, Shortens
@@ -188,21 +188,28 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
         )
         steps, scores = TwoStep(source, host), host if demands.scores else None
     else:
+        # In two steps a drafter may say nothing, for which every width would need a narrow graph.
+        own = plan.pace is not None and not wide and outline.is_chain and source.reads is None
+        own = own and _fuses(source, target, plan.fused)
 
-        def at(depth: int) -> TimedRound:
+        def at(depth: int) -> Rung:
             """The round that drafts so many tokens."""
             short = source if depth in (0, source.outline.depth) else _shortened(source, depth)
-            seen = outline if one_width or short is source else Outline.chain(depth)
-            verifier = CompiledVerifier(target, seen, acceptor=plan.rule, wide=wide, reads=source.reads, width=width)
-            return _round(short, verifier, fused=plan.fused, rests=depth == 0)
+            seen = Outline.chain(depth) if own or not (one_width or short is source) else outline
+            room = depth + 1 if own else width
+            verifier = CompiledVerifier(target, seen, acceptor=plan.rule, wide=wide, reads=source.reads, width=room)
+            return Rung(_round(short, verifier, fused=plan.fused, rests=depth == 0), room)
 
-        steps = at(source.outline.depth)
+        steps = at(source.outline.depth).round
         if plan.pace is not None and source.outline.nodes:
             _check_ladder(plan.pace.ladder, source)
             rest = None
             if not wide and source.reads is None and isinstance(plan.rule, Match):
-                rest = Resting(source, PlainDecoder(target, min(_RESTING, width), width=width))
-            steps = Adaptive({depth: at(depth) for depth in plan.pace.ladder}, plan.pace, rest=rest)
+                some = min(_RESTING, width)
+                room = some if own else width
+                rest = Rung(Resting(source, PlainDecoder(target, some, width=room)), room)
+            rungs = {depth: at(depth) for depth in plan.pace.ladder}
+            steps = Adaptive(rungs, plan.pace, drafter=source, rest=rest)
     return Engine(steps, target.batch_size, source.outline.depth, width, source.reach, target.reaches, scores, host)
 
 
@@ -224,17 +231,23 @@ def _shortened(source: Drafter, depth: int) -> Drafter:
 
 def _round(source: Drafter, verifier: CompiledVerifier, *, fused: bool | None, rests: bool) -> TwoStep | Fused:
     chains = source.outline.is_chain and verifier.outline.is_chain
-    if isinstance(source, GraphDrafter) and _apart(source.state, verifier.decoder):
-        if fused:
-            raise ConfigurationError(
-                "draft and target share a graph only with the same tp_degree; load them with one, or leave fused unset"
-            )
-        return TwoStep(source, verifier)
-    if isinstance(source, GraphDrafter) and fused is not False and (chains or source.outline == verifier.outline):
-        return Fused(source, verifier, alone=rests or source.reads is None or not verifier.decoder.backend.keeps)
+    if isinstance(source, GraphDrafter):
+        if _apart(source.state, verifier.decoder):
+            if fused:
+                raise ConfigurationError(
+                    "draft and target share a graph only with the same tp_degree; load them with one, or leave fused "
+                    "unset"
+                )
+        elif fused is not False and (chains or source.outline == verifier.outline):
+            return Fused(source, verifier, alone=rests or source.reads is None or not verifier.decoder.backend.keeps)
     if fused:
         raise ConfigurationError(f"{type(source).__name__} cannot share a graph with the target; leave fused unset")
     return TwoStep(source, verifier)
+
+
+def _fuses(source: Drafter, target: CompiledDecoder, fused: bool | None) -> bool:
+    """Whether a drafter shares a graph with the target, if their outlines let it."""
+    return fused is not False and isinstance(source, GraphDrafter) and not _apart(source.state, target)
 
 
 def _apart(state: nn.Module, target: CompiledDecoder) -> bool:

@@ -31,6 +31,7 @@ from paceline.decoder.environment import cache_root
 from paceline.sources import Drafting, Loading, source_of
 
 app = typer.Typer(
+    cls=console.Commands,
     help="Decode with several models at once: small models set the pace, the big one decides.",
     no_args_is_help=True,
     add_completion=False,
@@ -80,14 +81,14 @@ def compile_graphs(
         loading = Loading(
             backend, amp, n_positions, context_length_estimate, batch_size, tp_degree, group_query_attention
         )
-        if backend == "eager":
-            if save:
-                raise ArtefactError("backend 'eager' compiles nothing, so there is nothing to save; use 'inductor'")
-            console.say(console.err(), "backend 'eager' runs steps as they are written: there is nothing to compile")
-            return
+        if backend == "eager" and save:
+            raise ArtefactError("backend 'eager' compiles nothing, so there is nothing to save; use 'inductor'")
         source, decoders = source_of(
             target, loading, Drafting(k, draft, not (draft or medusa or eagle), medusa, tree, "match", eagle, growth)
         )
+        if backend == "eager":
+            console.say(console.err(), "backend 'eager' runs steps as they are written: there is nothing to compile")
+            return
         plain = decoders["target"]
         made = progress.compiling(console.err(), decoders, [source.compile, plain.compile])
         if save:

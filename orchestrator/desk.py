@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from paceline.build import Demands
+from paceline.core.detokenise import Decodes
 from paceline.core.errors import CheckpointError
 from paceline.replay import Replay
 from paceline.request import Request
 from paceline.result import Event
 from paceline.sampler import Sampler
-from paceline.stopping import Decodes
 from paceline.target.host import Processor
 
 

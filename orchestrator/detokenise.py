@@ -1,4 +1,4 @@
-"""Tokenizers from checkpoints' folders. Pieces of growing text are made in `paceline.core.detokenise`."""
+"""Tokenizers from checkpoints' folders, and prompts as ids. Pieces of growing text: `paceline.core.detokenise`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.detokenise import Detokeniser, Tokenizer
-from paceline.core.errors import CheckpointError
+from paceline.core.errors import CheckpointError, PromptError
 
-__all__ = ["Detokeniser", "Tokenizer", "load_tokenizer"]
+__all__ = ["Detokeniser", "Tokenizer", "load_tokenizer", "prompt_ids"]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -27,3 +27,15 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         ) from error
     tokenizer: Tokenizer = made
     return tokenizer
+
+
+def prompt_ids(tokenizer: Tokenizer, text: str, name: str = "the prompt") -> list[int]:
+    """A prompt's ids, at least one. ``name`` is what an error calls it.
+
+    Raises:
+        PromptError: it gives none.
+    """
+    ids = tokenizer.encode(text, verbose=False)  # verbose: what is too long is said further on, with the remedy
+    if not ids:
+        raise PromptError(f"{name} is empty, and this model's tokenizer puts no token before it; give some text")
+    return ids

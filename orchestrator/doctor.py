@@ -23,9 +23,9 @@ from paceline.core.errors import PacelineError
 from paceline.decoder import environment
 from paceline.decoder.backends import neuron_sdk
 from paceline.decoder.native import build
+from paceline.placement import detect
 
 Level = Literal["good", "note", "bad"]
-_TOOLS = Path("/opt/aws/neuron/bin")  # not always on PATH
 _DRIVER = Path("/sys/module/neuron/version")
 _SECONDS = 20
 
@@ -66,9 +66,13 @@ def _machine() -> Iterator[Line]:
 
 
 def _cache() -> Iterator[Line]:
-    root = environment.cache_root()
+    try:
+        root = environment.cache_root()
+    except PacelineError as error:
+        yield Line("cache", "bad", str(error))
+        return
     above = next(folder for folder in (root, *root.parents) if folder.exists())
-    if not os.access(above, os.W_OK):
+    if not (above.is_dir() and os.access(above, os.W_OK)):
         yield Line("cache", "bad", f"{root} cannot be written; set PACELINE_CACHE to a folder of yours")
         return
     free = shutil.disk_usage(above).free / 2**30
@@ -97,12 +101,12 @@ def _chips() -> Iterator[Line]:
 
 
 def _cores() -> Iterator[Line]:
-    program = shutil.which("neuron-ls") or shutil.which("neuron-ls", path=str(_TOOLS))
+    program = detect.tool()
     if program is None:
-        yield Line("neuron-ls", "bad", f"not found on PATH or in {_TOOLS}; install aws-neuronx-tools")
+        yield Line("neuron-ls", "bad", f"not found on PATH or at {detect.USUAL_PLACE}; install aws-neuronx-tools")
         return
     try:
-        done = subprocess.run([program, "-j"], capture_output=True, text=True, timeout=_SECONDS, check=True)
+        done = subprocess.run([str(program), "-j"], capture_output=True, text=True, timeout=_SECONDS, check=True)
         devices = json.loads(done.stdout)
         cores = sum(int(device["nc_count"]) for device in devices)
         users = {process["pid"] for device in devices for process in device.get("neuron_processes") or []}

@@ -14,7 +14,7 @@ import typer
 from paceline import console, options, progress, prompt_files
 from paceline.ask import Ask
 from paceline.core.errors import PromptError
-from paceline.detokenise import Detokeniser, Tokenizer, load_tokenizer
+from paceline.detokenise import Detokeniser, Tokenizer, load_tokenizer, prompt_ids
 from paceline.result import Event, FinishReason
 from paceline.sources import Drafting, Loading, Source, source_of
 
@@ -99,7 +99,7 @@ def _generate(
         console.say(console.err(), "note: greedy decoding ignores top-k, top-p and min-p; set --temperature")
     source, decoders = source_of(target, loading, how)
     tokenizer = load_tokenizer(target)
-    ids = tokenizer.encode(text)
+    ids = prompt_ids(tokenizer, text)
     asked: dict[str, object] = {"input_ids": [ids], "tokenizer": tokenizer, **sampling}
     Ask(**asked).requests(decoders["target"])  # type: ignore[arg-type]  # what is refused is refused before compiling
     if loading.backend != "eager":
@@ -166,5 +166,5 @@ def _prompt(text: str | None, file: Path | None) -> str:
     if (text is None) == (file is None):
         raise PromptError("give the text to continue with --prompt or with --prompt-file, one of them")
     if file is None:
-        return text or ""
+        return prompt_files.written(text or "", "--prompt")
     return prompt_files.text(file).removesuffix("\n")

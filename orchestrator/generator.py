@@ -96,11 +96,12 @@ class SpeculativeGenerator(Sampler):
         return build.engine(self.target, self.drafter, self._plan, demands=demands)
 
     def _hold(self, engine: Engine, door: Door) -> Generator[Event | None, None, None]:
-        before = self.drafter.health if isinstance(self.drafter, Reports) else None
+        told = self.drafter if isinstance(self.drafter, Reports) else None
+        before = None if told is None else told.health
         try:
             yield from super()._hold(engine, door)
         finally:
-            now = self.drafter.health if isinstance(self.drafter, Reports) else None
+            now = None if told is None else told.health
             if before is not None and now is not None:
                 self.statistics.health = now.since(before)
 

@@ -40,6 +40,7 @@ def show_selftest(
     from paceline import selftest  # loads much that the other commands do not need
 
     with console.refusals():
+        selftest.known(backend)
         checks = []
         for check in selftest.run(backend):
             checks.append(check)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from paceline import warm
 from paceline.ask import Ask
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core.errors import ConfigurationError
@@ -28,6 +29,7 @@ from paceline.placement.ahead import Ahead
 from paceline.placement.roles import Piece
 from paceline.placement.wire import Hello
 from paceline.replay import Replay
+from paceline.review import ModelReviews
 
 ASKS = frozenset(
     {
@@ -172,7 +174,7 @@ class DraftPool:
         self._compiled = frozenset(vocab_sizes)
         for decoder in self._free:
             for size in vocab_sizes:
-                ready(self._over(decoder, size), given.k + 1)
+                ready(self._over(decoder, size), given.k + 1, reviewed=given.ahead)
 
     def lend(self, hello: Hello) -> Drafter:
         """See `paceline.placement.draft_server.Drafters`.
@@ -194,8 +196,8 @@ class DraftPool:
         decoder = self._free[-1]
         model = self._over(decoder, hello.vocab_size)
         if hello.vocab_size not in self._compiled:
-            ready(model, given.k + 1)
-        made: Drafter = Ahead(model) if given.ahead else model
+            ready(model, given.k + 1, reviewed=given.ahead)
+        made: Drafter = Ahead(model, ModelReviews(decoder, model.vocabulary)) if given.ahead else model
         self._lent[id(made)] = self._free.pop()
         return made
 
@@ -220,15 +222,20 @@ def draft(settings: Mapping[str, object]) -> DraftPool:
     return DraftPool(Hosted.of(settings), int(str(settings.get("clients", 1))), [int(size) for size in sizes])
 
 
-def ready(drafter: ModelDrafter, width: int) -> None:
-    """Make the graphs of a drafter by running each once, for commits of that width."""
+def ready(drafter: ModelDrafter, width: int, *, reviewed: bool) -> None:
+    """Make the graphs of a drafter for texts of any length, by running each once, for commits of that width.
+
+    ``reviewed``: it works ahead.
+    """
     decoder = drafter.decoder
-    for chunk in decoder.options.chunks:
-        steps.prefill(decoder, 0, [0] * min(chunk, decoder.n_positions - 1))
+    for start, size in warm.chunks(decoder):
+        steps.prefill(decoder, 0, [0] * size, start=start)
     slots = decoder.batch_size
     tokens = torch.full((slots, width), PAD, dtype=torch.int32)
     tokens[:, 0] = 0
     one, zero = torch.ones(slots, dtype=torch.int32), torch.zeros(slots, dtype=torch.int32)
-    drafter.propose(
-        Commit(tokens, one, zero), sampling_batch([Sampling()] * slots), Bounds(zero + drafter.outline.nodes, 1)
-    )
+    commit, sampling = Commit(tokens, one, zero), sampling_batch([Sampling()] * slots)
+    for rows in warm.lengths(decoder):
+        drafter.propose(commit, sampling, Bounds(zero + drafter.outline.nodes, rows))
+        if reviewed:
+            ModelReviews(decoder, drafter.vocabulary).reread(commit, rows)

@@ -12,6 +12,7 @@ from time import perf_counter
 from typing import Protocol
 
 from paceline.batch import Batch
+from paceline.core.sampling import sampling_batch
 from paceline.core.types import Bounds, Commit, Reading, SamplingBatch
 from paceline.request import Request
 from paceline.result import Event, Statistics
@@ -116,9 +117,10 @@ def run(engine: Engine, door: Door, statistics: Statistics) -> Iterator[Event]:
                 if (slot := batch.free) is None or (request := door.enter()) is None:
                     break
                 held.add(slot)
-                first = engine.round.start(slot, request.prompt, batch.one(request))
+                row = sampling_batch([request.sampling])
+                first = engine.round.start(slot, request.prompt, row)
                 scores = list(engine.scores.logprobs[slot]) if engine.scores else None
-                events.append(batch.join(slot, request, first, logprobs=scores))
+                events.append(batch.join(slot, request, row, first=first, logprobs=scores))
                 _release(engine.round, held, batch.active)
             if not events and not batch.active:
                 break

@@ -14,7 +14,7 @@ from torch import Tensor
 from paceline import console, progress, prompt_files
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core.errors import ConfigurationError, PromptError
-from paceline.detokenise import load_tokenizer
+from paceline.detokenise import load_tokenizer, prompt_ids
 from paceline.generator import SpeculativeGenerator
 from paceline.medusa import accuracy, checkpoint, corpus, search
 from paceline.medusa.corpus import FrozenTarget, Windows
@@ -128,4 +128,5 @@ def _prompts(target: Path, file: Path | None, data: list[Path] | None, *, count:
         stream = token_stream(list(data or ()), target)
         return [[int(token) for token in row] for row in corpus.cut(stream, count, _PROMPT, seed=1).tolist()]
     tokenizer = load_tokenizer(target)
-    return [tokenizer.encode(line) for line in prompt_files.prompts(file)[:count]]
+    texts = prompt_files.prompts(file)[:count]
+    return [prompt_ids(tokenizer, text, f"prompt {index} of {file}") for index, text in enumerate(texts, start=1)]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from paceline import values
-from paceline.core.errors import PromptError, SamplingError
+from paceline.core.detokenise import Decodes
+from paceline.core.errors import ContextError, PromptError, SamplingError
 from paceline.core.sampling import Sampling
-from paceline.stopping import Criterion, Decodes, InNewText, Stopping, StopStrings
+from paceline.stopping import Criterion, InNewText, Stopping, StopStrings
 
 InputIds = Tensor | Sequence[Sequence[int]]
 
@@ -56,7 +57,8 @@ def total_length(prompt: int, sequence_length: int | None, max_new_tokens: int |
     """How long a text may become, prompt included.
 
     Raises:
-        PromptError: the prompt leaves no room for a token.
+        ContextError: the prompt leaves no room for a token.
+        PromptError: more is asked for than there is.
         SamplingError: a limit is not positive.
     """
     if max_new_tokens is not None and max_new_tokens < 1:
@@ -68,7 +70,7 @@ def total_length(prompt: int, sequence_length: int | None, max_new_tokens: int |
         )
     limit = n_positions if sequence_length is None else sequence_length
     if prompt >= limit:
-        raise PromptError(
+        raise ContextError(
             f"a prompt of {prompt} tokens leaves no room in {limit} positions; shorten it, raise "
             "sequence_length, or load the decoder with more n_positions"
         )

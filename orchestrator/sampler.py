@@ -12,11 +12,12 @@ from torch import Tensor
 from paceline import streamers, values
 from paceline.ask import Ask
 from paceline.build import Demands
+from paceline.core.detokenise import Decodes
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.loop import Door, Engine, Line, run
 from paceline.request import InputIds, Request
 from paceline.result import Event, FinishReason, GenerationResult, Statistics
-from paceline.stopping import Criterion, Decodes, StopStrings
+from paceline.stopping import Criterion, StopStrings
 from paceline.streamers import Streamer
 
 if TYPE_CHECKING:

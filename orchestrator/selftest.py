@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from paceline import doctor
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core import noise
-from paceline.decoder.backends.base import Graph, make
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.backends.base import BACKENDS, Graph, make
 from paceline.generator import SpeculativeGenerator
 from paceline.result import GenerationResult
 from paceline.sampler import Sampler
@@ -49,6 +50,12 @@ class NoiseStep(nn.Module):
         ids = torch.arange(VOCABULARY, dtype=torch.int32, device=keys.device)
         words = noise.bits(noise.row_keys(keys, positions, noise.TARGET), ids)
         return words, noise.uniform(keys, positions, noise.ACCEPT)
+
+
+def known(backend: str) -> None:
+    """Raise ConfigurationError for a name that no backend has. One that cannot work here fails its checks."""
+    if backend not in BACKENDS:
+        raise ConfigurationError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
 
 
 def run(backend: str) -> Iterator[Check]:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from paceline.core.detokenise import UNFINISHED, Decodes, Detokeniser, plain_text
 from paceline.core.errors import SamplingError
 from paceline.result import FinishReason
 
@@ -24,21 +25,17 @@ Criterion = Callable[..., object]
 
 @dataclass(frozen=True, slots=True)
 class InNewText:
-    """Stop strings that are looked for in new text alone, as OpenAI's are.
+    """Stop strings that are looked for in new text alone, as OpenAI's are, and in the text that is shown: without
+    special tokens. One that is a special token's own text ends the text too.
 
-    Given as plain strings they may begin in the prompt, as with Hugging Face's `StopStringCriteria`.
+    Given as plain strings they are looked for as by Hugging Face's `StopStringCriteria`: they may begin in the prompt,
+    and special tokens stand in the text.
     """
 
     strings: tuple[str, ...]
 
 
 StopStrings = str | Sequence[str] | InNewText | None
-
-
-class Decodes(Protocol):
-    """The one thing asked of a tokenizer here."""
-
-    def decode(self, token_ids: list[int], **options: Any) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +45,7 @@ class Stopping:
     length        of the whole text, prompt included; always set
     eos           ids that end the text and stay in it
     strings       texts that end it; the token that completes one stays in it
-    in_new_text   none of ``strings`` may begin in the prompt
+    in_new_text   ``strings`` are looked for as `InNewText` says
     tokenizer     turns ids into text, needed for ``strings``
     criteria      Hugging Face's
 
@@ -78,10 +75,12 @@ class Watch:
     """Follows one text, token by token."""
 
     def __init__(self, stopping: Stopping, prompt: Sequence[int]) -> None:
-        self._stopping, self._prompt = stopping, len(prompt)
+        self._stopping = stopping
         self.text = list(prompt)
-        # Every token but a special one is at least a byte of text, so so many tokens hold any stop string.
-        self._lookback = max((len(s.encode()) for s in stopping.strings), default=0) + 8
+        self._strings: _Strings | None = None
+        if stopping.strings and stopping.tokenizer is not None:
+            kind = _InNewText if stopping.in_new_text else _Anywhere
+            self._strings = kind(stopping.strings, stopping.tokenizer, prompt)
         self._foretold: deque[FinishReason | None] = deque()  # of the tokens of `ends` that are still to be appended
 
     @property
@@ -108,23 +107,10 @@ class Watch:
     def _reason(self, text: list[int]) -> FinishReason | None:
         """Why a text ends with its last token, if it does."""
         stopping = self._stopping
-        if text[-1] in stopping.eos or (stopping.strings and self._ends_a_string(text)):
+        if text[-1] in stopping.eos or (self._strings is not None and self._strings.end(text)):
             return "stop"
         reason = self._criterion(text) if stopping.criteria else None
         return "length" if reason is None and len(text) >= stopping.length else reason
-
-    def _ends_a_string(self, text: list[int]) -> bool:
-        if not self._stopping.strings or self._stopping.tokenizer is None:
-            return False
-        # Spaces stay where they are: a string is looked for in the text that is shown.
-        decode = partial(self._stopping.tokenizer.decode, clean_up_tokenization_spaces=False)
-        begin = max(0, len(text) - self._lookback)
-        tail = text[begin:]
-        now = decode(tail)
-        old, first = _shared(decode(tail[:-1]), now), 0
-        if self._stopping.in_new_text and begin < self._prompt:
-            first = _shared(decode(text[begin : self._prompt]), now)
-        return any(now.find(s, max(first, old - len(s) + 1)) >= 0 for s in self._stopping.strings)
 
     def _criterion(self, text: list[int]) -> FinishReason | None:
         ids = torch.tensor([text])
@@ -133,6 +119,50 @@ class Watch:
             if bool(verdict.all()) if isinstance(verdict, torch.Tensor) else bool(verdict):
                 return _named(criterion)
         return None
+
+
+class _Strings(Protocol):
+    """Asked once for every token, in order."""
+
+    def end(self, text: Sequence[int]) -> bool:
+        """Whether a stop string is complete with the last of these ids."""
+
+
+class _Anywhere:
+    """As Hugging Face looks for them."""
+
+    def __init__(self, strings: Sequence[str], tokenizer: Decodes, prompt: Sequence[int]) -> None:
+        # Spaces stay where they are: a string is looked for in the text as it is.
+        self._strings, self._decode = strings, partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+        # A token is at least a byte of text, so so many of them hold any stop string.
+        self._lookback = max(len(s.encode()) for s in strings) + 8
+
+    def end(self, text: Sequence[int]) -> bool:
+        tail = list(text[-self._lookback :])
+        now = self._decode(tail)
+        old = _shared(self._decode(tail[:-1]), now)
+        return any(now.find(s, max(0, old - len(s) + 1)) >= 0 for s in self._strings)
+
+
+class _InNewText:
+    """In the pieces that whoever shows the text gets too."""
+
+    def __init__(self, strings: Sequence[str], tokenizer: Decodes, prompt: Sequence[int]) -> None:
+        self._strings, self._tokenizer = strings, tokenizer
+        self._growing, self._shown = Detokeniser(tokenizer, prompt), ""
+        self._longest = max(map(len, strings))
+
+    def end(self, text: Sequence[int]) -> bool:
+        self._shown += self._growing.push(text[-1])
+        said = self._shown + self._growing.rest.rstrip(UNFINISHED)
+        self._shown = self._shown[-self._longest :]
+        return any(s in said for s in self._strings) or self._special(text[-1]) in self._strings
+
+    def _special(self, token: int) -> str:
+        """The text of a token that is not shown."""
+        if plain_text(self._tokenizer, [token]):
+            return ""
+        return self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
 
 
 def _shared(before: str, now: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from paceline.medusa import pipeline
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.corpus import FrozenTarget, Report
 from paceline.medusa.training import TrainingOptions
+
+STOPPED = "stopped before the end: run the same command again to go on"
 
 app = typer.Typer(help="Train heads for a target.", no_args_is_help=True, add_completion=False)
 
@@ -63,7 +66,7 @@ def medusa(
         results(out)
         folder = results(work or out / "work")
         frozen = FrozenTarget(target)
-        with reports("training Medusa heads") as report:
+        with reports("training Medusa heads") as report, until_terminated():
             states = pipeline.gather(frozen, stream, plan, work=folder, report=report)
             found = pipeline.train(
                 frozen,
@@ -76,7 +79,7 @@ def medusa(
                 report=report,
             )
     if found is None:
-        console.say(console.err(), "stopped before the end: run the same command again to go on")
+        console.say(console.err(), STOPPED)
         raise typer.Exit(3)
     table = found.top()
     console.err().print(console.values_table("top-1 and top-10 by head", {str(i): row for i, row in enumerate(table)}))
@@ -97,6 +100,25 @@ def reports(label: str) -> Iterator[Report]:
             shown.reach(done, total, what)
 
         yield report
+
+
+@contextmanager
+def until_terminated() -> Iterator[None]:
+    """SIGTERM ends the block as Ctrl-C does, so that what was learnt is kept; a second one ends the process at once."""
+    before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+
+    def end(number: int, _: object) -> None:
+        signal.signal(number, before)
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except SystemExit:
+        console.say(console.err(), STOPPED)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def results(folder: Path) -> Path:
@@ -129,7 +151,7 @@ def token_stream(paths: list[Path], target: Path) -> np.ndarray:
         else:
             assert tokenizer is not None
             text = file.read_text(encoding="utf-8", errors="replace")
-            parts.append(np.array(tokenizer.encode(text), dtype=np.int32))
+            parts.append(np.array(tokenizer.encode(text, verbose=False), dtype=np.int32))
     if not sum(map(len, parts)):
         raise ConfigurationError(f"no text in {', '.join(map(str, paths))}; give text files or a folder of them")
     stream, size = np.concatenate(parts), ModelConfig.from_pretrained(target).vocab_size

@@ -15,7 +15,9 @@ from paceline.decoder.model_config import ModelConfig
 from paceline.eagle import checkpoint, pipeline
 from paceline.eagle.corpus import CorpusOptions, FrozenTarget
 from paceline.eagle.training import TrainingOptions
-from paceline.train_cli import reports, results, token_stream
+from paceline.train_cli import STOPPED, reports, results, token_stream, until_terminated
+
+_GIGA = 1e9
 
 app = typer.Typer(help="Train EAGLE heads.", add_completion=False)
 files = typer.Typer(help="Files of EAGLE heads.", add_completion=False)
@@ -52,14 +54,14 @@ def eagle(
             rows=rows,
             minutes=minutes,
         )
-        if not 0 <= keep < math.inf:
+        if not 0 <= keep * _GIGA < math.inf:
             raise ConfigurationError(f"--keep {keep} is no size; give gigabytes, or 0 to keep nothing")
-        corpus = CorpusOptions(length=length, prompt=length // 4, keep_bytes=int(keep * 1e9))
+        corpus = CorpusOptions(length=length, prompt=length // 4, keep_bytes=int(keep * _GIGA))
         stream = token_stream(data, target)
         pipeline.check(plan, corpus, ModelConfig.from_pretrained(target))
         results(out)
         folder = results(work or out / "work")
-        with reports(f"training an EAGLE-{version} head") as report:
+        with reports(f"training an EAGLE-{version} head") as report, until_terminated():
             shares = pipeline.train(
                 target,
                 stream,
@@ -71,7 +73,7 @@ def eagle(
                 report=lambda done, steps, loss: report(f"training, loss {loss:.3f}", done, steps),
             )
     if shares is None:
-        console.say(console.err(), "stopped before the end: run the same command again to go on")
+        console.say(console.err(), STOPPED)
         raise typer.Exit(3)
     shown = " ".join(f"{share:.3f}" for share in shares)
     console.say(console.err(), f"greedy chains of 1, 2, ... drafts that are all right: {shown}")

@@ -23,7 +23,7 @@ def number(name: str, value: object, *, optional: bool = True) -> None:
     """Raise SamplingError unless it is a number (or None, if that is a choice)."""
     if optional and value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if isinstance(value, bool) or not isinstance(value, Real) or not _floats(value):
         raise SamplingError(f"{name} must be a number{' or None' if optional else ''}, not {_shown(value)}")
 
 
@@ -94,6 +94,15 @@ def is_integer(value: object) -> bool:
     """Whether it is an integer, NumPy's included; a truth value is none."""
     # Most are plain ones, and asking an abstract class takes a microsecond for each token of a prompt.
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def _floats(value: Real) -> bool:
+    """Whether floats have room for it."""
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def _shown(value: object) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from paceline.adaptive import Adaptive
+from paceline.adaptive import Adaptive, fitted
 from paceline.batch import Batch
 from paceline.core.types import Bounds, Commit, Kept, SamplingBatch
 from paceline.decoder import steps
@@ -24,48 +24,60 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
         for decoder in decoders:
             stack.enter_context(decoder.held_by(engine))
         for decoder in decoders[1:]:
-            for start, size in _chunks(decoder):
+            for start, size in chunks(decoder):
                 steps.prefill(decoder, 0, [0] * size, start=start)
         batch = Batch(engine.slots, engine.width, Statistics())
         commit = batch.commit
         sampling = SamplingBatch(batch.sampling.knobs[:1], batch.sampling.keys[:1])
-        for start, size in _chunks(target):
+        for start, size in chunks(target):
             # Through the round, which knows what the drafter reads of the target.
             seen = engine.round.start(0, [0] * (start + size), sampling).features
             if seen is not None:
                 commit = replace(commit, features=seen.new_zeros(engine.slots, engine.width, seen.shape[-1]))
             engine.round.release(0)
-        for one in engine.round if isinstance(engine.round, Adaptive) else [engine.round]:
-            for rows in _lengths(target):
-                _run(one, commit, sampling=batch.sampling, rows=rows, depth=engine.depth)
+        for one, width, limits in _rounds(engine):
+            own = commit if width == engine.width else fitted(commit, width)[1]
+            for rows in lengths(target):
+                _run(one, own, sampling=batch.sampling, rows=rows, limits=limits)
 
 
-def _run(one: TimedRound, commit: Commit, *, sampling: SamplingBatch, rows: int, depth: int) -> None:
-    """A round over texts of that length: nothing proposed, then as much as can be."""
-    nothing = torch.zeros_like(commit.count)
-    one(commit, sampling, Bounds(nothing, rows))
-    if depth:
-        full = Bounds(nothing + depth, rows)
+def _rounds(engine: Engine) -> Iterator[tuple[TimedRound, int, list[int]]]:
+    """Every round, the width of its commits, and limits that lead to all of its graphs."""
+    known = engine.round
+    if not isinstance(known, Adaptive):
+        yield known, engine.width, [0, engine.depth]
+        return
+    lowest = min(known.rungs)  # of all rungs, the one that is taken where nothing can be accepted
+    for depth, rung in known.rungs.items():
+        yield rung.round, rung.width, [depth] if depth != lowest else [0, depth] if depth else [0]
+    if known.rest is not None:
+        yield known.rest.round, known.rest.width, [engine.depth]
+
+
+def _run(one: TimedRound, commit: Commit, *, sampling: SamplingBatch, rows: int, limits: list[int]) -> None:
+    """A round over texts of that length."""
+    for limit in limits:
+        full = Bounds(torch.full_like(commit.count, limit), rows)
         made = one(commit, sampling, full)
         if isinstance(made.features, Kept):  # the next round has another graph, which reads them there
             one(replace(commit, features=made.features), sampling, full)
 
 
-def _chunks(decoder: CompiledDecoder) -> Iterator[tuple[int, int]]:
+def chunks(decoder: CompiledDecoder) -> Iterator[tuple[int, int]]:
     """First row and size of a chunk of a prompt, for every chunk size and every bucket it can end in."""
-    chunks, seen = decoder.options.chunks, set()
-    for start in range(0, decoder.n_positions - 1, chunks[-1]):
-        for chunk in chunks:
+    sizes, seen = decoder.options.chunks, set()
+    for start in range(0, decoder.n_positions - 1, sizes[-1]):
+        for chunk in sizes:
             found = (chunk, decoder.reach(start + chunk))
             if found not in seen:
                 seen.add(found)
                 yield start, min(chunk, decoder.n_positions - 1 - start)
 
 
-def _lengths(target: CompiledDecoder) -> Iterator[int]:
+def lengths(decoder: CompiledDecoder) -> Iterator[int]:
     """Of texts in every bucket: the shortest, and one so long that a draft is already in its next bucket."""
     before = 0
-    for reach in target.reaches:
+    for reach in decoder.reaches:
         yield before + 1
         if reach - 1 > before + 1:
             yield reach - 1

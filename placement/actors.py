@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -19,10 +18,11 @@ import ray
 import torch
 
 from paceline.core.errors import ConfigurationError, RankError, WorkerError
-from paceline.placement import environment, nodes
+from paceline.placement import environment, nodes, processes
 from paceline.placement.channel import Address, listen
 from paceline.placement.cores import CoreLocks
 from paceline.placement.draft_server import DraftServer
+from paceline.placement.processes import Process
 from paceline.placement.quota import Quota
 from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Patience, RemoteDraft, Terms
@@ -76,9 +76,9 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A worker that runs."""
+    """A worker that runs; ``process`` on its node."""
 
-    pid: int
+    process: Process
     node: str
     cores: str
 
@@ -89,13 +89,9 @@ class ActorKeeper:
     def __init__(self, actor: str, node: str | None) -> None:
         self._actor, self._node = actor, node
 
-    def replace(self, pid: int | None) -> bool:
-        if pid is not None and self._node is None:
-            os.kill(pid, signal.SIGKILL)  # one that is stopped hears nothing else
-            return True
-        if pid is not None and self._node is not None:
-            nodes.kill(self._node, pid)
-            return True
+    def replace(self, process: Process | None) -> bool:
+        if process is not None:
+            return processes.kill(process) if self._node is None else nodes.kill(self._node, process)
         with suppress(ValueError):  # no such actor now: Ray is at it already
             ray.kill(ray.get_actor(self._actor, NAMESPACE), no_restart=False)
         return True
@@ -123,7 +119,7 @@ class _Worker:
 
     def ready(self) -> Ready:
         """Answers when the worker is made."""
-        return Ready(os.getpid(), self._given.node, os.environ.get("PACELINE_CORES", ""))
+        return Ready(processes.running(os.getpid()), self._given.node, os.environ.get("PACELINE_CORES", ""))
 
 
 class DraftWorker(_Worker):

@@ -20,6 +20,8 @@ from paceline.placement.ranges import CoreRange
 from paceline.placement.remote import Terms
 from paceline.placement.roles import Settings
 
+_SHOWN = 16  # letters of a draft's name in that of its socket, whose whole path has room for some hundred bytes
+
 
 def assignments(
     instance: Instance,
@@ -86,7 +88,7 @@ def _addresses(placements: Sequence[Placement], where: Sequence[str]) -> dict[st
         if item.role == "draft":
             here = nodes_of[item.label]
             callers = [p for p in placements if (p.name, p.replica) in item.drafts_for]
-            file = folders.scratch() / "sockets" / f"{item.label}-{secrets.token_hex(4)}"
+            file = folders.scratch() / "sockets" / f"{item.label[:_SHOWN]}-{secrets.token_hex(4)}"
             near = all(nodes_of[caller.label] == here for caller in callers)
             found[item.label] = Address(path=str(file)) if near else nodes.tcp_address(here)
     return found

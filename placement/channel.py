@@ -23,6 +23,7 @@ _MOST = 64 << 20  # bytes in a frame; a prompt of a million ids is 4 MiB
 _READ = 1 << 16
 _NONCE = 32
 _HANDSHAKE = 5.0  # seconds
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ class Address:
         if kind == "unix" and rest:
             return cls(path=rest)
         host, _, port = rest.rpartition(":")
-        if kind == "tcp" and host and port.isdigit():
+        if kind == "tcp" and host and port.isascii() and port.isdigit() and int(port) <= _LAST_PORT:
             return cls(host=host, port=int(port))
         raise ConfigurationError(f"{text!r} is no address; write unix:/path/of/socket or tcp:host:port")
 
@@ -56,6 +57,7 @@ class Channel:
         if link.family != socket.AF_UNIX:
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._link, self._buffer = link, bytearray()
+        self._space = memoryview(bytearray(_READ))
         self._reads = select.poll()
         self._reads.register(link, select.POLLIN)
         self._writes = select.poll()
@@ -151,14 +153,14 @@ class Channel:
 
     def _fill(self) -> None:
         try:
-            data = self._link.recv(_READ)
+            size = self._link.recv_into(self._space)
         except BlockingIOError:
             return
         except (OSError, ValueError) as error:
             raise ChannelError(f"the other side is gone ({error})") from error
-        if not data:
+        if not size:
             raise ChannelError("the other side hung up")
-        self._buffer += data
+        self._buffer += self._space[:size]
 
     def _wanted(self) -> int:
         size = int(_LENGTH.unpack_from(self._buffer)[0])

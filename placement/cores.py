@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from time import monotonic, sleep
 
-from paceline.core.errors import CoresBusyError
+from paceline.core.errors import CoresBusyError, WorkerError
 from paceline.placement.environment import lock_folder
 from paceline.placement.folders import private
 from paceline.placement.ranges import CoreRange
@@ -32,27 +32,35 @@ class CoreLocks:
         """Take every core, waiting for a process that is just ending.
 
         Raises:
-            CoresBusyError: another process keeps one; none is held then.
-            WorkerError: the folder of the locks can be changed by another user.
+            CoresBusyError: another process keeps one.
+            WorkerError: the folder of the locks can be changed by another user, or a lock is no file of ours. However
+                it ends, if not well, none is held then.
         """
         folder = lock_folder() / self._node
         private(folder)
         end = monotonic() + patience
-        for core in self._cores.cores:
-            path = folder / f"core-{core}"
+        try:
+            for core in self._cores.cores:
+                self._acquire(core, folder / f"core-{core}", end)
+        except BaseException:
+            self.release()
+            raise
+
+    def _acquire(self, core: int, path: Path, end: float) -> None:
+        try:
             number = os.open(path, _OPEN | os.O_CREAT, 0o600)
-            self._held.append(number)
-            while not _take(number):
-                if monotonic() > end:
-                    owner = _owner(path)
-                    self.release()
-                    raise CoresBusyError(
-                        f"core {core} of {self._cores} is in use by process {owner}; stop it, or plan with those cores "
-                        "taken"
-                    )
-                sleep(_PAUSE)
-            os.ftruncate(number, 0)
-            os.pwrite(number, str(os.getpid()).encode(), 0)
+        except OSError as error:
+            raise WorkerError(f"the lock {path} cannot be opened ({error}); remove what lies there") from error
+        self._held.append(number)
+        while not _take(number):
+            if monotonic() > end:
+                raise CoresBusyError(
+                    f"core {core} of {self._cores} is in use by process {_owner(path)}; stop it, or plan with those "
+                    "cores taken"
+                )
+            sleep(_PAUSE)
+        os.ftruncate(number, 0)
+        os.pwrite(number, str(os.getpid()).encode(), 0)
 
     def release(self) -> None:
         """Give the cores back."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +23,7 @@ from paceline.placement.actors import NAMESPACE, WATCH
 from paceline.placement.calls import Call, Stream, seeded
 from paceline.placement.care import Care
 from paceline.placement.group import RESOURCE, Group
-from paceline.placement.ledger import NAME, ledger
+from paceline.placement.ledger import ask, end_unused
 from paceline.placement.plans import Placement, Plan
 from paceline.placement.ranges import CoreRange, Fragmentation
 from paceline.placement.roles import Piece, Settings
@@ -98,7 +98,7 @@ class Deployment:
 
     def fragmentation(self) -> dict[str, Fragmentation]:
         """Node -> what is free there, and in what pieces."""
-        found: dict[str, Fragmentation] = ray.get(ledger(self.plan.instance).report.remote(), timeout=_ASK)
+        found: dict[str, Fragmentation] = ask(self.plan.instance, "report", seconds=_ASK)
         return found
 
     def cores(self) -> dict[str, CoreRange]:
@@ -129,13 +129,11 @@ class Deployment:
 
     def close(self) -> None:
         """End everything, and the ledger too if nobody else uses it."""
-        for group in self._groups:
-            group.stop()
-        self._groups = []
-        with suppress(ValueError, ray.exceptions.RayError):
-            keeper = ray.get_actor(NAME, NAMESPACE)
-            if not ray.get(keeper.taken.remote(), timeout=_ASK):
-                ray.kill(keeper)
+        groups, self._groups = self._groups, []
+        try:
+            _stop(groups)
+        finally:
+            end_unused(_ASK)
 
     def __enter__(self) -> Deployment:
         return self
@@ -238,9 +236,15 @@ def _start(groups: Sequence[Group]) -> None:
         for group in groups:
             group.finish()
     except BaseException:
-        for group in groups:
-            group.stop()
+        _stop(groups)
         raise
+
+
+def _stop(groups: Sequence[Group]) -> None:
+    """Every one of them, though another cannot be ended as it should."""
+    with ExitStack() as stack:
+        for group in groups:
+            stack.callback(group.stop)
 
 
 def groups_of(plan: Plan) -> list[list[Placement]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from paceline.core.errors import PlanError
 from paceline.placement.catalogue import INSTANCES, Instance
 
-_USUAL_PLACE = Path("/opt/aws/neuron/bin/neuron-ls")  # where the tools package puts it, often not on PATH
+USUAL_PLACE = Path("/opt/aws/neuron/bin/neuron-ls")  # where the tools package puts it, often not on PATH
 _TIMEOUT = 30.0
 
 
@@ -30,7 +30,7 @@ def tool() -> Path | None:
     found = shutil.which("neuron-ls")
     if found:
         return Path(found)
-    return _USUAL_PLACE if _USUAL_PLACE.is_file() else None
+    return USUAL_PLACE if USUAL_PLACE.is_file() else None
 
 
 def parse(text: str) -> Devices:

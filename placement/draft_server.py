@@ -22,7 +22,7 @@ from typing import Protocol
 from paceline.core.errors import ChannelError
 from paceline.core.protocols import Drafter
 from paceline.core.types import Proposal, SamplingBatch
-from paceline.placement import wire
+from paceline.placement import processes, wire
 from paceline.placement.ahead import Ahead
 from paceline.placement.blanks import BlankRound, flat
 from paceline.placement.channel import Channel
@@ -244,6 +244,8 @@ class DraftServer:
         if blank is None or blank.shape != (ask.slots, ask.width):
             blank = BlankRound(ask.slots, ask.width)
         commit, bounds = blank.fill(ask.numbers, ask.rows)
+        if ask.pause and isinstance(drafter, Ahead):
+            drafter.paused(ask.pause / 1e6)
         drafter.observe(commit)
         rows = _undrawn(drafter.propose(commit, client.sampling, bounds))
         ahead = isinstance(drafter, Ahead) and drafter.hit
@@ -265,7 +267,7 @@ class DraftServer:
             return wire.Failure(hello.number, "a drafter in another process proposes chains, from tokens alone")
         client.name, client.slots, client.drafter = hello.client, hello.slots, drafter
         client.share = self._quota.shares.get(hello.client, 1.0)
-        return wire.Welcome(hello.number, drafter.outline.nodes, drafter.reach, os.getpid())
+        return wire.Welcome(hello.number, drafter.outline.nodes, drafter.reach, processes.running(os.getpid()))
 
 
 def _undrawn(made: Proposal) -> list[list[int]]:

@@ -23,8 +23,9 @@ from paceline.placement import assigning, nodes
 from paceline.placement.actors import NAMESPACE, STREAMS, WATCH, Assignment, DraftWorker, Ready, TargetWorker
 from paceline.placement.care import Care
 from paceline.placement.catalogue import Instance
-from paceline.placement.ledger import WORKERS, Claim, asked, ledger, worker_name
+from paceline.placement.ledger import WORKERS, Claim, ask, give_back, worker_name
 from paceline.placement.plans import Placement
+from paceline.placement.processes import Process
 from paceline.placement.ranges import CoreRange
 
 RESOURCE = "neuron_cores"
@@ -52,7 +53,7 @@ class Group:
         self._claims: list[str] = []
         self._assigned: dict[str, Assignment] = {}
         self._actors: dict[str, ray.actor.ActorHandle] = {}
-        self._pids: dict[str, int] = {}
+        self._running: dict[str, Process] = {}
         self._changed = threading.Condition()
         self._changing: set[str] = set()  # labels of workers that are just being started
         self._stopped = False
@@ -126,7 +127,7 @@ class Group:
         with self._or_nothing():
             self._wait([item.label for item in self.placements])
             names = [given.actor for given in self._assigned.values()]
-            asked(ledger(self._instance).confirm.remote(names), self._care.room)
+            ask(self._instance, "confirm", names, seconds=self._care.start)
 
     @contextmanager
     def _or_nothing(self) -> Iterator[None]:
@@ -163,7 +164,7 @@ class Group:
         cores: dict[str, CoreRange] = {}
         for node in dict.fromkeys(where):
             mine = [claim for at, claim in wanted if at == node]
-            given = asked(ledger(self._instance).claim.remote(node, mine), self._care.room)
+            given = ask(self._instance, "claim", node, mine, seconds=self._care.start)
             cores |= {claim.actor: one for claim, one in zip(mine, given, strict=True)}
         self._assigned = assigning.assignments(
             self._instance, self.placements, self._care, where=where, claims=self._claims, cores=cores
@@ -210,7 +211,7 @@ class Group:
             found: list[Ready] = ray.get(made)
         except ray.exceptions.RayError as error:
             raise WorkerError(f"{names} did not start: {error}") from error
-        self._pids |= {label: ready.pid for label, ready in zip(labels, found, strict=True)}
+        self._running |= {label: ready.process for label, ready in zip(labels, found, strict=True)}
 
     # ---- restarting and stopping
 
@@ -231,10 +232,11 @@ class Group:
             with self._changed:
                 self.restarts += 1
             _kill(seen)
+            process = self._running.pop(label, None)
             if self._nodes_live():
                 try:
-                    if hung:
-                        nodes.kill(self._assigned[label].node, self._pids[label])
+                    if hung and process is not None:
+                        nodes.kill(self._assigned[label].node, process)
                     self._respawn(label)
                     return
                 except PlacementError as error:
@@ -255,15 +257,15 @@ class Group:
     def _respawn(self, label: str) -> None:
         """A new worker in the place of a dead one. Its name is new too: Ray may not have forgotten the old one yet."""
         item, old = next(p for p in self.placements if p.label == label), self._assigned[label]
-        keeper, name = ledger(self._instance), f"{WORKERS}{label}-{secrets.token_hex(4)}"
+        name = f"{WORKERS}{label}-{secrets.token_hex(4)}"
         claim = Claim(name, len(old.cores), old.cores, self._care.start)
-        asked(keeper.release.remote([old.actor]), self._care.room)
-        (cores,) = asked(keeper.claim.remote(old.node, [claim]), self._care.room)
+        give_back([old.actor], self._care.room)
+        (cores,) = ask(self._instance, "claim", old.node, [claim], seconds=self._care.start)
         actor, env = worker_name(name, old.node, cores), assigning.variables(self._instance, item, cores)
         self._assigned[label] = replace(old, actor=actor, cores=cores, env=env)
         self._put(item)
         self._wait([label])
-        asked(keeper.confirm.remote([name]), self._care.room)
+        ask(self._instance, "confirm", [name], seconds=self._care.start)
 
     def _nodes_live(self) -> bool:
         return all(map(nodes.lives, {given.node for given in self._assigned.values()}))
@@ -283,8 +285,7 @@ class Group:
             _kill(actor)
         names = [*self._claims, *(given.actor for given in self._assigned.values())]
         if names:
-            with suppress(WorkerError, ray.exceptions.RayError):
-                asked(ledger(self._instance).release.remote(names), self._care.room)
+            give_back(names, self._care.room)
         if self._group is not None and self._given is None:
             remove_placement_group(self._group)
         for given in self._assigned.values():

@@ -7,12 +7,15 @@ they have: a worker that is busy, or hangs, need not answer. It holds no model a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from time import monotonic
+from time import monotonic, sleep
+from typing import Any
 
 import ray
 
 from paceline.core.errors import PlanError, WorkerError
+from paceline.placement import nodes
 from paceline.placement.actors import NAMESPACE
 from paceline.placement.catalogue import Instance
 from paceline.placement.ranges import CoreRange, Fragmentation, best_fit, fragmentation
@@ -21,6 +24,7 @@ from paceline.placement.revival import START
 NAME = "paceline-ledger"
 WORKERS = "paceline-worker-"
 _HAS = "@"
+_DYING = 60.0  # seconds, more than it takes to be killed: what is claimed meanwhile would be forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,12 @@ class Ledger:
             self._running.add(claim)
 
     def _forget_dead(self) -> None:
-        """A worker that ran and is no more, or never came, has lost its cores, even if nobody could say so."""
+        """Who ran and is no more, or never came, has lost its cores, said or not. A node that is gone has none."""
         now = monotonic()
         late = {claim for claim, end in self._ends.items() if now > end}
         self.release(sorted((self._running | late).difference(_workers())))
+        living = nodes.living()
+        self._taken = {node: ranges for node, ranges in self._taken.items() if node in living}
 
     def confirm(self, actors: Sequence[str]) -> None:
         """These workers run now; from here on their claims end with them."""
@@ -98,13 +104,19 @@ class Ledger:
             for claim in claims:
                 ranges.pop(claim, None)
 
+    def end_unused(self) -> None:
+        """End if nothing is taken. Between two methods: no claim is lost that was answered."""
+        if not self.taken():
+            ray.kill(ray.get_runtime_context().current_actor)  # which also keeps Ray from starting it again
+            sleep(_DYING)
+
     def taken(self) -> dict[str, dict[str, CoreRange]]:
         """Node -> worker -> cores."""
         self._forget_dead()
         return {node: dict(ranges) for node, ranges in self._taken.items() if ranges}
 
     def report(self) -> dict[str, Fragmentation]:
-        """What is free on each node where something runs or ran, and in what pieces."""
+        """What is free on each node that lives and where something runs or ran, and in what pieces."""
         self._forget_dead()
         return {node: fragmentation(self._instance, list(ranges.values())) for node, ranges in self._taken.items()}
 
@@ -139,19 +151,37 @@ def ledger(instance: Instance) -> ray.actor.ActorHandle:
     return made.remote(instance)
 
 
-def asked(reference: ray.ObjectRef, seconds: float) -> list[CoreRange]:
-    """The ledger's answer, its refusals as what they are.
+def ask(instance: Instance, method: str, *arguments: object, seconds: float) -> Any:
+    """The ledger's answer, its refusals as what they are. One that has just ended is made anew and asked again.
 
     Raises:
         PlanError: it refuses.
         WorkerError: it does not answer in time, or is lost.
     """
+
+    def answer() -> Any:
+        return ray.get(getattr(ledger(instance), method).remote(*arguments), timeout=seconds)
+
     try:
-        found: list[CoreRange] = ray.get(reference, timeout=seconds)
+        try:
+            return answer()
+        except ray.exceptions.RayActorError:
+            return answer()
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, PlanError):
             raise error.cause from error
         raise
     except ray.exceptions.RayError as error:
         raise WorkerError(f"the ledger of the cluster's cores gave no answer in {seconds} seconds: {error}") from error
-    return found
+
+
+def give_back(actors: Sequence[str], seconds: float) -> None:
+    """These workers are gone; where there is no ledger nobody has to know: one that is made sees the living only."""
+    with suppress(ValueError, ray.exceptions.RayError):
+        ray.get(ray.get_actor(NAME, NAMESPACE).release.remote(actors), timeout=seconds)
+
+
+def end_unused(seconds: float) -> None:
+    """End the ledger if nothing is taken."""
+    with suppress(ValueError, ray.exceptions.RayError):  # its end too is an error of the one who asked
+        ray.get(ray.get_actor(NAME, NAMESPACE).end_unused.options(max_task_retries=0).remote(), timeout=seconds)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from paceline.placement import environment
 from paceline.placement.channel import Address
+from paceline.placement.processes import Process
 from paceline.placement.quota import Quota
 from paceline.placement.roles import MAKERS, Settings
 
@@ -26,7 +27,7 @@ class Order:
     """What to start. ``maker`` gets ``settings``; ``cores`` are the first and the last; ``env`` is the plan's."""
 
     address: Address
-    secret: bytes
+    secret: bytes = field(repr=False)
     settings: Settings
     maker: str = MAKERS["draft"]
     cores: tuple[int, int] | None = None
@@ -64,10 +65,10 @@ class LocalProcess:
         assert self._process is not None
         return self._process.pid
 
-    def replace(self, pid: int | None) -> bool:
-        """Kill the process ``pid`` if it is still ours (None: whichever runs), and start a new one."""
+    def replace(self, process: Process | None) -> bool:
+        """Kill the process if it is still ours (None: whichever runs), and start a new one."""
         with self._lock:
-            if self._closed or (self._runs and self._process is not None and pid not in (None, self._process.pid)):
+            if self._closed or (self._runs and process is not None and process.pid != self.pid):
                 return False
             self._end()
             self._start()

@@ -41,6 +41,7 @@ from paceline.decoder.parallel import GQA
 from paceline.placement.care import Care, care_of
 from paceline.placement.footprint import NUMBER_BYTES, QUANTISED_BYTES, Shape
 from paceline.placement.quota import Quota, read_quota, settled
+from paceline.placement.yaml_file import read_yaml
 
 _KEYS = frozenset(
     {
@@ -95,11 +96,11 @@ def read_care(file: Path) -> Care:
 
 
 def _content(file: Path) -> Mapping[str, Any]:
-    import yaml
+    from yaml import YAMLError
 
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        content = read_yaml(file)
+    except (OSError, UnicodeDecodeError, YAMLError) as error:
         raise PlanError(f"cannot read {file}: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("models"), list):
         raise PlanError(f"{file} must hold a list `models`; see `paceline plan --help`")
@@ -202,7 +203,7 @@ def _paired(model: Model, models: Sequence[Model], entry: Mapping[str, object]) 
             f"{model.name!r} has {model.replicas} replicas for {most} of its target; ask for at most as many"
         )
     replicas = model.replicas if "replicas" in entry or len(model.draft_of) > 1 else most
-    clients = sum(len(range(0, known[name].replicas, replicas)) for name in model.draft_of)  # the first has most
+    clients = sum(-(-known[name].replicas // replicas) for name in model.draft_of)  # the first has most
     where = f"model {model.name!r}"
     asked = read_quota(entry.get("quota", {}), where)
     slots = clients * model.shape.batch_size

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from contextlib import suppress
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from paceline.placement import environment
+from paceline.placement import environment, processes
 from paceline.placement.channel import Address
+from paceline.placement.processes import Process
 
 _PATIENCE = 30.0  # seconds for a small task
 
 
+def living() -> set[str]:
+    """The nodes that the cluster counts among the living. One that is gone never comes back under its name."""
+    return {str(item["NodeID"]) for item in ray.nodes() if item["Alive"]}
+
+
 def lives(node: str) -> bool:
-    """Whether the cluster counts the node among the living."""
-    return any(item["NodeID"] == node and item["Alive"] for item in ray.nodes())
+    """Whether the node is one of them."""
+    return node in living()
 
 
 def tcp_address(node: str) -> Address:
@@ -27,10 +31,11 @@ def tcp_address(node: str) -> Address:
     return Address(host=host, port=int(ray.get(_on(node, _free_port).remote(host), timeout=_PATIENCE)))
 
 
-def kill(node: str, pid: int) -> None:
-    """End a process on a node: one that was stopped hears no request to end, but it cannot refuse this."""
+def kill(node: str, process: Process) -> bool:
+    """End a process on a node, if it still runs; whether that is known."""
     with suppress(ray.exceptions.RayError):
-        ray.get(_on(node, _kill).remote(pid), timeout=_PATIENCE)
+        return bool(ray.get(_on(node, processes.kill).remote(process), timeout=_PATIENCE))
+    return False
 
 
 def _on(node: str, function: object) -> ray.remote_function.RemoteFunction:
@@ -38,11 +43,6 @@ def _on(node: str, function: object) -> ray.remote_function.RemoteFunction:
     here = NodeAffinitySchedulingStrategy(node, soft=False)
     clean = {"env_vars": environment.without_cores()}
     return ray.remote(function).options(num_cpus=0, scheduling_strategy=here, max_retries=0, runtime_env=clean)
-
-
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 def _free_port(host: str) -> int:

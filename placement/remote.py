@@ -62,6 +62,8 @@ class Patience:
 
 
 _AWHILE = 0.001  # seconds
+_LONG = 1_000_000_000  # microseconds; more has no room in a message
+_DOUBLINGS = 64  # of a rest; a float has no room for the thousands that faults of weeks would come to
 
 
 class RemoteDraft:
@@ -79,6 +81,7 @@ class RemoteDraft:
         self._overdue: tuple[int, float] | None = None  # the message whose answer is late, and since when
         self._resting = 0.0  # until then it is not asked
         self._row = 0  # faults in a row
+        self._had: float | None = None  # when the last answer came, if nothing but a round came after it
         self._counts = dict.fromkeys(COUNTED, 0)
         self._drawn = False  # the process knows how the requests sample
         self._last_error = ""
@@ -94,7 +97,7 @@ class RemoteDraft:
         """Remember the text, and let the process read it while the target reads on."""
         self._texts[slot] = list(prompt)
         self._known.pop(slot, None)
-        self._drawn = False
+        self._drawn, self._had = False, None
         channel = self._usable()
         if channel is None or (self.reach is not None and len(prompt) >= self.reach):
             return
@@ -134,8 +137,9 @@ class RemoteDraft:
         self._reading = False
         numbers = wire.words(flat(rows) + counts + starts + bounds.limit.tolist())
         drawn = None if self._drawn else sampling
-        ask = wire.Ask(self._next(), texts, len(rows), len(rows[0]), numbers, bounds.rows, drawn)
-        self._drawn = True
+        pause = 0 if self._had is None else min(round(1e6 * (monotonic() - self._had)), _LONG)
+        ask = wire.Ask(self._next(), texts, len(rows), len(rows[0]), numbers, bounds.rows, drawn, pause)
+        self._drawn, self._had = True, None
         self._counts["asked"] += 1
         self._counts["rereads"] += len(texts)
         try:
@@ -165,7 +169,8 @@ class RemoteDraft:
     @property
     def pid(self) -> int | None:
         """The process at the other end, if it is up."""
-        return self._revival.pid
+        process = self._revival.process
+        return None if process is None else process.pid
 
     def wait_until_up(self, seconds: float) -> bool:
         """Whether the process is there within so many seconds. Nobody has to wait; a first request may want to."""
@@ -248,6 +253,7 @@ class RemoteDraft:
         self._known |= {slot: start + count for slot, (start, count) in live.items()}
         self._row = 0
         self._counts["answered"] += 1
+        self._had = monotonic()
         if reply.ahead:
             self._counts["ahead"] += 1
         return Proposal(blank.tensor)
@@ -262,12 +268,15 @@ class RemoteDraft:
         if kind == "lost" or (self._row >= self._patience.trips and kind != "late"):
             self._revive(why)
         else:
-            rest = min(self._patience.rest * 2 ** (self._row - 1), self._patience.longest)
-            self._resting = monotonic() + rest
+            self._resting = monotonic() + self._rest()
 
     def _revive(self, why: str) -> None:
         self._last_error = why
         self._overdue = None
-        delay = min(self._patience.rest * 2 ** max(0, self._row - 1), self._patience.longest)
         self._channel = None
-        self._revival.begin(restart=True, delay=delay)
+        self._revival.begin(restart=True, delay=self._rest())
+
+    def _rest(self) -> float:
+        """Seconds it is left alone after so many faults in a row."""
+        doublings = min(max(0, self._row - 1), _DOUBLINGS)
+        return min(self._patience.rest * 2.0**doublings, self._patience.longest)

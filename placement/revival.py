@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from time import monotonic
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from paceline.core.errors import ChannelError
 from paceline.placement import wire
 from paceline.placement.channel import Address, Channel, connect
 from paceline.placement.health import State
+from paceline.placement.processes import Process
 
 START = 600.0
 """Seconds in which a drafter's process is there, unless it is said otherwise: it loads and compiles before."""
@@ -24,8 +25,8 @@ _FIRST_REST = 0.2  # seconds between restarts of a process that dies before it c
 class Keeper(Protocol):
     """Who keeps a drafter's process alive."""
 
-    def replace(self, pid: int | None) -> bool:
-        """Kill the process ``pid`` if it is still the one that runs (None: whichever runs), and have a new one come up.
+    def replace(self, process: Process | None) -> bool:
+        """Kill the process if it is still the one that runs (None: whichever runs), and have a new one come up.
 
         Returns whether anything was done.
         """
@@ -43,7 +44,7 @@ class Caller:
     """
 
     address: Address
-    secret: bytes
+    secret: bytes = field(repr=False)
     keeper: Keeper | None = None
     patience: float = START
 
@@ -61,7 +62,7 @@ class Revival:
         self._up, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._channel: Channel | None = None
-        self.pid: int | None = None
+        self.process: Process | None = None
         self.restarts = 0
         self.last_error = ""
 
@@ -110,7 +111,7 @@ class Revival:
         if self._stop.wait(delay):
             return
         if restart:
-            old, self.pid = self.pid, None
+            old, self.process = self.process, None
             self._kept(lambda keeper: keeper.replace(old))
         pause, rest, again = _FIRST_PAUSE, _FIRST_REST, monotonic() + _FIRST_REST
         end = monotonic() + self._caller.patience
@@ -175,5 +176,5 @@ class Revival:
         except ChannelError:
             channel.close()
             raise
-        self.pid = channel.peer() or reply.pid
+        self.process = replace(reply.process, pid=channel.peer() or reply.process.pid)
         return channel

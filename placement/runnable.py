@@ -6,9 +6,10 @@ room (`paceline.placement.planner`, `ledger`), or whether a worker's machine has
 
 from __future__ import annotations
 
-from paceline.core.errors import PlanError
+from paceline.core.errors import ConfigurationError, PlanError
 from paceline.decoder.backends.base import DIVIDED
 from paceline.decoder.options import MAX_WIDTH
+from paceline.decoder.rope import check_positions
 from paceline.placement.plans import Plan
 
 
@@ -28,6 +29,10 @@ def check(plan: Plan) -> None:
                 f"{item.name} was planned with n_positions={model.shape.n_positions}, more than the "
                 f"{model.config.max_position_embeddings} it was trained on (max_position_embeddings); ask for fewer"
             )
+        try:
+            check_positions(model.config.rope, model.shape.n_positions)
+        except ConfigurationError as error:
+            raise PlanError(f"{item.name}: {error}") from error
         if item.role == "draft" and model.k >= MAX_WIDTH:
             raise PlanError(
                 f"{item.name} was planned with k={model.k}, and a target verifies at most {MAX_WIDTH - 1} drafted "

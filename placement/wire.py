@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from paceline.core.errors import ChannelError
 from paceline.core.types import SamplingBatch
 from paceline.placement.blanks import flat
+from paceline.placement.processes import Process
 
-VERSION = 1
+VERSION = 2
 _HEAD = struct.Struct("<BBHq")  # version, kind, nothing (so that words are aligned), number of the message
-_SHAPE = struct.Struct("<iii")  # of an Answer
-_ROUND = struct.Struct("<BBHqiiiii")  # the head and the shape of an Ask, in one go
+_SAID = struct.Struct("<BBHqiii")  # the head and the shape of an Answer, in one go
+_ROUND = struct.Struct("<BBHqiiiiii")  # and of an Ask
 _WORD = 4  # bytes
 _HELLO, _ADMIT, _ASK, _WELCOME, _ANSWER, _FAILURE = range(1, 7)
 
@@ -41,7 +44,7 @@ class Welcome:
     number: int
     nodes: int
     reach: int | None
-    pid: int
+    process: Process
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +56,14 @@ class Admit:
     text: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(NamedTuple):
     """A round: read these texts anew (slot, ids), then propose what follows the commit.
 
     slots, width  B and W of the commit
     numbers       `words` of its tokens row by row, its counts, its starts, and the limits of the round: B * (W + 3)
     rows          of `Bounds`
     sampling      None: as in the last Ask; it changes only when a request comes or goes
+    pause         microseconds since the target had the last answer; 0 = the texts did not simply go on
     """
 
     number: int
@@ -70,10 +73,10 @@ class Ask:
     numbers: bytes
     rows: int
     sampling: SamplingBatch | None
+    pause: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """A proposal: `words` of its ``tokens`` row by row, B * N of them. ``ahead``: it was ready before it was asked."""
 
     number: int
@@ -99,19 +102,19 @@ def encode(message: Request | Reply) -> bytes:
     """A message as bytes."""
     if isinstance(message, Ask):
         drawn, more = message.sampling is not None, len(message.texts)
-        shape = message.slots, message.width, message.rows, more, drawn
+        shape = message.slots, message.width, message.rows, more, drawn, message.pause
         found = _ROUND.pack(VERSION, _ASK, 0, message.number, *shape) + message.numbers
         return found + words(_rarely(message)) if drawn or more else found
     if isinstance(message, Answer):
-        said = message.slots, message.nodes, int(message.ahead)
-        return _packed(_ANSWER, message.number, said) + message.tokens
+        said = message.slots, message.nodes, message.ahead
+        return _SAID.pack(VERSION, _ANSWER, 0, message.number, *said) + message.tokens
     if isinstance(message, Admit):
         return _packed(_ADMIT, message.number, [message.slot, len(message.text), *message.text])
     if isinstance(message, Hello):
         return _packed(_HELLO, message.number, [message.slots, message.vocab_size]) + message.client.encode()
     if isinstance(message, Welcome):
         reach = -1 if message.reach is None else message.reach
-        return _packed(_WELCOME, message.number, [message.nodes, reach, message.pid])
+        return _packed(_WELCOME, message.number, [message.nodes, reach, message.process.pid, message.process.began])
     return _packed(_FAILURE, message.number, []) + message.reason.encode()
 
 
@@ -133,9 +136,14 @@ def decode(frame: bytearray) -> Request | Reply:
 # ---- writing
 
 
+@cache
+def _words(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}i")
+
+
 def words(numbers: Sequence[int]) -> bytes:
     """Numbers of 32 bits, as they travel."""
-    return struct.pack(f"<{len(numbers)}i", *numbers)
+    return _words(len(numbers)).pack(*numbers)
 
 
 def _packed(kind: int, number: int, numbers: Sequence[int]) -> bytes:
@@ -164,7 +172,7 @@ def numbers(data: bytes | bytearray, start: int = 0) -> tuple[int, ...]:
     count, over = divmod(len(data) - start, _WORD)
     if over:
         raise ValueError(f"{over} bytes too many")
-    return struct.unpack_from(f"<{count}i", data, start)
+    return _words(count).unpack_from(data, start)
 
 
 def _part(found: tuple[int, ...], at: int, count: int) -> tuple[int, ...]:
@@ -175,14 +183,14 @@ def _part(found: tuple[int, ...], at: int, count: int) -> tuple[int, ...]:
 
 
 def _read_ask(frame: bytearray, number: int) -> Ask:
-    *_, slots, width, rows, count, drawn = _ROUND.unpack_from(frame)
+    *_, slots, width, rows, count, drawn, pause = _ROUND.unpack_from(frame)
     end = _ROUND.size + _WORD * slots * (width + 3)
     if slots < 1 or width < 1 or end > len(frame):
         raise ValueError(f"a commit of {slots} slots, {width} wide, in {len(frame)} bytes")
     data = bytes(frame[_ROUND.size : end])
     if end == len(frame) and not drawn and not count:
-        return Ask(number, (), slots, width, data, rows, None)
-    ask = Ask(number, (), slots, width, data, rows, None)
+        return Ask(number, (), slots, width, data, rows, None, pause)
+    ask = Ask(number, (), slots, width, data, rows, None, pause)
     return _read_rarely(ask, numbers(frame, end), texts=count, drawn=bool(drawn))
 
 
@@ -196,7 +204,7 @@ def _read_rarely(ask: Ask, found: tuple[int, ...], *, texts: int, drawn: bool) -
         read.append((slot, _part(found, at + 2, size)))
         at += 2 + size
     _all_read(found, at)
-    return replace(ask, texts=tuple(read), sampling=sampling)
+    return ask._replace(texts=tuple(read), sampling=sampling)
 
 
 def _read_sampling(found: tuple[int, ...], slots: int) -> SamplingBatch:
@@ -210,8 +218,8 @@ def _all_read(found: tuple[int, ...], at: int) -> None:
 
 
 def _read_answer(frame: bytearray, number: int) -> Answer:
-    slots, nodes, ahead = _SHAPE.unpack_from(frame, _HEAD.size)
-    tokens = bytes(frame[_HEAD.size + _SHAPE.size :])
+    *_, slots, nodes, ahead = _SAID.unpack_from(frame)
+    tokens = bytes(frame[_SAID.size :])
     if slots < 0 or nodes < 0 or len(tokens) != _WORD * slots * nodes:
         raise ValueError(f"a proposal of {slots} slots, {nodes} nodes, in {len(tokens)} bytes")
     return Answer(number, slots, nodes, tokens, bool(ahead))
@@ -230,8 +238,8 @@ def _read_hello(frame: bytearray, number: int) -> Hello:
 
 
 def _read_welcome(frame: bytearray, number: int) -> Welcome:
-    nodes, reach, pid = numbers(frame, _HEAD.size)
-    return Welcome(number, nodes, None if reach < 0 else reach, pid)
+    nodes, reach, pid, began = numbers(frame, _HEAD.size)
+    return Welcome(number, nodes, None if reach < 0 else reach, Process(pid, began))
 
 
 def _read_failure(frame: bytearray, number: int) -> Failure:

@@ -13,7 +13,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor
 
-from paceline.core import tree
+from paceline.core import reduce, tree
 from paceline.core.accept import Match, Reject, committed
 from paceline.core.errors import SamplingError
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
@@ -25,6 +25,9 @@ from paceline.target.window import Window
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """Hugging Face's interface: ids [1, length] int64, scores [1, V] float32 -> scores [1, V]."""
+
+_FORCED = 1e15
+"""For a score of infinity: above any logit, and still a number over the least temperature."""
 
 
 class HostVerifier:
@@ -59,7 +62,7 @@ class HostVerifier:
         logits = self._processed(list(prompt), made[0, 0])
         token = self._choose(logits, len(prompt), sampling)
         self._texts[slot] = [*prompt, token]
-        self.logprobs[slot] = [_logprob(logits, token)]
+        self.logprobs[slot] = [_decided(logits, token, len(prompt))]
         return Reading(token, features)
 
     def release(self, slot: int) -> None:
@@ -115,7 +118,7 @@ class HostVerifier:
         while row is not None:
             processed = self._processed(text, logits[row])
             token = self._choose(processed, len(text), sampling)
-            scores.append(_logprob(processed, token))
+            scores.append(_decided(processed, token, len(text)))
             text.append(token)
             tokens.append(token)
             if self.ends(slot, tokens):
@@ -146,7 +149,8 @@ class HostVerifier:
         cut = Proposal(proposal.tokens[:, : len(drafts)], None, q)
         verdict = acceptor(cut, laws, positions, sampling, choose=self._kernels.choose)
         tokens = [t for t in committed(cut, verdict)[0].tolist() if t != PAD]
-        self.logprobs[slot] = [_logprob(line, token) for line, token in zip(processed, tokens, strict=False)]
+        decided = enumerate(zip(processed, tokens, strict=False), start=len(text))
+        self.logprobs[slot] = [_decided(line, token, length) for length, (line, token) in decided]
         text += tokens
         return list(range(1, len(tokens))), tokens
 
@@ -164,10 +168,22 @@ class HostVerifier:
             raise SamplingError(f"a logits processor returned {found}; it must return scores [1, {len(logits)}]")
         if bool(made.isnan().any()):
             raise SamplingError(f"a logits processor returned NaN for the text of {len(ids)} tokens; no token follows")
-        return made[0].clamp(min=-1e30)
+        return made[0].clamp(min=reduce.NEGATIVE, max=_FORCED)
 
 
-def _logprob(logits: Tensor, token: int) -> float:
+def _decided(logits: Tensor, token: int, length: int) -> float:
+    """The log-probability of a token that is to stand behind ``length`` others; ``logits`` [V] as processed.
+
+    Not of every processed line: what a processor says of drafts that it forbids itself decides nothing.
+
+    Raises:
+        SamplingError: the processors cut every token, as a grammar does that has come to a dead end.
+    """
+    if float(logits.max()) <= reduce.NEGATIVE:
+        raise SamplingError(
+            f"the logits processors left no token to follow the text of {length} tokens; let them allow one, such as "
+            "the eos id, where a text must end"
+        )
     return float(logits.log_softmax(-1)[token])
 
 

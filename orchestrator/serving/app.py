@@ -30,6 +30,7 @@ from paceline.serving.ingress import Ingress, Seat
 from paceline.serving.replica import Replica
 
 _ARGUMENTS = frozenset({"models", "instance"})
+_END = 60.0  # seconds to end the workers and give back their cores; Serve's 20 are few on a busy machine
 _SHARE = 0.01  # of a host CPU that Serve counts for a process without a model
 
 
@@ -85,6 +86,7 @@ def _deployment(made: Plan, members: Sequence[Placement], care: Care) -> serve.A
         name=f"models-{label}",
         num_replicas=1,
         max_ongoing_requests=STREAMS,
+        graceful_shutdown_timeout_s=_END,
         ray_actor_options={"num_cpus": _SHARE},
         placement_group_bundles=bundles,
         placement_group_strategy="STRICT_PACK",

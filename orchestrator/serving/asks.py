@@ -18,10 +18,13 @@ Number = TypeVar("Number", int, float)
 
 _COMPLETION_TOKENS = 16  # OpenAI's default of max_tokens for completions; chat has none
 _MOST_STOPS = 4
+_MOST_PROMPTS = 2048
+_MOST_SHOWN = 400  # letters of an error's message, which may quote what was sent
 
-# Fields that are served by their only harmless value, and those that change nothing.
+# Fields that are served by their only harmless value (a float stands for the integer too), and those that change
+# nothing, with their types.
 _ONLY: dict[str, tuple[object, ...]] = {
-    "n": (1,), "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},),
+    "n": (1,), "frequency_penalty": (0.0,), "presence_penalty": (0.0,), "logit_bias": ({},),
 }  # fmt: skip
 _ONLY_OF: dict[Kind, dict[str, tuple[object, ...]]] = {
     # How many log-probabilities: 0 asks for those of the text itself.
@@ -31,7 +34,11 @@ _ONLY_OF: dict[Kind, dict[str, tuple[object, ...]]] = {
         "functions": ([],), "response_format": ({"type": "text"},), "modalities": (["text"],),
     },
 }  # fmt: skip
-_NOTHING = frozenset({"user", "metadata", "store", "service_tier", "parallel_tool_calls", "stream_options"})
+_NOTHING: dict[str, type] = {
+    "user": str, "metadata": dict, "store": bool, "service_tier": str, "parallel_tool_calls": bool,
+    "stream_options": dict, "safety_identifier": str, "prompt_cache_key": str, "prompt_cache_retention": str,
+}  # fmt: skip
+_NAMES: dict[type, str] = {str: "a text", dict: "an object", bool: "true or false"}
 _READ = frozenset({"model", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stream"})
 _READ_OF: dict[Kind, frozenset[str]] = {
     "completion": _READ | {"prompt"},
@@ -43,6 +50,7 @@ class RefusedError(Exception):
     """A request that gets an error object. ``status`` is HTTP's."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        message = message if len(message) <= _MOST_SHOWN else message[: _MOST_SHOWN - 3] + "..."
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
@@ -91,16 +99,12 @@ def read(kind: Kind, body: object) -> Ask:
     fields = {key: value for key, value in body.items() if value is not None}
     _only_what_is_served(kind, fields)
     chat = kind == "chat"
-    limit = _number(fields, "max_completion_tokens", int, default=_number(fields, "max_tokens", int, default=None))
-    options = fields.get("stream_options", {})
-    if not isinstance(options, dict):
-        raise RefusedError(400, "stream_options must be an object", param="stream_options")
+    limit = _limit(fields)
     seed = _number(fields, "seed", int, default=None)
     temperature = _number(fields, "temperature", float, default=1.0)
     assert temperature is not None
     stream = fields.get("stream", False)
-    if not isinstance(stream, bool):
-        raise RefusedError(400, "stream must be true or false", param="stream")
+    _of_type(stream, bool, name="stream")
     return Ask(
         kind=kind,
         model=_text(fields, "model"),
@@ -114,7 +118,7 @@ def read(kind: Kind, body: object) -> Ask:
         seed=secrets.randbits(31) if seed is None else seed,
         stop=_stops(fields),
         stream=stream,
-        usage=bool(options.get("include_usage", False)),
+        usage=_usage(fields),
     )
 
 
@@ -123,12 +127,33 @@ def _only_what_is_served(kind: Kind, fields: Mapping[str, object]) -> None:
     for name, value in fields.items():
         _only_characters(name, param=None)
         _only_characters(value, param=name)
-        if name in _READ_OF[kind] or name in _NOTHING:
+        if name in _NOTHING:
+            _of_type(value, _NOTHING[name], name=name)
+        elif name in _READ_OF[kind]:
             continue
-        if name not in only:
+        elif name not in only:
             raise RefusedError(400, f"{name!r} is not a field of this endpoint", param=name)
-        if value not in only[name]:
+        elif not any(_same(value, one) for one in only[name]):
             raise RefusedError(400, f"{name}={value!r} is not served; leave it out", param=name)
+
+
+def _same(value: object, served: object) -> bool:
+    """Equal, and of one type: to Python, though not to JSON, true is 1."""
+    return value == served and (type(value) is type(served) or (isinstance(served, float) and type(value) is int))
+
+
+def _of_type(value: object, kind: type, *, name: str) -> None:
+    if not isinstance(value, kind):
+        raise RefusedError(400, f"{name} must be {_NAMES[kind]}, not {value!r}", param=name)
+
+
+def _usage(fields: Mapping[str, object]) -> bool:
+    options = fields.get("stream_options", {})
+    assert isinstance(options, dict)  # checked with the others that change nothing
+    asked = options.get("include_usage")
+    if not isinstance(asked, bool | None):
+        raise RefusedError(400, f"include_usage must be true or false, not {asked!r}", param="stream_options")
+    return bool(asked)
 
 
 def _only_characters(value: object, *, param: str | None) -> None:
@@ -161,15 +186,28 @@ def _number(fields: Mapping[str, object], name: str, kind: type[Number], *, defa
         raise RefusedError(400, f"{name} is out of range", param=name) from error
 
 
+def _limit(fields: Mapping[str, object]) -> int | None:
+    """The newer of two names goes before the other. None at all is no limit; a limit of none at all is refused."""
+    found = None
+    for name in ("max_tokens", "max_completion_tokens"):
+        given = _number(fields, name, int, default=None)
+        if given is not None and given < 1:
+            raise RefusedError(400, f"{name} must be at least 1, not {given}", param=name)
+        found = found if given is None else given
+    return found
+
+
 def _prompts(fields: Mapping[str, object]) -> tuple[Prompt, ...]:
     value = fields.get("prompt")
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
-        if all(isinstance(item, str) for item in value):
-            return tuple(value)
         if _ids(value):
             return (tuple(value),)
+        if len(value) > _MOST_PROMPTS:
+            raise RefusedError(400, f"prompt holds {len(value)} prompts, and may hold {_MOST_PROMPTS}", param="prompt")
+        if all(isinstance(item, str) for item in value):
+            return tuple(value)
         if all(isinstance(item, list) and _ids(item) for item in value):
             return tuple(tuple(item) for item in value)
     raise RefusedError(400, "prompt must be a text, a list of texts, or a list of ids", param="prompt")
@@ -183,15 +221,28 @@ def _messages(fields: Mapping[str, object]) -> tuple[Message, ...]:
     value = fields.get("messages")
     if not isinstance(value, list) or not value:
         raise RefusedError(400, "messages must be a list of at least one message", param="messages")
-    found = []
-    for item in value:
-        role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
-        if isinstance(content, list) and all(isinstance(p, dict) and p.get("type") == "text" for p in content):
-            content = "".join(str(part.get("text", "")) for part in content)
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise RefusedError(400, "a message has a role and a content, both texts", param="messages")
-        found.append(Message(role, content))
-    return tuple(found)
+    return tuple(map(_message, value))
+
+
+def _message(item: object) -> Message:
+    """One of them. What else clients keep beside it, such as calls of tools, says nothing only if it is empty."""
+    fields = item if isinstance(item, dict) else {}
+    for name, value in fields.items():
+        if name not in ("role", "content") and value not in (None, "", [], {}):
+            raise RefusedError(400, f"{name!r} of a message is not served; leave it out", param="messages")
+    role, content = fields.get("role"), fields.get("content")
+    if isinstance(content, list):
+        content = _joined(content)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise RefusedError(400, "a message has a role and a content, both texts", param="messages")
+    return Message(role, content)
+
+
+def _joined(parts: list[object]) -> str | None:
+    """The text of a content in parts; None if one of them is no text."""
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    found = [text for text in texts if isinstance(text, str)]
+    return "".join(found) if len(found) == len(texts) else None
 
 
 def _stops(fields: Mapping[str, object]) -> tuple[str, ...]:

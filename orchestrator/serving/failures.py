@@ -7,19 +7,26 @@ import logging
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from paceline.core.errors import BackendError, PlacementError, RequestError
-from paceline.serving.asks import RefusedError
+from paceline.core.errors import BackendError, ContextError, PlacementError, PromptError, RequestError
+from paceline.serving.asks import Kind, RefusedError
 
 log = logging.getLogger("paceline")
 
-_GONE = "model_unavailable"
+_GONE, _TOO_LONG = "model_unavailable", "context_length_exceeded"  # the second one is OpenAI's
+_PROMPT: dict[Kind | None, str] = {"completion": "prompt", "chat": "messages"}
 
 
-def refusal(error: Exception) -> RefusedError:
-    """What whoever asked is told: 400 for the request's own fault, 503 where a process is gone, else 500."""
+def refusal(error: Exception, kind: Kind | None = None) -> RefusedError:
+    """What whoever asked is told: 400 for the request's own fault, 503 where a process is gone, else 500.
+
+    ``kind``: of the request, where it is known, to name the field that holds the prompt.
+    """
     cause = error.cause if isinstance(error, RayTaskError) else error  # what was raised in another process
     if isinstance(cause, RefusedError):
         return cause
+    if isinstance(cause, PromptError):
+        code = _TOO_LONG if isinstance(cause, ContextError) else None
+        return RefusedError(400, str(cause), param=_PROMPT.get(kind), code=code)
     if isinstance(cause, RequestError):
         return RefusedError(400, str(cause))
     if isinstance(cause, PlacementError | BackendError):

@@ -110,9 +110,16 @@ async def _events(items: Any, answer: Answer) -> AsyncIterator[bytes]:
 
 
 async def _json(request: Request) -> object:
-    body = await request.body()
-    if len(body) > _MOST_BYTES:
-        raise RefusedError(413, f"the body has more than {_MOST_BYTES} bytes")
+    from starlette.requests import ClientDisconnect
+
+    body = bytearray()
+    try:
+        async for part in request.stream():  # it may have no end
+            body += part
+            if len(body) > _MOST_BYTES:
+                raise RefusedError(413, f"the body has more than {_MOST_BYTES} bytes")
+    except ClientDisconnect as error:
+        raise RefusedError(400, "the body was not sent to its end") from error
     try:
         found: object = json.loads(body)
     except (ValueError, RecursionError) as error:

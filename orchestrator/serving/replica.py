@@ -58,7 +58,7 @@ class Replica:
                 async for piece in pieces:
                     yield _text(piece, writers[piece.index])
         except Exception as error:  # tokenizers too raise what they like
-            refused = refusal(error)
+            refused = refusal(error, ask.kind)
             yield Failed(refused.status, refused.message, refused.param, refused.code)
 
     async def check_health(self) -> None:
@@ -72,10 +72,12 @@ class Replica:
 
 def keywords(ask: Ask) -> dict[str, object]:
     """The keywords of `sample` for a request."""
-    drawn = ask.temperature != 0  # a negative one is refused with the others that are out of range
-    given: dict[str, object] = {"max_new_tokens": ask.limit, "do_sample": drawn, "seed": ask.seed}
-    if drawn:
-        given |= {"temperature": ask.temperature, "top_p": ask.top_p, "top_k": ask.top_k, "min_p": ask.min_p}
+    given: dict[str, object] = {
+        "max_new_tokens": ask.limit, "seed": ask.seed,
+        # Greedy too is told all of them, so that what is out of range is refused at any temperature.
+        "do_sample": ask.temperature != 0, "temperature": ask.temperature,
+        "top_p": ask.top_p, "top_k": ask.top_k, "min_p": ask.min_p,
+    }  # fmt: skip
     if ask.stop:
         given["stop_strings"] = InNewText(ask.stop)
     return given

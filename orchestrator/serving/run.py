@@ -5,6 +5,7 @@ In a cluster that was joined nothing else is touched: what others serve there go
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -23,11 +24,14 @@ from paceline.placement.care import Care
 from paceline.placement.group import RESOURCE
 from paceline.serving.app import application
 
+log = logging.getLogger("paceline")
+
 APPLICATION = "paceline"
 
 _HERE = "local"  # a new cluster, though another one may run on this machine
 _CPUS = 2  # of Ray's own count; workers on cores do not take part in it
 _ENDS = (signal.SIGINT, signal.SIGTERM)
+_FAILURES = (OSError, RuntimeError, ValueError, RayError, RayServeException)  # what Ray and Serve raise
 
 
 class _Ended(BaseException):
@@ -81,7 +85,7 @@ def _connect(made: Plan, address: str | None) -> None:
     own = {"resources": {RESOURCE: made.instance.cores}, "num_cpus": _CPUS, "include_dashboard": False}
     try:
         ray.init(address=address or _HERE, log_to_driver=False, **({} if address else own))
-    except (OSError, RuntimeError, ValueError, RayError) as error:
+    except _FAILURES as error:
         where = f"no Ray cluster can be joined at {address}" if address else "Ray did not start here"
         raise PlacementError(f"{where}: {_short(error)}") from error
 
@@ -96,13 +100,21 @@ def _serve(wanted: serve.Application, *, host: str, port: int, ready: Callable[[
         serve.run(wanted, name=APPLICATION, route_prefix="/")
         ready()
         threading.Event().wait()
-    except (OSError, RuntimeError, ValueError, RayError, RayServeException) as error:
+    except _FAILURES as error:
         raise WorkerError(f"the service did not start: {_short(error)}") from error
     finally:
-        if there is None and not set(serve.status().applications) - {APPLICATION}:
+        _take_down(alone=there is None)
+
+
+def _take_down(*, alone: bool) -> None:
+    """What is ours. If that fails too, why it ended must not get lost."""
+    try:
+        if alone and not set(serve.status().applications) - {APPLICATION}:
             serve.shutdown()
         else:
             serve.delete(APPLICATION)
+    except _FAILURES as error:
+        log.warning("the service could not be taken down (%s)", _short(error))
 
 
 def _check(found: HTTPOptions, *, host: str, port: int) -> None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from paceline.core import law
+from paceline.core import law, reduce
 from paceline.core.errors import RequestError, SamplingError
 from paceline.core.sampling import Sampling, key_row, knob_row, sampling_batch
 
@@ -18,10 +18,12 @@ from paceline.core.sampling import Sampling, key_row, knob_row, sampling_batch
         ({"temperature": 1e-38}, "temperature=1e-38 is below 1e-20"),
         ({"temperature": 9e-21}, "0 is greedy"),
         ({"temperature": math.inf}, "temperature"),
+        ({"temperature": 1.1e20}, "temperature=1.1e+20 is above 1e+20"),
+        ({"temperature": 10**400}, "temperature"),
         ({"top_k": -1}, "top_k must be 0 (off) or a positive integer, not -1"),
-        ({"top_k": 1 << 24}, "top_k"),
         ({"top_p": 0.0}, "top_p must be in (0, 1], not 0.0"),
         ({"top_p": 1.01}, "top_p"),
+        ({"top_p": 9e-31}, "top_p=9e-31 is below 1e-30"),
         ({"top_p": math.nan}, "top_p"),
         ({"min_p": -0.1}, "min_p must be in [0, 1], not -0.1"),
         ({"min_p": 1.1}, "min_p"),
@@ -38,12 +40,34 @@ def test_values_out_of_range_are_refused_by_name(values: dict[str, float], messa
     assert isinstance(caught.value, (RequestError, ValueError))
 
 
+@pytest.mark.parametrize("top_k", [1 << 24, 10**9, 10**30])
+def test_a_top_k_beyond_any_vocabulary_cuts_nothing(top_k: int) -> None:
+    logits = torch.randn(1, 3, 40, generator=torch.Generator().manual_seed(0))
+    off, huge = (sampling_batch([Sampling(temperature=1.0, top_k=k)]) for k in (0, top_k))
+    assert law.probabilities(logits, huge).equal(law.probabilities(logits, off))
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_least_temperature_is_greedy_whatever_is_cut(sign: int) -> None:
     logits = sign * torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0)).abs() * 1e4
     asked = sampling_batch([Sampling(temperature=1e-20, top_k=5), Sampling(temperature=1e-20, top_p=0.9)])
     positions = torch.arange(6, dtype=torch.int32).view(2, 3)
     assert torch.equal(law.choose(logits, positions, asked), logits.argmax(-1).to(torch.int32))
+
+
+def test_the_least_top_p_is_greedy() -> None:
+    """Less is 0 to a device, where nothing stood inside of it and any id came out."""
+    logits = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0))
+    asked = sampling_batch([Sampling(temperature=1.0, top_p=1e-30, seed=seed) for seed in range(2)])
+    positions = torch.arange(6, dtype=torch.int32).view(2, 3)
+    assert torch.equal(law.choose(logits, positions, asked), logits.argmax(-1).to(torch.int32))
+
+
+def test_at_the_highest_temperature_what_is_banned_stays_banned() -> None:
+    logits = torch.full((1, 1, 40), reduce.NEGATIVE)
+    logits[..., 17:19] = torch.tensor([3.0, -3.0])
+    found = law.probabilities(logits, sampling_batch([Sampling(temperature=1e20)]))
+    assert found[0, 0, 17:19].tolist() == [0.5, 0.5] and found.sum() == 1
 
 
 def test_the_default_is_greedy_and_cuts_nothing() -> None:

@@ -10,9 +10,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from paceline.core.errors import ConfigurationError, UnknownArchitectureError
+from paceline import AutoDecoder
+from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.rope import RopeConfig, apply_rope, rope_tables
+from paceline.eagle.initial import default_config
 
 HEAD = 16
 LENGTH = 256  # max_position_embeddings of every configuration here
@@ -47,9 +49,8 @@ CASES: dict[str, tuple[dict[str, object], int]] = {
     "yarn attention_factor": (YARN | {"attention_factor": 1.3}, LENGTH),
     "yarn factor from lengths": (YARN | {"factor": None}, LENGTH),
     "longrope short": (LONGROPE, ORIGINAL),
-    "longrope long": (LONGROPE, ORIGINAL + 1),
-    "longrope factor": (LONGROPE | {"factor": 2.0}, LENGTH),
-    "longrope attention_factor": (LONGROPE | {"attention_factor": 1.2}, LENGTH),
+    "longrope factor": (LONGROPE | {"factor": 2.0}, ORIGINAL),
+    "longrope attention_factor": (LONGROPE | {"attention_factor": 1.2}, ORIGINAL),
 }
 
 
@@ -94,15 +95,43 @@ def test_tables_are_those_of_transformers(tmp_path: Path, case: str, layout: int
     torch.testing.assert_close(sin, expected_sin, rtol=0, atol=1e-6)
 
 
-def test_dynamic_is_default_up_to_the_trained_length_and_refused_beyond() -> None:
+def test_dynamic_is_default_up_to_the_trained_length() -> None:
     dynamic = RopeConfig("dynamic", factor=2.0, max_position_embeddings=LENGTH)
     default = RopeConfig(max_position_embeddings=LENGTH)
     for ours, plain in zip(rope_tables(dynamic, HEAD, LENGTH), rope_tables(default, HEAD, LENGTH), strict=True):
         assert torch.equal(ours, plain)
-    with pytest.raises(UnknownArchitectureError) as caught:
-        rope_tables(dynamic, HEAD, LENGTH + 1)
-    for part in ("'dynamic'", "table is fixed", f"at most {LENGTH} positions instead of {LENGTH + 1}"):
+
+
+@pytest.mark.parametrize(
+    ("config", "longest"),
+    [
+        (RopeConfig("dynamic", factor=2.0, max_position_embeddings=LENGTH), LENGTH),
+        (RopeConfig("longrope", max_position_embeddings=LENGTH, original_max_position_embeddings=ORIGINAL), ORIGINAL),
+    ],
+    ids=lambda value: getattr(value, "type", ""),
+)
+def test_where_frequencies_follow_the_text_no_table_is_made(config: RopeConfig, longest: int) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        rope_tables(config, HEAD, longest + 1)
+    for part in (f"{config.type!r}", "table is fixed", f"n_positions={longest + 1}", f"n_positions={longest} or fewer"):
         assert part in str(caught.value)
+
+
+def test_transformers_turns_a_short_text_otherwise_once_it_grows() -> None:
+    """Why there is no table for longrope beyond the original length: row 0 to 63 would have two sets of values."""
+    theirs = reference_config(LONGROPE)
+    short, long = (reference_tables(theirs, positions)[0] for positions in (ORIGINAL, ORIGINAL + 1))
+    assert not torch.allclose(short, long[:ORIGINAL], atol=1e-2)
+
+
+def test_a_decoder_longer_than_longrope_s_original_length_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    reference_config(LONGROPE).save_pretrained(tmp_path)
+    with pytest.raises(ConfigurationError, match=f"n_positions={ORIGINAL} or fewer"):
+        AutoDecoder.from_pretrained(tmp_path, backend="eager")
+    with pytest.raises(CheckpointError, match="weights"):
+        AutoDecoder.from_pretrained(tmp_path, backend="eager", n_positions=ORIGINAL)
+    head = default_config(ModelConfig.from_pretrained(tmp_path), version=1, layers=(), draft_vocab_size=8)
+    assert head.max_position_embeddings == ORIGINAL
 
 
 @pytest.mark.parametrize(("head_dim", "positions"), [(16, 0), (15, 4), (0, 4)])

@@ -33,6 +33,26 @@ def bytes_merged(size: int, *, corpus: Sequence[str] = CORPUS, bos: bool = False
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<e>", bos_token="<b>")
 
 
+def every_byte() -> PreTrainedTokenizerFast:
+    """Byte-level ids of any bytes: 0 is special, and behind the bytes stand merges, some of halves of characters."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<e>"])
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<e>")
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """As Llama 2 has them: 0 is special, 1 to 256 are bytes by name, 257 is a letter."""
+    names = ["<e>", *(f"<0x{byte:02X}>" for byte in range(256)), "a"]
+    made = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], byte_fallback=True))
+    made.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<e>")
+
+
 def marked_words(corpus: Sequence[str] = CORPUS) -> PreTrainedTokenizerFast:
     """Unigrams with a mark in front of every word, as SentencePiece has them: a text's first space goes lost."""
     made = Tokenizer(models.Unigram())

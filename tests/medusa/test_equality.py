@@ -78,6 +78,11 @@ def test_fused_or_not_the_same_is_drafted(workshop: Workshop, heads_folder: Path
     assert made[0].statistics.accepted_per_position == made[1].statistics.accepted_per_position
 
 
+def test_what_is_no_tree_is_refused_before_heads_are_read(workshop: Workshop, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="tree=5 is no tree"):
+        MedusaDrafter.from_pretrained(tmp_path / "none", workshop.decoder(), tree=5)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("law", ["greedy", "cool"])
 def test_compiled(workshop: Workshop, heads_folder: Path, law: str) -> None:
     """Compiled rounds give the tokens of eager ones."""

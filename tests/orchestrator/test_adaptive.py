@@ -1,4 +1,4 @@
-"""Depth chosen anew every round: the choice follows the cost model, and never changes a token."""
+"""Depth chosen anew every round: the choice never changes a token. How it is made is in `test_pace`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from paceline import LADDER, SpeculativeGenerator
+from paceline.adaptive import fitted
 from paceline.build import Demands
 from paceline.core.errors import ConfigurationError, SamplingError
+from paceline.core.types import PAD, Commit
 from paceline.loop import Engine
-from paceline.pace import Pace, of
+from paceline.pace import Pace
 from tests.decoder.tiny import Workshop
 from tests.fakes import Checked, TableDecoder, near, table
 
@@ -21,79 +23,6 @@ V = 12
 TARGET = table(V, seed=0, spread=2.0)
 DRAFT = near(TARGET, seed=1, spread=0.6)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8]]
-
-
-def told(
-    pace: Pace, *, alpha: float, times: dict[int, float], rounds: int = 400, seed: int = 0, deepest: int = 99
-) -> list[int]:
-    """A trace: every draft stands with probability alpha, every rung takes its time. -> rungs chosen."""
-    dice = random.Random(seed)
-    chosen = []
-    for _ in range(rounds):
-        rung = pace.choose(deepest)
-        stood = next((i for i in range(rung) if dice.random() >= alpha), rung)
-        pace.record(rung, asked=[rung], accepted=[stood], seconds=times[rung])
-        chosen.append(rung)
-    return chosen
-
-
-@pytest.mark.parametrize(
-    ("alpha", "k", "tokens"),
-    [(0.6, 1, 1.60), (0.6, 4, 2.31), (0.6, 10, 2.49), (0.8, 2, 2.44), (0.8, 5, 3.69), (0.8, 7, 4.16)],
-)
-def test_tokens_expected_are_those_of_the_formula(alpha: float, k: int, tokens: float) -> None:
-    """E = (1 - alpha^(k+1)) / (1 - alpha)."""
-    pace = Pace((k,))
-    told(pace, alpha=alpha, times={k: 1.0}, rounds=3000)
-    assert pace.tokens(k) == pytest.approx(tokens, rel=0.15)
-    for place in range(k):
-        pace._hits[place], pace._tries[place] = alpha * 1e9, 1e9
-    assert pace.tokens(k) == pytest.approx(tokens, abs=0.006)
-
-
-@pytest.mark.parametrize(
-    ("alpha", "draft", "best"),
-    [(0.0, 0.1, 0), (0.9, 0.02, 8), (0.5, 0.3, 1), (0.7, 0.1, 4)],
-)
-def test_it_settles_on_the_rung_with_the_most_tokens_per_second(alpha: float, draft: float, best: int) -> None:
-    times = {k: 1.0 + k * draft for k in LADDER}
-    chosen = told(Pace(LADDER), alpha=alpha, times=times)
-    late = chosen[len(chosen) // 2 :]
-    assert sum(rung == best for rung in late) > 0.8 * len(late)
-
-
-def test_the_same_trace_gives_the_same_choices_and_the_first_time_of_a_rung_does_not_count() -> None:
-    times = {k: 1.0 + k * 0.1 for k in LADDER}
-    runs = [told(Pace(LADDER), alpha=0.6, times=times, seed=3) for _ in range(2)]
-    assert runs[0] == runs[1]
-    assert sorted(runs[0][: 2 * len(LADDER)]) == sorted([*LADDER, *LADDER])  # each is tried twice before any choice
-    pace = Pace((0, 2))
-    pace.record(2, asked=[2], accepted=[2], seconds=100.0)  # compiling
-    pace.record(2, asked=[2], accepted=[2], seconds=1.0)
-    assert pace.rate(2) == pace.tokens(2)
-
-
-def test_after_long_without_drafts_one_is_tried() -> None:
-    pace, times = Pace((0, 1)), {0: 1.0, 1: 2.0}
-    chosen = told(pace, alpha=0.0, times=times, rounds=300)
-    late = chosen[100:]
-    assert 1 in late and late.count(1) < 8
-    longer = told(pace, alpha=0.0, times=times, rounds=5000)
-    assert 1 in longer and longer.count(1) < 8  # ever more seldom
-
-
-def test_a_draft_that_becomes_useful_is_taken_up_again() -> None:
-    pace, times = Pace((0, 1)), {0: 1.0, 1: 1.1}
-    assert told(pace, alpha=0.0, times=times, rounds=300)[-1] == 0
-    assert told(pace, alpha=1.0, times=times, rounds=400)[-100:] == [1] * 100
-
-
-def test_short_answers_are_learnt_from_as_well() -> None:
-    """No round of an answer of four tokens can be as deep as the ladder goes."""
-    pace, times = Pace(LADDER), {k: 1.0 + k for k in LADDER}
-    chosen = told(pace, alpha=0.0, times=times, deepest=3)
-    assert 8 not in chosen and chosen[100:].count(0) > 0.9 * 300
-    assert pace.choose(0) == 0
 
 
 class Told(Pace):
@@ -124,16 +53,6 @@ def test_the_time_of_reading_what_a_rest_has_left_is_no_rungs() -> None:
     assert timed[:8] == [True, True, True, True, False, True, True, False]
 
 
-def test_a_draft_that_stops_short_of_its_rung_counts_as_one_that_does_not_stand() -> None:
-    """A rung that is never reached must not be the only one that is ever taken."""
-    pace, chosen = Pace(LADDER), []
-    for _ in range(400):
-        rung = pace.choose(99)
-        pace.record(rung, asked=[rung], accepted=[min(rung, 2)], seconds=1.0 + 0.1 * rung)  # it says two, all stand
-        chosen.append(rung)
-    assert chosen[200:].count(2) > 0.8 * 200
-
-
 @pytest.mark.parametrize("fused", [None, False])
 def test_every_rung_is_tried_with_a_draft_that_has_little_to_say(fused: bool | None) -> None:
     maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=LADDER, confidence=0.9, fused=fused)
@@ -141,17 +60,12 @@ def test_every_rung_is_tried_with_a_draft_that_has_little_to_say(fused: bool | N
     assert set(maker.statistics.rungs) == set(LADDER)
 
 
-@pytest.mark.parametrize("k", [(), (2, 1), (0, 0, 1), (-1, 2)])
-def test_a_ladder_has_to_ascend(k: tuple[int, ...]) -> None:
-    with pytest.raises(ConfigurationError, match="ascending"):
-        of(k)
-
-
 class Dice(Pace):
     """Any rung at any time."""
 
     def choose(self, deepest: int) -> int:
-        return random.Random(sum(self._runs.values())).choice(self.ladder)
+        self.turn = getattr(self, "turn", -1) + 1
+        return random.Random(self.turn).choice(self.ladder)
 
 
 class Random(Checked):
@@ -180,6 +94,38 @@ def test_rungs_at_random_leave_no_gap_and_change_no_token(
     itself = Random(TableDecoder(TARGET, **own), TableDecoder(TARGET, **own), **how)
     done = itself.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
     assert done.statistics.accepted == done.statistics.drafted > 0
+
+
+def test_a_commit_too_wide_for_a_rung_is_two_commits() -> None:
+    tokens = torch.tensor([[1, 2, 3, 4, 5], [6, 7, PAD, PAD, PAD]], dtype=torch.int32)
+    whole = Commit(tokens, torch.tensor([5, 2], dtype=torch.int32), torch.tensor([10, 20], dtype=torch.int32))
+    early, last = fitted(whole, 3)
+    assert early is not None and early.count.tolist() == [2, 0] and early.start.tolist() == [10, 0]
+    assert early.tokens[0, :2].tolist() == [1, 2]
+    assert last.tokens.tolist() == [[3, 4, 5], [6, 7, PAD]]
+    assert last.count.tolist() == [3, 2] and last.start.tolist() == [12, 20]
+    early, same = fitted(last, 5)
+    assert early is None and same.tokens.tolist() == [[3, 4, 5, PAD, PAD], [6, 7, PAD, PAD, PAD]]
+    early, back = fitted(same, 3)
+    assert early is None and back.tokens.tolist() == last.tokens.tolist()
+    for made in (last, same, back):
+        assert made.tokens.dtype == made.count.dtype == made.start.dtype == torch.int32
+        assert made.tokens.is_contiguous()
+
+
+def test_a_ladder_takes_the_graphs_of_its_depths_and_makes_them_ahead(workshop: Workshop) -> None:
+    """Those that a generator of one depth has, and a rest: each drafter reads commits as wide as its own."""
+    draft, target = workshop.pair(backend="eager")
+    target = target.sibling()  # with graphs of its own
+    plain = target.sample(PROMPTS, max_new_tokens=40)
+    maker = SpeculativeGenerator(draft, target, k=LADDER, exact=False)
+    maker._plan = replace(maker._plan, pace=Dice(LADDER))
+    maker.compile()
+    made = {name for name, _ in target._steps}
+    widths = {name.split("from ")[1].split("]")[0] for name in made if "from " in name}
+    assert widths == {"1 to 1", "2 to 2", "3 to 3", "5 to 5", "9 to 9"}
+    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=40), plain)
+    assert set(maker.statistics.rungs) == set(LADDER) and {name for name, _ in target._steps} == made
 
 
 def test_compiled_models_on_a_ladder(workshop: Workshop) -> None:
@@ -230,13 +176,6 @@ def test_a_rest_takes_several_plain_steps_at_once_unless_a_text_has_no_room_for_
     # Who does without drafts has no limit to tell how much is wanted: one token a round, for all.
     events = list(maker.stream(PROMPTS[:2], max_new_tokens=41, speculate=[True, False]))
     assert max(len(event.tokens) for event in events) == 1
-
-
-def test_each_of_several_plain_steps_is_a_round_to_the_pace() -> None:
-    pace = Pace((0, 1))
-    for _ in range(2):
-        pace.record(0, asked=[0, 0], accepted=[4, 0], seconds=5.0)
-    assert pace.rate(0) == 1.0 and pace._idle == 10
 
 
 def test_a_request_may_do_without_drafts() -> None:

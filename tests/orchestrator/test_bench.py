@@ -56,3 +56,10 @@ def test_acceptance_by_position_has_the_proposals_of_that_place_for_a_denominato
     mode.seen = [[bench.Outcome([1], one, seconds=1.0)] for one in (few, many)]
     assert mode.summary()["tau"] == 1 + 9 / 10
     assert mode.summary()["acceptance_by_position"] == [0.9, 0.0]
+
+
+def test_a_text_that_ends_with_its_first_token_has_no_round_to_time() -> None:
+    ended, other = Statistics(), Statistics(rounds=4, draft_seconds=1.0, verify_seconds=3.0)
+    mode = bench.Mode("any", run=lambda row: bench.Outcome(row))
+    mode.seen = [[bench.Outcome([1], one, seconds=1.0)] for one in (ended, other)]
+    assert mode.summary()["ms_per_round"] == 1000.0

@@ -12,6 +12,7 @@ import torch
 
 from paceline import NgramDrafter, SpeculativeGenerator, lift
 from paceline.core.errors import ConfigurationError, PairingError, PromptError, RequestError, SamplingError
+from paceline.result import GenerationResult
 from tests.fakes import TableDecoder, table
 from tests.orchestrator.test_stopping import Pieces
 
@@ -73,6 +74,8 @@ SAMPLING_ERRORS = [
     ({"repetition_penalty": float("nan")}, "repetition_penalty must be positive, not nan"),
     ({"repetition_penalty": float("inf")}, "repetition_penalty must be positive, not inf"),
     ({"temperature": float("nan"), "do_sample": True}, "temperature must be a finite"),
+    ({"temperature": 10**400, "do_sample": True}, "temperature must be a number"),
+    ({"repetition_penalty": 10**400}, "repetition_penalty must be a number"),
     ({"top_k": -1}, "top_k"),
     ({"top_p": 0.0}, "top_p"),
     ({"min_p": 2.0}, "min_p"),
@@ -238,6 +241,17 @@ def test_what_a_processor_may_not_return_is_named(processor: object, message: st
         one.sample([[1, 2]], logits_processor=[processor])  # type: ignore[list-item]
     assert message in str(caught.value)
     one.sample([[1, 2]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("law", [{}, {"do_sample": True, "temperature": 1.3, "top_p": 0.9}], ids=["greedy", "sampled"])
+def test_a_processor_may_force_a_token_by_infinity(law: dict[str, object]) -> None:
+    def force(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([7]), float("inf"))
+
+    asked = {"max_new_tokens": 3, "logits_processor": [force], "output_scores": True, "return_dict": True, **law}
+    made = generator().sample([[1, 2]], **asked)  # type: ignore[arg-type]
+    assert isinstance(made, GenerationResult)
+    assert made.sequences.tolist() == [[1, 2, 7, 7, 7]] and made.logprobs == [[0.0, 0.0, 0.0]]
 
 
 def test_a_pad_id_of_another_kind_is_refused_before_anything_is_decoded() -> None:

@@ -7,11 +7,20 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteria, StoppingCriteriaList
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from paceline import SpeculativeGenerator, lift
 from paceline.result import GenerationResult
-from paceline.stopping import InNewText
+from paceline.stopping import InNewText, Stopping, Watch
+from tests.draft.tokenizers_of_two import every_byte
 from tests.fakes import Checked, Pieces, TableDecoder, scripted
 from tests.orchestrator.drafting import anti_oracle, oracle
 
@@ -122,6 +131,39 @@ def test_an_unfinished_character_does_not_hide_a_stop_string_before_it() -> None
     names = [b"<", b"a sto", b"p\xc3", ACCENT, b"b"] + [b"z"] * V
     asked = {"stop_strings": "stop", "tokenizer": Pieces(names), "max_new_tokens": 4}
     assert run(generator(3, script=[0, 1, 2, 3, 4]), [0], **asked)[:2] == ([0, 1, 2], "stop")
+
+
+WORDS = every_byte()
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    tokens=st.lists(st.sampled_from([0, *WORDS.encode("ab the")]), min_size=1, max_size=10),
+    stops=st.lists(st.sampled_from(["ab", "a<e>b", "<e>", "e<", "b the"]), min_size=1, max_size=3, unique=True),
+)
+def test_special_tokens_stand_in_the_text_as_with_hugging_face(tokens: list[int], stops: list[str]) -> None:
+    theirs = StopStringCriteria(WORDS, stops)
+    ours = Watch(Stopping(100, strings=tuple(stops), tokenizer=WORDS), tokens[:1])
+    for size in range(2, len(tokens) + 1):
+        stop = bool(theirs(torch.tensor([tokens[:size]]), None))
+        assert (ours.append(tokens[size - 1]) == "stop") == stop
+        if stop:
+            return
+
+
+def test_a_round_decided_token_by_token_ends_in_new_text_where_plain_decoding_does() -> None:
+    """It is told the tokens of a round before they are appended; each is looked at once."""
+    new = [*WORDS.encode("the ab"), 0, *WORDS.encode("the"), 0, *WORDS.encode("b the")]
+    stopping = Stopping(100, strings=("b the",), tokenizer=WORDS, in_new_text=True)
+    plain = Watch(stopping, [])
+    reasons = [plain.append(token) for token in new]
+    for size in (1, 2, 3):
+        watch, said = Watch(stopping, []), []
+        for at in range(0, len(new), size):
+            tokens = new[at : at + size]
+            said += [watch.ends(tokens[: i + 1]) for i in range(len(tokens))]
+            assert [watch.append(token) for token in tokens] == reasons[at : at + size]
+        assert said == [reason == "stop" for reason in reasons] and True in said
 
 
 class Seen(StoppingCriteria):

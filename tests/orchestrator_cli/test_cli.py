@@ -11,7 +11,9 @@ from click.testing import Result
 from rich.console import Console
 
 import paceline
+from paceline import prompt_files
 from paceline.console import TextView
+from paceline.core.errors import PromptError
 from paceline.decoder.backends.base import BACKENDS
 from paceline.detokenise import Detokeniser, load_tokenizer
 from paceline.result import Event
@@ -156,6 +158,7 @@ def test_stop_strings(home: Path) -> None:
         (["--top-p", 2, "--temperature", 1], "top_p"),
         (["--max-new-tokens", 0], "max_new_tokens"),
         (["--n-positions", 1], "prompt"),
+        (["--prompt", ""], "the prompt is empty"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(home: Path, arguments: list[object], says: str) -> None:
@@ -179,6 +182,10 @@ def test_compile_says_that_eager_compiles_nothing(home: Path, tmp_path: Path) ->
     assert done.exit_code == 0 and "nothing to compile" in done.stderr
     done = call("compile", home / "target", "--backend", "eager", "--save", tmp_path)
     assert done.exit_code == 2 and "nothing to save" in done.stderr
+    done = call("compile", tmp_path / "missing", "--backend", "eager")
+    assert done.exit_code == 2 and "missing" in done.stderr
+    done = call("compile", home / "target", "--backend", "eager", "--draft", tmp_path)
+    assert done.exit_code == 2 and "config.json" in done.stderr
 
 
 @pytest.mark.parametrize("drafting", [[], ["--ngram"], ["--draft", "draft"]], ids=["plain", "n-gram", "model"])
@@ -203,6 +210,32 @@ def test_a_request_is_refused_before_anything_is_compiled(home: Path, monkeypatc
     assert done.exit_code == 2 and "max_new_tokens" in done.stderr and "preparing graphs" not in done.stderr
 
 
+def test_prompts_of_json_lines_are_those_that_were_written(tmp_path: Path) -> None:
+    """JSON leaves the line ends of Unicode as they are, and only that of a file parts its lines."""
+    file = tmp_path / "prompts.jsonl"
+    texts = ["a\u2028b\u0085c", "d\n e", "na\u00efve"]
+    file.write_text("\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts) + "\n\n", "utf-8")
+    assert prompt_files.prompts(file) == texts
+
+
+@pytest.mark.parametrize("line", ['{"prompt": null}', '{"prompt": 5}', '{"prompt": ["a"]}', '["prompt"]', "{", "{}"])
+def test_lines_without_a_text_are_refused(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"prompt": "a"}}\n{line}\n')
+    with pytest.raises(PromptError, match="must hold JSON lines"):
+        prompt_files.prompts(file)
+
+
+def test_what_is_no_text_is_refused_by_name(home: Path, tmp_path: Path) -> None:
+    """A shell hands on bytes that are no UTF-8 as halves of surrogate pairs, which no tokenizer takes."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a\\ud800"}\n')
+    with pytest.raises(PromptError, match="half a surrogate pair"):
+        prompt_files.prompts(file)
+    done = generate(home, "--prompt", "a\udcff")
+    assert done.exit_code == 2 and "half a surrogate pair" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_bench_ends_with_a_json_object(home: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}) + "\n")
     given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
@@ -221,6 +254,18 @@ def test_bench_without_prompts_is_refused(home: Path, tmp_path: Path, lines: str
     assert done.exit_code == 2 and "holds no prompt" in done.stderr
     done = call("bench", *given, "--max-new-tokens", 1)
     assert done.exit_code == 2 and "at least 2" in done.stderr
+
+
+def test_bench_names_the_prompt_that_is_empty(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": ""}')
+    given = ["--target", home / "target", "--draft", home / "draft", "--prompts", tmp_path / "prompts.jsonl"]
+    done = call("bench", *given, "--backend", "eager", "--max-new-tokens", 2)
+    assert done.exit_code == 2 and "prompt 2 is empty" in done.stderr
+
+
+def test_the_mark_before_utf_8_is_no_part_of_a_prompt(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "a"}\r\n')
+    assert prompt_files.prompts(tmp_path / "file") == ["a"]
 
 
 def test_version() -> None:

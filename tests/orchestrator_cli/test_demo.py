@@ -69,3 +69,7 @@ def test_what_it_cannot_do_ends_it_with_status_2(demo: ModuleType, capsys: pytes
     sys.argv += ["--k", "-1"]
     assert demo.main() == 2
     assert "error: k must be 0 or more" in capsys.readouterr().err
+    sys.argv += ["--prompts", "0"]
+    with pytest.raises(SystemExit) as refused:
+        demo.main()
+    assert refused.value.code == 2 and "--prompts: must be 1 or more, not 0" in capsys.readouterr().err

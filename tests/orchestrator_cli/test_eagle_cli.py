@@ -7,28 +7,32 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from click.testing import Result
 
 from tests.decoder.tiny import VOCABULARY
-from tests.orchestrator_cli.calling import call, last
+from tests.orchestrator_cli.calling import call, last, terminated
 
 EAGER = ["--backend", "eager", "--amp", "f32", "--context-length-estimate", 16]
 
 
 @pytest.fixture(scope="module")
 def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head by the command line, in two goes."""
+    """A head by the command line, in three goes."""
     folder = tmp_path_factory.mktemp("head")
     (folder / "text.py").write_text(" ".join(f"w{(i * i + i // 7) % VOCABULARY}" for i in range(2400)))
     command: list[object] = [
         "train", "eagle", "--target", target, "--data", folder / "text.py", "--out", folder / "out", "--version", 3,
-        "--layers", 0, "--layers", 1, "--layers", 2, "--draft-vocabulary", 60, "--tokens", 24 * 8 * 2, "--passes", 2,
+        "--layers", 0, "--layers", 1, "--layers", 2, "--draft-vocabulary", 60, "--tokens", 24 * 8 * 3, "--passes", 2,
         "--length", 24,
     ]  # fmt: skip
     stopped = call(*command, "--minutes", 0)
     assert stopped.exit_code == 3, stopped.stderr
     assert "again to go on" in stopped.stderr and not (folder / "out" / "model.safetensors").exists()
     assert "training, loss" in stopped.stderr, "not on a terminal: lines"
+    ended = terminated(*command)
+    assert ended.exit_code == 143 and "again to go on" in ended.stderr
+    assert torch.load(folder / "out" / "work" / "state.pt", weights_only=True)["state"]["done"] == 2
     assert len(last(call(*command))["greedy chains"]) == 5  # type: ignore[arg-type]
     assert "of" in json.loads((folder / "out" / "work" / "log.jsonl").read_text().splitlines()[-1])
     return folder / "out"
@@ -74,6 +78,7 @@ def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str
         (["--version", 1, "--draft-vocabulary", 9], "not possible for version 1"),
         (["--passes", 0], "passes and rows must be positive"),
         (["--keep", "nan"], "no size"),
+        (["--keep", "1e300"], "no size"),
         (["--length", 200], "the target reads 128"),
         (["--data", "OTHER"], "token id 5000"),
         (["--data", "ODD"], "middle of a number"),

@@ -44,6 +44,13 @@ def test_a_cache_that_cannot_be_written_is_bad(monkeypatch: pytest.MonkeyPatch, 
     assert CliRunner().invoke(app, ["doctor"]).exit_code == 1
 
 
+def test_a_file_in_place_of_a_cache_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
+    line = subjects(doctor.examine())["cache"]
+    assert line.level == "bad" and "PACELINE_CACHE" in line.text
+
+
 def test_neuron_ls_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     program = tmp_path / "neuron-ls"
     program.write_text(LS)
@@ -98,6 +105,12 @@ def test_a_check_that_raises_has_failed_and_the_others_still_run(monkeypatch: py
     checks = list(selftest.run("eager"))
     assert [check.name for check in checks if not check.passed] == ["noise"] and len(checks) == 5
     assert checks[0].seen == "RuntimeError: the device is on fire"
+
+
+def test_a_backend_of_no_name_is_refused_before_anything_runs() -> None:
+    done = CliRunner().invoke(app, ["selftest", "--backend", "cuda"])
+    assert done.exit_code == 2 and not done.stdout
+    assert done.stderr == "error: backend='cuda' is unknown; use one of eager, inductor, xla, neuron\n"
 
 
 def test_a_backend_that_is_not_there_fails_with_its_remedy() -> None:

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.decoder.tiny import VOCABULARY
-from tests.orchestrator_cli.calling import call, last
+from tests.orchestrator_cli.calling import call, last, terminated
 
 EAGER = ["--backend", "eager", "--amp", "f32"]
 
@@ -23,7 +24,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def heads(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads by the command line, in two goes."""
+    """Heads by the command line, in three goes."""
     out = tmp_path_factory.mktemp("heads")
     command: list[object] = [
         "train", "medusa", "--target", target, "--data", data, "--out", out, "--heads", 2, "--tokens", 64 * 4,
@@ -33,6 +34,9 @@ def heads(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     assert stopped.exit_code == 3
     assert "again to go on" in stopped.stderr
     assert not (out / "model.safetensors").exists()
+    ended = terminated(*command)
+    assert ended.exit_code == 143 and "again to go on" in ended.stderr
+    assert torch.load(out / "work" / "state.pt", weights_only=True)["state"]["step"] == 1
     done = call(*command)
     assert last(done)["heads"] == 2
     assert "training, loss" in done.stderr, "not on a terminal: lines"

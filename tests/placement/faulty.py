@@ -21,7 +21,9 @@ from paceline.draft.vocabulary import Vocabulary
 from paceline.placement.ahead import Ahead
 from paceline.placement.channel import Address, listen
 from paceline.placement.draft_server import DraftServer, Unpooled
+from paceline.placement.processes import Process
 from paceline.placement.wire import Hello
+from paceline.review import ModelReviews
 from tests.fakes import TableDecoder, near, table
 
 V = 24
@@ -34,6 +36,12 @@ FAULTS = ("raise", "nan", "beyond", "negative", "short", "long", "rows", "float"
 
 def drafter(slots: int, k: int, logits: torch.Tensor = DRAFT) -> ModelDrafter:
     return ModelDrafter(TableDecoder(logits, slots=slots), k, vocabulary=Vocabulary(V, V))
+
+
+def working_ahead(slots: int, k: int, logits: torch.Tensor = DRAFT) -> Ahead:
+    """The same drafter, which works ahead."""
+    made = drafter(slots, k + 1, logits)
+    return Ahead(made, ModelReviews(made.decoder, made.vocabulary))
 
 
 class Faulty:
@@ -88,7 +96,7 @@ def serve(address: str, k: int, faults: Sequence[str], rate: float, seed: int, s
 
     def make(hello: Hello) -> Drafter:
         if ahead:
-            return Ahead(drafter(hello.slots, k + 1))
+            return working_ahead(hello.slots, k)
         return Faulty(hello.slots, k, faults=faults, rate=rate, seed=seed, slow=slow)
 
     DraftServer(listen(Address.parse(address)), SECRET, Unpooled(make)).run()
@@ -116,8 +124,9 @@ class Forked:
         self._seed, self._closed = seed, False
         self.ensure()
 
-    def replace(self, pid: int | None) -> bool:
-        if self._closed or (self._runs and self._process is not None and pid not in (None, self._process.pid)):
+    def replace(self, process: Process | None) -> bool:
+        mine = self._process
+        if self._closed or (self._runs and mine is not None and process is not None and process.pid != mine.pid):
             return False
         self._start()
         return True

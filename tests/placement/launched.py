@@ -43,7 +43,7 @@ def pid_of(models: Deployment, label: str) -> int | None:
     """The process of a worker; that of a draft as its target knows it, for one that hangs says nothing."""
     chat = models.group("chat").actor("chat")
     if label == "chat":
-        return int(ray.get(chat.ready.remote(), timeout=30).pid)
+        return int(ray.get(chat.ready.remote(), timeout=30).process.pid)
     found: int | None = ray.get(chat.draft_pid.remote(), timeout=30)
     return found
 

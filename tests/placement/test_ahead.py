@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import random
+from itertools import zip_longest
+
 import pytest
 import torch
 
 from paceline import SpeculativeGenerator
+from paceline.core import law
+from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.types import PAD, Bounds, Commit, SamplingBatch
+from paceline.decoder import steps
+from paceline.draft.model import ModelDrafter
+from paceline.draft.vocabulary import Vocabulary
 from paceline.placement.ahead import Ahead
 from paceline.placement.health import DrafterHealth
+from paceline.placement.outcomes import Chain
+from paceline.review import ModelReviews
+from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop
 from tests.fakes import Checked, TableDecoder
-from tests.placement.faulty import DRAFT, TARGET, drafter
+from tests.placement.faulty import DRAFT, TARGET, drafter, working_ahead
 
 PROMPT = [3, 1, 4, 1, 5]
+SAMPLED = {"do_sample": True, "temperature": 1.2, "seed": 3}
+K = 4
 
 
 @pytest.mark.parametrize(("kind", "least", "most"), [("itself", 1.0, 1.0), ("never", 0.0, 0.0), ("often", 0.01, 0.9)])
@@ -29,6 +43,150 @@ def test_work_is_ready_exactly_when_all_of_it_was_right(kind: str, least: float,
     assert [found] == expected.tolist()  # type: ignore[union-attr]
     later = hits[2:-1]  # nothing can be ready for the prompt and the first round; the last may be cut short
     assert len(later) > 8 and least <= sum(later) / len(later) <= most
+
+
+@pytest.mark.parametrize(("slots", "asked"), [(1, {}), (3, SAMPLED)], ids=["greedy", "sampled"])
+def test_the_more_time_there_is_the_more_is_ready(slots: int, asked: dict) -> None:
+    """Whatever was read meanwhile: the caches, which check themselves, hold the text, and tokens are the same."""
+    prompts = [PROMPT, [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3]]
+    asked = {"max_new_tokens": 25, **asked}
+    wanted = SpeculativeGenerator(None, TableDecoder(TARGET)).sample(prompts, return_dict=True, **asked)
+    hits = []
+    for units in (1, 3, 20):
+        ahead = working_ahead(slots, 3)
+        generator, found, hit = Checked(ahead, TableDecoder(TARGET, slots=slots)), [list(p) for p in prompts], 0
+        for event in generator.stream(prompts, **asked):
+            found[event.index] += event.tokens
+            hit += ahead.hit
+            for _ in range(units):
+                ahead.work()
+        assert found == [row[:size].tolist() for row, size in zip(wanted.sequences, wanted.lengths, strict=True)]
+        hits.append(hit)
+    assert hits[0] < hits[1] < hits[2]
+
+
+class Texts:
+    """Random commits for a plain drafter and one that works ahead, both over the same model."""
+
+    def __init__(self, workshop: Workshop, slots: int, dice: random.Random) -> None:
+        vocabulary = Vocabulary(VOCABULARY, VOCABULARY)
+        here, there = (workshop.decoder("draft", slots=slots).sibling() for _ in range(2))
+        self.plain = ModelDrafter(here, K, vocabulary=vocabulary)
+        self.ahead = Ahead(ModelDrafter(there, K + 1, vocabulary=vocabulary), ModelReviews(there, vocabulary))
+        self._slots, self._dice = slots, dice
+        self.ends = [0] * slots  # positions; 0 = nobody is there
+        self.hits = self.early = 0
+
+    def seat(self) -> list[list[int]]:
+        """Requests come where a text is done, and sometimes go. -> the first tokens of those who came"""
+        found: list[list[int]] = [[] for _ in self.ends]
+        for slot, end in enumerate(self.ends):
+            if end + 2 * (K + 1) > POSITIONS or (end == 0 and self._dice.random() < 0.5):
+                prompt = [self._dice.randrange(VOCABULARY) for _ in range(self._dice.randrange(1, 30))]
+                for one in (self.plain, self.ahead):
+                    one.admit(slot, prompt)
+                self.ends[slot], found[slot] = len(prompt), [self._dice.randrange(VOCABULARY)]
+            elif end and self._dice.random() < 0.02:
+                self.ends[slot] = 0
+                for one in (self.plain, self.ahead):
+                    one.release(slot)
+        return found
+
+    def committed(self) -> list[list[int]]:
+        """What the target might say: often what was expected, or else something like it in every slot."""
+        last = self.ahead._last
+        if last is None:
+            return [[self._dice.randrange(VOCABULARY)] for _ in self.ends]
+        if last.ready and self._dice.random() < 0.5:
+            guess = self._dice.choice(last.ready)
+            self.early += guess is not last.ready[-1]
+            return [[0] if text is None else text[1] for text in guess.texts]
+        return [self._one(row, chain) for row, chain in zip_longest(last.tokens.tolist(), last.chains)]
+
+    def _one(self, drafts: list[int], chain: Chain | None) -> list[int]:
+        """All drafts; or some, and a second choice or any token."""
+        if self._dice.random() < 0.6:
+            return drafts
+        place = self._dice.randrange(K + 1)
+        if chain is None or chain.seconds is None or self._dice.random() < 0.2:
+            return [*drafts[:place], self._dice.randrange(VOCABULARY)]
+        return [*drafts[:place], chain.seconds[place]]
+
+    def round(self, sampling: SamplingBatch) -> None:
+        """One round: both propose the same."""
+        said, came = self.committed(), self.seat()
+        rows = [first or row for first, row in zip(came, said, strict=True)]
+        tokens = torch.tensor([row + [PAD] * (K + 1 - len(row)) for row in rows], dtype=torch.int32)
+        count = torch.tensor([len(row) for row in rows], dtype=torch.int32)
+        commit = Commit(tokens, count, torch.tensor(self.ends, dtype=torch.int32))
+        self.ends = [end + len(row) if end else 0 for end, row in zip(self.ends, rows, strict=True)]
+        bounds = Bounds(torch.full((self._slots,), K, dtype=torch.int32), max(1, *self.ends))
+        for one in (self.plain, self.ahead):
+            one.observe(commit)
+        here, there = (d.propose(commit, sampling, bounds).tokens for d in (self.plain, self.ahead))
+        for slot, end in enumerate(self.ends):
+            assert end == 0 or torch.equal(here[slot], there[slot]), (slot, end, self.ahead.hit)
+        self.hits += self.ahead.hit
+        for _ in range(self._dice.randrange(7)):
+            self.ahead.work()
+
+
+@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_its_proposals_are_those_of_the_same_drafter(workshop: Workshop, slots: int, temperature: float) -> None:
+    """Outcomes are read into the same rows, so that all but the last leave a cache that has to be put right."""
+    texts = Texts(workshop, slots, random.Random(7))
+    sampling = sampling_batch([Sampling(temperature, seed=seed) for seed in range(slots)])
+    for _ in range(60):
+        texts.round(sampling)
+    assert texts.hits > 10 and texts.early > 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_second_choices_are_what_the_drafter_would_have_chosen_instead(workshop: Workshop, temperature: float) -> None:
+    decoder, vocabulary = workshop.decoder("draft", slots=4).sibling(), Vocabulary(VOCABULARY, VOCABULARY)
+    sampling = sampling_batch([Sampling(temperature, seed=seed) for seed in range(4)])
+    commit = Commit(
+        torch.tensor([[5, 6, PAD], [7, PAD, PAD], [1, 2, 3], [4, 4, PAD]], dtype=torch.int32),
+        torch.tensor([2, 1, 3, 2], dtype=torch.int32),
+        torch.tensor([1, 9, 4, 2], dtype=torch.int32),
+    )
+    texts = [[3] * int(start) for start in commit.start]
+    for slot, text in enumerate(texts):
+        steps.prefill(decoder, slot, text)
+    model = ModelDrafter(decoder, K, vocabulary=vocabulary)
+    drafts = model.propose(commit, sampling, Bounds(commit.count, 12)).tokens
+    seconds, gaps = ModelReviews(decoder, vocabulary).seconds(commit, drafts, sampling, rows=12)
+    for slot, text in enumerate(texts):
+        text += [*commit.tokens[slot, : commit.count[slot]].tolist(), *drafts[slot].tolist()]
+        whole = torch.tensor([text], dtype=torch.int32)
+        one = SamplingBatch(sampling.knobs[slot : slot + 1], sampling.keys[slot : slot + 1])
+        reader = workshop.decoder("draft", slots=1).sibling()
+        logits, _ = steps.window(reader, whole, torch.zeros(1, dtype=torch.int32), reach=POSITIONS)
+        places = torch.arange(1, len(text) + 1, dtype=torch.int32).unsqueeze(0)
+        scores = law.tempered(logits, one)
+        if temperature:
+            scores = law.perturbed(scores, places, one, ids=torch.arange(VOCABULARY, dtype=torch.int32))
+        best = scores[0, -K - 1 : -1].topk(2)
+        assert best.indices[:, 0].tolist() == drafts[slot].tolist() and best.indices[:, 1].tolist() == seconds[slot]
+        assert torch.allclose(best.values[:, 0] - best.values[:, 1], torch.tensor(gaps[slot]), atol=1e-4)
+
+
+def test_what_fails_in_idle_time_is_not_tried_again() -> None:
+    """The server says so in its next answer, and goes on."""
+    ahead = working_ahead(1, 3)
+    calm = ahead._inner.propose
+    events = SpeculativeGenerator(ahead, TableDecoder(TARGET)).stream([PROMPT], max_new_tokens=40)
+    for _ in range(3):
+        next(events)
+    ahead._inner.propose = None  # type: ignore[method-assign, assignment]
+    with pytest.raises(TypeError):
+        for _ in range(3):
+            ahead.work()
+    assert ahead.idle
+    ahead.work()
+    ahead._inner.propose = calm  # type: ignore[method-assign]
+    assert PROMPT + [t for e in events for t in e.tokens] != PROMPT
 
 
 def test_the_hit_rate_is_in_the_statistics() -> None:

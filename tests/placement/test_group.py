@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("ray")
 
 from paceline.core.errors import WorkerError
-from paceline.placement import INSTANCES, Care, group, plan
+from paceline.placement import INSTANCES, Care, assigning, deployment, group, plan
 from paceline.placement.deployment import Deployment
+from paceline.placement.processes import Process
 from tests.placement.wishes import model
 
 
@@ -29,9 +33,64 @@ def test_a_failed_restart_says_its_reason(monkeypatch: pytest.MonkeyPatch) -> No
     broken._actors["chat"] = seen = object()
     with pytest.raises(WorkerError, match=r"could not be started again \(its folder is gone\)"):
         broken.revive("chat", seen)
+    mine = Process(77, 1)
+    broken._running["chat"], broken._assigned["chat"], killed = mine, SimpleNamespace(node="here", cores=None), []
+    monkeypatch.setattr(group.nodes, "kill", lambda *process: killed.append(process))
+    for _ in range(2):  # the number may be another process's by the second time
+        with pytest.raises(WorkerError, match="could not be started again"):
+            broken.revive("chat", seen, hung=True)
+    assert killed == [("here", mine)]
+    broken._assigned.clear()
     models = Deployment(made, Care(), [broken])
     assert models.cores() == {}  # nothing runs, and that is no error
     broken.stop()
     for asked in (lambda: broken.actor("chat"), lambda: broken.revive("chat", seen), broken.begin):
         with pytest.raises(WorkerError, match="stopped"):
             asked()
+
+
+class Stubborn:
+    """A group that does not start, and cannot be ended as it should."""
+
+    placements: tuple[()] = ()
+
+    def __init__(self) -> None:
+        self.stops = 0
+
+    def begin(self) -> None:
+        raise WorkerError("it does not start")
+
+    def stop(self) -> None:
+        self.stops += 1
+        raise OSError("its socket cannot be removed")
+
+
+def test_a_group_that_cannot_be_ended_keeps_none_of_the_others_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def get_actor(name: str, _namespace: str) -> object:
+        asked.append(name)
+        raise ValueError(name)
+
+    monkeypatch.setattr(deployment.ray, "get_actor", get_actor)
+    groups = [Stubborn(), Stubborn()]
+    running = Deployment(plan([model("chat")], INSTANCES["inf2.48xlarge"]), Care(), groups)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="cannot be removed"):
+        running.close()
+    assert [one.stops for one in groups] == [1, 1] and asked == ["paceline-ledger"]
+    running.close()
+    assert [one.stops for one in groups] == [1, 1]
+    with pytest.raises(OSError, match="cannot be removed"):
+        Deployment(running.plan, Care(), groups).start()  # type: ignore[arg-type]
+    assert [one.stops for one in groups] == [3, 3]
+
+
+def test_the_longest_name_has_a_socket_in_a_temporary_folder_far_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's names of sockets end at 107 bytes."""
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * 55)
+    made = plan([model("chat"), model("d" * 63, draft_of=("chat",))], INSTANCES["inf2.48xlarge"])
+    names = [item.label for item in made.placements]
+    cores = {item.label: item.cores for item in made.placements}
+    found = assigning.assignments(made.instance, made.placements, Care(), where=["here"] * 2, claims=names, cores=cores)
+    address = found["chat"].address
+    assert address == found["d" * 63].address and address is not None and len(address.path) < 108

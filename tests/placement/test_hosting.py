@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline.core.errors import ConfigurationError
+from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.types import Bounds, Commit
 from paceline.draft.model import ModelDrafter
 from paceline.hosting import DraftPool, draft
+from paceline.placement.ahead import Ahead
 from paceline.placement.channel import Address, listen
 from paceline.placement.footprint import Shape
 from paceline.placement.remote import RemoteDraft, Terms
 from paceline.placement.revival import Caller
 from paceline.placement.wire import Hello
-from tests.decoder.tiny import VOCABULARY, Workshop
+from tests.decoder.tiny import VOCABULARY, Workshop, save_pair
 from tests.placement.faulty import SECRET
 from tests.placement.served import serving
 
@@ -41,6 +46,29 @@ def test_a_pool_never_outgrows_its_plan(workshop: Workshop) -> None:
         made.lend(Hello(0, "c", 2, VOCABULARY))
     third = made.lend(Hello(0, "c", 1, VOCABULARY - 1))
     assert isinstance(third, ModelDrafter) and third.decoder is first.decoder
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_draft_has_the_graphs_of_every_bucket_before_it_is_called(tmp_path: Path, ahead: bool) -> None:
+    save_pair(tmp_path)
+    file = tmp_path / "draft" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 300}))
+    shape = asdict(Shape("f32", "none", 1, 300))
+    more = {"backend": "eager", "k": 4, "ahead": ahead, "clients": 1, "vocab_sizes": [VOCABULARY]}
+    made = draft({**shape, **more, "folder": str(tmp_path / "draft")})
+    (decoder,) = made._free
+    assert len(decoder.reaches) > 1
+    before = dict(decoder._steps)
+    model = made.lend(Hello(0, "a", 1, VOCABULARY))
+    one = torch.ones(1, dtype=torch.int32)
+    for length in (1, 70, 124, 128, 200, 290):
+        model.admit(0, [3] * length)
+        commit = Commit(torch.tensor([[7, -1, -1, -1, -1]], dtype=torch.int32), one, length * one)
+        model.observe(commit)
+        model.propose(commit, sampling_batch([Sampling()]), Bounds(4 * one, length + 1))
+        while isinstance(model, Ahead) and not model.idle:
+            model.work()
+    assert decoder._steps == before
 
 
 class FullOnce(socket.socket):

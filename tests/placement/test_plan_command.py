@@ -27,6 +27,11 @@ def home(tmp_path: Path) -> Path:
     LlamaConfig(**shape, hidden_size=128, num_attention_heads=4, num_hidden_layers=1).to_json_file(
         tmp_path / "small.json"
     )
+    longrope = {"rope_type": "longrope", "original_max_position_embeddings": 1024}
+    factors = {"short_factor": [1.0] * 32, "long_factor": [2.0] * 32}
+    LlamaConfig(
+        **shape, hidden_size=512, num_attention_heads=8, num_hidden_layers=4, rope_parameters=longrope | factors
+    ).save_pretrained(tmp_path / "long")
     return tmp_path
 
 
@@ -114,8 +119,8 @@ def test_care_that_is_none_is_refused_by_name(home: Path, care: str, says: str) 
         ([CHAT, CHAT], "two models are called"),
         ([DRAFT], "names 'chat'; it must be another model"),
         ([CHAT, DRAFT, DRAFT.replace("chat-draft", "b")], "both draft for 'chat'"),
-        ([CHAT, DRAFT.replace("2,", "2, batch_size: 3,")], "batch_size=3"),
-        ([CHAT, DRAFT.replace("2,", "2, replicas: 2,")], "2 replicas for 1"),
+        ([CHAT, DRAFT.replace(": 2,", ": 2, batch_size: 3,")], "batch_size=3"),
+        ([CHAT, DRAFT.replace(": 2,", ": 2, replicas: 2,")], "2 replicas for 1"),
         (["{name: a, config: big, tpdegree: 8}"], "'tpdegree' is not a key"),
         (["{name: a, config: big, path: big}"], "one of them"),
         (["{name: a b, config: big}"], "a name is"),
@@ -125,7 +130,7 @@ def test_care_that_is_none_is_refused_by_name(home: Path, care: str, says: str) 
         (["[1, 2]"], "not a mapping"),
         (["{name: a, config: big, tp_degree: 2, backend: magic}"], "backend='magic' is unknown; use one of inductor"),
         (["{name: a, config: big, group_query_attention: thrifty}"], "group_query_attention='thrifty' is unknown"),
-        ([CHAT.replace("8,", "8, group_query_attention: shard-over-batch,")], "'shard-over-batch' is not offered"),
+        ([CHAT.replace(": 8,", ": 8, group_query_attention: shard-over-batch,")], "'shard-over-batch' is not offered"),
         (["{name: a, config: big, group_query_attention: shard-over-batch}"], "'shard-over-batch' is not offered"),
         (["{name: a, config: big, tp_degree: 2, replicas: 2}", "{name: a.1, config: big}"], "both be called 'a.1'"),
         ([CHAT, quoted("{client: 2}")], "'client' is not a key of quota; there are clients, slots, shares"),
@@ -135,10 +140,11 @@ def test_care_that_is_none_is_refused_by_name(home: Path, care: str, says: str) 
         ([CHAT, quoted("{shares: {chat: -1}}")], "quota.shares.chat must be"),
         ([CHAT, quoted("{shares: {chat: 1" + "0" * 400 + "}}")], "quota.shares.chat must be"),
         ([CHAT, quoted("{shares: {chta: 2}}")], "quota.shares names 'chta'; its targets are chat"),
-        ([CHAT.replace("8,", "4, replicas: 3,"), quoted("{clients: 2}, replicas: 1")], "need 3"),
+        ([CHAT.replace(": 8,", ": 4, replicas: 3,"), quoted("{clients: 2}, replicas: 1")], "need 3"),
         ([CHAT.replace("}", ", quota: {slots: 4}}")], "drafts for nobody"),
         (["{name: a, config: big, tp_degree: 8, replicas: 3}", "{name: b, config: big}"], "0 of 24"),
         (["{name: a, config: big, tp_degree: 8, replicas: 400000000}"], "want 3200000000 cores, and inf2.48xlarge"),
+        ([CHAT.replace(": 8,", ": 8, replicas: 1" + "0" * 30 + ","), quoted("{}, replicas: 1")], "ask for fewer"),
         (["{name: a, path: " + "x" * 5000 + "}"], "cannot be looked for"),
         (['{name: a, config: "a\\0b"}'], "cannot be looked for"),
     ],
@@ -162,6 +168,7 @@ def test_what_cannot_be_planned_is_said_with_exit_status_2(home: Path, entries: 
             "quantisation='int8', which no backend runs yet",
         ),
         (CHAT.replace("config: big", "path: big").replace("2048", "4097"), "more than the 4096 it was trained on"),
+        (CHAT.replace("config: big", "path: long"), "chat: n_positions=2048 is more than the 1024 up to which"),
         (
             CHAT.replace("config: big", "path: big, backend: eager")
             + "\n  - {name: d, path: big, draft_of: chat, tp_degree: 1, k: 128}",
@@ -174,7 +181,7 @@ def test_what_can_be_planned_and_not_run_is_refused_before_anything_starts(home:
     done = CliRunner().invoke(app, ["serve", str(home / "models.yaml"), "--instance", "inf2.48xlarge"])
     assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
     for backend in ("eager", "neuron"):
-        call(home, CHAT.replace("config", "path").replace("8,", f"8, backend: {backend},"))
+        call(home, CHAT.replace("config", "path").replace(": 8,", f": 8, backend: {backend},"))
         runnable.check(plan(read_models(home / "models.yaml"), INSTANCES["inf2.48xlarge"]))
 
 
@@ -185,13 +192,16 @@ def test_files_that_are_no_models_file(home: Path) -> None:
             read_models(home / "models.yaml")
     with pytest.raises(PlanError, match="cannot read"):
         read_models(home / "none.yaml")
+    (home / "models.yaml").write_text(f"models:\n  - {CHAT.replace(': 8,', ': 8, tp_degree: 4,')}\n")
+    with pytest.raises(PlanError, match="the key 'tp_degree' stands there twice"):
+        read_models(home / "models.yaml")
     assert CliRunner().invoke(app, ["plan", str(home / "none.yaml"), "--instance", "tpu"]).exit_code == 2
 
 
 def test_a_draft_follows_the_replicas_of_its_target(home: Path) -> None:
-    call(home, CHAT.replace("8,", "4, replicas: 3,"), DRAFT)
+    call(home, CHAT.replace(": 8,", ": 4, replicas: 3,"), DRAFT)
     assert [model.replicas for model in read_models(home / "models.yaml")] == [3, 3]
-    call(home, CHAT.replace("8,", "4, replicas: 3,"), DRAFT.replace("2,", "2, replicas: 1,"))
+    call(home, CHAT.replace(": 8,", ": 4, replicas: 3,"), DRAFT.replace(": 2,", ": 2, replicas: 1,"))
     assert [model.replicas for model in read_models(home / "models.yaml")] == [3, 1]
 
 
@@ -217,7 +227,7 @@ def test_without_an_instance_the_machine_is_asked(home: Path, monkeypatch: pytes
     rows = [{"nc_count": 2, "memory_size": 32 << 30, "neuroncore_ids": [2 * n, 2 * n + 1]} for n in range(12)]
     tool = home / "neuron-ls"
     monkeypatch.setenv("PATH", f"{home}:/usr/bin:/bin")
-    monkeypatch.setattr(detect, "_USUAL_PLACE", home / "nowhere")
+    monkeypatch.setattr(detect, "USUAL_PLACE", home / "nowhere")
     call(home, CHAT, DRAFT)
     for answer, says in ((f"echo '{json.dumps(rows)}'", ""), ("exit 3", "-j failed"), ("echo []", "are not alike")):
         tool.write_text(f'#!/bin/sh\n[ "$1" = -j ] && {answer}\n')

@@ -153,7 +153,7 @@ def ledger_dies(models: Deployment, *, silent: str) -> None:
     """It knows all cores again; those of a worker that cannot be asked, too."""
     keeper = ray.get_actor(NAME, NAMESPACE)
     taken = ray.get(keeper.taken.remote())
-    pid = ray.get(models.group(silent).actor(silent).ready.remote()).pid
+    pid = ray.get(models.group(silent).actor(silent).ready.remote()).process.pid
     os.kill(pid, signal.SIGSTOP)
     ray.kill(keeper, no_restart=False)
     assert ray.get(keeper.taken.remote(), timeout=30) == taken

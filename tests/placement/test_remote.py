@@ -10,14 +10,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 
 from paceline import SpeculativeGenerator
+from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.types import Bounds, Commit
+from paceline.placement.channel import Address, listen
+from paceline.placement.draft_server import Unpooled
 from paceline.placement.health import DrafterHealth
 from paceline.placement.remote import Patience, RemoteDraft, Terms
 from paceline.placement.revival import Caller
 from paceline.result import GenerationResult
 from tests.fakes import Checked, TableDecoder
-from tests.placement.faulty import DRAFT, FAULTS, SECRET, TARGET, Forked, V
+from tests.placement.faulty import DRAFT, FAULTS, SECRET, TARGET, Faulty, Forked, V, working_ahead
+from tests.placement.served import serving
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3]]
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_p": 0.95}
@@ -164,15 +170,47 @@ def test_a_drafter_that_never_comes_costs_no_token(tmp_path: Path, stack: ExitSt
     assert health is not None and health.state == "down" and health.asked == 0 < health.skipped
 
 
-@pytest.mark.parametrize("asked", [{}, {**SAMPLED, "seed": 3}])
+@pytest.mark.parametrize("trips", [1 << 30, 1100], ids=["asked again", "restarted"])
+def test_a_drafter_that_fails_for_weeks_is_no_error(tmp_path: Path, stack: ExitStack, trips: int) -> None:
+    """Each fault doubled the time it rests, in a number that floats have no room for after a thousand of them."""
+    address = Address(path=str(tmp_path / "s"))
+    failing = Unpooled(lambda hello: Faulty(hello.slots, 4, faults=["raise"], rate=1.0, seed=0, slow=0.0))
+    stack.enter_context(serving(listen(address), failing))
+    patience = Patience(trips=trips, rest=1e-9, longest=1e-9)
+    draft = stack.enter_context(closing(RemoteDraft(Terms(4, 1, V), Caller(address, SECRET), patience=patience)))
+    assert draft.wait_until_up(30)
+    draft.admit(0, [1, 2])
+    one = torch.ones(1, dtype=torch.int32)
+    commit = Commit(torch.tensor([[3, -1, -1, -1, -1]], dtype=torch.int32), one, 2 * one)
+    draft.observe(commit)
+    for _ in range(1100):
+        assert draft.propose(commit, sampling_batch([Sampling()]), Bounds(4 * one, 3)).tokens.tolist() == [[-1] * 4]
+    assert draft.health.failed == 1100
+
+
+@pytest.mark.parametrize("asked", [{}, {"do_sample": True, "temperature": 1.2, "seed": 3}])
 def test_drafting_ahead_changes_no_token(tmp_path: Path, stack: ExitStack, asked: dict) -> None:
     draft = stack.enter_context(closing(remote(stack.enter_context(closing(Forked(tmp_path, ahead=True))))))
     calm = {"max_new_tokens": 45, **asked}
     there, found = Checked(draft, target()), [list(prompt) for prompt in PROMPTS]
     for event in there.stream(PROMPTS, **calm):
         found[event.index] += event.tokens
-        time.sleep(0.005)  # as long as a target takes: a table is read too fast for anything to be made meanwhile
+        time.sleep(0.03)  # as long as a target takes: a table is read too fast for anything to be made meanwhile
     assert found == wanted(PROMPTS, **calm)
     here = run(Checked(TableDecoder(DRAFT), target()), PROMPTS, **calm)
     assert there.statistics.accepted == here.statistics.accepted  # what was made ahead is what would be made now
     assert there.statistics.health is not None and there.statistics.health.ahead > 0
+
+
+def test_a_target_says_how_long_it_was_at_work_and_not_how_long_nothing_was_asked(
+    tmp_path: Path, stack: ExitStack
+) -> None:
+    address, ahead, pauses = Address(path=str(tmp_path / "s")), working_ahead(1, 4), []
+    ahead.paused = pauses.append  # type: ignore[method-assign]
+    stack.enter_context(serving(listen(address), Unpooled(lambda _: ahead)))
+    draft = stack.enter_context(closing(RemoteDraft(Terms(4, 1, V, reach=64), Caller(address, SECRET))))
+    assert draft.wait_until_up(30)
+    for requests in (1, 2):
+        done = run(SpeculativeGenerator(draft, target()), PROMPTS[:1], max_new_tokens=40)
+        assert texts(done) == wanted(PROMPTS[:1], max_new_tokens=40)
+        assert len(pauses) == draft.health.answered - requests > 0 and min(pauses) > 0

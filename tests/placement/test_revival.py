@@ -10,6 +10,7 @@ from pathlib import Path
 
 from paceline.placement.channel import Address, listen
 from paceline.placement.draft_server import Unpooled
+from paceline.placement.processes import Process
 from paceline.placement.quota import Quota
 from paceline.placement.remote import Patience, RemoteDraft, Terms
 from paceline.placement.revival import Caller
@@ -26,7 +27,7 @@ class Asked:
     fails: bool = False
     acts: list[str] = field(default_factory=list)
 
-    def replace(self, pid: int | None) -> bool:
+    def replace(self, process: Process | None) -> bool:
         return self._act("replace")
 
     def ensure(self) -> bool:

@@ -6,7 +6,6 @@ import random
 import socket
 import time
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from paceline.placement import wire
 from paceline.placement.blanks import BlankRound
 from paceline.placement.channel import Address, Channel, connect, listen
 from paceline.placement.draft_server import Unpooled
+from paceline.placement.processes import Process
 from paceline.placement.quota import Quota
 from tests.placement.faulty import SECRET
 from tests.placement.served import serving
@@ -45,9 +45,9 @@ MESSAGES = [
     wire.Admit(1, 2, (0, 1, 95)),
     ask(2),
     ask(1 << 40, slots=1, width=1),
-    replace(ask(7), sampling=None),
-    wire.Welcome(3, 4, None, 77),
-    wire.Welcome(3, 4, 128, 77),
+    ask(7)._replace(sampling=None, pause=1_000_000_000),
+    wire.Welcome(3, 4, None, Process(77, 2**31 - 1)),
+    wire.Welcome(3, 4, 128, Process(77, 0)),
     wire.Answer(4, 2, 2, wire.words((-1, 3, 2, 0)), True),
     wire.Answer(4, 3, 0, b"", False),
     wire.Failure(5, "no, nö"),
@@ -93,7 +93,7 @@ def test_what_is_no_message_is_refused_and_nothing_else_happens() -> None:
 def test_addresses() -> None:
     for text in ("unix:/tmp/a b", "tcp:10.0.0.1:99", "tcp:::1:5"):
         assert str(Address.parse(text)) == text
-    for text in ("", "unix:", "tcp:host", "tcp:host:port", "http://x"):
+    for text in ("", "unix:", "tcp:host", "tcp:host:port", "tcp:host:\u00b2", "tcp:host:65536", "http://x"):
         with pytest.raises(ConfigurationError, match="no address"):
             Address.parse(text)
 

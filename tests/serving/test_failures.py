@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from paceline.core.errors import CheckpointError, PromptError, RankError, TargetLostError
+from paceline.core.errors import CheckpointError, ContextError, PromptError, RankError, TargetLostError
 from paceline.placement.roles import Piece
 from paceline.serving.answers import Failed, Opening, TextPiece
 from paceline.serving.asks import read
@@ -52,9 +52,33 @@ async def answered(error: Exception, items: list[Item], **asked: object) -> Resp
     async def receive() -> dict[str, object]:
         return {"type": "http.request", "body": data, "more_body": False}
 
+    return await posted(receive, error, items)
+
+
+async def posted(receive: Callable[[], Awaitable[dict[str, object]]], error: Exception, items: list[Item]) -> Response:
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "server": ("here", 80),
              "scheme": "http", "query_string": b""}  # fmt: skip
     return await Ingress({"m": [Seat(Handle(error, items), "m")]})(Request(scope, receive))
+
+
+def test_a_body_without_end_is_not_read_to_its_end() -> None:
+    parts = 0
+
+    async def receive() -> dict[str, object]:
+        nonlocal parts
+        parts += 1
+        assert parts < 100, "9 of these parts are too many"
+        return {"type": "http.request", "body": bytes(1 << 20), "more_body": True}
+
+    assert asyncio.run(posted(receive, LOST[0], [])).status_code == 413
+
+
+def test_who_hangs_up_while_asking_is_no_fault_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    async def receive() -> dict[str, object]:
+        return {"type": "http.disconnect"}
+
+    assert asyncio.run(posted(receive, LOST[0], [])).status_code == 400
+    assert not caplog.records
 
 
 def answer(error: Exception, items: list[Item]) -> Response:
@@ -90,10 +114,15 @@ def test_a_stream_that_fails_ends_with_an_error_event() -> None:
 class Parts:
     """A tokenizer and a deployment; one of both fails."""
 
+    chat_template = "a template"
+
     def __init__(self, error: Exception, *, text: bool) -> None:
         self._error, self._text = error, text
 
-    def encode(self, _: str) -> list[int]:
+    def apply_chat_template(self, *_: object, **__: object) -> str:
+        return "x"
+
+    def encode(self, _: str, **__: object) -> list[int]:
         if self._text:
             raise self._error
         return [1]
@@ -125,15 +154,34 @@ def test_a_replica_sends_failures_in_place_of_raising(error: Exception, status: 
     assert isinstance(failed, Failed) and failed.status == status
 
 
+@pytest.mark.parametrize(
+    ("body", "param"), [(BODY, "prompt"), ({"model": "m", "messages": [{"role": "user", "content": "x"}]}, "messages")]
+)
+def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(body: dict, param: str) -> None:
+    """In the worker; the clients of OpenAI's service look for the code, and shorten the prompt."""
+
+    async def items(error: Exception) -> list[Item]:
+        replica = Bare(Parts(RayTaskError("stream", "its traceback", error).as_instanceof_cause(), text=False))
+        return [item async for item in replica.stream("m", read("chat" if param == "messages" else "completion", body))]
+
+    (failed,) = asyncio.run(items(ContextError("9 tokens leave no room")))
+    assert isinstance(failed, Failed) and (failed.status, failed.param) == (400, param)
+    assert failed.code == "context_length_exceeded"
+    (failed,) = asyncio.run(items(PromptError("outside the vocabulary")))
+    assert isinstance(failed, Failed) and (failed.status, failed.param, failed.code) == (400, param, None)
+
+
 class Wordless(Parts):
-    """A tokenizer without text for what its target says, and the stream of that target."""
+    """A tokenizer without text for what its target says, id 7, and the stream of that target."""
 
     def __init__(self) -> None:
         super().__init__(KeyError(7), text=False)
         self.closed = 0
 
-    def decode(self, *_: object, **__: object) -> str:
-        raise self._error
+    def decode(self, token_ids: list[int], **__: object) -> str:
+        if 7 in token_ids:
+            raise self._error
+        return ""
 
     def stream(self, *_: object, **__: object) -> Wordless:
         return self

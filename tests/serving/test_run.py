@@ -11,6 +11,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+from ray.exceptions import RaySystemError
 from ray.serve.config import HTTPOptions
 
 from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
@@ -28,6 +29,7 @@ class Played:
     def __init__(self, *, others: tuple[str, ...] = (), listens: int | None = None) -> None:
         self.calls: list[str] = []
         self.others, self.config = list(others), None if listens is None else HTTPOptions(port=listens)
+        self.lost = False
         self.deploys: Callable[[], None] = lambda: None
         self.connects: Callable[[], object] = lambda: signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
 
@@ -43,6 +45,8 @@ class Played:
         self.deploys()
 
     def status(self) -> SimpleNamespace:
+        if self.lost:
+            raise RaySystemError("the cluster is gone")
         return SimpleNamespace(applications=dict.fromkeys(self.others))
 
     def delete(self, name: str) -> None:
@@ -133,3 +137,20 @@ def test_what_does_not_start_has_a_name_and_is_taken_down(monkeypatch: pytest.Mo
     with pytest.raises(PlacementError, match="at joined: nobody answers"):
         serve(played, monkeypatch, ready=never)
     assert played.calls == ["init"]
+
+
+def test_a_cluster_that_is_gone_hides_neither_the_reason_nor_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    played = Played()
+    played.lost = True
+
+    def fails() -> None:
+        raise RuntimeError("no room")
+
+    played.deploys = fails
+    with pytest.raises(WorkerError, match="did not start: no room"):
+        serve(played, monkeypatch, ready=never)
+    played.deploys = lambda: tell(signal.SIGINT)
+    assert serve(played, monkeypatch, ready=never)[-1] == "ray.shutdown"
+    assert "could not be taken down" in caplog.text and "the cluster is gone" in caplog.text

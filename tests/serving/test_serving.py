@@ -136,12 +136,16 @@ def test_errors_are_error_objects(client: openai.OpenAI) -> None:
         client.completions.create(model="other", prompt="x")
     assert missing.value.code == "model_not_found"
     for wrong, says in (
-        ({"prompt": "x", "max_tokens": 0}, "max_new_tokens"), ({"prompt": "x" * 200}, "leaves no room"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"), ({"prompt": "x" * 200}, "leaves no room"),
         ({"prompt": [500]}, "outside the vocabulary"), ({"prompt": "x", "temperature": -1}, "temperature"),
         ({"prompt": "x", "n": 2}, "n=2 is not served"), ({"prompt": "x", "stream": True, "top_p": 3}, "top_p"),
     ):  # fmt: skip
         with pytest.raises(openai.BadRequestError, match=says):
             client.completions.create(model="chat", **wrong)  # type: ignore[call-overload]
+    chat = {"model": "chat", "messages": [{"role": "user", "content": "x" * 200}]}
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(**chat)  # type: ignore[call-overload]
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "messages")
     with pytest.raises(openai.NotFoundError):
         client.get("/nothing", cast_to=object)
     with pytest.raises(openai.APIStatusError) as method:
@@ -175,7 +179,7 @@ def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: 
     before = events()
     client.completions.create(**asked)
     alone = events() - before
-    pid = ray.get(target.ready.remote(), timeout=30).pid
+    pid = ray.get(target.ready.remote(), timeout=30).process.pid
     os.kill(pid, signal.SIGSTOP)
     try:
         with ThreadPoolExecutor(4) as pool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.adaptive import Adaptive
+from paceline.adaptive import Adaptive, Rung
 from paceline.core.accept import Match, Reject
 from paceline.core.protocols import Drafter, Shortens
 from paceline.core.sampling import Sampling
@@ -30,16 +30,19 @@ class Dice(Pace):
 
 
 def many_depths(source: Drafter, target: TableDecoder, rule: Acceptor) -> TimedRound:
-    """Rungs of a ladder in turn, each with a verifier of its own width."""
+    """Rungs of a ladder in turn, each with a verifier and commits of its own width."""
     assert isinstance(source, Shortens)
     rungs = {
-        depth: TwoStep(
-            source.shortened(depth) if depth else source,
-            CompiledVerifier(target, Outline.chain(depth or K), acceptor=rule, wide=False, width=K + 1),
+        depth: Rung(
+            TwoStep(
+                source.shortened(depth) if depth else source,
+                CompiledVerifier(target, Outline.chain(depth), acceptor=rule, wide=False),
+            ),
+            depth + 1,
         )
         for depth in (0, 1, 2, K)
     }
-    return Adaptive(rungs, Dice((0, 1, 2, K)))
+    return Adaptive(rungs, Dice((0, 1, 2, K)), drafter=source)
 
 
 class Letters:

@@ -45,7 +45,7 @@ class Mixture:
     """Batches of corpus text, every n-th of them of the target's own text."""
 
     def __init__(self, args: argparse.Namespace, rank: int, target: LlamaForCausalLM) -> None:
-        self.chunks = Chunks(args.work / "train.bin", args.seed + 11 + rank)
+        self.chunks = Chunks(args.work / "train.bin", args.seed + 11 + rank, args.repeats)
         self.tokens, self.every, self.count = args.batch_tokens, args.own_every, 0
         self.own = torch.empty(0, CONTEXT, dtype=torch.long)
         attention = target.config._attn_implementation
@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--own-batches", type=int, default=4, help="how often each worker has the target write text")
     parser.add_argument("--own-rows", type=int, default=32, help=f"rows of {CONTEXT} tokens each time")
     parser.add_argument("--own-every", type=int, default=5, help="every n-th batch is the target's text")
+    parser.add_argument("--repeats", type=float, default=0.0, help="share of rows in which a piece of text comes twice")
     parser.set_defaults(kl_weight=1.0, tv_weight=0.5, check_every=100)
     args = parser.parse_args()
     args.lr = 0.0  # the target does not learn

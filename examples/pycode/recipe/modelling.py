@@ -161,17 +161,18 @@ class Chunks:
 
 
 def repeated(row: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """A text in which a piece (a sixth to 45 % of it) stands again further on, in place of what was there.
+    """A text whose first half stands again in its second: in up to 12 pieces that changed places, one id exchanged.
 
-    Each place of one of its ids becomes another id, as when a name is changed. Files rarely repeat themselves at such
-    length, so that a small model would see too little of it to learn to copy.
+    In a third of the cases the ids of that half are shuffled first, so that only the copy tells what comes next. Files
+    rarely repeat themselves at such length: a small model would see too little of it to learn to copy.
     """
-    size = int(rng.integers(len(row) // 6, int(len(row) * 0.45)))
-    source = int(rng.integers(0, len(row) - 2 * size))
-    target = int(rng.integers(source + size, len(row) - size + 1))
-    piece = row[source : source + size].copy()
-    piece[piece == rng.choice(piece)] = rng.choice(row)
-    return np.concatenate((row[:target], piece, row[target + size :]))
+    half = len(row) // 2
+    first = rng.permutation(row[:half]) if rng.random() < 1 / 3 else row[:half].copy()
+    cuts = np.sort(rng.choice(np.arange(1, half), size=int(rng.integers(0, 12)), replace=False))
+    pieces = np.split(first, cuts)
+    again = np.concatenate([pieces[i] for i in rng.permutation(len(pieces))])
+    again[again == rng.choice(again)] = rng.choice(row)
+    return np.concatenate((first, again, row[2 * half :]))
 
 
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:

@@ -1,0 +1,77 @@
+"""Writing files: whole or not at all, and a named error where a disk is full, read-only or somebody else's.
+
+Not here: what is written.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.core.errors import StorageError
+
+_REMEDY = "make room, or name another place"
+
+
+@contextmanager
+def storing(path: Path, remedy: str = _REMEDY) -> Iterator[None]:
+    """Around what writes ``path``, a file or a folder.
+
+    Raises:
+        StorageError: it cannot be written; with the system's reason, and ``remedy``. Errors about other files pass.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not _about(error, path):  # a program that was called meanwhile and is not there, say
+            raise
+        raise StorageError(f"{path} cannot be written ({error.strerror or error}); {remedy}") from error
+
+
+def _about(error: OSError, path: Path) -> bool:
+    """Whether the error is of this file, one beside or below it, or a folder above."""
+    named = error.filename
+    return not isinstance(named, str) or Path(named).is_relative_to(path.parent) or path.is_relative_to(named)
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with _whole(path) as part:
+        try:
+            save_file(tensors, part, metadata=metadata)
+        except SafetensorError as error:  # the tensors are ours, so it is the disk
+            raise OSError(str(error)) from error
+
+
+def save_pickle(path: Path, value: object) -> None:
+    """What `torch.save` writes, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with _whole(path) as part:
+        try:
+            torch.save(value, part)
+        except RuntimeError as error:  # on a full disk torch speaks of positions in its archive
+            raise OSError(f"no room left, or {error}") from error
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A name to write to, which is renamed to ``path`` when the block ends well, and goes when it does not."""
+    part = path.with_suffix(".part")
+    with storing(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            yield part
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)

@@ -1,0 +1,36 @@
+"""Keys and values that this machine has no room for are refused before anything is loaded."""
+
+from pathlib import Path
+
+import pytest
+
+from paceline import AutoDecoder
+from paceline.core.errors import ConfigurationError
+from paceline.decoder import memory
+from paceline.decoder.parallel import Shard
+from tests.decoder.tiny import Workshop
+
+
+def test_what_is_counted_is_what_a_decoder_holds(workshop: Workshop) -> None:
+    for amp in ("f32", "bf16"):
+        decoder = workshop.decoder(amp=amp, slots=4)
+        held = sum(side.nbytes for layer in decoder.body.caches for side in layer)
+        assert memory.cache_bytes(Shard(decoder.config), decoder.options) == held
+
+
+def test_a_cache_beyond_the_machine_is_refused_with_what_may_be_less(workshop: Workshop) -> None:
+    told: list[int] = []
+    with pytest.raises(ConfigurationError, match=r"of 1000000000 slots and .* this machine has .*batch_size"):
+        AutoDecoder.from_pretrained(
+            workshop.checkpoint(), backend="eager", batch_size=10**9, progress=lambda done, _all: told.append(done)
+        )
+    assert not told
+
+
+@pytest.mark.parametrize(("said", "smaller"), [("1048576\n", True), ("max\n", False), (None, False)])
+def test_a_container_s_limit_counts(tmp_path: Path, said: str | None, smaller: bool) -> None:
+    file = tmp_path / "memory.max"
+    if said is not None:
+        file.write_text(said)
+    assert (memory.machine_bytes(file) == 1 << 20) == smaller
+    assert memory.machine_bytes(file) <= memory.machine_bytes(tmp_path / "none")
