@@ -13,7 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.core.errors import CheckpointError
+from paceline.core.errors import CheckpointError, ConfigurationError
+
+PRECISIONS = {"f32": torch.float32, "bf16": torch.bfloat16}
+
+
+def products(precision: str) -> torch.autocast:
+    """A block in which matrices are multiplied in "f32" or "bf16" (autocast: weights and sums of losses stay float32).
+
+    bf16 is two to three times as fast on a CPU with instructions for it (avx512_bf16, AMX), and slower on others.
+
+    Raises:
+        ConfigurationError: there is no such precision.
+    """
+    if precision not in PRECISIONS:
+        raise ConfigurationError(f"precision={precision!r} is unknown; use one of {', '.join(PRECISIONS)}")
+    return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
 
 
 class FrozenModel:

@@ -1,7 +1,7 @@
 """The optimizers of a head: Muon for the matrices of its layer, AdamW for the rest.
 
 Muon: momentum whose updates are made nearly orthogonal (Jordan et al., 2024), sized like AdamW's at the same rate
-(Liu et al., arXiv 2502.16982). In float32, which a CPU without bfloat16 products needs.
+(Liu et al., arXiv 2502.16982).
 """
 
 from __future__ import annotations
@@ -17,9 +17,18 @@ _ITERATIONS = 5
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices alone."""
+    """For matrices alone. ``dtype``: what updates are made orthogonal in; bfloat16 does, where a CPU has it."""
 
-    def __init__(self, params: Iterable[Tensor], rate: float, *, momentum: float = 0.95, decay: float = 0.01) -> None:
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        rate: float,
+        *,
+        momentum: float = 0.95,
+        decay: float = 0.01,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._dtype = dtype
         super().__init__(params, {"lr": rate, "momentum": momentum, "decay": decay})
 
     @torch.no_grad()
@@ -31,7 +40,7 @@ class Muon(torch.optim.Optimizer):
                 if "momentum" not in state:
                     state["momentum"] = torch.zeros_like(p)
                 state["momentum"].lerp_(p.grad, 1 - group["momentum"])
-                update = orthogonal(p.grad.lerp(state["momentum"], group["momentum"]))
+                update = orthogonal(p.grad.lerp(state["momentum"], group["momentum"]).to(self._dtype))
                 p.mul_(1 - group["lr"] * group["decay"])
                 p.add_(update, alpha=-0.2 * math.sqrt(max(p.shape)) * group["lr"])
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.frozen import PRECISIONS, products
 from paceline.decoder.run_state import RunState, check_loss
 from paceline.decoder.storing import storing
 from paceline.eagle.corpus import ROWS, Corpus, Texts
@@ -41,6 +42,7 @@ class TrainingOptions:
     law_weight      of the cross-entropy
     rate            largest learning rate; it rises over the first steps and falls along a cosine
     rows            texts in a step; a divisor of `ROWS`, so that every text has its turn
+    precision       of products of matrices, "f32" or "bf16"
     minutes         stop after so long, to go on later; None = to the end
 
     Raises:
@@ -54,9 +56,11 @@ class TrainingOptions:
     law_weight: float = 0.1
     rate: float = 2e-3
     rows: int = 8
+    precision: str = "f32"
     minutes: float | None = None
 
     def __post_init__(self) -> None:
+        products(self.precision)
         if min(self.tokens, self.passes, self.rows) < 1 or not 0 < self.rate < math.inf or not 0 < self.decay <= 1:
             raise ConfigurationError("tokens, passes and rows must be positive, rate above 0 and decay in (0, 1]")
         if not (0 <= self.feature_weight < math.inf and 0 <= self.law_weight < math.inf):
@@ -117,7 +121,10 @@ class Trainer:
         named = list(network.named_parameters())
         matrices = [p for n, p in named if p.dim() == 2 and not n.startswith("lm_head")]
         others = [p for n, p in named if not (p.dim() == 2 and not n.startswith("lm_head"))]
-        self._optimizers = [Muon(matrices, options.rate), torch.optim.AdamW(others, options.rate, betas=(0.9, 0.98))]
+        self._optimizers = [
+            Muon(matrices, options.rate, dtype=PRECISIONS[options.precision]),
+            torch.optim.AdamW(others, options.rate, betas=(0.9, 0.98)),
+        ]
         self._per_batch = ROWS // options.rows
         self.steps = math.ceil(options.tokens / (options.rows * corpus.length))
         self.done, self.loss = 0, math.nan
@@ -150,7 +157,8 @@ class Trainer:
         return self.done >= self.steps
 
     def _step(self, texts: Texts) -> None:
-        loss = objective(self.network, texts, self._options, head=self._head, vocabulary=self._vocabulary)
+        with products(self._options.precision):
+            loss = objective(self.network, texts, self._options, head=self._head, vocabulary=self._vocabulary)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.network.parameters(), 1.0)
         scale = min(1.0, (self.done + 1) / 20) * (0.02 + 0.49 * (1 + math.cos(math.pi * self.done / self.steps)))
@@ -199,12 +207,12 @@ def objective(
     if network.config.version == 3:
         first, second = 0.0, 1.0
     for index, (hidden, ahead) in enumerate(passes(network, texts, options.passes)):
-        logits = network.logits(hidden)
+        logits = network.logits(hidden).float()
         weights = inside[:, ahead:].float()
         surprise = -(law[:, ahead:] * F.log_softmax(logits, -1)).sum(-1)
         loss = second * (surprise * weights).sum() / weights.sum().clamp(min=1)
         if first:
-            loss = loss + first * F.smooth_l1_loss(hidden, last[:, ahead:])
+            loss = loss + first * F.smooth_l1_loss(hidden.float(), last[:, ahead:])
         total = total + options.decay**index * loss
     return total
 
@@ -229,10 +237,9 @@ def passes(network: EagleNetwork, texts: Texts, count: int) -> list[tuple[Tensor
 @torch.no_grad()
 def target_law(last: Tensor, head: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
     """The target's law over the drafted ids [b, S, U], and whether its best id is one of them [b, S]."""
+    logits = F.linear(last, head).float()
     if len(vocabulary.ids) == vocabulary.size:
-        logits = F.linear(last, head)
         return logits.softmax(-1), torch.ones(last.shape[:2], dtype=torch.bool)
-    logits = F.linear(last, head)
     return logits[..., vocabulary.ids].softmax(-1), vocabulary.mask[logits.argmax(-1)]
 
 

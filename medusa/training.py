@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.frozen import products
 from paceline.decoder.run_state import RunState, check_loss
 from paceline.decoder.storing import storing
 from paceline.medusa.corpus import Windows
@@ -35,12 +36,13 @@ Progress = Callable[[int, int, float], None]
 class TrainingOptions:
     """How heads are trained.
 
-    epochs   passes over the kept windows
-    rows     windows in a step
-    rate     largest learning rate of Adam; it rises for a short while and falls along a cosine to a tenth
-    labels   "target": the target's distribution; "text": the tokens that came
-    minutes  stop after so long, to go on later; None: run to the end
-    seed     of the order of the windows
+    epochs     passes over the kept windows
+    rows       windows in a step
+    rate       largest learning rate of Adam; it rises for a short while and falls along a cosine to a tenth
+    labels     "target": the target's distribution; "text": the tokens that came
+    precision  of products of matrices, "f32" or "bf16"
+    minutes    stop after so long, to go on later; None: run to the end
+    seed       of the order of the windows
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -50,10 +52,12 @@ class TrainingOptions:
     rows: int = 8
     rate: float = 1e-3
     labels: str = "target"
+    precision: str = "f32"
     minutes: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
+        products(self.precision)
         if self.labels not in LABELS:
             raise ConfigurationError(f"labels={self.labels!r} is unknown; use one of {', '.join(LABELS)}")
         if not (0 < self.epochs < math.inf and 0 < self.rate < math.inf) or self.rows < 1:
@@ -123,13 +127,15 @@ class Trainer:
         """One step; the loss of every head. tokens [n, L], states [n, L, H]."""
         for group in self._optimiser.param_groups:
             group["lr"] = self._options.rate * _schedule(self.step, self.steps)
-        with torch.no_grad():
-            law = torch.softmax(states @ self._output.T, -1) if self._options.labels == "target" else None
-        found, linear = [], torch.nn.functional.linear
+        found, linear, precision = [], torch.nn.functional.linear, self._options.precision
+        with torch.no_grad(), products(precision):
+            wanted = self._options.labels == "target"
+            law = torch.softmax(linear(states, self._output).float(), -1) if wanted else None
         for index in range(self.heads.config.heads):
             ahead = index + 1  # state t has read token t and predicts t + 1; state t + ahead predicts this head's token
             x = states[:, : -ahead - 1].flatten(0, 1)
-            logits = self.heads.project(index, self.heads.heads[index](x, linear), linear)
+            with products(precision):
+                logits = self.heads.project(index, self.heads.heads[index](x, linear), linear).float()
             if law is None:
                 loss = torch.nn.functional.cross_entropy(logits, tokens[:, ahead + 1 :].flatten())
             else:

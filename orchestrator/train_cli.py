@@ -21,6 +21,7 @@ from paceline.medusa.config import MedusaConfig
 from paceline.medusa.corpus import FrozenTarget, Report
 from paceline.medusa.training import TrainingOptions
 
+PRECISION = "Of products of matrices: f32, or bf16, which is faster on a CPU with instructions for it."
 STOPPED = "stopped before the end: run the same command again to go on"
 
 app = typer.Typer(help="Train heads for a target.", no_args_is_help=True, add_completion=False)
@@ -44,6 +45,7 @@ def medusa(
     measured: Annotated[int, typer.Option(help="Texts to measure the accuracy on.")] = 64,
     rows: Annotated[int, typer.Option(help="Texts in a step.")] = 8,
     rate: Annotated[float, typer.Option(help="Largest learning rate.")] = 1e-3,
+    precision: Annotated[str, typer.Option(help=PRECISION)] = "f32",
     labels: Annotated[str, typer.Option(help="target: its distribution; text: the tokens that came.")] = "target",
     minutes: Annotated[float | None, typer.Option(help="Stop after so long; run again to go on.")] = None,
     work: Annotated[Path | None, typer.Option(help="Folder for what is kept meanwhile; default: OUT/work.")] = None,
@@ -58,7 +60,9 @@ def medusa(
             prompt=window // 4,
             measured=measured,
         )
-        options = TrainingOptions(epochs=epochs, rows=rows, rate=rate, labels=labels, minutes=minutes)
+        options = TrainingOptions(
+            epochs=epochs, rows=rows, rate=rate, labels=labels, precision=precision, minutes=minutes
+        )
         sizes = ModelConfig.from_pretrained(target)
         config = MedusaConfig(heads, layers, sizes.hidden_size, sizes.vocab_size, tied, base=target.name)
         plan.check(config, sizes)

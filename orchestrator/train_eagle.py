@@ -15,7 +15,7 @@ from paceline.decoder.model_config import ModelConfig
 from paceline.eagle import checkpoint, pipeline
 from paceline.eagle.corpus import CorpusOptions, FrozenTarget
 from paceline.eagle.training import TrainingOptions
-from paceline.train_cli import STOPPED, reports, results, token_stream, until_terminated
+from paceline.train_cli import PRECISION, STOPPED, reports, results, token_stream, until_terminated
 
 _GIGA = 1e9
 
@@ -37,6 +37,7 @@ def eagle(
     law_weight: Annotated[float, typer.Option(help="Version 1: of the cross-entropy.")] = 0.1,
     rate: Annotated[float, typer.Option(help="Largest learning rate.")] = 2e-3,
     rows: Annotated[int, typer.Option(help="Texts in a step; a divisor of 64.")] = 8,
+    precision: Annotated[str, typer.Option(help=PRECISION)] = "f32",
     length: Annotated[int, typer.Option(help="Tokens of a text.")] = 256,
     keep: Annotated[float, typer.Option(help="GB of states to keep on disk; 0 = none.")] = 2.0,
     minutes: Annotated[float | None, typer.Option(help="Stop after so long; run again to go on.")] = None,
@@ -52,6 +53,7 @@ def eagle(
             law_weight=law_weight,
             rate=rate,
             rows=rows,
+            precision=precision,
             minutes=minutes,
         )
         if not 0 <= keep * _GIGA < math.inf:

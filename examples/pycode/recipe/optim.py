@@ -29,8 +29,15 @@ class Muon(torch.optim.Optimizer):
     """Momentum whose updates are orthogonalised, sized to be like AdamW's at the same learning rate."""
 
     def __init__(
-        self, params: list[torch.Tensor], lr: float, momentum: float = 0.95, weight_decay: float = 0.1
+        self,
+        params: list[torch.Tensor],
+        lr: float,
+        dtype: torch.dtype = torch.float32,
+        momentum: float = 0.95,
+        weight_decay: float = 0.1,
     ) -> None:
+        """`dtype`: what the iterations are done in."""
+        self.dtype = dtype
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -49,7 +56,7 @@ class Muon(torch.optim.Optimizer):
                     state["momentum"].lerp_(p.grad, 1 - group["momentum"])
                     updates.append(p.grad.lerp(state["momentum"], group["momentum"]))
                 size = 0.2 * math.sqrt(max(shape))
-                for p, update in zip(params, orthogonalise(torch.stack(updates)), strict=True):
+                for p, update in zip(params, orthogonalise(torch.stack(updates).to(self.dtype)), strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                     p.add_(update, alpha=-group["lr"] * size)
 
@@ -57,7 +64,7 @@ class Muon(torch.optim.Optimizer):
 class Trainee:
     """A model with its optimizers and its count of steps."""
 
-    def __init__(self, model: LlamaForCausalLM, lr: float, warmup: int) -> None:
+    def __init__(self, model: LlamaForCausalLM, lr: float, warmup: int, dtype: torch.dtype = torch.float32) -> None:
         self.model, self.lr, self.warmup, self.steps = model, lr, warmup, 0
         named = list(model.named_parameters())
         matrices = [p for n, p in named if p.dim() == 2 and ".layers." in n]
@@ -65,7 +72,7 @@ class Trainee:
         norms = [p for _, p in named if p.dim() == 1]
         groups = [{"params": tables, "weight_decay": 0.05}, {"params": norms, "weight_decay": 0.0}]
         self.optimizers = [
-            Muon(matrices, lr),
+            Muon(matrices, lr, dtype),
             torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.98), fused=True),
         ]
 

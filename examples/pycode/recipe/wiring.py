@@ -161,8 +161,10 @@ def trained(heads: Heads) -> Iterator[tuple[nn.Parameter, Tensor]]:
         yield weight, mask
 
 
-def carry(model: LlamaForCausalLM, plan: tuple[Aim, ...], chunks: Chunks, *, steps: int, lr: float) -> None:
+def carry(model: LlamaForCausalLM, plan: tuple[Aim, ...], chunks: Chunks, args: argparse.Namespace) -> None:
     """Train what the heads carry, on repeating rows; those that look behind occurrences are still held to it."""
+    steps, lr = args.steps, args.lr
+    precision = torch.autocast("cpu", torch.bfloat16, enabled=args.bf16)
     every = [Heads(model, aim) for aim in plan]
     masks: dict[nn.Parameter, Tensor] = {}
     for heads in every:
@@ -181,7 +183,9 @@ def carry(model: LlamaForCausalLM, plan: tuple[Aim, ...], chunks: Chunks, *, ste
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / 10) * (1 - 0.9 * step / steps)
         ids, labels = chunks.batch(BATCH, LENGTH)
-        logits, wanted, half = model(ids, use_cache=False).logits, behind_occurrences(ids), LENGTH // 2
+        with precision:
+            logits = model(ids, use_cache=False).logits.float()
+        wanted, half = behind_occurrences(ids), LENGTH // 2
         held = sum(h.loss(h.scores(*inputs[h.aim.layer], *h.weights), wanted) for h in every if h.aim.behind)
         first, second = (cross_entropy(logits[:, s], labels[:, s]) for s in (slice(half), slice(half, None)))
         optimizer.zero_grad()
@@ -207,6 +211,7 @@ def main() -> None:
     parser.add_argument("--aiming", type=int, default=400, help="steps of pointing the heads of a layer")
     parser.add_argument("--steps", type=int, default=320, help="of training what they carry")
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--bf16", action="store_true", help="multiply matrices in bfloat16 in the second step")
     args = parser.parse_args()
     torch.manual_seed(0)
     model = load_model(args.model).eval().requires_grad_(False)
@@ -214,7 +219,7 @@ def main() -> None:
     batches = [rows.batch(BATCH, LENGTH)[0] for _ in range(args.batches)]
     for aim in PLANS[args.plan]:
         aim_heads(model, aim, batches, steps=args.aiming)
-    carry(model, PLANS[args.plan], rows, steps=args.steps, lr=args.lr)
+    carry(model, PLANS[args.plan], rows, args)
     save_model(model, args.out)
 
 
