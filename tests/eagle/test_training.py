@@ -89,10 +89,12 @@ def test_the_objective_is_that_of_the_papers(workshop: Workshop, tmp_path: Path,
     assert TrainingOptions(tokens=1).passes == 7, "as the paper's"
 
 
-@pytest.mark.parametrize(("version", "passes"), [(1, 1), (3, 3)])
-def test_a_head_learns(workshop: Workshop, tmp_path: Path, version: int, passes: int) -> None:
+@pytest.mark.parametrize(
+    ("version", "passes", "precision"), [(1, 1, "f32"), (3, 3, "f32"), (1, 1, "bf16"), (3, 3, "bf16")]
+)
+def test_a_head_learns(workshop: Workshop, tmp_path: Path, version: int, passes: int, precision: str) -> None:
     frozen, corpus, network, vocabulary = parts(workshop, tmp_path, version)
-    options = TrainingOptions(tokens=24 * 64 * 6, passes=passes, rows=8, law_weight=1.0, rate=3e-3)
+    options = TrainingOptions(tokens=24 * 64 * 6, passes=passes, rows=8, law_weight=1.0, rate=3e-3, precision=precision)
     texts = corpus.batch(1)
     before = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary).detach())
     trainer = Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path)
@@ -101,6 +103,7 @@ def test_a_head_learns(workshop: Workshop, tmp_path: Path, version: int, passes:
     assert logged[-1]["step"] == logged[-1]["of"] == trainer.steps and logged[-1]["loss"] < logged[0]["loss"]
     after = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary).detach())
     assert after < 0.9 * before
+    assert {p.dtype for p in network.parameters()} == {torch.float32}, "only products are of another precision"
     shares = acceptance(network, corpus.measured(), depth=3, head=frozen.head, vocabulary=vocabulary, skip=SHORT.prompt)
     assert len(shares) == 3 and shares == sorted(shares, reverse=True)
 
@@ -198,6 +201,7 @@ def test_what_a_target_cannot_have_is_refused_before_it_is_run(workshop: Worksho
         {"feature_weight": nan},
         {"law_weight": -1.0},
         {"minutes": nan},
+        {"precision": "f16"},
     ):
         with pytest.raises(ConfigurationError):
             TrainingOptions(tokens=1, **wrong)  # type: ignore[arg-type]

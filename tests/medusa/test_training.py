@@ -86,7 +86,8 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(
     target: FrozenTarget, states: Path, tmp_path: Path, tied: bool, labels: str
 ) -> None:
     before = target.output.detach().clone()
-    options = TrainingOptions(epochs=10, rows=4, rate=3e-3, labels=labels)
+    precision = "bf16" if tied else "f32"
+    options = TrainingOptions(epochs=10, rows=4, rate=3e-3, labels=labels, precision=precision)
     trainer = trained(target, states, tmp_path, options, replace(CONFIG, tied=tied))
     assert trainer.run(silent)
     first, last = losses(tmp_path)[0], losses(tmp_path)[-1]
@@ -196,8 +197,8 @@ def test_the_whole_way_from_tokens_to_a_folder(target: FrozenTarget, states: Pat
 def test_what_cannot_be_trained_is_refused(workshop: Workshop, target: FrozenTarget, tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     for wrong in (
-        {"labels": "soft"}, {"epochs": 0}, {"epochs": nan}, {"epochs": inf}, {"rows": 0}, {"rate": 0.0}, {"rate": nan},
-        {"rate": inf}, {"minutes": -1.0}, {"minutes": nan},
+        {"labels": "soft"}, {"precision": "f16"}, {"epochs": 0}, {"epochs": nan}, {"epochs": inf}, {"rows": 0},
+        {"rate": 0.0}, {"rate": nan}, {"rate": inf}, {"minutes": -1.0}, {"minutes": nan},
     ):  # fmt: skip
         with pytest.raises(ConfigurationError):
             TrainingOptions(**wrong)  # type: ignore[arg-type]
