@@ -73,7 +73,15 @@ class Channel:
         Raises:
             ChannelError: the other side is gone, or did not take it in time; the channel is of no use then.
         """
-        self._write(_LENGTH.pack(len(frame)) + frame, monotonic() + seconds)
+        data = _LENGTH.pack(len(frame)) + frame
+        try:
+            sent = self._link.send(data)  # nearly always all of it
+        except BlockingIOError:
+            sent = 0
+        except OSError as error:
+            raise ChannelError(f"the other side is gone ({error})") from error
+        if sent < len(data):
+            self._write(data[sent:], monotonic() + seconds)
 
     def receive(self, seconds: float) -> bytearray | None:
         """The next frame; None if it is not there in time, and it may then be asked for again.
@@ -81,11 +89,12 @@ class Channel:
         Raises:
             ChannelError: the other side is gone, or sends what cannot be a frame.
         """
+        frame = self._cut() if self._buffer else None
         end = monotonic() + seconds
-        while (frame := self._cut()) is None:
+        while frame is None:
             if not self._reads.poll(max(0.0, end - monotonic()) * 1000):
                 return None
-            self._fill()
+            frame = self._next()
         return frame
 
     def wait(self, seconds: float) -> None:
@@ -98,10 +107,10 @@ class Channel:
         Raises:
             ChannelError: as `receive`.
         """
-        self._fill()
-        frames = []
-        while (frame := self._cut()) is not None:
+        frames, frame = [], self._next()
+        while frame is not None:
             frames.append(frame)
+            frame = self._cut() if self._buffer else None
         return frames
 
     def peer(self) -> int | None:
@@ -134,7 +143,7 @@ class Channel:
         while len(self._buffer) < size:
             if not self._reads.poll(max(0.0, end - monotonic()) * 1000):
                 raise ChannelError("the other side did not introduce itself in time")
-            self._fill()
+            self._buffer += self._read()
         found = bytes(self._buffer[:size])
         del self._buffer[:size]
         return found
@@ -151,16 +160,26 @@ class Channel:
         except OSError as error:
             raise ChannelError(f"the other side is gone ({error})") from error
 
-    def _fill(self) -> None:
+    def _read(self) -> memoryview:
+        """What is there, in memory that the next call writes to; nothing if there is nothing."""
         try:
             size = self._link.recv_into(self._space)
         except BlockingIOError:
-            return
+            return self._space[:0]
         except (OSError, ValueError) as error:
             raise ChannelError(f"the other side is gone ({error})") from error
         if not size:
             raise ChannelError("the other side hung up")
-        self._buffer += self._space[:size]
+        return self._space[:size]
+
+    def _next(self) -> bytearray | None:
+        """A whole frame, after one look at the socket. One by itself, as nearly all come, never sees the buffer."""
+        found = self._read()
+        size = len(found) - _LENGTH.size
+        if size > 0 and not self._buffer and _LENGTH.unpack_from(found)[0] == size:
+            return bytearray(found[_LENGTH.size :])
+        self._buffer += found
+        return self._cut()
 
     def _wanted(self) -> int:
         size = int(_LENGTH.unpack_from(self._buffer)[0])

@@ -130,7 +130,7 @@ class RemoteDraft:
         rows, counts, starts = self._lists(commit)
         live = self._live(counts, starts)
         behind = [slot for slot, (start, _) in live.items() if self._known.get(slot) != start]
-        texts = tuple((slot, tuple(self._texts[slot][: live[slot][0]])) for slot in behind)
+        texts = tuple((slot, tuple(self._texts[slot][: live[slot][0]])) for slot in behind) if behind else ()
         wait = self._patience.deadline
         if texts or self._reading:
             wait += self._patience.reread
