@@ -47,7 +47,7 @@ def left_over() -> tuple[list[str], list[dict[int, int]]]:
     return [name for name in names if name.startswith(WORKERS) or name == NAME], cores
 
 
-def check_nothing_left(seconds: float = 20) -> None:
+def check_nothing_left(seconds: float = 60) -> None:
     """No actor and no core is in use, or will be soon."""
     end = time.monotonic() + seconds
     while any(found := left_over()):

@@ -71,7 +71,7 @@ def say(
 
 
 def until(true: object) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not true():  # type: ignore[operator]
         assert time.monotonic() < end
         time.sleep(0.002)

@@ -52,7 +52,7 @@ def called(stack: ExitStack, address: Address, keeper: Asked, *, nodes: int = 4)
 
 
 def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 120
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.01)

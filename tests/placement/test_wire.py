@@ -182,7 +182,7 @@ def test_quotas_are_kept(tmp_path: Path, stack: ExitStack) -> None:
         _, reply = hello(stack, address, "c")
         assert isinstance(reply, wire.Failure) and "quota" in reply.reason
         first.close()
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while isinstance(reply, wire.Failure):  # who leaves makes room
             assert time.monotonic() < end
             _, reply = hello(stack, address, "c")
