@@ -127,6 +127,7 @@ def copying(asked: Asked) -> dict[str, object]:
         "draft": Mode(SpeculativeGenerator(draft, target, k=k)),
         "suffix": Mode(SpeculativeGenerator("suffix", target, k=k)),
         "suffix, draft": Mode(SpeculativeGenerator(["suffix", draft], target, k=k)),
+        "suffix, draft of 3": Mode(SpeculativeGenerator(["suffix", (draft, 3)], target, k=k)),
         "ngram, draft": Mode(SpeculativeGenerator(["ngram", draft], target, k=k)),
     }
     measure(modes, prompts, new=new, repeats=asked.repeats)

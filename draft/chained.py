@@ -59,24 +59,24 @@ class ChainedDrafter:
             one.observe(commit)
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
-        nodes = self.outline.nodes
-        tokens = torch.full((len(commit.tokens), nodes), PAD, dtype=torch.int32)
-        left = bounds.limit.clone()
-        length = commit.start + commit.count
+        nodes, limits = self.outline.nodes, bounds.limit.tolist()
+        lengths = (commit.start + commit.count).tolist()
+        rows: list[list[int]] = [[] for _ in limits]  # of the slots in which somebody had something to say
         for one in self._drafters:
-            asked = left if one.reach is None else torch.minimum(left, (one.reach - length + 1).clamp(min=0))
-            if not bool((asked > 0).any()):
+            asked = [
+                0 if row else limit if one.reach is None else max(0, min(limit, one.reach - length + 1))
+                for row, limit, length in zip(rows, limits, lengths, strict=True)
+            ]
+            if not any(asked):
                 continue
-            found = one.propose(commit, sampling, Bounds(asked.to(torch.int32), bounds.rows))
+            limit = bounds.limit if asked == limits else torch.tensor(asked, dtype=torch.int32)
+            found = one.propose(commit, sampling, Bounds(limit, bounds.rows))
             if found.law is not None:
                 raise ConfigurationError("drafters in a chain must not draw; use acceptor='match'")
-            width = found.tokens.shape[1]
-            legal = (found.tokens >= 0) & (asked > 0).unsqueeze(1)
-            here = legal[:, 0] & (tokens[:, 0] == PAD)
-            places = torch.arange(width) < asked.unsqueeze(1)
-            tokens[here, :width] = torch.where(places, found.tokens, PAD)[here]
-            left = torch.where(here, 0, left)
-        return Proposal(tokens)
+            for slot, (row, most) in enumerate(zip(found.tokens.tolist(), asked, strict=True)):
+                if most and row[0] >= 0:
+                    rows[slot] = row[:most]
+        return Proposal(torch.tensor([row + [PAD] * (nodes - len(row)) for row in rows], dtype=torch.int32))
 
 
 def _shortened(one: Drafter, length: int) -> Drafter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -48,7 +49,7 @@ Vocabularies = Callable[[CompiledDecoder], Vocabulary | Reencoding]
 """From a draft model to what stands between its ids and the target's."""
 
 OneDraft = CompiledDecoder | Drafter | Function | str
-DraftLike = OneDraft | Sequence[OneDraft | None] | None
+DraftLike = OneDraft | Sequence[OneDraft | tuple[OneDraft, int] | None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,10 @@ def drafter(
         if isinstance(rule, Reject):
             raise ConfigurationError("a list of drafters goes with acceptor='match': none of them reports a law")
         return ChainedDrafter(
-            [drafter(one, target, k=k, rule=rule, confidence=confidence, vocabulary=vocabulary) for one in draft]
+            [
+                drafter(one, target, k=depth, rule=rule, confidence=confidence, vocabulary=vocabulary)
+                for one, depth in (_with_depth(entry, k) for entry in draft)
+            ]
         )
     if callable(draft):
         return lift(draft, k)
@@ -136,6 +140,17 @@ def drafter(
         f"draft is a {type(draft).__name__}; give a decoder, a drafter, a function from ids to ids, 'ngram', 'suffix', "
         "a list of these, or None"
     )
+
+
+def _with_depth(entry: object, k: int) -> tuple[Any, int]:
+    """An entry of a list of drafters, and how many tokens it drafts: k, unless it says otherwise."""
+    if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], int)):
+        return entry, k
+    if not 1 <= entry[1] <= k:
+        raise ConfigurationError(f"a drafter in a list drafts 1 to k={k} tokens, not {entry[1]}")
+    if isinstance(entry[0], Drafter):
+        raise ConfigurationError(f"{type(entry[0]).__name__} has a depth of its own; put it into the list by itself")
+    return entry
 
 
 @dataclass(frozen=True, slots=True)

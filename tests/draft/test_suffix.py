@@ -144,6 +144,27 @@ def test_the_model_is_spared_where_the_text_repeats_and_has_no_gap_after() -> No
     assert other.body.forwards < one.body.forwards * 3
 
 
+def test_drafters_in_a_list_may_have_depths_of_their_own() -> None:
+    """The function drafts as many as k, the model two, and neither changes a token."""
+    text = TableDecoder(TARGET).sample([PROMPTS[0]], max_new_tokens=50)[0].tolist()
+
+    def sometimes(seen: list[int]) -> list[int]:
+        return text[len(seen) : len(seen) + 9] if len(seen) % 2 else []
+
+    maker = SpeculativeGenerator([sometimes, (TableDecoder(TARGET), 2)], TableDecoder(TARGET), k=6)
+    assert maker.sample([PROMPTS[0]], max_new_tokens=50)[0].tolist() == text
+    counts = maker.statistics.accepted_per_position
+    assert maker.statistics.accepted == maker.statistics.drafted and len(counts) == 6
+    assert counts[1] > counts[2] >= counts[5] > 0
+    for wrong, said in (
+        ((TableDecoder(TARGET), 7), "1 to k=6"),
+        (("ngram", 0), "1 to k=6"),
+        ((lift(list, 2), 2), "of its own"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            SpeculativeGenerator([wrong], TableDecoder(TARGET), k=6)
+
+
 @pytest.mark.parametrize("names", [["none", "ngram"], [None, "ngram"], ["ngram", "none"], ["none"], [lift(list, 0)]])
 @pytest.mark.parametrize("k", [3, (0, 2)])
 def test_one_that_proposes_nothing_may_stand_in_a_chain(names: list[object], k: int | tuple[int, ...]) -> None:
