@@ -144,7 +144,7 @@ def drafter(
 
 def _with_depth(entry: object, k: int) -> tuple[Any, int]:
     """An entry of a list of drafters, and how many tokens it drafts: k, unless it says otherwise."""
-    if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[1], int)):
+    if not (isinstance(entry, tuple) and len(entry) == 2 and type(entry[1]) is int):
         return entry, k
     if not 1 <= entry[1] <= k:
         raise ConfigurationError(f"a drafter in a list drafts 1 to k={k} tokens, not {entry[1]}")

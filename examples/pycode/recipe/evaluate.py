@@ -156,6 +156,17 @@ class Evaluation:
         return result
 
     @torch.no_grad()
+    def on_repeated_text(self, length: int = 128) -> dict:
+        """Share of held-out tokens that are the target's best, where a text stands twice: the first and the second time."""
+        chunks, right = Chunks(self.args.work / "held_out.bin", self.args.seed + 5), torch.zeros(2)
+        for _ in range(20):
+            text = chunks.batch(CONTEXT, CONTEXT)[0].view(-1, length)
+            twice = torch.cat([text, text], 1)
+            found = self.target(twice[:, :-1]).logits.argmax(-1) == twice[:, 1:]
+            right += torch.stack([found[:, : length - 1].float().mean(), found[:, length - 1 :].float().mean()])
+        return {"repeated_text": dict(zip(("first", "second"), (right / 20).tolist(), strict=True))}
+
+    @torch.no_grad()
     def compare(self, prompts: list[str], continuations: list[list[int]]) -> tuple[list[list[bool]], float]:
         """Per continuation: does the draft's best token agree with the target's; sum of min(p, q)."""
         agreements, overlaps = [], []
@@ -215,7 +226,11 @@ def main() -> None:
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.threads)
     evaluation = Evaluation(args)
-    result = {**evaluation.on_held_out_text(), **evaluation.on_own_text()}
+    result = {
+        **evaluation.on_held_out_text(),
+        **evaluation.on_repeated_text(),
+        **evaluation.on_own_text(),
+    }
     args.out.write_text(json.dumps(result, indent=1))
     print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=1))
 
