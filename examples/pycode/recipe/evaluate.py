@@ -157,7 +157,7 @@ class Evaluation:
 
     @torch.no_grad()
     def on_repeated_text(self, length: int = 128) -> dict:
-        """Share of held-out tokens that are the target's best, where a text stands twice: the first and the second time."""
+        """Share of held-out tokens that are the target's best, in text that stands twice: the first and second time."""
         chunks, right = Chunks(self.args.work / "held_out.bin", self.args.seed + 5), torch.zeros(2)
         for _ in range(20):
             text = chunks.batch(CONTEXT, CONTEXT)[0].view(-1, length)
