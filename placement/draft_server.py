@@ -91,7 +91,15 @@ class DraftServer:
     def stop(self) -> None:
         """End `run`, from any thread."""
         self._stopped = True
-        self._wake.send(b".")
+        self._awaken()
+
+    def _awaken(self) -> bool:
+        """End a wait of `run`. False: it has ended meanwhile, and closed what it waits at."""
+        try:
+            self._wake.send(b".")
+        except OSError:
+            return False
+        return True
 
     def run(self) -> None:
         """Serve. Returns after `stop`; then every connection is closed."""
@@ -133,9 +141,7 @@ class DraftServer:
             channel.close()
             return
         self._arrivals.append(channel)
-        try:
-            self._wake.send(b".")
-        except OSError:  # the server ended meanwhile
+        if not self._awaken():
             channel.close()
 
     def _drop(self, client: _Client) -> None:

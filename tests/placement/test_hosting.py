@@ -19,6 +19,7 @@ from paceline.draft.model import ModelDrafter
 from paceline.hosting import DraftPool, draft
 from paceline.placement.ahead import Ahead
 from paceline.placement.channel import Address, listen
+from paceline.placement.draft_server import DraftServer, Unpooled
 from paceline.placement.footprint import Shape
 from paceline.placement.remote import RemoteDraft, Terms
 from paceline.placement.revival import Caller
@@ -90,3 +91,13 @@ def test_who_hangs_up_makes_room_and_a_full_table_of_files_is_no_end(workshop: W
         for _ in range(3):
             with closing(RemoteDraft(terms, Caller(address, SECRET))) as target:
                 assert target.wait_until_up(20), target.health
+
+
+def test_a_server_that_has_ended_can_be_stopped_again(tmp_path: Path) -> None:
+    def nobody(_hello: Hello) -> ModelDrafter:
+        raise AssertionError("nobody calls")
+
+    server = DraftServer(listen(Address(path=str(tmp_path / "s"))), SECRET, Unpooled(nobody))
+    server.stop()
+    server.run()
+    server.stop()
