@@ -56,6 +56,15 @@ class Shortens(Protocol):
 
 
 @runtime_checkable
+class Varies(Protocol):
+    """A drafter whose proposals are often shorter than its outline."""
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """Lengths that are worth a graph of their own, ascending. The last is that of the outline."""
+
+
+@runtime_checkable
 class GraphDrafter(Drafter, Protocol):
     """A drafter whose proposing is one traceable step, so that it can share a graph with the verifier."""
 

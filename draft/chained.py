@@ -7,6 +7,7 @@ model where it does. The model runs only in rounds in which some slot is left ov
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ class ChainedDrafter:
                     "target's states; use it alone"
                 )
         self._drafters = tuple(one for one in drafters if one.outline.nodes)  # others never have something to say
-        self.outline = Outline.chain(max((one.outline.nodes for one in self._drafters), default=0))
+        self.depths = tuple(sorted({one.outline.nodes for one in self._drafters})) or (0,)
+        self.outline = Outline.chain(self.depths[-1])
         # As far as the one that follows longest; the others are asked only as far as each of them follows.
         reaches = [one.reach for one in self._drafters]
         self.reach = None if None in reaches else max((reach for reach in reaches if reach is not None), default=None)
@@ -59,7 +61,7 @@ class ChainedDrafter:
             one.observe(commit)
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
-        nodes, limits = self.outline.nodes, bounds.limit.tolist()
+        limits = bounds.limit.tolist()
         lengths = (commit.start + commit.count).tolist()
         rows: list[list[int]] = [[] for _ in limits]  # of the slots in which somebody had something to say
         for one in self._drafters:
@@ -75,7 +77,9 @@ class ChainedDrafter:
                 raise ConfigurationError("drafters in a chain must not draw; use acceptor='match'")
             for slot, (row, most) in enumerate(zip(found.tokens.tolist(), asked, strict=True)):
                 if most and row[0] >= 0:
-                    rows[slot] = row[:most]
+                    rows[slot] = list(takewhile(lambda token: token >= 0, row[:most]))
+        longest = max(len(row) for row in rows)
+        nodes = next(depth for depth in self.depths if depth >= longest)
         return Proposal(torch.tensor([row + [PAD] * (nodes - len(row)) for row in rows], dtype=torch.int32))
 
 

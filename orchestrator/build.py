@@ -13,7 +13,7 @@ from paceline import values
 from paceline.adaptive import Adaptive, Rung
 from paceline.core.accept import Match, Reject
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, GraphDrafter, Shortens
+from paceline.core.protocols import Drafter, GraphDrafter, Shortens, Varies
 from paceline.core.simulated import Simulated
 from paceline.core.types import Outline
 from paceline.core.typical import Typical
@@ -212,7 +212,10 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
             short = source if depth in (0, source.outline.depth) else _shortened(source, depth)
             seen = Outline.chain(depth) if own or not (one_width or short is source) else outline
             room = depth + 1 if own else width
-            verifier = CompiledVerifier(target, seen, acceptor=plan.rule, wide=wide, reads=source.reads, width=room)
+            depths = short.depths if isinstance(short, Varies) and not wide else ()
+            verifier = CompiledVerifier(
+                target, seen, acceptor=plan.rule, wide=wide, reads=source.reads, width=room, depths=depths
+            )
             return Rung(_round(short, verifier, fused=plan.fused, rests=depth == 0), room)
 
         steps = at(source.outline.depth).round

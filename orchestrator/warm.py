@@ -10,11 +10,13 @@ import torch
 
 from paceline.adaptive import Adaptive, fitted
 from paceline.batch import Batch
-from paceline.core.types import Bounds, Commit, Kept, SamplingBatch
+from paceline.core.types import Bounds, Commit, Kept, Proposal, SamplingBatch
 from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.loop import Engine, TimedRound
 from paceline.result import Statistics
+from paceline.rounds import TwoStep
+from paceline.target.verifier import CompiledVerifier
 
 
 def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
@@ -61,6 +63,19 @@ def _run(one: TimedRound, commit: Commit, *, sampling: SamplingBatch, rows: int,
         made = one(commit, sampling, full)
         if isinstance(made.features, Kept):  # the next round has another graph, which reads them there
             one(replace(commit, features=made.features), sampling, full)
+        if limit and isinstance(one, TwoStep):
+            _lengthen(one, commit, sampling=sampling, bounds=full)
+
+
+def _lengthen(one: TwoStep, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds) -> None:
+    """Verify proposals as long as those that a drafter will make and has not made of tokens that mean nothing."""
+    reach = one.drafter.reach
+    if not isinstance(one.verifier, CompiledVerifier) or (reach is not None and bounds.rows > reach):
+        return
+    for outline in one.verifier.outlines:
+        if outline.is_chain and outline.nodes not in (0, max(one.drafted)):
+            made_up = torch.zeros(len(commit.tokens), outline.nodes, dtype=torch.int32)
+            one.verifier(commit, Proposal(made_up), sampling, bounds)
 
 
 def chunks(decoder: CompiledDecoder) -> Iterator[tuple[int, int]]:

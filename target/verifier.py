@@ -134,9 +134,10 @@ class FusedStep(nn.Module):
 
 
 class CompiledVerifier:
-    """Runs `VerifyStep` for one outline, and for nothing proposed.
+    """Runs `VerifyStep` for one outline, for nothing proposed, and for chains shorter than the outline.
 
     ``wide``: a round without a proposal goes through the graph of one with a proposal; otherwise through a narrow one.
+    ``depths``: of shorter chains that have a graph of their own.
     ``width``: tokens a commit has room for, where other verifiers with deeper outlines take turns with this one.
     """
 
@@ -149,8 +150,10 @@ class CompiledVerifier:
         wide: bool,
         reads: Reads | None = None,
         width: int | None = None,
+        depths: Sequence[int] = (),
     ) -> None:
         decoder.check_width(outline.nodes + 1)
+        self.outlines = (*(Outline.chain(depth) for depth in sorted(depths) if depth < outline.depth), outline)
         self._width = outline.depth + 1 if width is None else width
         self.decoder, self.outline, self._acceptor, self._reads = decoder, outline, acceptor, reads
         self._wide = wide
@@ -169,9 +172,11 @@ class CompiledVerifier:
 
     def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """Verify a proposal; see the protocol."""
-        proposal = fitted(proposal, self.outline.nodes)
         outline, drawn = self.outline, False
-        if proposal is None and not self._wide:
+        if proposal is not None:
+            outline = next(one for one in self.outlines if one.nodes >= proposal.tokens.shape[1])
+            proposal = fitted(proposal, outline.nodes)
+        elif not self._wide:
             outline = Outline.chain(0)
         inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
         if proposal is not None:

@@ -12,6 +12,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Bounds, Commit, SamplingBatch
 from paceline.draft.automaton import SuffixAutomaton
 from paceline.draft.suffix import Corpus, SuffixDrafter
+from tests.decoder.tiny import Workshop
 from tests.fakes import TableDecoder, near, table
 
 texts = st.lists(st.integers(0, 3), max_size=40)
@@ -163,6 +164,36 @@ def test_drafters_in_a_list_may_have_depths_of_their_own() -> None:
     ):
         with pytest.raises(ConfigurationError, match=said):
             SpeculativeGenerator([wrong], TableDecoder(TARGET), k=6)
+
+
+REPEATS = [[3, 4, 5, 3, 4, 5, 3, 4]]
+
+
+def test_short_proposals_of_a_list_have_a_graph_of_their_own_and_all_are_made_ahead(workshop: Workshop) -> None:
+    """A model's two tokens are not verified in a window for six; and nothing is compiled while a user waits."""
+    draft, target = workshop.pair(backend="eager")
+    target = target.sibling()  # with graphs of its own
+    plain = target.sample(REPEATS, max_new_tokens=60)
+    maker = SpeculativeGenerator(["suffix", (draft, 2)], target, k=6, exact=False)
+    maker.compile()
+    made = {name for name, _ in target._steps}
+    for rows in (1, 3, 7):
+        assert any(name.startswith(f"verify[{rows} chain") for name in made), made
+    assert torch.equal(maker.sample(REPEATS, max_new_tokens=60), plain)
+    assert maker.statistics.drafted and {name for name, _ in target._steps} == made
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("draft", ["ngram", "suffix", lift(lambda text: text[:3], 4)])
+def test_who_has_nothing_to_say_of_nonsense_has_its_graphs_made_ahead(
+    workshop: Workshop, draft: object, exact: bool
+) -> None:
+    target = workshop.pair(backend="eager")[1].sibling()
+    maker = SpeculativeGenerator(draft, target, k=4, exact=exact)  # type: ignore[arg-type]
+    maker.compile()
+    made = set(target._steps)
+    maker.sample(REPEATS, max_new_tokens=40)
+    assert maker.statistics.drafted and set(target._steps) == made
 
 
 @pytest.mark.parametrize("names", [["none", "ngram"], [None, "ngram"], ["ngram", "none"], ["none"], [lift(list, 0)]])
