@@ -2,22 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
-import pytest
 import torch
 from transformers import LlamaForCausalLM
-
-RECIPE = Path(__file__).resolve().parents[2] / "examples" / "pycode"
-
-
-@pytest.fixture(autouse=True)
-def recipe_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(RECIPE))
-    for name in [name for name in sys.modules if name.split(".")[0] == "recipe"]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 def test_behind_occurrences_are_the_places_after_the_same_two_tokens() -> None:
