@@ -99,7 +99,7 @@ def _verify(decoder: CompiledDecoder, width: int) -> Callable[[], object]:
 
 
 def host() -> dict[str, object]:
-    """Wall time minus the time inside compiled graphs, with the demo pair: of a round, and of a call besides its rounds.
+    """Wall time minus the time inside compiled graphs, demo pair: of a round, and of a call besides its rounds.
 
     A call for one token has a prompt to read and no round; what a call for 128 takes beyond it, its rounds take.
     """
