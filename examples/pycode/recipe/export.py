@@ -39,8 +39,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder with the trained models")
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with the tokenizer used")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", nargs="+", default=["target", "draft"], help="folders in WORK to write")
     args = parser.parse_args()
-    for name in "target", "draft":
+    for name in args.models:
         export_model(args.work / name, args.tokenizer, args.out / name)
 
 

@@ -69,9 +69,9 @@ class OwnText:
 
 
 def unlikelihood(logits: torch.Tensor, ids: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    """-log(1 - p) of the tokens that loop, over all tokens of the batch. Logits [N, L - 1, V] for texts [N, L]."""
+    """-log(1 - p) of the tokens that loop, a mean over all of the batch. Logits [N, L - 1, V] for texts [N, L]."""
     likely = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].exp()
-    return -(torch.log1p(-likely.clamp(max=1 - 1e-6)) * found[:, 1:]).sum() / max(1, int(found[:, 1:].sum()))
+    return -(torch.log1p(-likely.clamp(max=1 - 1e-6)) * found[:, 1:]).mean()
 
 
 @torch.no_grad()
@@ -82,15 +82,16 @@ def check(pair: Pair, held_out: list[tuple[torch.Tensor, torch.Tensor]]) -> floa
 
 
 def train_batch(pair: Pair, shared: Shared, own: OwnText, chunks: Chunks, args: argparse.Namespace, at: float) -> dict:
-    """A batch of the target's own text and one of the corpus; `at` is how far the schedule is."""
+    """A batch of the target's own text and some of the corpus; `at` is how far the schedule is."""
     texts, found = own.batch(pair.target.model, args.batch_tokens // args.length)
     with pair.precision():
         loops = unlikelihood(pair.target.logits(texts[:, :-1]), texts, found)
     (args.weight * loops / args.accumulate).backward()
     shared.add_target(texts.numel(), args.accumulate, cosine(at))
-    loss, _ = pair.target_loss(*chunks.batch(args.batch_tokens, CONTEXT))
-    (loss / args.accumulate).backward()
-    shared.add_target(args.batch_tokens, args.accumulate, cosine(at))
+    for _ in range(args.corpus_batches):
+        loss, _ = pair.target_loss(*chunks.batch(args.batch_tokens, CONTEXT))
+        (loss / args.accumulate).backward()
+        shared.add_target(args.batch_tokens, args.accumulate, cosine(at))
     return {"loss": loss.item(), "unlikelihood": loops.item(), "looping": found[:, PROMPT:].float().mean().item()}
 
 
@@ -137,6 +138,7 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=4, help="batches for one step")
     parser.add_argument("--length", type=int, default=256, help="of the texts that the target writes")
     parser.add_argument("--own-rows", type=int, default=32, help="texts it writes at a time")
+    parser.add_argument("--corpus-batches", type=int, default=3, help="for each batch of its own text")
     parser.add_argument("--weight", type=float, default=1.0, help="of the unlikelihood")
     parser.add_argument("--repeats", type=float, default=0.1, help="share of rows in which a piece of text comes twice")
     train(parser.parse_args())
