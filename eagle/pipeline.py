@@ -69,17 +69,15 @@ def train(
     config = initial.default_config(sizes, version=plan.version, layers=layers, draft_vocab_size=len(vocabulary.ids))
     texts = Corpus(frozen, stream, corpus, folder=work / "states")
     network = initial.fresh(config, frozen, depth=sizes.num_layers, vocabulary=vocabulary)
-    trainer = Trainer(network, texts, options, head=frozen.head, vocabulary=vocabulary, folder=work)
+    own = texts.measured()
+
+    def measure(network: EagleNetwork) -> list[float]:
+        return acceptance(network, own, depth=plan.depth, head=frozen.head, vocabulary=vocabulary, skip=corpus.prompt)
+
+    trainer = Trainer(network, texts, options, head=frozen.head, vocabulary=vocabulary, folder=work, measure=measure)
     if not trainer.run(report):
         return None
-    shares = acceptance(
-        network,
-        texts.measured(),
-        depth=plan.depth,
-        head=frozen.head,
-        vocabulary=vocabulary,
-        skip=corpus.prompt,
-    )
+    shares = measure(network)
     write(out, network, vocabulary, shares=shares)
     return shares
 

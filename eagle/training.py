@@ -30,6 +30,12 @@ from paceline.eagle.optim import Muon
 Report = Callable[[int, int, float], None]
 """(steps done, steps in all, running loss)"""
 
+Measure = Callable[[EagleNetwork], list[float]]
+"""Shares of places where chains of 1, 2, ... drafts are all right."""
+
+_LOGGED = 20  # steps from one line of the log to the next
+_MEASURES = 10  # of a run, evenly
+
 
 @dataclass(frozen=True, slots=True)
 class TrainingOptions:
@@ -100,7 +106,7 @@ class Vocabulary:
 
 
 class Trainer:
-    """One run. Its state lies in ``folder/state.pt``, its running loss in ``folder/log.jsonl``.
+    """One run. Its state is in ``folder/state.pt``, the running loss and findings of ``measure`` in ``folder/log.jsonl``.
 
     Raises:
         ConfigurationError: the folder holds the state of a run with another head, target, other data or options.
@@ -115,8 +121,10 @@ class Trainer:
         head: Tensor,
         vocabulary: Vocabulary,
         folder: Path,
+        measure: Measure | None = None,
     ) -> None:
         self.network, self._corpus, self._options, self._folder = network, corpus, options, folder
+        self._measure = measure
         self._head, self._vocabulary = head, vocabulary
         named = list(network.named_parameters())
         matrices = [p for n, p in named if p.dim() == 2 and not n.startswith("lm_head")]
@@ -150,7 +158,7 @@ class Trainer:
                     texts = self._corpus.batch(number)
                 self._step(_part(texts, part, self._options.rows))
                 report(self.done, self.steps, self.loss)
-                if self.done % 20 == 0 or self.done == self.steps:
+                if self.done % _LOGGED == 0 or self.done == self.steps:
                     self._log()
                 if minutes is not None and perf_counter() - began > 60 * minutes:
                     break
@@ -174,7 +182,10 @@ class Trainer:
             self.loss = value if math.isnan(self.loss) else 0.95 * self.loss + 0.05 * value
 
     def _log(self) -> None:
-        row = {"step": self.done, "of": self.steps, "loss": round(self.loss, 4)}
+        row: dict[str, object] = {"step": self.done, "of": self.steps, "loss": round(self.loss, 4)}
+        every = max(_LOGGED, self.steps // _MEASURES // _LOGGED * _LOGGED)
+        if self._measure is not None and (self.done % every == 0 or self.done == self.steps):
+            row["greedy chains"] = [round(share, 4) for share in self._measure(self.network)]
         log = self._folder / "log.jsonl"
         with storing(log), log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")

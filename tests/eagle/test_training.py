@@ -97,15 +97,23 @@ def test_a_head_learns(workshop: Workshop, tmp_path: Path, version: int, passes:
     options = TrainingOptions(tokens=24 * 64 * 6, passes=passes, rows=8, law_weight=1.0, rate=3e-3, precision=precision)
     texts = corpus.batch(1)
     before = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary).detach())
-    trainer = Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path)
+    measured = corpus.measured()
+
+    def measure(trained: EagleNetwork) -> list[float]:
+        return acceptance(trained, measured, depth=3, head=frozen.head, vocabulary=vocabulary, skip=SHORT.prompt)
+
+    trainer = Trainer(
+        network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path, measure=measure
+    )
     assert trainer.run(lambda *_: None)
     logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert logged[-1]["step"] == logged[-1]["of"] == trainer.steps and logged[-1]["loss"] < logged[0]["loss"]
     after = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary).detach())
     assert after < 0.9 * before
     assert {p.dtype for p in network.parameters()} == {torch.float32}, "only products are of another precision"
-    shares = acceptance(network, corpus.measured(), depth=3, head=frozen.head, vocabulary=vocabulary, skip=SHORT.prompt)
+    shares = measure(network)
     assert len(shares) == 3 and shares == sorted(shares, reverse=True)
+    assert logged[-1]["greedy chains"] == [round(share, 4) for share in shares], "how it grew is in the log"
 
 
 def test_a_stopped_run_ends_where_an_undisturbed_one_does(workshop: Workshop, tmp_path: Path) -> None:
