@@ -106,7 +106,7 @@ class Vocabulary:
 
 
 class Trainer:
-    """One run. Its state is in ``folder/state.pt``, the running loss and findings of ``measure`` in ``folder/log.jsonl``.
+    """One run. ``folder/state.pt`` is its state; ``folder/log.jsonl`` has the running loss and what ``measure`` finds.
 
     Raises:
         ConfigurationError: the folder holds the state of a run with another head, target, other data or options.
