@@ -7,9 +7,9 @@
     python benchmarks/fused.py --part useless              adaptive depth with a draft that is always wrong
     python benchmarks/fused.py --part good                 adaptive depth with the demo draft, and every fixed k
 
-Give --k to choose depths (repeatable) and --tiny to see that a part starts. Pair, copy, 30m and 110m simulate acceptance
-(--alpha): each draft stands with that probability, whatever the models say, so that speed can be told from quality;
-without --alpha pair and copy decode real text. Modes take turns on every prompt, and a mode's figure is the sum over
+Give --k to choose depths (repeatable) and --tiny to see that a part starts. With --alpha pair, copy, 30m and 110m
+simulate acceptance: each draft stands with that probability, whatever the models say, so that speed can be told from
+quality; without, pair and copy decode real text. Modes take turns on every prompt, and a mode's figure is the sum over
 prompts of the median over turns. Times are of rounds, without prompts. A first run compiles, up to half a minute a
 graph; graphs stay in the cache. Nothing else should run on the machine.
 """
@@ -125,11 +125,12 @@ def copying(asked: Asked) -> dict[str, object]:
         edited = tokenizer(text.replace(word, f"{word}_2")).input_ids
         prompts.append([*whole, *tokenizer("\n\n\n").input_ids, *edited[:40]])
     k = max(asked.depths)
+    few = min(3, k)
     drafts: dict[str, object] = {
         "draft": draft,
         "suffix": "suffix",
         "suffix, draft": ["suffix", draft],
-        "suffix, draft of 3": ["suffix", (draft, 3)],
+        f"suffix, draft of {few}": ["suffix", (draft, few)],
         "ngram, draft": ["ngram", draft],
     }
     modes = {"plain": Mode(SpeculativeGenerator(None, target, k=0))}
