@@ -15,9 +15,10 @@ logits of row p predict the token at position p + 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
@@ -123,6 +124,14 @@ class Proposal:
     tokens: Tensor
     parents: tuple[int, ...] | Tensor | None = None
     law: Tensor | None = None
+
+    @classmethod
+    def chains(cls, rows: Sequence[Sequence[int]], depths: Sequence[int]) -> Proposal:
+        """Chains of unequal lengths, in the smallest of these ascending ``depths`` that holds them all."""
+        longest = max(len(row) for row in rows)
+        nodes = next(depth for depth in depths if depth >= longest)
+        padded = [[*row, *[PAD] * (nodes - len(row))] for row in rows]
+        return cls(torch.tensor(padded, dtype=torch.int32).view(len(rows), nodes))
 
 
 @dataclass(frozen=True, slots=True)

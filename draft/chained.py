@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, Shortens
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.protocols import Drafter, Shortens, Varies
+from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 
 
 class ChainedDrafter:
@@ -32,7 +32,8 @@ class ChainedDrafter:
                     "target's states; use it alone"
                 )
         self._drafters = tuple(one for one in drafters if one.outline.nodes)  # others never have something to say
-        self.depths = tuple(sorted({one.outline.nodes for one in self._drafters})) or (0,)
+        own = [one.depths if isinstance(one, Varies) else (one.outline.nodes,) for one in self._drafters]
+        self.depths = tuple(sorted({depth for each in own for depth in each})) or (0,)
         self.outline = Outline.chain(self.depths[-1])
         # As far as the one that follows longest; the others are asked only as far as each of them follows.
         reaches = [one.reach for one in self._drafters]
@@ -78,9 +79,7 @@ class ChainedDrafter:
             for slot, (row, most) in enumerate(zip(found.tokens.tolist(), asked, strict=True)):
                 if most and row[0] >= 0:
                     rows[slot] = list(takewhile(lambda token: token >= 0, row[:most]))
-        longest = max(len(row) for row in rows)
-        nodes = next(depth for depth in self.depths if depth >= longest)
-        return Proposal(torch.tensor([row + [PAD] * (nodes - len(row)) for row in rows], dtype=torch.int32))
+        return Proposal.chains(rows, self.depths)
 
 
 def _shortened(one: Drafter, length: int) -> Drafter:

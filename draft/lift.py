@@ -10,11 +10,10 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 
 Function = Callable[[list[int]], Iterable[int] | None]
 
@@ -53,8 +52,8 @@ class LiftedDrafter:
             wanted = slot in self._texts and limit[slot] > 0
             found = _ids(self._function(list(self._texts[slot])), nodes) if wanted else []
             bad = next((i for i, token in enumerate(found) if not 0 <= token < 1 << 31), len(found))
-            rows.append(found[:bad] + [PAD] * (nodes - bad))
-        return Proposal(torch.tensor(rows, dtype=torch.int32).view(len(rows), nodes))
+            rows.append(found[:bad])
+        return Proposal.chains(rows, (nodes,))
 
 
 def lift(function: Function, length: int) -> LiftedDrafter:

@@ -10,11 +10,10 @@ import copy
 from collections.abc import Sequence
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 
 
 class NgramIndex:
@@ -92,8 +91,6 @@ class NgramDrafter:
                 self._texts[slot].extend(tokens[:count])
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
-        rows, nodes = [], self.outline.nodes
-        for slot in range(len(commit.tokens)):
-            found = self._texts[slot].lookup(nodes) if slot in self._texts else []
-            rows.append(found + [PAD] * (nodes - len(found)))
-        return Proposal(torch.tensor(rows, dtype=torch.int32).view(len(rows), nodes))
+        nodes = self.outline.nodes
+        slots = range(len(commit.tokens))
+        return Proposal.chains([self._texts[s].lookup(nodes) if s in self._texts else [] for s in slots], (nodes,))

@@ -10,13 +10,13 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.draft.automaton import SuffixAutomaton
 
+_HALVED = 4  # proposals of at least so many tokens may be halved
 _BORDER = -2  # between two outputs in the corpus; no token is negative, so nothing matches across it
 
 
@@ -56,6 +56,8 @@ class _Text:
 class SuffixDrafter:
     """Drafts chains of up to ``length`` tokens behind repetitions of at least ``shortest`` tokens.
 
+    No more than ``factor`` tokens for each token that is repeated: a short repetition tells little, and the little that
+    it proposes is verified in a smaller graph. SuffixDecoding has such a maximum too, of 1 to 4.
     ``corpus``: None = the text alone; a number = also that many tokens of earlier outputs of this drafter, which all
     its requests share. The text itself wins unless the corpus knows a longer repetition.
     """
@@ -63,14 +65,24 @@ class SuffixDrafter:
     reads: Reads | None = None
     reach: int | None = None
 
-    def __init__(self, length: int, *, shortest: int = 2, corpus: int | None = None) -> None:
+    def __init__(self, length: int, *, shortest: int = 2, factor: float = 2.0, corpus: int | None = None) -> None:
         if shortest < 1:
             raise ConfigurationError(f"shortest={shortest} tokens repeat nothing; give 1 or more")
+        if not shortest * factor >= 1:
+            raise ConfigurationError(
+                f"factor={factor} leaves a repetition of {shortest} tokens without a draft; give more"
+            )
         self.outline = Outline.chain(length)
-        self._shortest = shortest
+        self._shortest, self._factor = shortest, factor
         self._corpus = None if corpus is None else Corpus(corpus)
         self._texts: dict[int, _Text] = {}
         self._prompts: dict[int, int] = {}
+
+    @property
+    def depths(self) -> tuple[int, ...]:
+        """See `paceline.core.protocols.Varies`."""
+        nodes = self.outline.nodes
+        return (nodes // 2, nodes) if nodes >= _HALVED else (nodes,)
 
     def shortened(self, length: int) -> SuffixDrafter:
         """See `paceline.core.protocols.Shortens`."""
@@ -94,11 +106,8 @@ class SuffixDrafter:
                 self._extend(self._texts[slot], tokens[:count])
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
-        rows, nodes = [], self.outline.nodes
-        for slot in range(len(commit.tokens)):
-            found = self._lookup(self._texts[slot])[:nodes] if slot in self._texts else []
-            rows.append(found + [PAD] * (nodes - len(found)))
-        return Proposal(torch.tensor(rows, dtype=torch.int32).view(len(rows), nodes))
+        rows = [self._lookup(self._texts[slot]) if slot in self._texts else [] for slot in range(len(commit.tokens))]
+        return Proposal.chains(rows, self.depths)
 
     def _extend(self, text: _Text, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -119,5 +128,5 @@ class SuffixDrafter:
             source = self._corpus.automaton.tokens
         if length < self._shortest:
             return []
-        found = source[at : at + self.outline.nodes]
+        found = source[at : at + int(min(self.outline.nodes, self._factor * length))]
         return found[: found.index(_BORDER)] if _BORDER in found else found

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
@@ -59,7 +59,8 @@ class Replay:
         if all(slot in rows for slot, start in enumerate(starts) if start > 0):
             made = torch.full((len(starts), self._nodes), PAD, dtype=torch.int32)
         else:
-            made = self._inner.propose(commit, sampling, bounds).tokens.clone()
+            said = self._inner.propose(commit, sampling, bounds).tokens
+            made = nn.functional.pad(said, (0, self._nodes - said.shape[1]), value=PAD)
         for slot, row in rows.items():
             made[slot] = torch.tensor(row + [PAD] * (self._nodes - len(row)), dtype=torch.int32)
         return Proposal(made)

@@ -20,8 +20,8 @@ from time import perf_counter, sleep
 from typing import Protocol
 
 from paceline.core.errors import ChannelError
-from paceline.core.protocols import Drafter
-from paceline.core.types import Proposal, SamplingBatch
+from paceline.core.protocols import Drafter, Varies
+from paceline.core.types import PAD, Proposal, SamplingBatch
 from paceline.placement import processes, wire
 from paceline.placement.ahead import Ahead
 from paceline.placement.blanks import BlankRound, flat
@@ -65,6 +65,7 @@ class _Client:
     slots: int = 0
     share: float = 1.0
     drafter: Drafter | None = None
+    varies: bool = False  # its proposals may be shorter than its outline, and those that travel may not
     sampling: SamplingBatch | None = None
     blank: BlankRound | None = None
     pending: deque[bytearray] = field(default_factory=deque)
@@ -254,6 +255,8 @@ class DraftServer:
             drafter.paused(ask.pause / 1e6)
         drafter.observe(commit)
         rows = _undrawn(drafter.propose(commit, client.sampling, bounds))
+        if client.varies:
+            rows = [row + [PAD] * (drafter.outline.nodes - len(row)) for row in rows]
         ahead = isinstance(drafter, Ahead) and drafter.hit
         return wire.Answer(ask.number, len(rows), len(rows[0]), wire.words(flat(rows)), ahead)
 
@@ -272,6 +275,7 @@ class DraftServer:
             self._drafters.take_back(drafter)
             return wire.Failure(hello.number, "a drafter in another process proposes chains, from tokens alone")
         client.name, client.slots, client.drafter = hello.client, hello.slots, drafter
+        client.varies = isinstance(drafter, Varies)
         client.share = self._quota.shares.get(hello.client, 1.0)
         return wire.Welcome(hello.number, drafter.outline.nodes, drafter.reach, processes.running(os.getpid()))
 

@@ -85,6 +85,19 @@ def test_short_repetitions_are_left_alone() -> None:
     assert proposed(drafter) == [9, 2, 3]
 
 
+def test_a_repetition_of_few_tokens_proposes_few() -> None:
+    drafter = SuffixDrafter(8)
+    drafter.admit(0, [1, 2, 9, 8, 7, 6, 5, 4, 3, 0, 1, 2])
+    assert drafter.depths == (4, 8) and proposed(drafter) == [9, 8, 7, 6], "twice as many"
+    drafter.observe(commit([9, 8, 7], 12))
+    assert proposed(drafter) == [6, 5, 4, 3, 0, 1, 2, 9]
+    wide = SuffixDrafter(8, factor=0.5)
+    wide.admit(0, [1, 2, 9, 8, 1, 2])
+    assert proposed(wide) == [9] and wide.shortened(2).depths == (2,)
+    with pytest.raises(ConfigurationError, match="without a draft"):
+        SuffixDrafter(8, factor=0.4)
+
+
 def test_earlier_outputs_are_shared_and_prompts_are_not() -> None:
     drafter = SuffixDrafter(3, corpus=100)
     drafter.admit(0, [7, 7, 7])

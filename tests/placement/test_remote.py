@@ -15,6 +15,7 @@ import torch
 from paceline import SpeculativeGenerator
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import Bounds, Commit
+from paceline.draft.suffix import SuffixDrafter
 from paceline.placement.channel import Address, listen
 from paceline.placement.draft_server import Unpooled
 from paceline.placement.health import DrafterHealth
@@ -71,6 +72,18 @@ def test_a_drafter_elsewhere_is_a_drafter_here(tmp_path: Path, stack: ExitStack,
             here.statistics.rounds,
         )
     assert there.statistics.accepted > 0
+
+
+def test_proposals_of_many_lengths_travel_as_long_as_agreed(tmp_path: Path, stack: ExitStack) -> None:
+    address = Address(path=str(tmp_path / "s"))
+    stack.enter_context(serving(listen(address), Unpooled(lambda _hello: SuffixDrafter(4))))
+    draft = stack.enter_context(closing(RemoteDraft(Terms(4, 1, V), Caller(address, SECRET))))
+    assert draft.wait_until_up(30)
+    done = run(SpeculativeGenerator(draft, target()), PROMPTS, max_new_tokens=30)
+    assert texts(done) == wanted(PROMPTS, max_new_tokens=30)
+    health = done.statistics.health
+    assert health is not None and health.faults == 0 and health.answered == health.asked > 0
+    assert done.statistics.drafted > 0
 
 
 def test_a_target_that_drafts_for_itself_elsewhere_is_always_accepted(tmp_path: Path, stack: ExitStack) -> None:
