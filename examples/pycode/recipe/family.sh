@@ -11,7 +11,7 @@ set -euo pipefail
 
 W=$(realpath "$1")
 PRECISION=${PRECISION:-f32}
-TEXTS=${TEXTS:-1536}          # of 256 tokens that the target writes
+TEXTS=${TEXTS:-3072}          # of 256 tokens that the target writes
 TOKENS=${TOKENS:-2000000}     # that the EAGLE head learns from, repeats counted
 MINUTES=${MINUTES:-30}        # for the draft
 FAST=(); [ "$PRECISION" = bf16 ] && FAST=(--bf16)
@@ -32,7 +32,7 @@ own_text() {
 
 eagle() {
     paceline train eagle --version 3 --target "$OUT/target" --data "$W/own.bin" --data "$W/corpus.bin" \
-        --layers 2 --layers 5 --layers 8 --draft-vocabulary 3072 --tokens "$TOKENS" --passes 4 --rows 4 \
+        --layers 2 --layers 5 --layers 8 --draft-vocabulary 3072 --tokens "$TOKENS" --passes 4 --rows 4 --keep 4 \
         --precision "$PRECISION" --work "$W/eagle_work" --out "$OUT/eagle3"
 }
 
