@@ -12,6 +12,7 @@ import argparse
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
@@ -48,6 +49,15 @@ class Mixture:
         self.chunks = Chunks(args.work / "train.bin", args.seed + 11 + rank, args.repeats)
         self.tokens, self.every, self.count = args.batch_tokens, args.own_every, 0
         self.own = torch.empty(0, CONTEXT, dtype=torch.long)
+        if args.own_text:
+            stream = np.fromfile(args.own_text, dtype=np.uint16).astype(np.int64)
+            self.own = torch.from_numpy(stream[: len(stream) // CONTEXT * CONTEXT]).view(-1, CONTEXT)
+        else:
+            self._write(args, target)
+        self.own = self.own[torch.randperm(len(self.own))]
+
+    def _write(self, args: argparse.Namespace, target: LlamaForCausalLM) -> None:
+        """Have the target write texts."""
         attention = target.config._attn_implementation
         target.set_attn_implementation("sdpa")
         for number in range(args.own_batches):
@@ -61,7 +71,6 @@ class Mixture:
                 flush=True,
             )
         target.set_attn_implementation(attention)
-        self.own = self.own[torch.randperm(len(self.own))]
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Input ids and labels of the next batch."""
@@ -129,6 +138,7 @@ def main() -> None:
     common_arguments(parser)
     parser.add_argument("--target", type=Path, help="its folder, by default WORK/target")
     parser.add_argument("--start", default="draft_along", help="folder in WORK with the draft to start from")
+    parser.add_argument("--own-text", type=Path, help="text of the target's that is there already, uint16 ids")
     parser.add_argument("--own-batches", type=int, default=4, help="how often each worker has the target write text")
     parser.add_argument("--own-rows", type=int, default=32, help=f"rows of {CONTEXT} tokens each time")
     parser.add_argument("--own-every", type=int, default=5, help="every n-th batch is the target's text")

@@ -42,7 +42,7 @@ wired_draft() {
 
 draft() {
     python -m recipe.distil --work "$W" --target "$W/target" --start wired_draft --repeats 0.25 --minutes "$MINUTES" \
-        --threads 1 --batch-tokens 2048 --own-batches 3 --own-every 3 --draft-lr 2e-3 "${FAST[@]}"
+        --threads 1 --batch-tokens 2048 --own-text "$W/own.bin" --own-every 2 --draft-lr 2e-3 "${FAST[@]}"
     touch "$W/draft/done"
 }
 
