@@ -15,7 +15,7 @@ from tests.decoder.tiny import VOCABULARY, Workshop
 
 WIDTH = 5
 LENGTH = 60
-FORMATS = [("eager", "f32"), ("eager", "bf16"), ("eager", "f16"), ("inductor", "f32"), ("inductor", "bf16")]
+FORMATS = [(backend, amp) for backend in ("eager", "inductor") for amp in ("f32", "bf16", "f16")]
 
 
 @pytest.fixture(params=FORMATS, ids=lambda x: " ".join(x))
