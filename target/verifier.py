@@ -174,7 +174,8 @@ class CompiledVerifier:
         """Verify a proposal; see the protocol."""
         outline, drawn = self.outline, False
         if proposal is not None:
-            outline = next(one for one in self.outlines if one.nodes >= proposal.tokens.shape[1])
+            fits = (one for one in self.outlines if one.nodes >= proposal.tokens.shape[1])
+            outline = next(fits, self.outline)
             proposal = fitted(proposal, outline.nodes)
         elif not self._wide:
             outline = Outline.chain(0)
