@@ -1,6 +1,6 @@
 """The values that cross the seams of a round, and the letters that shapes are written in.
 
-This is not a place for behaviour: no value here knows a model or how it was made.
+This is not a place for behaviour: no value here knows a model or how it was made, but for how lists become tensors.
 
 Glossary of shape letters, used in every docstring of the package:
 

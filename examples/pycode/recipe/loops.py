@@ -61,7 +61,7 @@ class OwnText:
         if len(self.ids) < rows:
             prompts = self.prompts.batch(self.rows * self.length, self.length)[0][:, :PROMPT]
             with torch.compiler.set_stance("force_eager"):  # generation has a new shape at every step
-                self.ids = write(model, prompts, self.length)
+                self.ids = write(model, prompts.to(model.device), self.length).cpu()
         ids, self.ids = self.ids[:rows], self.ids[rows:]
         found = looping(ids)
         found[:, :PROMPT] = False
@@ -78,18 +78,20 @@ def unlikelihood(logits: torch.Tensor, ids: torch.Tensor, found: torch.Tensor) -
 def check(pair: Pair, held_out: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Loss on fixed held-out batches, in nats."""
     with torch.compiler.set_stance("force_eager"):
-        return sum(pair.target_loss(*batch)[0].item() for batch in held_out) / len(held_out)
+        losses = [pair.target_loss(ids.to(pair.device), labels.to(pair.device))[0].item() for ids, labels in held_out]
+    return sum(losses) / len(losses)
 
 
 def train_batch(pair: Pair, shared: Shared, own: OwnText, chunks: Chunks, args: argparse.Namespace, at: float) -> dict:
     """A batch of the target's own text and some of the corpus; `at` is how far the schedule is."""
-    texts, found = own.batch(pair.target.model, args.batch_tokens // args.length)
+    texts, found = (t.to(pair.device) for t in own.batch(pair.target.model, args.batch_tokens // args.length))
     with pair.precision():
         loops = unlikelihood(pair.target.logits(texts[:, :-1]), texts, found)
     (args.weight * loops / args.accumulate).backward()
     shared.add_target(texts.numel(), args.accumulate, cosine(at))
     for _ in range(args.corpus_batches):
-        loss, _ = pair.target_loss(*chunks.batch(args.batch_tokens, CONTEXT))
+        ids, labels = (t.to(pair.device) for t in chunks.batch(args.batch_tokens, CONTEXT))
+        loss, _ = pair.target_loss(ids, labels)
         (loss / args.accumulate).backward()
         shared.add_target(args.batch_tokens, args.accumulate, cosine(at))
     return {"loss": loss.item(), "unlikelihood": loops.item(), "looping": found[:, PROMPT:].float().mean().item()}
@@ -134,7 +136,7 @@ def main() -> None:
     common_arguments(parser)
     parser.add_argument("--target", type=Path, required=True, help="its folder; the result goes to WORK/target_loops")
     parser.add_argument("--draft", type=Path, required=True, help="the folder of any draft of it; it learns nothing")
-    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr", type=float, default=5e-4)
     parser.add_argument("--accumulate", type=int, default=4, help="batches for one step")
     parser.add_argument("--length", type=int, default=256, help="of the texts that the target writes")
     parser.add_argument("--own-rows", type=int, default=32, help="texts it writes at a time")
