@@ -23,9 +23,9 @@ class Blank:
 
     def __init__(self, *shape: int) -> None:
         self.tensor = torch.empty(shape, dtype=torch.int32)
-        self._memory = self.tensor.view(-1).numpy().data.cast("B")
+        self._memory = self.tensor.view(-1).numpy().data
 
-    def fill(self, words: bytes) -> None:
+    def fill(self, words: memoryview) -> None:
         """Write all numbers, row by row, as they travelled. Once: who has the tensor may keep it."""
         self._memory[:] = words
 
@@ -41,7 +41,7 @@ class BlankRound:
         count, start, self._limit = whole[size:].view(3, slots).unbind()
         self._commit = Commit(whole[:size].view(slots, width), count, start)
 
-    def fill(self, words: bytes, rows: int) -> tuple[Commit, Bounds]:
+    def fill(self, words: memoryview, rows: int) -> tuple[Commit, Bounds]:
         """``words``: tokens row by row, counts, starts, limits."""
         self._blank.fill(words)
         return self._commit, Bounds(self._limit, rows)

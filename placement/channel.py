@@ -91,9 +91,7 @@ class Channel:
         """
         frame = self._cut() if self._buffer else None
         end = monotonic() + seconds
-        while frame is None:
-            if not self._reads.poll(max(0.0, end - monotonic()) * 1000):
-                return None
+        while frame is None and self._reads.poll(max(0.0, end - monotonic()) * 1000):
             frame = self._next()
         return frame
 
@@ -107,10 +105,10 @@ class Channel:
         Raises:
             ChannelError: as `receive`.
         """
-        frames, frame = [], self._next()
-        while frame is not None:
+        frame = self._next()
+        frames = [] if frame is None else [frame]
+        while self._buffer and (frame := self._cut()) is not None:
             frames.append(frame)
-            frame = self._cut() if self._buffer else None
         return frames
 
     def peer(self) -> int | None:
@@ -140,12 +138,17 @@ class Channel:
             raise ChannelError("the other side does not know the secret; start both with the same one")
 
     def _exactly(self, size: int, end: float) -> bytes:
-        while len(self._buffer) < size:
+        found = b""
+        while len(found) < size:
             if not self._reads.poll(max(0.0, end - monotonic()) * 1000):
                 raise ChannelError("the other side did not introduce itself in time")
-            self._buffer += self._read()
-        found = bytes(self._buffer[:size])
-        del self._buffer[:size]
+            try:
+                more = self._link.recv(size - len(found))
+            except OSError as error:
+                raise ChannelError(f"the other side is gone ({error})") from error
+            if not more:
+                raise ChannelError("the other side hung up")
+            found += more
         return found
 
     def _write(self, data: bytes, end: float) -> None:
@@ -160,23 +163,18 @@ class Channel:
         except OSError as error:
             raise ChannelError(f"the other side is gone ({error})") from error
 
-    def _read(self) -> memoryview:
-        """What is there, in memory that the next call writes to; nothing if there is nothing."""
+    def _next(self) -> bytearray | None:
+        """A whole frame, after one look at the socket. One by itself, as nearly all come, never sees the buffer."""
         try:
             size = self._link.recv_into(self._space)
         except BlockingIOError:
-            return self._space[:0]
+            return None
         except (OSError, ValueError) as error:
             raise ChannelError(f"the other side is gone ({error})") from error
         if not size:
             raise ChannelError("the other side hung up")
-        return self._space[:size]
-
-    def _next(self) -> bytearray | None:
-        """A whole frame, after one look at the socket. One by itself, as nearly all come, never sees the buffer."""
-        found = self._read()
-        size = len(found) - _LENGTH.size
-        if size > 0 and not self._buffer and _LENGTH.unpack_from(found)[0] == size:
+        found = self._space[:size]
+        if not self._buffer and size > _LENGTH.size and _LENGTH.unpack_from(found)[0] == size - _LENGTH.size:
             return bytearray(found[_LENGTH.size :])
         self._buffer += found
         return self._cut()

@@ -2,7 +2,8 @@
 
 Every target has its own drafter object, and so its own state; the process serves one message at a time. Turns are
 fair: who has used the least time (over its share) goes first, so that a busy target cannot starve the others.
-Not here: how the process is started (`local`, `actors`), and what a target does when this fails (`remote`).
+Not here: what a message is answered with (`clients`), how the process is started (`local`, `actors`), and what a target
+does when this fails (`remote`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,15 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import perf_counter, sleep
 from typing import Protocol
 
 from paceline.core.errors import ChannelError
-from paceline.core.protocols import Drafter, Varies
-from paceline.core.types import PAD, Proposal, SamplingBatch
+from paceline.core.protocols import Drafter
 from paceline.placement import processes, wire
-from paceline.placement.ahead import Ahead
-from paceline.placement.blanks import BlankRound, flat
 from paceline.placement.channel import Channel
+from paceline.placement.clients import Client
 from paceline.placement.quota import Quota
 
 log = logging.getLogger("paceline")
@@ -56,23 +55,6 @@ class Unpooled:
         """See `Drafters`."""
 
 
-@dataclass(slots=True, eq=False)
-class _Client:
-    """One target. ``turn`` is the time it has used, over its share, on the server's clock."""
-
-    channel: Channel
-    name: str = ""
-    slots: int = 0
-    share: float = 1.0
-    drafter: Drafter | None = None
-    varies: bool = False  # its proposals may be shorter than its outline, and those that travel may not
-    sampling: SamplingBatch | None = None
-    blank: BlankRound | None = None
-    pending: deque[bytearray] = field(default_factory=deque)
-    turn: float = 0.0
-    error: str = ""
-
-
 class DraftServer:
     """Serves proposals until it is stopped. Each target has one of the ``drafters``."""
 
@@ -80,11 +62,14 @@ class DraftServer:
         self, listener: socket.socket, secret: bytes, drafters: Drafters, *, quota: Quota | None = None
     ) -> None:
         self._listener, self._secret, self._drafters, self._quota = listener, secret, drafters, quota or Quota()
-        self._clients: dict[int, _Client] = {}  # by the number of its socket
+        self._clients: dict[int, Client] = {}  # by the number of its socket
         self._arrivals: deque[Channel] = deque()
         self._clock = 0.0
-        self._next: tuple[_Client, tuple[int, int]] | None = None  # who was answered last, and the shape of its commits
+        self._last: Client | None = None  # who was answered last
         self._stopped = False
+        self._aheads: list[Client] = []  # those whose drafters work while their targets do
+        self._ready: list[Client] = []  # those whose messages wait
+        self._busy = False  # something is to be done whether or not more arrives
         self._wake, self._woken = socket.socketpair()
         self._poll = select.poll()  # without the layers of `selectors`: every call is part of a round
         self._poll.register(self._woken, select.POLLIN)
@@ -145,10 +130,13 @@ class DraftServer:
         if not self._awaken():
             channel.close()
 
-    def _drop(self, client: _Client) -> None:
+    def _drop(self, client: Client) -> None:
         number = client.channel.fileno()
         self._poll.unregister(number)
         del self._clients[number]
+        for among in self._aheads, self._ready:
+            if client in among:
+                among.remove(client)
         client.channel.close()
         if client.drafter is not None:
             self._drafters.take_back(client.drafter)
@@ -157,110 +145,78 @@ class DraftServer:
 
     def _turn(self) -> None:
         """Read what has arrived and serve one message, or work ahead when there is none."""
-        clients = self._clients.values()
-        busy = any(client.pending for client in clients)
-        eager = [c for c in clients if isinstance(c.drafter, Ahead) and not c.drafter.idle]
-        for number, _ in self._poll.poll(0) if busy or eager else self._wait():
-            if number in self._clients:
-                self._read(self._clients[number])
-            else:
+        for number, _ in self._poll.poll(0) if self._busy else self._wait():
+            client = self._clients.get(number)
+            if client is None:
                 self._woken.recv(4096)
+            else:
+                self._read(client)
         while self._arrivals:
-            client = _Client(self._arrivals.popleft(), turn=self._clock)
+            client = Client(self._arrivals.popleft(), turn=self._clock)
             self._clients[client.channel.fileno()] = client
             self._poll.register(client.channel, select.POLLIN)
             self._read(client)  # its first message may have come together with its proof
-        ready = [client for client in clients if client.pending]
-        if ready:
-            self._serve(min(ready, key=lambda client: client.turn))
-        elif eager:
-            self._ahead(min(eager, key=lambda client: client.turn))
+        if self._ready:
+            self._serve(self._ready[0] if len(self._ready) == 1 else min(self._ready, key=_turn_of))
+        elif eager := self._eager():
+            self._work_ahead(min(eager, key=_turn_of))
+        # Whoever was answered may have to go on on this CPU: little is done before the next wait.
+        self._busy = bool(self._ready) or bool(self._aheads and self._eager())
+
+    def _eager(self) -> list[Client]:
+        """Those for whom there is something to do before they ask."""
+        return [client for client in self._aheads if client.ahead is not None and not client.ahead.idle]
 
     def _wait(self) -> list[tuple[int, int]]:
         """Until something arrives. Tensors for the next round are made meanwhile, when whoever was answered runs."""
-        if self._next is not None:
+        if self._last is not None:
             if found := self._poll.poll(_AWHILE):
                 return found
-            client, shape = self._next
-            client.blank, self._next = BlankRound(*shape), None
+            self._last.prepare()
+            self._last = None
         return self._poll.poll(None)
 
-    def _read(self, client: _Client) -> None:
+    def _read(self, client: Client) -> None:
         try:
             frames = client.channel.arrived()
-            if frames and not client.pending:  # time in which it wanted nothing is not saved up
-                client.turn = max(client.turn, self._clock)
-            client.pending += frames
-            if len(client.pending) > _PENDING:
-                raise ChannelError("more messages than a target sends")
         except ChannelError:
             self._drop(client)
+            return
+        if not frames:
+            return
+        if not client.pending:  # time in which it wanted nothing is not saved up
+            client.turn = max(client.turn, self._clock)
+            self._ready.append(client)
+        client.pending += frames
+        if len(client.pending) > _PENDING:  # more messages than a target sends
+            self._drop(client)
 
-    def _serve(self, client: _Client) -> None:
+    def _serve(self, client: Client) -> None:
         begin = perf_counter()
         self._clock = client.turn
-        reply: wire.Reply | None = None
         try:
             message = wire.decode(client.pending.popleft())
-            reply = self._reply(client, message)
-            if reply is not None:
-                client.channel.send(wire.encode(reply), _SEND)
-            if isinstance(message, wire.Ask):
-                self._next = client, (message.slots, message.width)
+            if type(message) is wire.Ask:
+                client.channel.send(client.answer(message), _SEND)
+                self._last = client
+            elif type(message) is wire.Admit:
+                client.admit(message)
+            elif type(message) is wire.Hello:
+                client.channel.send(wire.encode(self._welcome(client, message)), _SEND)
+            else:
+                raise ChannelError("a target sends requests")
+            if not client.pending:
+                self._ready.remove(client)
         except ChannelError:
             self._drop(client)
         client.turn += (perf_counter() - begin) / client.share
 
-    def _ahead(self, client: _Client) -> None:
+    def _work_ahead(self, client: Client) -> None:
         begin = perf_counter()
-        assert isinstance(client.drafter, Ahead)
-        try:
-            client.drafter.work()
-        except Exception as error:  # a drafter may be anything; its failure is the target's to weigh
-            client.error = repr(error)
+        client.work_ahead()
         client.turn += (perf_counter() - begin) / client.share
 
-    def _reply(self, client: _Client, message: wire.Request | wire.Reply) -> wire.Reply | None:
-        if isinstance(message, wire.Hello):
-            return self._welcome(client, message)
-        if client.drafter is None or not isinstance(message, wire.Admit | wire.Ask):
-            raise ChannelError("a target says hello first, and then sends requests")
-        try:
-            if isinstance(message, wire.Admit):
-                client.drafter.admit(message.slot, message.text)
-                return None
-            if client.error:
-                return wire.Failure(message.number, client.error)
-            return self._proposal(client, client.drafter, message)
-        except Exception as error:  # as above
-            if isinstance(message, wire.Ask):
-                return wire.Failure(message.number, repr(error))
-            client.error = repr(error)
-            return None
-        finally:
-            if isinstance(message, wire.Ask):
-                client.error = ""
-
-    def _proposal(self, client: _Client, drafter: Drafter, ask: wire.Ask) -> wire.Answer:
-        for slot, text in ask.texts:
-            drafter.admit(slot, text)
-        client.sampling = ask.sampling or client.sampling
-        if client.sampling is None:
-            raise ValueError("the first round says how to sample")
-        blank, client.blank = client.blank, None
-        if blank is None or blank.shape != (ask.slots, ask.width):
-            blank = BlankRound(ask.slots, ask.width)
-        commit, bounds = blank.fill(ask.numbers, ask.rows)
-        if ask.pause and isinstance(drafter, Ahead):
-            drafter.paused(ask.pause / 1e6)
-        drafter.observe(commit)
-        rows = _undrawn(drafter.propose(commit, client.sampling, bounds))
-        if client.varies:
-            rows = [row + [PAD] * (drafter.outline.nodes - len(row)) for row in rows]
-        ahead = isinstance(drafter, Ahead) and drafter.hit
-        return wire.Answer(ask.number, len(rows), len(rows[0]), wire.words(flat(rows)), ahead)
-
-    def _welcome(self, client: _Client, hello: wire.Hello) -> wire.Reply:
+    def _welcome(self, client: Client, hello: wire.Hello) -> wire.Reply:
         others = [other for other in self._clients.values() if other is not client and other.drafter is not None]
         slots = hello.slots + sum(other.slots for other in others)
         if len(others) >= self._quota.clients or slots > self._quota.slots:
@@ -269,22 +225,17 @@ class DraftServer:
             raise ChannelError("a target says hello once")
         try:
             drafter = self._drafters.lend(hello)
-        except Exception as error:  # as above
+        except Exception as error:  # a drafter may be anything
             return wire.Failure(hello.number, repr(error))
         if drafter.reads is not None or not drafter.outline.is_chain:
             self._drafters.take_back(drafter)
             return wire.Failure(hello.number, "a drafter in another process proposes chains, from tokens alone")
-        client.name, client.slots, client.drafter = hello.client, hello.slots, drafter
-        client.varies = isinstance(drafter, Varies)
-        client.share = self._quota.shares.get(hello.client, 1.0)
+        client.serve_with(drafter)
+        if client.ahead is not None:
+            self._aheads.append(client)
+        client.slots, client.share = hello.slots, self._quota.shares.get(hello.client, 1.0)
         return wire.Welcome(hello.number, drafter.outline.nodes, drafter.reach, processes.running(os.getpid()))
 
 
-def _undrawn(made: Proposal) -> list[list[int]]:
-    """Only ids cross processes: a chain, not drawn from a law. One call of the tensor library: see `blanks`."""
-    if made.law is not None or made.parents is not None:
-        raise ValueError("a drafter in another process proposes chains that are not drawn")
-    rows: list[list[int]] = made.tokens.tolist()
-    if not isinstance(rows[0][0], int):
-        raise ValueError("a proposal's tokens are not whole numbers")
-    return rows
+def _turn_of(client: Client) -> float:
+    return client.turn

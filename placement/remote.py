@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from time import monotonic
 
 import torch
@@ -18,10 +19,11 @@ from torch import Tensor
 from paceline.core.errors import ChannelError
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.placement import wire
-from paceline.placement.blanks import Blank, flat
+from paceline.placement.blanks import Blank
 from paceline.placement.channel import Channel
 from paceline.placement.health import COUNTED, DrafterHealth, Fault
 from paceline.placement.revival import Caller, Revival
+from paceline.placement.texts import Texts, lists
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Patience:
 
 _AWHILE = 0.001  # seconds
 _LONG = 1_000_000_000  # microseconds; more has no room in a message
+_REPLIES = (wire.Answer, wire.Failure)
 _DOUBLINGS = 64  # of a rest; a float has no room for the thousands that faults of weeks would come to
 
 
@@ -74,8 +77,7 @@ class RemoteDraft:
     def __init__(self, terms: Terms, caller: Caller, *, patience: Patience | None = None) -> None:
         self.outline, self.reach = Outline.chain(terms.nodes), terms.reach
         self._terms, self._patience = terms, patience or Patience()
-        self._texts: dict[int, list[int]] = {}
-        self._known: dict[int, int] = {}  # how much of a slot's text the process has read
+        self._texts = Texts(terms.reach)
         self._reading = False  # a prompt was sent that may not be read yet
         self._number = 0
         self._overdue: tuple[int, float] | None = None  # the message whose answer is late, and since when
@@ -85,7 +87,6 @@ class RemoteDraft:
         self._counts = dict.fromkeys(COUNTED, 0)
         self._drawn = False  # the process knows how the requests sample
         self._last_error = ""
-        self._seen: tuple[Commit, list[list[int]], list[int], list[int]] | None = None  # a commit, and it as lists
         self._channel: Channel | None = None
         hello = wire.Hello(0, terms.client, terms.slots, terms.vocab_size)
         self._revival = Revival(caller, hello, nodes=terms.nodes, longest=self._patience.longest)
@@ -95,31 +96,26 @@ class RemoteDraft:
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Remember the text, and let the process read it while the target reads on."""
-        self._texts[slot] = list(prompt)
-        self._known.pop(slot, None)
+        self._texts.admit(slot, prompt)
         self._drawn, self._had = False, None
         channel = self._usable()
         if channel is None or (self.reach is not None and len(prompt) >= self.reach):
             return
         try:
             channel.send(wire.encode(wire.Admit(self._next(), slot, tuple(prompt))), self._patience.deadline)
-            self._known[slot], self._reading = len(prompt), True
+            self._texts.told(slot)
+            self._reading = True
         except ChannelError as error:
             self._fault("lost", str(error))
 
     def release(self, slot: int) -> None:
-        """Forget the text; what the process keeps of it is overwritten by the next request in that slot."""
-        self._texts.pop(slot, None)
-        self._known.pop(slot, None)
+        """Forget the text."""
+        self._texts.release(slot)
         self._drawn = False
 
     def observe(self, commit: Commit) -> None:
         """Follow the texts, whether or not the process does."""
-        rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
-        for slot, text in self._texts.items():
-            if starts[slot] == len(text):
-                text += rows[slot][: counts[slot]]
-        self._seen = (commit, rows, counts, starts)
+        self._texts.note(commit)
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """Ask, and wait no longer than the deadline."""
@@ -127,34 +123,34 @@ class RemoteDraft:
         if channel is None:
             self._counts["skipped"] += 1
             return self._nothing()
-        rows, counts, starts = self._lists(commit)
-        live = self._live(counts, starts)
-        behind = [slot for slot, (start, _) in live.items() if self._known.get(slot) != start]
-        texts = tuple((slot, tuple(self._texts[slot][: live[slot][0]])) for slot in behind) if behind else ()
+        now = rows, counts, starts = lists(commit)
+        texts = self._texts.unread(commit, now)
         wait = self._patience.deadline
         if texts or self._reading:
             wait += self._patience.reread
-        self._reading = False
-        numbers = wire.words(flat(rows) + counts + starts + bounds.limit.tolist())
+        numbers = [*chain.from_iterable(rows), *counts, *starts, *bounds.limit.tolist()]
         drawn = None if self._drawn else sampling
         pause = 0 if self._had is None else min(round(1e6 * (monotonic() - self._had)), _LONG)
-        ask = wire.Ask(self._next(), texts, len(rows), len(rows[0]), numbers, bounds.rows, drawn, pause)
-        self._drawn, self._had = True, None
-        self._counts["asked"] += 1
-        self._counts["rereads"] += len(texts)
+        number = self._next()
+        ask = wire.Ask(number, tuple(texts), len(rows), len(rows[0]), numbers, bounds.rows, drawn, pause)
         try:
             channel.send(wire.encode(ask), wait)
             channel.wait(_AWHILE)  # the other process goes first: it may be on the same CPU
+            self._texts.asked(now)
+            self._reading, self._drawn, self._had = False, True, None
+            self._counts["asked"] += 1
+            self._counts["rereads"] += len(texts)
             blank = Blank(self._terms.slots, self._terms.nodes)
-            reply = self._reply(channel, ask.number, wait)
+            made = Proposal(blank.tensor)
+            reply = self._reply(channel, number, wait)
         except ChannelError as error:
             self._fault("lost", str(error))
             return self._nothing()
         if reply is None:
-            self._overdue = (ask.number, monotonic())
+            self._overdue = (number, monotonic())
             self._fault("late", f"no answer within {wait} seconds")
             return self._nothing()
-        return self._judged(reply, live, blank)
+        return made if self._taken(reply, blank) else self._nothing()
 
     @property
     def health(self) -> DrafterHealth:
@@ -190,27 +186,12 @@ class RemoteDraft:
     def _nothing(self) -> Proposal:
         return Proposal(torch.full((self._terms.slots, self._terms.nodes), PAD, dtype=torch.int32))
 
-    def _lists(self, commit: Commit) -> tuple[list[list[int]], list[int], list[int]]:
-        """Tokens, counts and starts; `observe` has made them already."""
-        if self._seen is not None and self._seen[0] is commit:
-            return self._seen[1:]
-        return commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
-
-    def _live(self, counts: list[int], starts: list[int]) -> dict[int, tuple[int, int]]:
-        """(start, count) of every slot whose text ends with this commit, if the drafter can follow it."""
-        found = {}
-        for slot, text in self._texts.items():
-            start, count = starts[slot], counts[slot]
-            if len(text) == start + count and (self.reach is None or len(text) <= self.reach):
-                found[slot] = (start, count)
-        return found
-
     def _usable(self) -> Channel | None:
         """The channel, if the process is up, not resting and owes no answer."""
         channel = self._revival.channel
         if channel is not self._channel:  # a new process knows no text
             self._channel, self._overdue = channel, None
-            self._known.clear()
+            self._texts.forget()
             self._drawn = False
         if channel is None or self._resting > monotonic():
             return None
@@ -233,37 +214,37 @@ class RemoteDraft:
         end = monotonic() + wait
         while (frame := channel.receive(max(0.0, end - monotonic()))) is not None:
             reply = wire.decode(frame)
-            if reply.number == number and isinstance(reply, wire.Answer | wire.Failure):
+            if reply.number == number and type(reply) in _REPLIES:
                 return reply
         return None
 
-    def _judged(self, reply: wire.Reply, live: dict[int, tuple[int, int]], blank: Blank) -> Proposal:
-        if not isinstance(reply, wire.Answer):
-            self._fault("failed", reply.reason if isinstance(reply, wire.Failure) else "an answer to another question")
-            return self._nothing()
-        if (reply.slots, reply.nodes) != (self._terms.slots, self._terms.nodes):
+    def _taken(self, reply: wire.Reply, blank: Blank) -> bool:
+        """Whether the reply is a proposal; it is written into the blank then."""
+        if type(reply) is not wire.Answer:
+            self._fault("failed", reply.reason if type(reply) is wire.Failure else "an answer to another question")
+            return False
+        if reply.slots != self._terms.slots or reply.nodes != self._terms.nodes:
             shape, wanted = [reply.slots, reply.nodes], [self._terms.slots, self._terms.nodes]
             self._fault("invalid", f"a proposal of shape {shape}, not {wanted}")
-            return self._nothing()
-        ids = wire.numbers(reply.tokens)
-        if max(ids, default=0) >= self._terms.vocab_size or min(ids, default=0) < PAD:
+            return False
+        if max(reply.tokens, default=0) >= self._terms.vocab_size or min(reply.tokens, default=0) < PAD:
             self._fault("invalid", f"ids outside the vocabulary of {self._terms.vocab_size}")
-            return self._nothing()
+            return False
         blank.fill(reply.tokens)
-        self._known |= {slot: start + count for slot, (start, count) in live.items()}
+        self._texts.answered()
         self._row = 0
         self._counts["answered"] += 1
         self._had = monotonic()
         if reply.ahead:
             self._counts["ahead"] += 1
-        return Proposal(blank.tensor)
+        return True
 
     def _fault(self, kind: Fault, why: str) -> None:
         """Count it, let the process rest, and start it anew if it is gone or fails too often."""
         self._counts[kind] += 1
         self._last_error = why
         self._row += 1
-        self._known.clear()
+        self._texts.forget()
         self._drawn = False
         if kind == "lost" or (self._row >= self._patience.trips and kind != "late"):
             self._revive(why)

@@ -61,15 +61,10 @@ class Revival:
         self._lock = threading.Lock()
         self._up, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._channel: Channel | None = None
+        self.channel: Channel | None = None  # not a property: every round looks at it
         self.process: Process | None = None
         self.restarts = 0
         self.last_error = ""
-
-    @property
-    def channel(self) -> Channel | None:
-        """The connection, if there is one."""
-        return self._channel
 
     @property
     def state(self) -> State:
@@ -101,9 +96,9 @@ class Revival:
 
     def _hang_up(self) -> None:
         self._up.clear()
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = None
+        if self.channel is not None:
+            self.channel.close()
+        self.channel = None
 
     def _run(self, restart: bool, delay: float) -> None:
         """Until it works: restart if need be, call, and wait longer after each failure."""
@@ -139,7 +134,7 @@ class Revival:
             if self._stop.is_set():
                 channel.close()
                 return
-            self._channel, self._thread = channel, None
+            self.channel, self._thread = channel, None
             self._up.set()
 
     def _kept(self, act: Callable[[Keeper], bool]) -> bool:

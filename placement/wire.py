@@ -24,6 +24,8 @@ _HEAD = struct.Struct("<BBHq")  # version, kind, nothing (so that words are alig
 _SAID = struct.Struct("<BBHqiii")  # the head and the shape of an Answer, in one go
 _ROUND = struct.Struct("<BBHqiiiiii")  # and of an Ask
 _WORD = 4  # bytes
+Words = list[int] | memoryview
+"""Numbers of 32 bits: a list where they are written, memory of the frame (format "i") where they are read."""
 _HELLO, _ADMIT, _ASK, _WELCOME, _ANSWER, _FAILURE = range(1, 7)
 
 
@@ -60,7 +62,7 @@ class Ask(NamedTuple):
     """A round: read these texts anew (slot, ids), then propose what follows the commit.
 
     slots, width  B and W of the commit
-    numbers       `words` of its tokens row by row, its counts, its starts, and the limits of the round: B * (W + 3)
+    numbers       its tokens row by row, its counts, its starts, and the limits of the round: B * (W + 3)
     rows          of `Bounds`
     sampling      None: as in the last Ask; it changes only when a request comes or goes
     pause         microseconds since the target had the last answer; 0 = the texts did not simply go on
@@ -70,19 +72,19 @@ class Ask(NamedTuple):
     texts: tuple[tuple[int, tuple[int, ...]], ...]
     slots: int
     width: int
-    numbers: bytes
+    numbers: Words
     rows: int
     sampling: SamplingBatch | None
     pause: int = 0
 
 
 class Answer(NamedTuple):
-    """A proposal: `words` of its ``tokens`` row by row, B * N of them. ``ahead``: it was ready before it was asked."""
+    """A proposal: its ``tokens`` row by row, B * N of them. ``ahead``: it was ready before it was asked."""
 
     number: int
     slots: int
     nodes: int
-    tokens: bytes
+    tokens: Words
     ahead: bool
 
 
@@ -101,13 +103,13 @@ Reply = Welcome | Answer | Failure
 def encode(message: Request | Reply) -> bytes:
     """A message as bytes."""
     if isinstance(message, Ask):
-        drawn, more = message.sampling is not None, len(message.texts)
-        shape = message.slots, message.width, message.rows, more, drawn, message.pause
-        found = _ROUND.pack(VERSION, _ASK, 0, message.number, *shape) + message.numbers
-        return found + words(_rarely(message)) if drawn or more else found
+        number, texts, slots, width, numbers, rows, sampling, pause = message
+        shape = slots, width, rows, len(texts), sampling is not None, pause
+        found = _asking(len(numbers)).pack(VERSION, _ASK, 0, number, *shape, *numbers)
+        return found if sampling is None and not texts else found + _rarely(message)
     if isinstance(message, Answer):
-        said = message.slots, message.nodes, message.ahead
-        return _SAID.pack(VERSION, _ANSWER, 0, message.number, *said) + message.tokens
+        number, slots, nodes, tokens, ahead = message
+        return _saying(len(tokens)).pack(VERSION, _ANSWER, 0, number, slots, nodes, ahead, *tokens)
     if isinstance(message, Admit):
         return _packed(_ADMIT, message.number, [message.slot, len(message.text), *message.text])
     if isinstance(message, Hello):
@@ -137,42 +139,39 @@ def decode(frame: bytearray) -> Request | Reply:
 
 
 @cache
-def _words(count: int) -> struct.Struct:
-    return struct.Struct(f"<{count}i")
+def _asking(count: int) -> struct.Struct:
+    return struct.Struct(f"{_ROUND.format}{count}i")
 
 
-def words(numbers: Sequence[int]) -> bytes:
-    """Numbers of 32 bits, as they travel."""
-    return _words(len(numbers)).pack(*numbers)
+@cache
+def _saying(count: int) -> struct.Struct:
+    return struct.Struct(f"{_SAID.format}{count}i")
 
 
 def _packed(kind: int, number: int, numbers: Sequence[int]) -> bytes:
     return struct.pack(f"<BBHq{len(numbers)}i", VERSION, kind, 0, number, *numbers)
 
 
-def _rarely(message: Ask) -> list[int]:
+def _rarely(message: Ask) -> bytes:
     """What only the first rounds of a request have."""
-    found, sampling = [], message.sampling
+    found: list[int] = []
+    sampling = message.sampling
     if sampling is not None:
         found += flat(sampling.keys.tolist()) + flat(sampling.knobs.view(torch.int32).tolist())
     for slot, ids in message.texts:
         found += [slot, len(ids), *ids]
-    return found
+    return struct.pack(f"<{len(found)}i", *found)
 
 
 # ---- reading
 
 
-def numbers(data: bytes | bytearray, start: int = 0) -> tuple[int, ...]:
-    """What `words` made of numbers.
-
-    Raises:
-        ValueError: the bytes are not whole words.
-    """
-    count, over = divmod(len(data) - start, _WORD)
+def _numbers(frame: bytearray, start: int) -> tuple[int, ...]:
+    """The words of a frame from there on, which must be whole."""
+    count, over = divmod(len(frame) - start, _WORD)
     if over:
         raise ValueError(f"{over} bytes too many")
-    return _words(count).unpack_from(data, start)
+    return struct.unpack_from(f"<{count}i", frame, start)
 
 
 def _part(found: tuple[int, ...], at: int, count: int) -> tuple[int, ...]:
@@ -187,11 +186,10 @@ def _read_ask(frame: bytearray, number: int) -> Ask:
     end = _ROUND.size + _WORD * slots * (width + 3)
     if slots < 1 or width < 1 or end > len(frame):
         raise ValueError(f"a commit of {slots} slots, {width} wide, in {len(frame)} bytes")
-    data = bytes(frame[_ROUND.size : end])
+    ask = Ask(number, (), slots, width, memoryview(frame)[_ROUND.size : end].cast("i"), rows, None, pause)
     if end == len(frame) and not drawn and not count:
-        return Ask(number, (), slots, width, data, rows, None, pause)
-    ask = Ask(number, (), slots, width, data, rows, None, pause)
-    return _read_rarely(ask, numbers(frame, end), texts=count, drawn=bool(drawn))
+        return ask
+    return _read_rarely(ask, _numbers(frame, end), texts=count, drawn=bool(drawn))
 
 
 def _read_rarely(ask: Ask, found: tuple[int, ...], *, texts: int, drawn: bool) -> Ask:
@@ -219,14 +217,13 @@ def _all_read(found: tuple[int, ...], at: int) -> None:
 
 def _read_answer(frame: bytearray, number: int) -> Answer:
     *_, slots, nodes, ahead = _SAID.unpack_from(frame)
-    tokens = bytes(frame[_SAID.size :])
-    if slots < 0 or nodes < 0 or len(tokens) != _WORD * slots * nodes:
-        raise ValueError(f"a proposal of {slots} slots, {nodes} nodes, in {len(tokens)} bytes")
-    return Answer(number, slots, nodes, tokens, bool(ahead))
+    if slots < 0 or nodes < 0 or len(frame) != _SAID.size + _WORD * slots * nodes:
+        raise ValueError(f"a proposal of {slots} slots, {nodes} nodes, in {len(frame)} bytes")
+    return Answer(number, slots, nodes, memoryview(frame)[_SAID.size :].cast("i"), bool(ahead))
 
 
 def _read_admit(frame: bytearray, number: int) -> Admit:
-    slot, size, *text = numbers(frame, _HEAD.size)
+    slot, size, *text = _numbers(frame, _HEAD.size)
     if size != len(text):
         raise ValueError(f"a text of {size} ids, and {len(text)} are there")
     return Admit(number, slot, tuple(text))
@@ -238,7 +235,7 @@ def _read_hello(frame: bytearray, number: int) -> Hello:
 
 
 def _read_welcome(frame: bytearray, number: int) -> Welcome:
-    nodes, reach, pid, began = numbers(frame, _HEAD.size)
+    nodes, reach, pid, began = _numbers(frame, _HEAD.size)
     return Welcome(number, nodes, None if reach < 0 else reach, Process(pid, began))
 
 

@@ -25,7 +25,7 @@ from tests.placement.served import serving
 
 
 def ask(number: int, *, slots: int = 2, width: int = 3) -> wire.Ask:
-    numbers = wire.words(range(-1, slots * (width + 3) - 1))
+    numbers = list(range(-1, slots * (width + 3) - 1))
     return wire.Ask(
         number, ((1, (5, 0, 7)), (0, ())), slots, width, numbers, 9, sampling_batch([Sampling(0.5, seed=-3)] * slots)
     )
@@ -33,7 +33,7 @@ def ask(number: int, *, slots: int = 2, width: int = 3) -> wire.Ask:
 
 def flat(message: object) -> object:
     """Fields with tensors as lists, to compare by value."""
-    if isinstance(message, torch.Tensor):
+    if isinstance(message, torch.Tensor | memoryview):
         return message.tolist()
     if hasattr(message, "__slots__"):
         return type(message), [flat(getattr(message, name)) for name in message.__slots__]
@@ -48,8 +48,8 @@ MESSAGES = [
     ask(7)._replace(sampling=None, pause=1_000_000_000),
     wire.Welcome(3, 4, None, Process(77, 2**31 - 1)),
     wire.Welcome(3, 4, 128, Process(77, 0)),
-    wire.Answer(4, 2, 2, wire.words((-1, 3, 2, 0)), True),
-    wire.Answer(4, 3, 0, b"", False),
+    wire.Answer(4, 2, 2, [-1, 3, 2, 0], True),
+    wire.Answer(4, 3, 0, [], False),
     wire.Failure(5, "no, nö"),
 ]
 
@@ -66,7 +66,7 @@ def test_a_round_comes_out_as_it_went_in(slots: int, width: int) -> None:
         torch.randint(-1, 1 << 30, shape, generator=dice, dtype=torch.int32)
         for shape in ((slots, width), *[(slots,)] * 3)
     )
-    found, bounds = BlankRound(slots, width).fill(wire.words(torch.cat((tokens.view(-1), *rest)).tolist()), 7)
+    found, bounds = BlankRound(slots, width).fill(torch.cat((tokens.view(-1), *rest)).numpy().data, 7)
     assert all(map(torch.equal, (found.tokens, found.count, found.start), (tokens, *rest[:2])))
     assert torch.equal(bounds.limit, rest[2]) and bounds.rows == 7 and found.count.dtype == torch.int32
 

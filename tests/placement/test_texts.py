@@ -1,0 +1,96 @@
+"""Whatever happens between a target and its drafter's process: the process knows every text that it is asked about."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from paceline.core.types import PAD, Commit
+from paceline.placement.texts import Texts, lists
+
+SLOTS, WIDTH = 3, 3
+
+
+class Both:
+    """Texts as they are, the book that is kept of them, and a process that reads what it is told."""
+
+    def __init__(self, seed: int, reach: int | None) -> None:
+        self.dice, self.reach, self.book = random.Random(seed), reach, Texts(reach)
+        self.texts: dict[int, list[int]] = {}
+        self.process: dict[int, list[int]] = {}
+        self.rereads = 0
+
+    def admit(self) -> None:
+        slot = self.dice.randrange(SLOTS)
+        prompt = [self.dice.randrange(90) for _ in range(self.dice.randrange(1, 6))]
+        self.texts[slot] = list(prompt)
+        self.book.admit(slot, prompt)
+        if self.dice.random() < 0.7:
+            self.book.told(slot)
+            self.process[slot] = list(prompt)
+        else:
+            self.process.pop(slot, None)
+
+    def release(self) -> None:
+        slot = self.dice.randrange(SLOTS)
+        self.texts.pop(slot, None)
+        self.book.release(slot)
+
+    def round(self) -> None:
+        tokens, count, start = [], [], []
+        for slot in range(SLOTS):
+            on = slot in self.texts and self.dice.random() < 0.9  # the others stand still
+            size = self.dice.randrange(1, WIDTH + 1) if on else 0
+            row = [self.dice.randrange(90) for _ in range(size)]
+            start.append(len(self.texts[slot]) if on else 0)
+            if on:
+                self.texts[slot] += row
+            tokens.append(row + [PAD] * (WIDTH - size))
+            count.append(size)
+        commit = Commit(*(torch.tensor(numbers, dtype=torch.int32) for numbers in (tokens, count, start)))
+        for _ in range(self.dice.choice((1, 1, 1, 2))):
+            self.book.note(commit)
+        if self.dice.random() < 0.7:
+            self.ask(commit)
+
+    def ask(self, commit: Commit) -> None:
+        now = lists(commit)
+        unread = self.book.unread(commit, now)
+        self.rereads += len(unread)
+        fails = self.dice.random() < 0.1
+        if fails and self.dice.random() < 0.5:
+            self.book.forget()  # it could not even be sent
+            return
+        self.book.asked(now)
+        self.process |= {slot: list(text) for slot, text in unread}
+        for slot, text in self.texts.items():
+            if now[1][slot] and (self.reach is None or len(text) <= self.reach):
+                start = now[2][slot]
+                assert self.process[slot][:start] == text[:start] and len(self.process[slot]) == start
+                self.process[slot] = list(text)
+        if fails:
+            self.process = {}
+            self.book.forget()
+        else:
+            self.book.answered()
+
+
+@pytest.mark.parametrize("reach", [None, 30])
+def test_the_process_has_read_all_that_comes_before_the_commit(reach: int | None) -> None:
+    for seed in range(60):
+        both = Both(seed, reach)
+        for _ in range(80):
+            both.dice.choice([both.round] * 8 + [both.admit, both.release])()
+        assert both.rereads
+
+
+def test_texts_that_simply_go_on_are_not_read_again() -> None:
+    both = Both(3, None)
+    both.dice.random = lambda: 0.5  # type: ignore[method-assign]  # nothing fails, and every round asks
+    for _ in range(6):
+        both.admit()
+        for _ in range(10):
+            both.round()
+    assert len(both.texts) > 1 and both.rereads == 0
