@@ -17,16 +17,14 @@ graph; graphs stay in the cache. Nothing else should run on the machine.
 from __future__ import annotations
 
 import argparse
-import keyword
 import logging
-import re
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from common import PAIR, ROOT, prompt_ids, publish
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from turns import Mode, measure
 
 from paceline import LADDER, AutoDecoder, SpeculativeGenerator
@@ -34,7 +32,6 @@ from paceline.auto import SamplingDecoder
 
 FILES = ("core/tree.py", "core/sampling.py", "draft/lift.py", "core/backlog.py", "core/law.py", "draft/ngram.py")
 POSITIONS = 512
-PIECE, GIVEN = 150, 8  # tokens of a file that are to be repeated, and of the answer that are given
 
 # Width, layers, heads, width of the MLP and vocabulary of target and draft.
 SHAPES = {
@@ -114,19 +111,19 @@ def shape(name: str) -> Callable[[Asked], dict[str, object]]:
 
 
 def copying(asked: Asked) -> dict[str, object]:
-    """Files of this repository, to be repeated with one name changed: the file, the request that the demo target was
-    trained on, and the first tokens of the answer.
+    """Files of this repository: the whole, then its beginning with one name changed, to be gone on with.
 
-    ``wanted`` is how much of what the target writes is the file with that edit, token by token. With ``alpha`` a draft
-    stands with that probability, whatever it writes.
+    A target of this size does not copy reliably. With ``alpha`` a draft stands with that probability, as if it did.
     """
     draft, target = demo(asked)
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    prompts, answers, new = [], [], min(asked.new, 120)
+    prompts, new = [], min(asked.new, 120)
     for name in FILES[: asked.count]:
-        prompt, answer = edit(tokenizer, (ROOT / name).read_text())
-        prompts.append(prompt + answer[:GIVEN])
-        answers.append(answer[GIVEN : GIVEN + new])
+        whole = tokenizer((ROOT / name).read_text()).input_ids[:170]
+        text = tokenizer.decode(whole)
+        word = max(set(text.split()), key=lambda w: (w.isidentifier(), text.count(w) * len(w)))
+        edited = tokenizer(text.replace(word, f"{word}_2")).input_ids
+        prompts.append([*whole, *tokenizer("\n\n\n").input_ids, *edited[:40]])
     k = max(asked.depths)
     few = min(3, k)
     drafts: dict[str, object] = {
@@ -140,23 +137,7 @@ def copying(asked: Asked) -> dict[str, object]:
     for name, one in drafts.items():
         modes[name] = Mode(SpeculativeGenerator(one, target, k=k, simulate_acceptance=asked.alpha))
     measure(modes, prompts, new=new, repeats=asked.repeats)
-    written = [modes["plain"].generator.sample([prompt], max_new_tokens=new).new_tokens[0] for prompt in prompts]
-    right = [a == b for one, other in zip(written, answers, strict=True) for a, b in zip(one, other, strict=False)]
-    summary = {name: mode.summary(modes["plain"]) for name, mode in modes.items()}
-    return {"k": k, "alpha": asked.alpha, "wanted": round(sum(right) / len(right), 3), "modes": summary}
-
-
-def edit(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
-    """Lines of a file from its first definition on with the request to repeat them, and the answer."""
-    lines = re.split(r"\n(?=class |def )", text, maxsplit=1)[1].splitlines()
-    count = next(n for n in range(len(lines)) if len(tokenizer("\n".join(lines[:n])).input_ids) >= PIECE)
-    piece = "\n".join(lines[:count])
-    names = [name for name in re.findall(r"[A-Za-z_]\w{4,}", piece) if not keyword.iskeyword(name)]
-    name = max(sorted(set(names)), key=lambda n: names.count(n) * len(n))
-    prompt = f"{piece}\n\n# The same with `{name}` renamed to `{name}_2`:\n\n"
-    size = len(tokenizer(prompt).input_ids)
-    ids = tokenizer(prompt + re.sub(rf"\b{name}\b", f"{name}_2", piece)).input_ids
-    return ids[:size], ids[size:]
+    return {"k": k, "alpha": asked.alpha, "modes": {name: m.summary(modes["plain"]) for name, m in modes.items()}}
 
 
 def useless(asked: Asked) -> dict[str, object]:

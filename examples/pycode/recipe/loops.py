@@ -5,19 +5,16 @@
 A model that has learned to copy goes on copying what it has just written, without end. Where its greedy text goes round
 for the third time, the next token of the round is made less likely (sequence-level unlikelihood: Welleck et al. 2020,
 "Neural Text Generation with Unlikelihood Training"); batches of the corpus in between keep the rest as it was. A text
-that comes a second time, as in rows of `modelling.repeated`, is no loop. With ``--copies`` some of these batches ask
-for copies and give them (`copying`), so that it copies where it is asked to.
+that comes a second time, as in rows of `modelling.repeated`, is no loop.
 """
 
 import argparse
 import copy
-import random
 from pathlib import Path
 
 import torch
 from transformers import LlamaForCausalLM
 
-from recipe.copying import ROW
 from recipe.distil import PROMPT
 from recipe.modelling import CONTEXT, END_ID, PAD_ID, Chunks, load_model, save_model
 from recipe.optim import cosine
@@ -42,29 +39,13 @@ def looping(ids: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def write(model: LlamaForCausalLM, prompts: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+def write(model: LlamaForCausalLM, prompts: torch.Tensor, length: int) -> torch.Tensor:
     """The prompts [N, P], each with the model's greedy continuation: [N, length]."""
-    writer = copy.deepcopy(model).to(dtype).eval()
+    writer = copy.deepcopy(model).to(torch.bfloat16).eval()
     writer.set_attn_implementation("sdpa")
     new = length - prompts.shape[1]
     ends = {"pad_token_id": PAD_ID, "eos_token_id": END_ID, "min_new_tokens": new, "max_new_tokens": new}
     return writer.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, **ends)
-
-
-class Corpus:
-    """Batches of the corpus, a share ``copies`` of them rows that ask for a copy and give it."""
-
-    def __init__(self, args: argparse.Namespace, rank: int) -> None:
-        self.text = Chunks(args.work / "train.bin", args.seed + 7 + rank, args.repeats)
-        self.copies = Chunks(args.work / "copies.bin", args.seed + 11 + rank) if args.copies else None
-        self.share = args.copies
-        self.tokens, self.draw = args.batch_tokens, random.Random(args.seed + rank)
-
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Input ids and labels."""
-        if self.copies is not None and self.draw.random() < self.share:
-            return self.copies.batch(self.tokens, ROW)
-        return self.text.batch(self.tokens, CONTEXT)
 
 
 class OwnText:
@@ -75,13 +56,12 @@ class OwnText:
         self.rows, self.length = args.own_rows, args.length
         self.ids = torch.empty(0, args.length, dtype=torch.long)
 
-    def batch(self, pair: Pair, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, model: LlamaForCausalLM, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Texts [rows, length], and which of their tokens loop."""
-        model = pair.target.model
         if len(self.ids) < rows:
             prompts = self.prompts.batch(self.rows * self.length, self.length)[0][:, :PROMPT]
             with torch.compiler.set_stance("force_eager"):  # generation has a new shape at every step
-                self.ids = write(model, prompts.to(pair.device), self.length, pair.dtype).cpu()
+                self.ids = write(model, prompts.to(model.device), self.length).cpu()
         ids, self.ids = self.ids[:rows], self.ids[rows:]
         found = looping(ids)
         found[:, :PROMPT] = False
@@ -94,12 +74,6 @@ def unlikelihood(logits: torch.Tensor, ids: torch.Tensor, found: torch.Tensor) -
     return -(torch.log1p(-likely.clamp(max=1 - 1e-6)) * found[:, 1:]).mean()
 
 
-def fixed(args: argparse.Namespace, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The same batches of a file in every run."""
-    chunks = Chunks(args.work / name, 0)
-    return [chunks.batch(2048, 512) for _ in range(args.eval_batches)]
-
-
 @torch.no_grad()
 def check(pair: Pair, held_out: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Loss on fixed held-out batches, in nats."""
@@ -108,15 +82,15 @@ def check(pair: Pair, held_out: list[tuple[torch.Tensor, torch.Tensor]]) -> floa
     return sum(losses) / len(losses)
 
 
-def train_batch(pair: Pair, shared: Shared, own: OwnText, corpus: Corpus, args: argparse.Namespace, at: float) -> dict:
+def train_batch(pair: Pair, shared: Shared, own: OwnText, chunks: Chunks, args: argparse.Namespace, at: float) -> dict:
     """A batch of the target's own text and some of the corpus; `at` is how far the schedule is."""
-    texts, found = (t.to(pair.device) for t in own.batch(pair, args.batch_tokens // args.length))
+    texts, found = (t.to(pair.device) for t in own.batch(pair.target.model, args.batch_tokens // args.length))
     with pair.precision():
         loops = unlikelihood(pair.target.logits(texts[:, :-1]), texts, found)
     (args.weight * loops / args.accumulate).backward()
     shared.add_target(texts.numel(), args.accumulate, cosine(at))
     for _ in range(args.corpus_batches):
-        ids, labels = (t.to(pair.device) for t in corpus.batch())
+        ids, labels = (t.to(pair.device) for t in chunks.batch(args.batch_tokens, CONTEXT))
         loss, _ = pair.target_loss(ids, labels)
         (loss / args.accumulate).backward()
         shared.add_target(args.batch_tokens, args.accumulate, cosine(at))
@@ -126,19 +100,18 @@ def train_batch(pair: Pair, shared: Shared, own: OwnText, corpus: Corpus, args: 
 def work(rank: int, pair: Pair, shared: Shared, progress: Progress, args: argparse.Namespace) -> None:
     """What one worker does; the first one also reports and saves."""
     torch.set_num_threads(args.threads)
-    own, corpus = OwnText(args, rank), Corpus(args, rank)
-    held_out = fixed(args, "held_out.bin")
-    copies = fixed(args, "copies_held_out.bin") if args.copies else []
+    own, chunks = OwnText(args, rank), Chunks(args.work / "train.bin", args.seed + 7 + rank, args.repeats)
+    fixed = Chunks(args.work / "held_out.bin", 0)
+    held_out = [fixed.batch(2048, 512) for _ in range(args.eval_batches)]
     mean: dict[str, float] = {}
     reported = 0
     while progress.value < 1.0:
         wait_while(args.pause_file)
-        values = train_batch(pair, shared, own, corpus, args, progress.value)
+        values = train_batch(pair, shared, own, chunks, args, progress.value)
         progress.count(shared.steps, shared.tokens)
         mean = {name: 0.9 * mean.get(name, value) + 0.1 * value for name, value in values.items()}
         if rank == 0 and progress.step >= reported + args.check_every:
-            found = {**mean, "held_out": check(pair, held_out)} | ({"copies": check(pair, copies)} if copies else {})
-            progress.report(args.work / "log_loops.jsonl", **found)
+            progress.report(args.work / "log_loops.jsonl", **mean, held_out=check(pair, held_out))
             save_model(pair.target.model, args.work / "target_loops")
             reported = progress.step
 
@@ -170,7 +143,6 @@ def main() -> None:
     parser.add_argument("--corpus-batches", type=int, default=3, help="for each batch of its own text")
     parser.add_argument("--weight", type=float, default=1.0, help="of the unlikelihood")
     parser.add_argument("--repeats", type=float, default=0.1, help="share of rows in which a piece of text comes twice")
-    parser.add_argument("--copies", type=float, default=0.0, help="share of corpus batches that are rows of copies.bin")
     train(parser.parse_args())
 
 
