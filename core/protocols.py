@@ -65,6 +65,14 @@ class Varies(Protocol):
 
 
 @runtime_checkable
+class Guesses(Protocol):
+    """A drafter whose chains are lists before they are a tensor: who joins them with others takes the lists."""
+
+    def guess(self, limits: Sequence[int]) -> list[list[int]]:
+        """What follows every slot's text as of the last commit; [] = nothing. More than its limit is of no use."""
+
+
+@runtime_checkable
 class GraphDrafter(Drafter, Protocol):
     """A drafter whose proposing is one traceable step, so that it can share a graph with the verifier."""
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, Shortens, Varies
+from paceline.core.protocols import Drafter, Guesses, Shortens, Varies
 from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 
 
@@ -32,6 +32,7 @@ class ChainedDrafter:
                     "target's states; use it alone"
                 )
         self._drafters = tuple(one for one in drafters if one.outline.nodes)  # others never have something to say
+        self._guess = [one if isinstance(one, Guesses) else None for one in self._drafters]
         own = [one.depths if isinstance(one, Varies) else (one.outline.nodes,) for one in self._drafters]
         self.depths = tuple(sorted({depth for each in own for depth in each})) or (0,)
         self.outline = Outline.chain(self.depths[-1])
@@ -63,23 +64,30 @@ class ChainedDrafter:
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         limits = bounds.limit.tolist()
-        lengths = (commit.start + commit.count).tolist()
         rows: list[list[int]] = [[] for _ in limits]  # of the slots in which somebody had something to say
-        for one in self._drafters:
-            asked = [
-                0 if row else limit if one.reach is None else max(0, min(limit, one.reach - length + 1))
-                for row, limit, length in zip(rows, limits, lengths, strict=True)
-            ]
+        for one, guesses in zip(self._drafters, self._guess, strict=True):
+            asked = [0 if row else limit for row, limit in zip(rows, limits, strict=True)]
+            if one.reach is not None and bounds.rows + max(asked) > one.reach + 1:
+                lengths = (commit.start + commit.count).tolist()
+                room = [max(0, one.reach + 1 - length) for length in lengths]
+                asked = [min(both) for both in zip(asked, room, strict=True)]
             if not any(asked):
                 continue
-            limit = bounds.limit if asked == limits else torch.tensor(asked, dtype=torch.int32)
-            found = one.propose(commit, sampling, Bounds(limit, bounds.rows))
-            if found.law is not None:
-                raise ConfigurationError("drafters in a chain must not draw; use acceptor='match'")
-            for slot, (row, most) in enumerate(zip(found.tokens.tolist(), asked, strict=True)):
-                if most and row[0] >= 0:
-                    rows[slot] = list(takewhile(lambda token: token >= 0, row[:most]))
+            if guesses is not None:
+                found = guesses.guess(asked)
+            else:
+                limit = bounds.limit if asked == limits else torch.tensor(asked, dtype=torch.int32)
+                found = _proposed(one, commit, sampling=sampling, bounds=Bounds(limit, bounds.rows))
+            rows = [row or said[:most] for row, said, most in zip(rows, found, asked, strict=True)]
         return Proposal.chains(rows, self.depths)
+
+
+def _proposed(one: Drafter, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds) -> list[list[int]]:
+    """The chains of a drafter that gives tensors only."""
+    found = one.propose(commit, sampling, bounds)
+    if found.law is not None:
+        raise ConfigurationError("drafters in a chain must not draw; use acceptor='match'")
+    return [list(takewhile(lambda token: token >= 0, row)) for row in found.tokens.tolist()]
 
 
 def _shortened(one: Drafter, length: int) -> Drafter:

@@ -46,14 +46,17 @@ class LiftedDrafter:
                 self._texts[slot] += tokens[:count]
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
-        limit = bounds.limit.tolist()
+        return Proposal.chains(self.guess(bounds.limit.tolist()), (self.outline.nodes,))
+
+    def guess(self, limits: Sequence[int]) -> list[list[int]]:
+        """See `paceline.core.protocols.Guesses`."""
         rows, nodes = [], self.outline.nodes
-        for slot in range(len(commit.tokens)):
-            wanted = slot in self._texts and limit[slot] > 0
+        for slot, limit in enumerate(limits):
+            wanted = slot in self._texts and limit > 0
             found = _ids(self._function(list(self._texts[slot])), nodes) if wanted else []
             bad = next((i for i, token in enumerate(found) if not 0 <= token < 1 << 31), len(found))
             rows.append(found[:bad])
-        return Proposal.chains(rows, (nodes,))
+        return rows
 
 
 def lift(function: Function, length: int) -> LiftedDrafter:

@@ -91,6 +91,9 @@ class NgramDrafter:
                 self._texts[slot].extend(tokens[:count])
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        return Proposal.chains(self.guess(bounds.limit.tolist()), (self.outline.nodes,))
+
+    def guess(self, limits: Sequence[int]) -> list[list[int]]:
+        """See `paceline.core.protocols.Guesses`."""
         nodes = self.outline.nodes
-        slots = range(len(commit.tokens))
-        return Proposal.chains([self._texts[s].lookup(nodes) if s in self._texts else [] for s in slots], (nodes,))
+        return [self._texts[s].lookup(nodes) if s in self._texts else [] for s in range(len(limits))]

@@ -106,8 +106,11 @@ class SuffixDrafter:
                 self._extend(self._texts[slot], tokens[:count])
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
-        rows = [self._lookup(self._texts[slot]) if slot in self._texts else [] for slot in range(len(commit.tokens))]
-        return Proposal.chains(rows, self.depths)
+        return Proposal.chains(self.guess(bounds.limit.tolist()), self.depths)
+
+    def guess(self, limits: Sequence[int]) -> list[list[int]]:
+        """See `paceline.core.protocols.Guesses`."""
+        return [self._lookup(self._texts[slot]) if slot in self._texts else [] for slot in range(len(limits))]
 
     def _extend(self, text: _Text, tokens: Sequence[int]) -> None:
         for token in tokens:

@@ -25,8 +25,9 @@ class Blank:
         self.tensor = torch.empty(shape, dtype=torch.int32)
         self._memory = self.tensor.view(-1).numpy().data
 
-    def fill(self, words: memoryview) -> None:
-        """Write all numbers, row by row, as they travelled. Once: who has the tensor may keep it."""
+    def fill(self, words: list[int] | memoryview) -> None:
+        """Write all numbers, row by row, as they were read from a frame. Once: who has the tensor may keep it."""
+        assert isinstance(words, memoryview), "these are still to be written"
         self._memory[:] = words
 
 
@@ -41,7 +42,7 @@ class BlankRound:
         count, start, self._limit = whole[size:].view(3, slots).unbind()
         self._commit = Commit(whole[:size].view(slots, width), count, start)
 
-    def fill(self, words: memoryview, rows: int) -> tuple[Commit, Bounds]:
+    def fill(self, words: list[int] | memoryview, rows: int) -> tuple[Commit, Bounds]:
         """``words``: tokens row by row, counts, starts, limits."""
         self._blank.fill(words)
         return self._commit, Bounds(self._limit, rows)

@@ -214,7 +214,7 @@ class RemoteDraft:
         end = monotonic() + wait
         while (frame := channel.receive(max(0.0, end - monotonic()))) is not None:
             reply = wire.decode(frame)
-            if reply.number == number and type(reply) in _REPLIES:
+            if reply.number == number and isinstance(reply, _REPLIES):
                 return reply
         return None
 
