@@ -95,9 +95,9 @@ class Channel:
             frame = self._next()
         return frame
 
-    def wait(self, seconds: float) -> None:
+    def wait(self, milliseconds: int) -> None:
         """Until there is something to read, but no longer than that."""
-        self._reads.poll(seconds * 1000)
+        self._reads.poll(milliseconds)
 
     def arrived(self) -> list[bytearray]:
         """Every whole frame that is here, after one look at the socket and without waiting.

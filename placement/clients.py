@@ -16,6 +16,7 @@ from paceline.placement import wire
 from paceline.placement.ahead import Ahead
 from paceline.placement.blanks import BlankRound
 from paceline.placement.channel import Channel
+from paceline.placement.due import Due
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +32,8 @@ class Client:
     sampling: SamplingBatch | None = None
     blank: BlankRound | None = None
     held: tuple[BlankRound, Proposal] | None = None  # the last round's tensors: the target would wait for their end
+    heard: bytearray | None = None  # its last question
+    due: Due = field(default_factory=Due)  # its next question
     pending: deque[bytearray] = field(default_factory=deque)
     turn: float = 0.0
     error: str = ""
@@ -69,18 +72,23 @@ class Client:
             drafter.observe(commit)
             made = drafter.propose(commit, self.sampling, bounds)
             self.held = blank, made
-            rows = _undrawn(made)
-            if self.varies:
-                rows = [row + [PAD] * (drafter.outline.nodes - len(row)) for row in rows]
-            ahead = self.ahead is not None and self.ahead.hit
-            return wire.encode(wire.Answer(ask.number, len(rows), len(rows[0]), [*chain.from_iterable(rows)], ahead))
+            return self._said(ask, made)
         except Exception as error:  # as above
             return wire.encode(wire.Failure(ask.number, repr(error)))
 
     def prepare(self) -> None:
-        """Make the tensors of the next round, which is like the last one, and be rid of those."""
-        if self.held is not None:
-            self.blank, self.held = BlankRound(*self.held[0].shape), None
+        """Make the tensors of the next round, which is like the last one, and be rid of those.
+
+        What the next question will go through is gone through with the last one: see `due`.
+        """
+        if self.held is None or self.heard is None:
+            return
+        (blank, made), self.held = self.held, None
+        self.blank = BlankRound(*blank.shape)
+        ask = wire.decode(self.heard)
+        assert isinstance(ask, wire.Ask)
+        self.blank.fill(ask.numbers, ask.rows)
+        self._said(ask, made)
 
     def work_ahead(self) -> None:
         """Do a part of what is to be done before the target asks."""
@@ -89,6 +97,13 @@ class Client:
             self.ahead.work()
         except Exception as error:  # as above
             self.error = repr(error)
+
+    def _said(self, ask: wire.Ask, made: Proposal) -> bytes:
+        rows = _undrawn(made)
+        if self.varies:
+            rows = [row + [PAD] * (self._drafter().outline.nodes - len(row)) for row in rows]
+        ahead = self.ahead is not None and self.ahead.hit
+        return wire.encode(wire.Answer(ask.number, len(rows), len(rows[0]), [*chain.from_iterable(rows)], ahead))
 
     def _drafter(self) -> Drafter:
         if self.drafter is None:

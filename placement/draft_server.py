@@ -65,7 +65,8 @@ class DraftServer:
         self._clients: dict[int, Client] = {}  # by the number of its socket
         self._arrivals: deque[Channel] = deque()
         self._clock = 0.0
-        self._last: Client | None = None  # who was answered last
+        self._last: Client | None = None  # who was answered last, and is not prepared for its next round
+        self._answered = 0.0  # when
         self._stopped = False
         self._aheads: list[Client] = []  # those whose drafters work while their targets do
         self._ready: list[Client] = []  # those whose messages wait
@@ -168,12 +169,14 @@ class DraftServer:
         return [client for client in self._aheads if client.ahead is not None and not client.ahead.idle]
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Until something arrives. Tensors for the next round are made meanwhile, when whoever was answered runs."""
-        if self._last is not None:
-            if found := self._poll.poll(_AWHILE):
+        """Until something arrives. Shortly before, the next round of whoever was answered is prepared."""
+        last, self._last = self._last, None
+        if last is not None:
+            # Of several targets any may be next, and soon.
+            wait = last.due.milliseconds(perf_counter() - self._answered) if len(self._clients) == 1 else _AWHILE
+            if found := self._poll.poll(wait):
                 return found
-            self._last.prepare()
-            self._last = None
+            last.prepare()
         return self._poll.poll(None)
 
     def _read(self, client: Client) -> None:
@@ -195,10 +198,13 @@ class DraftServer:
         begin = perf_counter()
         self._clock = client.turn
         try:
-            message = wire.decode(client.pending.popleft())
+            frame = client.pending.popleft()
+            message = wire.decode(frame)
             if type(message) is wire.Ask:
                 client.channel.send(client.answer(message), _SEND)
-                self._last = client
+                client.heard, self._last, self._answered = frame, client, perf_counter()
+                if message.pause:
+                    client.due.came_after(message.pause / 1e6)
             elif type(message) is wire.Admit:
                 client.admit(message)
             elif type(message) is wire.Hello:

@@ -21,6 +21,7 @@ from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, S
 from paceline.placement import wire
 from paceline.placement.blanks import Blank
 from paceline.placement.channel import Channel
+from paceline.placement.due import Due
 from paceline.placement.health import COUNTED, DrafterHealth, Fault
 from paceline.placement.revival import Caller, Revival
 from paceline.placement.texts import Texts, lists
@@ -63,7 +64,6 @@ class Patience:
     longest: float = 30.0
 
 
-_AWHILE = 0.001  # seconds
 _LONG = 1_000_000_000  # microseconds; more has no room in a message
 _REPLIES = (wire.Answer, wire.Failure)
 _DOUBLINGS = 64  # of a rest; a float has no room for the thousands that faults of weeks would come to
@@ -87,6 +87,9 @@ class RemoteDraft:
         self._counts = dict.fromkeys(COUNTED, 0)
         self._drawn = False  # the process knows how the requests sample
         self._last_error = ""
+        self._due, self._sent = Due(), 0.0  # when an answer is expected; when it was asked for
+        self._frame: bytearray | None = None  # the last reply
+        self._heard: bytearray | None = None  # the last one that was a proposal
         self._channel: Channel | None = None
         hello = wire.Hello(0, terms.client, terms.slots, terms.vocab_size)
         self._revival = Revival(caller, hello, nodes=terms.nodes, longest=self._patience.longest)
@@ -135,12 +138,13 @@ class RemoteDraft:
         ask = wire.Ask(number, tuple(texts), len(rows), len(rows[0]), numbers, bounds.rows, drawn, pause)
         try:
             channel.send(wire.encode(ask), wait)
-            channel.wait(_AWHILE)  # the other process goes first: it may be on the same CPU
-            self._texts.asked(now)
+            self._sent = monotonic()
+            channel.wait(self._due.milliseconds())
             self._reading, self._drawn, self._had = False, True, None
             self._counts["asked"] += 1
             self._counts["rereads"] += len(texts)
-            blank = Blank(self._terms.slots, self._terms.nodes)
+            self._texts.asked(now)
+            blank = self._prepared()
             made = Proposal(blank.tensor)
             reply = self._reply(channel, number, wait)
         except ChannelError as error:
@@ -210,11 +214,21 @@ class RemoteDraft:
             self._revive("the process hangs")
         return None
 
+    def _prepared(self) -> Blank:
+        """Room for the answer. What that will go through is gone through with the last one: see `due`."""
+        blank = Blank(self._terms.slots, self._terms.nodes)
+        if self._heard is not None:
+            last = wire.decode(self._heard)
+            assert isinstance(last, wire.Answer)
+            blank.fill(last.tokens)
+        return blank
+
     def _reply(self, channel: Channel, number: int, wait: float) -> wire.Reply | None:
         end = monotonic() + wait
         while (frame := channel.receive(max(0.0, end - monotonic()))) is not None:
             reply = wire.decode(frame)
             if reply.number == number and isinstance(reply, _REPLIES):
+                self._frame = frame
                 return reply
         return None
 
@@ -234,7 +248,8 @@ class RemoteDraft:
         self._texts.answered()
         self._row = 0
         self._counts["answered"] += 1
-        self._had = monotonic()
+        self._heard, self._had = self._frame, monotonic()
+        self._due.came_after(self._had - self._sent)
         if reply.ahead:
             self._counts["ahead"] += 1
         return True
