@@ -32,7 +32,7 @@ class Client:
     sampling: SamplingBatch | None = None
     blank: BlankRound | None = None
     held: tuple[BlankRound, Proposal] | None = None  # the last round's tensors: the target would wait for their end
-    heard: bytearray | None = None  # its last question
+    heard: bytearray | None = None  # its last question, if it brought no texts
     due: Due = field(default_factory=Due)  # its next question
     pending: deque[bytearray] = field(default_factory=deque)
     turn: float = 0.0
@@ -81,14 +81,15 @@ class Client:
 
         What the next question will go through is gone through with the last one: see `due`.
         """
-        if self.held is None or self.heard is None:
+        if self.held is None:
             return
         (blank, made), self.held = self.held, None
         self.blank = BlankRound(*blank.shape)
-        ask = wire.decode(self.heard)
-        assert isinstance(ask, wire.Ask)
-        self.blank.fill(ask.numbers, ask.rows)
-        self._said(ask, made)
+        if self.heard is not None:
+            ask = wire.decode(self.heard)
+            assert isinstance(ask, wire.Ask)
+            self.blank.fill(ask.numbers, ask.rows)
+            self._said(ask, made)
 
     def work_ahead(self) -> None:
         """Do a part of what is to be done before the target asks."""

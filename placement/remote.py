@@ -139,14 +139,14 @@ class RemoteDraft:
         try:
             channel.send(wire.encode(ask), wait)
             self._sent = monotonic()
-            channel.wait(self._due.milliseconds())
+            channel.wait(min(self._due.milliseconds(), int(1000 * wait)))
             self._reading, self._drawn, self._had = False, True, None
             self._counts["asked"] += 1
             self._counts["rereads"] += len(texts)
             self._texts.asked(now)
             blank = self._prepared()
             made = Proposal(blank.tensor)
-            reply = self._reply(channel, number, wait)
+            reply = self._reply(channel, number, self._sent + wait)
         except ChannelError as error:
             self._fault("lost", str(error))
             return self._nothing()
@@ -223,8 +223,7 @@ class RemoteDraft:
             blank.fill(last.tokens)
         return blank
 
-    def _reply(self, channel: Channel, number: int, wait: float) -> wire.Reply | None:
-        end = monotonic() + wait
+    def _reply(self, channel: Channel, number: int, end: float) -> wire.Reply | None:
         while (frame := channel.receive(max(0.0, end - monotonic()))) is not None:
             reply = wire.decode(frame)
             if reply.number == number and isinstance(reply, _REPLIES):
