@@ -51,8 +51,8 @@ class Client:
         except Exception as error:  # a drafter may be anything; its failure is the target's to weigh
             self.error = repr(error)
 
-    def answer(self, ask: wire.Ask) -> bytes:
-        """The proposal behind a commit, or why there is none; encoded."""
+    def answer(self, ask: wire.Ask, frame: bytearray) -> bytes:
+        """The proposal behind a commit, or why there is none; encoded. ``frame``: the question as it came."""
         drafter = self._drafter()
         failed, self.error = self.error, ""
         if failed:
@@ -71,9 +71,11 @@ class Client:
                 self.ahead.paused(ask.pause / 1e6)
             drafter.observe(commit)
             made = drafter.propose(commit, self.sampling, bounds)
-            self.held = blank, made
-            return self._said(ask, made)
+            said = self._said(ask, made)
+            self.held, self.heard = (blank, made), None if ask.texts else frame
+            return said
         except Exception as error:  # as above
+            self.held = self.heard = None  # what failed is not gone through again
             return wire.encode(wire.Failure(ask.number, repr(error)))
 
     def prepare(self) -> None:

@@ -201,9 +201,8 @@ class DraftServer:
             frame = client.pending.popleft()
             message = wire.decode(frame)
             if type(message) is wire.Ask:
-                client.channel.send(client.answer(message), _SEND)
+                client.channel.send(client.answer(message, frame), _SEND)
                 self._last, self._answered = client, perf_counter()
-                client.heard = None if message.texts else frame
                 if message.pause:
                     client.due.came_after(message.pause / 1e6)
             elif type(message) is wire.Admit:

@@ -214,3 +214,41 @@ def test_turns_are_fair_and_shares_count(tmp_path: Path, stack: ExitStack) -> No
         time_of = {name: done[name] * costs[name] for name in done}
         assert 1.2 < time_of["double"] / time_of["b"] < 3.5
         assert 0.4 < time_of["a"] / time_of["b"] < 2.5, done
+
+
+class Fickle(Slow):
+    """Proposes zeros in the first rounds, then what is no proposal once, then zeros again."""
+
+    def __init__(self, bad: Proposal) -> None:
+        super().__init__(0.0)
+        self._bad, self._asked = bad, 0
+
+    def propose(self, commit: Commit, sampling: object, bounds: object) -> Proposal:
+        self._asked += 1
+        return self._bad if self._asked == 3 else super().propose(commit, sampling, bounds)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Proposal(torch.zeros(2, 2)),
+        Proposal(torch.full((2, 2), 1 << 40)),
+        Proposal(torch.zeros(2, 2, dtype=torch.int32), None, torch.zeros(2, 2, 5)),
+        Proposal(torch.zeros(0, 2, dtype=torch.int32)),
+    ],
+    ids=["floats", "too large", "drawn", "of no slot"],
+)
+def test_a_drafter_that_fails_in_a_usual_round_is_asked_again(tmp_path: Path, stack: ExitStack, bad: Proposal) -> None:
+    """What a failed round left behind is not gone through when the next one is prepared."""
+    address = Address(path=str(tmp_path / "s"))
+    with serving(listen(address), Unpooled(lambda _: Fickle(bad))):
+        channel, _ = hello(stack, address, "a")
+        kinds = []
+        for number in range(1, 7):
+            usual = ask(number, width=3 if number < 5 else 4)._replace(texts=(), pause=1)
+            channel.send(wire.encode(usual if number == 1 else usual._replace(sampling=None)), 1)
+            frame = channel.receive(5)
+            assert frame is not None
+            kinds.append(type(wire.decode(frame)))
+            time.sleep(0.02)  # so that the server prepares for the next round
+        assert kinds == [wire.Answer, wire.Answer, wire.Failure, wire.Answer, wire.Answer, wire.Answer]
