@@ -91,6 +91,7 @@ def main() -> None:
     torch.set_num_threads(threads)
     pipe.send(None)
     member = join(meeting, rank, group)
+    pipe.send(None)
     follower = Follower(rank, group)
     while True:
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import shutil
 import socket
 import subprocess
 import sys
@@ -55,15 +54,12 @@ class Ranks:
         self._left: list[int] = []  # bodies that were given up, which the other ranks do not know yet
         self._steps: dict[int, int] = {}  # whose each step is
         self._count = 0
-        folder = Path(tempfile.mkdtemp(prefix="paceline-ranks-"))
         self._others = [_start() for _ in range(1, degree)]
-        self._end = weakref.finalize(self, _end, self.group, self._others, folder)
+        self._end = weakref.finalize(self, _end, self.group, self._others)
         try:
-            threads = max(1, torch.get_num_threads() // degree)
-            for rank, (_, pipe) in enumerate(self._others, 1):
-                pipe.send((self.group, str(folder / "meeting"), rank, threads, sys.path))
-            self._answers()  # all are there, so that none is waited for in vain
-            self._member = join(str(folder / "meeting"), 0, self.group)
+            # The meeting's file is gone as soon as all have met: nobody is left to remove it after a kill.
+            with tempfile.TemporaryDirectory(prefix="paceline-ranks-", ignore_cleanup_errors=True) as folder:
+                self._member = self._meet(str(Path(folder) / "meeting"))
         except (OSError, RuntimeError) as error:
             lost = self._lost(error)
             self._end()
@@ -71,6 +67,15 @@ class Ranks:
         except BaseException:
             self._end()
             raise
+
+    def _meet(self, place: str) -> object:
+        threads = max(1, torch.get_num_threads() // self.group.degree)
+        for rank, (_, pipe) in enumerate(self._others, 1):
+            pipe.send((self.group, place, rank, threads, sys.path))
+        self._answers()  # all are there, so that none is waited for in vain
+        member = join(place, 0, self.group)
+        self._answers()  # all have found each other
+        return member
 
     @property
     def alive(self) -> bool:
@@ -277,7 +282,7 @@ def _last_words(pipe: Connection) -> str:
         return ""
 
 
-def _end(group: Processes, others: list[tuple[subprocess.Popen[bytes], Connection]], folder: Path) -> None:
+def _end(group: Processes, others: list[tuple[subprocess.Popen[bytes], Connection]]) -> None:
     """End the processes: a closed pipe tells them to; one that does not hear is killed."""
     for _, pipe in others:
         pipe.close()
@@ -288,4 +293,3 @@ def _end(group: Processes, others: list[tuple[subprocess.Popen[bytes], Connectio
             process.kill()
             process.wait()
     leave(group)
-    shutil.rmtree(folder, ignore_errors=True)

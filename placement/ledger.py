@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from threading import Thread
 from time import monotonic, sleep
 from typing import Any
 
@@ -24,6 +25,7 @@ from paceline.placement.revival import START
 NAME = "paceline-ledger"
 WORKERS = "paceline-worker-"
 _HAS = "@"
+_IDLE = 10.0  # seconds after which it is looked whether anything is taken: who took it may have been killed
 _DYING = 60.0  # seconds, more than it takes to be killed: what is claimed meanwhile would be forgotten
 
 
@@ -41,9 +43,9 @@ class Claim:
 
 
 class Ledger:
-    """Claims and releases; methods run one at a time."""
+    """Claims and releases; methods run one at a time. As an actor it ends by itself ``idle`` seconds after the last."""
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, idle: float | None = None) -> None:
         self._instance = instance
         self._taken: dict[str, dict[str, CoreRange]] = {}
         self._running: set[str] = set()
@@ -51,6 +53,8 @@ class Ledger:
         for claim, (node, cores) in _workers().items():
             self._taken.setdefault(node, {})[claim] = cores
             self._running.add(claim)
+        if idle is not None:
+            Thread(target=_end_when_unused, args=(idle,), daemon=True).start()
 
     def _forget_dead(self) -> None:
         """Who ran and is no more, or never came, has lost its cores, said or not. A node that is gone has none."""
@@ -126,6 +130,14 @@ def worker_name(claim: str, node: str, cores: CoreRange) -> str:
     return f"{claim}{_HAS}{node}:{cores}"
 
 
+def _end_when_unused(idle: float) -> None:
+    """Within the ledger's actor, and in turn with what others ask of it."""
+    me = ray.get_runtime_context().current_actor
+    while True:
+        sleep(idle)
+        me.end_unused.options(max_task_retries=0).remote()
+
+
 def _claim_of(actor: str) -> str:
     return actor.partition(_HAS)[0]
 
@@ -148,7 +160,7 @@ def ledger(instance: Instance) -> ray.actor.ActorHandle:
         name=NAME, namespace=NAMESPACE, get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1,
         max_task_retries=3,
     )  # fmt: skip
-    return made.remote(instance)
+    return made.remote(instance, _IDLE)
 
 
 def ask(instance: Instance, method: str, *arguments: object, seconds: float) -> Any:

@@ -10,6 +10,7 @@ import gc
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -189,9 +190,11 @@ def alone(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> SamplingDecode
 
 
 def test_processes_end_with_the_last_decoder_that_is_closed_or_dropped(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = Ranks(2)
+    assert not list(tmp_path.iterdir())  # a kill would leave it
     monkeypatch.setattr("paceline.decoder.backends.ranked.shared", lambda _degree: own)
     first, second = load(workshop, 2), load(workshop, 2, "draft")
     processes = own.processes
