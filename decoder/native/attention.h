@@ -25,9 +25,10 @@ struct Heads {
   int64_t q_step, k_step, v_step, out_step;
 };
 
-template <class T>
-inline Vec part(const T* line, int64_t v, int64_t D) {  // vector v of a line of D numbers, zeros behind its end
-  if ((v + 1) * VL <= D) return load(line + v * VL);
+// Vector v of a line of D numbers, zeros behind its end. WHOLE: D is a number of whole vectors.
+template <bool WHOLE, class T>
+inline Vec part(const T* line, int64_t v, int64_t D) {
+  if (WHOLE || (v + 1) * VL <= D) return load(line + v * VL);
   Vec found = {};
   for (int64_t d = v * VL; d < D; d++) found[d - v * VL] = widen(line[d]);
   return found;
@@ -52,14 +53,16 @@ struct Ways {
   int64_t length(int64_t t) const { return lengths[t]; }
 };
 
+constexpr int64_t SOON = 2048;  // bytes of keys
+
 // QUERIES rows of one key-value head at once: the cache is read and widened once for all of them. Each sum has an
 // accumulator of its own, so a row's result does not depend on QUERIES. DEEP = positions or vectors walked abreast.
 // In a TREE the rows before the window are common to all; each row then walks its own ancestors (`ways`, window rows
 // from the root down) as if they lay behind each other: the arithmetic of a chain, so also its bits.
-template <class T, int QUERIES, bool TREE>
+template <class T, int QUERIES, bool TREE, bool WHOLE>
 void attend_block(const Attend& a, const Heads& h, const T* keys, const T* values, int64_t first, int64_t row,
                   float* scratch, const Ways& ways) {
-  constexpr int DEEP = QUERIES == 1 ? 4 : QUERIES == 2 ? 4 : 2;
+  constexpr int DEEP = QUERIES == 4 ? 2 : 4;
   const int64_t D = a.width, group = a.group(), vectors = (D + VL - 1) / VL, padded = vectors * VL;
   const int64_t stride = a.stride();
   const float scale = 1.0f / std::sqrt((float)D);
@@ -78,14 +81,24 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
   }
   auto score = [&](auto deep, int64_t p) {
     constexpr int N = decltype(deep)::value;
-    Vec sum[N][QUERIES] = {};
-    for (int64_t v = 0; v < vectors; v++)
-      for (int j = 0; j < N; j++) {
-        Vec key = part(keys + (p + j) * D, v, D);
-        for (int i = 0; i < QUERIES; i++) multiply_add(sum[j][i], load(query + i * padded + v * VL), key);
+    if (first == 0)  // the first to read these lines of the cache; values are read once all scores are there
+      for (int64_t byte = 0; byte < N * D * (int64_t)sizeof(T); byte += 64) {
+        __builtin_prefetch((const char*)(keys + p * D) + byte + SOON);
+        __builtin_prefetch((const char*)(values + p * D) + byte);
       }
-    for (int j = 0; j < N; j++)
-      for (int i = 0; i < QUERIES; i++) scores[i * stride + p + j] = total(sum[j][i]);
+    Vec sum[QUERIES * N];
+    unrolled<QUERIES * N>([&](auto i) { sum[i] = Vec{}; });
+    for (int64_t v = 0; v < vectors; v++) {
+      Vec key[N];
+      unrolled<N>([&](auto j) { key[j] = part<WHOLE>(keys + (p + j) * D, v, D); });
+      unrolled<QUERIES>([&](auto i) {
+        Vec asked = in_register(load(query + i * padded + v * VL));
+        unrolled<N>([&](auto j) { multiply_add(sum[i * N + j], asked, key[j]); });
+      });
+    }
+    float found[QUERIES * N];
+    totals<QUERIES * N>(sum, found);
+    unrolled<QUERIES>([&](auto i) { std::memcpy(scores + i * stride + p, found + i * N, N * sizeof(float)); });
   };
   int64_t p = 0;
   for (; p + DEEP <= longest; p += DEEP) score(std::integral_constant<int, DEEP>{}, p);
@@ -95,7 +108,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
       for (int64_t at = row; at < seen[i]; at++) {
         Vec sum = {};
         for (int64_t v = 0; v < vectors; v++)
-          multiply_add(sum, load(query + i * padded + v * VL), part(keys + (row + way[i][at - row]) * D, v, D));
+          multiply_add(sum, load(query + i * padded + v * VL), part<WHOLE>(keys + (row + way[i][at - row]) * D, v, D));
         scores[i * stride + at] = total(sum);
       }
   float inverse[QUERIES];
@@ -106,30 +119,37 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
   }
   auto mix_values = [&](auto deep, int64_t v) {
     constexpr int N = decltype(deep)::value;
-    Vec sum[N][QUERIES] = {};
-    for (int64_t at = 0; at < longest; at++)
-      for (int j = 0; j < N; j++) {
-        Vec value = part(values + at * D, v + j, D);
-        for (int i = 0; i < QUERIES; i++) multiply_add(sum[j][i], value, Vec{} + scores[i * stride + at]);
-      }
+    Vec sum[QUERIES * N], made[QUERIES * N];
+    unrolled<QUERIES * N>([&](auto i) { sum[i] = Vec{}; });
+    for (int64_t at = 0; at < longest; at++) {
+      Vec value[N];
+      unrolled<N>([&](auto j) { value[j] = part<WHOLE>(values + at * D, v + j, D); });
+      unrolled<QUERIES>([&](auto i) {
+        Vec weight = in_register(spread(scores[i * stride + at]));
+        unrolled<N>([&](auto j) { multiply_add(sum[i * N + j], value[j], weight); });
+      });
+    }
+    unrolled<QUERIES * N>([&](auto i) { made[i] = sum[i]; });  // whose places are not known below: not in registers
     if (TREE)
       for (int i = 0; i < QUERIES; i++)
         for (int64_t at = row; at < seen[i]; at++)
           for (int j = 0; j < N; j++)
-            multiply_add(sum[j][i], part(values + (row + way[i][at - row]) * D, v + j, D),
-                         Vec{} + scores[i * stride + at]);
-    for (int j = 0; j < N; j++)
-      for (int i = 0; i < QUERIES; i++)
-        for (int64_t d = 0; d < VL && (v + j) * VL + d < D; d++) to[i][(v + j) * VL + d] = sum[j][i][d] * inverse[i];
+            multiply_add(made[i * N + j], part<WHOLE>(values + (row + way[i][at - row]) * D, v + j, D),
+                         spread(scores[i * stride + at]));
+    for (int i = 0; i < QUERIES; i++)
+      for (int j = 0; j < N; j++)
+        for (int64_t d = 0; d < VL && (v + j) * VL + d < D; d++)
+          to[i][(v + j) * VL + d] = made[i * N + j][d] * inverse[i];
   };
   int64_t v = 0;
   for (; v + DEEP <= vectors; v += DEEP) mix_values(std::integral_constant<int, DEEP>{}, v);
+  for (; v + 2 <= vectors; v += 2) mix_values(std::integral_constant<int, 2>{}, v);
   for (; v < vectors; v++) mix_values(std::integral_constant<int, 1>{}, v);
 }
 
 // One group of heads in line b: write its keys and values to their rows, then attend. `keys` and `values` are those of
 // its slot and head.
-template <class T, bool TREE>
+template <class T, bool TREE, bool WHOLE>
 void attend_group(const Attend& a, int64_t b, const Heads& h, T* keys, T* values) {
   static thread_local std::vector<float> scratch;
   const int64_t D = a.width, n = std::min<int64_t>(a.count[b], a.window), row = a.row[b];
@@ -143,9 +163,9 @@ void attend_group(const Attend& a, int64_t b, const Heads& h, T* keys, T* values
   const Ways ways(TREE ? a.parents + b * a.window : nullptr, a.window);
   for (int64_t first = 0, left = n * a.group(); left > 0;) {
     const int64_t take = left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    auto block = take == 4   ? attend_block<T, 4, TREE>
-                 : take == 2 ? attend_block<T, 2, TREE>
-                             : attend_block<T, 1, TREE>;
+    auto block = take == 4   ? attend_block<T, 4, TREE, WHOLE>
+                 : take == 2 ? attend_block<T, 2, TREE, WHOLE>
+                             : attend_block<T, 1, TREE, WHOLE>;
     block(a, h, keys, values, first, row, scratch.data(), ways);
     first += take, left -= take;
   }
@@ -154,8 +174,10 @@ void attend_group(const Attend& a, int64_t b, const Heads& h, T* keys, T* values
 template <class T>
 void attend_group(const Attend& a, int64_t b, int64_t g, const Heads& h, T* keys, T* values) {
   const int64_t base = ((int64_t)a.slots[b] * a.kv_heads + g) * a.rows * a.width;
-  if (a.parents) attend_group<T, true>(a, b, h, keys + base, values + base);
-  else attend_group<T, false>(a, b, h, keys + base, values + base);
+  const bool whole = a.width % VL == 0;
+  auto attend = a.parents ? (whole ? attend_group<T, true, true> : attend_group<T, true, false>)
+                          : (whole ? attend_group<T, false, true> : attend_group<T, false, false>);
+  attend(a, b, h, keys + base, values + base);
 }
 
 // All lines and groups; q and out [batch, window, heads, width], k and v [batch, window, kv_heads, width].

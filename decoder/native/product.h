@@ -110,34 +110,34 @@ const float* prepare(int64_t M, int64_t K, float* common, Fill fill) {
 
 // ------------------------------------------------------------------------------------------------------- the product --
 
+constexpr int64_t AHEAD = 4096;  // bytes: weights come from memory in the time that a few rows of them take
+
 // ROWS x COLS results at once. One accumulator for each, walked along K: the same arithmetic for every ROWS and COLS.
 // A function by itself, so that nothing around it costs it a register. found [ROWS, COLS]
 template <class W, int ROWS, int COLS>
 __attribute__((noinline)) void block(const float* x, const W* w, int64_t K, float* found) {
-  Vec sum[ROWS][COLS];
-  for (int m = 0; m < ROWS; m++)
-    for (int n = 0; n < COLS; n++) sum[m][n] = Vec{};
+  Vec sum[ROWS * COLS];
+  unrolled<ROWS * COLS>([&](auto i) { sum[i] = Vec{}; });
+  const char* ahead = (const char*)w + AHEAD;
   int64_t k = 0;
   for (; k + STEP <= K; k += STEP) {
     Pair column[COLS];
-    for (int n = 0; n < COLS; n++) column[n] = load_pair(w + n * K + k);
-    const char* ahead = (const char*)(w + COLS * K + k * COLS) + 1024;  // the next rows lie right behind these
-    for (size_t byte = 0; byte < COLS * STEP * sizeof(W); byte += 64) __builtin_prefetch(ahead + byte);
-    for (int m = 0; m < ROWS; m++) {
+    unrolled<COLS>([&](auto n) { column[n] = load_pair(w + n * K + k); });
+    for (size_t byte = 0; byte < COLS * STEP * sizeof(W); byte += 64, ahead += 64) __builtin_prefetch(ahead);
+    unrolled<ROWS>([&](auto m) {
       Vec row = in_register(load(x + m * K + k));
-      for (int n = 0; n < COLS; n++) multiply_add(sum[m][n], column[n].first, row);
-    }
-    for (int m = 0; m < ROWS; m++) {
+      unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].first, row); });
+    });
+    unrolled<ROWS>([&](auto m) {
       Vec row = in_register(load(x + m * K + k + VL));
-      for (int n = 0; n < COLS; n++) multiply_add(sum[m][n], column[n].second, row);
-    }
+      unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].second, row); });
+    });
   }
-  for (int m = 0; m < ROWS; m++)
-    for (int n = 0; n < COLS; n++) {
-      float value = total(sum[m][n]);
-      for (int64_t j = k; j < K; j++) value = __builtin_fmaf(x[m * K + j], widen(w[n * K + j]), value);
-      found[m * COLS + n] = value;
-    }
+  totals<ROWS * COLS>(sum, found);
+  for (; k < K; k++)
+    for (int m = 0; m < ROWS; m++)
+      for (int n = 0; n < COLS; n++)
+        found[m * COLS + n] = __builtin_fmaf(x[m * K + k], widen(w[n * K + k]), found[m * COLS + n]);
 }
 
 // M prepared rows with COLS rows of weights; emit(m, n, value) gets each result.

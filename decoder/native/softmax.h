@@ -7,7 +7,7 @@ namespace {
 
 // exp(x) for x <= 0, by range reduction and a polynomial of degree 6 (coefficients of Cephes' expf). Error 2 ulp.
 inline Vec exponential(Vec x) {
-  for (int i = 0; i < VL; i++) x[i] = x[i] < -87.0f ? -87.0f : x[i];
+  x = x < -87.0f ? Vec{} - 87.0f : x;
   Vec shifted = x * 1.44269504f + 12582912.0f;  // rounds to an integer in the low bits of the mantissa
   Vec n = shifted - 12582912.0f;
   Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;

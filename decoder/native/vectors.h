@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
@@ -76,17 +77,48 @@ inline float total(Vec v) {  // ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7))
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 #endif
 }
+// The totals of four vectors, each the same sum: together they take half of the instructions.
+inline void totals(Vec a, Vec b, Vec c, Vec d, float* to) {
+#ifdef __AVX2__
+  auto half = [](Vec v) { return _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1)); };
+  auto pairs = [&](Vec first, Vec second) {
+    const __m128 x = half(first), y = half(second);
+    return _mm_add_ps(_mm_movelh_ps(x, y), _mm_movehl_ps(y, x));
+  };
+  const __m128 left = pairs(a, b), right = pairs(c, d);
+  _mm_storeu_ps(to, _mm_add_ps(_mm_shuffle_ps(left, right, 0x88), _mm_shuffle_ps(left, right, 0xdd)));
+#else
+  to[0] = total(a), to[1] = total(b), to[2] = total(c), to[3] = total(d);
+#endif
+}
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
 inline float largest(Vec v) {
   float best = v[0];
   for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
   return best;
 }
+inline Vec spread(float x) { return Vec{x, x, x, x, x, x, x, x}; }
 inline Vec in_register(Vec v) {  // keeps the compiler from loading the same vector again for every use
 #ifdef __AVX2__
   asm("" : "+x"(v));
 #endif
   return v;
+}
+// body(0), body(1), ... body(N - 1), each written out with its number as a constant: what an array holds then lies in
+// registers, which compilers do not see through nested loops.
+template <class Body, int... I>
+inline __attribute__((always_inline)) void unrolled(Body body, std::integer_sequence<int, I...>) {
+  (body(std::integral_constant<int, I>{}), ...);
+}
+template <int N, class Body>
+inline __attribute__((always_inline)) void unrolled(Body body) {
+  unrolled(body, std::make_integer_sequence<int, N>{});
+}
+// found[i] = total(sum[i])
+template <int N>
+inline __attribute__((always_inline)) void totals(const Vec* sum, float* found) {
+  unrolled<N / 4>([&](auto i) { totals(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3], found + 4 * i); });
+  unrolled<N % 4>([&](auto i) { found[N / 4 * 4 + i] = total(sum[N / 4 * 4 + i]); });
 }
 inline VecI lanes() { return VecI{0, 1, 2, 3, 4, 5, 6, 7}; }
 
