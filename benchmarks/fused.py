@@ -4,6 +4,7 @@
     python benchmarks/fused.py --part 30m --alpha 0.6      random weights, target of 30M and draft of 8M
     python benchmarks/fused.py --part 110m --alpha 0.8     the same with a target of 110M
     python benchmarks/fused.py --part copy                 a file to be repeated with an edit, lists of drafters
+    python benchmarks/fused.py --part copier               the same with a target made to copy, of the demo target's shape
     python benchmarks/fused.py --part useless              adaptive depth with a draft that is always wrong
     python benchmarks/fused.py --part good                 adaptive depth with the demo draft, and every fixed k
 
@@ -21,16 +22,17 @@ import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
-from common import PAIR, ROOT, prompt_ids, publish
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from common import PAIR, prompt_ids, publish
+from copies import copier, copies
+from transformers import LlamaConfig, LlamaForCausalLM
 from turns import Mode, measure
 
 from paceline import LADDER, AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 
-FILES = ("core/tree.py", "core/sampling.py", "draft/lift.py", "core/backlog.py", "core/law.py", "draft/ngram.py")
 POSITIONS = 512
 
 # Width, layers, heads, width of the MLP and vocabulary of target and draft.
@@ -111,19 +113,24 @@ def shape(name: str) -> Callable[[Asked], dict[str, object]]:
 
 
 def copying(asked: Asked) -> dict[str, object]:
-    """Files of this repository: the whole, then its beginning with one name changed, to be gone on with.
-
-    A target of this size does not copy reliably. With ``alpha`` a draft stands with that probability, as if it did.
-    """
+    """The demo pair, whose target does not copy reliably. With ``alpha`` a draft stands with that probability."""
     draft, target = demo(asked)
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    prompts, new = [], min(asked.new, 120)
-    for name in FILES[: asked.count]:
-        whole = tokenizer((ROOT / name).read_text()).input_ids[:170]
-        text = tokenizer.decode(whole)
-        word = max(set(text.split()), key=lambda w: (w.isidentifier(), text.count(w) * len(w)))
-        edited = tokenizer(text.replace(word, f"{word}_2")).input_ids
-        prompts.append([*whole, *tokenizer("\n\n\n").input_ids, *edited[:40]])
+    return lists(draft, target, copies(asked.count).prompts, asked)
+
+
+def copied(asked: Asked) -> dict[str, object]:
+    """A target that writes what the copy asks for, with the demo draft, which knows nothing of that."""
+    asks = copies(asked.count)
+    with tempfile.TemporaryDirectory() as folder:
+        copier(asks, Path(folder))
+        target = AutoDecoder.from_pretrained(folder, n_positions=POSITIONS, backend=asked.backend)
+    return lists(demo(asked)[0], target, asks.prompts, asked)
+
+
+def lists(
+    draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], asked: Asked
+) -> dict[str, object]:
+    """Drafters one by one and in lists, up to the largest depth."""
     k = max(asked.depths)
     few = min(3, k)
     drafts: dict[str, object] = {
@@ -136,7 +143,7 @@ def copying(asked: Asked) -> dict[str, object]:
     modes = {"plain": Mode(SpeculativeGenerator(None, target, k=0))}
     for name, one in drafts.items():
         modes[name] = Mode(SpeculativeGenerator(one, target, k=k, simulate_acceptance=asked.alpha))
-    measure(modes, prompts, new=new, repeats=asked.repeats)
+    measure(modes, prompts, new=min(asked.new, 120), repeats=asked.repeats)
     return {"k": k, "alpha": asked.alpha, "modes": {name: m.summary(modes["plain"]) for name, m in modes.items()}}
 
 
@@ -198,6 +205,7 @@ PARTS: dict[str, Callable[[Asked], dict[str, object]]] = {
     "30m": shape("30m"),
     "110m": shape("110m"),
     "copy": copying,
+    "copier": copied,
     "useless": useless,
     "good": good,
 }
