@@ -4,7 +4,7 @@
     python benchmarks/fused.py --part 30m --alpha 0.6      random weights, target of 30M and draft of 8M
     python benchmarks/fused.py --part 110m --alpha 0.8     the same with a target of 110M
     python benchmarks/fused.py --part copy                 a file to be repeated with an edit, lists of drafters
-    python benchmarks/fused.py --part copier               the same with a target made to copy, of the demo target's shape
+    python benchmarks/fused.py --part copier               the same with a target that is made to copy
     python benchmarks/fused.py --part useless              adaptive depth with a draft that is always wrong
     python benchmarks/fused.py --part good                 adaptive depth with the demo draft, and every fixed k
 
@@ -127,9 +127,7 @@ def copied(asked: Asked) -> dict[str, object]:
     return lists(demo(asked)[0], target, asks.prompts, asked)
 
 
-def lists(
-    draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], asked: Asked
-) -> dict[str, object]:
+def lists(draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], asked: Asked) -> dict[str, object]:
     """Drafters one by one and in lists, up to the largest depth."""
     k = max(asked.depths)
     few = min(3, k)
