@@ -1,7 +1,8 @@
-"""The ledger's books without Ray: whose claims are void, and what the caller hears of a silent ledger."""
+"""The ledger's books, mostly without Ray: whose claims are void, what is heard of a silent ledger, and when it ends."""
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from paceline.core.errors import PlanError, WorkerError  # noqa: E402
 from paceline.placement import INSTANCES, ledger, nodes  # noqa: E402
 from paceline.placement.ledger import Claim, Ledger, ask, end_unused, give_back  # noqa: E402
 from paceline.placement.ranges import CoreRange  # noqa: E402
+from tests.simulation import check_nothing_left  # noqa: E402
 
 WHOLE = CoreRange(0, 23)
 
@@ -117,3 +119,14 @@ def test_nothing_is_given_back_to_a_ledger_that_is_not(monkeypatch: pytest.Monke
     monkeypatch.setattr(ledger, "ledger", lambda _: pytest.fail("made only to hear that nobody is there"))
     give_back(["gone"], 1)
     end_unused(1)
+
+
+@pytest.mark.ray
+def test_a_ledger_whose_users_were_killed_ends(cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is left to end it. What is claimed is kept for as long as its worker may still come."""
+    monkeypatch.setattr(ledger, "_IDLE", 0.1)
+    book, node = ledger.ledger(INSTANCES["inf2.48xlarge"]), ray.nodes()[0]["NodeID"]
+    ray.get(book.claim.remote(node, [Claim("dies", 8, CoreRange(0, 7), start=5)]))
+    time.sleep(1)
+    assert ray.get(book.taken.remote()) == {node: {"dies": CoreRange(0, 7)}}
+    check_nothing_left()

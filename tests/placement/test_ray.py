@@ -30,7 +30,6 @@ from paceline.placement.quota import Quota
 from paceline.placement.ranges import CoreRange
 from tests.decoder.tiny import Workshop
 from tests.placement.launched import CARE, PATIENCE, PROMPTS, SAMPLED, entry, pid_of, planned, ranks_of, wanted
-from tests.simulation import check_nothing_left
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -159,17 +158,6 @@ def ledger_dies(models: Deployment, *, silent: str) -> None:
     ray.kill(keeper, no_restart=False)
     assert ray.get(keeper.taken.remote(), timeout=30) == taken
     os.kill(pid, signal.SIGCONT)
-
-
-@pytest.mark.ray
-def test_a_ledger_whose_users_were_killed_ends(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is left to end it. What is claimed is kept for as long as its worker may still come."""
-    monkeypatch.setattr("paceline.placement.ledger._IDLE", 0.1)
-    book, node = ledger(INSTANCES["inf2.48xlarge"]), ray.nodes()[0]["NodeID"]
-    ray.get(book.claim.remote(node, [Claim("dies", 8, CoreRange(0, 7), start=2)]))
-    time.sleep(1)
-    assert ray.get(book.taken.remote()) == {node: {"dies": CoreRange(0, 7)}}
-    check_nothing_left()
 
 
 @pytest.mark.ray
