@@ -5,7 +5,8 @@ Holds the only lengths the host knows, all of them derived from commits. Knows n
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import sys
+from bisect import bisect_left, insort
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,24 +31,31 @@ class Slot:
 class Batch:
     """Commit, sampling and bounds of all slots, and the texts behind them."""
 
-    def __init__(self, size: int, width: int, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        size: int,
+        width: int,
+        statistics: Statistics,
+        *,
+        depth: int = 0,
+        reach: int | None = None,
+        buckets: Sequence[int] = (),
+    ) -> None:
         self.slots: list[Slot | None] = [None] * size
+        self.active: list[int] = []  # slots that hold a request, ascending
         self.sampling = sampling_batch([Sampling()] * size)  # as `_rest` leaves them, and so is the commit
         tokens = torch.tensor([[0] + [PAD] * (width - 1)] * size, dtype=torch.int32)
         ones, zeros = torch.ones(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int32)
         self.commit = Commit(tokens, ones, zeros)
+        self._depth, self._reach, self._buckets = depth, reach, buckets
         self._limits, self._limit = [0] * size, zeros.clone()
+        self._alike = -1  # for so many more tokens in every slot the limits stay what they are; below 0: not known
         self._statistics = statistics
-
-    @property
-    def active(self) -> list[int]:
-        """Slots that hold a request."""
-        return [index for index, slot in enumerate(self.slots) if slot is not None]
 
     @property
     def free(self) -> int | None:
         """A slot without a request."""
-        return next((index for index, slot in enumerate(self.slots) if slot is None), None)
+        return None if len(self.active) == len(self.slots) else self.slots.index(None)
 
     def join(
         self, slot: int, request: Request, row: SamplingBatch, *, first: Reading, logprobs: list[float] | None
@@ -55,6 +63,8 @@ class Batch:
         """Seat a request whose prompt is read and whose first token is known; ``row`` is how it samples."""
         self.sampling.knobs[slot], self.sampling.keys[slot] = row.knobs[0], row.keys[0]
         self.slots[slot] = Slot(request, Watch(request.stopping, request.prompt))
+        insort(self.active, slot)
+        self._alike = -1
         self.commit.tokens[slot] = PAD
         self.commit.tokens[slot, 0] = first.token
         self.commit.count[slot] = 1
@@ -66,12 +76,13 @@ class Batch:
     def apply(self, commit: Commit, drafted: list[int], logprobs: list[list[float]] | None) -> list[Event]:
         """Take over a round's commit; one event for every request. ``drafted``: proposed tokens of every slot."""
         self.commit = commit
-        idle = [index for index, slot in enumerate(self.slots) if slot is None]
-        if idle:
+        if len(self.active) < len(self.slots):
+            idle = [index for index, slot in enumerate(self.slots) if slot is None]
             commit.start[idle] = 0  # the round moved them on, as it did the others
         events = []
         rows, counts = commit.tokens.tolist(), commit.count.tolist()
-        for slot in self.active:
+        self._alike -= max(counts)
+        for slot in list(self.active):
             tokens = rows[slot][: counts[slot]]
             accepted = min(counts[slot] - 1, drafted[slot])  # several plain steps commit tokens that nobody drafted
             event = self._append(slot, tokens, accepted=accepted, logprobs=logprobs[slot] if logprobs else None)
@@ -81,10 +92,9 @@ class Batch:
 
     def drop(self, indices: Collection[int]) -> None:
         """Free the slots of these requests, where they are."""
-        for slot in self.active:
+        for slot in list(self.active):
             seat = self.slots[slot]
             if seat is not None and seat.request.index in indices:
-                self.slots[slot] = None
                 self._rest(slot)
 
     def ends(self, slot: int, tokens: Sequence[int]) -> bool:
@@ -92,21 +102,30 @@ class Batch:
         seat = self.slots[slot]
         return seat is not None and seat.watch.ends(tokens)
 
-    def bounds(self, depth: int, reach: int | None, buckets: Sequence[int] = ()) -> Bounds:
+    def bounds(self) -> Bounds:
         """What the next round may do: ``depth`` accepted at most, a drafter that follows ``reach`` positions, and no
         window across the border of one of the cache's ``buckets``, ascending.
         """
-        lengths = [0 if slot is None else len(slot.watch.text) for slot in self.slots]
-        longest = max(1, *lengths)
-        border = buckets[min(bisect_left(buckets, longest), len(buckets) - 1)] if buckets else longest + depth
-        limits = [0] * len(lengths)
-        for index, (slot, length) in enumerate(zip(self.slots, lengths, strict=True)):
-            if slot is not None and slot.request.speculate:
-                follows = depth if reach is None else reach - length + 1 if length <= reach else 0
-                limits[index] = max(0, min(depth, slot.watch.left - 1, follows, border - length))
-        if limits != self._limits:  # they seldom change, and a new tensor costs more than this whole method
-            self._limits, self._limit = limits, torch.tensor(limits, dtype=torch.int32)
+        longest = max((len(slot.watch.text) for slot in self.slots if slot is not None), default=1)
+        if self._alike < 0:
+            limits = self._limited(longest)
+            if limits != self._limits:  # a new tensor costs more than all the rest
+                self._limits, self._limit = limits, torch.tensor(limits, dtype=torch.int32)
         return Bounds(self._limit, longest)
+
+    def _limited(self, longest: int) -> list[int]:
+        """How many nodes may be accepted in every slot. They are the same until a text comes near an end."""
+        depth, reach, buckets = self._depth, self._reach, self._buckets
+        border = buckets[min(bisect_left(buckets, longest), len(buckets) - 1)] if buckets else sys.maxsize
+        limits, self._alike = [0] * len(self.slots), border - longest
+        for index, slot in enumerate(self.slots):
+            if slot is not None and slot.request.speculate:
+                length = len(slot.watch.text)
+                follows = border if reach is None else reach - length + 1 if length <= reach else 0
+                room = min(slot.watch.left - 1, follows, border - length)
+                limits[index] = max(0, min(depth, room))
+                self._alike = min(self._alike, room - depth)
+        return limits
 
     def _features(self, example: Tensor) -> Tensor:
         """Features of the commit, to write into; made when the first prompt that has some is read."""
@@ -119,19 +138,18 @@ class Batch:
     def _append(self, slot: int, tokens: list[int], *, accepted: int, logprobs: list[float] | None) -> Event:
         seat = self.slots[slot]
         assert seat is not None
-        kept, reason = 0, None
-        while kept < len(tokens) and reason is None:
-            reason = seat.watch.append(tokens[kept])
-            kept += 1
+        kept, reason = seat.watch.extend(tokens)
         self._statistics.new_tokens += kept
         if reason is not None:
-            self.slots[slot] = None
             self._rest(slot)
         scores = None if logprobs is None else tuple(logprobs[:kept])
         return Event(seat.request.index, tuple(tokens[:kept]), min(accepted, kept), reason, scores)
 
     def _rest(self, slot: int) -> None:
-        """An idle slot computes a harmless token at row 0 of its own cache."""
+        """A slot without a request computes a harmless token at row 0 of its own cache."""
+        self.slots[slot] = None
+        self.active.remove(slot)
+        self._alike = -1
         self.commit.tokens[slot] = PAD
         self.commit.tokens[slot, 0] = 0
         self.commit.count[slot] = 1

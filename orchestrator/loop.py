@@ -102,7 +102,9 @@ class Engine:
 def run(engine: Engine, door: Door, statistics: Statistics) -> Iterator[Event]:
     """Serve until nobody waits and no slot is taken; yields at most one event for a request and round."""
     begin = perf_counter()
-    batch = Batch(engine.slots, engine.width, statistics)
+    batch = Batch(
+        engine.slots, engine.width, statistics, depth=engine.depth, reach=engine.reach, buckets=engine.buckets
+    )
     if engine.walker is not None:
         engine.walker.ends = batch.ends
     away = 0.0  # time the consumer of the events spent
@@ -125,8 +127,7 @@ def run(engine: Engine, door: Door, statistics: Statistics) -> Iterator[Event]:
             if not events and not batch.active:
                 break
             if batch.active:
-                bounds = batch.bounds(engine.depth, engine.reach, engine.buckets)
-                commit = engine.round(batch.commit, batch.sampling, bounds)
+                commit = engine.round(batch.commit, batch.sampling, batch.bounds())
                 if engine.round.rung is not None:
                     statistics.rungs.append(engine.round.rung)
                 events += batch.apply(commit, engine.round.drafted, engine.scores.logprobs if engine.scores else None)

@@ -81,12 +81,25 @@ class Watch:
         if stopping.strings and stopping.tokenizer is not None:
             kind = _InNewText if stopping.in_new_text else _Anywhere
             self._strings = kind(stopping.strings, stopping.tokenizer, prompt)
+        self._watchful = bool(stopping.strings or stopping.criteria)  # every token has to be looked at by itself
         self._foretold: deque[FinishReason | None] = deque()  # of the tokens of `ends` that are still to be appended
 
     @property
     def left(self) -> int:
         """How many tokens may still come."""
         return self._stopping.length - len(self.text)
+
+    def extend(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Add tokens up to the one that ends the text. -> how many were added, and the reason if the text ends."""
+        if not (self._watchful or self._foretold) and len(tokens) < self.left:
+            if self._stopping.eos.isdisjoint(tokens):
+                self.text += tokens
+                return len(tokens), None
+        for added, token in enumerate(tokens, start=1):
+            reason = self.append(token)
+            if reason is not None:
+                return added, reason
+        return len(tokens), None
 
     def append(self, token: int) -> FinishReason | None:
         """Add a token; the reason if the text ends with it."""
