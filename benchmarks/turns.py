@@ -13,16 +13,20 @@ from time import perf_counter
 
 from paceline import SpeculativeGenerator
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.result import Statistics
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One text: seconds of its rounds, and of them inside graphs; tokens behind the first, and rounds."""
+    """One text: seconds of its rounds, and of them inside graphs; tokens behind the first, and rounds; and seconds of
+    the call besides its rounds and its prompt.
+    """
 
     seconds: float
     inside: float
     tokens: int
     rounds: int
+    call: float
 
 
 @dataclass(slots=True)
@@ -47,6 +51,7 @@ class Mode:
             "graphs_ms": round(1e3 * self.total("inside") / rounds, 3),
             "outside_us": round(1e6 * outside, 1),
             "outside_share": round(outside * rounds / self.total("seconds"), 4),
+            "call_us": round(1e6 * self.total("call") / len(self.seen), 1),
         }
 
     def speed(self) -> float:
@@ -100,10 +105,17 @@ def measure(modes: dict[str, Mode], prompts: Sequence[Sequence[int]], *, new: in
 
 
 def _run(generator: SpeculativeGenerator, prompt: Sequence[int], new: int) -> Run:
+    """A call for one token has a prompt to read and no round: what a longer one takes beyond that, its rounds take."""
+    call, _ = _wall(generator, prompt, 1)
     clock = Clock()
     with clock.on(generator._decoders()):
-        begin = perf_counter()
-        generator.sample([list(prompt)], max_new_tokens=new, eos_token_id=[])
-        wall = perf_counter() - begin
-    done = generator.statistics
-    return Run(wall - done.prefill_seconds, clock.seconds, done.new_tokens - 1, done.rounds)
+        wall, done = _wall(generator, prompt, new)
+    return Run(wall - call, clock.seconds, done.new_tokens - 1, done.rounds, call)
+
+
+def _wall(generator: SpeculativeGenerator, prompt: Sequence[int], new: int) -> tuple[float, Statistics]:
+    """Seconds of a call besides its prompt, and what it counted."""
+    begin = perf_counter()
+    generator.sample([list(prompt)], max_new_tokens=new, eos_token_id=[])
+    wall = perf_counter() - begin
+    return wall - generator.statistics.prefill_seconds, generator.statistics

@@ -41,15 +41,12 @@ class Backlog:
 
     def add(self, commit: Commit) -> None:
         """The newest commit."""
-        starts = commit.start.tolist()
-        # An idle slot's commits start at row 0, no request's do.
-        gone = {slot for slot, start in enumerate(starts) if start == 0} if 0 in starts else set()
-        self._commits.append((commit, gone))
+        self._commits.append((commit, set()))
 
     def forget(self, slot: int) -> None:
         """The request in this slot is done: what was committed there does not concern the next one."""
-        for _, gone in self._commits:
-            gone.add(slot)
+        for commit, gone in self._commits:
+            gone.update([slot], _idle(commit))
         self._commits = [(commit, gone) for commit, gone in self._commits if len(gone) < len(commit.count)]
 
     def take(self) -> list[Missed]:
@@ -62,7 +59,7 @@ class Backlog:
             rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
             states = commit.states
             for slot, start in enumerate(starts):
-                if slot not in gone:
+                if start and slot not in gone:
                     _, tokens, features = found.setdefault(slot, (start, [], []))
                     tokens.extend(rows[slot][: counts[slot]])
                     if states is not None:
@@ -71,3 +68,8 @@ class Backlog:
             Missed(slot, start, tokens, torch.cat(features) if features else None)
             for slot, (start, tokens, features) in found.items()
         ]
+
+
+def _idle(commit: Commit) -> list[int]:
+    """Slots that held no request: their commits start at row 0, no request's do."""
+    return [slot for slot, start in enumerate(commit.start.tolist()) if start == 0]

@@ -98,13 +98,14 @@ class Statistics:
         self.rounds += rounds
         self.drafted += drafted
         self.accepted += accepted
-        missing = drafted - len(self.drafted_per_position)
-        self.drafted_per_position += [0] * missing
-        self.accepted_per_position += [0] * missing
+        proposed, stood = self.drafted_per_position, self.accepted_per_position
+        if missing := [0] * (drafted - len(proposed)):
+            proposed += missing
+            stood += missing
         for place in range(drafted):
-            self.drafted_per_position[place] += 1
+            proposed[place] += 1
         for place in range(accepted):
-            self.accepted_per_position[place] += 1
+            stood[place] += 1
 
 
 @dataclass(frozen=True, slots=True)

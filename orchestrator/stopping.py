@@ -91,10 +91,10 @@ class Watch:
 
     def extend(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Add tokens up to the one that ends the text. -> how many were added, and the reason if the text ends."""
-        if not (self._watchful or self._foretold) and len(tokens) < self.left:
-            if self._stopping.eos.isdisjoint(tokens):
-                self.text += tokens
-                return len(tokens), None
+        watched = self._watchful or self._foretold or len(tokens) >= self.left
+        if not watched and self._stopping.eos.isdisjoint(tokens):
+            self.text += tokens
+            return len(tokens), None
         for added, token in enumerate(tokens, start=1):
             reason = self.append(token)
             if reason is not None:

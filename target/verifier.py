@@ -199,11 +199,12 @@ class CompiledVerifier:
     ) -> tuple[Commit, list[int]]:
         """Draft and verify in one graph; see the protocol."""
         inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
-        inputs += [commit.features] if isinstance(commit.features, Tensor) else []
-        kept, reach = isinstance(commit.features, Kept), self.decoder.reach(bounds.rows)
-        bucket = drafter.bucket(bounds.rows)
+        kept, carry, lean = False, None, self.decoder.backend.keeps
+        if self._reads is not None:
+            kept, carry = isinstance(commit.features, Kept), self._carry(commit)
+            inputs += [commit.features] if isinstance(commit.features, Tensor) else []
+        reach, bucket = self.decoder.reach(bounds.rows), drafter.bucket(bounds.rows)
         key = (drafter, bucket, reach, commit.tokens.shape[1], kept)
-        carry, lean = self._carry(commit), self.decoder.backend.keeps
         step = self._rounds.get(key)
         if step is None:
 

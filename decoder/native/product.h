@@ -50,25 +50,42 @@ class Shared {
 
 constexpr int STEP = 2 * VL;  // numbers of K walked at once
 
-// Two vectors that hold STEP numbers of a weight row between them, in the order `arrange` gives the activations.
+// STEP numbers of a weight row, or of several rows side by side, in the order `arrange` gives the activations.
+template <class V>
 struct Pair {
-  Vec first, second;
+  V first, second;
 };
 template <class W>
-inline Pair load_pair(const W* p) {
+inline Pair<Vec> load_pair(const W* p) {
   return {load(p), load(p + VL)};
 }
-inline Pair load_pair(const BFloat16* p) {  // a bfloat16 is the upper half of a float: even ones shifted up, odd ones masked
+inline Pair<Vec> load_pair(const BFloat16* p) {  // the upper half of a float: even ones shifted up, odd ones masked
   VecU both;
   std::memcpy(&both, p, sizeof both);
   return {(Vec)(both << 16), (Vec)(both & 0xFFFF0000u)};
 }
+// The same of as many rows as a V has columns, K numbers apart.
+template <class V, class W>
+inline Pair<V> load_pairs(const W* p, int64_t K) {
+  if constexpr (sizeof(V) == sizeof(Vec)) {
+    return load_pair(p);
+  } else if constexpr (std::is_same_v<W, BFloat16>) {
+    VecU one, other;
+    std::memcpy(&one, p, sizeof one);
+    std::memcpy(&other, p + K, sizeof other);
+    const WideU both = (WideU)beside<V>((Vec)one, (Vec)other);
+    return {(V)(both << 16), (V)(both & 0xFFFF0000u)};
+  } else {
+    Pair<Vec> one = load_pair(p), other = load_pair(p + K);
+    return {beside<V>(one.first, other.first), beside<V>(one.second, other.second)};
+  }
+}
 template <class W>
-inline Pair arrange(Vec first, Vec second) {
+inline Pair<Vec> arrange(Vec first, Vec second) {
   return {first, second};
 }
 template <>
-inline Pair arrange<BFloat16>(Vec first, Vec second) {  // the even ones, then the odd ones
+inline Pair<Vec> arrange<BFloat16>(Vec first, Vec second) {  // the even ones, then the odd ones
 #ifdef __clang__
   return {__builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14),
           __builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15)};
@@ -82,7 +99,7 @@ template <class W, class Vector, class Number>
 inline void arrange_line(float* to, int64_t K, Vector vector, Number number) {
   int64_t k = 0;
   for (; k + STEP <= K; k += STEP) {
-    Pair pair = arrange<W>(vector(k), vector(k + VL));
+    Pair<Vec> pair = arrange<W>(vector(k), vector(k + VL));
     std::memcpy(to + k, &pair, sizeof pair);
   }
   for (; k < K; k++) to[k] = number(k);
@@ -112,63 +129,75 @@ const float* prepare(int64_t M, int64_t K, float* common, Fill fill) {
 
 constexpr int64_t AHEAD = 4096;  // bytes: weights come from memory in the time that a few rows of them take
 
-// ROWS x COLS results at once. One accumulator for each, walked along K: the same arithmetic for every ROWS and COLS.
-// A function by itself, so that nothing around it costs it a register. found [ROWS, COLS]
-template <class W, int ROWS, int COLS>
+// ROWS x (COLS x columns of a V) results at once. One accumulator for each, walked along K: the same arithmetic for every
+// ROWS, COLS and V. A function by itself, so that nothing around it costs it a register. found [ROWS, all columns]
+template <class W, class V, int ROWS, int COLS>
 __attribute__((noinline)) void block(const float* x, const W* w, int64_t K, float* found) {
-  Vec sum[ROWS * COLS];
-  unrolled<ROWS * COLS>([&](auto i) { sum[i] = Vec{}; });
+  constexpr int EACH = sizeof(V) / sizeof(Vec), ALL = COLS * EACH;
+  V sum[ROWS * COLS];
+  unrolled<ROWS * COLS>([&](auto i) { sum[i] = V{}; });
   const char* ahead = (const char*)w + AHEAD;
   int64_t k = 0;
   for (; k + STEP <= K; k += STEP) {
-    Pair column[COLS];
-    unrolled<COLS>([&](auto n) { column[n] = load_pair(w + n * K + k); });
-    for (size_t byte = 0; byte < COLS * STEP * sizeof(W); byte += 64, ahead += 64) __builtin_prefetch(ahead);
+    Pair<V> column[COLS];
+    unrolled<COLS>([&](auto n) { column[n] = load_pairs<V>(w + n * EACH * K + k, K); });
+    for (size_t byte = 0; byte < ALL * STEP * sizeof(W); byte += 64, ahead += 64) __builtin_prefetch(ahead);
     unrolled<ROWS>([&](auto m) {
-      Vec row = in_register(load(x + m * K + k));
+      V row = in_register(repeated<V>(x + m * K + k));
       unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].first, row); });
     });
     unrolled<ROWS>([&](auto m) {
-      Vec row = in_register(load(x + m * K + k + VL));
+      V row = in_register(repeated<V>(x + m * K + k + VL));
       unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].second, row); });
     });
   }
   totals<ROWS * COLS>(sum, found);
   for (; k < K; k++)
     for (int m = 0; m < ROWS; m++)
-      for (int n = 0; n < COLS; n++)
-        found[m * COLS + n] = __builtin_fmaf(x[m * K + k], widen(w[n * K + k]), found[m * COLS + n]);
+      for (int n = 0; n < ALL; n++)
+        found[m * ALL + n] = __builtin_fmaf(x[m * K + k], widen(w[n * K + k]), found[m * ALL + n]);
 }
 
-// M prepared rows with COLS rows of weights; emit(m, n, value) gets each result.
-template <class W, int COLS, class Emit>
+// How many rows at once fill the registers, with two columns of them.
+template <class V>
+constexpr int MOST_ROWS = sizeof(V) == sizeof(Vec) ? 5 : 12;
+
+// `block` for a number of rows that is not known before. Here alone are all of them made.
+template <class W, class V, int COLS>
+__attribute__((noinline)) void block_of(int rows, const float* x, const W* w, int64_t K, float* found) {
+  unrolled<MOST_ROWS<V>>([&](auto less) {
+    if (rows == less + 1) block<W, V, less + 1, COLS>(x, w, K, found);
+  });
+}
+
+// M prepared rows with COLS columns of V; emit(m, n, value) gets each result.
+template <class W, class V, int COLS, class Emit>
 inline void columns(const float* x, const W* w, int64_t M, int64_t K, Emit emit) {
+  constexpr int ALL = COLS * sizeof(V) / sizeof(Vec), MOST = MOST_ROWS<V>;
   for (int64_t m = 0; m < M;) {
-    float found[5 * COLS];
-    const int64_t left = M - m;
-    const float* row = x + m * K;
-    // Five at a time fill the registers; no small remainder is left over: 6 is 3 + 3, 7 is 4 + 3, 8 is 4 + 4.
-    int take = left >= 9 || left == 5 ? 5 : left >= 7 || left == 4 ? 4 : left == 6 ? 3 : (int)left;
-    switch (take) {
-      case 5: block<W, 5, COLS>(row, w, K, found); break;
-      case 4: block<W, 4, COLS>(row, w, K, found); break;
-      case 3: block<W, 3, COLS>(row, w, K, found); break;
-      case 2: block<W, 2, COLS>(row, w, K, found); break;
-      default: block<W, 1, COLS>(row, w, K, found);
-    }
+    float found[MOST * ALL];
+    // As few blocks as can be, and no small remainder: with 5 at once 6 is 3 + 3, 7 is 4 + 3, 8 is 4 + 4.
+    const int64_t left = M - m, blocks = (left + MOST - 1) / MOST;
+    const int take = left >= 2 * MOST - 1 ? MOST : (int)((left + blocks - 1) / blocks);
+    block_of<W, V, COLS>(take, x + m * K, w, K, found);
     for (int i = 0; i < take; i++)
-      for (int n = 0; n < COLS; n++) emit(m + i, n, found[i * COLS + n]);
+      for (int n = 0; n < ALL; n++) emit(m + i, n, found[i * ALL + n]);
     m += take;
   }
 }
 
-// emit(m, n, value) for the rows n from `begin` to `end` of weights [., K].
+// emit(m, n, value) for the rows n from `begin` to `end` of weights [., K]. Of few rows of x none is read twice from
+// afar; of many, a block stays close while all of these weights go by.
 template <class W, class Emit>
 void product(const float* x, const W* w, int64_t M, int64_t K, int64_t begin, int64_t end, Emit emit) {
-  int64_t n = begin;
-  auto to = [&](int64_t m, int64_t i, float value) { emit(m, n + i, value); };
-  for (; n + 2 <= end; n += 2) columns<W, 2>(x, w + n * K, M, K, to);
-  if (n < end) columns<W, 1>(x, w + n * K, M, K, to);
+  const int64_t some = M > 2 * FEW ? MOST_ROWS<Wide> : M;
+  for (int64_t m = 0; m < M; m += some) {
+    const int64_t rows = std::min(some, M - m);
+    int64_t n = begin;
+    auto to = [&](int64_t i, int64_t j, float value) { emit(m + i, n + j, value); };
+    for (; n + 2 * COLUMNS <= end; n += 2 * COLUMNS) columns<W, Wide, 2>(x + m * K, w + n * K, rows, K, to);
+    for (; n < end; n++) columns<W, Vec, 1>(x + m * K, w + n * K, rows, K, to);
+  }
 }
 
 constexpr int64_t PIECES = 4;  // of a thread's range: fine enough to help out, coarse enough to read weights in a stream

@@ -114,12 +114,71 @@ template <int N, class Body>
 inline __attribute__((always_inline)) void unrolled(Body body) {
   unrolled(body, std::make_integer_sequence<int, N>{});
 }
-// found[i] = total(sum[i])
+inline VecI lanes() { return VecI{0, 1, 2, 3, 4, 5, 6, 7}; }
+
+// ------------------------------------------------------------------------------------------------------ wide registers --
+
+// What fills a register: COLUMNS vectors side by side. Each is summed as it would be alone, so that a machine with wider
+// registers comes to the same numbers.
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+constexpr int COLUMNS = 2;
+#else
+constexpr int COLUMNS = 1;
+#endif
+typedef float Wide __attribute__((vector_size(COLUMNS * VL * 4)));
+typedef uint32_t WideU __attribute__((vector_size(COLUMNS * VL * 4)));
+
+// The same eight numbers in every column.
+template <class V>
+V repeated(const float* p);
+template <>
+inline Vec repeated<Vec>(const float* p) {
+  return load(p);
+}
+template <class V>
+V beside(Vec a, Vec b);
+
+// found[i] = the total of column i of these sums
 template <int N>
 inline __attribute__((always_inline)) void totals(const Vec* sum, float* found) {
   unrolled<N / 4>([&](auto i) { totals(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3], found + 4 * i); });
   unrolled<N % 4>([&](auto i) { found[N / 4 * 4 + i] = total(sum[N / 4 * 4 + i]); });
 }
-inline VecI lanes() { return VecI{0, 1, 2, 3, 4, 5, 6, 7}; }
+
+#if defined(__AVX512F__) && defined(__AVX512DQ__)
+template <>
+inline Wide repeated<Wide>(const float* p) {
+  return (Wide)_mm512_broadcast_f32x8(_mm256_loadu_ps(p));
+}
+template <>
+inline Wide beside<Wide>(Vec a, Vec b) {
+  return (Wide)_mm512_insertf32x8(_mm512_castps256_ps512((__m256)a), (__m256)b, 1);
+}
+inline void multiply_add(Wide& sum, Wide a, Wide b) { sum = (Wide)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum); }
+inline Wide in_register(Wide v) {
+  asm("" : "+v"(v));
+  return v;
+}
+inline void totals(Wide a, Wide b, Wide c, Wide d, float* to) {  // each as `total` adds it
+  auto halves = [](Wide x, Wide y) {
+    const __m512 p = (__m512)x, q = (__m512)y;
+    return _mm512_add_ps(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd));
+  };
+  const __m512 left = halves(a, b), right = halves(c, d);
+  const __m512 pairs = _mm512_add_ps(_mm512_shuffle_ps(left, right, 0x44), _mm512_shuffle_ps(left, right, 0xee));
+  const __m512 all = _mm512_add_ps(pairs, _mm512_permute_ps(pairs, 0xb1));
+  const __m512i places = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
+  _mm256_storeu_ps(to, _mm512_castps512_ps256(_mm512_permutexvar_ps(places, all)));
+}
+template <int N>
+inline __attribute__((always_inline)) void totals(const Wide* sum, float* found) {
+  unrolled<N / 4>([&](auto i) { totals(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3], found + 8 * i); });
+  unrolled<N % 4>([&](auto i) {
+    const __m512 last = (__m512)sum[N / 4 * 4 + i];
+    found[N / 4 * 8 + 2 * i] = total((Vec)_mm512_castps512_ps256(last));
+    found[N / 4 * 8 + 2 * i + 1] = total((Vec)_mm512_extractf32x8_ps(last, 1));
+  });
+}
+#endif
 
 }  // namespace
