@@ -42,6 +42,7 @@ class Adaptive:
         self.drafted: list[int] = []
         self.rung: int | None = None
         self._nothing: Tensor | None = None  # limits of a round at depth 0
+        self._seen: tuple[Tensor, list[int]] | None = None  # the last limits: mostly the same object again
         self._behind: set[int] = set()  # slots of which the drafter has commits to read
 
     def __iter__(self) -> Iterator[Rung]:
@@ -75,7 +76,9 @@ class Adaptive:
 
     def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
         """One round."""
-        limits = bounds.limit.tolist()
+        if self._seen is None or self._seen[0] is not bounds.limit:
+            self._seen = (bounds.limit, bounds.limit.tolist())
+        limits = self._seen[1]
         rung = self.rung = self._pace.choose(max(limits))
         taken = self.rungs[rung]
         if rung == 0 and self.rest is not None and all(limits[slot] for slot in self._seated):

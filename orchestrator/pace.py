@@ -40,12 +40,12 @@ MARGIN = 1.03
 LEVEL_OF = 5
 """Rounds that say how slow the machine is: few of ``KEPT_TIMES`` have seen a change before the level has."""
 
-TOGETHER = 4
+TOGETHER = 8
 """Rounds between two choices, if there is nothing to be tried. What runs once in some milliseconds finds its code cold
 and takes several times as long as it has to, and a rung that was best is best for longer than this.
 """
 
-VISIT_AFTER = (2, 64)
+VISIT_AFTER = (2, 32)
 """Choices after which a neighbour is visited: so many at first, twice as many after every visit, up to the second
 number, and half as many when another rung is chosen.
 """
