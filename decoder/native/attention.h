@@ -34,6 +34,19 @@ inline Vec part(const T* line, int64_t v, int64_t D) {
   return found;
 }
 
+// Vector v of as many lines as a V has columns, D numbers apart.
+template <class V, bool WHOLE, class T>
+inline V lines(const T* line, int64_t v, int64_t D) {
+  if constexpr (sizeof(V) == sizeof(Vec)) return part<WHOLE>(line, v, D);
+  else return beside<V>(part<WHOLE>(line, v, D), part<WHOLE>(line + D, v, D));
+}
+// As many vectors of a line as a V has columns, from vector v on.
+template <class V, bool WHOLE, class T>
+inline V along(const T* line, int64_t v, int64_t D) {
+  if constexpr (sizeof(V) == sizeof(Vec)) return part<WHOLE>(line, v, D);
+  else return beside<V>(part<WHOLE>(line, v, D), part<WHOLE>(line, v + 1, D));
+}
+
 // For every row of a window that is a tree: the rows from the root down to it.
 struct Ways {
   int64_t window = 0;
@@ -56,13 +69,13 @@ struct Ways {
 constexpr int64_t SOON = 2048;  // bytes of keys
 
 // QUERIES rows of one key-value head at once: the cache is read and widened once for all of them. Each sum has an
-// accumulator of its own, so a row's result does not depend on QUERIES. DEEP = positions or vectors walked abreast.
+// accumulator of its own, so a row's result does not depend on QUERIES. DEEP positions or BROAD vectors are walked abreast.
 // In a TREE the rows before the window are common to all; each row then walks its own ancestors (`ways`, window rows
 // from the root down) as if they lay behind each other: the arithmetic of a chain, so also its bits.
 template <class T, int QUERIES, bool TREE, bool WHOLE>
 void attend_block(const Attend& a, const Heads& h, const T* keys, const T* values, int64_t first, int64_t row,
                   float* scratch, const Ways& ways) {
-  constexpr int DEEP = QUERIES == 4 ? 2 : 4;
+  constexpr int DEEP = COLUMNS * (QUERIES == 4 ? 2 : 4), BROAD = QUERIES == 4 ? 2 * COLUMNS : 4;
   const int64_t D = a.width, group = a.group(), vectors = (D + VL - 1) / VL, padded = vectors * VL;
   const int64_t stride = a.stride();
   const float scale = 1.0f / std::sqrt((float)D);
@@ -81,27 +94,30 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
   }
   auto score = [&](auto deep, int64_t p) {
     constexpr int N = decltype(deep)::value;
+    using V = std::conditional_t<N % COLUMNS == 0, Wide, Vec>;
+    constexpr int EACH = sizeof(V) / sizeof(Vec), WIDES = N / EACH;
     if (first == 0)  // the first to read these lines of the cache; values are read once all scores are there
       for (int64_t byte = 0; byte < N * D * (int64_t)sizeof(T); byte += 64) {
         __builtin_prefetch((const char*)(keys + p * D) + byte + SOON);
         __builtin_prefetch((const char*)(values + p * D) + byte);
       }
-    Vec sum[QUERIES * N];
-    unrolled<QUERIES * N>([&](auto i) { sum[i] = Vec{}; });
+    V sum[QUERIES * WIDES];
+    unrolled<QUERIES * WIDES>([&](auto i) { sum[i] = V{}; });
     for (int64_t v = 0; v < vectors; v++) {
-      Vec key[N];
-      unrolled<N>([&](auto j) { key[j] = part<WHOLE>(keys + (p + j) * D, v, D); });
+      V key[WIDES];
+      unrolled<WIDES>([&](auto j) { key[j] = lines<V, WHOLE>(keys + (p + j * EACH) * D, v, D); });
       unrolled<QUERIES>([&](auto i) {
-        Vec asked = in_register(load(query + i * padded + v * VL));
-        unrolled<N>([&](auto j) { multiply_add(sum[i * N + j], asked, key[j]); });
+        V asked = in_register(repeated<V>(query + i * padded + v * VL));
+        unrolled<WIDES>([&](auto j) { multiply_add(sum[i * WIDES + j], asked, key[j]); });
       });
     }
     float found[QUERIES * N];
-    totals<QUERIES * N>(sum, found);
+    totals<QUERIES * WIDES>(sum, found);
     unrolled<QUERIES>([&](auto i) { std::memcpy(scores + i * stride + p, found + i * N, N * sizeof(float)); });
   };
   int64_t p = 0;
   for (; p + DEEP <= longest; p += DEEP) score(std::integral_constant<int, DEEP>{}, p);
+  for (; p + 2 <= longest; p += 2) score(std::integral_constant<int, 2>{}, p);
   for (; p < longest; p++) score(std::integral_constant<int, 1>{}, p);
   if (TREE)
     for (int i = 0; i < QUERIES; i++)
@@ -119,30 +135,33 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
   }
   auto mix_values = [&](auto deep, int64_t v) {
     constexpr int N = decltype(deep)::value;
-    Vec sum[QUERIES * N], made[QUERIES * N];
-    unrolled<QUERIES * N>([&](auto i) { sum[i] = Vec{}; });
+    using V = std::conditional_t<N % COLUMNS == 0, Wide, Vec>;
+    constexpr int EACH = sizeof(V) / sizeof(Vec), WIDES = N / EACH;
+    V sum[QUERIES * WIDES];
+    unrolled<QUERIES * WIDES>([&](auto i) { sum[i] = V{}; });
     for (int64_t at = 0; at < longest; at++) {
-      Vec value[N];
-      unrolled<N>([&](auto j) { value[j] = part<WHOLE>(values + at * D, v + j, D); });
+      V value[WIDES];
+      unrolled<WIDES>([&](auto j) { value[j] = along<V, WHOLE>(values + at * D, v + j * EACH, D); });
       unrolled<QUERIES>([&](auto i) {
-        Vec weight = in_register(spread(scores[i * stride + at]));
-        unrolled<N>([&](auto j) { multiply_add(sum[i * N + j], value[j], weight); });
+        V weight = in_register(spread<V>(scores[i * stride + at]));
+        unrolled<WIDES>([&](auto j) { multiply_add(sum[i * WIDES + j], value[j], weight); });
       });
     }
-    unrolled<QUERIES * N>([&](auto i) { made[i] = sum[i]; });  // whose places are not known below: not in registers
+    Vec made[QUERIES * N];  // whose places are not known below: not in registers
+    unrolled<QUERIES * WIDES>([&](auto i) { std::memcpy(made + i * EACH, &sum[i], sizeof(V)); });
     if (TREE)
       for (int i = 0; i < QUERIES; i++)
         for (int64_t at = row; at < seen[i]; at++)
           for (int j = 0; j < N; j++)
             multiply_add(made[i * N + j], part<WHOLE>(values + (row + way[i][at - row]) * D, v + j, D),
-                         spread(scores[i * stride + at]));
+                         spread<Vec>(scores[i * stride + at]));
     for (int i = 0; i < QUERIES; i++)
       for (int j = 0; j < N; j++)
         for (int64_t d = 0; d < VL && (v + j) * VL + d < D; d++)
           to[i][(v + j) * VL + d] = made[i * N + j][d] * inverse[i];
   };
   int64_t v = 0;
-  for (; v + DEEP <= vectors; v += DEEP) mix_values(std::integral_constant<int, DEEP>{}, v);
+  for (; v + BROAD <= vectors; v += BROAD) mix_values(std::integral_constant<int, BROAD>{}, v);
   for (; v + 2 <= vectors; v += 2) mix_values(std::integral_constant<int, 2>{}, v);
   for (; v < vectors; v++) mix_values(std::integral_constant<int, 1>{}, v);
 }

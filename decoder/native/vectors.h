@@ -97,7 +97,6 @@ inline float largest(Vec v) {
   for (int i = 1; i < VL; i++) best = v[i] > best ? v[i] : best;
   return best;
 }
-inline Vec spread(float x) { return Vec{x, x, x, x, x, x, x, x}; }
 inline Vec in_register(Vec v) {  // keeps the compiler from loading the same vector again for every use
 #ifdef __AVX2__
   asm("" : "+x"(v));
@@ -136,6 +135,12 @@ inline Vec repeated<Vec>(const float* p) {
   return load(p);
 }
 template <class V>
+V spread(float x);
+template <>
+inline Vec spread<Vec>(float x) {
+  return Vec{x, x, x, x, x, x, x, x};
+}
+template <class V>
 V beside(Vec a, Vec b);
 
 // found[i] = the total of column i of these sums
@@ -149,6 +154,10 @@ inline __attribute__((always_inline)) void totals(const Vec* sum, float* found) 
 template <>
 inline Wide repeated<Wide>(const float* p) {
   return (Wide)_mm512_broadcast_f32x8(_mm256_loadu_ps(p));
+}
+template <>
+inline Wide spread<Wide>(float x) {
+  return (Wide)_mm512_set1_ps(x);
 }
 template <>
 inline Wide beside<Wide>(Vec a, Vec b) {
