@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
-import subprocess
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
 
 from paceline.decoder.kernels import Reference
-from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -50,36 +45,6 @@ def test_a_row_has_the_same_bits_in_every_company(native: Native, shape: tuple[i
         assert torch.equal(native.linear(x[:, :rows], weight), alone[:, :rows])
         assert torch.equal(native.linear(x[:, 70 - rows :], weight), alone[:, 70 - rows :])
     assert torch.equal(native.linear(x.view(7, 10, K), weight).view(1, 70, N), alone)
-
-
-NARROW = """
-#include "product.h"
-extern "C" void narrow_linear(const float* x, const void* w, float* out, int64_t M, int64_t K, int64_t N, int64_t t) {
-  if (t == 0) linear(x, (const float*)w, out, M, K, N);
-  else if (t == 1) linear(x, (const BFloat16*)w, out, M, K, N);
-  else linear(x, (const Float16*)w, out, M, K, N);
-}
-"""
-
-
-@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="no wide registers here")
-def test_wide_registers_come_to_the_same_bits(native: Native, tmp_path: Path) -> None:
-    """As on a machine that has narrow ones alone."""
-    source, made = tmp_path / "narrow.cpp", tmp_path / "narrow.so"
-    source.write_text(NARROW)
-    flags = [flag for flag in build._FLAGS if flag != "-O3"]
-    headers = Path(build.__file__).parent
-    command = [build.require_compiler(), *flags, "-O1", "-mno-avx512f", f"-I{headers}", str(source), "-o", str(made)]
-    subprocess.run(command, check=True)
-    narrow = ctypes.CDLL(str(made)).narrow_linear
-    for code, dtype in enumerate(DTYPES):
-        for K, N in [*SHAPES, (97, 261)]:
-            weight = numbers(N, K, seed=1).to(dtype)
-            for rows in ROWS:
-                x, out = numbers(1, rows, K), torch.empty(1, rows, N)
-                pointers = (ctypes.c_void_p(one.data_ptr()) for one in (x, weight, out))
-                narrow(*pointers, *(ctypes.c_int64(n) for n in (rows, K, N, code)))
-                assert torch.equal(native.linear(x, weight), out)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,70 @@
+"""Wide registers hold several columns side by side: they come to the bits of a machine that has narrow ones alone."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.decoder.native import build
+
+pytestmark = pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="this machine has no wide registers"
+)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The kernels, built as if there were no wide registers."""
+    folder: Path = tmp_path_factory.mktemp("narrow")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "_FLAGS", (*build._FLAGS, "-O0", "-mno-avx512f"))
+        build._build(folder)
+    return ctypes.CDLL(str(folder / "kernels.so"))
+
+
+def call(function: ctypes._CFuncPtr, *arguments: Tensor | int | None) -> None:
+    """Tensors go as pointers."""
+    function(
+        *(
+            ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.data_ptr() if a is not None else 0)
+            for a in arguments
+        )
+    )
+
+
+@pytest.mark.parametrize("code", range(3))
+@pytest.mark.parametrize("shape", [(7, 5), (16, 16), (33, 96), (97, 261), (384, 130)])
+def test_products(narrow: ctypes.CDLL, code: int, shape: tuple[int, int]) -> None:
+    K, N = shape
+    torch.manual_seed(0)
+    weight = torch.randn(N, K).to(DTYPES[code])
+    for rows in (*range(1, 14), 23, 25, 33, 70):
+        x, seen = torch.randn(rows, K), []
+        for library in (narrow, build.library()):
+            seen.append(torch.empty(rows, N))
+            call(library.paceline_linear, x, weight, seen[-1], rows, K, N, code)
+        assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("code", range(3))
+@pytest.mark.parametrize("width", [20, 48, 64])
+@pytest.mark.parametrize("tree", [False, True])
+def test_attention(narrow: ctypes.CDLL, code: int, width: int, tree: bool) -> None:
+    heads, groups, rows = 6, 2, 40
+    torch.manual_seed(0)
+    cache = [torch.randn(1, groups, rows, width).to(DTYPES[code]) for _ in range(2)]
+    for window, row in ((1, 0), (1, 17), (2, 20), (5, 23), (9, 8)):
+        q, k, v = (torch.randn(1, window, n, width) for n in (heads, groups, groups))
+        place = [torch.tensor([n], dtype=torch.int32) for n in (row, window, 0)]
+        parents = torch.tensor([[-1, *(i // 2 for i in range(window - 1))]], dtype=torch.int32) if tree else None
+        sizes, seen = torch.tensor([1, window, heads, groups, width, rows]), []
+        for library in (narrow, build.library()):
+            seen.append(torch.empty(1, window, heads * width))
+            own = [one.clone() for one in cache]
+            call(library.paceline_attend, q, k, v, *own, seen[-1], *place, parents, sizes, code)
+        assert torch.equal(*seen)
