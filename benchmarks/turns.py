@@ -105,7 +105,10 @@ def measure(modes: dict[str, Mode], prompts: Sequence[Sequence[int]], *, new: in
 
 
 def _run(generator: SpeculativeGenerator, prompt: Sequence[int], new: int) -> Run:
-    """A call for one token has a prompt to read and no round: what a longer one takes beyond that, its rounds take."""
+    """A call for one token has a prompt to read and no round: what a longer one takes beyond that, its rounds take.
+
+    A drafter that learns from earlier outputs learns that token too.
+    """
     call, _ = _wall(generator, prompt, 1)
     clock = Clock()
     with clock.on(generator._decoders()):

@@ -46,7 +46,7 @@ class Backlog:
     def forget(self, slot: int) -> None:
         """The request in this slot is done: what was committed there does not concern the next one."""
         for commit, gone in self._commits:
-            gone.update([slot], _idle(commit))
+            gone.update([slot], () if gone else _idle(commit))
         self._commits = [(commit, gone) for commit, gone in self._commits if len(gone) < len(commit.count)]
 
     def take(self) -> list[Missed]:
@@ -59,7 +59,7 @@ class Backlog:
             rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
             states = commit.states
             for slot, start in enumerate(starts):
-                if start and slot not in gone:
+                if start and slot not in gone:  # see `_idle`
                     _, tokens, features = found.setdefault(slot, (start, [], []))
                     tokens.extend(rows[slot][: counts[slot]])
                     if states is not None:

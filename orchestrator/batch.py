@@ -29,7 +29,11 @@ class Slot:
 
 
 class Batch:
-    """Commit, sampling and bounds of all slots, and the texts behind them."""
+    """Commit, sampling and bounds of all slots, and the texts behind them.
+
+    A round accepts ``depth`` nodes at most; ``reach`` positions are what the drafter follows, None = all; no window
+    crosses the border of one of the cache's ``buckets``, ascending.
+    """
 
     def __init__(
         self,
@@ -37,12 +41,12 @@ class Batch:
         width: int,
         statistics: Statistics,
         *,
-        depth: int = 0,
-        reach: int | None = None,
-        buckets: Sequence[int] = (),
+        depth: int,
+        reach: int | None,
+        buckets: Sequence[int],
     ) -> None:
         self.slots: list[Slot | None] = [None] * size
-        self.active: list[int] = []  # slots that hold a request, ascending
+        self.active: list[int] = []  # slots that hold a request, ascending; changes in place
         self.sampling = sampling_batch([Sampling()] * size)  # as `_rest` leaves them, and so is the commit
         tokens = torch.tensor([[0] + [PAD] * (width - 1)] * size, dtype=torch.int32)
         ones, zeros = torch.ones(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int32)
@@ -103,29 +107,27 @@ class Batch:
         return seat is not None and seat.watch.ends(tokens)
 
     def bounds(self) -> Bounds:
-        """What the next round may do: ``depth`` accepted at most, a drafter that follows ``reach`` positions, and no
-        window across the border of one of the cache's ``buckets``, ascending.
-        """
+        """What the next round may do."""
         longest = max((len(slot.watch.text) for slot in self.slots if slot is not None), default=1)
         if self._alike < 0:
-            limits = self._limited(longest)
+            limits, self._alike = self._limited(longest)
             if limits != self._limits:  # a new tensor costs more than all the rest
                 self._limits, self._limit = limits, torch.tensor(limits, dtype=torch.int32)
         return Bounds(self._limit, longest)
 
-    def _limited(self, longest: int) -> list[int]:
-        """How many nodes may be accepted in every slot. They are the same until a text comes near an end."""
+    def _limited(self, longest: int) -> tuple[list[int], int]:
+        """How many nodes may be accepted in every slot; and for how many more tokens that holds."""
         depth, reach, buckets = self._depth, self._reach, self._buckets
         border = buckets[min(bisect_left(buckets, longest), len(buckets) - 1)] if buckets else sys.maxsize
-        limits, self._alike = [0] * len(self.slots), border - longest
+        limits, alike = [0] * len(self.slots), border - longest
         for index, slot in enumerate(self.slots):
             if slot is not None and slot.request.speculate:
                 length = len(slot.watch.text)
                 follows = border if reach is None else reach - length + 1 if length <= reach else 0
                 room = min(slot.watch.left - 1, follows, border - length)
                 limits[index] = max(0, min(depth, room))
-                self._alike = min(self._alike, room - depth)
-        return limits
+                alike = min(alike, room - depth)
+        return limits, alike
 
     def _features(self, example: Tensor) -> Tensor:
         """Features of the commit, to write into; made when the first prompt that has some is read."""
@@ -146,7 +148,7 @@ class Batch:
         return Event(seat.request.index, tuple(tokens[:kept]), min(accepted, kept), reason, scores)
 
     def _rest(self, slot: int) -> None:
-        """A slot without a request computes a harmless token at row 0 of its own cache."""
+        """Free a slot; it then computes a harmless token at row 0 of its own cache."""
         self.slots[slot] = None
         self.active.remove(slot)
         self._alike = -1

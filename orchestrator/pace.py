@@ -54,8 +54,8 @@ VISIT = 2
 """Rounds of a visit, of which the first one is cold."""
 
 PROBE_AFTER = (64, 4096)
-"""Rounds without any draft after which one is tried, since nothing is learnt about acceptance in between: so many at
-first, and twice as many after every trial that failed, up to the second number.
+"""Rounds without any draft after which, at the next choice, one is tried, since nothing is learnt about acceptance in
+between: so many at first, and twice as many after every trial that failed, up to the second number.
 """
 
 

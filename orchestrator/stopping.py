@@ -1,4 +1,4 @@
-"""When a text ends: looked at after every single token, in order, so that the earliest reason wins.
+"""When a text ends: every token is looked at, in order, so that the earliest reason wins.
 
 Text (stop strings) is handled here and nowhere deeper. Hugging Face's `StoppingCriteria` are called once for every
 committed token with the growing prefix, as plain decoding would call them.
@@ -72,7 +72,7 @@ class Stopping:
 
 
 class Watch:
-    """Follows one text, token by token."""
+    """Follows one text."""
 
     def __init__(self, stopping: Stopping, prompt: Sequence[int]) -> None:
         self._stopping = stopping
@@ -91,8 +91,8 @@ class Watch:
 
     def extend(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Add tokens up to the one that ends the text. -> how many were added, and the reason if the text ends."""
-        watched = self._watchful or self._foretold or len(tokens) >= self.left
-        if not watched and self._stopping.eos.isdisjoint(tokens):
+        one_by_one = self._watchful or bool(self._foretold) or len(tokens) >= self.left
+        if not one_by_one and self._stopping.eos.isdisjoint(tokens):
             self.text += tokens
             return len(tokens), None
         for added, token in enumerate(tokens, start=1):

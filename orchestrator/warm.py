@@ -28,7 +28,7 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
         for decoder in decoders[1:]:
             for start, size in chunks(decoder):
                 steps.prefill(decoder, 0, [0] * size, start=start)
-        batch = Batch(engine.slots, engine.width, Statistics())
+        batch = Batch(engine.slots, engine.width, Statistics(), depth=0, reach=None, buckets=())
         commit = batch.commit
         sampling = SamplingBatch(batch.sampling.knobs[:1], batch.sampling.keys[:1])
         for start, size in chunks(target):

@@ -199,9 +199,9 @@ class CompiledVerifier:
     ) -> tuple[Commit, list[int]]:
         """Draft and verify in one graph; see the protocol."""
         inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
-        kept, carry, lean = False, None, self.decoder.backend.keeps
+        lean, carry, kept = self.decoder.backend.keeps, None, False
         if self._reads is not None:
-            kept, carry = isinstance(commit.features, Kept), self._carry(commit)
+            carry, kept = self._carry(commit, self._reads), isinstance(commit.features, Kept)
             inputs += [commit.features] if isinstance(commit.features, Tensor) else []
         reach, bucket = self.decoder.reach(bounds.rows), drafter.bucket(bounds.rows)
         key = (drafter, bucket, reach, commit.tokens.shape[1], kept)
@@ -225,11 +225,11 @@ class CompiledVerifier:
             made = replace(made, features=Kept(partial(self.decoder.backend.value, carry.features)))
         return made, deep.tolist()
 
-    def _carry(self, commit: Commit) -> Carry | None:
-        """Where features stay between rounds, if there are any and they had better not come to the host."""
-        if self._reads is None or not self.decoder.backend.keeps:
+    def _carry(self, commit: Commit, reads: Reads) -> Carry | None:
+        """Where features stay between rounds, if they had better not come to the host."""
+        if not self.decoder.backend.keeps:
             return None
-        width = self.decoder.config.hidden_size * max(1, len(self._reads.layers))
+        width = self.decoder.config.hidden_size * max(1, len(reads.layers))
         return self.decoder.carry(*commit.tokens.shape, width)
 
     def _step(self, body: Body, reach: int, *, outline: Outline) -> VerifyStep:

@@ -75,7 +75,7 @@ constexpr int64_t SOON = 2048;  // bytes of keys
 template <class T, int QUERIES, bool TREE, bool WHOLE>
 void attend_block(const Attend& a, const Heads& h, const T* keys, const T* values, int64_t first, int64_t row,
                   float* scratch, const Ways& ways) {
-  constexpr int DEEP = COLUMNS * (QUERIES == 4 ? 2 : 4), BROAD = QUERIES == 4 ? 2 * COLUMNS : 4;
+  constexpr int DEEP = ABREAST * (QUERIES == 4 ? 2 : 4), BROAD = QUERIES == 4 ? 2 * ABREAST : 4;
   const int64_t D = a.width, group = a.group(), vectors = (D + VL - 1) / VL, padded = vectors * VL;
   const int64_t stride = a.stride();
   const float scale = 1.0f / std::sqrt((float)D);
@@ -94,7 +94,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
   }
   auto score = [&](auto deep, int64_t p) {
     constexpr int N = decltype(deep)::value;
-    using V = std::conditional_t<N % COLUMNS == 0, Wide, Vec>;
+    using V = std::conditional_t<N % ABREAST == 0, Wide, Vec>;
     constexpr int EACH = sizeof(V) / sizeof(Vec), WIDES = N / EACH;
     if (first == 0)  // the first to read these lines of the cache; values are read once all scores are there
       for (int64_t byte = 0; byte < N * D * (int64_t)sizeof(T); byte += 64) {
@@ -135,7 +135,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
   }
   auto mix_values = [&](auto deep, int64_t v) {
     constexpr int N = decltype(deep)::value;
-    using V = std::conditional_t<N % COLUMNS == 0, Wide, Vec>;
+    using V = std::conditional_t<N % ABREAST == 0, Wide, Vec>;
     constexpr int EACH = sizeof(V) / sizeof(Vec), WIDES = N / EACH;
     V sum[QUERIES * WIDES];
     unrolled<QUERIES * WIDES>([&](auto i) { sum[i] = V{}; });

@@ -87,6 +87,9 @@ extern "C" void paceline_law(const float* logits, const float* knobs, float* out
   law(logits, knobs, out, batch, window, vocabulary);
 }
 
+// How many sums lie side by side in a register.
+extern "C" int64_t paceline_abreast() { return ABREAST; }
+
 extern "C" void paceline_set_noise_table(const int32_t* table) { noise_table = table; }
 
 // ------------------------------------------------------------------------------------- entry points of compiled graphs --

@@ -170,15 +170,22 @@ __attribute__((noinline)) void block_of(int rows, const float* x, const W* w, in
   });
 }
 
+// The first block of so many rows: as few blocks as can be, and no small remainder. With 5 at once 6 is 3 + 3, 7 is 4 + 3,
+// 8 is 4 + 4.
+template <class V>
+int64_t first_of(int64_t rows) {
+  constexpr int64_t MOST = MOST_ROWS<V>;
+  const int64_t blocks = (rows + MOST - 1) / MOST;
+  return rows >= 2 * MOST - 1 ? MOST : (rows + blocks - 1) / blocks;
+}
+
 // M prepared rows with COLS columns of V; emit(m, n, value) gets each result.
 template <class W, class V, int COLS, class Emit>
 inline void columns(const float* x, const W* w, int64_t M, int64_t K, Emit emit) {
-  constexpr int ALL = COLS * sizeof(V) / sizeof(Vec), MOST = MOST_ROWS<V>;
+  constexpr int ALL = COLS * sizeof(V) / sizeof(Vec);
   for (int64_t m = 0; m < M;) {
-    float found[MOST * ALL];
-    // As few blocks as can be, and no small remainder: with 5 at once 6 is 3 + 3, 7 is 4 + 3, 8 is 4 + 4.
-    const int64_t left = M - m, blocks = (left + MOST - 1) / MOST;
-    const int take = left >= 2 * MOST - 1 ? MOST : (int)((left + blocks - 1) / blocks);
+    float found[MOST_ROWS<V> * ALL];
+    const int take = (int)first_of<V>(M - m);
     block_of<W, V, COLS>(take, x + m * K, w, K, found);
     for (int i = 0; i < take; i++)
       for (int n = 0; n < ALL; n++) emit(m + i, n, found[i * ALL + n]);
@@ -190,12 +197,11 @@ inline void columns(const float* x, const W* w, int64_t M, int64_t K, Emit emit)
 // afar; of many, a block stays close while all of these weights go by.
 template <class W, class Emit>
 void product(const float* x, const W* w, int64_t M, int64_t K, int64_t begin, int64_t end, Emit emit) {
-  const int64_t some = M > 2 * FEW ? MOST_ROWS<Wide> : M;
-  for (int64_t m = 0; m < M; m += some) {
-    const int64_t rows = std::min(some, M - m);
+  for (int64_t m = 0, rows; m < M; m += rows) {
+    rows = M > 2 * FEW ? first_of<Wide>(M - m) : M;
     int64_t n = begin;
     auto to = [&](int64_t i, int64_t j, float value) { emit(m + i, n + j, value); };
-    for (; n + 2 * COLUMNS <= end; n += 2 * COLUMNS) columns<W, Wide, 2>(x + m * K, w + n * K, rows, K, to);
+    for (; n + 2 * ABREAST <= end; n += 2 * ABREAST) columns<W, Wide, 2>(x + m * K, w + n * K, rows, K, to);
     for (; n < end; n++) columns<W, Vec, 1>(x + m * K, w + n * K, rows, K, to);
   }
 }

@@ -1,9 +1,11 @@
-// Vectors of eight numbers, the three formats of weights, and sums in a fixed order.
+// Vectors of eight numbers, registers that hold one or two of them, the three formats of weights, and sums in a fixed
+// order.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 #ifdef __AVX2__
 #include <immintrin.h>
@@ -117,17 +119,17 @@ inline VecI lanes() { return VecI{0, 1, 2, 3, 4, 5, 6, 7}; }
 
 // ------------------------------------------------------------------------------------------------------ wide registers --
 
-// What fills a register: COLUMNS vectors side by side. Each is summed as it would be alone, so that a machine with wider
+// What fills a register: ABREAST vectors side by side, one or two. Each is summed as it would be alone, so that a machine with wider
 // registers comes to the same numbers.
 #if defined(__AVX512F__) && defined(__AVX512DQ__)
-constexpr int COLUMNS = 2;
+constexpr int ABREAST = 2;
 #else
-constexpr int COLUMNS = 1;
+constexpr int ABREAST = 1;
 #endif
-typedef float Wide __attribute__((vector_size(COLUMNS * VL * 4)));
-typedef uint32_t WideU __attribute__((vector_size(COLUMNS * VL * 4)));
+typedef float Wide __attribute__((vector_size(ABREAST * VL * 4)));
+typedef uint32_t WideU __attribute__((vector_size(ABREAST * VL * 4)));
 
-// The same eight numbers in every column.
+// The same eight numbers in all of them.
 template <class V>
 V repeated(const float* p);
 template <>
@@ -143,7 +145,7 @@ inline Vec spread<Vec>(float x) {
 template <class V>
 V beside(Vec a, Vec b);
 
-// found[i] = the total of column i of these sums
+// found[i] = the total of vector i of these sums
 template <int N>
 inline __attribute__((always_inline)) void totals(const Vec* sum, float* found) {
   unrolled<N / 4>([&](auto i) { totals(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3], found + 4 * i); });

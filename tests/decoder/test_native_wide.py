@@ -19,12 +19,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The kernels, built as if there were no wide registers."""
+    """The kernels, built as if there were no wide registers, and as fast as they can be built."""
     folder: Path = tmp_path_factory.mktemp("narrow")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "_FLAGS", (*build._FLAGS, "-O0", "-mno-avx512f"))
         build._build(folder)
-    return ctypes.CDLL(str(folder / "kernels.so"))
+    made = ctypes.CDLL(str(folder / "kernels.so"))
+    assert (made.paceline_abreast(), build.library().paceline_abreast()) == (1, 2)
+    return made
 
 
 def call(function: ctypes._CFuncPtr, *arguments: Tensor | int | None) -> None:
@@ -52,7 +54,7 @@ def test_products(narrow: ctypes.CDLL, code: int, shape: tuple[int, int]) -> Non
 
 
 @pytest.mark.parametrize("code", range(3))
-@pytest.mark.parametrize("width", [20, 48, 64])
+@pytest.mark.parametrize("width", [12, 20, 48, 64])
 @pytest.mark.parametrize("tree", [False, True])
 def test_attention(narrow: ctypes.CDLL, code: int, width: int, tree: bool) -> None:
     heads, groups, rows = 6, 2, 40

@@ -1,0 +1,77 @@
+"""The limits of a round are those of the plain formula whatever came before; a text that gets several tokens at once
+ends where it would end token by token.
+"""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.batch import Batch
+from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.types import PAD, Commit, Reading
+from paceline.request import Request
+from paceline.result import Statistics
+from paceline.stopping import Stopping, Watch
+
+BUCKETS = (16, 24, 64)
+
+
+def formula(batch: Batch, depth: int, reach: int | None) -> list[int]:
+    """Worked out from the texts alone."""
+    texts = [None if slot is None else slot.watch for slot in batch.slots]
+    longest = max((len(text.text) for text in texts if text), default=1)
+    border = next((bucket for bucket in BUCKETS if bucket >= longest), BUCKETS[-1])
+    found = []
+    for slot, text in zip(batch.slots, texts, strict=True):
+        if slot is None or text is None or not slot.request.speculate:
+            found.append(0)
+            continue
+        length = len(text.text)
+        rooms = [depth, text.left - 1, border - length]
+        if reach is not None:
+            rooms.append(reach - length + 1 if length <= reach else 0)
+        found.append(max(0, min(rooms)))
+    return found
+
+
+@given(st.data())
+def test_limits(data: st.DataObject) -> None:
+    size, depth = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 5))
+    reach = data.draw(st.none() | st.integers(4, 40))
+    batch = Batch(size, depth + 1, Statistics(), depth=depth, reach=reach, buckets=BUCKETS)
+    row, index = sampling_batch([Sampling()]), 0
+    for _ in range(data.draw(st.integers(1, 25))):
+        if batch.free is not None and data.draw(st.booleans()):
+            prompt = (1,) * data.draw(st.integers(1, 20))
+            stopping = Stopping(len(prompt) + data.draw(st.integers(1, 40)), eos=frozenset([0]))
+            request = Request(index, prompt, Sampling(), stopping, speculate=data.draw(st.booleans()))
+            batch.join(batch.free, request, row, first=Reading(1), logprobs=None)
+            index += 1
+        elif batch.active and data.draw(st.integers(0, 9)) == 0:
+            batch.drop([batch.slots[batch.active[0]].request.index])  # type: ignore[union-attr]
+        bounds = batch.bounds()
+        assert bounds.limit.tolist() == formula(batch, depth, reach)
+        assert bounds.rows == max((len(slot.watch.text) for slot in batch.slots if slot), default=1)
+        counts = [data.draw(st.integers(1, limit + 1)) for limit in bounds.limit.tolist()]
+        drawn = [data.draw(st.lists(st.sampled_from([1] * 30 + [0]), min_size=n, max_size=n)) for n in counts]
+        tokens = torch.tensor([one + [PAD] * (depth + 1 - len(one)) for one in drawn], dtype=torch.int32)
+        count = torch.tensor(counts, dtype=torch.int32)
+        batch.apply(Commit(tokens, count, batch.commit.start + batch.commit.count), [0] * size, None)
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=8), st.integers(1, 30))
+def test_several_tokens_at_once_end_a_text_where_single_ones_do(parts: list[list[int]], length: int) -> None:
+    stopping = Stopping(length, eos=frozenset([0, 3]))
+    whole, single = Watch(stopping, []), Watch(stopping, [])
+    for tokens in parts:
+        reasons = []
+        for token in tokens:
+            reasons.append(single.append(token))
+            if reasons[-1] is not None:
+                break
+        assert whole.extend(tokens) == (len(reasons), reasons[-1])
+        assert whole.text == single.text
+        if reasons[-1] is not None:
+            return
