@@ -22,6 +22,7 @@ from time import perf_counter
 import torch
 from common import PAIR, prompts, publish
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from turns import Clock
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.bench import bench_pair
@@ -106,17 +107,17 @@ def host() -> dict[str, object]:
     target, draft = (AutoDecoder.from_pretrained(PAIR / name, n_positions=512) for name in ("target", "draft"))
     generator = SpeculativeGenerator(draft, target, k=4)
     generator.compile()
-    spent = [0.0]
+    clock = Clock()
     for decoder in (target, draft):
-        decoder._steps = {name: _metered(step, spent) for name, step in decoder._steps.items()}
+        decoder._steps = {name: clock.timed(step) for name, step in decoder._steps.items()}
 
     def timed(ids: list[int], count: int) -> tuple[float, float]:
         """Wall time, and that outside of graphs, in seconds."""
-        spent[0] = 0.0
+        clock.seconds = 0.0
         begin = perf_counter()
         generator.sample([ids], max_new_tokens=count)
         wall = perf_counter() - begin
-        return wall, wall - spent[0]
+        return wall, wall - clock.seconds
 
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
     rounds, shares, calls, whole = [], [], [], []
@@ -134,16 +135,6 @@ def host() -> dict[str, object]:
         "host_us_per_call": round(statistics.median(calls), 1),
         "host_share_of_calls": round(statistics.median(whole), 4),
     }
-
-
-def _metered(step: Callable[..., object], spent: list[float]) -> Callable[..., object]:
-    def run(*inputs: object) -> object:
-        begin = perf_counter()
-        out = step(*inputs)
-        spent[0] += perf_counter() - begin
-        return out
-
-    return run
 
 
 def pair() -> dict[str, object]:

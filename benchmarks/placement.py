@@ -85,7 +85,7 @@ class Text:
         self.first = 9
 
     def step(self) -> None:
-        self.commit = self._round(self.commit, GREEDY, LIMIT)
+        self.commit = self._round(self.commit, GREEDY, LIMIT).commit
 
     @property
     def tokens(self) -> int:

@@ -10,8 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Any
+
+from torch import Tensor
 
 from paceline import SpeculativeGenerator
+from paceline.core.types import Told
+from paceline.decoder.backends.base import Repeats
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.result import Statistics
 
@@ -59,6 +64,29 @@ class Mode:
         return self.total("tokens") / self.total("seconds")
 
 
+class _Timed:
+    """A step that says how long it takes."""
+
+    def __init__(self, step: Callable[..., object], clock: Clock) -> None:
+        self._step, self._clock = step, clock
+
+    def __call__(self, *inputs: object) -> object:
+        begin = perf_counter()
+        out = self._step(*inputs)
+        self._clock.seconds += perf_counter() - begin
+        return out
+
+
+class _TimedAgain(_Timed):
+    """One that can run again by itself, and says how long each of its rounds took."""
+
+    def again(self, *given: Any) -> tuple[list[Told], list[Tensor]]:
+        assert isinstance(self._step, Repeats)
+        told, made = self._step.again(*given)
+        self._clock.seconds += sum(one.seconds for one in told)
+        return told, made
+
+
 class Clock:
     """Time inside the graphs of some decoders, prompts left out."""
 
@@ -72,21 +100,16 @@ class Clock:
         try:
             for decoder in decoders:
                 decoder._steps = {
-                    name: step if "prefill" in name[0] else self._timed(step) for name, step in decoder._steps.items()
+                    name: step if "prefill" in name[0] else self.timed(step) for name, step in decoder._steps.items()
                 }
             yield
         finally:
             for decoder, steps in zip(decoders, before, strict=True):
                 decoder._steps = {**decoder._steps, **steps}  # what was made meanwhile was not timed, and is kept
 
-    def _timed(self, step: Callable[..., object]) -> Callable[..., object]:
-        def run(*inputs: object) -> object:
-            begin = perf_counter()
-            out = step(*inputs)
-            self.seconds += perf_counter() - begin
-            return out
-
-        return run
+    def timed(self, step: Callable[..., object]) -> Callable[..., object]:
+        """The same step, timed."""
+        return _TimedAgain(step, self) if isinstance(step, Repeats) else _Timed(step, self)
 
 
 def measure(modes: dict[str, Mode], prompts: Sequence[Sequence[int]], *, new: int, repeats: int) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from paceline.core.types import Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
+from paceline.core.types import Bounds, Commit, Done, Outline, Proposal, Reading, Reads, SamplingBatch
 
 
 @runtime_checkable
@@ -117,9 +117,12 @@ class FusedVerifier(Verifier, Protocol):
     """A verifier that can run a drafter's step inside its own."""
 
     def fused(
-        self, drafter: GraphDrafter, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds
-    ) -> tuple[Commit, list[int]]:
-        """Draft and verify in one call. -> the next commit, and how deep the proposal went in every slot."""
+        self, drafter: GraphDrafter, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds, seconds: float
+    ) -> Done:
+        """Draft and verify in one graph: one round, and as many behind it as ``bounds`` allows and fit into so many
+        seconds, each on what the one before it made. The drafter is told of none of them, for its step reads what they
+        commit. The last commit is good until the call after the next.
+        """
 
 
 class PlainTarget(Protocol):
@@ -141,5 +144,5 @@ class Round(Protocol):
     def release(self, slot: int) -> None:
         """The request in a slot is done, or `start` failed for it: both sides forget it."""
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
-        """One round."""
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
+        """One round, or as many as ``bounds`` allows."""

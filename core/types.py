@@ -27,6 +27,10 @@ PAD = -1
 """No token here. Never a legal id: 0 is a token like any other."""
 
 
+IDLE = 1 << 30
+"""Room in a slot that holds no request."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outline:
     """The shape of every proposal of a drafter: what a graph is compiled for.
@@ -166,7 +170,58 @@ class Bounds:
 
     limit  [B] int32, how many proposed nodes may be accepted in each slot
     rows   how many cache rows the longest text needs before this round (its root included)
+    room   how far rounds may go before the host looks at what they made; None: it looks at every one
     """
 
     limit: Tensor
     rows: int
+    room: Room | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What lets rounds run one behind the other.
+
+    left    for each slot, how many nodes could be accepted if a round were deep enough; less what was gained since, it
+            is the limit of a later round, where that is smaller. No round follows once it is below 0, or all limits are
+            0. `IDLE`: the slot holds no text
+    ends    ids with which a text may end: no round follows one in which a text gained such a token
+    rounds  no more than so many
+    """
+
+    left: list[int]
+    ends: frozenset[int]
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What the host is told of a round.
+
+    tokens   that each slot gained
+    drafted  how deep the proposal went in each slot
+    seconds  that the round took
+    """
+
+    tokens: list[list[int]]
+    drafted: list[int]
+    seconds: float
+
+    @classmethod
+    def of(cls, rows: list[list[int]], seconds: float) -> Told:
+        """From what a graph says: for each slot tokens, PAD, their count, and how deep the proposal went."""
+        return cls([row[: row[-2]] for row in rows], [row[-1] for row in rows], seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """Rounds that ran one behind the other: what the last one committed, and what each did."""
+
+    commit: Commit
+    told: list[Told]
+
+    @classmethod
+    def one(cls, commit: Commit, drafted: list[int], seconds: float) -> Done:
+        """A single round."""
+        rows = zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)
+        return cls(commit, [Told([row[:count] for row, count in rows], drafted, seconds)])

@@ -1,4 +1,5 @@
-"""Propose what followed the longest repetition of the text's end, in the text itself or in earlier outputs.
+"""Propose what followed the longest repetition of the text's end, in the text itself or in earlier outputs, with the
+changes that were made in it so far.
 
 Prompt lookup without a largest n-gram. The idea of drafting from suffix structures over past outputs is that of SAM
 decoding (Hu et al., arXiv 2411.10666) and SuffixDecoding (Oliaro et al., arXiv 2411.04975).
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.draft.alignment import Alignment
 from paceline.draft.automaton import SuffixAutomaton
 
 _HALVED = 4  # proposals of at least so many tokens may be halved
@@ -45,9 +47,10 @@ class Corpus:
 
 @dataclass(slots=True)
 class _Text:
-    """A slot's text, and how much of its end stands in the corpus."""
+    """A slot's text, what it repeats, and how much of its end stands in the corpus."""
 
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    repeats: Alignment = field(default_factory=Alignment)
     generation: int = -1
     state: int = 0
     length: int = 0
@@ -58,6 +61,7 @@ class SuffixDrafter:
 
     No more than ``factor`` tokens for each token that is repeated: a short repetition tells little, and the little that
     it proposes is verified in a smaller graph. SuffixDecoding has such a maximum too, of 1 to 4.
+    A token that differs does not end a repetition, and is changed again where it comes again (`Alignment`).
     ``corpus``: None = the text alone; a number = also that many tokens of earlier outputs of this drafter, which all
     its requests share. The text itself wins unless the corpus knows a longer repetition.
     """
@@ -115,6 +119,7 @@ class SuffixDrafter:
     def _extend(self, text: _Text, tokens: Sequence[int]) -> None:
         for token in tokens:
             text.own.append(token)
+        text.repeats.follow(tokens)
         if self._corpus is None:
             return
         if text.generation != self._corpus.generation:  # walk the end of the text again
@@ -129,7 +134,10 @@ class SuffixDrafter:
         if self._corpus is not None and text.generation == self._corpus.generation and text.length > length:
             length, at = text.length, self._corpus.automaton.behind(text.state)
             source = self._corpus.automaton.tokens
+        if length > text.repeats.run:
+            text.repeats.begin(source, at, length)
+        length = text.repeats.run
         if length < self._shortest:
             return []
-        found = source[at : at + int(min(self.outline.nodes, self._factor * length))]
+        found = text.repeats.ahead(int(min(self.outline.nodes, self._factor * length)))
         return found[: found.index(_BORDER)] if _BORDER in found else found

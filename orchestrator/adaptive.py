@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
 
 from paceline.core.protocols import Drafter
-from paceline.core.types import PAD, Bounds, Commit, Reading, SamplingBatch
+from paceline.core.types import PAD, Bounds, Commit, Done, Reading, Room, SamplingBatch
 from paceline.loop import TimedRound
 from paceline.pace import Pace
 
@@ -39,7 +38,6 @@ class Adaptive:
         self.rungs, self._pace, self._drafter, self.rest = dict(rungs), pace, drafter, rest
         self._one = next(iter(self.rungs.values())).round  # they share both sides: one reads prompts for all
         self._seated: set[int] = set()
-        self.drafted: list[int] = []
         self.rung: int | None = None
         self._nothing: Tensor | None = None  # limits of a round at depth 0
         self._seen: tuple[Tensor, list[int]] | None = None  # the last limits: mostly the same object again
@@ -74,8 +72,8 @@ class Adaptive:
         self._seated.discard(slot)
         self._one.release(slot)
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
-        """One round."""
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
+        """One round, or some at the same depth."""
         if self._seen is None or self._seen[0] is not bounds.limit:
             self._seen = (bounds.limit, bounds.limit.tolist())
         limits = self._seen[1]
@@ -91,21 +89,26 @@ class Adaptive:
             early, commit = fitted(commit, taken.width)
             if early is not None:
                 self._drafter.observe(early)
-        begin = perf_counter()
-        made = taken.round(commit, sampling, bounds)
-        seconds = perf_counter() - begin
-        self.drafted = taken.round.drafted
-        asked = [min(rung, limit) for limit in limits]
-        # To read what was committed before is not what a rung takes.
-        late = (early is not None and rung > 0) or (bool(self._behind) and any(asked[slot] for slot in self._behind))
-        if any(asked) or rung == 0:
-            accepted = [count - 1 for count in made.count.tolist()]
-            self._pace.record(rung, asked=asked, accepted=accepted, seconds=None if late else seconds)
-        if rung == 0:
-            self._behind = set(range(len(asked)))
-        elif self._behind:
-            self._behind = {slot for slot in self._behind if not asked[slot]}
-        return made
+        if bounds.room is not None:
+            room = Room(bounds.room.left, bounds.room.ends, self._pace.rounds)
+            bounds = Bounds(bounds.limit, bounds.rows, room)
+        done = taken.round(commit, sampling, bounds)
+        self._record(rung, limits, done, left=bounds.room.left if bounds.room else limits, early=early is not None)
+        return done
+
+    def _record(self, rung: int, limits: list[int], done: Done, *, left: list[int], early: bool) -> None:
+        """What rounds at this rung did. To read what was committed before is not what the first one takes."""
+        for number, told in enumerate(done.told):
+            asked = [min(rung, limit, max(0, room)) for limit, room in zip(limits, left, strict=True)]
+            late = any(asked[slot] for slot in self._behind) or (early and rung > 0 and number == 0)
+            if any(asked) or rung == 0:
+                accepted = [len(tokens) - 1 for tokens in told.tokens]
+                self._pace.record(rung, asked=asked, accepted=accepted, seconds=None if late else told.seconds)
+            if rung == 0:
+                self._behind = set(range(len(asked)))
+            elif self._behind:
+                self._behind = {slot for slot in self._behind if not asked[slot]}
+            left = [room - len(tokens) for room, tokens in zip(left, told.tokens, strict=True)]
 
 
 def fitted(commit: Commit, width: int) -> tuple[Commit | None, Commit]:

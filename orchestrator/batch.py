@@ -1,4 +1,4 @@
-"""Slots and the texts in them. Requests join and leave between rounds; shapes never change.
+"""Slots and the texts in them. Requests join and leave between rows of rounds; shapes never change.
 
 Holds the only lengths the host knows, all of them derived from commits. Knows no model and no drafter.
 """
@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.sampling import Sampling, knob_row, sampling_batch
-from paceline.core.types import PAD, Bounds, Commit, Reading, SamplingBatch
+from paceline.core.types import IDLE, PAD, Bounds, Commit, Done, Reading, Room, SamplingBatch
 from paceline.request import Request
 from paceline.result import Event, Statistics
 from paceline.stopping import Watch
+
+MOST_ROUNDS = 32
+"""One behind the other, before requests may come and go."""
 
 
 @dataclass(slots=True)
@@ -53,7 +56,9 @@ class Batch:
         self.commit = Commit(tokens, ones, zeros)
         self._depth, self._reach, self._buckets = depth, reach, buckets
         self._limits, self._limit = [0] * size, zeros.clone()
-        self._alike = -1  # for so many more tokens in every slot the limits stay what they are; below 0: not known
+        self._depths = [0] * size
+        self._left = [-1] * size  # room in every slot; below 0: to be worked out
+        self._ends: frozenset[int] | None = frozenset()  # ids with which a text may end; None: with others too
         self._statistics = statistics
 
     @property
@@ -68,7 +73,7 @@ class Batch:
         self.sampling.knobs[slot], self.sampling.keys[slot] = row.knobs[0], row.keys[0]
         self.slots[slot] = Slot(request, Watch(request.stopping, request.prompt))
         insort(self.active, slot)
-        self._alike = -1
+        self._reseated()
         self.commit.tokens[slot] = PAD
         self.commit.tokens[slot, 0] = first.token
         self.commit.count[slot] = 1
@@ -77,21 +82,21 @@ class Batch:
             self._features(first.features)[slot, 0] = first.features[-1]
         return self._append(slot, [first.token], accepted=0, logprobs=logprobs)
 
-    def apply(self, commit: Commit, drafted: list[int], logprobs: list[list[float]] | None) -> list[Event]:
-        """Take over a round's commit; one event for every request. ``drafted``: proposed tokens of every slot."""
-        self.commit = commit
+    def apply(self, done: Done, logprobs: list[list[float]] | None) -> list[Event]:
+        """Take over what rounds committed; one event for every request and round."""
+        self.commit = commit = done.commit
         if len(self.active) < len(self.slots):
             idle = [index for index, slot in enumerate(self.slots) if slot is None]
             commit.start[idle] = 0  # the round moved them on, as it did the others
         events = []
-        rows, counts = commit.tokens.tolist(), commit.count.tolist()
-        self._alike -= max(counts)
-        for slot in list(self.active):
-            tokens = rows[slot][: counts[slot]]
-            accepted = min(counts[slot] - 1, drafted[slot])  # several plain steps commit tokens that nobody drafted
-            event = self._append(slot, tokens, accepted=accepted, logprobs=logprobs[slot] if logprobs else None)
-            self._statistics.count(drafted[slot], event.accepted, rounds=counts[slot] - accepted)
-            events.append(event)
+        for told in done.told:
+            for slot in list(self.active):
+                tokens, drafted = told.tokens[slot], told.drafted[slot]
+                self._left[slot] -= len(tokens)
+                accepted = min(len(tokens) - 1, drafted)  # several plain steps commit tokens that nobody drafted
+                event = self._append(slot, tokens, accepted=accepted, logprobs=logprobs[slot] if logprobs else None)
+                self._statistics.count(drafted, event.accepted, rounds=len(tokens) - accepted)
+                events.append(event)
         return events
 
     def drop(self, indices: Collection[int]) -> None:
@@ -109,25 +114,36 @@ class Batch:
     def bounds(self) -> Bounds:
         """What the next round may do."""
         longest = max((len(slot.watch.text) for slot in self.slots if slot is not None), default=1)
-        if self._alike < 0:
-            limits, self._alike = self._limited(longest)
-            if limits != self._limits:  # a new tensor costs more than all the rest
-                self._limits, self._limit = limits, torch.tensor(limits, dtype=torch.int32)
-        return Bounds(self._limit, longest)
+        if min(self._left) < 0:
+            self._left = self._room(longest)
+        limits = [min(depth, left) for depth, left in zip(self._depths, self._left, strict=True)]
+        if limits != self._limits:  # a new tensor costs more than all the rest
+            self._limits, self._limit = limits, torch.tensor(limits, dtype=torch.int32)
+        return Bounds(self._limit, longest, None if self._ends is None else Room(self._left, self._ends, MOST_ROUNDS))
 
-    def _limited(self, longest: int) -> tuple[list[int], int]:
-        """How many nodes may be accepted in every slot; and for how many more tokens that holds."""
-        depth, reach, buckets = self._depth, self._reach, self._buckets
+    def _room(self, longest: int) -> list[int]:
+        """How many nodes every slot could accept in a round of any depth."""
+        reach, buckets = self._reach, self._buckets
         border = buckets[min(bisect_left(buckets, longest), len(buckets) - 1)] if buckets else sys.maxsize
-        limits, alike = [0] * len(self.slots), border - longest
-        for index, slot in enumerate(self.slots):
-            if slot is not None and slot.request.speculate:
-                length = len(slot.watch.text)
-                follows = border if reach is None else reach - length + 1 if length <= reach else 0
-                room = min(slot.watch.left - 1, follows, border - length)
-                limits[index] = max(0, min(depth, room))
-                alike = min(alike, room - depth)
-        return limits, alike
+        found = []
+        for slot in self.slots:
+            if slot is None:
+                found.append(IDLE)
+                continue
+            length = len(slot.watch.text)
+            rooms = [slot.watch.left - 1, border - length]
+            if reach is not None and slot.request.speculate:
+                rooms.append(max(0, reach - length + 1))
+            found.append(max(0, min(rooms)))
+        return found
+
+    def _reseated(self) -> None:
+        """A request came or went: what was worked out for all of them holds no longer."""
+        seated = [slot for slot in self.slots if slot is not None]
+        self._left = [-1] * len(self.slots)
+        self._depths = [self._depth if slot is not None and slot.request.speculate else 0 for slot in self.slots]
+        ends = frozenset[int]().union(*(slot.request.stopping.eos for slot in seated))
+        self._ends = None if any(slot.watch.watchful for slot in seated) else ends
 
     def _features(self, example: Tensor) -> Tensor:
         """Features of the commit, to write into; made when the first prompt that has some is read."""
@@ -148,10 +164,10 @@ class Batch:
         return Event(seat.request.index, tuple(tokens[:kept]), min(accepted, kept), reason, scores)
 
     def _rest(self, slot: int) -> None:
-        """Free a slot; it then computes a harmless token at row 0 of its own cache."""
+        """Free a slot; it then computes harmless tokens from row 0 of its own cache on."""
         self.slots[slot] = None
         self.active.remove(slot)
-        self._alike = -1
+        self._reseated()
         self.commit.tokens[slot] = PAD
         self.commit.tokens[slot, 0] = 0
         self.commit.count[slot] = 1

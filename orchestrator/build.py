@@ -31,7 +31,8 @@ from paceline.pace import Pace
 from paceline.rounds import Fused, MultiStep, Resting, TwoStep
 from paceline.target.host import HostVerifier, Processor
 from paceline.target.plain import PlainDecoder
-from paceline.target.verifier import Acceptor, CompiledVerifier
+from paceline.target.steps import Acceptor
+from paceline.target.verifier import CompiledVerifier
 
 log = logging.getLogger("paceline")
 
@@ -160,7 +161,7 @@ class Plan:
     rule    acceptance
     exact   no rounding depends on what was proposed
     fused   draft and verify in one graph; None = wherever that can be done
-    pace    chooses the depth of every round; None = always that of the drafter
+    pace    chooses the depth of the next rounds; None = always that of the drafter
     steps   plain steps in one graph, where nothing is drafted at all
     """
 

@@ -1,6 +1,6 @@
 """A desk: calls from many threads share the rounds of one generator.
 
-Requests join free slots between rounds, in the order of the calls, and leave when they are done or nobody wants them.
+Requests join free slots between rows of rounds, in the order of the calls, and leave when they are done or unwanted.
 A call with logits processors needs other rounds: it waits until the slots are empty, and has them for itself.
 Not here: what a request is (`request`), rounds (`loop`), processes and sockets.
 """

@@ -17,7 +17,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.loop import Door, Engine
 from paceline.result import Event, Reports, Statistics
 from paceline.sampler import Sampler
-from paceline.target.verifier import Acceptor
+from paceline.target.steps import Acceptor
 
 log = logging.getLogger("paceline")
 
@@ -33,7 +33,7 @@ class SpeculativeGenerator(Sampler):
               of these, of which the first that has something to say proposes
     target    the decoder whose text it is
     k         drafted tokens per round, not counting the target's own; a drafter object brings its own number. A
-              sequence of depths, such as `paceline.LADDER`, lets every round choose among them. Without a draft, k + 1
+              sequence of depths, such as `paceline.LADDER`, lets rounds choose among them. Without a draft, k + 1
               plain steps run in one graph
     acceptor  "match", "reject", "typical", or a rule with values of its own: `Typical(epsilon=0.09, alpha=0.3)`,
               or `Simulated(alpha)`, by which drafts stand at random, to measure speed: NOT REAL TEXT comes out

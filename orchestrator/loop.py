@@ -1,6 +1,6 @@
 """The loop: requests in, events out. Seats requests in free slots, runs rounds, hands out what was committed.
 
-Requests come through a door, which is asked between rounds: for those that come, and those that were given up.
+Requests come through a door, which is asked between rows of rounds: for those that come, and those that were given up.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from typing import Protocol
 
 from paceline.batch import Batch
 from paceline.core.sampling import sampling_batch
-from paceline.core.types import Bounds, Commit, Reading, SamplingBatch
+from paceline.core.types import Bounds, Commit, Done, Reading, SamplingBatch
 from paceline.request import Request
 from paceline.result import Event, Statistics
 
 
 class TimedRound(Protocol):
-    """A `paceline.core.protocols.Round` that says what it did."""
+    """A `paceline.core.protocols.Round` that says where its time went, and the depth it chose, if it chooses."""
 
     rung: int | None
-    drafted: list[int]
 
     @property
     def prefill_seconds(self) -> float: ...
@@ -37,11 +36,11 @@ class TimedRound(Protocol):
 
     def release(self, slot: int) -> None: ...
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit: ...
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done: ...
 
 
 class Door(Protocol):
-    """Where requests come from and go. Asked between rounds, in the thread that runs them."""
+    """Where requests come from and go. Asked between rows of rounds, in the thread that runs them."""
 
     def enter(self) -> Request | None:
         """The next request that waits for a slot; None: nobody waits. Its index is like no other's in this run."""
@@ -127,10 +126,10 @@ def run(engine: Engine, door: Door, statistics: Statistics) -> Iterator[Event]:
             if not events and not batch.active:
                 break
             if batch.active:
-                commit = engine.round(batch.commit, batch.sampling, batch.bounds())
+                done = engine.round(batch.commit, batch.sampling, batch.bounds())
                 if engine.round.rung is not None:
-                    statistics.rungs.append(engine.round.rung)
-                events += batch.apply(commit, engine.round.drafted, engine.scores.logprobs if engine.scores else None)
+                    statistics.rungs += [engine.round.rung] * len(done.told)
+                events += batch.apply(done, engine.scores.logprobs if engine.scores else None)
                 _release(engine.round, held, batch.active)
             for event in events:
                 left = perf_counter()

@@ -40,12 +40,12 @@ MARGIN = 1.03
 LEVEL_OF = 5
 """Rounds that say how slow the machine is: few of ``KEPT_TIMES`` have seen a change before the level has."""
 
-TOGETHER = 8
+TOGETHER = 32
 """Rounds between two choices, if there is nothing to be tried. What runs once in some milliseconds finds its code cold
 and takes several times as long as it has to, and a rung that was best is best for longer than this.
 """
 
-VISIT_AFTER = (2, 32)
+VISIT_AFTER = (1, 8)
 """Choices after which a neighbour is visited: so many at first, twice as many after every visit, up to the second
 number, and half as many when another rung is chosen.
 """
@@ -89,24 +89,27 @@ class Costs:
 class Visits:
     """When a neighbour of the rung that was chosen is taken in its place."""
 
+    left: int = 0  # rounds of the visit that is under way
     _after: int = VISIT_AFTER[0]
     _since: int = 0
-    _left: int = 0
     _deeper: bool = False
 
     def begin(self) -> None:
         """Another rung was chosen."""
-        self._after, self._since, self._left = max(VISIT_AFTER[0], self._after // 2), 0, 0
+        self._after, self._since, self.left = max(VISIT_AFTER[0], self._after // 2), 0, 0
+
+    def ran(self, rounds: int) -> None:
+        """So many rounds since this was last told."""
+        self.left = max(0, self.left - rounds)
 
     def instead(self, rung: int, ladder: Sequence[int]) -> int:
         """The rung to take: the one that was chosen, or one beside it on the ladder."""
-        if not self._left:
+        if not self.left:
             self._since += 1
             if self._since < self._after:
                 return rung
             self._since, self._after = 0, min(2 * self._after, VISIT_AFTER[1])
-            self._left, self._deeper = VISIT, not self._deeper
-        self._left -= 1
+            self.left, self._deeper = VISIT, not self._deeper
         place = ladder.index(rung)
         beside = [*ladder[:place][-1:], *ladder[place + 1 :][:1]]
         return beside[-1 if self._deeper else 0] if beside else rung
@@ -114,14 +117,15 @@ class Visits:
 
 @dataclass(slots=True)
 class Pace:
-    """Chooses a rung of ``ladder`` (ascending depths, 0 = no draft) for every round.
+    """Chooses a rung of ``ladder`` (ascending depths, 0 = no draft) for the rounds that come next.
 
     Every rung is tried twice first, from the deepest down: the first time of a rung may include its compilation and
     is not counted. A trial after a rest goes on for as long as half of its drafts stand, so that a draft that has
-    become useful is soon known to be.
+    become useful is soon known to be. ``rounds``: how many the last choice is meant for.
     """
 
     ladder: tuple[int, ...]
+    rounds: int = field(init=False, default=1)
     _hits: list[float] = field(init=False)
     _tries: list[float] = field(init=False)
     _costs: Costs = field(init=False, default_factory=Costs)
@@ -147,6 +151,7 @@ class Pace:
         most = next((k for k in self.ladder if k >= deepest), self.ladder[-1])
         taken = self._chosen([k for k in self.ladder if k <= most])
         self._settled = taken == self._rung and taken in self._costs.typical
+        self.rounds = TOGETHER if self._settled else max(1, self._visits.left)
         return taken
 
     def _chosen(self, ladder: list[int]) -> int:
@@ -193,6 +198,7 @@ class Pace:
 
     def _learn(self) -> None:
         """From all that was recorded."""
+        self._visits.ran(len(self._heard))
         for rung, asked, accepted, seconds in self._heard:
             steps = 1 + max(accepted) if rung == 0 else 1
             self._costs.record(rung, None if seconds is None else seconds / steps)

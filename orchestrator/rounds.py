@@ -7,21 +7,24 @@ from time import perf_counter
 
 from paceline.core import tree
 from paceline.core.protocols import Drafter, FusedVerifier, GraphDrafter, PlainTarget, Verifier
-from paceline.core.types import Bounds, Commit, Proposal, Reading, SamplingBatch
+from paceline.core.types import Bounds, Commit, Done, Proposal, Reading, SamplingBatch
+
+IN_A_ROW = 1 / 30
+"""Seconds. As many fused rounds as fit run one behind the other before the host looks at what they made: behind a pass
+over the weights its code and data are cold, so that it takes nearly as long for one round as for some. No longer, for
+who reads along, and for who waits for a slot.
+"""
 
 
 class Timed:
-    """What all rounds have: reading a prompt on both sides, and a record of what the last round did.
-
-    ``drafted`` is how deep the last round's proposal went in every slot; the seconds add up over all rounds; ``rung``
-    is the depth that was chosen for it, where there is a choice.
+    """What all rounds have: reading a prompt on both sides, and seconds, which add up over all rounds. ``rung`` is the
+    depth that was chosen for the last one, where there is a choice.
     """
 
     rung: int | None = None
 
     def __init__(self, drafter: Drafter, verifier: Verifier) -> None:
         self._sides = (drafter, verifier)
-        self.drafted: list[int] = []
         self.prefill_seconds = self.draft_seconds = self.verify_seconds = 0.0
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
@@ -46,20 +49,21 @@ class TwoStep(Timed):
         super().__init__(drafter, verifier)
         self.drafter, self.verifier = drafter, verifier
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
         """One round."""
         begin = perf_counter()
         self.drafter.observe(commit)
         limits = bounds.limit.tolist()
         proposal = self.drafter.propose(commit, sampling, bounds) if any(limits) else None
-        self.drafted = [0] * len(limits) if proposal is None else reached(proposal, limits)
-        if not any(self.drafted):
+        drafted = [0] * len(limits) if proposal is None else reached(proposal, limits)
+        if not any(drafted):
             proposal = None
         middle = perf_counter()
         committed = self.verifier(commit, proposal, sampling, bounds)
+        end = perf_counter()
         self.draft_seconds += middle - begin
-        self.verify_seconds += perf_counter() - middle
-        return committed
+        self.verify_seconds += end - middle
+        return Done.one(committed, drafted, end - begin)
 
 
 class Fused(Timed):
@@ -74,23 +78,23 @@ class Fused(Timed):
         super().__init__(drafter, verifier)
         self.drafter, self.verifier, self._alone = drafter, verifier, alone
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
-        """One round."""
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
+        """One round, or several in a row."""
         begin = perf_counter()
         self.drafter.observe(commit)
         limits = bounds.limit.tolist()
         beyond = self.drafter.reach is not None and bounds.rows > self.drafter.reach
         if not any(limits) and (self._alone or beyond):
             committed = self.verifier(commit, None, sampling, bounds)
-            self.drafted = [0] * len(limits)
-            self.verify_seconds += perf_counter() - begin
-            return committed
+            seconds = perf_counter() - begin
+            self.verify_seconds += seconds
+            return Done.one(committed, [0] * len(limits), seconds)
         self.drafter.ready()
         middle = perf_counter()
-        committed, self.drafted = self.verifier.fused(self.drafter, commit, sampling=sampling, bounds=bounds)
+        done = self.verifier.fused(self.drafter, commit, sampling=sampling, bounds=bounds, seconds=IN_A_ROW)
         self.draft_seconds += middle - begin
         self.verify_seconds += perf_counter() - middle
-        return committed
+        return done
 
 
 class MultiStep:
@@ -101,7 +105,6 @@ class MultiStep:
 
     def __init__(self, target: PlainTarget) -> None:
         self._target = target
-        self.drafted: list[int] = []
         self.prefill_seconds = self.verify_seconds = 0.0
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
@@ -114,13 +117,13 @@ class MultiStep:
     def release(self, slot: int) -> None:
         """Nothing to forget."""
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
         """One round."""
         begin = perf_counter()
         made = self._target(commit, sampling, bounds)
-        self.drafted = [0] * len(made.count)
-        self.verify_seconds += perf_counter() - begin
-        return made
+        seconds = perf_counter() - begin
+        self.verify_seconds += seconds
+        return Done.one(made, [0] * len(made.count), seconds)
 
 
 class Resting(MultiStep):
@@ -130,7 +133,7 @@ class Resting(MultiStep):
         super().__init__(target)
         self._drafter = drafter
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
         """One round."""
         self._drafter.observe(commit)
         return super().__call__(commit, sampling, bounds)

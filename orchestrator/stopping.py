@@ -81,7 +81,7 @@ class Watch:
         if stopping.strings and stopping.tokenizer is not None:
             kind = _InNewText if stopping.in_new_text else _Anywhere
             self._strings = kind(stopping.strings, stopping.tokenizer, prompt)
-        self._watchful = bool(stopping.strings or stopping.criteria)  # every token has to be looked at by itself
+        self.watchful = bool(stopping.strings or stopping.criteria)  # every token has to be looked at by itself
         self._foretold: deque[FinishReason | None] = deque()  # of the tokens of `ends` that are still to be appended
 
     @property
@@ -91,7 +91,7 @@ class Watch:
 
     def extend(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
         """Add tokens up to the one that ends the text. -> how many were added, and the reason if the text ends."""
-        one_by_one = self._watchful or bool(self._foretold) or len(tokens) >= self.left
+        one_by_one = self.watchful or bool(self._foretold) or len(tokens) >= self.left
         if not one_by_one and self._stopping.eos.isdisjoint(tokens):
             self.text += tokens
             return len(tokens), None

@@ -61,19 +61,19 @@ def _run(one: TimedRound, commit: Commit, *, sampling: SamplingBatch, rows: int,
     for limit in limits:
         full = Bounds(torch.full_like(commit.count, limit), rows)
         made = one(commit, sampling, full)
-        if isinstance(made.features, Kept):  # the next round has another graph, which reads them there
-            one(replace(commit, features=made.features), sampling, full)
+        if isinstance(made.commit.features, Kept):  # the next round has another graph, which reads them there
+            one(replace(commit, features=made.commit.features), sampling, full)
         if limit and isinstance(one, TwoStep):
-            _lengthen(one, commit, sampling=sampling, bounds=full)
+            _lengthen(one, commit, sampling=sampling, bounds=full, made=max(made.told[-1].drafted))
 
 
-def _lengthen(one: TwoStep, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds) -> None:
-    """Verify proposals as long as those that a drafter will make and has not made of tokens that mean nothing."""
+def _lengthen(one: TwoStep, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds, made: int) -> None:
+    """Verify proposals as long as those that a drafter will make and has not ``made`` of tokens that mean nothing."""
     reach = one.drafter.reach
     if not isinstance(one.verifier, CompiledVerifier) or (reach is not None and bounds.rows > reach):
         return
     for outline in one.verifier.outlines:
-        if outline.is_chain and outline.nodes not in (0, max(one.drafted)):
+        if outline.is_chain and outline.nodes not in (0, made):
             made_up = torch.zeros(len(commit.tokens), outline.nodes, dtype=torch.int32)
             one.verifier(commit, Proposal(made_up), sampling, bounds)
 

@@ -20,7 +20,8 @@ from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading,
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels import Reference
 from paceline.decoder.steps import keep, prefill, window
-from paceline.target.verifier import Acceptor, features_of, fitted, root_of
+from paceline.target.steps import Acceptor, features_of, root_of
+from paceline.target.verifier import fitted
 from paceline.target.window import Window
 
 Processor = Callable[[Tensor, Tensor], Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.core.types import PAD, Bounds, Commit, Reading, SamplingBatch
 from paceline.decoder.decoder import Body, CompiledDecoder
 from paceline.decoder.steps import prefill
-from paceline.target.verifier import root_of
+from paceline.target.steps import root_of
 
 
 class PlainStep(nn.Module):

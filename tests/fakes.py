@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.build import Demands
-from paceline.core.types import Bounds, Commit, Reading, Reads, SamplingBatch
+from paceline.core.types import Bounds, Commit, Done, Reading, Reads, SamplingBatch
 from paceline.decoder.backends.base import Step
 from paceline.decoder.backends.eager import EagerBackend
 from paceline.decoder.kernels import Place, Reference, Tree
@@ -26,6 +26,7 @@ from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.rope import RopeConfig
 from paceline.loop import Engine, TimedRound
+from paceline.target.steps import FusedStep
 
 EMPTY = -7  # a cache row that nobody has written
 
@@ -152,7 +153,13 @@ class TableDecoder(SamplingDecoder):
         full = (f"{name}@{reach}", owner)
         if full not in self._made:
             module = make(self.body, reach)
-            self._made[full] = (shapes, lambda *inputs: list(module(*inputs)))
+
+            def run(*inputs: Tensor) -> list[Tensor]:
+                if isinstance(module, FusedStep) and self.body.truth is not None:
+                    self.body.truth.go_on(Commit(*inputs[:3]))
+                return list(module(*inputs))
+
+            self._made[full] = (shapes, run)
         assert self._made[full][0] == shapes, f"{full} was compiled for {self._made[full][0]} and is given {shapes}"
         return self._made[full][1]
 
@@ -168,6 +175,14 @@ class Truth:
     def admit(self, slot: int, text: Sequence[int]) -> None:
         self.text[slot, : len(text)] = torch.tensor(text)
         self.length[slot] = len(text)
+
+    def go_on(self, commit: Commit) -> None:
+        """What a graph reads: the last commit or, where rounds run in a row, one that nobody was told of yet."""
+        fresh = (commit.start == self.length) & (commit.start > 0)
+        if bool(fresh.any()):
+            length = self.length
+            self.add(commit)
+            self.length = torch.where(fresh, self.length, length)
 
     def add(self, commit: Commit) -> None:
         live = commit.start == self.length
@@ -198,12 +213,12 @@ class WatchedRound:
         self.truth.admit(slot, [*prompt, first.token])
         return first
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
         self.truth.length[commit.start == 0] = 0  # a slot whose request is done
         self.truth.rounds += 1
-        made = self._inner(commit, sampling, bounds)
-        self.truth.add(made)
-        return made
+        done = self._inner(commit, sampling, bounds)
+        self.truth.add(done.commit)  # those before are known: the graph of the next one has read them
+        return done
 
 
 class Checked(SpeculativeGenerator):

@@ -6,11 +6,12 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
+from paceline.core.types import Room, Told
 from paceline.decoder.collectives import Alone, Collectives
 from paceline.decoder.kernels import Kernels
 
@@ -31,6 +32,24 @@ DIVIDED = {
 
 Step = Callable[..., list[Tensor]]
 """A compiled step: tensors in, a list of tensors out; state (weights, caches) stays inside."""
+
+
+Again = Callable[[list[Tensor], float, Room | None], tuple[list[Told], list[Tensor]]]
+"""Rounds of a fused step one behind the other: its inputs, seconds that they have to fit into (the first runs anyway),
+and what lets another one follow (None: nothing) -> what each of them did, and what the last one made.
+"""
+
+
+@runtime_checkable
+class Repeats(Protocol):
+    """A step that can run again on what it made without coming back in between, if it is a fused one.
+
+    Its inputs are tokens, count and start of a commit, limits, knobs, keys, and features if there are any; its outputs
+    what the host is told of a round, then tokens, count, start and features of the next commit, of the same shapes.
+    """
+
+    def again(self, inputs: list[Tensor], seconds: float, room: Room | None) -> tuple[list[Told], list[Tensor]]:
+        """An `Again`. What the last round makes is overwritten by the call after the next."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ArtefactError, BackendError
+from paceline.core.types import Room, Told
 from paceline.decoder import artefacts, environment
 from paceline.decoder.backends.base import Graph, OneRank, OnHost, Step
 from paceline.decoder.kernels import Kernels
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native, c_shims
+from paceline.decoder.native.rounds import Rounds
 
 _PACKAGE = "graph.pt2"
 
@@ -47,7 +49,7 @@ class InductorBackend(OneRank, OnHost):
             if artefacts.find(self._root, facts) is None:
                 announce(f"compiling {graph.name}")
             folder = artefacts.ensure(self._root, facts, lambda to: _compile(graph, to))
-        return _load(folder, graph)
+        return _Package(folder, graph)
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         for graph in graphs:
@@ -97,22 +99,28 @@ def _compile(graph: Graph, folder: Path) -> None:
     assert not strange, f"{graph.name} holds constants of its own: {sorted(strange)}"
 
 
-def _load(folder: Path, graph: Graph) -> Step:
-    """Open a package and hand it the decoder's own tensors."""
-    try:
-        loader = _open(folder)
-    except RuntimeError as error:
-        raise ArtefactError(f"the package in {folder} is damaged; delete that folder, or copy it again") from error
-    state = _state(graph)
-    constants = {name: state[name] for name in loader.get_constant_fqns()}
-    loader.load_constants(constants, False, True, True)
-    run = loader.run
+class _Package:
+    """A compiled graph with the decoder's own tensors in it. A `Step`, and one that `Repeats`."""
 
-    def step(*inputs: Tensor) -> list[Tensor]:
-        return run(list(inputs))
+    def __init__(self, folder: Path, graph: Graph) -> None:
+        try:
+            loader = _open(folder)
+        except RuntimeError as error:
+            raise ArtefactError(f"the package in {folder} is damaged; delete that folder, or copy it again") from error
+        state = _state(graph)
+        self.keep = {name: state[name] for name in loader.get_constant_fqns()}  # the package has no reference
+        loader.load_constants(self.keep, False, True, True)
+        self._run, self._path, self._example = loader.run, folder / _PACKAGE, graph.example
+        self._rounds: Rounds | None = None
 
-    step.keep = constants  # type: ignore[attr-defined]  # the package holds no reference of its own
-    return step
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        return self._run(list(inputs))
+
+    def again(self, inputs: list[Tensor], seconds: float, room: Room | None) -> tuple[list[Told], list[Tensor]]:
+        """See `paceline.decoder.backends.base.Repeats`."""
+        if self._rounds is None:
+            self._rounds = Rounds(self._path, self.keep, self._example)
+        return self._rounds(inputs, seconds, room)
 
 
 def _open(folder: Path) -> torch._C._aoti.AOTIModelPackageLoader:

@@ -25,7 +25,7 @@ from paceline.medusa.config import MedusaConfig
 from paceline.medusa.drafter import MedusaStep
 from paceline.medusa.heads import Heads
 from paceline.target.plain import PlainStep
-from paceline.target.verifier import FusedStep, VerifyStep
+from paceline.target.steps import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY
 from tests.eagle.heads import config as eagle_config
 from tests.eagle.heads import random_head

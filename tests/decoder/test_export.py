@@ -15,7 +15,7 @@ from paceline.core.types import Outline, Reads
 from paceline.decoder.steps import PrefillStep, WindowStep
 from paceline.draft.model import DraftStep
 from paceline.draft.vocabulary import Vocabulary
-from paceline.target.verifier import FusedStep, VerifyStep
+from paceline.target.steps import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 SLOTS, NODES, WIDTH = 4, 3, 5

@@ -18,7 +18,7 @@ from paceline.decoder.lowering import Lowered, constants_of, lower, state_of
 from paceline.decoder.model_config import ModelConfig
 from paceline.decoder.parallel import Shard
 from paceline.decoder.weights import load_weights
-from paceline.target.verifier import FusedStep
+from paceline.target.steps import FusedStep
 from tests.decoder.steps import STEPS, draft, inputs, verify
 from tests.decoder.tiny import Workshop
 

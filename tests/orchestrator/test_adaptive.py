@@ -65,7 +65,9 @@ class Dice(Pace):
 
     def choose(self, deepest: int) -> int:
         self.turn = getattr(self, "turn", -1) + 1
-        return random.Random(self.turn).choice(self.ladder)
+        dice = random.Random(self.turn)
+        self.rounds = dice.randint(1, 5)
+        return dice.choice(self.ladder)
 
 
 class Random(Checked):

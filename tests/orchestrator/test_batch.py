@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.batch import Batch
 from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import PAD, Commit, Reading
+from paceline.core.types import IDLE, PAD, Commit, Done, Reading
 from paceline.request import Request
 from paceline.result import Statistics
 from paceline.stopping import Stopping, Watch
@@ -18,19 +18,19 @@ from paceline.stopping import Stopping, Watch
 BUCKETS = (16, 24, 64)
 
 
-def formula(batch: Batch, depth: int, reach: int | None) -> list[int]:
-    """Worked out from the texts alone."""
+def formula(batch: Batch, reach: int | None) -> list[int]:
+    """Room in every slot, worked out from the texts alone."""
     texts = [None if slot is None else slot.watch for slot in batch.slots]
     longest = max((len(text.text) for text in texts if text), default=1)
     border = next((bucket for bucket in BUCKETS if bucket >= longest), BUCKETS[-1])
     found = []
     for slot, text in zip(batch.slots, texts, strict=True):
-        if slot is None or text is None or not slot.request.speculate:
-            found.append(0)
+        if slot is None or text is None:
+            found.append(IDLE)
             continue
         length = len(text.text)
-        rooms = [depth, text.left - 1, border - length]
-        if reach is not None:
+        rooms = [text.left - 1, border - length]
+        if reach is not None and slot.request.speculate:
             rooms.append(reach - length + 1 if length <= reach else 0)
         found.append(max(0, min(rooms)))
     return found
@@ -52,13 +52,17 @@ def test_limits(data: st.DataObject) -> None:
         elif batch.active and data.draw(st.integers(0, 9)) == 0:
             batch.drop([batch.slots[batch.active[0]].request.index])  # type: ignore[union-attr]
         bounds = batch.bounds()
-        assert bounds.limit.tolist() == formula(batch, depth, reach)
+        assert bounds.room is not None and bounds.room.left == formula(batch, reach)
+        drafts = [slot is not None and slot.request.speculate for slot in batch.slots]
+        limits = [min(depth, left) if asked else 0 for asked, left in zip(drafts, bounds.room.left, strict=True)]
+        assert bounds.limit.tolist() == limits
+        assert bounds.room.ends == (frozenset([0]) if batch.active else frozenset())
         assert bounds.rows == max((len(slot.watch.text) for slot in batch.slots if slot), default=1)
         counts = [data.draw(st.integers(1, limit + 1)) for limit in bounds.limit.tolist()]
         drawn = [data.draw(st.lists(st.sampled_from([1] * 30 + [0]), min_size=n, max_size=n)) for n in counts]
         tokens = torch.tensor([one + [PAD] * (depth + 1 - len(one)) for one in drawn], dtype=torch.int32)
         count = torch.tensor(counts, dtype=torch.int32)
-        batch.apply(Commit(tokens, count, batch.commit.start + batch.commit.count), [0] * size, None)
+        batch.apply(Done.one(Commit(tokens, count, batch.commit.start + batch.commit.count), [0] * size, 0.0), None)
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=8), st.integers(1, 30))

@@ -13,7 +13,8 @@ from paceline.draft.reencoding import Reencoding, ReencodingDrafter
 from paceline.loop import TimedRound
 from paceline.pace import Pace
 from paceline.rounds import TwoStep
-from paceline.target.verifier import Acceptor, CompiledVerifier
+from paceline.target.steps import Acceptor
+from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, joint, misfit, table
 from tests.target.three_tokens import PROMPT, TARGET, K, model, one_depth, three_tokens
 

@@ -21,7 +21,7 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
 from paceline.target.host import HostVerifier
-from paceline.target.verifier import Acceptor
+from paceline.target.steps import Acceptor
 from tests.fakes import TableBody, TableDecoder, joint, misfit
 from tests.target.three_tokens import CHAIN, DRAFT, MANY, PROMPT, SLOTS, TARGET, K, V, model, three_tokens
 

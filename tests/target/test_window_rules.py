@@ -12,7 +12,7 @@ from paceline.core.accept import Match, Reject
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal
 from paceline.target.host import HostVerifier
-from paceline.target.verifier import Acceptor
+from paceline.target.steps import Acceptor
 from tests.decoder.tiny import Workshop
 from tests.equality.laws import PROMPTS, plain, run, texts
 from tests.fakes import TableDecoder

@@ -17,7 +17,8 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.vocabulary import Vocabulary
 from paceline.loop import TimedRound
 from paceline.rounds import TwoStep
-from paceline.target.verifier import Acceptor, CompiledVerifier
+from paceline.target.steps import Acceptor
+from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, WatchedRound, near, table
 
 SLOTS, MANY, V, K = 50_000, 200_000, 8, 3
@@ -71,6 +72,6 @@ def three_tokens(
     while int(rounds.truth.length.min()) < len(PROMPT) + 3:
         rows = int(rounds.truth.length.max())
         limit = (commit.count + 1).clamp(max=K) - 1 if by_itself else ones * source.outline.nodes
-        commit = rounds(commit, sampling, Bounds(limit.to(torch.int32), rows))
+        commit = rounds(commit, sampling, Bounds(limit.to(torch.int32), rows)).commit
         counts.append(float(commit.count.double().mean()))
     return rounds.truth.text[:, len(PROMPT) : len(PROMPT) + 3].numpy(), sum(counts) / len(counts)

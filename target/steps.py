@@ -1,0 +1,140 @@
+"""The steps that verify: a commit and a proposal in, the next commit out; or a drafter's step and that in one.
+
+Only ids and counts leave them, and features for drafters that read them. Who runs them is `paceline.target.verifier`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.accept import Match, Reject, committed
+from paceline.core.simulated import Simulated
+from paceline.core.types import PAD, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.typical import Typical
+from paceline.decoder.decoder import Body, Carry
+from paceline.target.window import Window
+
+Acceptor = Match | Reject | Typical | Simulated
+
+
+class VerifyStep(nn.Module):
+    """Target pass over the root and the proposed nodes, law, acceptance, and tidying of the cache."""
+
+    def __init__(
+        self,
+        body: Body,
+        reach: int,
+        *,
+        outline: Outline,
+        acceptor: Acceptor,
+        reads: Reads | None = None,
+        width: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.body, self._reach, self._acceptor, self._reads = body, reach, acceptor, reads
+        self.outline = outline
+        self.window = Window(outline)
+        self._unused = 0 if width is None else width - outline.depth - 1
+
+    def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        """The fields of a Commit; then limit [B] int32, knobs [B, 4], keys [B, 2]; then, if N > 0, what a drafter's
+        step gives: drafts [B, N], parents [B, N] of a dynamic outline, law [B, N, V] if they were drawn.
+
+        -> tokens [B, W] and count [B] of the next Commit, and its features if they are read. W is ``width``, where
+        rounds of several depths share one shape of commits, or D + 1.
+        """
+        knobs, keys, *proposed = rest
+        sampling = SamplingBatch(knobs, keys)
+        drafts = proposed.pop(0) if proposed else tokens[:, :0]
+        parents = proposed.pop(0) if self.outline.dynamic else None
+        token, row = root_of(tokens, count, start)
+        view = self.window(drafts, parents, limit=limit)
+        read = torch.cat((token.unsqueeze(1), view.proposal.tokens), 1)
+        read = read.clamp(min=0, max=self.body.config.vocab_size - 1)
+        hidden, features = self.body.window(read, row, self._reach, tree=view.tree, reads=self._reads)
+        positions = row.unsqueeze(1) + 1 + view.depth
+        if isinstance(self._acceptor, Match):
+            choices = self.body.choose(hidden, positions.contiguous(), sampling)
+            verdict = self._acceptor(view.proposal, choices, self.outline.depth)
+        elif isinstance(self._acceptor, Simulated):
+            choices = self.body.choose(hidden, positions.contiguous(), sampling)
+            nodes = (positions[:, 1:] - 1).contiguous()
+            verdict = self._acceptor(view.proposal, choices, nodes, sampling=sampling, depth=self.outline.depth)
+        elif isinstance(self._acceptor, Typical):
+            logits = self.body.logits(hidden)
+            choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
+            law = self.body.kernels.probabilities(logits, sampling)
+            verdict = self._acceptor(view.proposal, law, choices, depth=self.outline.depth)
+        else:
+            kernels, logits = self.body.kernels, self.body.logits(hidden)
+            drawn = nn.functional.pad(proposed[0], (0, logits.shape[-1] - proposed[0].shape[-1])) if proposed else None
+            law = kernels.probabilities(logits, sampling)
+            chain = Proposal(view.proposal.tokens, None, drawn)
+            verdict = self._acceptor(chain, law, positions, sampling, choose=kernels.choose)
+        if view.tree is not None:
+            self.body.keep(row, verdict.path)
+        out = (nn.functional.pad(committed(view.proposal, verdict), (0, self._unused), value=PAD), verdict.count + 1)
+        if features is None:
+            return out
+        return (*out, nn.functional.pad(features_of(verdict.path, features), (0, 0, 0, self._unused)))
+
+
+class FusedStep(nn.Module):
+    """A drafter's step and the verification of what it proposes, in one graph.
+
+    With a ``carry`` the features of the commit stay there instead of going out, and come from there if none are given.
+    ``lean`` gives as few tensors as possible, as it should be where they are copied from a device. Where they are not,
+    another one costs the graph nothing and saves the host an operation.
+    """
+
+    def __init__(self, draft: nn.Module, verify: VerifyStep, carry: Carry | None = None, *, lean: bool = True) -> None:
+        super().__init__()
+        self.draft, self.verify, self.carry, self._lean = draft, verify, carry, lean
+
+    def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        """The fields of a Commit, limit [B] int32, knobs [B, 4], keys [B, 2] and, if they are read, features [B, W, F].
+
+        -> what the host is told, [B, W + 2] int32: tokens, count, and how deep the proposal went; if not ``lean``, the
+        next Commit's tokens, count and start, and its features if they are read and not kept.
+        """
+        knobs, keys, *read = rest
+        if self.carry is not None and not read:
+            read = [self.carry.features]
+        proposed = self.draft(tokens, count, start, knobs, keys, *read)
+        missing = self.verify.outline.nodes - proposed[0].shape[1]
+        if missing:  # a chain shorter than the window; its law, if it has one, ends with it too
+            proposed = [
+                nn.functional.pad(one, (0, missing), value=PAD) if one.dim() == 2 else pad_law(one, missing)
+                for one in proposed
+            ]
+        parents = proposed[1] if self.verify.outline.dynamic else None
+        deep = self.verify.window(proposed[0], parents, limit=limit).reached()
+        made, accepted, *features = self.verify(tokens, count, start, limit, knobs, keys, *proposed)
+        if self.carry is not None:
+            (states,) = features
+            room = self.carry.features.shape[1] - states.shape[1]
+            self.carry.features.copy_(nn.functional.pad(states, (0, 0, 0, room)))
+            features = []
+        told = torch.cat((made, accepted.unsqueeze(1), deep.unsqueeze(1)), 1)
+        return (told, *features) if self._lean else (told, made, accepted, start + count, *features)
+
+
+def root_of(tokens: Tensor, count: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """The last committed token and its row, both [B] int32: no decoder has read that token yet."""
+    last = (count - 1).to(torch.int64).unsqueeze(1)
+    return tokens.gather(1, last).squeeze(1), start + count - 1
+
+
+def pad_law(law: Tensor, missing: int) -> Tensor:
+    """The law of a chain, [B, N, V], filled up behind it."""
+    return nn.functional.pad(law, (0, 0, 0, missing))
+
+
+def features_of(path: Tensor, features: Tensor) -> Tensor:
+    """The states that predicted the committed tokens: those of the root and of every accepted node.
+
+    path [B, D] int32, features [B, T, F] -> [B, D + 1, F]
+    """
+    rows = nn.functional.pad(path.clamp(min=0), (1, 0)).to(torch.int64)
+    return features.gather(1, rows.unsqueeze(-1).expand(-1, -1, features.shape[-1]))

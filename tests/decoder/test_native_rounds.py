@@ -1,0 +1,97 @@
+"""Rounds of a compiled graph in a row, without Python in between, are those that Python runs one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import SpeculativeGenerator, rounds
+from paceline.core.errors import BackendError
+from paceline.core.types import Room, Told
+from paceline.decoder.backends.inductor import _Package
+from paceline.decoder.native.rounds import Rounds
+from paceline.target.in_a_row import in_a_row
+from tests.decoder.tiny import Workshop, fresh
+from tests.equality.laws import PROMPTS, run
+
+
+@pytest.mark.parametrize("ends", [[], [5, 17, 40]])
+@pytest.mark.parametrize("law", [{}, {"do_sample": True, "seed": 3}])
+def test_the_same_rounds(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, law: dict[str, object], ends: list[int]
+) -> None:
+    """More texts than slots, of unequal lengths, so that slots idle, limits shrink, and rows of rounds end early."""
+    native, rows = _Package.again, list[int]()
+
+    def both(
+        step: _Package, inputs: list[Tensor], seconds: float, room: Room | None
+    ) -> tuple[list[Told], list[Tensor]]:
+        told, made = native(step, inputs, seconds, room)
+        # Once more over the same cache: what it overwrites is what it read.
+        expected, last = in_a_row(step, lean=False)(inputs, seconds, room)
+        assert [(one.tokens, one.drafted) for one in told] == [(one.tokens, one.drafted) for one in expected]
+        assert all(one.seconds > 0 for one in told)
+        assert len(made) == len(last) == 3
+        assert all(torch.equal(*pair) and pair[0].dtype == pair[1].dtype for pair in zip(made, last, strict=True))
+        rows.append(len(told))
+        return told, made
+
+    monkeypatch.setattr(_Package, "again", both)
+    monkeypatch.setattr(rounds, "IN_A_ROW", 60.0)
+    generator = SpeculativeGenerator(*workshop.pair(backend="inductor"), k=4)
+    prompts = [*PROMPTS, PROMPTS[0][:3]]
+    done = generator.sample(prompts, max_new_tokens=40, eos_token_id=ends, return_dict=True, **law)  # type: ignore[arg-type]
+    assert max(rows) > 2 and min(rows) < max(rows)
+    eager = SpeculativeGenerator(*workshop.pair(), k=4)
+    wanted = eager.sample(prompts, max_new_tokens=40, eos_token_id=ends, return_dict=True, **law)  # type: ignore[arg-type]
+    assert done.sequences.tolist() == wanted.sequences.tolist()  # type: ignore[union-attr]
+
+
+def test_a_budget_of_time_is_kept(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No second round for who has no time; and the tokens do not depend on it."""
+    generator, found = SpeculativeGenerator(*workshop.pair(backend="inductor"), k=4), []
+    calls: list[int] = []
+    original = Rounds.__call__
+
+    def counted(*given: object) -> tuple[list[Told], list[Tensor]]:
+        told, made = original(*given)  # type: ignore[arg-type]
+        calls.append(len(told))
+        return told, made
+
+    monkeypatch.setattr(Rounds, "__call__", counted)
+    for seconds in (0.0, 60.0):
+        monkeypatch.setattr(rounds, "IN_A_ROW", seconds)
+        calls.clear()
+        found.append(run(generator, {}).sequences.tolist())
+        assert (max(calls) == 1) == (seconds == 0.0)
+    assert found[0] == found[1]
+
+
+def test_what_it_makes_can_be_written_into_whatever_the_first_caller_s_mode_was(workshop: Workshop) -> None:
+    draft, target = (fresh(workshop.checkpoint(role), backend="inductor", batch_size=4) for role in ("draft", "target"))
+    generator = SpeculativeGenerator(draft, target, k=4)
+    with torch.inference_mode():
+        first = run(generator, {}).sequences.tolist()
+    assert run(generator, {}).sequences.tolist() == first
+
+
+def test_a_round_that_fails_says_so(workshop: Workshop) -> None:
+    """Here of a graph that is closed, as at the end of a process where another thread goes on."""
+    draft, target = (fresh(workshop.checkpoint(role), backend="inductor", batch_size=4) for role in ("draft", "target"))
+    generator = SpeculativeGenerator(draft, target, k=4)
+    run(generator, {})
+    for step in target._steps.values():
+        assert isinstance(step, _Package)
+        if step._rounds is not None:
+            step._rounds._library.paceline_close(step._rounds._call.graph)
+    with pytest.raises(BackendError, match="a round failed: the graph is closed"):
+        run(generator, {})
+
+
+def test_a_package_that_is_not_there(tmp_path: Path) -> None:
+    example = [torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)]
+    with pytest.raises(BackendError, match=r"nowhere\.pt2 could not be opened for rounds in a row"):
+        Rounds(tmp_path / "nowhere.pt2", {}, example)
