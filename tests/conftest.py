@@ -37,6 +37,15 @@ def _common(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return own.parent if os.environ.get("PYTEST_XDIST_WORKER") else own
 
 
+@pytest.fixture(scope="session", autouse=True)
+def fair_share() -> Iterator[None]:
+    """Ray's workers get as much of a busy machine as the tests and compilers beside them, and Serve waits longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_worker_niceness", "0")  # Ray's own is 15, a thirtieth of what others get
+        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # Serve's own is 5
+        yield
+
+
 @pytest.fixture(scope="session")
 def workshop(compile_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Decoders over small checkpoints, each made once for all tests."""
@@ -44,7 +53,7 @@ def workshop(compile_cache: None, tmp_path_factory: pytest.TempPathFactory) -> W
 
 
 @pytest.fixture(scope="session")
-def cluster(compile_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+def cluster(compile_cache: None, fair_share: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """Ray, started once for all tests that need it."""
     with simulated(str(tmp_path_factory.mktemp("locks"))) as made:
         yield made
