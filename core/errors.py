@@ -65,7 +65,11 @@ class ContextError(PromptError):
 
 
 class SamplingError(RequestError):
-    """A sampling or stopping value is out of range."""
+    """A sampling or stopping value is out of range. ``param``: which of `Sampling`'s, where it is of those."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
 
 
 class PairingError(PacelineError):

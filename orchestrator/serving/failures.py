@@ -7,7 +7,7 @@ import logging
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 
-from paceline.core.errors import BackendError, ContextError, PlacementError, PromptError, RequestError
+from paceline.core.errors import BackendError, ContextError, PlacementError, PromptError, RequestError, SamplingError
 from paceline.serving.asks import Kind, RefusedError
 
 log = logging.getLogger("paceline")
@@ -28,7 +28,7 @@ def refusal(error: Exception, kind: Kind | None = None) -> RefusedError:
         code = _TOO_LONG if isinstance(cause, ContextError) else None
         return RefusedError(400, str(cause), param=_PROMPT.get(kind), code=code)
     if isinstance(cause, RequestError):
-        return RefusedError(400, str(cause))
+        return RefusedError(400, str(cause), param=cause.param if isinstance(cause, SamplingError) else None)
     if isinstance(cause, PlacementError | BackendError):
         return RefusedError(503, str(cause), code=_GONE)
     if isinstance(cause, RayError | RayServeException):

@@ -36,7 +36,7 @@ from paceline.core.sampling import Sampling, key_row, knob_row, sampling_batch
 def test_values_out_of_range_are_refused_by_name(values: dict[str, float], message: str) -> None:
     with pytest.raises(SamplingError) as caught:
         Sampling(**values)  # type: ignore[arg-type]
-    assert message in str(caught.value)
+    assert message in str(caught.value) and [caught.value.param] == [*values]
     assert isinstance(caught.value, (RequestError, ValueError))
 
 

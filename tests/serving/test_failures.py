@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,7 +15,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from paceline.core.errors import CheckpointError, ContextError, PromptError, RankError, TargetLostError
+from paceline.core.errors import CheckpointError, ContextError, PromptError, RankError, SamplingError, TargetLostError
+from paceline.core.sampling import Sampling
 from paceline.placement.roles import Piece
 from paceline.serving.answers import Failed, Opening, TextPiece
 from paceline.serving.asks import read
@@ -99,6 +101,14 @@ def test_an_error_of_another_process_is_what_it_was_there() -> None:
     for error, status in FOUND:
         across = RayTaskError("stream", "its traceback", error).as_instanceof_cause()
         assert answer(across, []).status_code == status
+
+
+def test_a_value_out_of_range_is_named_also_from_another_process() -> None:
+    with pytest.raises(SamplingError) as caught:
+        Sampling(top_p=3)
+    sent = pickle.loads(pickle.dumps(caught.value))
+    for error in (caught.value, RayTaskError("stream", "its traceback", sent).as_instanceof_cause()):
+        assert json.loads(bytes(answer(error, []).body))["error"]["param"] == "top_p"
 
 
 def test_a_stream_that_fails_ends_with_an_error_event() -> None:

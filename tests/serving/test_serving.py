@@ -135,13 +135,16 @@ def test_errors_are_error_objects(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="'other' is not served") as missing:
         client.completions.create(model="other", prompt="x")
     assert missing.value.code == "model_not_found"
-    for wrong, says in (
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"), ({"prompt": "x" * 200}, "leaves no room"),
-        ({"prompt": [500]}, "outside the vocabulary"), ({"prompt": "x", "temperature": -1}, "temperature"),
-        ({"prompt": "x", "n": 2}, "n=2 is not served"), ({"prompt": "x", "stream": True, "top_p": 3}, "top_p"),
+    for wrong, says, which in (
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
+        ({"prompt": "x" * 200}, "leaves no room", "prompt"), ({"prompt": [500]}, "outside the vocabulary", "prompt"),
+        ({"prompt": "x", "temperature": -1}, "temperature must be", "temperature"),
+        ({"prompt": "x", "n": 2}, "n=2 is not served", "n"),
+        ({"prompt": "x", "stream": True, "top_p": 3}, "top_p must be", "top_p"),
     ):  # fmt: skip
-        with pytest.raises(openai.BadRequestError, match=says):
+        with pytest.raises(openai.BadRequestError, match=says) as refused:
             client.completions.create(model="chat", **wrong)  # type: ignore[call-overload]
+        assert refused.value.param == which
     chat = {"model": "chat", "messages": [{"role": "user", "content": "x" * 200}]}
     with pytest.raises(openai.BadRequestError) as long:
         client.chat.completions.create(**chat)  # type: ignore[call-overload]
