@@ -15,6 +15,10 @@ AMP = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 MAX_WIDTH = 128
 """Rows one window may have at most; caches carry as many rows of slack, so that no window runs over their end."""
 
+CATCH_UP = 16
+"""Tokens of the least prefill graph of a draft. What it missed in a round or two, while a free drafter proposed, is no
+more, and a graph of 64 rows takes about three times as long."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderOptions:
@@ -36,6 +40,11 @@ class DecoderOptions:
     @property
     def n_positions(self) -> int:
         return self.reaches[-1]
+
+    @property
+    def draft_chunks(self) -> tuple[int, ...]:
+        """Lengths of the prefill graphs of a draft, which also reads with them what it missed."""
+        return self.chunks if self.chunks[0] <= CATCH_UP else (CATCH_UP, *self.chunks)
 
     @property
     def rows(self) -> int:

@@ -61,17 +61,24 @@ class KeepStep(nn.Module):
 
 
 def prefill(
-    decoder: CompiledDecoder, slot: int, prompt: Sequence[int], *, start: int = 0, reads: Reads | None = None
+    decoder: CompiledDecoder,
+    slot: int,
+    prompt: Sequence[int],
+    *,
+    start: int = 0,
+    reads: Reads | None = None,
+    chunks: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Read tokens into a slot from cache row ``start`` on, in chunks.
+    """Read tokens into a slot from cache row ``start`` on, in chunks: of the decoder's lengths, or of these, ascending.
 
     -> logits [1, 1, V] after the last of them, and the features [S, F] of all of them if they are read.
     """
     done, logits, features = 0, None, []
+    chunks = decoder.options.chunks if chunks is None else chunks
     suffix = "" if reads is None else f",{reads.layers}"
     while done < len(prompt):
         left = len(prompt) - done
-        chunk = next((c for c in decoder.options.chunks if c >= left), decoder.options.chunks[-1])
+        chunk = next((c for c in chunks if c >= left), chunks[-1])
         part = list(prompt[done : done + chunk])
         tokens = torch.tensor([part + [0] * (chunk - len(part))], dtype=torch.int32)
         numbers = [torch.tensor([n], dtype=torch.int32) for n in (start + done, len(part), slot)]

@@ -114,7 +114,12 @@ class ModelDrafter:
         """Read a prompt, unless it is longer than this model's context: then nothing is ever asked of it."""
         self._backlog.forget(slot)
         if len(prompt) < self.decoder.n_positions:
-            prefill(self.decoder, slot, self.vocabulary.ids(prompt))
+            self.read(slot, prompt)
+
+    def read(self, slot: int, tokens: Sequence[int], *, start: int = 0) -> None:
+        """Read the target's tokens into a slot from a cache row on."""
+        chunks = self.decoder.options.draft_chunks
+        prefill(self.decoder, slot, self.vocabulary.ids(tokens), start=start, chunks=chunks)
 
     def release(self, slot: int) -> None:
         """Its commits are of no interest any more; the next request's prompt overwrites the cache rows."""
@@ -128,7 +133,7 @@ class ModelDrafter:
         """Read what was committed while nothing was proposed, as far as this model's context goes."""
         for missed in self._backlog.take():
             if missed.start + len(missed.tokens) <= self.decoder.n_positions:
-                prefill(self.decoder, missed.slot, self.vocabulary.ids(missed.tokens), start=missed.start)
+                self.read(missed.slot, missed.tokens, start=missed.start)
 
     def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
         """Draft; see the protocol."""

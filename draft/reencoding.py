@@ -22,7 +22,6 @@ from paceline.core.detokenise import Tokenizer
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.steps import prefill
 from paceline.draft.model import ModelDrafter
 from paceline.draft.retokenise import Committed, Encoded
 from paceline.draft.vocabulary import Vocabulary
@@ -140,7 +139,7 @@ class ReencodingDrafter:
         begin = min(begin, len(ids) - 1)
         if len(ids) - begin > self._width:
             end = len(ids) - self._width
-            prefill(self._decoder, slot, self._model.vocabulary.ids(ids[begin:end]), start=begin)
+            self._model.read(slot, ids[begin:end], start=begin)
             text.cached, begin = ids[:end], end
         return begin
 

@@ -143,6 +143,13 @@ def drafter(
     )
 
 
+def models(draft: object) -> list[CompiledDecoder]:
+    """The decoders that a drafter is made of, also those of lists and of entries with a depth."""
+    if isinstance(draft, CompiledDecoder):
+        return [draft]
+    return [one for entry in draft for one in models(entry)] if isinstance(draft, list | tuple) else []
+
+
 def _with_depth(entry: object, k: int) -> tuple[Any, int]:
     """An entry of a list of drafters, and how many tokens it drafts: k, unless it says otherwise."""
     if not (isinstance(entry, tuple) and len(entry) == 2 and type(entry[1]) is int):

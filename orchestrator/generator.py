@@ -73,7 +73,7 @@ class SpeculativeGenerator(Sampler):
         steps = depth + 1 if draft is None else 1
         self.target, self._plan = target, build.Plan(rule, exact, fused, pace, steps)
         given = list(draft) if isinstance(draft, list | tuple) else [draft]
-        models = [one for one in given if isinstance(one, CompiledDecoder)]
+        models = build.models(draft)
         _check(self._plan, drafts=any(one not in (None, "none") for one in given))
         _check_of_models(models, confidence=confidence, vocabulary=vocabulary)
         between = partial(pairing.between, target=target, kind=vocabulary)

@@ -18,7 +18,6 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import PAD, Bounds, Commit
-from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.desk import Desk
 from paceline.detokenise import Tokenizer, load_tokenizer
@@ -228,8 +227,8 @@ def ready(drafter: ModelDrafter, width: int, *, reviewed: bool) -> None:
     ``reviewed``: it works ahead.
     """
     decoder = drafter.decoder
-    for start, size in warm.chunks(decoder):
-        steps.prefill(decoder, 0, [0] * size, start=start)
+    for start, size in warm.gaps(decoder):
+        drafter.read(0, [0] * size, start=start)
     slots = decoder.batch_size
     tokens = torch.full((slots, width), PAD, dtype=torch.int32)
     tokens[:, 0] = 0

@@ -142,7 +142,10 @@ def compiling(
 ) -> list[GraphTime]:
     """Run jobs that make graphs, such as `SpeculativeGenerator.compile`, under one bar; what they made."""
     made: list[GraphTime] = []
-    prefills = sum(len(decoder.options.chunks) for decoder in decoders.values())
+    sizes = {
+        name: one.options.chunks if name == "target" else one.options.draft_chunks for name, one in decoders.items()
+    }
+    prefills = sum(map(len, sizes.values()))
     rounds = len(decoders) - 1 + len(jobs)  # a graph for each draft, a verifying graph for each job
     with bar(console, "preparing graphs", prefills + rounds) as shown, watching(decoders, shown, made):
         for job in jobs:

@@ -26,8 +26,8 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
         for decoder in decoders:
             stack.enter_context(decoder.held_by(engine))
         for decoder in decoders[1:]:
-            for start, size in chunks(decoder):
-                steps.prefill(decoder, 0, [0] * size, start=start)
+            for start, size in gaps(decoder):
+                steps.prefill(decoder, 0, [0] * size, start=start, chunks=decoder.options.draft_chunks)
         batch = Batch(engine.slots, engine.width, Statistics(), depth=0, reach=None, buckets=())
         commit = batch.commit
         sampling = SamplingBatch(batch.sampling.knobs[:1], batch.sampling.keys[:1])
@@ -87,6 +87,14 @@ def chunks(decoder: CompiledDecoder) -> Iterator[tuple[int, int]]:
             if found not in seen:
                 seen.add(found)
                 yield start, min(chunk, decoder.n_positions - 1 - start)
+
+
+def gaps(draft: CompiledDecoder) -> Iterator[tuple[int, int]]:
+    """The same of a draft, which reads what it missed from any row on."""
+    for reach in draft.reaches:
+        for chunk in draft.options.draft_chunks:
+            if chunk <= reach:
+                yield reach - chunk, chunk
 
 
 def lengths(decoder: CompiledDecoder) -> Iterator[int]:

@@ -12,6 +12,8 @@ from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.decoder.backends.base import Step
 from paceline.decoder.kernels import Place, Reference, Tree
+from paceline.draft.model import ModelDrafter
+from paceline.draft.vocabulary import Vocabulary
 from tests.decoder.test_decoder import loaded
 from tests.decoder.tiny import Workshop
 from tests.equality.laws import LAWS, plain, run, texts
@@ -78,6 +80,34 @@ def test_compile_makes_the_graphs_of_every_bucket(
         for law in LAWS.values():
             generator.sample([[3] * length], max_new_tokens=64 - length, eos_token_id=[], **law)
     assert [decoder._steps for decoder in (draft, target)] == made
+
+
+def test_what_a_draft_missed_is_read_in_small_graphs_from_any_row_on(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While suffixes propose the model is not asked; then it reads a few tokens, for which 64 rows would be many."""
+    options = {"n_positions": [32, 64, 128], "context_length_estimate": 64}
+    draft, target = (loaded(workshop.checkpoint(role), **options) for role in ("draft", "target"))
+    prompts = [[3, 4, 5, 3, 4, 5, 3, 4], [7] * 30, list(range(20, 60))]
+    single = [target.sample([prompt], max_new_tokens=60).tolist() for prompt in prompts]
+    maker = SpeculativeGenerator(["suffix", (draft, 2)], target, k=6)
+    maker.compile()
+    made, asked, graph = dict(draft._steps), list[str](), draft.graph
+
+    def counted(name: str, *given: object, reach: int, **whose: object) -> Step:
+        asked.append(name)
+        return graph(name, *given, reach=reach, **whose)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(draft, "graph", counted)
+    assert [maker.sample([prompt], max_new_tokens=60).tolist() for prompt in prompts] == single
+    caught_up = [name for name in asked if "prefill" in name]
+    assert caught_up.count("prefill[16]") > len(prompts) and caught_up.count("prefill[64]") == 2, caught_up
+    reader = ModelDrafter(draft, 2, vocabulary=Vocabulary(96, 96))
+    for start in range(128):
+        for count in (1, 16, 17, 64, 70):
+            if start + count <= 128:
+                reader.read(0, [3] * count, start=start)
+    assert draft._steps == made
 
 
 @pytest.mark.parametrize("parents", [None, [-1, 0, 0, 1, 2]], ids=["chain", "tree"])

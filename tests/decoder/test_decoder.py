@@ -49,6 +49,7 @@ def test_buckets_and_chunks(
     decoder = loaded(workshop.checkpoint(), **options)
     assert (decoder.options.reaches, decoder.options.chunks) == (reaches, chunks)
     assert decoder.n_positions == reaches[-1]
+    assert decoder.options.draft_chunks == (chunks if chunks[0] <= 16 else (16, *chunks))
 
 
 def test_a_single_number_of_positions_gives_buckets_of_doubling_length(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 
@@ -162,6 +162,16 @@ def test_a_pair_that_is_half_busy_frees_the_other_half() -> None:
     SpeculativeGenerator(None, one.target).sample([PROMPTS[0]], max_new_tokens=2)
     events.close()  # type: ignore[attr-defined]
     one.sample([PROMPTS[0]], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("nested", [lambda draft: [(draft, 2)], lambda draft: ["ngram", ["suffix", draft]]])
+def test_a_draft_inside_a_list_is_held_too(nested: Callable[[object], list[object]]) -> None:
+    target, draft = generator()._decoders()
+    one = SpeculativeGenerator(nested(draft), target, confidence=0.01)
+    events = one.stream([PROMPTS[0]])
+    with pytest.raises(DecoderBusyError):
+        SpeculativeGenerator(None, draft).sample([PROMPTS[0]])
+    events.close()  # type: ignore[attr-defined]
 
 
 def test_a_stream_refuses_bad_input_before_its_first_event() -> None:
