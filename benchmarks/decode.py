@@ -25,11 +25,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from turns import Clock
 
 from paceline import AutoDecoder, SpeculativeGenerator
-from paceline.bench import bench_pair
-from paceline.core.accept import Match
+from paceline.core.acceptance.match import Match
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import Bounds, Commit, Outline, Proposal
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.experiments.bench import bench_pair
 from paceline.target.verifier import CompiledVerifier
 
 

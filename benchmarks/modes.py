@@ -25,8 +25,8 @@ from common import PAIR, prompt_ids, publish
 
 from paceline import AutoDecoder, EagleDrafter, MedusaDrafter, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.bench import Mode, generator_run, take_turns
 from paceline.eagle import spec
+from paceline.experiments.bench import Mode, generator_run, take_turns
 
 MODES = (
     "plain; ngram 4; suffix 4; pair 1; pair 2; pair 3; fused 2; fused 3; "

@@ -35,12 +35,12 @@ from paceline import placement
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import PAD, Bounds, Commit
-from paceline.placement.channel import Address
-from paceline.placement.local import LocalProcess, Order
-from paceline.placement.models_file import models_of
-from paceline.placement.remote import Patience, RemoteDraft, Terms
-from paceline.placement.revival import Caller
-from paceline.rounds import TwoStep
+from paceline.engine.rounds import TwoStep
+from paceline.placement.planning.model_specs import models_of
+from paceline.placement.remote.channel import Address
+from paceline.placement.remote.drafter import Patience, RemoteDraft, Terms
+from paceline.placement.remote.local_process import LocalProcess, Order
+from paceline.placement.remote.reconnect import Caller
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = 20

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from paceline.core.protocols import Drafter
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, SamplingBatch
-from paceline.placement.ahead import Ahead
-from paceline.placement.draft_server import Unpooled
-from paceline.placement.wire import Hello
+from paceline.placement.lookahead.drafter import Ahead
+from paceline.placement.remote.messages import Hello
+from paceline.placement.remote.server import Unpooled
 
 V, K = 1000, 4
 

@@ -18,7 +18,7 @@ from paceline import SpeculativeGenerator
 from paceline.core.types import Told
 from paceline.decoder.backends.base import Repeats
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.result import Statistics
+from paceline.outputs import Statistics
 
 
 @dataclass(frozen=True, slots=True)

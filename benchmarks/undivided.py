@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from paceline import hosting
 from paceline.core.protocols import Drafter
-from paceline.placement.draft_server import Drafters
-from paceline.placement.roles import Settings
+from paceline.placement.cluster.roles import Settings
+from paceline.placement.remote.server import Drafters
+from paceline.workers import hosting
 
 MAKERS = {role: f"benchmarks.undivided:{role}" for role in ("target", "draft")}
 

@@ -1,6 +1,6 @@
 """How one request samples, as a checked value, and how a batch of them becomes tensors.
 
-Not the law itself: what these numbers do to logits is in `paceline.core.law`.
+Not the law itself: what these numbers do to logits is in `paceline.core.probs`.
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ArtefactError, ConfigurationError, DecoderBusyError
 from paceline.core.types import Reads, SamplingBatch
-from paceline.decoder import families
 from paceline.decoder.backends.base import Backend, Graph, Step
-from paceline.decoder.collectives import Alone, Collectives
-from paceline.decoder.kernels import Kernels, Place, Tree
-from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.kernels.torch_kernels import Kernels, Place, Tree
+from paceline.decoder.models import registry
+from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import MAX_WIDTH, DecoderOptions
-from paceline.decoder.parallel import Shard
-from paceline.decoder.vocabulary_shards import Lent, choose, whole
+from paceline.decoder.parallel.collectives import Alone, Collectives
+from paceline.decoder.parallel.sharding import Shard
+from paceline.decoder.parallel.vocab_parallel import Lent, choose, whole
 
 log = logging.getLogger("paceline")
 Announce = Callable[[str], None]
@@ -50,7 +50,7 @@ class Body(nn.Module):
         self.shard = Shard(config, options.layout, rank)
         self.group: Collectives = group or Alone()
         assert self.group.degree == self.shard.degree, "a divided model needs its group of ranks"
-        self.model = families.build(self.shard, weights, kernels, positions=options.n_positions, group=self.group)
+        self.model = registry.build(self.shard, weights, kernels, positions=options.n_positions, group=self.group)
         shape = (options.batch_size, len(self.shard.key_heads), options.rows, config.head_dim)
         for index in range(config.num_layers):
             for side in ("keys", "values"):

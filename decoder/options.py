@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.parallel import WHOLE, Layout
+from paceline.decoder.parallel.sharding import WHOLE, Layout
 
 AMP = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 MAX_WIDTH = 128

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.core.types import Reads
 from paceline.decoder.decoder import Body, CompiledDecoder
-from paceline.decoder.kernels import Place, Tree
+from paceline.decoder.kernels.torch_kernels import Place, Tree
 
 
 class PrefillStep(nn.Module):

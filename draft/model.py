@@ -14,13 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.core import law, noise
-from paceline.core.backlog import Backlog
+from paceline.core import noise, probs
 from paceline.core.errors import ConfigurationError
+from paceline.core.pending import Backlog
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
 from paceline.decoder.decoder import Body, CompiledDecoder
 from paceline.decoder.steps import prefill
-from paceline.draft.vocabulary import Vocabulary
+from paceline.draft.vocab_map import Vocabulary
 
 
 class DraftStep(nn.Module):
@@ -61,7 +61,7 @@ class DraftStep(nn.Module):
                 continue
             logits = self.vocabulary.logits(self.body.logits(hidden)).contiguous()
             if self._confidence > 0:
-                sure.append(law.softmax(logits).amax(-1) >= self._confidence)
+                sure.append(probs.softmax(logits).amax(-1) >= self._confidence)
             stream = noise.DRAFT if self._drawn else noise.TARGET
             drafts.append(self.body.kernels.choose(logits, row.unsqueeze(1), sampling, stream=stream))
             if self._drawn:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
-from paceline.draft.alignment import Alignment
-from paceline.draft.automaton import SuffixAutomaton
+from paceline.draft.copy_tracker import Alignment
+from paceline.draft.suffix_index import SuffixAutomaton
 
 _HALVED = 4  # proposals of at least so many tokens may be halved
 _BORDER = -2  # between two outputs in the corpus; no token is negative, so nothing matches across it

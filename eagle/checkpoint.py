@@ -1,7 +1,7 @@
 """Folders of EAGLE heads: read in any known layout, written in any of them, checked tensor by tensor.
 
 Missing and surplus tensors, wrong shapes, NaN and vocabulary maps that contradict each other are refused by name.
-Pickles are read by torch's restricted unpickler. Not here: the names of the layouts (`paceline.eagle.layouts`).
+Pickles are read by torch's restricted unpickler. Not here: the names of the layouts (`paceline.eagle.formats`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from paceline.core.errors import (
     WeightShapeError,
 )
 from paceline.decoder.json_fields import Fields, read_json_object
-from paceline.decoder.model_config import ModelConfig
-from paceline.decoder.storing import storing
-from paceline.decoder.weight_files import find_weight_files, open_weight_file, sound, write_weight_file
-from paceline.eagle import layouts
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.weights.atomic_write import storing
+from paceline.decoder.weights.files import find_weight_files, open_weight_file, sound, write_weight_file
+from paceline.eagle import formats
 from paceline.eagle.config import CONFIG, EagleConfig
-from paceline.eagle.layouts import EMBEDDING, HEAD, MASK, OFFSETS
+from paceline.eagle.formats import EMBEDDING, HEAD, MASK, OFFSETS
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
 
@@ -55,15 +55,15 @@ def load(folder: Path, target: ModelConfig, *, head: Tensor | None = None) -> Ch
         raise CheckpointError(f"{folder} is not a folder; give the folder that holds an EAGLE head")
     raw = _tensors(folder)
     fields = Fields(read_json_object(folder / CONFIG), str(folder / CONFIG))
-    layout, version = layouts.layout_of(fields, raw)
+    layout, version = formats.layout_of(fields, raw)
     named: dict[str, Tensor] = {}
     for name, value in raw.items():
-        own = layouts.own_name(name, layout, version)
+        own = formats.own_name(name, layout, version)
         if own in named:
             raise CheckpointError(f"{folder} holds {own} twice; keep one of the two")
         if own is not None:
             named[own] = value
-    config = layouts.parse(fields, layout, version, target=target, names=named)
+    config = formats.parse(fields, layout, version, target=target, names=named)
     config.check_target(target)
     embedding = named.pop(EMBEDDING, None)
     if version == 1:
@@ -89,7 +89,7 @@ def save(
         ConfigurationError: the layout is unknown or cannot hold this head.
     """
     config, version = checkpoint.config, checkpoint.config.version
-    facts = layouts.written(config, layout, base=base)
+    facts = formats.written(config, layout, base=base)
     tensors = dict(checkpoint.weights)
     if version == 3:
         ids = tensors.pop("ids").to(torch.int64)
@@ -101,7 +101,7 @@ def save(
         tensors[HEAD] = head
     if checkpoint.embedding is not None:
         tensors[EMBEDDING] = checkpoint.embedding
-    named = {layouts.foreign_name(name, layout, version): x.detach().clone() for name, x in tensors.items()}
+    named = {formats.foreign_name(name, layout, version): x.detach().clone() for name, x in tensors.items()}
     path = folder / "model.safetensors"
     write_weight_file(path, named)
     if layout == "paceline":

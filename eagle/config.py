@@ -1,7 +1,7 @@
 """The sizes of an EAGLE head, and the config.json our own folders keep them in. No weights in here.
 
 Version 1 serves EAGLE-1 and EAGLE-2, which differ in how drafts grow and not in the head.
-Not here: how other projects write the same facts (`paceline.eagle.layouts`).
+Not here: how other projects write the same facts (`paceline.eagle.formats`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from paceline.core.errors import CheckpointError, PairingError
 from paceline.core.types import Reads
 from paceline.decoder.json_fields import Fields
-from paceline.decoder.model_config import ModelConfig
-from paceline.decoder.rope import RopeConfig
-from paceline.decoder.storing import storing
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.rope import RopeConfig
+from paceline.decoder.weights.atomic_write import storing
 
 CONFIG = "config.json"
 

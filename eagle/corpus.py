@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.frozen import FrozenModel
-from paceline.decoder.storing import save_tensors, storing
+from paceline.decoder.weights.atomic_write import save_tensors, storing
+from paceline.training.frozen_model import FrozenModel
 
 ROWS = 64
 """Texts in a batch of the corpus, and in a file."""

@@ -2,7 +2,7 @@
 
 Each round writes the head's cache anew from the target's features (EAGLE, arXiv 2401.15077), so that old drafts leave
 no trace: after any number of rounds the cache is that of one pass over the committed text. The first drafts come
-from that same pass. Not here: the shape of growth (`paceline.eagle.growth`) and the verifier.
+from that same pass. Not here: the shape of growth (`paceline.eagle.tree`) and the verifier.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from paceline.core.backlog import Backlog
 from paceline.core.errors import ConfigurationError
+from paceline.core.pending import Backlog
 from paceline.core.types import Bounds, Commit, Proposal, Reads, SamplingBatch
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.kernels import Place
-from paceline.decoder.weight_files import sound
+from paceline.decoder.kernels.torch_kernels import Place
+from paceline.decoder.weights.files import sound
 from paceline.eagle import checkpoint
-from paceline.eagle.growth import Chain, Growth, Root
 from paceline.eagle.head import EagleHead
+from paceline.eagle.tree import Chain, Growth, Root
 
 
 class EagleStep(nn.Module):

@@ -3,7 +3,7 @@
 Row p of its cache holds the *pair* of place p: the target's feature at p and the token at p + 1 (EAGLE's shift, so a
 pair's row and position are one less than its token's). Rows behind the last committed pair hold guesses, made from the
 head's own output, and are written anew from real features before they count. Stores rows, never a length.
-Not here: which tokens are drafted (`paceline.eagle.growth`) and the training (`paceline.eagle.network`).
+Not here: which tokens are drafted (`paceline.eagle.tree`) and the training (`paceline.eagle.network`).
 
 Letters: b lines, n pairs of a call, H width of the head, F of a feature, U ids that can be drafted, V vocabulary.
 """
@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core import reduce
-from paceline.decoder.collectives import Alone, Collectives
-from paceline.decoder.kernels import Kernels, MlpWeights, Place, Tree
-from paceline.decoder.llama import gated_mlp, rms_norm
+from paceline.decoder.kernels.torch_kernels import Kernels, MlpWeights, Place, Tree
+from paceline.decoder.models.llama import gated_mlp, rms_norm
+from paceline.decoder.models.rope import apply_rope, rope_tables
 from paceline.decoder.options import DecoderOptions
-from paceline.decoder.rope import apply_rope, rope_tables
-from paceline.decoder.vocabulary_shards import Lent, embedded, whole
+from paceline.decoder.parallel.collectives import Alone, Collectives
+from paceline.decoder.parallel.vocab_parallel import Lent, embedded, whole
 from paceline.eagle.config import EagleConfig
 
 Qkv = tuple[Tensor, Tensor, Tensor]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.models.config import ModelConfig
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.corpus import FrozenTarget
 from paceline.eagle.network import EagleNetwork

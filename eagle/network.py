@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.decoder.rope import rope_tables
+from paceline.decoder.models.rope import rope_tables
 from paceline.eagle.config import EagleConfig
 
 Past = list[tuple[Tensor, Tensor]]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.model_config import ModelConfig
-from paceline.decoder.storing import storing
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.weights.atomic_write import storing
 from paceline.eagle import checkpoint, initial
 from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.config import check_version

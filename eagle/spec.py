@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.core.errors import ConfigurationError
-from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
+from paceline.eagle.tree import Chain, DynamicTree, Growth, StaticTree
 
 _FORMS = (
     "'chain' (of k tokens), 'tree:PARENTS', e.g. tree:-1,-1,0,0, or 'dynamic:NODES,DEPTH,WIDTH', e.g. dynamic:16,4,4"

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.frozen import PRECISIONS, products
-from paceline.decoder.run_state import RunState, check_loss
-from paceline.decoder.storing import storing
+from paceline.decoder.weights.atomic_write import storing
 from paceline.eagle.corpus import ROWS, Corpus, Texts
 from paceline.eagle.network import EagleNetwork, Past
 from paceline.eagle.optim import Muon
+from paceline.training.frozen_model import PRECISIONS, products
+from paceline.training.state import RunState, check_loss
 
 Report = Callable[[int, int, float], None]
 """(steps done, steps in all, running loss)"""

@@ -18,11 +18,11 @@ from rich.table import Table
 
 from paceline import AutoDecoder, Chain, EagleDrafter, MedusaDrafter, PacelineError, SpeculativeGenerator, Statistics
 from paceline.auto import SamplingDecoder
-from paceline.console import TextView, by_position, err, out, say
-from paceline.detokenise import Tokenizer, load_tokenizer
-from paceline.progress import bar, compiling, loading
-from paceline.result import GenerationResult
+from paceline.cli.console import TextView, by_position, err, out, say
+from paceline.cli.progress import bar, compiling, loading
+from paceline.outputs import GenerationResult
 from paceline.sampler import Sampler
+from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
 PAIR = Path(__file__).parent / "pycode"
 FIRST = 4  # the prompt whose completion is shown

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.storing import storing
+from paceline.decoder.weights.atomic_write import storing
 from paceline.medusa.corpus import Windows
-from paceline.medusa.heads import Heads
+from paceline.medusa.network import Heads
 
 TOP = 10
 """Ranks that are looked at, as Medusa's trees do."""

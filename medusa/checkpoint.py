@@ -1,7 +1,7 @@
 """Folders and files of Medusa heads: read in any known layout, written in one of them.
 
 Tensors decide what the heads are; config.json is compared with them. Pickles are read by torch's restricted unpickler.
-Not here: the names of the layouts (`paceline.medusa.layouts`), and the target the heads are for.
+Not here: the names of the layouts (`paceline.medusa.formats`), and the target the heads are for.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError, WeightShapeError
-from paceline.decoder.collectives import Collectives
-from paceline.decoder.weight_files import (
+from paceline.decoder.parallel.collectives import Collectives
+from paceline.decoder.weights.files import (
     TensorInfo,
     WeightFile,
     find_weight_files,
@@ -23,9 +23,9 @@ from paceline.decoder.weight_files import (
     sound,
     write_weight_file,
 )
-from paceline.medusa import layouts
+from paceline.medusa import formats
 from paceline.medusa.config import CONFIG, Claims, MedusaConfig
-from paceline.medusa.heads import Heads
+from paceline.medusa.network import Heads
 
 log = logging.getLogger("paceline")
 
@@ -62,11 +62,11 @@ def load(folder: Path, *, vocab_size: int) -> Checkpoint:
                 shapes[ours] = infos[name].shape
                 weights[ours] = _read(source, name)
     if not weights:
-        layouts.canonical(())  # says what a head would be called
-    config = replace(layouts.survey(shapes, vocab_size=vocab_size), base=claims.base)
+        formats.canonical(())  # says what a head would be called
+    config = replace(formats.survey(shapes, vocab_size=vocab_size), base=claims.base)
     _compare(folder, claims, config)
     _check(folder, config, weights)
-    if layouts.shared(config, weights):
+    if formats.shared(config, weights):
         log.info("%s: every head repeats one block %d times, as Medusa's own code does", folder, config.layers)
     return Checkpoint(config, weights)
 
@@ -95,7 +95,7 @@ def save(folder: Path, config: MedusaConfig, weights: dict[str, Tensor], *, layo
     Raises:
         ConfigurationError: the layout is unknown or cannot hold these heads, or `check_place`.
     """
-    named = {name: x.contiguous() for name, x in layouts.renamed(config, weights, layout).items()}
+    named = {name: x.contiguous() for name, x in formats.renamed(config, weights, layout).items()}
     check_place(folder, layout)
     path = folder / FILES[layout]
     write_weight_file(path, named)
@@ -123,7 +123,7 @@ def convert(source: Path, out: Path, *, layout: str, output: Tensor, dtype: torc
     found = load(source, vocab_size=output.shape[0])
     config, weights = found.config, found.weights
     if layout != "paceline":
-        weights = layouts.untied(config, weights, output.to(next(iter(weights.values())).dtype))
+        weights = formats.untied(config, weights, output.to(next(iter(weights.values())).dtype))
         config = replace(config, tied=False)
     return save(
         out, config, {n: sound(n, x, dtype or x.dtype, where=source) for n, x in weights.items()}, layout=layout
@@ -139,7 +139,7 @@ def _files(folder: Path) -> list[Path]:
 def _names(infos: dict[str, TensorInfo]) -> dict[str, str]:
     """Heads among the tensors of one file; a shard may well hold none."""
     try:
-        return layouts.canonical(infos)
+        return formats.canonical(infos)
     except MissingWeightsError:
         return {}
 

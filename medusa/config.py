@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.json_fields import Fields, read_json_object
-from paceline.decoder.storing import storing
+from paceline.decoder.weights.atomic_write import storing
 
 CONFIG = "config.json"
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.frozen import FrozenModel
-from paceline.decoder.storing import save_tensors
+from paceline.decoder.weights.atomic_write import save_tensors
+from paceline.training.frozen_model import FrozenModel
 
 Report = Callable[[str, int, int], None]
 """(what is being done, how much of it is done, how much there is)"""

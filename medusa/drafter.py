@@ -20,10 +20,10 @@ from paceline.core import reduce, tree
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import Bounds, Commit, Proposal, Reads, SamplingBatch
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.kernels import Kernels
+from paceline.decoder.kernels.torch_kernels import Kernels
 from paceline.medusa import checkpoint
-from paceline.medusa.choices import Choices
-from paceline.medusa.heads import Heads
+from paceline.medusa.network import Heads
+from paceline.medusa.tree import Choices
 
 log = logging.getLogger("paceline")
 

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.models.config import ModelConfig
 from paceline.medusa import accuracy, checkpoint, corpus
 from paceline.medusa.accuracy import Accuracy
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.corpus import FrozenTarget, Report
-from paceline.medusa.heads import fresh
+from paceline.medusa.network import fresh
 from paceline.medusa.training import Trainer, TrainingOptions
 
 

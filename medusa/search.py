@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.medusa.choices import Choices
+from paceline.medusa.tree import Choices
 
 Children = Callable[[tuple[int, ...]], list[float]]
 """For a path, the probability of the path with rank 0, 1, 2, ... behind it; empty below the last head."""

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.frozen import products
-from paceline.decoder.run_state import RunState, check_loss
-from paceline.decoder.storing import storing
+from paceline.decoder.weights.atomic_write import storing
 from paceline.medusa.corpus import Windows
-from paceline.medusa.heads import Heads
+from paceline.medusa.network import Heads
+from paceline.training.frozen_model import products
+from paceline.training.state import RunState, check_loss
 
 LABELS = ("target", "text")
 _WARM = 0.02  # share of the steps in which the rate rises

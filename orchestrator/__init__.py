@@ -4,19 +4,19 @@ from paceline import AutoDecoder, SpeculativeGenerator
 """
 
 from paceline.auto import AutoDecoder
+from paceline.core.acceptance.synthetic import Simulated
+from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import PacelineError
-from paceline.core.simulated import Simulated
-from paceline.core.typical import Typical
-from paceline.decoder.parallel import GQA
-from paceline.draft.lift import lift
+from paceline.decoder.parallel.sharding import GQA
+from paceline.draft.function import lift
 from paceline.draft.ngram import NgramDrafter
-from paceline.draft.reencoding import Reencoding
+from paceline.draft.retokenizing import Reencoding
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.growth import Chain, DynamicTree, StaticTree
+from paceline.eagle.tree import Chain, DynamicTree, StaticTree
+from paceline.engine.draft_length import LADDER
 from paceline.generator import SpeculativeGenerator
 from paceline.medusa.drafter import MedusaDrafter
-from paceline.pace import LADDER
-from paceline.result import Event, GenerationResult, Statistics
+from paceline.outputs import Event, GenerationResult, Statistics
 
 __version__ = "0.1.0"
 

@@ -6,19 +6,21 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline import build, warm
-from paceline.core.accept import Match
-from paceline.decoder import memory, parallel
+from paceline import build
+from paceline.core.acceptance.match import Match
+from paceline.decoder import kv_memory
 from paceline.decoder.backends.base import make
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.rope import check_positions
 from paceline.decoder.options import decoder_options
-from paceline.decoder.parallel import GQA, Shard
-from paceline.decoder.rope import check_positions
-from paceline.decoder.weights import load_weights
+from paceline.decoder.parallel import sharding
+from paceline.decoder.parallel.sharding import GQA, Shard
+from paceline.decoder.weights.checkpoint import load_weights
 from paceline.draft.none import NoDrafter
-from paceline.loop import Engine
-from paceline.result import Statistics
+from paceline.engine import warmup
+from paceline.engine.engine import Engine
+from paceline.outputs import Statistics
 from paceline.sampler import Sampler
 
 
@@ -27,7 +29,7 @@ class SamplingDecoder(CompiledDecoder, Sampler):
 
     def compile(self, width: int | None = None) -> None:
         """Make every graph plain decoding needs, so that no call has to wait for one."""
-        warm.up(self._engine(build.Demands(width=width)), self._decoders())
+        warmup.up(self._engine(build.Demands(width=width)), self._decoders())
 
     def _decoders(self) -> list[CompiledDecoder]:
         return [self]
@@ -76,7 +78,7 @@ class AutoDecoder:
             BackendError: the backend cannot work here.
         """
         config = ModelConfig.from_pretrained(path)
-        layout = parallel.layout(config, tp_degree, group_query_attention)
+        layout = sharding.layout(config, tp_degree, group_query_attention)
         options = decoder_options(
             batch_size=batch_size,
             n_positions=n_positions,
@@ -89,7 +91,7 @@ class AutoDecoder:
         shard = Shard(config, layout)
         engine = make(backend, layout.degree)
         if not engine.keeps:  # its state stays in this machine's memory
-            memory.check_cache(shard, options, memory.machine_bytes())
+            kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
         weights = load_weights(path, config, options.dtype, progress=progress, shard=shard)
         decoder = SamplingDecoder(config, options, weights, backend=engine)
         engine.attach(decoder, os.fspath(path))

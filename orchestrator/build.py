@@ -9,28 +9,28 @@ from typing import Any
 
 from torch import nn
 
-from paceline import values
-from paceline.adaptive import Adaptive, Rung
-from paceline.core.accept import Match, Reject
+from paceline.core.acceptance.match import Match, Reject
+from paceline.core.acceptance.synthetic import Simulated
+from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, GraphDrafter, Shortens, Varies
-from paceline.core.simulated import Simulated
 from paceline.core.types import Outline
-from paceline.core.typical import Typical
 from paceline.decoder.decoder import Body, CompiledDecoder
-from paceline.draft.chained import ChainedDrafter
-from paceline.draft.lift import Function, lift
+from paceline.draft.fallback import ChainedDrafter
+from paceline.draft.function import Function, lift
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
-from paceline.draft.reencoding import Reencoding, ReencodingDrafter
+from paceline.draft.retokenizing import Reencoding, ReencodingDrafter
 from paceline.draft.suffix import SuffixDrafter
-from paceline.draft.vocabulary import Vocabulary
-from paceline.loop import Engine, TimedRound
-from paceline.pace import Pace
-from paceline.rounds import Fused, MultiStep, Resting, TwoStep
-from paceline.target.host import HostVerifier, Processor
-from paceline.target.plain import PlainDecoder
+from paceline.draft.vocab_map import Vocabulary
+from paceline.engine import validation
+from paceline.engine.adaptive import Adaptive, Rung
+from paceline.engine.draft_length import Pace
+from paceline.engine.engine import Engine, TimedRound
+from paceline.engine.rounds import Fused, MultiStep, Resting, TwoStep
+from paceline.target.autoregressive import PlainDecoder
+from paceline.target.host_verifier import HostVerifier, Processor
 from paceline.target.steps import Acceptor
 from paceline.target.verifier import CompiledVerifier
 
@@ -66,7 +66,7 @@ class Demands:
     width: int | None = None
 
     def __post_init__(self) -> None:
-        values.flag("output_scores", self.scores)
+        validation.flag("output_scores", self.scores)
 
 
 def decoder(given: object) -> CompiledDecoder:

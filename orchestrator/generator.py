@@ -7,15 +7,16 @@ from collections.abc import Generator, Sequence
 from functools import partial
 from numbers import Real
 
-from paceline import build, pairing, warm
-from paceline import pace as pacing
-from paceline.core.accept import Match
+from paceline import build, vocab_compat
+from paceline.core.acceptance.match import Match
+from paceline.core.acceptance.synthetic import Simulated
+from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import ConfigurationError
-from paceline.core.simulated import Simulated
-from paceline.core.typical import Typical
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.loop import Door, Engine
-from paceline.result import Event, Reports, Statistics
+from paceline.engine import draft_length as pacing
+from paceline.engine import warmup
+from paceline.engine.engine import Door, Engine
+from paceline.outputs import Event, Reports, Statistics
 from paceline.sampler import Sampler
 from paceline.target.steps import Acceptor
 
@@ -60,7 +61,7 @@ class SpeculativeGenerator(Sampler):
         exact: bool = True,
         fused: bool | None = None,
         confidence: float = 0.0,
-        vocabulary: pairing.VocabularyLike = "same",
+        vocabulary: vocab_compat.VocabularyLike = "same",
         simulate_acceptance: float | None = None,
     ) -> None:
         _check_types(exact=exact, fused=fused, confidence=confidence)
@@ -76,7 +77,7 @@ class SpeculativeGenerator(Sampler):
         models = build.models(draft)
         _check(self._plan, drafts=any(one not in (None, "none") for one in given))
         _check_of_models(models, confidence=confidence, vocabulary=vocabulary)
-        between = partial(pairing.between, target=target, kind=vocabulary)
+        between = partial(vocab_compat.between, target=target, kind=vocabulary)
         self.drafter = build.drafter(draft, target, k=depth, rule=rule, confidence=confidence, vocabulary=between)
         target.check_width(self.drafter.outline.nodes + 1)
         self._parts = [target, *models]
@@ -84,7 +85,7 @@ class SpeculativeGenerator(Sampler):
 
     def compile(self) -> None:
         """Make every graph a call without host-side processors needs, so that no call has to wait for one."""
-        warm.up(self._engine(build.Demands()), self._decoders())
+        warmup.up(self._engine(build.Demands()), self._decoders())
 
     def _fresh(self) -> Statistics:
         return Statistics(acceptor=type(self._plan.rule).__name__.lower())
@@ -128,7 +129,7 @@ def _check(plan: build.Plan, *, drafts: bool) -> None:
 
 
 def _check_of_models(
-    models: Sequence[CompiledDecoder], *, confidence: float, vocabulary: pairing.VocabularyLike
+    models: Sequence[CompiledDecoder], *, confidence: float, vocabulary: vocab_compat.VocabularyLike
 ) -> None:
     """Refuse options of draft models where there is none to heed them."""
     for name, asked in (("confidence", confidence != 0), ("vocabulary", vocabulary != "same")):

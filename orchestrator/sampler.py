@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from paceline import streamers, values
-from paceline.ask import Ask
 from paceline.build import Demands
-from paceline.core.detokenise import Decodes
+from paceline.core.detokenizer import Decodes
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.loop import Door, Engine, Line, run
-from paceline.request import InputIds, Request
-from paceline.result import Event, FinishReason, GenerationResult, Statistics
-from paceline.stopping import Criterion, StopStrings
-from paceline.streamers import Streamer
+from paceline.engine import validation
+from paceline.engine.ask import Ask
+from paceline.engine.engine import Door, Engine, Line, run
+from paceline.engine.request import InputIds, Request
+from paceline.engine.stopping import Criterion, StopStrings
+from paceline.outputs import Event, FinishReason, GenerationResult, Statistics
+from paceline.text import streamers
+from paceline.text.streamers import Streamer
 
 if TYPE_CHECKING:
     from transformers.generation.logits_process import LogitsProcessor
@@ -84,7 +85,7 @@ class Sampler:
             no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty, speculate=speculate,
         )  # fmt: skip
         requests = ask.requests(self._decoders()[0])
-        values.integer("pad_token_id", pad_token_id)
+        validation.integer("pad_token_id", pad_token_id)
         streamers.check(streamer, len(requests))
         with closing(self.serve(Line(requests), Demands(ask.processor(), output_scores, width))) as events:
             shown = streamers.feed(streamer, requests[0], events)

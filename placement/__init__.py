@@ -2,19 +2,19 @@
 
 from typing import TYPE_CHECKING
 
-from paceline.placement.care import Care
-from paceline.placement.catalogue import INSTANCES, Instance, instance
-from paceline.placement.channel import Address
-from paceline.placement.local import LocalProcess, Order
-from paceline.placement.models_file import Model, read_care, read_models
-from paceline.placement.planner import plan
-from paceline.placement.plans import Placement, Plan
-from paceline.placement.quota import Quota
-from paceline.placement.remote import Patience, RemoteDraft, Terms
-from paceline.placement.revival import Caller
+from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.planning.instances import INSTANCES, Instance, instance
+from paceline.placement.planning.model_specs import Model, read_care, read_models
+from paceline.placement.planning.plan import Placement, Plan
+from paceline.placement.planning.planner import plan
+from paceline.placement.planning.quota import Quota
+from paceline.placement.remote.channel import Address
+from paceline.placement.remote.drafter import Patience, RemoteDraft, Terms
+from paceline.placement.remote.local_process import LocalProcess, Order
+from paceline.placement.remote.reconnect import Caller
 
 if TYPE_CHECKING:
-    from paceline.placement.deployment import Deployment, launch
+    from paceline.placement.cluster.deployment import Deployment, launch
 
 __all__ = [
     "INSTANCES",
@@ -40,8 +40,8 @@ __all__ = [
 ]
 
 _WITH_RAY = {
-    "Deployment": "paceline.placement.deployment",
-    "launch": "paceline.placement.deployment",
+    "Deployment": "paceline.placement.cluster.deployment",
+    "launch": "paceline.placement.cluster.deployment",
 }
 
 

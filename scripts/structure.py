@@ -122,7 +122,7 @@ def dynamic_import(call: ast.Call) -> str | None:
 
 
 def part_of(name: str) -> str:
-    """The folder a name lives in: paceline.core.types -> core, paceline.loop -> orchestrator."""
+    """The folder a name lives in: paceline.core.types -> core, paceline.engine.engine -> orchestrator."""
     second = name.split(".")[1] if "." in name else ""
     return second if second in PARTS else ROOT_FOLDER
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.core.accept import Match, Reject, committed
-from paceline.core.simulated import Simulated
+from paceline.core.acceptance.match import Match, Reject, committed
+from paceline.core.acceptance.synthetic import Simulated
+from paceline.core.acceptance.typical import Typical
 from paceline.core.types import PAD, Outline, Proposal, Reads, SamplingBatch
-from paceline.core.typical import Typical
 from paceline.decoder.decoder import Body, Carry
-from paceline.target.window import Window
+from paceline.target.verify_mask import Window
 
 Acceptor = Match | Reject | Typical | Simulated
 

@@ -1,7 +1,7 @@
 """The verifier: runs one compiled step from a commit and a proposal to the next commit.
 
 The steps are in `paceline.target.steps`; what needs the host for every token (processors, scores) is in
-`paceline.target.host`. Features that a drafter reads stay on the device between fused rounds, where a backend copies
+`paceline.target.host_verifier`. Features that a drafter reads stay on the device between fused rounds, where a backend copies
 what goes in and out.
 """
 
@@ -14,15 +14,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.core.accept import Reject
+from paceline.core.acceptance.match import Reject
+from paceline.core.acceptance.synthetic import Simulated
+from paceline.core.acceptance.typical import Typical
 from paceline.core.protocols import GraphDrafter
-from paceline.core.simulated import Simulated
 from paceline.core.types import PAD, Bounds, Commit, Done, Kept, Outline, Proposal, Reading, Reads, SamplingBatch
-from paceline.core.typical import Typical
 from paceline.decoder.backends.base import Again, Repeats
 from paceline.decoder.decoder import Body, Carry, CompiledDecoder
 from paceline.decoder.steps import prefill
-from paceline.target.in_a_row import in_a_row
+from paceline.target.multi_round import in_a_row
 from paceline.target.steps import Acceptor, FusedStep, VerifyStep, pad_law
 
 

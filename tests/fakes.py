@@ -21,11 +21,11 @@ from paceline.build import Demands
 from paceline.core.types import Bounds, Commit, Done, Reading, Reads, SamplingBatch
 from paceline.decoder.backends.base import Step
 from paceline.decoder.backends.eager import EagerBackend
-from paceline.decoder.kernels import Place, Reference, Tree
-from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.kernels.torch_kernels import Place, Reference, Tree
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.rope import RopeConfig
 from paceline.decoder.options import DecoderOptions
-from paceline.decoder.rope import RopeConfig
-from paceline.loop import Engine, TimedRound
+from paceline.engine.engine import Engine, TimedRound
 from paceline.target.steps import FusedStep
 
 EMPTY = -7  # a cache row that nobody has written

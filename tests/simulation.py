@@ -18,7 +18,7 @@ def simulated(locks: str) -> Iterator[object]:
     ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
-    from paceline.placement.actors import NAMESPACE
+    from paceline.placement.cluster.actors import NAMESPACE
 
     system = {"health_check_period_ms": 300, "health_check_failure_threshold": 3, "health_check_initial_delay_ms": 0}
     node = {"num_cpus": 1, "resources": {"neuron_cores": CORES}, "object_store_memory": STORE}
@@ -39,8 +39,8 @@ def left_over() -> tuple[list[str], list[dict[int, int]]]:
     """Actors and cores of ours that are still in use."""
     import ray
 
-    from paceline.placement.cores import held
-    from paceline.placement.ledger import NAME, WORKERS
+    from paceline.placement.cluster.core_allocator import NAME, WORKERS
+    from paceline.placement.host.core_locks import held
 
     names = [item["name"] for item in ray.util.list_named_actors(all_namespaces=True)]
     cores = [found for node in ray.nodes() if (found := held(node["NodeID"]))]

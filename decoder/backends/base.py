@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import Room, Told
-from paceline.decoder.collectives import Alone, Collectives
-from paceline.decoder.kernels import Kernels
+from paceline.decoder.kernels.torch_kernels import Kernels
+from paceline.decoder.parallel.collectives import Alone, Collectives
 
 if TYPE_CHECKING:
     from paceline.decoder.decoder import CompiledDecoder
@@ -22,11 +22,11 @@ BACKENDS = {
     "eager": ("paceline.decoder.backends.eager", "EagerBackend"),
     "inductor": ("paceline.decoder.backends.inductor", "InductorBackend"),
     "xla": ("paceline.decoder.backends.xla", "XlaBackend"),
-    "neuron": ("paceline.decoder.backends.neuron", "NeuronBackend"),
+    "neuron": ("paceline.decoder.backends.neuron.backend", "NeuronBackend"),
 }
 DIVIDED = {
     "eager": ("paceline.decoder.backends.ranked", "RankedBackend"),
-    "neuron": ("paceline.decoder.backends.neuron", "NeuronBackend"),
+    "neuron": ("paceline.decoder.backends.neuron.backend", "NeuronBackend"),
 }
 """Backends that can run a model divided over ranks, of which they are told the number."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.errors import ArtefactError
 from paceline.decoder.backends.base import Graph, OneRank, OnHost, Step
-from paceline.decoder.kernels import Kernels, Reference
+from paceline.decoder.kernels.torch_kernels import Kernels, Reference
 
 
 class EagerBackend(OneRank, OnHost):

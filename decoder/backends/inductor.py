@@ -17,9 +17,10 @@ from torch import Tensor
 
 from paceline.core.errors import ArtefactError, BackendError
 from paceline.core.types import Room, Told
-from paceline.decoder import artefacts, environment
+from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, OneRank, OnHost, Step
-from paceline.decoder.kernels import Kernels
+from paceline.decoder.compile import cache
+from paceline.decoder.kernels.torch_kernels import Kernels
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native, c_shims
 from paceline.decoder.native.rounds import Rounds
@@ -44,25 +45,25 @@ class InductorBackend(OneRank, OnHost):
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         facts = self._facts(graph.facts)
-        folder = artefacts.find(self._shipped, facts) if self._shipped else None
+        folder = cache.find(self._shipped, facts) if self._shipped else None
         if folder is None:
-            if artefacts.find(self._root, facts) is None:
+            if cache.find(self._root, facts) is None:
                 announce(f"compiling {graph.name}")
-            folder = artefacts.ensure(self._root, facts, lambda to: _compile(graph, to))
+            folder = cache.ensure(self._root, facts, lambda to: _compile(graph, to))
         return _Package(folder, graph)
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         for graph in graphs:
             facts = self._facts(graph.facts)
-            found = artefacts.find(self._shipped, facts) if self._shipped else None
-            found = found or artefacts.find(self._root, facts)
+            found = cache.find(self._shipped, facts) if self._shipped else None
+            found = found or cache.find(self._root, facts)
             assert found is not None, f"{graph.name} was compiled but is not in the cache"
-            artefacts.copy(found, folder)
+            cache.copy(found, folder)
 
     def load(self, folder: Path, facts: dict[str, object]) -> None:
         wanted = self._facts(facts)
         try:
-            seen = [json.loads(path.read_text()) for path in sorted(folder.glob(f"*/{artefacts.MANIFEST}"))]
+            seen = [json.loads(path.read_text()) for path in sorted(folder.glob(f"*/{cache.MANIFEST}"))]
         except (OSError, ValueError) as error:
             raise ArtefactError(f"{folder} holds a damaged manifest ({error}); copy the graphs again") from error
         if not seen:
@@ -76,7 +77,7 @@ class InductorBackend(OneRank, OnHost):
         self._shipped = folder
 
     def _facts(self, facts: dict[str, object]) -> dict[str, object]:
-        return {"backend": self.name, "source": artefacts.source_hash(), **artefacts.machine_facts(), **facts}
+        return {"backend": self.name, "source": cache.source_hash(), **cache.machine_facts(), **facts}
 
 
 def _compile(graph: Graph, folder: Path) -> None:

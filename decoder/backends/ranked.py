@@ -9,10 +9,10 @@ from torch import Tensor
 
 from paceline.core.errors import ArtefactError
 from paceline.decoder.backends.base import Graph, OnHost, Step
-from paceline.decoder.collectives import Collectives
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.kernels import Kernels, Reference
-from paceline.decoder.ranks import shared
+from paceline.decoder.kernels.torch_kernels import Kernels, Reference
+from paceline.decoder.parallel.collectives import Collectives
+from paceline.decoder.parallel.ranks import shared
 
 
 class RankedBackend(OnHost):

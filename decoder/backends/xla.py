@@ -22,10 +22,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, OneRank, Step
-from paceline.decoder.collectives import Collectives
-from paceline.decoder.graph_kernels import GraphKernels
-from paceline.decoder.kernels import Kernels
-from paceline.decoder.lowering import Lowered, lower, state_of
+from paceline.decoder.compile.lowering import Lowered, lower, state_of
+from paceline.decoder.kernels.torch_kernels import Kernels
+from paceline.decoder.kernels.traceable import GraphKernels
+from paceline.decoder.parallel.collectives import Collectives
 
 
 class XlaBackend(OneRank):

@@ -17,7 +17,8 @@ import torch
 
 from paceline.core import noise
 from paceline.core.errors import BackendError
-from paceline.decoder import artefacts, environment
+from paceline.decoder import environment
+from paceline.decoder.compile import cache
 
 _SOURCE = Path(__file__).with_name("kernels.cpp")
 _ROUNDS = Path(__file__).with_name("rounds.cpp")
@@ -37,7 +38,7 @@ def library_facts() -> dict[str, object]:
 
 def _facts(kind: str, files: Sequence[Path], flags: Sequence[str]) -> dict[str, object]:
     source = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    return {"kind": kind, "source": source, "flags": list(flags), **artefacts.machine_facts()}
+    return {"kind": kind, "source": source, "flags": list(flags), **cache.machine_facts()}
 
 
 @lru_cache(maxsize=1)
@@ -47,7 +48,7 @@ def library() -> ctypes.CDLL:
     Raises:
         BackendError: no compiler, or the build failed.
     """
-    folder = artefacts.ensure(environment.cache_root() / "native", library_facts(), _build)
+    folder = cache.ensure(environment.cache_root() / "native", library_facts(), _build)
     loaded = ctypes.CDLL(str(folder / "kernels.so"), mode=ctypes.RTLD_GLOBAL)
     loaded.paceline_set_noise_table(_noise_table())
     return loaded
@@ -87,7 +88,7 @@ def rounds_library() -> ctypes.CDLL:
     def build(folder: Path) -> None:
         _compile(_ROUNDS, flags, folder / "rounds.so")
 
-    folder = artefacts.ensure(environment.cache_root() / "native", _facts("rounds", [_ROUNDS], flags), build)
+    folder = cache.ensure(environment.cache_root() / "native", _facts("rounds", [_ROUNDS], flags), build)
     loaded = ctypes.CDLL(str(folder / "rounds.so"))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     loaded.paceline_open.argtypes = [pointer, pointer, pointer, number, pointer, pointer, number]

@@ -85,7 +85,7 @@ void softmax(const float* scores, float* weights, int64_t V) {
   for (int64_t i = 0; i < V; i++) weights[i] /= all;
 }
 
-// Top-k, top-p and min-p on tempered logits, as paceline.core.law.filtered.
+// Top-k, top-p and min-p on tempered logits, as paceline.core.probs.filtered.
 void filter(float* s, int64_t V, float top_k, float top_p, float min_p, std::vector<float>& weights,
             std::vector<int32_t>& order) {
   weights.resize(V + VL);
@@ -167,7 +167,7 @@ void choose(const Choose& c, int32_t* out) {
   }
 }
 
-// The filtered law of every row, as paceline.core.law.probabilities; what weighs less than exp(-87) of the most is zero.
+// The filtered law of every row, as paceline.core.probs.probabilities; what weighs less than exp(-87) of the most is zero.
 void law(const float* logits, const float* knobs, float* out, int64_t batch, int64_t window, int64_t V) {
 #pragma omp parallel for schedule(static) if (batch * window * V > 16384)
   for (int64_t i = 0; i < batch * window; i++) {

@@ -58,7 +58,7 @@ struct Stream {
   }
 };
 
-// from [D] turned by the angles of cos and sin [D], as paceline.decoder.rope.apply_rope.
+// from [D] turned by the angles of cos and sin [D], as paceline.decoder.models.rope.apply_rope.
 inline void rotate(const float* from, const float* cos, const float* sin, float* to, int64_t D) {
   for (int64_t d = 0, half = D / 2; d < half; d++) {
     to[d] = from[d] * cos[d] + -from[d + half] * sin[d];

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.core import noise
 from paceline.core.types import SamplingBatch
-from paceline.decoder.kernels import AttentionWeights, MlpWeights, Place
+from paceline.decoder.kernels.torch_kernels import AttentionWeights, MlpWeights, Place
 from paceline.decoder.native import build
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

@@ -19,13 +19,14 @@ from pathlib import Path
 from ray import serve
 
 from paceline.core.errors import ConfigurationError
-from paceline.placement import Plan, instance, plan, read_care, read_models, runnable
-from paceline.placement.actors import STREAMS
-from paceline.placement.care import Care
-from paceline.placement.deployment import groups_of
-from paceline.placement.detect import detect
-from paceline.placement.group import RESOURCE
-from paceline.placement.plans import Placement
+from paceline.placement import Plan, instance, plan, read_care, read_models
+from paceline.placement.cluster.actors import STREAMS
+from paceline.placement.cluster.deployment import groups_of
+from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.cluster.worker_group import RESOURCE
+from paceline.placement.planning import validate_plan
+from paceline.placement.planning.detect import detect
+from paceline.placement.planning.plan import Placement
 from paceline.serving.ingress import Ingress, Seat
 from paceline.serving.replica import Replica
 
@@ -65,7 +66,7 @@ def application(made: Plan, care: Care) -> serve.Application:
     Raises:
         PlanError: a model cannot be run as it was planned.
     """
-    runnable.check(made)
+    validate_plan.check(made)
     seats: dict[str, list[Seat]] = {}
     for members in groups_of(made):
         # Drafts first, as the group starts them; the replica itself has the bundle before them.

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from paceline.serving.answers import Answer, Failed, Opening, TextPiece, failure_event
-from paceline.serving.asks import Ask, Kind, RefusedError, read
-from paceline.serving.failures import refusal
+from paceline.serving.errors import refusal
+from paceline.serving.protocol import Ask, Kind, RefusedError, read
+from paceline.serving.responses import Answer, Failed, Opening, TextPiece, failure_event
 
 if TYPE_CHECKING:
     from starlette.requests import Request

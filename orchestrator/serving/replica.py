@@ -14,19 +14,19 @@ from typing import Any
 
 import ray
 
-from paceline.detokenise import Tokenizer, load_tokenizer
-from paceline.placement.actors import STREAMS
-from paceline.placement.calls import Stream
-from paceline.placement.care import Care
-from paceline.placement.deployment import Deployment
-from paceline.placement.group import Group
-from paceline.placement.plans import Placement, Plan
-from paceline.placement.roles import Piece
-from paceline.serving.answers import Failed, Opening, TextPiece
-from paceline.serving.asks import Ask, RefusedError
-from paceline.serving.failures import refusal
-from paceline.serving.text import Writer
-from paceline.stopping import InNewText
+from paceline.engine.stopping import InNewText
+from paceline.placement.cluster.actors import STREAMS
+from paceline.placement.cluster.calls import Stream
+from paceline.placement.cluster.deployment import Deployment
+from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.cluster.roles import Piece
+from paceline.placement.cluster.worker_group import Group
+from paceline.placement.planning.plan import Placement, Plan
+from paceline.serving.errors import refusal
+from paceline.serving.protocol import Ask, RefusedError
+from paceline.serving.responses import Failed, Opening, TextPiece
+from paceline.serving.stop_filter import Writer
+from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
 Item = Opening | TextPiece | Failed
 _OWN_BUNDLE = 1  # the replica itself has bundle 0

@@ -19,15 +19,15 @@ from paceline import MedusaDrafter, NgramDrafter, Reencoding, SpeculativeGenerat
 from paceline.auto import SamplingDecoder
 from paceline.draft.model import ModelDrafter
 from paceline.draft.suffix import SuffixDrafter
-from paceline.draft.vocabulary import Intersection, Vocabulary
-from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
-from paceline.medusa.choices import Choices
+from paceline.draft.vocab_map import Intersection, Vocabulary
+from paceline.eagle.tree import Chain, DynamicTree, Growth, StaticTree
 from paceline.medusa.config import MedusaConfig
-from paceline.medusa.heads import fresh
-from paceline.placement.channel import Address, listen
-from paceline.placement.draft_server import DraftServer, Unpooled
-from paceline.placement.remote import RemoteDraft, Terms
-from paceline.placement.revival import Caller
+from paceline.medusa.network import fresh
+from paceline.medusa.tree import Choices
+from paceline.placement.remote.channel import Address, listen
+from paceline.placement.remote.drafter import RemoteDraft, Terms
+from paceline.placement.remote.reconnect import Caller
+from paceline.placement.remote.server import DraftServer, Unpooled
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.draft.tokenizers_of_two import bytes_merged
 from tests.eagle.heads import drafter as eagle_head

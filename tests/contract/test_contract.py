@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from paceline import LADDER, GenerationResult, SpeculativeGenerator
-from paceline.core.backlog import Backlog
 from paceline.core.errors import ConfigurationError
+from paceline.core.pending import Backlog
 from paceline.core.protocols import Drafter
-from paceline.pace import Pace
+from paceline.engine.draft_length import Pace
 from paceline.sampler import Sampler
 from tests.contract.drafters import ROWS, Depth, Home, Row
 from tests.decoder.tiny import Workshop
@@ -155,7 +155,7 @@ class Dice(Pace):
 
 def test_the_depth_may_change_in_every_round(make: Make, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """At random, off and on again: no gap is left and no token changes. What has one depth says so."""
-    monkeypatch.setattr("paceline.pace.Pace", Dice)
+    monkeypatch.setattr("paceline.engine.draft_length.Pace", Dice)
     if not row.ladder:
         if row.drafts:
             with pytest.raises(ConfigurationError, match="one depth"):

@@ -18,8 +18,8 @@ from paceline import GenerationResult, Reencoding, SpeculativeGenerator, lift
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.model import ModelDrafter
 from paceline.draft.suffix import SuffixDrafter
-from paceline.draft.vocabulary import Intersection
-from paceline.pace import Pace
+from paceline.draft.vocab_map import Intersection
+from paceline.engine.draft_length import Pace
 from paceline.sampler import Sampler
 from tests.draft.tokenizers_of_two import bytes_merged
 from tests.fakes import TableDecoder, near, table

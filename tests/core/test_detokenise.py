@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.detokenise import UNFINISHED, Detokeniser, plain_text
+from paceline.core.detokenizer import UNFINISHED, Detokeniser, plain_text
 from tests.draft.tokenizers_of_two import TEXT, byte_fallback, bytes_merged, every_byte, marked_words
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from transformers.generation import logits_process as hf
 
-from paceline.core import law, noise
+from paceline.core import noise, probs
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import SamplingBatch
 from tests.fakes import misfit
@@ -53,7 +53,7 @@ KNOBS = [
 def test_the_law_is_that_of_hugging_face(knobs: dict[str, float], vocab_size: int) -> None:
     logits = random_logits(6, vocab_size, seed=1)
     knobs = {name: min(value, vocab_size) if name == "top_k" else value for name, value in knobs.items()}
-    ours = law.probabilities(logits, batch(**knobs))
+    ours = probs.probabilities(logits, batch(**knobs))
     torch.testing.assert_close(ours, theirs(logits, **knobs), atol=1e-6, rtol=1e-5)  # type: ignore[arg-type]
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours.sum(-1), torch.ones(1, 6), atol=1e-5, rtol=0)
@@ -63,41 +63,41 @@ def test_the_law_is_that_of_hugging_face(knobs: dict[str, float], vocab_size: in
 def test_cut_tokens_have_no_probability_at_all(knobs: dict[str, float]) -> None:
     logits = random_logits(6, 100, seed=2)
     cut = theirs(logits, **(knobs | {"top_k": min(knobs.get("top_k", 0), 100)})) == 0  # type: ignore[arg-type]
-    assert torch.equal(law.probabilities(logits, batch(**knobs)) == 0, cut)
+    assert torch.equal(probs.probabilities(logits, batch(**knobs)) == 0, cut)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
 def test_filters_that_are_off_change_no_bit(temperature: float) -> None:
     logits, sampling = random_logits(6, 100, seed=2), batch(temperature=temperature)
     where = torch.arange(6, dtype=torch.int32).unsqueeze(0)
-    assert torch.equal(law.probabilities(logits, sampling), law.probabilities(logits, sampling, cut=False))
-    assert torch.equal(law.choose(logits, where, sampling), law.choose(logits, where, sampling, cut=False))
-    assert torch.equal(law.filtered(logits, sampling), law.tempered(logits, sampling))
+    assert torch.equal(probs.probabilities(logits, sampling), probs.probabilities(logits, sampling, cut=False))
+    assert torch.equal(probs.choose(logits, where, sampling), probs.choose(logits, where, sampling, cut=False))
+    assert torch.equal(probs.filtered(logits, sampling), probs.tempered(logits, sampling))
 
 
 def test_rows_of_a_batch_have_their_own_law() -> None:
     asked = [Sampling(temperature=0.5), Sampling(), Sampling(temperature=1.0, top_k=3)]
     logits = random_logits(4, 50, seed=3)
-    together = law.probabilities(logits.expand(3, 4, 50), sampling_batch(asked))
+    together = probs.probabilities(logits.expand(3, 4, 50), sampling_batch(asked))
     for row, one in enumerate(asked):
-        assert torch.equal(together[row], law.probabilities(logits, sampling_batch([one]))[0])
+        assert torch.equal(together[row], probs.probabilities(logits, sampling_batch([one]))[0])
 
 
 def test_greedy_is_the_one_hot_law_of_the_lowest_largest_id() -> None:
     logits = torch.tensor([[[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [-9.0, -8.0, -7.0, -6.0]]])
-    found = law.probabilities(logits, batch())
+    found = probs.probabilities(logits, batch())
     assert found.tolist() == [[[0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]]
-    assert law.choose(logits, torch.tensor([[7, 8, 9]], dtype=torch.int32), batch()).tolist() == [[1, 0, 3]]
+    assert probs.choose(logits, torch.tensor([[7, 8, 9]], dtype=torch.int32), batch()).tolist() == [[1, 0, 3]]
 
 
 def test_equal_logits_at_the_border_of_top_k_are_cut_by_id() -> None:
-    found = law.probabilities(torch.tensor([[[1.0, 2.0, 1.0, 1.0]]]), batch(temperature=1.0, top_k=2))
+    found = probs.probabilities(torch.tensor([[[1.0, 2.0, 1.0, 1.0]]]), batch(temperature=1.0, top_k=2))
     assert (found[0, 0] > 0).tolist() == [True, True, False, False]
 
 
 def test_half_precision_logits_give_a_float32_law() -> None:
     logits = random_logits(3, 30, seed=4).to(torch.bfloat16)
-    found = law.probabilities(logits, batch(temperature=1e-3))
+    found = probs.probabilities(logits, batch(temperature=1e-3))
     assert found.dtype == torch.float32
     assert bool(found.isfinite().all())
 
@@ -106,17 +106,19 @@ def test_half_precision_logits_give_a_float32_law() -> None:
 def test_choices_follow_the_law(knobs: dict[str, float]) -> None:
     rows, logits = 50_000, random_logits(1, 12, seed=5)
     where = torch.arange(rows, dtype=torch.int32).unsqueeze(0)
-    picked = law.choose(logits.expand(1, rows, 12), where, batch(**knobs))[0]
-    assert misfit(picked.unsqueeze(1).numpy(), law.probabilities(logits, batch(**knobs))[0, 0].double().numpy()) > 1e-3
+    picked = probs.choose(logits.expand(1, rows, 12), where, batch(**knobs))[0]
+    assert (
+        misfit(picked.unsqueeze(1).numpy(), probs.probabilities(logits, batch(**knobs))[0, 0].double().numpy()) > 1e-3
+    )
 
 
 def test_a_choice_depends_on_its_position_seed_and_stream_only() -> None:
     logits = random_logits(5, 64, seed=6, spread=0.1)
     where = torch.tensor([[3, 4, 5, 6, 7]], dtype=torch.int32)
-    whole = law.choose(logits, where, batch(temperature=1.0, seed=9))[0].tolist()
+    whole = probs.choose(logits, where, batch(temperature=1.0, seed=9))[0].tolist()
     for row in range(5):
-        one = law.choose(logits[:, row : row + 1], where[:, row : row + 1], batch(temperature=1.0, seed=9))
+        one = probs.choose(logits[:, row : row + 1], where[:, row : row + 1], batch(temperature=1.0, seed=9))
         assert one.tolist() == [[whole[row]]]
-    assert law.choose(logits, where, batch(temperature=1.0, seed=10))[0].tolist() != whole
-    drawn = law.choose(logits, where, batch(temperature=1.0, seed=9), stream=noise.DRAFT)
+    assert probs.choose(logits, where, batch(temperature=1.0, seed=10))[0].tolist() != whole
+    drawn = probs.choose(logits, where, batch(temperature=1.0, seed=9), stream=noise.DRAFT)
     assert drawn[0].tolist() != whole

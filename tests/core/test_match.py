@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core import tree
-from paceline.core.accept import Match, committed
+from paceline.core.acceptance.match import Match, committed
 from paceline.core.types import PAD, Proposal, Verdict
 
 

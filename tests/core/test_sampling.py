@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from paceline.core import law, reduce
+from paceline.core import probs, reduce
 from paceline.core.errors import RequestError, SamplingError
 from paceline.core.sampling import Sampling, key_row, knob_row, sampling_batch
 
@@ -44,7 +44,7 @@ def test_values_out_of_range_are_refused_by_name(values: dict[str, float], messa
 def test_a_top_k_beyond_any_vocabulary_cuts_nothing(top_k: int) -> None:
     logits = torch.randn(1, 3, 40, generator=torch.Generator().manual_seed(0))
     off, huge = (sampling_batch([Sampling(temperature=1.0, top_k=k)]) for k in (0, top_k))
-    assert law.probabilities(logits, huge).equal(law.probabilities(logits, off))
+    assert probs.probabilities(logits, huge).equal(probs.probabilities(logits, off))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -52,7 +52,7 @@ def test_the_least_temperature_is_greedy_whatever_is_cut(sign: int) -> None:
     logits = sign * torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0)).abs() * 1e4
     asked = sampling_batch([Sampling(temperature=1e-20, top_k=5), Sampling(temperature=1e-20, top_p=0.9)])
     positions = torch.arange(6, dtype=torch.int32).view(2, 3)
-    assert torch.equal(law.choose(logits, positions, asked), logits.argmax(-1).to(torch.int32))
+    assert torch.equal(probs.choose(logits, positions, asked), logits.argmax(-1).to(torch.int32))
 
 
 def test_the_least_top_p_is_greedy() -> None:
@@ -60,13 +60,13 @@ def test_the_least_top_p_is_greedy() -> None:
     logits = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0))
     asked = sampling_batch([Sampling(temperature=1.0, top_p=1e-30, seed=seed) for seed in range(2)])
     positions = torch.arange(6, dtype=torch.int32).view(2, 3)
-    assert torch.equal(law.choose(logits, positions, asked), logits.argmax(-1).to(torch.int32))
+    assert torch.equal(probs.choose(logits, positions, asked), logits.argmax(-1).to(torch.int32))
 
 
 def test_at_the_highest_temperature_what_is_banned_stays_banned() -> None:
     logits = torch.full((1, 1, 40), reduce.NEGATIVE)
     logits[..., 17:19] = torch.tensor([3.0, -3.0])
-    found = law.probabilities(logits, sampling_batch([Sampling(temperature=1e20)]))
+    found = probs.probabilities(logits, sampling_batch([Sampling(temperature=1e20)]))
     assert found[0, 0, 17:19].tolist() == [0.5, 0.5] and found.sum() == 1
 
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.core import law as laws
+from paceline.core import probs as laws
 from paceline.core import tree
-from paceline.core.accept import Match, committed
+from paceline.core.acceptance.match import Match, committed
+from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import PAD, Proposal
-from paceline.core.typical import Typical
 from tests.fakes import misfit
 
 V = 5

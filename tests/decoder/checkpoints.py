@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.core.errors import CheckpointError
-from paceline.decoder.model_config import ModelConfig
-from paceline.decoder.weights import load_weights
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.weights.checkpoint import load_weights
 
 State = dict[str, Tensor]
 INDEX = "model.safetensors.index.json"

@@ -10,7 +10,7 @@ import torch
 
 from paceline import MedusaDrafter, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
+from paceline.eagle.tree import Chain, DynamicTree, Growth, StaticTree
 from paceline.medusa import checkpoint
 from paceline.medusa.config import MedusaConfig
 from tests.decoder.tiny import VOCABULARY

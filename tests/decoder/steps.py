@@ -10,21 +10,21 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core import tree
-from paceline.core.accept import Match, Reject
+from paceline.core.acceptance.match import Match, Reject
+from paceline.core.acceptance.typical import Typical
 from paceline.core.types import Outline, Reads
-from paceline.core.typical import Typical
 from paceline.decoder.decoder import Body, Carry
 from paceline.decoder.steps import KeepStep, PrefillStep, WindowStep
 from paceline.draft.model import DraftStep
-from paceline.draft.vocabulary import Intersection, Vocabulary
+from paceline.draft.vocab_map import Intersection, Vocabulary
 from paceline.eagle.drafter import EagleStep, ReadStep
-from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
 from paceline.eagle.head import EagleHead
-from paceline.medusa.choices import Choices
+from paceline.eagle.tree import Chain, DynamicTree, Growth, StaticTree
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.drafter import MedusaStep
-from paceline.medusa.heads import Heads
-from paceline.target.plain import PlainStep
+from paceline.medusa.network import Heads
+from paceline.medusa.tree import Choices
+from paceline.target.autoregressive import PlainStep
 from paceline.target.steps import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY
 from tests.eagle.heads import config as eagle_config

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from paceline.core.errors import ArtefactError, BackendError
-from paceline.decoder import artefacts
 from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.compile import cache
 from paceline.decoder.native import build
 from tests.decoder.tiny import Workshop, fresh
 
@@ -23,19 +23,19 @@ FACTS: dict[str, object] = {"kind": "test", "shape": [1, 2]}
 KILLED = """
 import os, sys
 from pathlib import Path
-from paceline.decoder import artefacts
+from paceline.decoder.compile import cache
 
 def build(folder):
     (folder / "half").write_text("x")
     os._exit(9)
 
-artefacts.ensure(Path(sys.argv[1]), {"kind": "test", "shape": [1, 2]}, build)
+cache.ensure(Path(sys.argv[1]), {"kind": "test", "shape": [1, 2]}, build)
 """
 
 RIVAL = """
 import sys, time
 from pathlib import Path
-from paceline.decoder import artefacts
+from paceline.decoder.compile import cache
 
 root, me = Path(sys.argv[1]), sys.argv[2]
 
@@ -68,23 +68,23 @@ def never(folder: Path) -> None:
 
 
 def test_what_is_built_is_found_and_not_built_again(tmp_path: Path) -> None:
-    assert artefacts.find(tmp_path, FACTS) is None
-    folder = artefacts.ensure(tmp_path, FACTS, made)
+    assert cache.find(tmp_path, FACTS) is None
+    folder = cache.ensure(tmp_path, FACTS, made)
     assert (folder / "thing").read_text() == "whole"
-    assert artefacts.find(tmp_path, FACTS) == artefacts.ensure(tmp_path, dict(reversed(FACTS.items())), never) == folder
+    assert cache.find(tmp_path, FACTS) == cache.ensure(tmp_path, dict(reversed(FACTS.items())), never) == folder
 
 
 def test_the_manifest_holds_all_the_facts(tmp_path: Path) -> None:
-    facts = {**FACTS, **artefacts.machine_facts(), "source": artefacts.source_hash()}
-    folder = artefacts.ensure(tmp_path, facts, made)
-    assert json.loads((folder / artefacts.MANIFEST).read_text()) == facts
+    facts = {**FACTS, **cache.machine_facts(), "source": cache.source_hash()}
+    folder = cache.ensure(tmp_path, facts, made)
+    assert json.loads((folder / cache.MANIFEST).read_text()) == facts
     assert facts["torch"] == torch.__version__
-    assert folder.name == artefacts.key(facts)
+    assert folder.name == cache.key(facts)
 
 
 def test_every_fact_is_part_of_the_key() -> None:
     others = [{**FACTS, "kind": "other"}, {**FACTS, "shape": [2, 1]}, {**FACTS, "more": 0}, {"kind": "test"}]
-    assert len({artefacts.key(facts) for facts in (FACTS, *others)}) == 5
+    assert len({cache.key(facts) for facts in (FACTS, *others)}) == 5
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
 
     for _ in range(2):
         with pytest.raises(BackendError, match="no"):
-            artefacts.ensure(tmp_path, FACTS, fails)
-        assert artefacts.find(tmp_path, FACTS) is None
+            cache.ensure(tmp_path, FACTS, fails)
+        assert cache.find(tmp_path, FACTS) is None
         assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
-    artefacts.ensure(tmp_path, FACTS, made)
+    cache.ensure(tmp_path, FACTS, made)
 
 
 def test_a_killed_build_leaves_nothing_under_the_key_and_no_lock(tmp_path: Path) -> None:
@@ -105,18 +105,18 @@ def test_a_killed_build_leaves_nothing_under_the_key_and_no_lock(tmp_path: Path)
     process.communicate(timeout=240)
     assert process.returncode == 9
     assert any(path.name == "half" for path in tmp_path.rglob("*")), "it was killed before it built anything"
-    assert artefacts.find(tmp_path, FACTS) is None
-    assert not (tmp_path / artefacts.key(FACTS)).exists()
-    folder = artefacts.ensure(tmp_path, FACTS, made)  # hangs if the lock is still held
-    assert sorted(path.name for path in folder.iterdir()) == [artefacts.MANIFEST, "thing"]
+    assert cache.find(tmp_path, FACTS) is None
+    assert not (tmp_path / cache.key(FACTS)).exists()
+    folder = cache.ensure(tmp_path, FACTS, made)  # hangs if the lock is still held
+    assert sorted(path.name for path in folder.iterdir()) == [cache.MANIFEST, "thing"]
 
 
 def test_a_folder_without_a_manifest_is_built_anew(tmp_path: Path) -> None:
-    folder = tmp_path / artefacts.key(FACTS)
+    folder = tmp_path / cache.key(FACTS)
     folder.mkdir()
     (folder / "half").write_text("x")
-    assert artefacts.find(tmp_path, FACTS) is None
-    artefacts.ensure(tmp_path, FACTS, made)
+    assert cache.find(tmp_path, FACTS) is None
+    cache.ensure(tmp_path, FACTS, made)
     assert not (folder / "half").exists()
 
 
@@ -130,36 +130,36 @@ def test_two_processes_build_once(tmp_path: Path) -> None:
 
 
 def test_a_copy_is_an_artefact(tmp_path: Path) -> None:
-    folder = artefacts.ensure(tmp_path / "here", FACTS, made)
-    artefacts.copy(folder, tmp_path / "far" / "there")
-    artefacts.copy(folder, tmp_path / "far" / "there")  # again, over what is there
-    found = artefacts.find(tmp_path / "far" / "there", FACTS)
+    folder = cache.ensure(tmp_path / "here", FACTS, made)
+    cache.copy(folder, tmp_path / "far" / "there")
+    cache.copy(folder, tmp_path / "far" / "there")  # again, over what is there
+    found = cache.find(tmp_path / "far" / "there", FACTS)
     assert found is not None
     assert (found / "thing").read_text() == "whole"
 
 
 def test_a_copy_onto_itself_is_no_copy(tmp_path: Path) -> None:
     """As `load(folder)` and then `save(folder)`."""
-    folder = artefacts.ensure(tmp_path, FACTS, made)
-    artefacts.copy(folder, tmp_path)
-    assert artefacts.find(tmp_path, FACTS) == folder and (folder / "thing").read_text() == "whole"
+    folder = cache.ensure(tmp_path, FACTS, made)
+    cache.copy(folder, tmp_path)
+    assert cache.find(tmp_path, FACTS) == folder and (folder / "thing").read_text() == "whole"
 
 
 def test_a_broken_copy_leaves_nothing_that_looks_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, there = artefacts.ensure(tmp_path / "here", FACTS, made), tmp_path / "there"
+    folder, there = cache.ensure(tmp_path / "here", FACTS, made), tmp_path / "there"
 
     def breaks(source: Path, to: Path, **_named: object) -> None:
-        shutil.copy(source / artefacts.MANIFEST, to)  # the first of its files, as it may be
+        shutil.copy(source / cache.MANIFEST, to)  # the first of its files, as it may be
         raise OSError("disk full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(artefacts.shutil, "copytree", breaks)
+        patched.setattr(cache.shutil, "copytree", breaks)
         with pytest.raises(ArtefactError, match="disk full"):
-            artefacts.copy(folder, there)
+            cache.copy(folder, there)
     assert not list(there.iterdir())
     (there / folder.name).mkdir()  # a folder without its manifest
-    artefacts.copy(folder, there)
-    assert artefacts.find(there, FACTS) is not None and (there / folder.name / "thing").is_file()
+    cache.copy(folder, there)
+    assert cache.find(there, FACTS) is not None and (there / folder.name / "thing").is_file()
 
 
 def test_a_graph_that_did_not_compile_is_not_saved(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,8 +190,8 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monk
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
     with pytest.raises(BackendError, match="the reason"):
-        artefacts.ensure(tmp_path / "cache", build.library_facts(), build._build)
-    assert artefacts.find(tmp_path / "cache", build.library_facts()) is None
+        cache.ensure(tmp_path / "cache", build.library_facts(), build._build)
+    assert cache.find(tmp_path / "cache", build.library_facts()) is None
 
 
 def test_the_library_depends_on_its_source_its_flags_and_the_machine() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.decoder.backends.base import Step
-from paceline.decoder.kernels import Place, Reference, Tree
+from paceline.decoder.kernels.torch_kernels import Place, Reference, Tree
 from paceline.draft.model import ModelDrafter
-from paceline.draft.vocabulary import Vocabulary
+from paceline.draft.vocab_map import Vocabulary
 from tests.decoder.test_decoder import loaded
 from tests.decoder.tiny import Workshop
 from tests.equality.laws import LAWS, plain, run, texts

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import ArtefactError, BackendError
-from paceline.decoder import artefacts
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.backends.inductor import InductorBackend
+from paceline.decoder.compile import cache
 from tests.decoder.tiny import Workshop, fresh
 from tests.equality.laws import PROMPTS, plain, run, texts
 
@@ -93,7 +93,7 @@ def test_a_failed_compilation_leaves_nothing(empty_cache: Callable[[str], Path])
         with pytest.raises(BackendError, match="compiling broken failed"):
             InductorBackend().compile(graph(Looking(), "broken"), said.append)
     assert said == ["compiling broken"] * 2
-    assert not list((root / "inductor").rglob(artefacts.MANIFEST))
+    assert not list((root / "inductor").rglob(cache.MANIFEST))
 
 
 def test_the_graphs_of_a_decoder_share_its_weights_and_its_cache(workshop: Workshop) -> None:
@@ -187,7 +187,7 @@ def test_a_damaged_shipment_is_refused_with_a_named_error(workshop: Workshop, tm
     other.load(tmp_path)
     with pytest.raises(ArtefactError, match="damaged; delete that folder"):
         plain(other, {})
-    for path in tmp_path.rglob(artefacts.MANIFEST):
+    for path in tmp_path.rglob(cache.MANIFEST):
         path.write_text("{")
     with pytest.raises(ArtefactError, match="damaged manifest"):
         other.load(tmp_path)

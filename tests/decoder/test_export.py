@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from paceline.core import tree
-from paceline.core.accept import Match, Reject
+from paceline.core.acceptance.match import Match, Reject
 from paceline.core.types import Outline, Reads
 from paceline.decoder.steps import PrefillStep, WindowStep
 from paceline.draft.model import DraftStep
-from paceline.draft.vocabulary import Vocabulary
+from paceline.draft.vocab_map import Vocabulary
 from paceline.target.steps import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY, Workshop
 

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from paceline.core.errors import BackendError
-from paceline.decoder import graph_lint, parallel
-from paceline.decoder.collectives import Fabric
+from paceline.decoder.compile import graph_lint
+from paceline.decoder.compile.lowering import Lowered, constants_of, lower, state_of
 from paceline.decoder.decoder import Body
-from paceline.decoder.graph_kernels import GraphKernels
-from paceline.decoder.lowering import Lowered, constants_of, lower, state_of
-from paceline.decoder.model_config import ModelConfig
-from paceline.decoder.parallel import Shard
-from paceline.decoder.weights import load_weights
+from paceline.decoder.kernels.traceable import GraphKernels
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.parallel import sharding
+from paceline.decoder.parallel.collectives import Fabric
+from paceline.decoder.parallel.sharding import Shard
+from paceline.decoder.weights.checkpoint import load_weights
 from paceline.target.steps import FusedStep
 from tests.decoder.steps import STEPS, draft, inputs, verify
 from tests.decoder.tiny import Workshop
@@ -46,7 +47,7 @@ def test_all_ranks_of_a_divided_model_have_the_same_graph(workshop: Workshop) ->
     """An accelerator is given one graph; what differs between ranks are weights and buffers."""
     path, graphs = workshop.checkpoint(), []
     config = ModelConfig.from_pretrained(path)
-    layout = parallel.layout(config, 4, "all-gather-heads")
+    layout = sharding.layout(config, 4, "all-gather-heads")
     options = replace(workshop.decoder().options, layout=layout)
     for rank in (0, 3):
         weights = load_weights(path, config, options.dtype, shard=Shard(config, layout, rank))

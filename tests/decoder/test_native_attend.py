@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.decoder.kernels import Place, Reference
+from paceline.decoder.kernels.torch_kernels import Place, Reference
 from paceline.decoder.native.ops import Native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

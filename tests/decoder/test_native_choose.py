@@ -1,4 +1,4 @@
-"""The native choice of a token is that of paceline.core.law, and its noise that of paceline.core.noise, bit for bit."""
+"""The native choice of a token is that of paceline.core.probs, and its noise that of paceline.core.noise, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core import law, noise
+from paceline.core import noise, probs
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import SamplingBatch
 from paceline.decoder.native.ops import Native
@@ -48,7 +48,7 @@ def test_it_is_the_choice_of_the_law(native: Native, size: int, stream: int) -> 
         x = logits(size, seed=seed, spread=spread)
         chosen = native.choose(x, places(), sampling, stream=stream)
         assert chosen.dtype == torch.int32
-        assert torch.equal(chosen, law.choose(x, places(), sampling, stream=stream))
+        assert torch.equal(chosen, probs.choose(x, places(), sampling, stream=stream))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -57,7 +57,7 @@ def test_ties_fall_as_in_the_law(native: Native, size: int) -> None:
     sampling = sampling_batch(KNOBS)
     for levels in (1, 2, 3):
         x = torch.randint(levels, (len(KNOBS), 6, size), generator=torch.Generator().manual_seed(levels)).float()
-        assert torch.equal(native.choose(x, places(), sampling), law.choose(x, places(), sampling))
+        assert torch.equal(native.choose(x, places(), sampling), probs.choose(x, places(), sampling))
 
 
 def one(sampling: Sampling) -> SamplingBatch:

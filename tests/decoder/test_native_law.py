@@ -1,4 +1,4 @@
-"""The native law is that of paceline.core.law: what is cut exactly, what is left up to rounding; and row by row."""
+"""The native law is that of paceline.core.probs: what is cut exactly, what is left up to rounding; and row by row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.core import law
+from paceline.core import probs
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import SamplingBatch
 from paceline.decoder.native.ops import Native
@@ -48,7 +48,7 @@ def assert_same(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 def test_it_is_the_law(native: Native, size: int, spread: float) -> None:
     x, sampling = normal(size, spread=spread), sampling_batch(KNOBS)
-    assert_same(native.probabilities(x, sampling), law.probabilities(x, sampling))
+    assert_same(native.probabilities(x, sampling), probs.probabilities(x, sampling))
 
 
 @pytest.mark.parametrize(("size", "levels"), [*((n, levels) for n in SIZES[:-1] for levels in (1, 2, 3)), (4096, 1)])
@@ -59,7 +59,7 @@ def test_ties_fall_as_in_the_law(native: Native, size: int, levels: int) -> None
     """
     drawn = torch.Generator().manual_seed(levels)
     x, sampling = torch.randint(levels, (len(KNOBS), ROWS, size), generator=drawn).float(), sampling_batch(KNOBS)
-    assert_same(native.probabilities(x, sampling), law.probabilities(x, sampling))
+    assert_same(native.probabilities(x, sampling), probs.probabilities(x, sampling))
 
 
 def test_greedy_is_one_hot_at_the_lowest_of_equals(native: Native) -> None:
@@ -73,7 +73,7 @@ def test_what_a_mask_forbids_has_no_weight(native: Native) -> None:
     sampling = sampling_batch(KNOBS)
     found = native.probabilities(x, sampling)
     assert not found[..., ::3].any()
-    assert_same(found, law.probabilities(x, sampling))
+    assert_same(found, probs.probabilities(x, sampling))
 
 
 def test_a_choice_has_weight_in_the_law(native: Native) -> None:

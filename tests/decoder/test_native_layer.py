@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from paceline.core import tree
-from paceline.decoder.collectives import Alone
-from paceline.decoder.kernels import AttentionWeights, MlpWeights, Place, Reference, Tree
-from paceline.decoder.llama import gated_mlp, rms_norm
+from paceline.decoder.kernels.torch_kernels import AttentionWeights, MlpWeights, Place, Reference, Tree
+from paceline.decoder.models.llama import gated_mlp, rms_norm
+from paceline.decoder.models.rope import RopeConfig, apply_rope, rope_tables
 from paceline.decoder.native.ops import Native
-from paceline.decoder.rope import RopeConfig, apply_rope, rope_tables
+from paceline.decoder.parallel.collectives import Alone
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTH, HEADS, GROUPS, D, MLP, ROWS = 40, 4, 2, 12, 52, 64

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import SpeculativeGenerator, rounds
+from paceline import SpeculativeGenerator
 from paceline.core.errors import BackendError
 from paceline.core.types import Room, Told
 from paceline.decoder.backends.inductor import _Package
 from paceline.decoder.native.rounds import Rounds
-from paceline.target.in_a_row import in_a_row
+from paceline.engine import rounds
+from paceline.target.multi_round import in_a_row
 from tests.decoder.tiny import Workshop, fresh
 from tests.equality.laws import PROMPTS, run
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core import tree
 from paceline.core.types import PAD
-from paceline.decoder.kernels import Kernels, Place, Reference, Tree
+from paceline.decoder.kernels.torch_kernels import Kernels, Place, Reference, Tree
 from paceline.decoder.native.ops import Native
 from tests.decoder.test_native_attend import DTYPES, HEADS, Case, case
 

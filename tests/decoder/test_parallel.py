@@ -11,10 +11,10 @@ from safetensors import safe_open
 
 from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError
-from paceline.decoder import weight_files, weights
-from paceline.decoder.llama_layout import expected_tensors
-from paceline.decoder.model_config import ModelConfig
-from paceline.decoder.parallel import GQA, Layout, Shard, layout, obstacle
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.llama_layout import expected_tensors
+from paceline.decoder.parallel.sharding import GQA, Layout, Shard, layout, obstacle
+from paceline.decoder.weights import checkpoint, files
 from tests.decoder.tiny import Workshop
 
 
@@ -42,9 +42,9 @@ def test_k_v_heads_are_where_their_queries_are(workshop: Workshop) -> None:
 def test_parts_put_together_are_the_checkpoint(workshop: Workshop, kind: str, degree: int) -> None:
     path = workshop.checkpoint(kind=kind)
     made = ModelConfig.from_pretrained(path)
-    whole = weights.load_weights(path, made, torch.float32)
+    whole = checkpoint.load_weights(path, made, torch.float32)
     shards = [Shard(made, layout(made, degree), rank) for rank in range(degree)]
-    parts = [weights.load_weights(path, made, torch.float32, shard=shard) for shard in shards]
+    parts = [checkpoint.load_weights(path, made, torch.float32, shard=shard) for shard in shards]
     for name, tensor in whole.items():
         cut = shards[0].part(name)
         if cut is None:
@@ -73,7 +73,7 @@ def test_a_rank_reads_its_own_part_of_the_file_and_no_more(
     """Every number that leaves the file is counted; the ranks' sum is that of the file and what all must have."""
     path, made = workshop.checkpoint(), config(workshop)
     read: list[int] = []
-    kind = weight_files._SafetensorsFile
+    kind = files._SafetensorsFile
     for method in ("read", "read_range"):
         original = getattr(kind, method)
 
@@ -86,7 +86,7 @@ def test_a_rank_reads_its_own_part_of_the_file_and_no_more(
     totals = []
     for rank in range(2):
         read.clear()
-        weights.load_weights(path, made, torch.float32, shard=Shard(made, Layout(2, gqa), rank))
+        checkpoint.load_weights(path, made, torch.float32, shard=Shard(made, Layout(2, gqa), rank))
         totals.append(sum(read))
     shapes = expected_tensors(made)
     norms = sum(shape[0] for name, shape in shapes.items() if "norm" in name)
@@ -127,9 +127,9 @@ def test_columns_of_the_mlp_and_parts_of_keys_must_divide_too(workshop: Workshop
 
 def test_parts_of_a_pickle_are_read_alike(workshop: Workshop, tmp_path: Path) -> None:
     path, made = workshop.checkpoint(), config(workshop)
-    whole = weights.load_weights(path, made, torch.float32)
+    whole = checkpoint.load_weights(path, made, torch.float32)
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
     torch.save(whole, tmp_path / "pytorch_model.bin")
     shard = Shard(made, layout(made, 4), 3)
-    ours, theirs = (weights.load_weights(p, made, torch.float32, shard=shard) for p in (tmp_path, path))
+    ours, theirs = (checkpoint.load_weights(p, made, torch.float32, shard=shard) for p in (tmp_path, path))
     assert all(torch.equal(ours[name], theirs[name]) for name in whole)

@@ -22,8 +22,8 @@ from paceline.auto import SamplingDecoder
 from paceline.core.errors import CheckpointError, ConfigurationError, RankError
 from paceline.decoder import steps
 from paceline.decoder.backends.ranked import RankedBackend
-from paceline.decoder.ranks import Ranks
-from paceline.eagle.growth import Chain, DynamicTree, Growth
+from paceline.decoder.parallel.ranks import Ranks
+from paceline.eagle.tree import Chain, DynamicTree, Growth
 from paceline.medusa import checkpoint as medusa
 from paceline.medusa.config import MedusaConfig
 from tests.decoder.tiny import CHUNK, VOCABULARY, Workshop

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from paceline.core.errors import ConfigurationError, StorageError
-from paceline.decoder import artefacts, environment
-from paceline.decoder.run_state import RunState
-from paceline.decoder.storing import save_pickle, save_tensors, storing
-from paceline.decoder.weight_files import write_weight_file
+from paceline.decoder import environment
+from paceline.decoder.compile import cache
+from paceline.decoder.weights.atomic_write import save_pickle, save_tensors, storing
+from paceline.decoder.weights.files import write_weight_file
+from paceline.training.state import RunState
 
 LARGE = {"weight": torch.zeros(50_000)}
 
@@ -94,7 +95,7 @@ def test_a_cache_that_cannot_be_written_names_the_variable(tmp_path: Path) -> No
     root = tmp_path / "file" / "cache"
     root.parent.write_text("no folder")
     with pytest.raises(StorageError, match=r"cache cannot be written \(Not a directory\); .*PACELINE_CACHE"):
-        artefacts.ensure(root, {"kind": "test"}, lambda _folder: None)
+        cache.ensure(root, {"kind": "test"}, lambda _folder: None)
 
 
 def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from paceline.core.errors import CheckpointError, MissingWeightsError
-from paceline.decoder.model_config import ModelConfig
-from paceline.decoder.weights import load_weights
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.weights.checkpoint import load_weights
 from tests.decoder.checkpoints import FORMATS, INDEX, State, load, refused, small_model
 
 NORM = "model.norm.weight"

@@ -13,9 +13,9 @@ from paceline.core.errors import (
     WeightShapeError,
     WeightValueError,
 )
-from paceline.decoder.llama_layout import expected_tensors
-from paceline.decoder.model_config import ModelConfig
-from paceline.decoder.weights import load_weights
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.llama_layout import expected_tensors
+from paceline.decoder.weights.checkpoint import load_weights
 from tests.decoder.checkpoints import FORMATS, INDEX, State, load, model, refused, small_model
 
 NORM = "model.norm.weight"

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.types import Commit
-from paceline.draft.alignment import Alignment
+from paceline.draft.copy_tracker import Alignment
 from paceline.draft.suffix import SuffixDrafter
 
 SOURCE = list(range(100, 160))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
-from paceline.draft.lift import lift
+from paceline.draft.function import lift
 from paceline.draft.ngram import NgramDrafter
 
 

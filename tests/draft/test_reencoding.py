@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from paceline import GenerationResult, Reencoding, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError, PairingError
 from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
-from paceline.draft.reencoding import ReencodingDrafter
-from paceline.draft.retokenise import Committed, Encoded
+from paceline.draft.retokenize_text import Committed, Encoded
+from paceline.draft.retokenizing import ReencodingDrafter
 from tests.draft.tokenizers_of_two import CORPUS, TEXT, by_heart, bytes_merged, marked_words
 from tests.fakes import TableDecoder, table
 

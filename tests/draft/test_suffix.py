@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from paceline import SpeculativeGenerator, lift
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Bounds, Commit, SamplingBatch
-from paceline.draft.automaton import SuffixAutomaton
 from paceline.draft.suffix import Corpus, SuffixDrafter
+from paceline.draft.suffix_index import SuffixAutomaton
 from tests.decoder.tiny import Workshop
 from tests.fakes import TableDecoder, near, table
 

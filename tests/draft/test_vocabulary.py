@@ -7,7 +7,7 @@ import torch
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError, PairingError
-from paceline.draft.vocabulary import Intersection, Vocabulary
+from paceline.draft.vocab_map import Intersection, Vocabulary
 from tests.decoder.tiny import Workshop
 from tests.fakes import TableDecoder, near, table
 
@@ -51,7 +51,7 @@ def test_a_draft_of_other_ids_is_coupled_and_changes_nothing(
     plain = TableDecoder(TARGET, slots=2).sample(PROMPTS, max_new_tokens=40, **heat)
     draft, target = TableDecoder(logits, slots=2), TableDecoder(TARGET, slots=2)
     draft.folder, target.folder = "draft", "target"  # type: ignore[assignment]
-    monkeypatch.setattr("paceline.pairing._vocabulary", lambda folder: names if folder == "draft" else WORDS)
+    monkeypatch.setattr("paceline.vocab_compat._vocabulary", lambda folder: names if folder == "draft" else WORDS)
     # Its cache holds its own ids, so it is not checked against the text; the target's is.
     maker = SpeculativeGenerator(draft, target, k=3, vocabulary="intersection", fused=fused)
     made = maker.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
@@ -67,7 +67,7 @@ def test_what_has_too_little_in_common_or_no_tokenizer_is_refused(monkeypatch: p
     with pytest.raises(PairingError, match=r"tokenizer\.json is missing"):
         SpeculativeGenerator(draft, target, vocabulary="intersection")
     draft.folder, target.folder = "draft", "target"  # type: ignore[assignment]
-    monkeypatch.setattr("paceline.pairing._vocabulary", lambda folder: {"x": 0} if folder == "draft" else WORDS)
+    monkeypatch.setattr("paceline.vocab_compat._vocabulary", lambda folder: {"x": 0} if folder == "draft" else WORDS)
     with pytest.raises(PairingError, match="only 0 of the target's 12 tokens"):
         SpeculativeGenerator(draft, target, vocabulary="intersection")
     with pytest.raises(ConfigurationError, match="'same', 'intersection', 're-encoding'"):

@@ -16,13 +16,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from paceline.auto import SamplingDecoder
-from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.steps import prefill
 from paceline.eagle import checkpoint, initial
 from paceline.eagle.checkpoint import Checkpoint, expected
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.growth import Growth
+from paceline.eagle.tree import Growth
 from tests.decoder.tiny import VOCABULARY
 
 DRAFTED = 48

@@ -21,8 +21,8 @@ from paceline.core.errors import (
     WeightShapeError,
     WeightValueError,
 )
-from paceline.decoder.model_config import ModelConfig
-from paceline.decoder.rope import RopeConfig
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.rope import RopeConfig
 from paceline.eagle import checkpoint
 from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.drafter import EagleDrafter

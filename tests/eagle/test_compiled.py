@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from paceline import SpeculativeGenerator
-from paceline.eagle.growth import DynamicTree
+from paceline.eagle.tree import DynamicTree
 from tests.decoder.tiny import Workshop
 from tests.eagle.heads import drafter
 

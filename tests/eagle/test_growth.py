@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.core import noise, reduce
 from paceline.core.sampling import Sampling, sampling_batch
-from paceline.eagle.growth import Chain, best, gumbel, kept
+from paceline.eagle.tree import Chain, best, gumbel, kept
 from tests.decoder.tiny import Workshop
 from tests.eagle.heads import drafter
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from paceline import SpeculativeGenerator
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import Bounds, Commit
-from paceline.decoder.kernels import Reference
+from paceline.decoder.kernels.torch_kernels import Reference
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.growth import Chain, DynamicTree, Growth, StaticTree
 from paceline.eagle.head import EagleHead
 from paceline.eagle.network import EagleNetwork
+from paceline.eagle.tree import Chain, DynamicTree, Growth, StaticTree
 from tests.decoder.tiny import Workshop
 from tests.eagle.heads import Plain, config, drafter, features, random_head
 

@@ -14,8 +14,8 @@ from paceline.core.protocols import Drafter, GraphDrafter
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.decoder.backends.base import Graph, Step
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.growth import Chain, DynamicTree, Growth, Root, StaticTree
-from paceline.pace import Pace
+from paceline.eagle.tree import Chain, DynamicTree, Growth, Root, StaticTree
+from paceline.engine.draft_length import Pace
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.eagle.heads import DRAFTED, drafter, features
 from tests.fakes import misfit
@@ -117,7 +117,7 @@ def test_where_depths_change_the_cache_is_that_of_one_pass(
             self.turn = getattr(self, "turn", -1) + 1
             return (4, 0, 0, 1, 0, 4)[self.turn % 6]
 
-    monkeypatch.setattr("paceline.pace.Pace", Turns)
+    monkeypatch.setattr("paceline.engine.draft_length.Pace", Turns)
     target = workshop.decoder(slots=1)
     for version in (1, 3):
         made, other = (drafter(tmp_path, target, version, Chain(4)) for _ in range(2))

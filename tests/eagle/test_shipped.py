@@ -8,7 +8,7 @@ import pytest
 
 from paceline import Chain, DynamicTree, EagleDrafter, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.eagle.growth import Growth
+from paceline.eagle.tree import Growth
 from tests import shipped
 from tests.equality.laws import Law, plain, run, texts
 

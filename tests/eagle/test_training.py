@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.core.types import Reads
-from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.steps import prefill
 from paceline.eagle import initial, pipeline
 from paceline.eagle.corpus import Corpus, CorpusOptions, FrozenTarget, Texts

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from paceline.medusa import pipeline
-from paceline.medusa.choices import Choices
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.corpus import FrozenTarget
 from paceline.medusa.pipeline import Plan
 from paceline.medusa.training import TrainingOptions
+from paceline.medusa.tree import Choices
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.core import tree
 from paceline.core.errors import ConfigurationError
-from paceline.medusa.choices import Choices, tree_buffers
+from paceline.medusa.tree import Choices, tree_buffers
 from tests.medusa.trees import MC_SIM_7B_63, PUBLISHED, choice_trees
 
 SMALL = [[0], [0, 0], [1], [0, 1], [0, 0, 0], [1, 0]]

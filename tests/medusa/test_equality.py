@@ -17,10 +17,10 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, GraphDrafter
 from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
 from paceline.decoder.backends.base import Graph, Step
-from paceline.medusa.choices import Choices
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.corpus import FrozenTarget
-from paceline.medusa.heads import fresh
+from paceline.medusa.network import fresh
+from paceline.medusa.tree import Choices
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.decoder.tiny import fresh as fresh_decoder
 from tests.equality.laws import LAWS, PROCESSORS, PROMPTS, assert_rolled_back, plain, run, texts

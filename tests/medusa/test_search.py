@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigurationError
 from paceline.medusa import search
-from paceline.medusa.choices import Choices
+from paceline.medusa.tree import Choices
 
 
 def every_tree(nodes: int, *, heads: int, top: int) -> list[Choices]:

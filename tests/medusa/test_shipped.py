@@ -6,7 +6,7 @@ import pytest
 
 from paceline import MedusaDrafter, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.medusa.choices import Choices
+from paceline.medusa.tree import Choices
 from tests import shipped
 from tests.equality.laws import plain, run, texts
 

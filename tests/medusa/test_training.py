@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import CheckpointError, ConfigurationError
-from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.models.config import ModelConfig
 from paceline.medusa import accuracy, checkpoint, corpus, pipeline
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.corpus import FrozenTarget, Windows
-from paceline.medusa.heads import fresh
+from paceline.medusa.network import fresh
 from paceline.medusa.pipeline import Plan
 from paceline.medusa.training import Trainer, TrainingOptions
 from tests.decoder.tiny import VOCABULARY, Workshop

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from paceline.decoder.backends import neuron
+from paceline.decoder.backends.neuron import backend
 
 NAMES = ("torch_neuronx", "neuronx_distributed", "neuronxcc")
 DOUBLE = Path(__file__).parent / "double"
@@ -21,7 +21,7 @@ Install = Callable[..., ModuleType | None]
 
 def forget() -> None:
     """What the end of a process does to the SDK."""
-    neuron.chip.cache_clear()
+    backend.chip.cache_clear()
     runtime = sys.modules.get("torch_neuronx")
     if runtime is not None:
         runtime.RUNTIME.close()

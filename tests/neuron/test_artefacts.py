@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.decoder.backends import neuron
 from paceline.decoder.backends.base import Graph
+from paceline.decoder.backends.neuron import backend
 from tests.neuron.conftest import SDK, forget
 
 
@@ -41,7 +41,7 @@ class Cache:
         for package, version in (SDK | {key.replace("_", "-"): value for key, value in versions.items()}).items():
             info = self._site / f"{package.replace('-', '_')}-{SDK[package]}.dist-info"
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
-        step = neuron.NeuronBackend().compile(
+        step = backend.NeuronBackend().compile(
             Graph(name, Scale(by), (torch.ones(2),), {"graph": "the same"}), lambda _line: None
         )
         assert step(torch.ones(2))[0].tolist() == [by, by]

@@ -13,9 +13,9 @@ import torch
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
-from paceline.decoder import artefacts
-from paceline.decoder.backends import neuron
-from paceline.rounds import Fused
+from paceline.decoder.backends.neuron import backend as neuron
+from paceline.decoder.compile import cache
+from paceline.engine.rounds import Fused
 from tests.decoder.headed import SMALL
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.orchestrator.test_trees import PROMPTS as FOUR
@@ -152,7 +152,7 @@ def test_compiled_graphs_are_found_again_shipped_and_reused(
     assert again.sample(PROMPTS, max_new_tokens=6).tolist() == wanted
     assert len(runtime().compiled) == count
     # What was shipped can be shipped on; other graphs of the machine's cache stay where they are.
-    artefacts.ensure(tmp_path / "other" / "neuron", {"of": "another model"}, lambda _folder: None)
+    cache.ensure(tmp_path / "other" / "neuron", {"of": "another model"}, lambda _folder: None)
     again.save(tmp_path / "on")
     names = [sorted(path.name for path in (tmp_path / at).iterdir()) for at in ("shipped", "on")]
     assert names[0] == names[1] and len(names[0]) == count

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.backends import neuron
 from paceline.decoder.backends.base import Graph
+from paceline.decoder.backends.neuron import backend as neuron
 
 
 class Products(nn.Module):

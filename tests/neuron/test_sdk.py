@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from paceline.core.errors import BackendError, ConfigurationError
-from paceline.decoder.backends import neuron, neuron_sdk
-from paceline.decoder.backends.neuron_sdk import CAPABILITIES, Chip, Sdk
-from paceline.placement.catalogue import INSTANCES
+from paceline.decoder.backends.neuron import backend
+from paceline.decoder.backends.neuron import sdk as neuron_sdk
+from paceline.decoder.backends.neuron.sdk import CAPABILITIES, Chip, Sdk
+from paceline.placement.planning.instances import INSTANCES
 from tests.neuron.conftest import SDK
 
 
@@ -43,7 +44,7 @@ def test_what_does_not_go_together_names_the_line_that_does(install: Any, target
 def test_without_the_sdk_the_message_says_how_to_get_it(install: Any) -> None:
     install({}, code=False)
     with pytest.raises(BackendError, match=r"needs neuronx-cc, which is not installed; set up the Neuron SDK"):
-        neuron.NeuronBackend()
+        backend.NeuronBackend()
     assert "torch_neuronx" not in sys.modules
 
 
@@ -107,7 +108,7 @@ def test_the_environment_must_be_set_before_the_import(install: Any) -> None:
     import torch_neuronx  # noqa: F401
 
     with pytest.raises(BackendError, match="imported before NEURON_RT_EXEC_TIMEOUT"):
-        neuron.NeuronBackend()
+        backend.NeuronBackend()
 
 
 def test_flags() -> None:

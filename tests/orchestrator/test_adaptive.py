@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from paceline import LADDER, SpeculativeGenerator
-from paceline.adaptive import fitted
 from paceline.build import Demands
 from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.core.types import PAD, Commit
-from paceline.loop import Engine
-from paceline.pace import Pace
+from paceline.engine.adaptive import fitted
+from paceline.engine.draft_length import Pace
+from paceline.engine.engine import Engine
 from tests.decoder.tiny import Workshop
 from tests.fakes import Checked, TableDecoder, near, table
 

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM, MinNewTokensLengthLogitsProcessor, Su
 
 from paceline import NgramDrafter, SpeculativeGenerator, lift
 from paceline.decoder import steps
-from paceline.result import GenerationResult
+from paceline.outputs import GenerationResult
 from tests.fakes_models import V, generated, load, logits_of, network, saved
 from tests.orchestrator.drafting import coin
 

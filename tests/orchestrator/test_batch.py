@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.batch import Batch
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import IDLE, PAD, Commit, Done, Reading
-from paceline.request import Request
-from paceline.result import Statistics
-from paceline.stopping import Stopping, Watch
+from paceline.engine.batch import Batch
+from paceline.engine.request import Request
+from paceline.engine.stopping import Stopping, Watch
+from paceline.outputs import Statistics
 
 BUCKETS = (16, 24, 64)
 

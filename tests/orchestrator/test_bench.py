@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from paceline import SpeculativeGenerator, bench
-from paceline.result import Statistics
+from paceline import SpeculativeGenerator
+from paceline.experiments import bench
+from paceline.outputs import Statistics
 from tests.decoder.tiny import fresh, save_pair
 
 

@@ -10,17 +10,18 @@ from dataclasses import asdict
 
 import pytest
 
-from paceline import SpeculativeGenerator, hosting
-from paceline.ask import Ask
+from paceline import SpeculativeGenerator
 from paceline.core.errors import CheckpointError, ConfigurationError, PromptError, SamplingError
 from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
-from paceline.desk import Desk
 from paceline.draft.model import ModelDrafter
-from paceline.draft.vocabulary import Vocabulary
-from paceline.placement.footprint import Shape
-from paceline.placement.wire import Hello
-from paceline.replay import Replay
-from paceline.result import GenerationResult
+from paceline.draft.vocab_map import Vocabulary
+from paceline.engine.ask import Ask
+from paceline.outputs import GenerationResult
+from paceline.placement.planning.footprint import Shape
+from paceline.placement.remote.messages import Hello
+from paceline.workers import hosting
+from paceline.workers.replay import Replay
+from paceline.workers.shared_engine import Desk
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.fakes import Checked, Pieces, TableDecoder, near, table
 

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import SpeculativeGenerator, rounds
-from paceline.batch import MOST_ROUNDS
+from paceline import SpeculativeGenerator
 from paceline.core.types import Done
-from paceline.result import GenerationResult
+from paceline.engine import rounds
+from paceline.engine.batch import MOST_ROUNDS
+from paceline.outputs import GenerationResult
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import Checked, Pieces, TableDecoder, near, table
 

@@ -8,7 +8,7 @@ import pytest
 
 from paceline import NgramDrafter, SpeculativeGenerator, lift
 from paceline.core.errors import ConfigurationError
-from paceline.result import GenerationResult
+from paceline.outputs import GenerationResult
 from tests.fakes import Checked, TableDecoder, near, table
 from tests.orchestrator.drafting import oracle
 

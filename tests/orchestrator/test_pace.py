@@ -8,7 +8,7 @@ import pytest
 
 from paceline import LADDER
 from paceline.core.errors import ConfigurationError
-from paceline.pace import Pace, of
+from paceline.engine.draft_length import Pace, of
 
 
 def told(

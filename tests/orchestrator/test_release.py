@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline import NgramDrafter, SpeculativeGenerator, lift
 from paceline.build import Demands
 from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
-from paceline.loop import Engine
+from paceline.engine.engine import Engine
 from tests.fakes import TableDecoder, near, table
 
 V = 12

@@ -12,7 +12,7 @@ import torch
 
 from paceline import NgramDrafter, SpeculativeGenerator, lift
 from paceline.core.errors import ConfigurationError, PairingError, PromptError, RequestError, SamplingError
-from paceline.result import GenerationResult
+from paceline.outputs import GenerationResult
 from tests.fakes import TableDecoder, table
 from tests.orchestrator.test_stopping import Pieces
 

@@ -18,8 +18,8 @@ from transformers import (
 )
 
 from paceline import SpeculativeGenerator, lift
-from paceline.result import GenerationResult
-from paceline.stopping import InNewText, Stopping, Watch
+from paceline.engine.stopping import InNewText, Stopping, Watch
+from paceline.outputs import GenerationResult
 from tests.draft.tokenizers_of_two import every_byte
 from tests.fakes import Checked, Pieces, TableDecoder, scripted
 from tests.orchestrator.drafting import anti_oracle, oracle

@@ -13,11 +13,11 @@ import torch
 from transformers import TextIteratorStreamer, TextStreamer
 
 from paceline import Event, NgramDrafter, SpeculativeGenerator
-from paceline.ask import Ask
 from paceline.build import Demands
 from paceline.core.errors import DecoderBusyError, SamplingError
-from paceline.loop import Line
-from paceline.result import GenerationResult
+from paceline.engine.ask import Ask
+from paceline.engine.engine import Line
+from paceline.outputs import GenerationResult
 from tests.fakes import Checked, TableDecoder, near, table
 
 V = 12

@@ -11,12 +11,12 @@ from click.testing import Result
 from rich.console import Console
 
 import paceline
-from paceline import prompt_files
-from paceline.console import TextView
+from paceline.cli import prompt_files
+from paceline.cli.console import TextView
 from paceline.core.errors import PromptError
 from paceline.decoder.backends.base import BACKENDS
-from paceline.detokenise import Detokeniser, load_tokenizer
-from paceline.result import Event
+from paceline.outputs import Event
+from paceline.text.tokenizer import Detokeniser, load_tokenizer
 from tests.orchestrator_cli.calling import call
 
 EAGER = ["--backend", "eager", "--amp", "f32", "--n-positions", "64", "--context-length-estimate", "16"]

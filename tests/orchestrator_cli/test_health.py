@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from paceline import doctor, selftest
-from paceline.cli import app
+from paceline.cli.main import app
 from paceline.core.types import SamplingBatch
 from paceline.decoder.backends import base, eager
-from paceline.decoder.kernels import Reference
+from paceline.decoder.kernels.torch_kernels import Reference
+from paceline.diagnostics import doctor, selftest
 
 LS = """#!/bin/sh
 echo '[{"neuron_device": 0, "nc_count": 2, "neuron_processes": [{"pid": 77}]}, {"neuron_device": 1, "nc_count": 2}]'

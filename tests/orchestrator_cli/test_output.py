@@ -11,7 +11,7 @@ import pytest
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
 def test_results_that_cannot_be_written_are_one_line() -> None:
-    command = [sys.executable, "-c", "from paceline.cli import app; app()", "--help"]
+    command = [sys.executable, "-c", "from paceline.cli.main import app; app()", "--help"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
         assert done.returncode == 1

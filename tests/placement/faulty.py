@@ -17,13 +17,13 @@ import torch
 from paceline.core.protocols import Drafter
 from paceline.core.types import Bounds, Commit, Outline, Proposal, SamplingBatch
 from paceline.draft.model import ModelDrafter
-from paceline.draft.vocabulary import Vocabulary
-from paceline.placement.ahead import Ahead
-from paceline.placement.channel import Address, listen
-from paceline.placement.draft_server import DraftServer, Unpooled
-from paceline.placement.processes import Process
-from paceline.placement.wire import Hello
-from paceline.review import ModelReviews
+from paceline.draft.vocab_map import Vocabulary
+from paceline.placement.host.processes import Process
+from paceline.placement.lookahead.drafter import Ahead
+from paceline.placement.remote.channel import Address, listen
+from paceline.placement.remote.messages import Hello
+from paceline.placement.remote.server import DraftServer, Unpooled
+from paceline.workers.second_choices import ModelReviews
 from tests.fakes import TableDecoder, near, table
 
 V = 24

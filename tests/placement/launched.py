@@ -8,12 +8,12 @@ import ray
 
 from benchmarks.undivided import MAKERS
 from paceline import AutoDecoder
+from paceline.outputs import GenerationResult
 from paceline.placement import INSTANCES, Plan, plan
-from paceline.placement.care import Care
-from paceline.placement.deployment import Deployment
-from paceline.placement.models_file import models_of
-from paceline.placement.remote import Patience
-from paceline.result import GenerationResult
+from paceline.placement.cluster.deployment import Deployment
+from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.planning.model_specs import models_of
+from paceline.placement.remote.drafter import Patience
 from tests.decoder.tiny import Workshop
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
@@ -53,6 +53,6 @@ def ranks_of(pid: int) -> list[int]:
     found = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in map(int, (task / "children").read_text().split()):
-            if b"paceline.decoder.rank_process" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if b"paceline.decoder.parallel.rank_process" in Path(f"/proc/{child}/cmdline").read_bytes():
                 found.append(child)
     return found

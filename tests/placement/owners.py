@@ -11,9 +11,9 @@ import torch
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import CoresBusyError
-from paceline.placement import environment
-from paceline.placement.cores import CoreLocks
-from paceline.placement.ranges import CoreRange
+from paceline.placement.host import environment
+from paceline.placement.host.core_locks import CoreLocks
+from paceline.placement.planning.core_range import CoreRange
 from tests.fakes import TableDecoder, table
 
 _V = 24

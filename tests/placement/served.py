@@ -7,8 +7,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.placement.draft_server import Drafters, DraftServer
-from paceline.placement.quota import Quota
+from paceline.placement.planning.quota import Quota
+from paceline.placement.remote.server import Drafters, DraftServer
 from tests.placement.faulty import SECRET
 
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from paceline import SpeculativeGenerator
-from paceline.core import law
+from paceline.core import probs
+from paceline.core.drafter_health import DrafterHealth
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import PAD, Bounds, Commit, SamplingBatch
 from paceline.decoder import steps
 from paceline.draft.model import ModelDrafter
-from paceline.draft.vocabulary import Vocabulary
-from paceline.placement.ahead import Ahead
-from paceline.placement.health import DrafterHealth
-from paceline.placement.outcomes import Chain
-from paceline.review import ModelReviews
+from paceline.draft.vocab_map import Vocabulary
+from paceline.placement.lookahead.drafter import Ahead
+from paceline.placement.lookahead.outcomes import Chain
+from paceline.workers.second_choices import ModelReviews
 from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop
 from tests.fakes import Checked, TableDecoder
 from tests.placement.faulty import DRAFT, TARGET, drafter, working_ahead
@@ -164,9 +164,9 @@ def test_second_choices_are_what_the_drafter_would_have_chosen_instead(workshop:
         reader = workshop.decoder("draft", slots=1).sibling()
         logits, _ = steps.window(reader, whole, torch.zeros(1, dtype=torch.int32), reach=POSITIONS)
         places = torch.arange(1, len(text) + 1, dtype=torch.int32).unsqueeze(0)
-        scores = law.tempered(logits, one)
+        scores = probs.tempered(logits, one)
         if temperature:
-            scores = law.perturbed(scores, places, one, ids=torch.arange(VOCABULARY, dtype=torch.int32))
+            scores = probs.perturbed(scores, places, one, ids=torch.arange(VOCABULARY, dtype=torch.int32))
         best = scores[0, -K - 1 : -1].topk(2)
         assert best.indices[:, 0].tolist() == drafts[slot].tolist() and best.indices[:, 1].tolist() == seconds[slot]
         assert torch.allclose(best.values[:, 0] - best.values[:, 1], torch.tensor(gaps[slot]), atol=1e-4)

@@ -17,9 +17,9 @@ import pytest
 
 from paceline.core.errors import CoresBusyError, PlanError
 from paceline.placement import INSTANCES, Placement, plan
-from paceline.placement.cores import held
-from paceline.placement.models_file import Model
-from paceline.placement.ranges import CoreRange, Fragmentation, fragmentation
+from paceline.placement.host.core_locks import held
+from paceline.placement.planning.core_range import CoreRange, Fragmentation, fragmentation
+from paceline.placement.planning.model_specs import Model
 from tests.placement.owners import occupy, said
 from tests.placement.wishes import model
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import WorkerError
-from paceline.placement.channel import Address, listen
-from paceline.placement.cores import CoreLocks
-from paceline.placement.folders import private
-from paceline.placement.ranges import CoreRange
+from paceline.placement.host.core_locks import CoreLocks
+from paceline.placement.host.private_dir import private
+from paceline.placement.planning.core_range import CoreRange
+from paceline.placement.remote.channel import Address, listen
 
 
 def test_every_level_that_is_made_is_ours_alone(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ import pytest
 pytest.importorskip("ray")
 
 from paceline.core.errors import WorkerError
-from paceline.placement import INSTANCES, Care, assigning, deployment, group, plan
-from paceline.placement.deployment import Deployment
-from paceline.placement.processes import Process
+from paceline.placement import INSTANCES, Care, plan
+from paceline.placement.cluster import deployment, worker_group, worker_spec
+from paceline.placement.cluster.deployment import Deployment
+from paceline.placement.host.processes import Process
 from tests.placement.wishes import model
 
 
-class Broken(group.Group):
+class Broken(worker_group.Group):
     """Its node lives, and its target does not start again."""
 
     def _nodes_live(self) -> bool:
@@ -27,7 +28,7 @@ class Broken(group.Group):
 
 
 def test_a_failed_restart_says_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_kill", [].append)
+    monkeypatch.setattr(worker_group, "_kill", [].append)
     made = plan([model("chat")], INSTANCES["inf2.48xlarge"])
     broken = Broken(made.instance, made.placements, Care(), given=object())
     broken._actors["chat"] = seen = object()
@@ -35,7 +36,7 @@ def test_a_failed_restart_says_its_reason(monkeypatch: pytest.MonkeyPatch) -> No
         broken.revive("chat", seen)
     mine = Process(77, 1)
     broken._running["chat"], broken._assigned["chat"], killed = mine, SimpleNamespace(node="here", cores=None), []
-    monkeypatch.setattr(group.nodes, "kill", lambda *process: killed.append(process))
+    monkeypatch.setattr(worker_group.nodes, "kill", lambda *process: killed.append(process))
     for _ in range(2):  # the number may be another process's by the second time
         with pytest.raises(WorkerError, match="could not be started again"):
             broken.revive("chat", seen, hung=True)
@@ -91,6 +92,8 @@ def test_the_longest_name_has_a_socket_in_a_temporary_folder_far_down(monkeypatc
     made = plan([model("chat"), model("d" * 63, draft_of=("chat",))], INSTANCES["inf2.48xlarge"])
     names = [item.label for item in made.placements]
     cores = {item.label: item.cores for item in made.placements}
-    found = assigning.assignments(made.instance, made.placements, Care(), where=["here"] * 2, claims=names, cores=cores)
+    found = worker_spec.assignments(
+        made.instance, made.placements, Care(), where=["here"] * 2, claims=names, cores=cores
+    )
     address = found["chat"].address
     assert address == found["d" * 63].address and address is not None and len(address.path) < 108

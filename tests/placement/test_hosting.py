@@ -16,14 +16,14 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import Bounds, Commit
 from paceline.draft.model import ModelDrafter
-from paceline.hosting import DraftPool, draft
-from paceline.placement.ahead import Ahead
-from paceline.placement.channel import Address, listen
-from paceline.placement.draft_server import DraftServer, Unpooled
-from paceline.placement.footprint import Shape
-from paceline.placement.remote import RemoteDraft, Terms
-from paceline.placement.revival import Caller
-from paceline.placement.wire import Hello
+from paceline.placement.lookahead.drafter import Ahead
+from paceline.placement.planning.footprint import Shape
+from paceline.placement.remote.channel import Address, listen
+from paceline.placement.remote.drafter import RemoteDraft, Terms
+from paceline.placement.remote.messages import Hello
+from paceline.placement.remote.reconnect import Caller
+from paceline.placement.remote.server import DraftServer, Unpooled
+from paceline.workers.hosting import DraftPool, draft
 from tests.decoder.tiny import VOCABULARY, Workshop, save_pair
 from tests.placement.faulty import SECRET
 from tests.placement.served import serving

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.placement import processes
-from paceline.placement.actors import ActorKeeper
+from paceline.placement.cluster.actors import ActorKeeper
+from paceline.placement.host import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="this system does not say when a process began")
 

@@ -10,9 +10,13 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from paceline.core.errors import PlanError, WorkerError  # noqa: E402
-from paceline.placement import INSTANCES, ledger, nodes  # noqa: E402
-from paceline.placement.ledger import Claim, Ledger, ask, end_unused, give_back  # noqa: E402
-from paceline.placement.ranges import CoreRange  # noqa: E402
+from paceline.placement import INSTANCES
+from paceline.placement.cluster import (
+    core_allocator,
+    nodes,
+)
+from paceline.placement.cluster.core_allocator import Claim, Ledger, ask, end_unused, give_back  # noqa: E402
+from paceline.placement.planning.core_range import CoreRange  # noqa: E402
 from tests.simulation import check_nothing_left  # noqa: E402
 
 WHOLE = CoreRange(0, 23)
@@ -22,7 +26,7 @@ WHOLE = CoreRange(0, 23)
 def living(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, CoreRange]]:
     """Claim -> node and cores of the workers that live."""
     found: dict[str, tuple[str, CoreRange]] = {}
-    monkeypatch.setattr(ledger, "_workers", lambda: dict(found))
+    monkeypatch.setattr(core_allocator, "_workers", lambda: dict(found))
     monkeypatch.setattr(nodes, "living", lambda: {"node"})
     return found
 
@@ -72,7 +76,7 @@ def test_a_silent_ledger_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) ->
         raise ray.exceptions.GetTimeoutError("nothing yet")
 
     monkeypatch.setattr(ray, "get", silent)
-    monkeypatch.setattr(ledger, "ledger", lambda _: Asked())
+    monkeypatch.setattr(core_allocator, "ledger", lambda _: Asked())
     with pytest.raises(WorkerError, match=r"no answer in 0\.5 seconds"):
         ask(INSTANCES["inf2.48xlarge"], "report", seconds=0.5)
 
@@ -88,7 +92,7 @@ def test_a_ledger_that_has_just_ended_is_made_anew_once(monkeypatch: pytest.Monk
         return reference
 
     monkeypatch.setattr(ray, "get", answer)
-    monkeypatch.setattr(ledger, "ledger", lambda _: made.append(Asked()) or made[-1])
+    monkeypatch.setattr(core_allocator, "ledger", lambda _: made.append(Asked()) or made[-1])
     if deaths == 1:
         assert ask(INSTANCES["inf2.48xlarge"], "report", seconds=1) == "report"
     else:
@@ -101,7 +105,7 @@ def test_what_is_in_use_does_not_end(living: dict[str, tuple[str, CoreRange]], m
     ended = []
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="me"))
     monkeypatch.setattr(ray, "kill", ended.append)
-    monkeypatch.setattr(ledger, "sleep", lambda _: None)
+    monkeypatch.setattr(core_allocator, "sleep", lambda _: None)
     book = Ledger(INSTANCES["inf2.48xlarge"])
     book.claim("node", [Claim("loads", 16, CoreRange(0, 15), start=60)])
     book.end_unused()
@@ -116,7 +120,7 @@ def test_nothing_is_given_back_to_a_ledger_that_is_not(monkeypatch: pytest.Monke
         raise ValueError
 
     monkeypatch.setattr(ray, "get_actor", missing)
-    monkeypatch.setattr(ledger, "ledger", lambda _: pytest.fail("made only to hear that nobody is there"))
+    monkeypatch.setattr(core_allocator, "ledger", lambda _: pytest.fail("made only to hear that nobody is there"))
     give_back(["gone"], 1)
     end_unused(1)
 
@@ -124,8 +128,8 @@ def test_nothing_is_given_back_to_a_ledger_that_is_not(monkeypatch: pytest.Monke
 @pytest.mark.ray
 def test_a_ledger_whose_users_were_killed_ends(cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is left to end it. What is claimed is kept for as long as its worker may still come."""
-    monkeypatch.setattr(ledger, "_IDLE", 0.1)
-    book, node = ledger.ledger(INSTANCES["inf2.48xlarge"]), ray.nodes()[0]["NodeID"]
+    monkeypatch.setattr(core_allocator, "_IDLE", 0.1)
+    book, node = core_allocator.ledger(INSTANCES["inf2.48xlarge"]), ray.nodes()[0]["NodeID"]
     ray.get(book.claim.remote(node, [Claim("dies", 8, CoreRange(0, 7), start=5)]))
     time.sleep(1)
     assert ray.get(book.taken.remote()) == {node: {"dies": CoreRange(0, 7)}}

@@ -8,8 +8,8 @@ import math
 import pytest
 
 from paceline.core.types import PAD
-from paceline.placement.idle import Idle
-from paceline.placement.outcomes import Chain, Odds
+from paceline.placement.lookahead.idle_budget import Idle
+from paceline.placement.lookahead.outcomes import Chain, Odds
 
 
 def learnt(first: int, second: int, neither: int, gap: float) -> Odds:

@@ -10,10 +10,11 @@ from click.testing import Result
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli.main import app
 from paceline.core.errors import PlanError
-from paceline.placement import INSTANCES, Care, Patience, detect, plan, read_care, read_models, runnable
-from paceline.placement.detect import matching, parse
+from paceline.placement import INSTANCES, Care, Patience, plan, read_care, read_models
+from paceline.placement.planning import detect, validate_plan
+from paceline.placement.planning.detect import matching, parse
 from tests.placement.wishes import model
 
 CHAT = "{name: chat, config: big, tp_degree: 8, n_positions: 2048, amp: bf16}"
@@ -182,7 +183,7 @@ def test_what_can_be_planned_and_not_run_is_refused_before_anything_starts(home:
     assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
     for backend in ("eager", "neuron"):
         call(home, CHAT.replace("config", "path").replace(": 8,", f": 8, backend: {backend},"))
-        runnable.check(plan(read_models(home / "models.yaml"), INSTANCES["inf2.48xlarge"]))
+        validate_plan.check(plan(read_models(home / "models.yaml"), INSTANCES["inf2.48xlarge"]))
 
 
 def test_files_that_are_no_models_file(home: Path) -> None:
@@ -244,7 +245,7 @@ def test_without_an_instance_the_machine_is_asked(home: Path, monkeypatch: pytes
 
 def test_a_model_that_runs_is_not_added_again() -> None:
     pytest.importorskip("ray")
-    from paceline.placement.deployment import Deployment
+    from paceline.placement.cluster.deployment import Deployment
 
     machine = INSTANCES["inf2.48xlarge"]
     running = Deployment(plan([model("a"), model("d", draft_of=("a",))], machine), Care())

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core.errors import PlanError
-from paceline.decoder.parallel import GQA, Shard, layout
+from paceline.decoder.parallel.sharding import GQA, Shard, layout
 from paceline.placement import INSTANCES, Instance, Plan, plan
-from paceline.placement.catalogue import instance
-from paceline.placement.footprint import Shape, footprint, product_weights
-from paceline.placement.planner import degree_of
-from paceline.placement.ranges import CoreRange, best_fit, fragmentation, free_runs
+from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation, free_runs
+from paceline.placement.planning.footprint import Shape, footprint, product_weights
+from paceline.placement.planning.instances import instance
+from paceline.placement.planning.planner import degree_of
 from tests.placement.wishes import config, model
 
 

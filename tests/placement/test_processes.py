@@ -16,15 +16,15 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError, CoresBusyError, WorkerError
-from paceline.placement import environment
-from paceline.placement.channel import Address
-from paceline.placement.cores import CoreLocks, held
-from paceline.placement.footprint import Shape
-from paceline.placement.local import LocalProcess, Order
-from paceline.placement.ranges import CoreRange
-from paceline.placement.remote import Patience, RemoteDraft, Terms
-from paceline.placement.revival import Caller
-from paceline.placement.roles import maker
+from paceline.placement.cluster.roles import maker
+from paceline.placement.host import environment
+from paceline.placement.host.core_locks import CoreLocks, held
+from paceline.placement.planning.core_range import CoreRange
+from paceline.placement.planning.footprint import Shape
+from paceline.placement.remote.channel import Address
+from paceline.placement.remote.drafter import Patience, RemoteDraft, Terms
+from paceline.placement.remote.local_process import LocalProcess, Order
+from paceline.placement.remote.reconnect import Caller
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
@@ -50,7 +50,7 @@ def test_a_core_has_one_owner_on_a_node() -> None:
 
 def test_cores_go_with_their_process() -> None:
     program = (
-        "from paceline.placement.cores import CoreLocks; from paceline.placement.ranges import CoreRange; import time;"
+        "from paceline.placement.host.core_locks import CoreLocks; from paceline.placement.planning.core_range import CoreRange; import time;"
         "CoreLocks(CoreRange(0, 1)).acquire(); print(flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
@@ -82,8 +82,8 @@ def test_an_environment_that_is_not_the_plan_s_is_refused(monkeypatch: pytest.Mo
 
 
 def test_makers_are_found_by_name() -> None:
-    assert maker("paceline.hosting:draft").__name__ == "draft"
-    for path in ("paceline.hosting", "paceline.nowhere:draft", "paceline.hosting:nothing"):
+    assert maker("paceline.workers.hosting:draft").__name__ == "draft"
+    for path in ("paceline.workers.hosting", "paceline.nowhere:draft", "paceline.workers.hosting:nothing"):
         with pytest.raises(ConfigurationError, match="module:function"):
             maker(path)
 
@@ -138,7 +138,7 @@ def test_a_model_in_a_process_of_its_own(
 def test_a_process_ends_with_its_parent(workshop: Workshop, tmp_path: Path) -> None:
     given = order(workshop, tmp_path, ahead=False, slots=1)
     program = (
-        "import sys; from paceline.placement.local import LocalProcess, Order; from paceline.placement.channel import "
+        "import sys; from paceline.placement.remote.local_process import LocalProcess, Order; from paceline.placement.remote.channel import "
         "Address; import json, time;"
         "o = json.loads(sys.argv[1]);"
         "p = LocalProcess(Order(Address.parse(o['address']), bytes.fromhex(o['secret']), o['settings'], cores=(2, 3)));"

@@ -21,13 +21,15 @@ from paceline.core.errors import (
     TargetLostError,
     WorkerError,
 )
-from paceline.placement import INSTANCES, Plan, environment, nodes
-from paceline.placement.actors import NAMESPACE
-from paceline.placement.care import Care
-from paceline.placement.deployment import Deployment, launch
-from paceline.placement.ledger import NAME, Claim, ledger
-from paceline.placement.quota import Quota
-from paceline.placement.ranges import CoreRange
+from paceline.placement import INSTANCES, Plan
+from paceline.placement.cluster import nodes
+from paceline.placement.cluster.actors import NAMESPACE
+from paceline.placement.cluster.core_allocator import NAME, Claim, ledger
+from paceline.placement.cluster.deployment import Deployment, launch
+from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.host import environment
+from paceline.placement.planning.core_range import CoreRange
+from paceline.placement.planning.quota import Quota
 from tests.decoder.tiny import Workshop
 from tests.placement.launched import CARE, PATIENCE, PROMPTS, SAMPLED, entry, pid_of, planned, ranks_of, wanted
 

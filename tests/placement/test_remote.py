@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from paceline import SpeculativeGenerator
+from paceline.core.drafter_health import DrafterHealth
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import Bounds, Commit
 from paceline.draft.suffix import SuffixDrafter
-from paceline.placement.channel import Address, listen
-from paceline.placement.draft_server import Unpooled
-from paceline.placement.health import DrafterHealth
-from paceline.placement.remote import Patience, RemoteDraft, Terms
-from paceline.placement.revival import Caller
-from paceline.result import GenerationResult
+from paceline.outputs import GenerationResult
+from paceline.placement.remote.channel import Address, listen
+from paceline.placement.remote.drafter import Patience, RemoteDraft, Terms
+from paceline.placement.remote.reconnect import Caller
+from paceline.placement.remote.server import Unpooled
 from tests.fakes import Checked, TableDecoder
 from tests.placement.faulty import DRAFT, FAULTS, SECRET, TARGET, Faulty, Forked, V, working_ahead
 from tests.placement.served import serving

@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.placement.channel import Address, listen
-from paceline.placement.draft_server import Unpooled
-from paceline.placement.processes import Process
-from paceline.placement.quota import Quota
-from paceline.placement.remote import Patience, RemoteDraft, Terms
-from paceline.placement.revival import Caller
+from paceline.placement.host.processes import Process
+from paceline.placement.planning.quota import Quota
+from paceline.placement.remote.channel import Address, listen
+from paceline.placement.remote.drafter import Patience, RemoteDraft, Terms
+from paceline.placement.remote.reconnect import Caller
+from paceline.placement.remote.server import Unpooled
 from tests.placement.faulty import SECRET, V, drafter
 from tests.placement.served import serving
 

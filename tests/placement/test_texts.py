@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.core.types import PAD, Commit
-from paceline.placement.texts import Texts, lists
+from paceline.placement.remote.sequence_tracker import Texts, lists
 
 SLOTS, WIDTH = 3, 3
 

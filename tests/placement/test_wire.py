@@ -14,19 +14,19 @@ import torch
 from paceline.core.errors import ChannelError, ConfigurationError
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import Commit, Outline, Proposal
-from paceline.placement import wire
-from paceline.placement.blanks import BlankRound
-from paceline.placement.channel import Address, Channel, connect, listen
-from paceline.placement.draft_server import Unpooled
-from paceline.placement.processes import Process
-from paceline.placement.quota import Quota
+from paceline.placement.host.processes import Process
+from paceline.placement.planning.quota import Quota
+from paceline.placement.remote import messages
+from paceline.placement.remote.blanks import BlankRound
+from paceline.placement.remote.channel import Address, Channel, connect, listen
+from paceline.placement.remote.server import Unpooled
 from tests.placement.faulty import SECRET
 from tests.placement.served import serving
 
 
-def ask(number: int, *, slots: int = 2, width: int = 3) -> wire.Ask:
+def ask(number: int, *, slots: int = 2, width: int = 3) -> messages.Ask:
     numbers = list(range(-1, slots * (width + 3) - 1))
-    return wire.Ask(
+    return messages.Ask(
         number, ((1, (5, 0, 7)), (0, ())), slots, width, numbers, 9, sampling_batch([Sampling(0.5, seed=-3)] * slots)
     )
 
@@ -41,22 +41,22 @@ def flat(message: object) -> object:
 
 
 MESSAGES = [
-    wire.Hello(0, "chät", 4, 96),
-    wire.Admit(1, 2, (0, 1, 95)),
+    messages.Hello(0, "chät", 4, 96),
+    messages.Admit(1, 2, (0, 1, 95)),
     ask(2),
     ask(1 << 40, slots=1, width=1),
     ask(7)._replace(sampling=None, pause=1_000_000_000),
-    wire.Welcome(3, 4, None, Process(77, 2**31 - 1)),
-    wire.Welcome(3, 4, 128, Process(77, 0)),
-    wire.Answer(4, 2, 2, [-1, 3, 2, 0], True),
-    wire.Answer(4, 3, 0, [], False),
-    wire.Failure(5, "no, nö"),
+    messages.Welcome(3, 4, None, Process(77, 2**31 - 1)),
+    messages.Welcome(3, 4, 128, Process(77, 0)),
+    messages.Answer(4, 2, 2, [-1, 3, 2, 0], True),
+    messages.Answer(4, 3, 0, [], False),
+    messages.Failure(5, "no, nö"),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_comes_out_as_it_went_in(message: wire.Request | wire.Reply) -> None:
-    assert flat(wire.decode(bytearray(wire.encode(message)))) == flat(message)
+def test_a_message_comes_out_as_it_went_in(message: messages.Request | messages.Reply) -> None:
+    assert flat(messages.decode(bytearray(messages.encode(message)))) == flat(message)
 
 
 @pytest.mark.parametrize(("slots", "width"), [(1, 5), (4, 2)])
@@ -74,7 +74,7 @@ def test_a_round_comes_out_as_it_went_in(slots: int, width: int) -> None:
 def test_what_is_no_message_is_refused_and_nothing_else_happens() -> None:
     dice = random.Random(3)
     for _ in range(3000):
-        frame = bytearray(wire.encode(dice.choice(MESSAGES)))
+        frame = bytearray(messages.encode(dice.choice(MESSAGES)))
         for _ in range(dice.randrange(1, 4)):
             change = dice.randrange(3)
             if change == 0 and frame:
@@ -84,10 +84,10 @@ def test_what_is_no_message_is_refused_and_nothing_else_happens() -> None:
             else:
                 frame += dice.randbytes(dice.randrange(8))
         with suppress(ChannelError):
-            wire.decode(frame)
-    for frame in (bytearray(), bytearray(b"\x02" + b"\0" * 20), bytearray(wire.encode(ask(1)) + b"0000")):
+            messages.decode(frame)
+    for frame in (bytearray(), bytearray(b"\x02" + b"\0" * 20), bytearray(messages.encode(ask(1)) + b"0000")):
         with pytest.raises(ChannelError):
-            wire.decode(frame)
+            messages.decode(frame)
 
 
 def test_addresses() -> None:
@@ -106,7 +106,7 @@ def pair(stack: ExitStack) -> tuple[Channel, socket.socket]:
 
 def test_a_deadline_cuts_no_frame_in_two(stack: ExitStack) -> None:
     here, raw = pair(stack)
-    frame = wire.encode(MESSAGES[2])
+    frame = messages.encode(MESSAGES[2])
     data = len(frame).to_bytes(4, "little") + frame
     for at in range(len(data) - 1):
         raw.send(data[at : at + 1])
@@ -146,12 +146,14 @@ def slow(address: Address, quota: Quota) -> AbstractContextManager[None]:
     return serving(listen(address), Unpooled(lambda hello: Slow(0.002 * hello.vocab_size)), quota)
 
 
-def hello(stack: ExitStack, address: Address, name: str, *, cost: int = 1) -> tuple[Channel, wire.Request | wire.Reply]:
+def hello(
+    stack: ExitStack, address: Address, name: str, *, cost: int = 1
+) -> tuple[Channel, messages.Request | messages.Reply]:
     channel = stack.enter_context(closing(connect(address, SECRET, seconds=5)))
-    channel.send(wire.encode(wire.Hello(0, name, 2, cost)), 1)
+    channel.send(messages.encode(messages.Hello(0, name, 2, cost)), 1)
     frame = channel.receive(5)
     assert frame is not None
-    return channel, wire.decode(frame)
+    return channel, messages.decode(frame)
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
@@ -167,8 +169,8 @@ def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -
         rude.connect(address.path or (address.host, address.port))
         rude.send(b"GET / HTTP/1.1\r\n\r\n" + bytes(90))  # nobody waits for this one
         channel, reply = hello(stack, address, "a")
-        assert isinstance(reply, wire.Welcome) and (channel.peer() is None) == (kind == "tcp")
-        channel.send(wire.encode(wire.Failure(1, "not a request")), 1)
+        assert isinstance(reply, messages.Welcome) and (channel.peer() is None) == (kind == "tcp")
+        channel.send(messages.encode(messages.Failure(1, "not a request")), 1)
         with pytest.raises(ChannelError, match="hung up"):
             channel.receive(5)
 
@@ -178,12 +180,12 @@ def test_quotas_are_kept(tmp_path: Path, stack: ExitStack) -> None:
     with slow(address, Quota(clients=2, slots=4)):
         first, _ = hello(stack, address, "a")
         second, reply = hello(stack, address, "b")
-        assert isinstance(reply, wire.Welcome)
+        assert isinstance(reply, messages.Welcome)
         _, reply = hello(stack, address, "c")
-        assert isinstance(reply, wire.Failure) and "quota" in reply.reason
+        assert isinstance(reply, messages.Failure) and "quota" in reply.reason
         first.close()
         end = time.monotonic() + 60
-        while isinstance(reply, wire.Failure):  # who leaves makes room
+        while isinstance(reply, messages.Failure):  # who leaves makes room
             assert time.monotonic() < end
             _, reply = hello(stack, address, "c")
         assert second.receive(0) is None
@@ -203,12 +205,12 @@ def test_turns_are_fair_and_shares_count(tmp_path: Path, stack: ExitStack) -> No
         for name, channel in channels.items():
             for _ in range(60):
                 sent[name] += 1
-                channel.send(wire.encode(ask(sent[name])), 1)
+                channel.send(messages.encode(ask(sent[name])), 1)
         while sum(done.values()) < 70:
             for name, channel in channels.items():
                 while (frame := channel.receive(0.001)) is not None:
-                    reply = wire.decode(frame)
-                    assert isinstance(reply, wire.Answer) and reply.number == done[name] + 1  # in order
+                    reply = messages.decode(frame)
+                    assert isinstance(reply, messages.Answer) and reply.number == done[name] + 1  # in order
                     done[name] += 1
                     order.append(name)
         time_of = {name: done[name] * costs[name] for name in done}
@@ -246,9 +248,16 @@ def test_a_drafter_that_fails_in_a_usual_round_is_asked_again(tmp_path: Path, st
         kinds = []
         for number in range(1, 7):
             usual = ask(number, width=3 if number < 5 else 4)._replace(texts=(), pause=1)
-            channel.send(wire.encode(usual if number == 1 else usual._replace(sampling=None)), 1)
+            channel.send(messages.encode(usual if number == 1 else usual._replace(sampling=None)), 1)
             frame = channel.receive(5)
             assert frame is not None
-            kinds.append(type(wire.decode(frame)))
+            kinds.append(type(messages.decode(frame)))
             time.sleep(0.02)  # so that the server prepares for the next round
-        assert kinds == [wire.Answer, wire.Answer, wire.Failure, wire.Answer, wire.Answer, wire.Answer]
+        assert kinds == [
+            messages.Answer,
+            messages.Answer,
+            messages.Failure,
+            messages.Answer,
+            messages.Answer,
+            messages.Answer,
+        ]

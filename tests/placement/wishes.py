@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from paceline.decoder.model_config import ModelConfig
-from paceline.decoder.rope import RopeConfig
-from paceline.placement.footprint import Shape
-from paceline.placement.models_file import Model
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.rope import RopeConfig
+from paceline.placement.planning.footprint import Shape
+from paceline.placement.planning.model_specs import Model
 
 
 def config(*, heads: int = 48, layers: int = 2, hidden: int = 96, vocab: int = 64, kv: int = 1) -> ModelConfig:

@@ -10,7 +10,7 @@ import yaml
 from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
 
-from paceline.cli import app
+from paceline.cli.main import app
 from paceline.core.errors import PlanError
 from tests.decoder.tiny import Workshop
 

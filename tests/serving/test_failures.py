@@ -17,11 +17,11 @@ from starlette.responses import Response, StreamingResponse
 
 from paceline.core.errors import CheckpointError, ContextError, PromptError, RankError, SamplingError, TargetLostError
 from paceline.core.sampling import Sampling
-from paceline.placement.roles import Piece
-from paceline.serving.answers import Failed, Opening, TextPiece
-from paceline.serving.asks import read
+from paceline.placement.cluster.roles import Piece
 from paceline.serving.ingress import Ingress, Seat
+from paceline.serving.protocol import read
 from paceline.serving.replica import Item, Replica
+from paceline.serving.responses import Failed, Opening, TextPiece
 
 BODY = {"model": "m", "prompt": "x"}
 LOST: list[Exception] = [ActorDiedError(), RankError("rank 1 is gone"), TargetLostError("m was lost")]

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.detokenise import Detokeniser
-from paceline.serving.answers import DONE, Answer, TextPiece, failure_event
-from paceline.serving.asks import Ask, Message, RefusedError, read
+from paceline.engine.stopping import Stopping, Watch
+from paceline.serving.protocol import Ask, Message, RefusedError, read
 from paceline.serving.replica import keywords
-from paceline.serving.text import Writer
-from paceline.stopping import Stopping, Watch
+from paceline.serving.responses import DONE, Answer, TextPiece, failure_event
+from paceline.serving.stop_filter import Writer
+from paceline.text.tokenizer import Detokeniser
 from tests.draft.tokenizers_of_two import every_byte
 from tests.fakes import Pieces
 

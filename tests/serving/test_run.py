@@ -16,9 +16,9 @@ from ray.serve.config import HTTPOptions
 
 from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
 from paceline.placement import INSTANCES
-from paceline.placement.care import Care
-from paceline.placement.plans import Plan
-from paceline.serving import run as module
+from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.planning.plan import Plan
+from paceline.serving import launch as module
 
 ENDS = [signal.SIGINT, signal.SIGTERM]
 

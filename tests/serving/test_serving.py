@@ -25,10 +25,10 @@ from transformers import PreTrainedTokenizerFast
 from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError, WorkerError
 from paceline.placement import INSTANCES, plan
-from paceline.placement.care import Care
-from paceline.placement.models_file import models_of
-from paceline.placement.remote import Patience
-from paceline.serving import run as serving_run
+from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.planning.model_specs import models_of
+from paceline.placement.remote.drafter import Patience
+from paceline.serving import launch as serving_run
 from paceline.serving.app import application, build, deploy_config
 from tests.decoder.tiny import VOCABULARY, save_pair
 from tests.simulation import check_nothing_left

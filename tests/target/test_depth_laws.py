@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.adaptive import Adaptive, Rung
-from paceline.core.accept import Match, Reject
+from paceline.core.acceptance.match import Match, Reject
 from paceline.core.protocols import Drafter, Shortens
 from paceline.core.sampling import Sampling
 from paceline.core.types import Outline
-from paceline.draft.reencoding import Reencoding, ReencodingDrafter
-from paceline.loop import TimedRound
-from paceline.pace import Pace
-from paceline.rounds import TwoStep
+from paceline.draft.retokenizing import Reencoding, ReencodingDrafter
+from paceline.engine.adaptive import Adaptive, Rung
+from paceline.engine.draft_length import Pace
+from paceline.engine.engine import TimedRound
+from paceline.engine.rounds import TwoStep
 from paceline.target.steps import Acceptor
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, joint, misfit, table

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from paceline.core import law
-from paceline.core.accept import Match, Reject
+from paceline.core import probs
+from paceline.core.acceptance.match import Match, Reject
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, knob_row, sampling_batch
 from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
-from paceline.draft.lift import lift
+from paceline.draft.function import lift
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
-from paceline.target.host import HostVerifier
+from paceline.target.host_verifier import HostVerifier
 from paceline.target.steps import Acceptor
 from tests.fakes import TableBody, TableDecoder, joint, misfit
 from tests.target.three_tokens import CHAIN, DRAFT, MANY, PROMPT, SLOTS, TARGET, K, V, model, three_tokens
@@ -148,7 +148,7 @@ RAW = Sampling(temperature=1.0)
 def test_a_draft_may_be_cut_otherwise_than_the_target_if_it_says_so(ours: Sampling, theirs: Sampling) -> None:
     """Rule C4: top-p on both sides, on one or on none is exact, as long as the law reported is the one drawn from."""
     tokens, mean = three_tokens(OtherKnobs(model(drawn=True), theirs), Reject(), knobs=ours)
-    cut = law.filtered(TARGET, sampling_batch([ours] * V))
+    cut = probs.filtered(TARGET, sampling_batch([ours] * V))
     assert misfit(tokens, joint(cut, *PROMPT[-2:])) > 1e-3
     assert mean > 1.5
 

@@ -8,10 +8,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from paceline import SpeculativeGenerator, lift
-from paceline.core.accept import Match, Reject
+from paceline.core.acceptance.match import Match, Reject
 from paceline.core.sampling import Sampling, sampling_batch
 from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal
-from paceline.target.host import HostVerifier
+from paceline.target.host_verifier import HostVerifier
 from paceline.target.steps import Acceptor
 from tests.decoder.tiny import Workshop
 from tests.equality.laws import PROMPTS, plain, run, texts

@@ -14,9 +14,9 @@ from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, knob_row
 from paceline.core.types import PAD, Bounds, Commit, Outline, SamplingBatch
 from paceline.draft.model import ModelDrafter
-from paceline.draft.vocabulary import Vocabulary
-from paceline.loop import TimedRound
-from paceline.rounds import TwoStep
+from paceline.draft.vocab_map import Vocabulary
+from paceline.engine.engine import TimedRound
+from paceline.engine.rounds import TwoStep
 from paceline.target.steps import Acceptor
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, WatchedRound, near, table

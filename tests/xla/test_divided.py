@@ -10,15 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.decoder import hlo_lint, parallel
 from paceline.decoder.backends import xla
 from paceline.decoder.backends.base import Graph
-from paceline.decoder.collectives import Fabric
+from paceline.decoder.compile import hlo_lint
 from paceline.decoder.decoder import Body
-from paceline.decoder.graph_kernels import GraphKernels
-from paceline.decoder.model_config import ModelConfig
-from paceline.decoder.parallel import Shard
-from paceline.decoder.weights import load_weights
+from paceline.decoder.kernels.traceable import GraphKernels
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.parallel import sharding
+from paceline.decoder.parallel.collectives import Fabric
+from paceline.decoder.parallel.sharding import Shard
+from paceline.decoder.weights.checkpoint import load_weights
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import Workshop
 
@@ -51,7 +52,7 @@ def test_no_finding_and_one_module_for_all_ranks(workshop: Workshop, name: str, 
         pytest.skip("heads see nothing of where K/V heads live")
     path = workshop.checkpoint()
     config = ModelConfig.from_pretrained(path)
-    layout = parallel.layout(config, DEGREE, gqa)
+    layout = sharding.layout(config, DEGREE, gqa)
     options = replace(workshop.decoder().options, layout=layout)
     texts = []
     for rank in (0, DEGREE - 1) if name == "prefill" else (0,):

@@ -7,9 +7,9 @@ import hashlib
 import pytest
 from torch import nn
 
-from paceline.decoder import hlo_lint
 from paceline.decoder.backends import xla
 from paceline.decoder.backends.base import Graph
+from paceline.decoder.compile import hlo_lint
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import KINDS, Workshop
 

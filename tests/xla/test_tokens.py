@@ -8,7 +8,7 @@ import pytest
 
 from paceline import Reencoding, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.draft.reencoding import ReencodingDrafter
+from paceline.draft.retokenizing import ReencodingDrafter
 from tests.decoder.headed import HEADED
 from tests.decoder.tiny import Workshop
 from tests.draft.tokenizers_of_two import CORPUS, bytes_merged

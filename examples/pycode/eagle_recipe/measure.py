@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from paceline.decoder.model_config import ModelConfig
+from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import checkpoint
 from paceline.eagle.corpus import Corpus, CorpusOptions, FrozenTarget
 from paceline.eagle.network import EagleNetwork

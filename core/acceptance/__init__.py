@@ -1,0 +1,1 @@
+"""Acceptance rules: which drafted tokens are kept, and the target's own token after them."""

@@ -1,0 +1,118 @@
+"""The persistent cache of compiled things: folders named by a key, each complete or absent.
+
+An artefact is built in a folder with a temporary name, gets a manifest, and is renamed, so that a failed or killed
+build leaves nothing behind under the real name. A lock (released by the system when its owner dies) keeps two
+processes from building the same thing. Not here: what is built, and how.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from paceline.core.errors import ArtefactError
+from paceline.decoder.weights.atomic_write import storing
+
+MANIFEST = "manifest.json"
+_CACHE_REMEDY = "make room, or set PACELINE_CACHE to a folder of yours for compiled graphs"
+Facts = Mapping[str, object]
+
+
+def key(facts: Facts) -> str:
+    """A short name for everything an artefact depends on."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def ensure(root: Path, facts: Facts, build: Callable[[Path], None]) -> Path:
+    """The folder of the artefact with these facts, built by ``build(folder)`` if it is not there yet.
+
+    Raises:
+        StorageError: it is not there and cannot be written.
+    """
+    folder = root / key(facts)
+    if (folder / MANIFEST).is_file():
+        return folder
+    with storing(root, _CACHE_REMEDY):
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f"{folder.name}.lock"):
+            if (folder / MANIFEST).is_file():
+                return folder
+            draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=root))
+            try:
+                build(draft)
+                (draft / MANIFEST).write_text(json.dumps(dict(facts), indent=1, sort_keys=True))
+                shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
+                draft.rename(folder)
+            finally:
+                shutil.rmtree(draft, ignore_errors=True)
+    return folder
+
+
+def find(root: Path, facts: Facts) -> Path | None:
+    """The folder of the artefact with these facts, if it is there."""
+    folder = root / key(facts)
+    return folder if (folder / MANIFEST).is_file() else None
+
+
+def copy(folder: Path, to: Path) -> None:
+    """Copy an artefact into another root, unless it is there already (as where a folder is saved into itself)."""
+    target = to / folder.name
+    if (target / MANIFEST).is_file():
+        return
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=to))
+        try:
+            shutil.copytree(folder, draft, dirs_exist_ok=True)
+            shutil.rmtree(target, ignore_errors=True)  # an incomplete one
+            draft.rename(target)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    except OSError as error:
+        raise ArtefactError(f"cannot copy compiled graphs to {to}: {error}") from error
+
+
+def machine_facts() -> dict[str, object]:
+    """What compiled code for this machine depends on besides its source."""
+    return {"torch": torch.__version__, "machine": platform.machine(), "cpu": _cpu_flags()}
+
+
+@lru_cache(maxsize=1)
+def source_hash() -> str:
+    """Hash of every source file that a graph is traced from: graphs of another version are never reused."""
+    root = Path(__file__).parent
+    digest = hashlib.sha256()
+    for folder in (root, *(root.parent / name for name in ("core", "target", "draft", "medusa", "eagle"))):
+        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cpp")]):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _cpu_flags() -> str:
+    """A fingerprint of the instruction set, because kernels are built for the machine they run on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    found = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return hashlib.sha256(found.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

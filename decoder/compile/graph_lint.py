@@ -1,0 +1,103 @@
+"""What a lowered step must be before any compiler sees it: a fast check of the exported graph.
+
+It needs neither torch_xla nor a device, so it runs in every test run, and before every Neuron compilation, which may
+take an hour. What only shows in HLO is looked for in `paceline.decoder.compile.hlo_lint`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, fx
+
+from paceline.decoder.compile.hlo_lint import Finding
+from paceline.decoder.compile.lowering import Lowered, constants_of, operator
+
+_LOWERS = """
+    __and__ __or__ __xor__ _to_copy _unsafe_view abs add alias amax amin arange bitwise_not
+    bitwise_right_shift cat clamp clone convert_element_type detach div embedding eq exp expand full full_like
+    ge getitem gt index_put index_select le linear log lt matmul mul ne neg new_zeros ones_like pad permute
+    pow reshape rsqrt select silu slice split split_with_sizes squeeze stack sub sum transpose unsqueeze view
+    where zeros zeros_like
+"""
+LOWERS = frozenset(_LOWERS.split())
+"""Operators that were seen to lower to HLO without findings. Another one is not wrong: it has not been looked at."""
+
+COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor", "wait_tensor"})
+"""PyTorch's own, in whose place a backend of several ranks puts its device's."""
+
+WIDE = frozenset({torch.int64, torch.float64, torch.complex64, torch.complex128})
+_INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool})
+
+
+def lint(lowered: Lowered) -> list[Finding]:
+    """Every finding in a lowered step."""
+    found = [*_aliases(lowered), *_constants(lowered)]
+    for node in lowered.graph.graph.nodes:
+        if node.op == "call_function":
+            found += _operator(node)
+        found += _value(node)
+    return found
+
+
+def _operator(node: fx.Node) -> Iterator[Finding]:
+    name = operator(node.target)
+    if name not in LOWERS | COLLECTIVES:
+        yield Finding("operator", f"{node.name}: {node.target} has not been seen to lower; see graph_lint.LOWERS")
+    if name in {"matmul", "linear", "mm", "bmm"} and _first(node).dtype in _INTEGERS:
+        yield Finding("integer dot", f"{node.name}: a product of integers is computed in float32, or refused")
+    if name in COLLECTIVES and _first(node).dtype in _INTEGERS:
+        yield Finding("integer collective", f"{node.name}: a sum over ranks of integers is refused")
+    for number in _numbers([*node.args, *node.kwargs.values()]):
+        if not math.isfinite(number):
+            yield Finding("infinite constant", f"{node.name}: {number}")
+
+
+def _value(node: fx.Node) -> Iterator[Finding]:
+    values = node.meta.get("val")
+    for value in values if isinstance(values, (list, tuple)) else [values]:
+        if not isinstance(value, Tensor):
+            continue
+        if value.dtype in WIDE:
+            yield Finding("64 bits", f"{node.name} is {value.dtype}")
+        if not all(type(size) is int for size in value.shape):
+            yield Finding("dynamic dimension", f"{node.name} has the shape {tuple(value.shape)}")
+
+
+def _aliases(lowered: Lowered) -> Iterator[Finding]:
+    """Every changed state comes back with the shape and the type it went in with."""
+    nodes = list(lowered.graph.graph.nodes)
+    given = dict(zip(lowered.state, nodes, strict=False))
+    results = nodes[-1].args[0]
+    for name, result in zip(lowered.changed, results, strict=False):
+        before, after = given[name].meta["val"], result.meta["val"]
+        if (before.shape, before.dtype) != (after.shape, after.dtype):
+            yield Finding("alias", f"{name}: {tuple(before.shape)} {before.dtype} comes back as {tuple(after.shape)}")
+        if result is given[name]:
+            yield Finding("alias", f"{name} comes back as it was, so nothing can be aliased to it")
+
+
+def _constants(lowered: Lowered) -> Iterator[Finding]:
+    """Tensors made while tracing are weights to a device: finite, and of 32 bits."""
+    for name, tensor in constants_of(lowered).items():
+        if tensor.dtype in WIDE:
+            yield Finding("64 bits", f"constant {name} is {tensor.dtype}")
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            yield Finding("infinite constant", f"constant {name}")
+
+
+def _first(node: fx.Node) -> Tensor:
+    first = node.args[0]
+    assert isinstance(first, fx.Node), f"{node.name} multiplies nothing"
+    value: Tensor = first.meta["val"]
+    return value
+
+
+def _numbers(arguments: list[object]) -> Iterator[float]:
+    for argument in arguments:
+        if isinstance(argument, (list, tuple)):
+            yield from _numbers(list(argument))
+        elif isinstance(argument, float):
+            yield argument

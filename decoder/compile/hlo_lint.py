@@ -1,0 +1,202 @@
+"""What the Neuron compiler is documented to refuse, or to compute differently, looked for in HLO.
+
+Each rule names its source: codes are those of the compiler's error pages; "operator list" is the list of supported
+operators in its release notes; "known issues" are those of the JAX front end, which shares the compiler. The absence of
+findings proves the absence of known problems only. What is allowed although no list names it is in `ALLOWED`, each
+with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from paceline.decoder.compile.hlo import Instruction, Module, parse
+
+_LIST = """
+    abs add all-gather all-reduce atan2 bitcast-convert broadcast ceil clamp compare concatenate constant
+    convert cosine custom-call divide dot dynamic-update-slice exponential floor gather get-tuple-element iota
+    log maximum minimum multiply negate pad parameter power reduce reshape reverse rsqrt scatter select
+    shift-right-logical sign sine slice sqrt subtract tanh transpose tuple
+"""
+LISTED = frozenset(_LIST.split())
+"""The published operator list, in HLO's own spelling."""
+
+ALLOWED = {
+    "and": "the list has LogicalAnd; on words it is what masks are made of",
+    "or": "as `and`",
+    "not": "the list has LogicalNot",
+    "xor": "bitwise like and/or; to be seen on hardware first: `paceline selftest` compares the noise bit by bit",
+    "shift-right-arithmetic": "EVRF022 refuses it for other widths than 32 bits, so 32 bits are taken",
+    "logistic": "named in the release notes of compiler 2.27 (complex64 operators)",
+    "dynamic-slice": "named in the same notes",
+    "reduce-scatter": "EVRF063 refuses it for integers, so floats are taken",
+}
+"""Operators outside the list and why they are taken all the same."""
+
+CUSTOM_CALLS = re.compile(
+    r"AwsNeuron(Erf|Gelu|GeluApprxTanh|GeluBackward|Silu|SiluBackward|RmsNorm|Softmax|SoftmaxBackward|CollectiveMatmul|"
+    r"IntMatmult|ArgMax|ArgMin|TopK|DropoutMaskV1|CustomNativeKernel|CustomOp|DevicePrint|LNCShardingConstraint|"
+    r"TransferWithStaticRing|ModuleMarker\w+)|ResizeNearest|ResizeBilinear|ResizeNearestGrad|NeuronBoundaryMarker-\w+"
+)
+"""Targets that the compiler knows (EHCA005)."""
+
+MAX_INSTRUCTIONS = 40_000
+"""A graph's budget: unrolled drafts are what makes graphs long (EVRF007, EXTP004)."""
+
+_SIGN_CHECK = frozenset({"convert", "constant", "broadcast", "compare"})
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One place that breaks a rule."""
+
+    rule: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.rule}: {self.where}"
+
+
+Rule = Callable[[Module], Iterator[Instruction]]
+
+
+def lint(text: str, *, budget: int = MAX_INSTRUCTIONS) -> list[Finding]:
+    """Every finding in a module's text."""
+    module = parse(text)
+    found = [Finding(name, str(line)) for name, rule in RULES.items() for line in rule(module)]
+    if len(module.instructions) > budget:
+        found.append(Finding("budget", f"{len(module.instructions)} instructions; the budget is {budget}"))
+    return found
+
+
+def census(text: str) -> Counter[str]:
+    """How often each operator occurs."""
+    return Counter(line.opcode for line in parse(text).instructions)
+
+
+def _sort(module: Module) -> Iterator[Instruction]:
+    """EVRF029, EVRF014: sort and what lowers to it."""
+    yield from module.of("sort", "topk")
+
+
+def _dynamic(module: Module) -> Iterator[Instruction]:
+    """EMOD025: any dynamic dimension, even a bounded one."""
+    for line in module.instructions:
+        if "<=" in line.type or line.opcode in {"set-dimension-size", "get-dimension-size", "dynamic-reshape"}:
+            yield line
+
+
+def _variadic(module: Module) -> Iterator[Instruction]:
+    """Known issues: reductions of several operands at once (a plain argmax)."""
+    return (line for line in module.of("reduce", "reduce-window") if line.type.startswith("("))
+
+
+def _reduction(module: Module) -> Iterator[Instruction]:
+    """Operator list: reductions by min, max, add and multiply only."""
+    for line in module.of("reduce", "reduce-window"):
+        root = module.root(line.attribute("to_apply"))
+        if root is not None and root.opcode not in {"add", "maximum", "minimum", "multiply", "tuple"}:
+            yield line
+
+
+def _integer_dot(module: Module) -> Iterator[Instruction]:
+    """EVRF035 and known issues: integer products are refused, or computed in float32."""
+    return (line for line in module.of("dot") if not _floating(line))
+
+
+def _integer_collective(module: Module) -> Iterator[Instruction]:
+    """EVRF061, EVRF063: all-reduce and reduce-scatter of integers."""
+    return (line for line in module.of("all-reduce", "reduce-scatter") if not _floating(line))
+
+
+def _integer_scatter(module: Module) -> Iterator[Instruction]:
+    """EVRF016, EVRF060: scatter that computes with integers; overwriting is no computation."""
+    for line in module.of("scatter"):
+        root = module.root(line.attribute("to_apply"))
+        if not _floating(line) and (root is None or root.opcode != "parameter"):
+            yield line
+
+
+def _wide(module: Module) -> Iterator[Instruction]:
+    """Data types: no float64; int64 only where PyTorch/XLA looks whether a row number is negative, which it never is.
+
+    That check (convert, compare with 0) survives the compiler's narrowing to 32 bits: numbers stay below 2**24.
+    """
+    for line in module.instructions:
+        types = _types(line)
+        if "f64" in types or ({"s64", "u64"} & types and line.opcode not in _SIGN_CHECK):
+            yield line
+
+
+def _random(module: Module) -> Iterator[Instruction]:
+    """EVRF006 and the operator list: the device ignores seeds."""
+    return (line for line in module.instructions if line.opcode.startswith("rng"))
+
+
+def _control(module: Module) -> Iterator[Instruction]:
+    """Known issues: dynamic loops and conditionals."""
+    yield from module.of("while", "conditional", "infeed", "outfeed", "send", "recv")
+
+
+def _custom(module: Module) -> Iterator[Instruction]:
+    """EHCA005, EVRF015: a custom call that the compiler does not know."""
+    for line in module.of("custom-call"):
+        if not CUSTOM_CALLS.fullmatch(line.attribute("custom_call_target")):
+            yield line
+
+
+def _infinite(module: Module) -> Iterator[Instruction]:
+    """Runtime status 1003: NaN is an error, and infinity may become one."""
+    return (line for line in module.of("constant") if re.search(r"\b(inf|nan)\b", line.inside))
+
+
+def _moving_update(module: Module) -> Iterator[Instruction]:
+    """Operator list: dynamic-update-slice takes constant indices only."""
+    for line in module.of("dynamic-update-slice"):
+        places = [module.named(line.computation, name) for name in line.operands[2:]]
+        if any(place is None or place.opcode != "constant" for place in places):
+            yield line
+
+
+def _shift(module: Module) -> Iterator[Instruction]:
+    """EVRF022: arithmetic right shift of other widths than 32 bits."""
+    return (line for line in module.of("shift-right-arithmetic") if line.elements not in {("s32",), ("u32",)})
+
+
+def _unlisted(module: Module) -> Iterator[Instruction]:
+    """EVRF001, EUOC002: an operator that nothing published names."""
+    own = {"sort", "topk", "while", "conditional", "reduce-window", "infeed", "outfeed", "send", "recv"}
+    known = LISTED | set(ALLOWED) | own
+    return (line for line in module.instructions if line.opcode not in known and not line.opcode.startswith("rng"))
+
+
+def _types(line: Instruction) -> set[str]:
+    return {*line.elements, *re.findall(r"\b([fsu]64)\[", line.inside)}
+
+
+def _floating(line: Instruction) -> bool:
+    kinds = [*line.elements, *re.findall(r"\b(pred|bf16|[a-z]\d+)\[", line.inside)]
+    return all(kind.startswith(("f", "bf")) for kind in kinds)
+
+
+RULES: dict[str, Rule] = {
+    "sort": _sort,
+    "dynamic dimension": _dynamic,
+    "variadic reduce": _variadic,
+    "reduction": _reduction,
+    "integer dot": _integer_dot,
+    "integer collective": _integer_collective,
+    "integer scatter": _integer_scatter,
+    "64 bits": _wide,
+    "random": _random,
+    "control flow": _control,
+    "custom call": _custom,
+    "infinite constant": _infinite,
+    "moving update": _moving_update,
+    "shift": _shift,
+    "unlisted": _unlisted,
+}
+"""Every rule by its name."""

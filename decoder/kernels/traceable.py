@@ -1,0 +1,123 @@
+"""The kernels of a decoder in operations that ahead-of-time graph compilers take: XLA, and through it Neuron.
+
+The same mathematics as `paceline.decoder.kernels.torch_kernels.Reference`, without its freedoms: nothing looks at a value, caches are
+written by one scatter of whole rows and read without a copy where the lines of a call are all slots in order, ids are
+int32, and every flat row number stays exact in float32. Not here: speed on a CPU, which is the native kernels' part.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from paceline.core import noise, probs, reduce
+from paceline.core.errors import ConfigurationError
+from paceline.core.types import SamplingBatch
+from paceline.decoder.kernels.torch_kernels import Place
+
+MAX_EXACT = 1 << 24
+"""Integers below this survive a compiler that computes them in float32."""
+
+
+class GraphKernels:
+    """Plain operations of static shape."""
+
+    width_free = False  # a compiler may order a row's sums by the number of rows
+    halves = None
+
+    def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
+        """As `Kernels.linear`; padding is computed like everything else."""
+        return torch.nn.functional.linear(x, weight.to(torch.float32))
+
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
+        """As `Kernels.attend`.
+
+        Raises:
+            ConfigurationError: the cache has more rows than can be numbered exactly.
+        """
+        q, k, v = qkv
+        lines, window, heads, width = q.shape
+        groups, share = k.shape[2], heads // k.shape[2]
+        rows = place.row.unsqueeze(1) + torch.arange(window, dtype=torch.int32, device=q.device)  # [b, T]
+        # Nodes of a tree may lie behind the bucket: more of them are tried than can be accepted.
+        extent = place.reach if place.tree is None else min(place.reach + window, cache[0].shape[2])
+        for part, new in zip(cache, (k, v), strict=True):
+            store(part, new.transpose(1, 2).to(part.dtype), slots=place.slots, rows=rows)
+        keys, values = (read(part, place.slots, extent).to(torch.float32) for part in cache)
+        query = q.reshape(lines, window, groups, share, width).permute(0, 2, 1, 3, 4)
+        query = query.reshape(lines, groups, window * share, width) * (1 / math.sqrt(width))
+        scores = torch.matmul(query, keys.transpose(2, 3)).reshape(lines, groups, window, share, extent)
+        seen = visible(place, rows, extent).unsqueeze(1).unsqueeze(3)
+        weights = probs.softmax(torch.where(seen, scores, reduce.NEGATIVE))
+        mixed = torch.matmul(weights.reshape(lines, groups, window * share, extent), values)
+        mixed = mixed.reshape(lines, groups, window, share, width).permute(0, 2, 1, 3, 4)
+        return mixed.reshape(lines, window, heads * width)
+
+    def keep(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
+        """As `Kernels.keep`."""
+        to = row.unsqueeze(1) + torch.arange(1, path.shape[1] + 1, dtype=torch.int32, device=row.device)
+        source = torch.where(path < 0, to, row.unsqueeze(1) + path)
+        for part in cache:
+            total, groups, room, width = part.shape
+            taken = part.view(total * groups * room, width).index_select(0, flat(part, slots, source))
+            store(part, taken.view(len(slots), groups, -1, width), slots=slots, rows=to)
+
+    def choose(
+        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET
+    ) -> Tensor:
+        """As `Kernels.choose`; greedy is a value of the knobs, not a branch."""
+        return probs.choose(logits, positions, sampling, stream=stream)
+
+    def probabilities(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+        """As `Kernels.probabilities`."""
+        return probs.probabilities(logits, sampling)
+
+    def cuts(self, sampling: SamplingBatch) -> bool:
+        """As `Kernels.cuts`."""
+        return True
+
+
+def flat(cache: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
+    """Numbers of rows [b, T] of slots [b] in a cache seen as one long table of rows. -> [b * G * T] int32
+
+    Raises:
+        ConfigurationError: there are too many to be numbered exactly.
+    """
+    total, groups, room, _ = cache.shape
+    if total * groups * room > MAX_EXACT:
+        raise ConfigurationError(
+            f"a cache of {total} slots x {groups} heads x {room} rows has more rows than a graph can number exactly "
+            f"({MAX_EXACT}); use fewer slots or positions"
+        )
+    heads = torch.arange(groups, dtype=torch.int32, device=cache.device)
+    first = (slots.unsqueeze(1) * groups + heads) * room  # [b, G]
+    return (first.unsqueeze(-1) + rows.unsqueeze(1)).reshape(-1)
+
+
+def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> None:
+    """Write new [b, G, T, D] to rows [b, T] of slots [b] of a cache [slots, G, R, D] in place.
+
+    One scatter of rows of D numbers each, which is what a device's memory engine moves best.
+    """
+    total, groups, room, width = cache.shape
+    wide = cache.view(total * groups * room, width)
+    wide.index_put_((flat(cache, slots, rows),), new.reshape(-1, width))
+
+
+def read(cache: Tensor, slots: Tensor, extent: int) -> Tensor:
+    """The first ``extent`` rows of the slots' part of a cache. [slots, G, R, D] -> [b, G, extent, D]"""
+    near = cache[:, :, :extent]
+    # A call with a line for every slot has them in order, so nothing needs to be moved.
+    return near if len(slots) == len(cache) else near.index_select(0, slots)
+
+
+def visible(place: Place, rows: Tensor, extent: int) -> Tensor:
+    """Which of the first ``extent`` cache rows every row [b, T] of a window attends to. [b, T, extent] bool"""
+    columns = torch.arange(extent, dtype=torch.int32, device=rows.device)
+    if place.tree is None:
+        return columns <= rows.unsqueeze(-1)
+    here = (columns == rows.unsqueeze(-1)).to(torch.float32)  # [b, T, extent], where each row of the window lies
+    inside = torch.matmul(place.tree.seen, here) > 0
+    return (columns < place.row.unsqueeze(1)).unsqueeze(1) | inside

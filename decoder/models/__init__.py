@@ -1,0 +1,1 @@
+"""Model families: configuration, tensors and forward pass, one file per family."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: which rank holds what, collectives, rank processes."""

@@ -1,0 +1,117 @@
+"""The main function of a rank other than 0 (`python -m paceline.decoder.parallel.rank_process FD`): it follows rank 0.
+
+Reads orders from the socket FD until rank 0 is gone. It decides nothing: no tokens, no lengths, no graphs of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import PacelineError, RankError
+from paceline.decoder.decoder import Body
+from paceline.decoder.kernels.torch_kernels import Kernels, Reference
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.options import DecoderOptions
+from paceline.decoder.parallel.collectives import Processes, join
+from paceline.decoder.parallel.sharding import Shard
+from paceline.decoder.weights.checkpoint import load_weights
+
+
+class Follower:
+    """One rank: its parts of models, and the steps over them."""
+
+    def __init__(self, rank: int, group: Processes) -> None:
+        self._rank, self._group = rank, group
+        self.kernels: Kernels = Reference()
+        self.bodies: dict[int, Body] = {}
+        self.tensors: dict[tuple[str, str], Tensor] = {}
+        self._steps: dict[int, tuple[int, nn.Module]] = {}
+
+    def load(self, number: int, path: str, *, config: ModelConfig, options: DecoderOptions) -> None:
+        """Read this rank's part of a model."""
+        weights = load_weights(path, config, options.dtype, shard=Shard(config, options.layout, self._rank))
+        self.bodies[number] = Body(
+            config, options, weights, kernels=self.kernels, rank=self._rank, group=self._group
+        ).eval()
+
+    def release(self, number: int) -> None:
+        """Forget a model and its steps."""
+        del self.bodies[number]
+        self._steps = {key: pair for key, pair in self._steps.items() if pair[0] != number}
+
+    def make(self, number: int, made: int, step: bytes) -> None:
+        """Take a step of a model."""
+        self._steps[made] = number, _Receiver(io.BytesIO(step), self).load()
+
+    def run(self, number: int, inputs: list[Tensor]) -> None:
+        """Run a step. What comes out is what rank 0 gets too."""
+        with torch.no_grad():
+            self._steps[number][1](*inputs)
+
+
+class _Receiver(pickle.Unpickler):
+    """Puts this rank's own in the place of what rank 0 named. Rank 0 started this process: it is trusted."""
+
+    def __init__(self, stream: io.BytesIO, follower: Follower) -> None:
+        super().__init__(stream)
+        self._follower = follower
+
+    def persistent_load(self, pid: Any) -> Any:
+        kind, *rest = pid
+        if kind == "body":
+            return self._follower.bodies[rest[0]]
+        if kind == "kernels":
+            return self._follower.kernels
+        if kind == "of body":
+            number, name = rest
+            body = self._follower.bodies[number]
+            parameters: dict[str, Tensor] = dict(body.named_parameters())
+            return parameters[name] if name in parameters else body.get_buffer(name)
+        if kind == "new":
+            name, is_parameter, data = rest
+            tensor = torch.load(io.BytesIO(data), weights_only=True)
+            self._follower.tensors[name] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+            return self._follower.tensors[name]
+        return self._follower.tensors[pid]
+
+
+def main() -> None:
+    """Meet the others, then follow."""
+    pipe = Connection(int(sys.argv[1]))
+    group, meeting, rank, threads, path = pipe.recv()
+    sys.path[:] = path  # steps may be of modules that only rank 0's program knows the way to
+    torch.set_num_threads(threads)
+    pipe.send(None)
+    member = join(meeting, rank, group)
+    pipe.send(None)
+    follower = Follower(rank, group)
+    while True:
+        try:
+            order, rest, named = pickle.loads(pipe.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)  # rank 0 is done, or gone; there is nothing to save
+        try:
+            getattr(follower, order)(*rest, **named)
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            if order == "run":
+                # The ranks are no longer at the same place; the others see that this one is gone.
+                pipe.send(said)
+                del member
+                os._exit(1)
+            pipe.send(error if isinstance(error, PacelineError) else RankError(f"rank {rank} failed: {said}"))
+        else:
+            if order in ("load", "make"):
+                pipe.send(None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""The ranks of a divided model as processes: rank 0 is this one, the others are started here and do as it does.
+
+A step is sent once, as a pickle in which the body, the kernels and every tensor of the body stand as names; the other
+ranks put their own in their place. A call sends its inputs. Decoders of one degree share these processes, so that two
+of them can be in one step. Not here: what the other side does (`paceline.decoder.parallel.rank_process`).
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import uuid
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paceline.core.errors import ConfigurationError, RankError
+from paceline.decoder.decoder import Body
+from paceline.decoder.kernels.torch_kernels import Kernels
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.options import DecoderOptions
+from paceline.decoder.parallel.collectives import Processes, join, leave
+
+_PATIENCE = 5.0  # seconds a process gets to end by itself
+_FAREWELL = 1.0  # seconds to wait for the last words of a process that failed
+
+
+class Ranks:
+    """A group of ``degree`` ranks. It ends when the last body in it is released, or with this process.
+
+    Raises:
+        RankError: a process could not be started.
+    """
+
+    def __init__(self, degree: int) -> None:
+        self.group = Processes(degree, f"paceline-{uuid.uuid4().hex}")
+        self._lock = threading.RLock()
+        self._bodies: weakref.WeakKeyDictionary[Body, int] = weakref.WeakKeyDictionary()
+        self._names = WeakTensorKeyDictionary()  # tensors the other ranks have too, and what they are called there
+        self._open: set[int] = set()
+        self._left: list[int] = []  # bodies that were given up, which the other ranks do not know yet
+        self._steps: dict[int, int] = {}  # whose each step is
+        self._count = 0
+        self._others = [_start() for _ in range(1, degree)]
+        self._end = weakref.finalize(self, _end, self.group, self._others)
+        try:
+            # The meeting's file is gone as soon as all have met: nobody is left to remove it after a kill.
+            with tempfile.TemporaryDirectory(prefix="paceline-ranks-", ignore_cleanup_errors=True) as folder:
+                self._member = self._meet(str(Path(folder) / "meeting"))
+        except (OSError, RuntimeError) as error:
+            lost = self._lost(error)
+            self._end()
+            raise lost from error
+        except BaseException:
+            self._end()
+            raise
+
+    def _meet(self, place: str) -> object:
+        threads = max(1, torch.get_num_threads() // self.group.degree)
+        for rank, (_, pipe) in enumerate(self._others, 1):
+            pipe.send((self.group, place, rank, threads, sys.path))
+        self._answers()  # all are there, so that none is waited for in vain
+        member = join(place, 0, self.group)
+        self._answers()  # all have found each other
+        return member
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._end.alive)
+
+    @property
+    def processes(self) -> list[int]:
+        """Ids of the other ranks' processes."""
+        return [process.pid for process, _ in self._others]
+
+    def adopt(self, body: Body, path: str, *, config: ModelConfig, options: DecoderOptions) -> int:
+        """Have every other rank load its part of the model that ``body`` is rank 0's part of. -> its number.
+
+        Raises:
+            CheckpointError, RankError: one of them could not.
+        """
+        with self._lock:
+            number = self._next()
+            self._open.add(number)
+            self._check(number)
+            try:
+                self._send("load", number, path, config=config, options=options)
+                self._answers()
+            except BaseException:
+                self.release(number)
+                raise
+            self._bodies[body] = number
+            for name, tensor in (*body.named_parameters(), *body.named_buffers()):
+                self._names[tensor] = ("of body", number, name)
+            weakref.finalize(body, self.release, number)
+            return number
+
+    def release(self, number: int) -> None:
+        """A body is not needed any more; with the last one the processes end."""
+        with self._lock:
+            if number not in self._open:
+                return
+            self._open.remove(number)
+            if not self._open:
+                self._end()
+            else:
+                self._left.append(number)  # told with the next order: a finaliser may run in the middle of one
+
+    def make(self, number: int, name: str, step: nn.Module) -> int:
+        """Give a step of a body to all ranks. -> its number.
+
+        Raises:
+            ConfigurationError: the step cannot be sent.
+            RankError: a rank is gone, or cannot make it.
+        """
+        with self._lock:
+            self._check(number)
+            made = self._next()
+            try:
+                stream = io.BytesIO()
+                sender = _Sender(stream, self._bodies, self._names)
+                sender.dump(step)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise ConfigurationError(
+                    f"{name} cannot be sent to the other ranks ({error}); a drafter's step must be made of modules "
+                    "that can be pickled, or pass fused=False"
+                ) from error
+            self._send("make", number, made, stream.getvalue())
+            self._answers()
+            self._names.update(sender.new)  # only now do the other ranks have them
+            self._steps[made] = number
+            return made
+
+    def run(self, number: int, step: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run a step on all ranks. -> its outputs, which are the same on each.
+
+        Raises:
+            RankError: a rank is gone.
+        """
+        with self._lock:
+            self._check(self._steps[number])
+            self._send("run", number, list(inputs))
+            try:
+                with torch.no_grad():
+                    return list(step(*inputs))
+            except BaseException as error:
+                # The ranks are no longer at the same place: none of them can go on.
+                lost = self._lost(error) if isinstance(error, RuntimeError) else None
+                self._end()
+                if lost is not None:
+                    raise lost from error
+                raise
+
+    def _check(self, body: int) -> None:
+        if body not in self._open or not self.alive:
+            raise RankError("the other ranks of this decoder have ended: it was closed, or one failed; load it again")
+
+    def _send(self, order: str, *rest: Any, **named: Any) -> None:
+        """An order is a method of `rank_process.Follower`, and its arguments."""
+        try:
+            # Plain pickle: a Connection's own would hand tensors over as shared memory, of other processes' families.
+            left, self._left = self._left, []
+            orders = [*(("release", (number,), {}) for number in left), (order, rest, named)]
+            for data in map(pickle.dumps, orders):
+                for _, pipe in self._others:
+                    pipe.send_bytes(data)
+        except OSError as error:
+            lost = self._lost(error)
+            self._end()
+            raise lost from error
+
+    def _answers(self) -> None:
+        """Wait for every other rank; raise what the first one that failed says."""
+        failed: list[Exception] = []
+        for _, pipe in self._others:
+            try:
+                answer = pipe.recv()
+            except (OSError, EOFError) as error:
+                lost = self._lost(error)
+                self._end()
+                raise lost from error
+            failed += [] if answer is None else [answer]
+        if failed:
+            raise failed[0]
+
+    def _lost(self, error: BaseException) -> RankError:
+        """What happened, in the words of a process that failed if it left any."""
+        ready = [pipe for _, pipe in self._others if not pipe.closed]
+        heard = wait(ready, _FAREWELL) if ready else []
+        said = []
+        for rank, (process, pipe) in enumerate(self._others, 1):
+            words = _last_words(pipe) if pipe in heard else ""
+            if not words and pipe in heard:  # its end of the pipe is closed, so it ends or has ended
+                with suppress(subprocess.TimeoutExpired):
+                    words = f"ended with status {process.wait(_FAREWELL)}"
+            said += [f"rank {rank} {words}"] if words else []
+        reason = "; ".join(said) or f"{type(error).__name__}: {error}"
+        return RankError(f"a rank of the divided model was lost ({reason}); all its ranks were ended, load it again")
+
+    def _next(self) -> int:
+        self._count += 1
+        return self._count
+
+
+class _Sender(pickle.Pickler):
+    """Pickles a step; what the other ranks have already is named, and a tensor that is ``new`` to them is sent once."""
+
+    def __init__(
+        self, stream: io.BytesIO, bodies: weakref.WeakKeyDictionary[Body, int], names: WeakTensorKeyDictionary
+    ) -> None:
+        super().__init__(stream)
+        self._bodies, self._names = bodies, names
+        self.new = WeakTensorKeyDictionary()
+
+    def persistent_id(self, item: Any) -> Any:
+        if isinstance(item, Body):
+            if item not in self._bodies:
+                raise ConfigurationError(
+                    "draft and target share a graph only with the same tp_degree; load them with one degree, or pass "
+                    "fused=False"
+                )
+            return "body", self._bodies[item]
+        if isinstance(item, Kernels):
+            return ("kernels",)
+        if not isinstance(item, Tensor):
+            return None
+        for known in (self._names, self.new):
+            if item in known:
+                return known[item]
+        name = ("sent", uuid.uuid4().hex)
+        self.new[item] = name
+        stream = io.BytesIO()
+        torch.save(item.detach().clone(), stream)
+        return "new", name, isinstance(item, nn.Parameter), stream.getvalue()
+
+
+def shared(degree: int) -> Ranks:
+    """The group of this process with so many ranks, started if there is none."""
+    known = _known()
+    found = known.get(degree)
+    if found is None or not found.alive:
+        found = known[degree] = Ranks(degree)
+    return found
+
+
+@lru_cache(maxsize=1)
+def _known() -> weakref.WeakValueDictionary[int, Ranks]:
+    return weakref.WeakValueDictionary()
+
+
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+    """A process of its own session: Ctrl-C is for this one, which ends the others."""
+    here, there = socket.socketpair()
+    with there:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.decoder.parallel.rank_process", str(there.fileno())],
+            pass_fds=(there.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    return process, Connection(here.detach())
+
+
+def _last_words(pipe: Connection) -> str:
+    """What a rank wrote before it ended; nothing if it was ended."""
+    try:
+        return f"failed: {pipe.recv()}"
+    except (OSError, EOFError):
+        return ""
+
+
+def _end(group: Processes, others: list[tuple[subprocess.Popen[bytes], Connection]]) -> None:
+    """End the processes: a closed pipe tells them to; one that does not hear is killed."""
+    for _, pipe in others:
+        pipe.close()
+    for process, _ in others:
+        try:
+            process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    leave(group)

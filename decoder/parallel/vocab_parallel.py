@@ -1,0 +1,81 @@
+"""Embedding, output layer and choice of a token where the vocabulary is divided over ranks.
+
+Every function is the same for one rank, without a single operation more. The choice follows `paceline.core.probs`: the
+largest score, then the lowest id. Not here: the layers between.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core import noise, probs, reduce
+from paceline.core.types import SamplingBatch
+from paceline.decoder.kernels.torch_kernels import Kernels
+from paceline.decoder.parallel.collectives import Collectives
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """What a drafter may borrow of a target: this rank's rows of both tables, and their ids.
+
+    embedding and head  [n, H], the target's own parameters (tied: one and the same)
+    ids                 [n] int32
+    """
+
+    embedding: nn.Parameter
+    head: nn.Parameter
+    ids: Tensor
+    group: Collectives
+
+
+def embedded(tokens: Tensor, table: Tensor, ids: Tensor, *, group: Collectives) -> Tensor:
+    """tokens [b, T] int32, this rank's rows of the table [n, H] and their ids [n] int32 -> [b, T, H] float32.
+
+    Of every token one rank has the row and the others add zeros, so nothing is rounded.
+    """
+    if group.degree == 1:
+        return nn.functional.embedding(tokens, table).float()
+    place = tokens - ids[0]
+    mine = (place >= 0) & (place < len(table))
+    found = nn.functional.embedding(torch.where(mine, place, 0), table).float()
+    return group.reduce(torch.where(mine.unsqueeze(-1), found, 0.0))
+
+
+def whole(logits: Tensor, size: int, group: Collectives) -> Tensor:
+    """Logits of this rank's ids [b, T, n] -> of all ids [b, T, V], on every rank."""
+    if group.degree == 1:
+        return logits
+    return group.gather(logits).movedim(0, -2).flatten(-2)[..., :size]
+
+
+def choose(
+    logits: Tensor,
+    positions: Tensor,
+    sampling: SamplingBatch,
+    *,
+    ids: Tensor,
+    size: int,
+    group: Collectives,
+    kernels: Kernels,
+    stream: int = noise.TARGET,
+) -> Tensor:
+    """As `Kernels.choose`, from logits of this rank's ids: [b, T, n], ids [n] int32, V = ``size`` -> [b, T] int32.
+
+    What crosses between ranks is the best score and its id. Only where a filter may be on, whole rows are gathered:
+    which tokens stand depends on all of them.
+    """
+    if group.degree == 1:
+        return kernels.choose(logits, positions, sampling, stream=stream)
+    if kernels.cuts(sampling):
+        every = probs.filtered(whole(logits, size, group), sampling)
+        scores = every.index_select(-1, ids.clamp(max=size - 1))
+    else:
+        scores = probs.tempered(logits, sampling)
+    scores = probs.perturbed(scores, positions, sampling, ids=ids, stream=stream)
+    scores = torch.where(ids < size, scores, 2 * reduce.NEGATIVE)  # rows that fill up the last rank's part
+    pair = group.gather(torch.stack(reduce.best(scores, ids.to(torch.float32), size), -1))
+    _, winner = reduce.best(pair[..., 0].movedim(0, -1), pair[..., 1].movedim(0, -1), size)
+    return reduce.legal(winner, size)

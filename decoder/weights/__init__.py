@@ -1,0 +1,1 @@
+"""Reading and writing weights: checkpoints, file formats, atomic writes."""

@@ -1,0 +1,176 @@
+"""A checkpoint's weights, checked against the configuration and loaded in the dtype a decoder computes in.
+
+Names, shapes and formats of all tensors are compared before any data are converted, so that a wrong folder
+fails at once. It neither builds a model nor lays weights out for a kernel. Memory: the result plus one
+tensor (or the part of it that a rank has); a file in the format of PyTorch before 1.6 is held whole while it is
+read.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MissingWeightsError,
+    WeightShapeError,
+    WeightValueError,
+)
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.llama_layout import EMBEDDING, OUTPUT_HEAD, expected_tensors, is_harmless
+from paceline.decoder.parallel.sharding import Part, Shard
+from paceline.decoder.weights.files import (
+    TensorInfo,
+    WeightFile,
+    check_stored,
+    find_weight_files,
+    open_weight_file,
+)
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor of the checkpoint: the file it is in, and what that file says of it."""
+
+    file: Path
+    info: TensorInfo
+
+
+def load_weights(
+    path: str | os.PathLike[str],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    shard: Shard | None = None,
+) -> dict[str, Tensor]:
+    """All tensors of ``expected_tensors(config)`` from the folder ``path``, contiguous, on the CPU.
+
+    Of a ``shard``, its rank's parts alone are read; names and shapes of all tensors are checked nevertheless.
+
+    The tensors are copies: the files may change or go afterwards. ``progress`` is called with (tensors done,
+    tensors in all) after each one. With tied embeddings the result has no ``lm_head.weight``.
+    """
+    if dtype not in _DTYPES:
+        raise ConfigurationError(f"weights cannot be loaded as {dtype}; choose one of {', '.join(map(str, _DTYPES))}.")
+    expected = expected_tensors(config)
+    places = _survey(Path(path))
+    _check_names(Path(path), places, expected)
+    wanted = dict(expected)
+    if config.tie_word_embeddings and OUTPUT_HEAD in places:
+        # A copy of the embedding, which some checkpoints keep. It is read, compared and dropped.
+        wanted[OUTPUT_HEAD] = expected[EMBEDDING]
+    _check_infos(places, wanted)
+    loaded: dict[str, Tensor] = {}
+    head: Tensor | None = None
+    for file in dict.fromkeys(places[name].file for name in wanted):
+        with open_weight_file(file) as source:
+            for name in [name for name in wanted if places[name].file == file]:
+                part = None if shard is None else shard.part(name)
+                tensor = _load_tensor(source, name, dtype, part=part, file=file)
+                if name not in expected:
+                    head = tensor
+                    continue
+                loaded[name] = tensor
+                if progress is not None:
+                    progress(len(loaded), len(expected))
+    if head is not None:
+        _check_tied(places[OUTPUT_HEAD].file, head, loaded[EMBEDDING])
+    return {name: loaded[name] for name in expected}
+
+
+def _survey(folder: Path) -> dict[str, _Place]:
+    """Every tensor in the folder's files. The files are believed, not their index, which only names them."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder; give the local folder of a Hugging Face checkpoint.")
+    places: dict[str, _Place] = {}
+    for file in find_weight_files(folder):
+        with open_weight_file(file) as source:
+            for name, info in source.infos().items():
+                if name in places:
+                    raise CheckpointError(
+                        f"{name} is in both {places[name].file} and {file}; the shards come from different "
+                        "downloads, download the checkpoint again."
+                    )
+                places[name] = _Place(file, info)
+    return places
+
+
+def _check_names(folder: Path, places: dict[str, _Place], expected: dict[str, tuple[int, ...]]) -> None:
+    missing = [name for name in expected if name not in places]
+    if missing:
+        raise MissingWeightsError(
+            f"{folder} lacks {_some(missing)}; download the checkpoint in full, and check that config.json "
+            "belongs to these weights (num_hidden_layers, tie_word_embeddings and the *_bias options decide "
+            "what is needed)."
+        )
+    surplus = [name for name in places if name not in expected and name != OUTPUT_HEAD and not is_harmless(name)]
+    if surplus:
+        raise CheckpointError(
+            f"{folder} holds tensors that a decoder with this config.json does not use: {_some(surplus)}; "
+            "check that config.json belongs to these weights and that they are of a causal language model."
+        )
+
+
+def _check_infos(places: dict[str, _Place], wanted: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in wanted.items():
+        place = places[name]
+        if place.info.shape != shape:
+            raise WeightShapeError(
+                f"{place.file}: {name} has shape {list(place.info.shape)}, but config.json asks for "
+                f"{list(shape)}; use the config.json that belongs to these weights."
+            )
+        check_stored(name, place.info.dtype, where=place.file)
+
+
+def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, part: Part | None, file: Path) -> Tensor:
+    stored = source.read(name) if part is None else _read_part(source, name, part)
+    # copy=True also where the dtype is right already: the stored tensor is a window on the file, and a file
+    # that is replaced while a decoder runs would take the weights with it.
+    tensor = stored.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if tensor.numel() and not _is_finite(tensor):
+        if _is_finite(stored):
+            raise WeightValueError(
+                f"{file}: {name} holds values beyond the range of {dtype}; load it in torch.bfloat16 or torch.float32."
+            )
+        raise WeightValueError(
+            f"{file}: {name} holds NaN or infinity; download the file again, and if that does not help the "
+            "checkpoint itself is damaged."
+        )
+    return tensor
+
+
+def _read_part(source: WeightFile, name: str, part: Part) -> Tensor:
+    pieces = [source.read_range(name, span, dim=part.dim) for span in part.ranges]
+    found = torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]
+    missing = part.size - found.shape[part.dim]
+    if not missing:
+        return found
+    zeros = found.new_zeros([missing if dim == part.dim else size for dim, size in enumerate(found.shape)])
+    return torch.cat((found, zeros), part.dim)
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # One pass without a temporary, where isfinite().all() makes several of the tensor's size; keeps NaN.
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
+
+
+def _check_tied(file: Path, head: Tensor, embedding: Tensor) -> None:
+    if not torch.equal(head, embedding):
+        raise CheckpointError(
+            f"{file}: {OUTPUT_HEAD} differs from {EMBEDDING}, although config.json says tie_word_embeddings; "
+            "set it to false to use both, or download the checkpoint again."
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(sorted(names)[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

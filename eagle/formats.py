@@ -1,0 +1,203 @@
+"""How other projects name the tensors of an EAGLE head and write its configuration, both ways.
+
+Known: our own (``paceline``), the EAGLE repository's (``eagle``), NxD Inference's (``nxd``: EAGLE's with a copy of the
+target's output layer) and vllm-project/speculators' (``speculators``). Pure renaming; files are `checkpoint.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
+from paceline.decoder.json_fields import Fields
+from paceline.decoder.models.config import ModelConfig
+from paceline.eagle.config import EagleConfig, check_version, layer_ids, parse_own
+
+LAYOUTS = ("paceline", "eagle", "nxd", "speculators")
+EMBEDDING, HEAD, OFFSETS, MASK = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
+
+# Prefixes of the layer, and of the fc of version 1, by layout and version.
+_LAYER = {
+    ("paceline", 1): "layer.",
+    ("paceline", 3): "layer.",
+    ("eagle", 1): "layers.0.",
+    ("eagle", 3): "midlayer.",
+    ("nxd", 1): "layers.0.",
+    ("nxd", 3): "midlayer.",
+    ("speculators", 1): "transformer.",
+    ("speculators", 3): "layers.0.",
+}
+_REFUSED = ("embedding_layernorm.weight", "pre_lm_head_layernorm.weight", "embed_layernorm.weight", "input_norm.weight")
+_TOKENS = 4  # a round, where the reader of a written head is not told how many; a chain's default here too
+# Saved by some trainers, without a meaning for drafting.
+_HARMLESS = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
+
+
+def layout_of(config: Fields, names: Iterable[str]) -> tuple[str, int]:
+    """Which layout a checkpoint is in, and the version of its head.
+
+    Raises:
+        CheckpointError: these are no tensors of an EAGLE head.
+    """
+    found = set(names)
+    if "paceline_eagle" in config.values:
+        version = config.integer("version")
+        check_version(version)
+        return "paceline", version
+    kind = config.values.get("speculators_model_type")
+    if kind is not None:
+        if kind not in ("eagle", "eagle3"):
+            raise UnknownArchitectureError(
+                f"{config.where}: speculators_model_type {kind!r} is not supported; supported: eagle, eagle3"
+            )
+        return "speculators", 3 if kind == "eagle3" else 1
+    if "fc.weight" not in found:
+        raise CheckpointError(f"{config.where}: the weights beside it hold no fc.weight, so this is no EAGLE head")
+    if any(name.startswith("midlayer.") for name in found):
+        return "eagle", 3
+    if OFFSETS in found or "layers.0.hidden_norm.weight" in found:
+        return "speculators", 3
+    return ("nxd" if HEAD in found else "eagle"), 1
+
+
+def own_name(name: str, layout: str, version: int) -> str | None:
+    """Our name of a tensor; None if it means nothing here.
+
+    Raises:
+        UnknownArchitectureError: a norm that heads here do not have.
+    """
+    if name in _REFUSED:
+        raise UnknownArchitectureError(
+            f"the tensor {name} belongs to a variant of EAGLE with more norms, which is not supported; "
+            "use a head without it"
+        )
+    if any(name.endswith(end) for end in _HARMLESS):
+        return None
+    if layout == "speculators" and version == 1 and name.startswith("fusion_fc."):
+        return name.replace("fusion_fc.", "fc.", 1)
+    prefix = _LAYER[layout, version]
+    if name.startswith(prefix):
+        return "layer." + name.removeprefix(prefix)
+    return name
+
+
+def foreign_name(name: str, layout: str, version: int) -> str:
+    """The name a layout has for one of our tensors."""
+    if name.startswith("layer."):
+        return _LAYER[layout, version] + name.removeprefix("layer.")
+    if layout == "speculators" and version == 1 and name.startswith("fc."):
+        return "fusion_" + name
+    return name
+
+
+def parse(config: Fields, layout: str, version: int, *, target: ModelConfig, names: Iterable[str]) -> EagleConfig:
+    """The configuration of a head in any layout. ``names`` are its tensors by our names."""
+    if layout == "paceline":
+        return parse_own(config)
+    nested = config.child("transformer_layer_config") if layout == "speculators" else config
+    if nested is None:
+        raise CheckpointError(f"{config.where}: transformer_layer_config is missing; download the file again")
+    if layout == "speculators" and config.flag("layernorms", False):
+        raise UnknownArchitectureError(f"{config.where}: layernorms = true is not supported; use a head without them")
+    sizes = ModelConfig.from_fields(Fields({"model_type": "llama", **nested.values}, nested.where))
+    present = set(names)
+    # EAGLE reads the streams before these layers; checkpoints may override them.
+    layers = layer_ids(config, "eagle_aux_hidden_state_layer_ids") or _nested_layers(config)
+    depth = target.num_layers
+    return EagleConfig(
+        version=version,
+        hidden_size=sizes.hidden_size,
+        intermediate_size=sizes.intermediate_size,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        rms_norm_eps=sizes.rms_norm_eps,
+        max_position_embeddings=sizes.max_position_embeddings,
+        rope=sizes.rope,
+        vocab_size=sizes.vocab_size,
+        draft_vocab_size=config.integer("draft_vocab_size", sizes.vocab_size) if version == 3 else sizes.vocab_size,
+        target_hidden_size=config.integer("target_hidden_size", target.hidden_size),
+        attention_bias=sizes.attention_bias,
+        mlp_bias=sizes.mlp_bias,
+        fc_bias="fc.bias" in present,
+        input_norm=version == 1 and "layer.input_layernorm.weight" in present,
+        norm_before_residual=version == 3 and config.flag("norm_before_residual", False),
+        layers=(layers or (2, depth // 2, depth - 3)) if version == 3 else (),
+    )
+
+
+def written(config: EagleConfig, layout: str, *, base: str = "") -> dict[str, object]:
+    """The config.json of a foreign layout. ``base``: name or path of the target, for speculators.
+
+    Raises:
+        ConfigurationError: the layout cannot say what this head needs.
+    """
+    if layout not in LAYOUTS:
+        raise ConfigurationError(f"layout={layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
+    if config.norm_before_residual and layout != "speculators":
+        raise ConfigurationError(f"layout {layout!r} has no norm_before_residual; use 'paceline' or 'speculators'")
+    sizes = _sizes(config)
+    if layout != "speculators":
+        extra: dict[str, object] = {"bias": config.fc_bias}
+        if config.version == 3:
+            layers = {"eagle_aux_hidden_state_layer_ids": list(config.layers)}
+            extra = {"draft_vocab_size": config.draft_vocab_size, "eagle_config": layers}
+            if config.target_hidden_size != config.hidden_size:
+                extra["target_hidden_size"] = config.target_hidden_size
+        return {**sizes, **extra}
+    kind = "eagle3" if config.version == 3 else "eagle"
+    head: dict[str, object] = {
+        "architectures": [f"{kind.capitalize()}Speculator"],
+        "speculators_model_type": kind,
+        # vLLM does not load a head that lacks this.
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _TOKENS}],
+            "verifier": {"name_or_path": base or None, "architectures": ["LlamaForCausalLM"]},
+        },
+        "transformer_layer_config": sizes,
+    }
+    if config.version == 1:
+        return {**head, "layernorms": False, "fusion_bias": config.fc_bias}
+    return {
+        **head,
+        "draft_vocab_size": config.draft_vocab_size,
+        "norm_before_residual": config.norm_before_residual,
+        "target_hidden_size": config.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(config.layers),
+    }
+
+
+def _sizes(config: EagleConfig) -> dict[str, object]:
+    """Hugging Face's names of the layer's sizes."""
+    rope = {name: value for name, value in asdict(config.rope).items() if value not in (None, ())}
+    kind, theta = rope.pop("type"), rope.pop("theta")
+    rope.pop("max_position_embeddings")
+    found: dict[str, object] = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "num_hidden_layers": 1,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "attention_bias": config.attention_bias,
+        "mlp_bias": config.mlp_bias,
+        "rope_theta": theta,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    return found if kind == "default" else {**found, "rope_scaling": {"rope_type": kind, **rope}}
+
+
+def _nested_layers(config: Fields) -> tuple[int, ...] | None:
+    nested = config.child("eagle_config")
+    return None if nested is None else layer_ids(nested, "eagle_aux_hidden_state_layer_ids")

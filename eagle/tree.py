@@ -1,0 +1,247 @@
+"""How drafts grow from a head: a chain, a tree of fixed shape, or the dynamic tree of EAGLE-2.
+
+Each is a module inside a drafting graph: shapes never depend on data, only the parents of a dynamic tree do.
+Drafts are picked with the target's own noise of their position (coupled drafting): at any temperature the first child
+of a node is what the target would pick if it agreed with the head. Sources: EAGLE-2 (arXiv 2406.16858).
+A growth's ``rows`` are those of the head's cache that one call writes, from some row of the text on.
+Not here: the pass over committed pairs that comes first (`paceline.eagle.drafter`).
+
+Letters: B slots, n nodes of a level, H width of the head, U ids that can be drafted, V, N and D as ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core import noise, reduce, tree
+from paceline.core.errors import ConfigurationError
+from paceline.core.types import Outline, SamplingBatch
+from paceline.decoder.kernels.torch_kernels import Tree
+from paceline.eagle.head import EagleHead, Qkv
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The last committed pair, from which drafts grow.
+
+    hidden  [B, 1, H], what the head made of it; it predicts the first drafts
+    qkv     of that pair alone
+    row     [B] int32, its row of the cache
+    """
+
+    hidden: Tensor
+    qkv: Qkv
+    row: Tensor
+
+
+class Chain(nn.Module):
+    """``length`` tokens, each behind the one before; ``drawn`` from the head's law, for `Reject`, if asked for."""
+
+    def __init__(self, length: int, *, drawn: bool = False) -> None:
+        super().__init__()
+        self.outline, self.drawn = Outline.chain(length), drawn
+        self.rows = 1  # each by itself
+        self.name = f"chain {length}" + (", drawn" if drawn else "")
+
+    def forward(self, head: EagleHead, root: Root, sampling: SamplingBatch, reach: int) -> tuple[Tensor, ...]:
+        """-> drafts [B, N] int32 (and their law [B, N, V] if drawn)."""
+        hidden = root.hidden
+        drafts: list[Tensor] = []
+        laws: list[Tensor] = []
+        stream = noise.DRAFT if self.drawn else noise.TARGET
+        for step in range(self.outline.nodes):
+            if step:
+                row = head.row(root.row + step)
+                residual, qkv = head.project(drafts[-1], hidden, row.unsqueeze(1))
+                hidden = head.layer.finish(residual, head.attend(qkv, head.place(row, 1, reach=reach)))
+            logits = head.spread(head.logits(hidden)).contiguous()
+            drafts.append(head.kernels.choose(logits, _positions(root, step + 1), sampling, stream=stream))
+            if self.drawn:
+                laws.append(head.kernels.probabilities(logits, sampling))
+        return (torch.cat(drafts, 1), torch.cat(laws, 1)) if self.drawn else (torch.cat(drafts, 1),)
+
+
+class StaticTree(nn.Module):
+    """A tree of fixed shape: child r of a node is the head's r-th choice there."""
+
+    def __init__(self, parents: tuple[int, ...]) -> None:
+        super().__init__()
+        self.outline = tree.outline(parents)
+        self.name = f"tree {'.'.join(map(str, parents))}"
+        depths = (0, *tree.depths(parents))
+        inner = set(parents)
+        self.rows = len(inner)  # the root is one
+        rank = [parents[:node].count(parent) for node, parent in enumerate(parents)]
+        self._choices: list[int] = []
+        rows = {tree.ROOT: 0}  # of the beam's window
+        above, order = [tree.ROOT], []
+        for level in range(1, self.outline.depth + 1):
+            nodes = [n for n in range(len(parents)) if depths[n + 1] == level]
+            most = 1 + max(rank[n] for n in nodes)
+            self._choices.append(most)
+            self._fix(f"pick_{level}", [above.index(parents[n]) * most + rank[n] for n in nodes])
+            order += nodes
+            deeper = [n for n in nodes if n in inner]
+            self._fix(f"kept_{level}", [nodes.index(n) for n in deeper])
+            self._fix(f"owner_{level}", [above.index(parents[n]) for n in deeper])
+            self._fix(f"row_{level}", [rows[parents[n]] for n in deeper])
+            rows |= {n: len(rows) + i for i, n in enumerate(deeper)}
+            above = deeper
+        self._fix("order", [order.index(n) for n in range(len(parents))])
+
+    def _fix(self, name: str, values: list[int]) -> None:
+        self.register_buffer(name, torch.tensor(values, dtype=torch.int32))
+
+    def forward(self, head: EagleHead, root: Root, sampling: SamplingBatch, reach: int) -> tuple[Tensor, ...]:
+        """-> drafts [B, N] int32."""
+        beam, hidden, levels = Beam(head, root, reach), root.hidden, []
+        for level, most in enumerate(self._choices, 1):
+            _, picks = best(head, hidden, most, sampling=sampling, positions=_positions(root, level))
+            tokens = picks.flatten(1).index_select(1, self.get_buffer(f"pick_{level}"))
+            levels.append(tokens)
+            if level < len(self._choices):
+                kept, owner = (self.get_buffer(f"{name}_{level}") for name in ("kept", "owner"))
+                parents = self.get_buffer(f"row_{level}").expand(len(tokens), -1)
+                hidden = beam.extend(tokens.index_select(1, kept), hidden.index_select(1, owner), parents)
+        return (torch.cat(levels, 1).index_select(1, self.get_buffer("order")),)
+
+
+class DynamicTree(nn.Module):
+    """EAGLE-2: expand the ``width`` likeliest nodes of every level, then keep the ``nodes`` likeliest of all.
+
+    A node's worth is the product of the head's probabilities on its path; with noise, of the law behind the noise. A
+    child is never worth more than its parent and stands behind it, so what is kept is connected.
+    """
+
+    def __init__(self, nodes: int, *, depth: int, width: int) -> None:
+        super().__init__()
+        most = width + (depth - 1) * width * width
+        if min(nodes, depth, width) < 1 or not depth <= nodes <= most:
+            raise ConfigurationError(
+                f"a dynamic tree of depth {depth} and width {width} has {depth} to {most} nodes, not {nodes}"
+            )
+        self.outline = Outline(nodes, depth, None, dynamic=True)
+        self.rows = 1 + width * (depth - 1)  # the root and what is expanded; more than is kept if the tree is deep
+        self.width, self.name = width, f"dynamic {nodes} of depth {depth}, width {width}"
+        self.register_buffer("owner", torch.arange(width * width, dtype=torch.int32) // width)
+        self.register_buffer("same", torch.eye(width))
+
+    def forward(self, head: EagleHead, root: Root, sampling: SamplingBatch, reach: int) -> tuple[Tensor, ...]:
+        """-> drafts [B, N] int32, parents [B, N] int32."""
+        slots, width = len(root.row), self.width
+        beam, hidden = Beam(head, root, reach), root.hidden
+        # A product with the identity is exact, and what it gives is computed once: see `best`.
+        worth, tokens = best(head, hidden, width, sampling=sampling, positions=_positions(root))
+        worth, tokens = head.kernels.linear(worth, self.get_buffer("same")).squeeze(1), tokens.squeeze(1)
+        steps = torch.arange(width, dtype=torch.int32, device=tokens.device).expand(slots, -1)
+        ids, rows, hidden = steps, torch.zeros_like(steps), hidden.expand(-1, width, -1)
+        every = [(tokens, worth, torch.full_like(tokens, tree.ROOT))]
+        for level in range(2, self.outline.depth + 1):
+            hidden = beam.extend(tokens, hidden, rows)
+            more, picks = best(head, hidden, width, sampling=sampling, positions=_positions(root, level))
+            more = head.kernels.linear(more, self.get_buffer("same"))
+            value, token = (worth.unsqueeze(-1) + more).flatten(1), picks.flatten(1)
+            owner = self.get_buffer("owner").expand(slots, -1).to(torch.int64)
+            every.append((token, value, ids.gather(1, owner)))
+            if level < self.outline.depth:
+                worth, chosen = reduce.top(value, width)
+                chosen = chosen.to(torch.int64)
+                above = owner.gather(1, chosen)
+                rows = (above + (1 + (level - 2) * width)).to(torch.int32)
+                tokens, ids = token.gather(1, chosen), chosen.to(torch.int32) + (width + (level - 2) * width * width)
+                hidden = hidden.gather(1, above.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+        return kept(*(torch.cat(parts, 1) for parts in zip(*every, strict=True)), nodes=self.outline.nodes)
+
+
+Growth = Chain | StaticTree | DynamicTree
+
+
+class Beam:
+    """The inner nodes of a growing tree. Their queries, keys and values are kept, so that each is multiplied once.
+
+    A level's attention runs over the whole window again, from the root's row on, because a cache row's ancestors are
+    not the rows before it; that is cheap beside the products.
+    """
+
+    def __init__(self, head: EagleHead, root: Root, reach: int) -> None:
+        self._head, self._root, self._reach = head, root, reach
+        self._qkv = root.qkv
+        self._parents = torch.full_like(root.row, -1).unsqueeze(1)
+        self._level = 0
+
+    def extend(self, tokens: Tensor, hidden: Tensor, parents: Tensor) -> Tensor:
+        """Add a level. tokens [B, n], hidden [B, n, H] and rows ``parents`` [B, n] of their parents -> [B, n, H]."""
+        self._level += 1
+        head, count = self._head, tokens.shape[1]
+        stream, qkv = head.project(tokens, hidden, _positions(self._root, self._level - 1).expand(-1, count))
+        q, k, v = (torch.cat(pair, 1) for pair in zip(self._qkv, qkv, strict=True))
+        self._qkv = (q, k, v)
+        self._parents = torch.cat([self._parents, parents], 1)
+        tree_ = Tree.of(self._parents)
+        place = head.place(self._root.row, self._parents.shape[1], reach=self._reach, tree=tree_)
+        made: Tensor = head.layer.finish(stream, head.attend(self._qkv, place)[:, -count:])
+        return made
+
+
+def best(
+    head: EagleHead, hidden: Tensor, count: int, *, sampling: SamplingBatch, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The likeliest next tokens of nodes of one level. hidden [B, n, H], positions [B, 1] int32 of the drafted tokens.
+
+    -> worth [B, n, count], log-probabilities, with a temperature those of the law given the position's noise (without
+    top-k, top-p and min-p); tokens [B, n, count] int32, the target's ids, the first of them what a chain would take.
+    """
+    logits = head.logits(hidden)
+    left, at = head.spread(logits), positions.expand(-1, hidden.shape[1])
+    everything = torch.arange(left.shape[-1], dtype=torch.int32, device=left.device)
+    tokens: list[Tensor] = []
+    for _ in range(count):
+        # By the kernel, one after the other: a comparison of scores with their largest must not see them computed
+        # twice, and a compiler may do that, with other roundings.
+        tokens.append(head.kernels.choose(left.contiguous(), at.contiguous(), sampling).unsqueeze(-1))
+        left = torch.where(everything == tokens[-1], reduce.NEGATIVE, left)
+    picks = torch.cat(tokens, -1)
+    temperature = sampling.knobs[:, :1].unsqueeze(-1)
+    hot = temperature > 0
+    rows = noise.row_keys(sampling.keys, positions, noise.TARGET)
+    scores = logits / torch.where(hot, temperature, 1.0)
+    scores = scores + torch.where(hot, gumbel(noise.bits(rows, head.ids)), 0.0)
+    high = scores.amax(-1, keepdim=True)
+    total = high + (scores - high).exp().sum(-1, keepdim=True).log()
+    places = head.places[picks].clamp(max=scores.shape[-1] - 1).to(torch.int64)
+    return (scores.gather(-1, places) - total).clamp(max=0.0), picks
+
+
+def gumbel(word: Tensor) -> Tensor:
+    """`noise.gumbel_of_bits` in plain float32, right to some 1e-5, which a guess does not mind; it needs no table."""
+    upper = word < 0
+    folded = torch.where(upper, ~word, word)
+    small = (folded >> 8).to(torch.float32) * 2.0**-24 + 2.0**-25
+    # log1p by its series where 1 - small would be rounded away: not every compiler is known to have log1p.
+    near = small * (1.0 + small * (0.5 + small * (1.0 / 3.0)))
+    lower = torch.where(small < 1.0 / 64.0, near, -torch.log(-(small - 1.0)))
+    return -torch.where(upper, -torch.log(small), lower).log()
+
+
+def kept(tokens: Tensor, worth: Tensor, parents: Tensor, *, nodes: int) -> tuple[Tensor, Tensor]:
+    """The ``nodes`` worthiest of all candidates, in the order they were made, so that parents come first.
+
+    tokens, parents [B, M] int32 (-1 = the root), worth [B, M] -> tokens, parents [B, nodes] int32
+    """
+    chosen = reduce.largest(worth, torch.full_like(worth[:, 0], float(nodes)))
+    rank = chosen.to(torch.float32).cumsum(-1) - 1.0
+    above = rank.gather(1, parents.clamp(min=0).to(torch.int64))
+    above = torch.where(parents < 0, float(tree.ROOT), above)
+    wanted = torch.arange(nodes, dtype=torch.float32, device=worth.device).view(1, -1, 1)
+    mine = ((rank.unsqueeze(1) == wanted) & chosen.unsqueeze(1)).to(torch.float32)
+    found = [(mine * x.to(torch.float32).unsqueeze(1)).sum(-1).to(torch.int32) for x in (tokens, above)]
+    before = torch.arange(-1, nodes - 1, dtype=torch.int32, device=worth.device)
+    return found[0], torch.where(found[1] < before, found[1], before)
+
+
+def _positions(root: Root, ahead: int = 1) -> Tensor:
+    """Position of the token ``ahead`` places behind the last committed one. [B, 1] int32"""
+    return (root.row + (1 + ahead)).unsqueeze(1)

@@ -1,0 +1,131 @@
+"""Medusa heads: from one state of the target to the logits of several tokens ahead.
+
+A head is a number of residual blocks, x + silu(W x + b), then a projection to the vocabulary: its own, or the
+target's output layer. Holds weights only: which tokens are picked is `paceline.medusa.drafter`, training
+`paceline.medusa.training`, files `paceline.medusa.checkpoint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import MissingWeightsError, WeightShapeError, WeightValueError
+from paceline.decoder.parallel.collectives import Alone, Collectives
+from paceline.decoder.parallel.vocab_parallel import whole
+from paceline.medusa.config import MedusaConfig
+
+Linear = Callable[[Tensor, Tensor], Tensor]
+"""x [..., in], weight [out, in] -> [..., out]"""
+
+
+class Block(nn.Module):
+    """One residual block."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = _unknown((width, width), dtype)
+        self.bias = _unknown((width,), dtype)
+
+    def forward(self, x: Tensor, linear: Linear) -> Tensor:
+        return x + nn.functional.silu(linear(x, self.weight) + self.bias)
+
+
+class Projection(nn.Module):
+    """A vocabulary projection of a head's own."""
+
+    def __init__(self, config: MedusaConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = _unknown((config.vocab_size, config.hidden_size), dtype)
+
+
+class Head(nn.Module):
+    """Blocks, and a projection unless the heads are tied."""
+
+    def __init__(self, config: MedusaConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(config.hidden_size, dtype) for _ in range(config.layers))
+        self.projection = None if config.tied else Projection(config, dtype)
+
+    def forward(self, x: Tensor, linear: Linear) -> Tensor:
+        for block in self.blocks:
+            x = block(x, linear)
+        return x
+
+
+class Heads(nn.Module):
+    """All heads. Weights are NaN until `fill` has set every one of them.
+
+    ``output``  [V, H], the target's output layer: the very parameter, which is not copied and not saved; of a target
+                that is divided over ``group``, this rank's rows of it
+    """
+
+    def __init__(
+        self, config: MedusaConfig, output: nn.Parameter, dtype: torch.dtype, *, group: Collectives | None = None
+    ) -> None:
+        super().__init__()
+        self._group: Collectives = group or Alone()
+        if tuple(output.shape) != (-(-config.vocab_size // self._group.degree), config.hidden_size):
+            raise WeightShapeError(
+                f"the heads are for a target with an output layer of {[config.vocab_size, config.hidden_size]}, and "
+                f"this target's is {list(output.shape)}; give the heads that were trained for it"
+            )
+        self.config = config
+        self.heads = nn.ModuleList(Head(config, dtype) for _ in range(config.heads))
+        if config.tied:
+            self.output = output
+
+    def forward(self, states: Tensor, linear: Linear, used: int | None = None) -> Tensor:
+        """states [B, H] float32 -> logits [B, used, V] float32 of the first ``used`` heads; None = all of them."""
+        heads = list(self.heads)[:used]
+        ahead = torch.stack([head(states, linear) for head in heads], 1)
+        if self.config.tied:
+            return self.project(0, ahead, linear)
+        return torch.cat([self.project(i, ahead[:, i : i + 1], linear) for i in range(len(heads))], 1)
+
+    def project(self, index: int, x: Tensor, linear: Linear) -> Tensor:
+        """What the blocks of one head made of a state, [..., H] -> its logits [..., V]."""
+        if self.config.tied:
+            return whole(linear(x, self.output), self.config.vocab_size, self._group)
+        return linear(x, self.get_parameter(f"heads.{index}.projection.weight"))
+
+    def own(self) -> dict[str, nn.Parameter]:
+        """The heads' own parameters by name, the target's output layer left out."""
+        return {name: p for name, p in self.named_parameters() if name != "output"}
+
+    @torch.no_grad()
+    def fill(self, weights: dict[str, Tensor]) -> None:
+        """Copy weights in.
+
+        Raises:
+            MissingWeightsError, WeightShapeError, WeightValueError: not every tensor is there, and sound.
+        """
+        for name, parameter in self.own().items():
+            if name not in weights:
+                raise MissingWeightsError(f"the Medusa heads lack {name}; take the checkpoint in full")
+            given = weights[name]
+            if given.shape != parameter.shape:
+                raise WeightShapeError(
+                    f"{name} of the Medusa heads has shape {list(given.shape)}, and must have {list(parameter.shape)}; "
+                    "give heads that were trained for this target"
+                )
+            parameter.copy_(given)
+            if not bool(torch.isfinite(parameter).all()):
+                raise WeightValueError(
+                    f"{name} of the Medusa heads holds NaN, infinity or values beyond {parameter.dtype}; take the "
+                    "checkpoint again, or load the target with amp='f32'"
+                )
+
+
+def fresh(config: MedusaConfig, output: nn.Parameter) -> Heads:
+    """Heads to begin training with, in float32: blocks that do nothing, projections that are the target's."""
+    made = Heads(config, output, torch.float32)
+    start = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
+    made.fill({name: output.detach() if name.endswith("projection.weight") else x for name, x in start.items()})
+    return made
+
+
+def _unknown(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.full(shape, float("nan"), dtype=dtype), requires_grad=False)

@@ -1,0 +1,168 @@
+"""Static token trees as Medusa writes them: a list of choices, each the path of ranks from the root to a node.
+
+`[0, 2]` is the third best token of the second head behind the best of the first. A tree is valid when every prefix of
+a choice is one too, no choice is longer than there are heads, and no rank is as large as the number of tokens looked
+at. Nodes are numbered in Medusa's order: shorter choices first, then by ranks; node 0 is the root, the last committed
+token. Not here: which tree is a good one (`paceline.medusa.search`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.weights.atomic_write import storing
+
+TOP = 10
+"""Tokens of each head that Medusa's index tables have room for."""
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeBuffers:
+    """Medusa's own tables of a tree of n nodes, as lists; row and column 0 are the root.
+
+    attention_mask    [n + 1][n + 1], 1 where a node (row) sees a node (column): itself, the root and its ancestors
+    tree_indices      [n + 1], place of a node's token in (root, best `TOP` of head 0, best `TOP` of head 1, ...)
+    position_ids      [n + 1], depth
+    retrieve_indices  a row of nodes from the root to each leaf, filled up with -1
+    """
+
+    attention_mask: list[list[int]]
+    tree_indices: list[int]
+    position_ids: list[int]
+    retrieve_indices: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """A valid tree, its choices in node order.
+
+    Raises:
+        ConfigurationError: the tree is empty, or a choice is not valid.
+    """
+
+    paths: tuple[Ranks, ...]
+
+    def __post_init__(self) -> None:
+        if not self.paths:
+            raise ConfigurationError("a Medusa tree has no choices; give at least [[0]]")
+        known = set(self.paths)
+        if len(known) < len(self.paths):
+            twice = next(path for i, path in enumerate(self.paths) if path in self.paths[:i])
+            raise ConfigurationError(f"the choice {list(twice)} is in the tree twice; take one of them out")
+        for path in self.paths:
+            if not path or min(path) < 0:
+                raise ConfigurationError(f"{list(path)} is no choice; a choice is a list of ranks from 0 on, not empty")
+            if len(path) > 1 and path[:-1] not in known:
+                raise ConfigurationError(
+                    f"the choice {list(path)} hangs in the air: {list(path[:-1])} is not in the tree; add it"
+                )
+        assert self.paths == tuple(sorted(self.paths, key=_order)), "made by `of`, which sorts"
+
+    @classmethod
+    def of(cls, choices: Iterable[object]) -> Choices:
+        """A tree from choices in any order, as lists of ranks.
+
+        Raises:
+            ConfigurationError: something in them is not valid.
+        """
+        paths = []
+        for choice in choices:
+            if not isinstance(choice, list | tuple):
+                raise ConfigurationError(f"{choice!r} is no choice; a choice is a list of ranks, such as [0, 2]")
+            if any(isinstance(rank, bool) or not isinstance(rank, int) for rank in choice):
+                raise ConfigurationError(f"the choice {list(choice)} holds something else than whole numbers")
+            paths.append(tuple(choice))
+        return cls(tuple(sorted(paths, key=_order)))
+
+    @classmethod
+    def chain(cls, length: int) -> Choices:
+        """The best token of every head."""
+        return cls(tuple((0,) * depth for depth in range(1, length + 1)))
+
+    @classmethod
+    def read(cls, path: Path) -> Choices:
+        """A tree from a JSON file: a list of choices, or an object with such a list under "choices".
+
+        Raises:
+            ConfigurationError: the file cannot be read as one.
+        """
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigurationError(f"{path} is no tree ({error}); give JSON such as [[0],[0,0],[1]]") from error
+        listed = value.get("choices") if isinstance(value, dict) else value
+        if not isinstance(listed, list):
+            raise ConfigurationError(f'{path} holds no list of choices; give [[0],[0,0],[1]] or {{"choices": [...]}}')
+        return cls.of(listed)
+
+    def write(self, path: Path) -> None:
+        """Write the list of choices as JSON."""
+        with storing(path):
+            path.write_text(json.dumps([list(choice) for choice in self.paths]) + "\n", encoding="utf-8")
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def depth(self) -> int:
+        """Length of the longest choice: heads that are used."""
+        return len(self.paths[-1])
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """For every head that is used, how many of its best tokens are looked at."""
+        return tuple(1 + max(path[level] for path in self.paths if len(path) > level) for level in range(self.depth))
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Parent of every node, in the numbering of `paceline.core.tree`: 0 is the first choice, -1 the root."""
+        place = {path: index for index, path in enumerate(self.paths)}
+        return tuple(place[path[:-1]] if len(path) > 1 else -1 for path in self.paths)
+
+    def check(self, *, heads: int, top: int) -> None:
+        """Raise ConfigurationError unless ``heads`` heads and their best ``top`` tokens are enough for this tree."""
+        if self.depth > heads:
+            raise ConfigurationError(
+                f"the tree is {self.depth} deep, such as {list(self.paths[-1])}, and there are {heads} heads; take a "
+                "tree for fewer heads (`paceline tree` makes one), or heads with more"
+            )
+        if max(self.widths) > top:
+            raise ConfigurationError(
+                f"the tree asks for rank {max(self.widths) - 1}, and only the best {top} tokens of a head are looked "
+                "at; take a narrower tree"
+            )
+
+
+def tree_buffers(choices: Iterable[Sequence[int]]) -> TreeBuffers:
+    """Medusa's tables for a tree, to convert and to compare with other implementations.
+
+    Raises:
+        ConfigurationError: the choices are no valid tree, or a rank is `TOP` or more, which the tables cannot hold.
+    """
+    tree = Choices.of(choices)
+    tree.check(heads=tree.depth, top=TOP)
+    node = {path: index + 1 for index, path in enumerate(tree.paths)}
+    size = len(tree) + 1
+    seen = [[0] * size for _ in range(size)]
+    seen[0][0] = 1
+    for path, row in node.items():
+        for column in (0, *(node[path[:length]] for length in range(1, len(path) + 1))):
+            seen[row][column] = 1
+    indices = [0, *(path[-1] + TOP * (len(path) - 1) + 1 for path in tree.paths)]
+    inner = {path[:-1] for path in tree.paths}
+    leaves = [path for path in sorted(tree.paths, key=_order, reverse=True) if path not in inner]
+    rows = [[0, *(node[path[:length]] for length in range(1, len(path) + 1))] for path in leaves]
+    width = tree.depth + 1
+    return TreeBuffers(
+        seen, indices, [0, *(len(path) for path in tree.paths)], [row + [-1] * (width - len(row)) for row in rows]
+    )
+
+
+def _order(path: Ranks) -> tuple[int, Ranks]:
+    return len(path), path

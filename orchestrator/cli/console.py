@@ -1,0 +1,205 @@
+"""What is shown on a terminal: streamed text, tables, one-line errors. Not here: progress (`paceline.cli.progress`)."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from paceline.cli.progress import GraphTime
+from paceline.core.errors import PacelineError
+from paceline.outputs import Event, Statistics
+from paceline.text.tokenizer import Detokeniser, Tokenizer
+
+REFUSED = 2
+"""Exit status of a command that cannot do what it was asked."""
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""Why nothing more can be written. In files that is a `StorageError`, so what is left are the standard streams."""
+
+_DRAFTED, _OWN, _PROMPT = "bold green", "", "dim"
+_MARKS = ("\u2039", "\u203a")  # single angle quotation marks, rare in code
+
+
+def out() -> Console:
+    """Where results go."""
+    return Console(highlight=False)
+
+
+def err() -> Console:
+    """Where everything else goes."""
+    return Console(stderr=True, highlight=False)
+
+
+class Commands(TyperGroup):
+    """Where results cannot be written (`> /dev/full`): one line, and exit status 1. Pipes nobody reads are typer's."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            with suppress(OSError):  # it may be the one that is full
+                say(err(), f"error: the output cannot be written ({error.strerror})", style="red")
+            for stream in (sys.stdout, sys.stderr):
+                _forget(stream)
+            sys.exit(1)
+
+
+def _forget(stream: Any) -> None:
+    """Nothing of what waits to be written is tried again when Python ends, which would say so in lines of its own."""
+    with suppress(OSError, ValueError):  # it is no file
+        hole = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(hole, stream.fileno())
+        os.close(hole)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Turn our errors into one line and exit status 2, without a traceback."""
+    try:
+        yield
+    except PacelineError as error:
+        say(err(), "error: " + " ".join(str(error).split()), style="red")
+        raise typer.Exit(REFUSED) from error
+
+
+def say(console: Console, line: str, *, style: str = "") -> None:
+    """One line of plain text, however long."""
+    console.print(Text(line, style=style), soft_wrap=True)
+
+
+class TextView:
+    """Writes a text as its tokens come, drafted ones in another style than the target's own.
+
+    On a terminal styles tell them apart, bold as well as colour. Elsewhere the bare text is written, byte for byte, or,
+    with ``marks``, the drafted parts between quotation marks.
+    """
+
+    def __init__(self, console: Console, tokenizer: Tokenizer, prompt: Sequence[int], *, marks: bool = False) -> None:
+        self._console, self._text = console, Detokeniser(tokenizer, prompt)
+        self._marks = marks and not console.is_terminal
+        self._open = False
+
+    def prompt(self, text: str) -> None:
+        """The prompt, dimmed."""
+        self._write(text, _PROMPT)
+
+    def show(self, event: Event) -> str:
+        """The tokens of an event; returns their text."""
+        pieces = []
+        for index, token in enumerate(event.tokens):
+            drafted = index < event.accepted
+            pieces.append(self._piece(self._text.push(token), drafted=drafted))
+        if event.finish_reason is not None:
+            pieces.append(self._piece(self._text.flush(), drafted=False))
+            self._mark(drafted=False)
+        return "".join(pieces)
+
+    def legend(self) -> str:
+        """What the styles mean."""
+        if self._marks:
+            return f"{_MARKS[0]}drafted and accepted{_MARKS[1]}, the rest is the target's own"
+        return f"[{_DRAFTED}]bold green[/]: drafted and accepted; plain: the target's own"
+
+    def _piece(self, text: str, *, drafted: bool) -> str:
+        if text:
+            self._mark(drafted=drafted)
+            self._write(text, _DRAFTED if drafted else _OWN)
+        return text
+
+    def _mark(self, *, drafted: bool) -> None:
+        if self._marks and drafted != self._open:
+            self._open = drafted
+            self._write(_MARKS[0] if drafted else _MARKS[1], _OWN)
+
+    def _write(self, text: str, style: str) -> None:
+        if self._console.is_terminal:
+            self._console.print(Text(_harmless(text), style=style), end="", soft_wrap=True)
+        else:
+            self._console.file.write(text)
+        self._console.file.flush()
+
+
+def statistics_table(statistics: Statistics, seconds: float | None = None) -> Table:
+    """Counts and times of a generation."""
+    table = Table("what", "value", title="statistics")
+    rows = {
+        "new tokens": str(statistics.new_tokens),
+        "rounds": str(statistics.rounds),
+        "drafted, accepted": f"{statistics.drafted}, {statistics.accepted} ({statistics.acceptance_rate:.0%})",
+        "accepted by position": by_position(statistics) or "-",
+        "tokens per round (tau)": f"{statistics.tau:.2f}",
+        "seconds in prefill": f"{statistics.prefill_seconds:.3f}",
+        "seconds in drafting": f"{statistics.draft_seconds:.3f}",
+        "seconds in verification": f"{statistics.verify_seconds:.3f}",
+        "seconds on the host": f"{statistics.host_seconds:.3f}",
+    }
+    if statistics.rungs:
+        taken = Counter(statistics.rungs)
+        rows["rounds at each depth"] = ", ".join(f"{depth}: {taken[depth]}" for depth in sorted(taken))
+    warning = not_the_target_s(statistics.acceptor)
+    if warning is not None:
+        rows["acceptance rule"] = f"{statistics.acceptor}, {warning}"
+    if seconds:
+        rows["tokens/s, prefill included"] = f"{statistics.new_tokens / seconds:.1f}"
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def not_the_target_s(acceptor: str) -> str | None:
+    """What has to stand beside a text that does not follow the target's law; None if it does."""
+    return {
+        "simulated": "NOT REAL TEXT: acceptance was simulated, to measure speed",
+        "typical": "LOSSY: above temperature 0 the text does not follow the target's law",
+    }.get(acceptor)
+
+
+def by_position(statistics: Statistics) -> str:
+    """Share of the proposals whose first, second, ... token was accepted."""
+    pairs = zip(statistics.accepted_per_position, statistics.drafted_per_position, strict=True)
+    return "  ".join(f"{accepted / drafted:.0%}" for accepted, drafted in pairs if drafted)
+
+
+def graphs_table(graphs: Sequence[GraphTime]) -> Table:
+    """What was made and how long each graph took."""
+    table = Table("decoder", "graph", "seconds", "", title="graphs")
+    for one in graphs:
+        table.add_row(
+            one.owner, Text(one.graph), f"{one.seconds:.1f}", "compiled" if one.compiled else "from the cache"
+        )
+    return table
+
+
+def values_table(title: str, values: Mapping[str, object]) -> Table:
+    """Any nested mapping, one line for each leaf."""
+    table = Table("what", "value", title=title)
+    for name, value in _leaves(values, ""):
+        table.add_row(Text(name), Text(f"{value:.4g}" if isinstance(value, float) else str(value)))
+    return table
+
+
+def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, value
+
+
+def _harmless(text: str) -> str:
+    """Model output is untrusted: no control character but newline and tab reaches a terminal."""
+    return "".join("\ufffd" if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)

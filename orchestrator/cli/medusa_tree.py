@@ -1,0 +1,132 @@
+"""`paceline tree` and `paceline convert-medusa`: trees for Medusa heads, and their file formats."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+
+from paceline.auto import AutoDecoder, SamplingDecoder
+from paceline.cli import console, progress, prompt_files
+from paceline.cli.train import results, token_stream
+from paceline.core.errors import ConfigurationError, PromptError
+from paceline.generator import SpeculativeGenerator
+from paceline.medusa import accuracy, checkpoint, corpus, search
+from paceline.medusa.corpus import FrozenTarget, Windows
+from paceline.medusa.drafter import MedusaDrafter
+from paceline.outputs import GenerationResult
+from paceline.text.tokenizer import load_tokenizer, prompt_ids
+
+_PROMPT = 64  # tokens of a prompt that is cut out of data
+
+
+app = typer.Typer(help="Trees and files of Medusa heads.", add_completion=False)
+
+
+@app.command()
+def tree(
+    target: Annotated[Path, typer.Option(help="Folder of the target.")],
+    medusa: Annotated[Path, typer.Option(help="Folder of the heads.")],
+    out: Annotated[Path, typer.Option(help="File for the choices.")],
+    nodes: Annotated[int, typer.Option(help="Nodes of the tree.")] = 64,
+    prompts: Annotated[Path | None, typer.Option(help='JSON lines, each with a "prompt", to measure on.')] = None,
+    data: Annotated[list[Path] | None, typer.Option(help="Or text to cut prompts from, or .bin; repeatable.")] = None,
+    count: Annotated[int, typer.Option(help="How many texts.")] = 48,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens of a text.")] = 128,
+    backend: Annotated[str, typer.Option(help="inductor (compiled, CPU) or eager.")] = "inductor",
+    amp: Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")] = "bf16",
+) -> None:
+    """Build the best tree of so many nodes for the accuracy of heads, measured on the target's own greedy text.
+
+    Half of the texts are for the search. The other half is decoded with the tree, to see whether the expectation
+    holds. The last line of stdout is a JSON object with both.
+    """
+    with console.refusals():
+        if nodes < 1 or max_new_tokens < 1:
+            raise ConfigurationError(f"--nodes {nodes} and --max-new-tokens {max_new_tokens} must be at least 1")
+        if out.is_dir():
+            raise ConfigurationError(f"{out} is a folder; give a file for the choices")
+        rows = _prompts(target, prompts, data, count=count) if count > 1 else []
+        if len(rows) < 2:
+            raise ConfigurationError("give at least two texts: one half to search with, one half to check on")
+        results(out.parent)
+        with progress.loading(console.err(), target) as report:
+            decoder = AutoDecoder.from_pretrained(
+                target, n_positions=max(map(len, rows)) + max_new_tokens, amp=amp, backend=backend, progress=report
+            )
+        searched, checked = rows[::2], rows[1::2]
+        found, single = _search(decoder, target, medusa, rows=searched, nodes=nodes, length=max_new_tokens)
+        found.choices.write(out)
+        drafter = MedusaDrafter.from_pretrained(medusa, decoder, tree=found.choices)
+        taus = _run(decoder, drafter, checked, length=max_new_tokens)
+    figures = {
+        "nodes": len(found.choices),
+        "depth": found.choices.depth,
+        "expected_tau": round(found.tau, 3),
+        "expected_tau_if_heads_were_independent": round(1 + single, 3),
+        "measured_tau": round(statistics.fmean(taus), 3),
+        "standard_error": round(statistics.stdev(taus) / len(taus) ** 0.5, 3) if len(taus) > 1 else None,
+        "texts": [len(searched), len(checked)],
+    }
+    console.err().print(console.values_table("tree", figures))
+    typer.echo(json.dumps(figures))
+
+
+@app.command(name="convert-medusa")
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of Medusa heads, in any layout.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    target: Annotated[Path, typer.Option(help="Folder of the target the heads are for.")],
+    layout: Annotated[str, typer.Option(help="paceline, medusa or nxd.")] = "paceline",
+) -> None:
+    """Rewrite Medusa heads in another layout: ours, that of Medusa's own code, or that of NxD Inference."""
+    with console.refusals():
+        path = checkpoint.convert(source, results(out), layout=layout, output=FrozenTarget(target).output.detach())
+    console.say(console.out(), str(path))
+
+
+def _search(
+    decoder: SamplingDecoder, target: Path, medusa: Path, *, rows: list[list[int]], nodes: int, length: int
+) -> tuple[search.Found, float]:
+    """The tree, and what a search with independent heads would expect of it."""
+    frozen = FrozenTarget(target)
+    heads = checkpoint.heads(medusa, frozen.output, torch.float32)
+    windows = []
+    with progress.bar(console.err(), "measuring the heads", len(rows)) as shown:
+        for row in rows:
+            text = decoder.sample([row], max_new_tokens=length)
+            assert isinstance(text, Tensor)
+            windows.append(Windows(text, frozen.states(text), len(row) - 1))
+            shown.advance()
+    measured = accuracy.measure(heads, windows, frozen.output.detach())
+    best = search.best(search.by_places(measured.ranks, top=accuracy.TOP), nodes)
+    return best, search.expected(best.choices, search.by_heads(measured.top()))
+
+
+def _run(decoder: SamplingDecoder, drafter: MedusaDrafter, rows: list[list[int]], *, length: int) -> list[float]:
+    """Tokens a round of every text, decoded with the tree."""
+    generator = SpeculativeGenerator(drafter, decoder)
+    taus = []
+    with progress.bar(console.err(), "decoding with the tree", len(rows)) as shown:
+        for row in rows:
+            made = generator.sample([row], max_new_tokens=length, return_dict=True)
+            assert isinstance(made, GenerationResult)
+            taus.append(made.statistics.tau)
+            shown.advance()
+    return taus
+
+
+def _prompts(target: Path, file: Path | None, data: list[Path] | None, *, count: int) -> list[list[int]]:
+    if (file is None) == (not data):
+        raise PromptError("give texts to measure on with --prompts or with --data, one of them")
+    if file is None:
+        stream = token_stream(list(data or ()), target)
+        return [[int(token) for token in row] for row in corpus.cut(stream, count, _PROMPT, seed=1).tolist()]
+    tokenizer = load_tokenizer(target)
+    texts = prompt_files.prompts(file)[:count]
+    return [prompt_ids(tokenizer, text, f"prompt {index} of {file}") for index, text in enumerate(texts, start=1)]

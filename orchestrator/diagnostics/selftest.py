@@ -1,0 +1,161 @@
+"""`paceline selftest`: a tiny random model on a backend, compared with the plain reference on the CPU.
+
+It makes a report to read, or to send back from hardware we have not got. First come the integers behind the noise,
+because a device that computes them in floating point gives other tokens although every logit is right.
+"""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from paceline.auto import AutoDecoder, SamplingDecoder
+from paceline.core import noise
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.backends.base import BACKENDS, Graph, make
+from paceline.diagnostics import doctor
+from paceline.generator import SpeculativeGenerator
+from paceline.outputs import GenerationResult
+from paceline.sampler import Sampler
+
+VOCABULARY, POSITIONS = 512, 256
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18, 28]]
+NEW = 32
+K = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison: what, whether it held, what was seen, and how long it took (compilation included)."""
+
+    name: str
+    passed: bool
+    seen: str
+    seconds: float
+
+
+class NoiseStep(nn.Module):
+    """The integers that the noise is made of. (The rest of it is table look-ups, which sampled tokens show.)"""
+
+    def forward(self, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """keys [B, 2], positions [B, T] int32 -> random words [B, T, V] int32, uniform numbers [B, T]."""
+        ids = torch.arange(VOCABULARY, dtype=torch.int32, device=keys.device)
+        words = noise.bits(noise.row_keys(keys, positions, noise.TARGET), ids)
+        return words, noise.uniform(keys, positions, noise.ACCEPT)
+
+
+def known(backend: str) -> None:
+    """Raise ConfigurationError for a name that no backend has. One that cannot work here fails its checks."""
+    if backend not in BACKENDS:
+        raise ConfigurationError(f"backend={backend!r} is unknown; use one of {', '.join(BACKENDS)}")
+
+
+def run(backend: str) -> Iterator[Check]:
+    """Every check, one after the other. A check that raises has failed, and the others still run."""
+    yield _timed("noise", partial(_noise, backend))
+    with tempfile.TemporaryDirectory(prefix="paceline-selftest-") as folder:
+        target, draft = Path(folder) / "target", Path(folder) / "draft"
+        save_models(target, draft)
+        for amp in ("f32", "bf16"):
+            yield _timed(f"plain, {amp}", partial(_plain, backend, target, amp))
+        for fused in (False, True):
+            name = "fused" if fused else "two steps"
+            yield _timed(f"speculative, {name}", partial(_pair, backend, target, draft, fused=fused))
+
+
+def report(backend: str, checks: list[Check]) -> str:
+    """What to send back: the checks, then the machine they ran on, as `paceline doctor` sees it."""
+    head = f"backend {backend}, torch {torch.__version__}, {platform.platform()}"
+    rows = [f"{'ok  ' if c.passed else 'FAIL'} {c.name} ({c.seconds:.1f} s): {c.seen}" for c in checks]
+    return "\n".join([head, *rows, *(f"- {line.subject}: {line.text}" for line in doctor.examine())])
+
+
+def save_models(target: Path, draft: Path) -> None:
+    """A random target of two layers, and its first layer as the draft."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def model(layers: int) -> LlamaForCausalLM:
+        config = LlamaConfig(
+            vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=POSITIONS, tie_word_embeddings=False,
+            bos_token_id=None, eos_token_id=None, num_hidden_layers=layers,
+        )  # fmt: skip
+        return LlamaForCausalLM(config)
+
+    torch.manual_seed(0)
+    big, small = model(2), model(1)
+    for name, parameter in big.named_parameters():
+        mean, spread = (1.0, 0.1) if "norm" in name else (0.0, 0.05 if "layers.1." in name else 0.15)
+        nn.init.normal_(parameter, mean, spread)
+    small.load_state_dict(big.state_dict(), strict=False)
+    big.save_pretrained(target)
+    small.save_pretrained(draft)
+
+
+def _timed(name: str, check: Callable[[], tuple[bool, str]]) -> Check:
+    begin = perf_counter()
+    try:
+        passed, seen = check()
+    except Exception as error:  # on hardware we have not got, anything may fail, and a report must say what
+        passed, seen = False, f"{type(error).__name__}: {error}"
+    return Check(name, passed, seen, perf_counter() - begin)
+
+
+def _noise(backend: str) -> tuple[bool, str]:
+    keys = torch.tensor([[1, -7], [-(1 << 31), 5]], dtype=torch.int32)
+    positions = torch.tensor([[0, 1, 4095], [77, 1 << 20, 3]], dtype=torch.int32)
+    step = NoiseStep()
+    words, values = make(backend).compile(Graph("selftest noise", step, (keys, positions), {"graph": "noise"}), _quiet)(
+        keys, positions
+    )
+    wanted, wanted_values = step(keys, positions)
+    wrong = int((words != wanted).sum()), int((values != wanted_values).sum())
+    return wrong == (0, 0), f"{wrong[0]} of {words.numel()} words differ, {wrong[1]} values"
+
+
+def _plain(backend: str, target: Path, amp: str) -> tuple[bool, str]:
+    return _compared(_texts(_load(backend, target, amp)), _texts(_load("eager", target, amp)))
+
+
+def _pair(backend: str, target: Path, draft: Path, *, fused: bool) -> tuple[bool, str]:
+    pair = SpeculativeGenerator(_load(backend, draft, "f32"), _load(backend, target, "f32"), k=K, fused=fused)
+    passed, seen = _compared(_texts(pair), _texts(_load("eager", target, "f32")))
+    return passed, f"{seen}; {pair.statistics.tau:.2f} tokens a round"
+
+
+def _texts(source: Sampler) -> list[list[int]]:
+    """Greedy and sampled."""
+    cold = source.sample(PROMPTS, max_new_tokens=NEW, return_dict=True)
+    hot = source.sample(
+        PROMPTS, max_new_tokens=NEW, return_dict=True, do_sample=True, seed=11, temperature=1.1, top_k=40, top_p=0.95
+    )
+    results = [result for result in (cold, hot) if isinstance(result, GenerationResult)]
+    return [row for result in results for row in result.sequences.tolist()]
+
+
+def _compared(found: list[list[int]], wanted: list[list[int]]) -> tuple[bool, str]:
+    total = right = 0
+    for row, expected in zip(found, wanted, strict=True):
+        total += len(expected)
+        right += next((i for i, pair in enumerate(zip(row, expected, strict=False)) if len(set(pair)) > 1), len(row))
+    return found == wanted, f"{right} of {total} tokens stand before the first that differs from the reference"
+
+
+def _load(backend: str, folder: Path, amp: str) -> SamplingDecoder:
+    made = AutoDecoder.from_pretrained(
+        folder, batch_size=len(PROMPTS), n_positions=[POSITIONS], context_length_estimate=[16], amp=amp, backend=backend
+    )
+    made.announce = _quiet
+    return made
+
+
+def _quiet(_line: str) -> None:
+    """Compilations are part of the time a check takes, and not announced."""

@@ -1,0 +1,130 @@
+"""A round whose depth is chosen anew every time, among depths whose graphs are all compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.protocols import Drafter
+from paceline.core.types import PAD, Bounds, Commit, Done, Reading, Room, SamplingBatch
+from paceline.engine.draft_length import Pace
+from paceline.engine.engine import TimedRound
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """A round of one depth. ``width``: tokens that the commits it reads and makes have room for."""
+
+    round: TimedRound
+    width: int
+
+
+class Adaptive:
+    """Runs one of several rounds, all over the same decoders.
+
+    ``rungs`` maps a depth to the round that drafts so many tokens; at depth 0 nothing of the drafter runs but the note
+    it takes of every commit, so that it has no gap when its turn comes. ``rung`` is the depth of the last round.
+    ``drafter`` is that of all rungs.
+    ``rest``: a round of several plain steps, which takes the place of depth 0 while every text has room for them.
+
+    A rung reads commits as wide as its own: a drafter reads every row of them, those with no token too. What another
+    rung has committed beyond that is a commit of its own, which is observed before the round.
+    """
+
+    def __init__(self, rungs: Mapping[int, Rung], pace: Pace, *, drafter: Drafter, rest: Rung | None = None) -> None:
+        self.rungs, self._pace, self._drafter, self.rest = dict(rungs), pace, drafter, rest
+        self._one = next(iter(self.rungs.values())).round  # they share both sides: one reads prompts for all
+        self._seated: set[int] = set()
+        self.rung: int | None = None
+        self._nothing: Tensor | None = None  # limits of a round at depth 0
+        self._seen: tuple[Tensor, list[int]] | None = None  # the last limits: mostly the same object again
+        self._behind: set[int] = set()  # slots of which the drafter has commits to read
+
+    def __iter__(self) -> Iterator[Rung]:
+        """All that can be taken."""
+        yield from self.rungs.values()
+        if self.rest is not None:
+            yield self.rest
+
+    @property
+    def prefill_seconds(self) -> float:
+        return sum(one.round.prefill_seconds for one in self)
+
+    @property
+    def draft_seconds(self) -> float:
+        return sum(one.round.draft_seconds for one in self)
+
+    @property
+    def verify_seconds(self) -> float:
+        return sum(one.round.verify_seconds for one in self)
+
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        """Read a prompt on both sides."""
+        self._behind.discard(slot)
+        self._seated.add(slot)
+        return self._one.start(slot, prompt, sampling)
+
+    def release(self, slot: int) -> None:
+        """A request is gone from a slot."""
+        self._seated.discard(slot)
+        self._one.release(slot)
+
+    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
+        """One round, or some at the same depth."""
+        if self._seen is None or self._seen[0] is not bounds.limit:
+            self._seen = (bounds.limit, bounds.limit.tolist())
+        limits = self._seen[1]
+        rung = self.rung = self._pace.choose(max(limits))
+        taken = self.rungs[rung]
+        if rung == 0 and self.rest is not None and all(limits[slot] for slot in self._seated):
+            taken = self.rest
+        elif rung == 0 and any(limits):
+            self._nothing = torch.zeros_like(bounds.limit) if self._nothing is None else self._nothing
+            bounds = Bounds(self._nothing, bounds.rows)
+        early = None
+        if commit.tokens.shape[1] != taken.width:  # another rung's
+            early, commit = fitted(commit, taken.width)
+            if early is not None:
+                self._drafter.observe(early)
+        if bounds.room is not None:
+            room = Room(bounds.room.left, bounds.room.ends, self._pace.rounds)
+            bounds = Bounds(bounds.limit, bounds.rows, room)
+        done = taken.round(commit, sampling, bounds)
+        self._record(rung, limits, done, left=bounds.room.left if bounds.room else limits, early=early is not None)
+        return done
+
+    def _record(self, rung: int, limits: list[int], done: Done, *, left: list[int], early: bool) -> None:
+        """What rounds at this rung did. To read what was committed before is not what the first one takes."""
+        for number, told in enumerate(done.told):
+            asked = [min(rung, limit, max(0, room)) for limit, room in zip(limits, left, strict=True)]
+            late = any(asked[slot] for slot in self._behind) or (early and rung > 0 and number == 0)
+            if any(asked) or rung == 0:
+                accepted = [len(tokens) - 1 for tokens in told.tokens]
+                self._pace.record(rung, asked=asked, accepted=accepted, seconds=None if late else told.seconds)
+            if rung == 0:
+                self._behind = set(range(len(asked)))
+            elif self._behind:
+                self._behind = {slot for slot in self._behind if not asked[slot]}
+            left = [room - len(tokens) for room, tokens in zip(left, told.tokens, strict=True)]
+
+
+def fitted(commit: Commit, width: int) -> tuple[Commit | None, Commit]:
+    """A commit without features as one of another width, with its last tokens, and one of those before them.
+
+    The latter has ``count`` and ``start`` 0 in slots that need none, and is None if no slot needs one.
+    """
+    room = commit.tokens.shape[1]
+    if width > room:
+        return None, Commit(nn.functional.pad(commit.tokens, (0, width - room), value=PAD), commit.count, commit.start)
+    counts = commit.count.tolist()
+    if max(counts) <= width:
+        tokens = commit.tokens[:, :width].clone(memory_format=torch.contiguous_format)
+        return None, Commit(tokens, commit.count, commit.start)
+    before = (commit.count - width).clamp(min=0)
+    rows = [row[max(0, count - width) : count] for row, count in zip(commit.tokens.tolist(), counts, strict=True)]
+    last = torch.tensor([row + [PAD] * (width - len(row)) for row in rows], dtype=torch.int32)
+    early = Commit(commit.tokens, before, torch.where(before > 0, commit.start, 0))
+    return early, Commit(last, commit.count - before, commit.start + before)

@@ -1,0 +1,107 @@
+"""Makes graphs ahead of their first use, by running each once on tokens that mean nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+
+import torch
+
+from paceline.core.types import Bounds, Commit, Kept, Proposal, SamplingBatch
+from paceline.decoder import steps
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.engine.adaptive import Adaptive, fitted
+from paceline.engine.batch import Batch
+from paceline.engine.engine import Engine, TimedRound
+from paceline.engine.rounds import TwoStep
+from paceline.outputs import Statistics
+from paceline.target.verifier import CompiledVerifier
+
+
+def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
+    """Make the prefill graphs of all decoders, and those of a round with a proposal and without, in all buckets."""
+    target = decoders[0]
+    with ExitStack() as stack:
+        for decoder in decoders:
+            stack.enter_context(decoder.held_by(engine))
+        for decoder in decoders[1:]:
+            for start, size in gaps(decoder):
+                steps.prefill(decoder, 0, [0] * size, start=start, chunks=decoder.options.draft_chunks)
+        batch = Batch(engine.slots, engine.width, Statistics(), depth=0, reach=None, buckets=())
+        commit = batch.commit
+        sampling = SamplingBatch(batch.sampling.knobs[:1], batch.sampling.keys[:1])
+        for start, size in chunks(target):
+            # Through the round, which knows what the drafter reads of the target.
+            seen = engine.round.start(0, [0] * (start + size), sampling).features
+            if seen is not None:
+                commit = replace(commit, features=seen.new_zeros(engine.slots, engine.width, seen.shape[-1]))
+            engine.round.release(0)
+        for one, width, limits in _rounds(engine):
+            own = commit if width == engine.width else fitted(commit, width)[1]
+            for rows in lengths(target):
+                _run(one, own, sampling=batch.sampling, rows=rows, limits=limits)
+
+
+def _rounds(engine: Engine) -> Iterator[tuple[TimedRound, int, list[int]]]:
+    """Every round, the width of its commits, and limits that lead to all of its graphs."""
+    known = engine.round
+    if not isinstance(known, Adaptive):
+        yield known, engine.width, [0, engine.depth]
+        return
+    lowest = min(known.rungs)  # of all rungs, the one that is taken where nothing can be accepted
+    for depth, rung in known.rungs.items():
+        yield rung.round, rung.width, [depth] if depth != lowest else [0, depth] if depth else [0]
+    if known.rest is not None:
+        yield known.rest.round, known.rest.width, [engine.depth]
+
+
+def _run(one: TimedRound, commit: Commit, *, sampling: SamplingBatch, rows: int, limits: list[int]) -> None:
+    """A round over texts of that length."""
+    for limit in limits:
+        full = Bounds(torch.full_like(commit.count, limit), rows)
+        made = one(commit, sampling, full)
+        if isinstance(made.commit.features, Kept):  # the next round has another graph, which reads them there
+            one(replace(commit, features=made.commit.features), sampling, full)
+        if limit and isinstance(one, TwoStep):
+            _lengthen(one, commit, sampling=sampling, bounds=full, made=max(made.told[-1].drafted))
+
+
+def _lengthen(one: TwoStep, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds, made: int) -> None:
+    """Verify proposals as long as those that a drafter will make and has not ``made`` of tokens that mean nothing."""
+    reach = one.drafter.reach
+    if not isinstance(one.verifier, CompiledVerifier) or (reach is not None and bounds.rows > reach):
+        return
+    for outline in one.verifier.outlines:
+        if outline.is_chain and outline.nodes not in (0, made):
+            made_up = torch.zeros(len(commit.tokens), outline.nodes, dtype=torch.int32)
+            one.verifier(commit, Proposal(made_up), sampling, bounds)
+
+
+def chunks(decoder: CompiledDecoder) -> Iterator[tuple[int, int]]:
+    """First row and size of a chunk of a prompt, for every chunk size and every bucket it can end in."""
+    sizes, seen = decoder.options.chunks, set()
+    for start in range(0, decoder.n_positions - 1, sizes[-1]):
+        for chunk in sizes:
+            found = (chunk, decoder.reach(start + chunk))
+            if found not in seen:
+                seen.add(found)
+                yield start, min(chunk, decoder.n_positions - 1 - start)
+
+
+def gaps(draft: CompiledDecoder) -> Iterator[tuple[int, int]]:
+    """The same of a draft, which reads what it missed from any row on."""
+    for reach in draft.reaches:
+        for chunk in draft.options.draft_chunks:
+            if chunk <= reach:
+                yield reach - chunk, chunk
+
+
+def lengths(decoder: CompiledDecoder) -> Iterator[int]:
+    """Of texts in every bucket: the shortest, and one so long that a draft is already in its next bucket."""
+    before = 0
+    for reach in decoder.reaches:
+        yield before + 1
+        if reach - 1 > before + 1:
+            yield reach - 1
+        before = reach

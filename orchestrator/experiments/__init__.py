@@ -1,0 +1,1 @@
+"""Measurements: plain against speculative decoding in one run."""

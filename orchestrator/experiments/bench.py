@@ -1,0 +1,201 @@
+"""Tokens per second of a target and a draft, in every mode, beside Hugging Face's `generate`, in one run.
+
+Modes take turns on every prompt, so that a noisy machine slows them all; each figure is the median of the repeats
+(of one run for Hugging Face, whose runs take several times as long).
+Compiling and warming up are not measured. Not a test: nothing here passes or fails.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from paceline.cli.load import Loading
+from paceline.generator import SpeculativeGenerator
+from paceline.outputs import GenerationResult, Statistics
+from paceline.sampler import Sampler
+from paceline.text.tokenizer import load_tokenizer, prompt_ids
+
+Run = Callable[[list[int]], "Outcome"]
+DEFAULT = Loading("inductor", "bf16")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """New tokens of one prompt in one mode, and what it took."""
+
+    tokens: list[int]
+    statistics: Statistics | None = None
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Mode:
+    """A way to decode, and what was seen of it: for every prompt one outcome per repeat."""
+
+    name: str
+    run: Run
+    seen: list[list[Outcome]] = field(default_factory=list)
+
+    def tokens_per_second(self) -> float:
+        """New tokens of all prompts over the sum of their median times."""
+        times = [statistics.median(outcome.seconds for outcome in repeats) for repeats in self.seen]
+        return sum(len(repeats[0].tokens) for repeats in self.seen) / sum(times)
+
+    def summary(self) -> dict[str, object]:
+        """Plain values for JSON. A round's time is that of drafting and verifying, without the loop around it."""
+        found: dict[str, object] = {"tokens_per_second": round(self.tokens_per_second(), 2)}
+        counted = [[s for outcome in repeats if (s := outcome.statistics)] for repeats in self.seen]
+        firsts = [repeats[0] for repeats in counted if repeats]
+        rounds = sum(s.rounds for s in firsts)
+        if rounds:
+            found["tau"] = round(1 + sum(s.accepted for s in firsts) / rounds, 3)
+            found["acceptance_by_position"] = _by_position(firsts)
+            times = [
+                (s.draft_seconds + s.verify_seconds) / s.rounds for repeats in counted for s in repeats if s.rounds
+            ]
+            found["ms_per_round"] = round(1e3 * statistics.median(times), 3)
+        return found
+
+    def beside(self, other: Mode) -> dict[str, object]:
+        """How this mode compares with another one on the same prompts."""
+        pairs = zip(self.seen, other.seen, strict=True)
+        return {
+            "over_" + other.name: round(self.tokens_per_second() / other.tokens_per_second(), 3),
+            "texts_unlike_" + other.name: sum(a[0].tokens != b[0].tokens for a, b in pairs),
+        }
+
+
+def bench_pair(
+    target: str,
+    draft: str,
+    prompts: Sequence[str],
+    *,
+    k: Sequence[int] = (2, 4, 6),
+    max_new_tokens: int = 128,
+    loading: Loading = DEFAULT,
+    repeats: int = 3,
+) -> dict[str, object]:
+    """Measure plain, speculative (every k), n-gram and Hugging Face decoding, greedy, one prompt at a time.
+
+    ``loading`` is how both are loaded; positions and prefill graphs are made to fit the prompts. Plain decoding runs
+    several steps in a graph, which is faster than one by one; its time per round is that of one step.
+
+    Returns a JSON-ready dictionary: ``modes`` by name, ``best_k``, ratios, and whether all our modes gave the same
+    tokens (``identical``).
+    """
+    tokenizer = load_tokenizer(Path(target))
+    ids = [prompt_ids(tokenizer, prompt, f"prompt {index}") for index, prompt in enumerate(prompts, start=1)]
+    positions = max(len(row) for row in ids) + max_new_tokens
+    fitted = replace(loading, n_positions=positions, chunks=[max(map(len, ids))])
+    big, small = (fitted.decoder(Path(path)) for path in (target, draft))
+    plain = SpeculativeGenerator(None, big)
+    ngram = SpeculativeGenerator("ngram", big, k=max(k))
+    pairs = {n: SpeculativeGenerator(small, big, k=n) for n in k}
+    for generator in (plain, ngram, *pairs.values()):
+        generator.compile()
+    modes = [Mode("plain", generator_run(plain, max_new_tokens)), Mode("ngram", generator_run(ngram, max_new_tokens))]
+    modes += [Mode(f"speculative k={n}", generator_run(generator, max_new_tokens)) for n, generator in pairs.items()]
+    theirs = _hugging_face(target, draft, max_new_tokens)
+    take_turns(modes, ids, repeats, once=theirs)
+    return _report(modes, theirs, list(k))
+
+
+def take_turns(modes: list[Mode], rows: list[list[int]], repeats: int, *, once: Sequence[Mode] = ()) -> None:
+    """Run every prompt in every mode, ``repeats`` times; after a first run of each that does not count.
+
+    ``once``: modes that take so long that one run of a prompt must do.
+    """
+    for mode in [*modes, *once]:
+        mode.run(rows[0])
+    for row in rows:
+        for mode in [*modes, *once]:
+            mode.seen.append([])
+        for turn in range(repeats):
+            for mode in modes if turn else [*modes, *once]:
+                mode.seen[-1].append(_timed(mode.run, row))
+
+
+def _report(ours: list[Mode], theirs: list[Mode], k: list[int]) -> dict[str, object]:
+    speeds = {mode.name: mode.tokens_per_second() for mode in [*ours, *theirs]}
+    best = max(k, key=lambda n: speeds[f"speculative k={n}"])
+    fastest = speeds[f"speculative k={best}"]
+    texts = [[repeats[0].tokens for repeats in mode.seen] for mode in ours]
+    assisted = max(speed for name, speed in speeds.items() if name.startswith("transformers assisted"))
+    generate = max(speed for name, speed in speeds.items() if name.startswith("transformers generate"))
+    return {
+        "modes": {mode.name: mode.summary() for mode in [*ours, *theirs]},
+        "best_k": best,
+        "speculative_over_plain": round(fastest / speeds["plain"], 3),
+        "speculative_over_transformers_assisted": round(fastest / assisted, 3),
+        "plain_over_transformers_generate": round(speeds["plain"] / generate, 3),
+        "identical": all(text == texts[0] for text in texts),
+        "prompts": len(texts[0]),
+    }
+
+
+def generator_run(generator: Sampler, max_new_tokens: int, **law: object) -> Run:
+    """What generates so many tokens with a generator or a target, under a law given in ``sample``'s words."""
+
+    def run(row: list[int]) -> Outcome:
+        result = generator.sample([row], max_new_tokens=max_new_tokens, return_dict=True, **law)  # type: ignore[arg-type]
+        assert isinstance(result, GenerationResult)
+        return Outcome(result.sequences[0, len(row) : result.lengths[0]].tolist(), result.statistics)
+
+    return run
+
+
+def _hugging_face(target: str, draft: str, max_new_tokens: int) -> list[Mode]:
+    """`generate` alone and with an assistant, in both number formats: which is faster depends on the machine."""
+    modes = []
+    for name, dtype in (("bf16", torch.bfloat16), ("f32", torch.float32)):
+        big, small = (
+            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
+            for path in (target, draft)
+        )
+        for model in (big, small):
+            if not model.generation_config.eos_token_id:  # an empty list of ids, which `generate` cannot take
+                model.generation_config.eos_token_id = None
+        modes.append(Mode(f"transformers generate {name}", _theirs(big, None, max_new_tokens)))
+        modes.append(Mode(f"transformers assisted {name}", _theirs(big, small, max_new_tokens)))
+    return modes
+
+
+def _theirs(model: PreTrainedModel, assistant: PreTrainedModel | None, max_new_tokens: int) -> Run:
+    def run(row: list[int]) -> Outcome:
+        ids = torch.tensor([row])
+        with torch.no_grad():
+            out = model.generate(  # type: ignore[operator]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                assistant_model=assistant,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+            )
+        return Outcome(out[0, len(row) :].tolist())
+
+    return run
+
+
+def _timed(run: Run, row: list[int]) -> Outcome:
+    begin = perf_counter()
+    outcome = run(row)
+    outcome.seconds = perf_counter() - begin
+    return outcome
+
+
+def _by_position(counted: list[Statistics]) -> list[float]:
+    """Of the rounds that proposed a token at a place, the share in which it was accepted."""
+    places = max(len(s.drafted_per_position) for s in counted)
+    found = []
+    for place in range(places):
+        drafted = sum(s.drafted_per_position[place] for s in counted if place < len(s.drafted_per_position))
+        accepted = sum(s.accepted_per_position[place] for s in counted if place < len(s.accepted_per_position))
+        found.append(round(accepted / drafted, 3) if drafted else 0.0)
+    return found

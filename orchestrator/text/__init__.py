@@ -1,0 +1,1 @@
+"""Text at the edge: tokenizers, detokenising, stop strings, streamers, logits processors."""

@@ -1,0 +1,134 @@
+"""Whether draft and target speak the same ids, and what stands between them where they do not.
+
+Sizes may differ by padding; meanings may not, unless something translates.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from paceline.core.detokenizer import Tokenizer, plain_text
+from paceline.core.errors import CheckpointError, ConfigurationError, PairingError
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.draft.retokenizing import Reencoding
+from paceline.draft.vocab_map import Intersection, Vocabulary
+from paceline.text.tokenizer import load_tokenizer
+
+LEAST_SHARED = 0.05
+"""Of the target's tokens. With fewer in common nearly nothing a draft could say would stand."""
+
+
+VocabularyLike = str | Reencoding
+Between = Vocabulary | Reencoding
+"""What stands between the ids of draft and target."""
+
+KINDS = ("same", "intersection", "re-encoding")
+
+
+def between(draft: CompiledDecoder, target: CompiledDecoder, kind: VocabularyLike = "same") -> Between:
+    """What stands between the ids of the two.
+
+    kind  "same": the tokenizers must be equal; "intersection": only tokens that both have are drafted; "re-encoding":
+          they exchange text, by the tokenizers in their folders, or by those of a `Reencoding`
+
+    Raises:
+        PairingError: the two cannot work together like this.
+        ConfigurationError: no such kind.
+    """
+    if not isinstance(kind, Reencoding) and kind not in KINDS:
+        raise ConfigurationError(
+            f"vocabulary={kind!r} is unknown; use {', '.join(map(repr, KINDS))}, or Reencoding(target=..., draft=...)"
+        )
+    if draft.batch_size != target.batch_size:
+        raise PairingError(
+            f"the draft has batch_size={draft.batch_size} and the target {target.batch_size}; load both with the same"
+        )
+    sizes = (target.config.vocab_size, draft.config.vocab_size)
+    if isinstance(kind, Reencoding):
+        return _usable(kind)
+    if kind == "re-encoding":
+        return _usable(Reencoding(target=_tokenizer(target, "target"), draft=_tokenizer(draft, "draft")))
+    if kind == "same":
+        _check(draft, target)
+        return Vocabulary(*sizes)
+    theirs, ours = (None if d.folder is None else _vocabulary(d.folder) for d in (target, draft))
+    if theirs is None or ours is None:
+        raise PairingError("vocabulary='intersection' compares tokens, and a tokenizer.json is missing; put it there")
+    made = Intersection(theirs, ours, sizes=sizes)
+    if made.shared < LEAST_SHARED * sizes[0]:
+        raise PairingError(
+            f"only {made.shared} of the target's {sizes[0]} tokens stand in the draft's vocabulary, so nearly no draft "
+            "could be accepted; let them exchange text (vocabulary='re-encoding'), or take a draft whose tokenizer is "
+            "more like the target's"
+        )
+    return made
+
+
+def _tokenizer(decoder: CompiledDecoder, side: str) -> Tokenizer:
+    if decoder.folder is not None:
+        try:
+            return load_tokenizer(decoder.folder)
+        except CheckpointError as error:
+            raise PairingError(f"vocabulary='re-encoding' needs the {side}'s tokenizer: {error}") from error
+    raise PairingError(
+        f"vocabulary='re-encoding' needs the {side}'s tokenizer, and it was loaded from no folder; give "
+        "vocabulary=Reencoding(target=..., draft=...)"
+    )
+
+
+def _usable(made: Reencoding) -> Reencoding:
+    """Raise PairingError unless both tokenizers turn text into ids and ids into text."""
+    for side, tokenizer in (("target", made.target), ("draft", made.draft)):
+        try:
+            ids = tokenizer.encode("a", add_special_tokens=False)
+            text = plain_text(tokenizer, list(ids))
+        except (AttributeError, TypeError) as error:
+            raise PairingError(
+                f"the {side}'s tokenizer, a {type(tokenizer).__name__}, cannot encode and decode as those of "
+                f"transformers do ({error}); wrap it, for instance with PreTrainedTokenizerFast(tokenizer_object=...)"
+            ) from error
+        if not isinstance(text, str) or not all(isinstance(one, int) for one in ids):
+            raise PairingError(f"the {side}'s tokenizer gives no list of ids for a text; use one of transformers")
+    return made
+
+
+def _check(draft: CompiledDecoder, target: CompiledDecoder) -> None:
+    ours, theirs = (None if d.folder is None else _vocabulary(d.folder) for d in (draft, target))
+    sizes = (draft.config.vocab_size, target.config.vocab_size)
+    if ours is None or theirs is None:
+        if sizes[0] != sizes[1]:
+            raise PairingError(
+                f"draft and target have vocabularies of {sizes[0]} and {sizes[1]} ids, and a tokenizer.json is missing "
+                "to see whether the ids mean the same; put the tokenizer into both folders, or take a draft of the "
+                "target's family"
+            )
+        return
+    limit = min(sizes)
+    if ours != theirs:
+        both = {token for token, number in ours.items() if number < limit}
+        both |= {token for token, number in theirs.items() if number < limit}
+        differ = sorted(token for token in both if ours.get(token) != theirs.get(token))
+        if differ:
+            raise PairingError(
+                f"draft and target have unequal tokenizers: {len(differ)} tokens have other ids, such as {differ[0]!r} "
+                f"({ours.get(differ[0])} and {theirs.get(differ[0])}); take a draft trained with the target's "
+                "tokenizer, or set vocabulary='intersection' or 're-encoding'"
+            )
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    """Token -> id of a tokenizer.json, added tokens included."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        pairs = (
+            vocabulary.items() if isinstance(vocabulary, dict) else ((row[0], i) for i, row in enumerate(vocabulary))
+        )
+        added = {entry["content"]: entry["id"] for entry in content.get("added_tokens", [])}
+        return {**dict(pairs), **added}
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise PairingError(f"{path} cannot be read as a tokenizer ({error}); restore the file") from error

@@ -1,0 +1,66 @@
+"""A drafter that knows the beginning: a text that was cut off by a fault is verified again and then goes on.
+
+What was emitted is proposed as drafts, k at a time, and stands, for the target chooses it again (same seed, same
+positions, same graph). So the cache becomes what it was, through the graph that made it. After that the drafter behind
+is asked as usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.drafter_health import DrafterHealth
+from paceline.core.protocols import Drafter
+from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
+from paceline.outputs import Reports
+
+
+class Replay:
+    """In front of another drafter; without emitted tokens it only passes on."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self._inner, self.outline, self.reach = inner, inner.outline, inner.reach
+        self.reads, self._nodes = inner.reads, inner.outline.nodes
+        self._coming: list[int] = []
+        self._known: dict[int, list[int]] = {}  # slot -> prompt and what was emitted, until all of it is verified
+
+    @property
+    def health(self) -> DrafterHealth | None:
+        """Of the drafter behind, if that has any."""
+        return self._inner.health if isinstance(self._inner, Reports) else None
+
+    def expect(self, emitted: Sequence[int]) -> None:
+        """The request that takes a slot next has these tokens already."""
+        self._coming = list(emitted)
+
+    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        self._known.pop(slot, None)
+        if self._coming:
+            self._known[slot], self._coming = [*prompt, *self._coming], []
+        self._inner.admit(slot, prompt, features)
+
+    def release(self, slot: int) -> None:
+        self._known.pop(slot, None)
+        self._inner.release(slot)
+
+    def observe(self, commit: Commit) -> None:
+        self._inner.observe(commit)
+
+    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+        """What is known to follow; for the other slots, what the drafter behind says."""
+        if not self._known:
+            return self._inner.propose(commit, sampling, bounds)
+        starts, ends = commit.start.tolist(), (commit.start + commit.count).tolist()
+        self._known = {slot: text for slot, text in self._known.items() if ends[slot] < len(text)}
+        rows = {slot: text[ends[slot] : ends[slot] + self._nodes] for slot, text in self._known.items()}
+        if all(slot in rows for slot, start in enumerate(starts) if start > 0):
+            made = torch.full((len(starts), self._nodes), PAD, dtype=torch.int32)
+        else:
+            said = self._inner.propose(commit, sampling, bounds).tokens
+            made = nn.functional.pad(said, (0, self._nodes - said.shape[1]), value=PAD)
+        for slot, row in rows.items():
+            made[slot] = torch.tensor(row + [PAD] * (self._nodes - len(row)), dtype=torch.int32)
+        return Proposal(made)

@@ -1,0 +1,1 @@
+"""Workers on Ray: deployments, worker groups, core allocation, fault policy."""

@@ -1,0 +1,269 @@
+"""`launch(plan)`: a plan becomes running workers, and requests go to them.
+
+    with launch(plan) as models:
+        for piece in models.stream("chat", [ids], max_new_tokens=64): ...
+
+The caller's process only hands out requests and collects tokens, one message a round. It is also who notices that a
+target died, has it brought back, and lets the new one read what was emitted: the same tokens go on.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
+
+import ray
+
+from paceline.core.errors import ConfigurationError, PlacementError, PlanError, TargetLostError
+from paceline.placement.cluster.actors import NAMESPACE, WATCH
+from paceline.placement.cluster.calls import Call, Stream, seeded
+from paceline.placement.cluster.core_allocator import ask, end_unused
+from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.cluster.roles import Piece, Settings
+from paceline.placement.cluster.worker_group import RESOURCE, Group
+from paceline.placement.planning import validate_plan
+from paceline.placement.planning.core_range import CoreRange, Fragmentation
+from paceline.placement.planning.plan import Placement, Plan
+
+_HERE = "local"  # a new cluster, though another one may run on this machine
+_ASK = 30.0
+_SAY = 5.0  # seconds a target may take to say that it is alive
+
+
+class Deployment:
+    """Running models. A context manager: leaving it ends every worker."""
+
+    def __init__(self, plan: Plan, care: Care, groups: Sequence[Group] | None = None) -> None:
+        self.plan, self._care = plan, care
+        made = [Group(plan.instance, members, care) for members in groups_of(plan)] if groups is None else groups
+        self._groups = list(made)
+
+    def start(self) -> Deployment:
+        """Start all groups; if one cannot start, none is left."""
+        try:
+            _start(self._groups)
+        except BaseException:
+            self.close()  # the ledger
+            raise
+        return self
+
+    @property
+    def models(self) -> list[str]:
+        """Labels of the targets that run."""
+        return [label for group in self._groups for label in group.targets]
+
+    def group(self, model: str) -> Group:
+        """The group of a target.
+
+        Raises:
+            ConfigurationError: no such target runs.
+        """
+        found = next((group for group in self._groups if model in group.targets), None)
+        if found is None:
+            raise ConfigurationError(f"no target {model!r} runs here; there are {', '.join(self.models)}")
+        return found
+
+    def stream(self, model: str, prompts: Sequence[Sequence[int]], **ask: object) -> Stream:
+        """Continue prompts, with the keywords of `sample`; one piece for each request and round.
+
+        Several calls, from several threads too, share a target's rounds; those that find no slot wait for one.
+
+        Raises:
+            ConfigurationError: no such target runs.
+            RequestError: the request cannot be served.
+            TargetLostError: the target died more often than ``Care.retries``; has the tokens so far.
+        """
+        group = self.group(model)
+        call = Call(
+            [list(p) for p in prompts], [[] for _ in prompts], seeded(ask, len(prompts)), [*range(len(prompts))]
+        )
+        return Stream(self._persist(group, model, call), call)
+
+    def sample(self, model: str, prompts: Sequence[Sequence[int]], **ask: object) -> list[list[int]]:
+        """The whole texts, prompts included."""
+        texts = [list(prompt) for prompt in prompts]
+        for piece in self.stream(model, prompts, **ask):
+            texts[piece.index] += piece.tokens
+        return texts
+
+    def statistics(self, model: str) -> Settings:
+        """Of all calls to a target since it was last idle, its drafter's health included."""
+        found: Settings = ray.get(
+            self.group(model).actor(model).statistics.options(concurrency_group=WATCH).remote(), timeout=_ASK
+        )
+        return found
+
+    def fragmentation(self) -> dict[str, Fragmentation]:
+        """Node -> what is free there, and in what pieces."""
+        found: dict[str, Fragmentation] = ask(self.plan.instance, "report", seconds=_ASK)
+        return found
+
+    def cores(self) -> dict[str, CoreRange]:
+        """Label -> cores it really has, of all workers that run."""
+        return {label: cores for group in self._groups for label, cores in group.cores.items()}
+
+    def stop(self, model: str) -> None:
+        """End one target, and the drafts and targets of its group."""
+        group = self.group(model)
+        group.stop()
+        self._groups.remove(group)
+
+    def add(self, plan: Plan) -> None:
+        """Start the groups of another plan beside those that run; cores that are taken are replaced by free ones.
+
+        Raises:
+            PlanError: a model of that name runs, a model cannot be run as it was planned, or there is no room.
+            WorkerError: a worker did not start.
+        """
+        running = {item.label for group in self._groups for item in group.placements}
+        twice = next((item.label for item in plan.placements if item.label in running), None)
+        if twice is not None:
+            raise PlanError(f"{twice} runs already; stop it, or add the other one under another name")
+        validate_plan.check(plan)
+        groups = [Group(plan.instance, members, self._care) for members in groups_of(plan)]
+        _start(groups)
+        self._groups += groups
+
+    def close(self) -> None:
+        """End everything, and the ledger too if nobody else uses it."""
+        groups, self._groups = self._groups, []
+        try:
+            _stop(groups)
+        finally:
+            end_unused(_ASK)
+
+    def __enter__(self) -> Deployment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- one call
+
+    def _persist(self, group: Group, model: str, call: Call) -> Generator[Piece, None, None]:
+        while call.open and not call.unwanted:
+            try:
+                worker = group.actor(model)
+            except PlacementError as why:
+                raise self._lost(model, call, str(why)) from why
+            try:
+                yield from self._attempt(worker, call)
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                call.deaths += 1
+                if call.deaths > self._care.retries:
+                    raise self._lost(model, call, str(error)) from error
+                try:
+                    group.revive(model, worker, hung=isinstance(error, ray.exceptions.GetTimeoutError))
+                except PlacementError as why:
+                    raise self._lost(model, call, str(why)) from why
+
+    def _lost(self, model: str, call: Call, why: str) -> TargetLostError:
+        return TargetLostError(
+            f"{model} was lost {call.deaths} times in one request ({why}); `tokens` has what came before, and the same "
+            "request with the same seed gives the same tokens again",
+            tuple(tuple(tokens) for tokens in call.emitted),
+        )
+
+    def _attempt(self, worker: ray.actor.ActorHandle, call: Call) -> Iterator[Piece]:
+        """Stream from a target that lives, until the call is done or it dies."""
+        which, ticket = list(call.open), secrets.token_hex(8)
+        seeds = call.ask["seed"]
+        assert isinstance(seeds, list)
+        ask = {**call.ask, "seed": [seeds[index] for index in which]}
+        prompts, emitted = [call.prompts[i] for i in which], [call.emitted[i] for i in which]
+        stream = worker.stream.options(num_returns="streaming").remote(ticket, prompts, emitted, ask=ask)
+        leave = worker.leave.options(concurrency_group=WATCH)
+        call.leave = partial(leave.remote, ticket)
+        patience = self._care.start + self._care.silence
+        try:
+            while not call.unwanted:
+                self._await(stream, worker, patience)
+                patience = self._care.silence
+                try:
+                    piece: Piece = _value(next(stream))
+                except StopIteration:
+                    return
+                index = which[piece.index]
+                call.emitted[index] += piece.tokens
+                if piece.finish_reason is not None:
+                    call.open.remove(index)
+                yield replace(piece, index=index)
+        finally:
+            call.leave = None
+            if call.unwanted:
+                with suppress(ray.exceptions.RayError):
+                    leave.remote(ticket)
+
+    def _await(self, stream: ray.ObjectRefGenerator, worker: ray.actor.ActorHandle, patience: float) -> None:
+        """Until there is a piece; a target that serves others meanwhile is waited for.
+
+        Raises:
+            GetTimeoutError: it serves nobody, or says nothing at all.
+        """
+        before = None
+        while not ray.wait([stream], timeout=patience)[0]:
+            now = ray.get(worker.progress.options(concurrency_group=WATCH).remote(), timeout=min(_SAY, patience))
+            if now == before:
+                raise ray.exceptions.GetTimeoutError(f"no token for {patience} seconds")
+            before, patience = now, self._care.silence
+
+
+def launch(plan: Plan, *, care: Care | None = None, address: str | None = None) -> Deployment:
+    """Start every worker of a plan.
+
+    ``address`` of a Ray cluster; None: the one this process is connected to, else one that is started here with the
+    plan's cores. On a host without Neuron the same workers run on the CPU and cores are file locks.
+
+    Raises:
+        PlanError: a model cannot be run as it was planned, or the cluster has no room.
+        WorkerError: a worker did not start.
+    """
+    validate_plan.check(plan)
+    if not ray.is_initialized():
+        own = {} if address else {"resources": {RESOURCE: plan.instance.cores}, "include_dashboard": False}
+        ray.init(address=address or _HERE, namespace=NAMESPACE, log_to_driver=False, **own)
+    return Deployment(plan, care or Care()).start()
+
+
+def _start(groups: Sequence[Group]) -> None:
+    """All at once, since loading takes longest; if one cannot start, none of them is left."""
+    try:
+        for group in groups:
+            group.begin()
+        for group in groups:
+            group.finish()
+    except BaseException:
+        _stop(groups)
+        raise
+
+
+def _stop(groups: Sequence[Group]) -> None:
+    """Every one of them, though another cannot be ended as it should."""
+    with ExitStack() as stack:
+        for group in groups:
+            stack.callback(group.stop)
+
+
+def groups_of(plan: Plan) -> list[list[Placement]]:
+    """Placements that belong together: targets connected by drafts they share."""
+    groups: list[list[Placement]] = []
+    for item in plan.placements:
+        mine = {(item.name, item.replica)} | set(item.drafts_for)
+        linked = [g for g in groups if any(mine & ({(p.name, p.replica)} | set(p.drafts_for)) for p in g)]
+        groups = [g for g in groups if g not in linked] + [[item, *(p for g in linked for p in g)]]
+    return groups
+
+
+def _value(reference: ray.ObjectRef) -> Piece:
+    """A piece; an error of ours as what it is."""
+    try:
+        found: Piece = ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, Exception) and type(cause).__module__.startswith("paceline."):
+            raise cause from error
+        raise
+    return found

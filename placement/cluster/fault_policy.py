@@ -1,0 +1,83 @@
+"""How running workers are looked after: a value, given once to whoever starts them.
+
+In a models file it is the mapping ``care``, beside ``models``; what is not named there has its default:
+
+    care: {start: 3600, ahead: true, patience: {deadline: 0.5}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from paceline.core.errors import PlanError
+from paceline.placement.cluster.roles import MAKERS
+from paceline.placement.remote.drafter import Patience
+from paceline.placement.remote.reconnect import START
+
+_LONGEST = 7 * 24 * 3600  # seconds; the system's own clocks for sockets end at 24 days
+
+
+@dataclass(frozen=True, slots=True)
+class Care:
+    """How workers are looked after; seconds, and how often.
+
+    start     a worker may take to load its model
+    silence   a target may say nothing in the middle of a request, before it counts as hung; the first round has
+              ``start`` on top, for it may compile
+    room      to wait for a node with enough free cores
+    retries   deaths of its target that one request survives
+    ahead     drafts work while their targets verify
+    near      drafts are on the nodes of their targets; False: they may be elsewhere, where no node has room for both
+    makers    role -> "module:function" that makes what a worker runs; not in a file
+    """
+
+    start: float = START
+    silence: float = 60.0
+    room: float = 30.0
+    retries: int = 2
+    ahead: bool = False
+    near: bool = True
+    patience: Patience = field(default_factory=Patience)
+    makers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(MAKERS))
+
+
+def care_of(entry: object, where: str) -> Care:
+    """The mapping ``care`` of a models file, checked key by key.
+
+    Raises:
+        PlanError: a key is unknown, or a value is none of its kind.
+    """
+    found = _read(Care(), entry, where)
+    if "patience" in found:
+        found["patience"] = replace(Patience(), **_read(Patience(), found["patience"], f"{where}.patience"))
+    return replace(Care(), **found)
+
+
+def _read(defaults: Care | Patience, entry: object, where: str) -> dict[str, Any]:
+    known = {item.name: getattr(defaults, item.name) for item in fields(defaults) if item.name != "makers"}
+    if not isinstance(entry, dict):
+        raise PlanError(f"{where} is a mapping of {', '.join(known)}, not {entry!r}")
+    unknown = sorted(str(key) for key in set(entry) - set(known))
+    if unknown:
+        raise PlanError(f"{where}: {unknown[0]!r} is not a key; there are {', '.join(known)}")
+    return {key: _value(known[key], value, f"{where}.{key}") for key, value in entry.items()}
+
+
+def _value(default: object, value: object, where: str) -> object:
+    """The value, which is of its default's kind."""
+    if isinstance(default, Patience):
+        return value  # a mapping of its own
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise PlanError(f"{where} must be true or false, not {value!r}")
+        return value
+    if isinstance(default, int):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise PlanError(f"{where} must be a whole number, not {value!r}")
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LONGEST:
+        raise PlanError(f"{where} must be seconds, more than 0 and at most {_LONGEST} (a week), not {value!r}")
+    return float(value)

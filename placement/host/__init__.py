@@ -1,0 +1,1 @@
+"""This machine: environment variables, core locks, processes, private folders."""

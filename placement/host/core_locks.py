@@ -1,0 +1,94 @@
+"""One process for each core, held by file locks: what the Neuron runtime does itself, for a host without it too.
+
+A lock goes with its process, however that ends, so a dead worker never keeps a core. Cores are told apart by node: on
+a simulated cluster every node has a core 0.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+from pathlib import Path
+from time import monotonic, sleep
+
+from paceline.core.errors import CoresBusyError, WorkerError
+from paceline.placement.host.environment import lock_folder
+from paceline.placement.host.private_dir import private
+from paceline.placement.planning.core_range import CoreRange
+
+_PAUSE = 0.05
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+
+
+class CoreLocks:
+    """Holds the cores of a range until `release` or the end of the process."""
+
+    def __init__(self, cores: CoreRange, *, node: str = "local") -> None:
+        self._cores, self._node = cores, re.sub(r"[^A-Za-z0-9_.-]", "_", node)
+        self._held: list[int] = []
+
+    def acquire(self, patience: float = 10.0) -> None:
+        """Take every core, waiting for a process that is just ending.
+
+        Raises:
+            CoresBusyError: another process keeps one.
+            WorkerError: the folder of the locks can be changed by another user, or a lock is no file of ours. However
+                it ends, if not well, none is held then.
+        """
+        folder = lock_folder() / self._node
+        private(folder)
+        end = monotonic() + patience
+        try:
+            for core in self._cores.cores:
+                self._acquire(core, folder / f"core-{core}", end)
+        except BaseException:
+            self.release()
+            raise
+
+    def _acquire(self, core: int, path: Path, end: float) -> None:
+        try:
+            number = os.open(path, _OPEN | os.O_CREAT, 0o600)
+        except OSError as error:
+            raise WorkerError(f"the lock {path} cannot be opened ({error}); remove what lies there") from error
+        self._held.append(number)
+        while not _take(number):
+            if monotonic() > end:
+                raise CoresBusyError(
+                    f"core {core} of {self._cores} is in use by process {_owner(path)}; stop it, or plan with those "
+                    "cores taken"
+                )
+            sleep(_PAUSE)
+        os.ftruncate(number, 0)
+        os.pwrite(number, str(os.getpid()).encode(), 0)
+
+    def release(self) -> None:
+        """Give the cores back."""
+        while self._held:
+            os.close(self._held.pop())
+
+
+def held(node: str = "local") -> dict[int, int]:
+    """Core -> process of the cores in use on a node of this host."""
+    found = {}
+    folder = lock_folder() / re.sub(r"[^A-Za-z0-9_.-]", "_", node)
+    for path in folder.glob("core-*") if folder.is_dir() else ():
+        number = os.open(path, _OPEN)
+        try:
+            if not _take(number):
+                found[int(path.name.removeprefix("core-"))] = _owner(path)
+        finally:
+            os.close(number)
+    return found
+
+
+def _take(number: int) -> bool:
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _owner(path: Path) -> int:
+    return int(path.read_text() or 0)

@@ -1,0 +1,86 @@
+"""The variables of a process that runs on NeuronCores: made here, set here and checked here, and nowhere else.
+
+NEURON_RT_VISIBLE_CORES            the range, "0-7"
+NEURON_RT_ROOT_COMM_ID             one address for each process that uses several cores
+NEURON_RT_EXEC_TIMEOUT             the documents name three defaults, so it is always set
+NEURON_RT_STOCHASTIC_ROUNDING_EN   off: the same seed gives the same tokens
+NEURON_PROCESS_TAG                 so that neuron-monitor can tell models apart
+NEURON_LOGICAL_NC_CONFIG, NEURON_RT_VIRTUAL_CORE_SIZE   physical cores in a logical one (Trn2); both names in use
+OMP_NUM_THREADS                    this process's share of the host's threads
+RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not choose them
+PACELINE_CORES                     the same range under our own name, for a host without Neuron
+PACELINE_LOCKS                     read: folder of the locks of simulated cores; default below the temporary folder
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from paceline.core.errors import WorkerError
+from paceline.placement.host import private_dir
+from paceline.placement.planning.core_range import CoreRange
+from paceline.placement.planning.instances import Instance
+
+FIRST_PORT = 62182
+CORES = "NEURON_RT_VISIBLE_CORES"
+_NOSET = "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES"
+
+
+def planned(
+    instance: Instance, cores: CoreRange, *, label: str, threads: int, timeout: float
+) -> tuple[tuple[str, str], ...]:
+    """The variables of a process on these cores. Its port follows from them, so that no two that run have the same."""
+    found = {"PACELINE_CORES": str(cores), "OMP_NUM_THREADS": str(threads), _NOSET: "1"}
+    if instance.sdk:
+        found |= {
+            CORES: str(cores),
+            "NEURON_RT_EXEC_TIMEOUT": str(int(timeout)),
+            "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
+            "NEURON_PROCESS_TAG": f"paceline:{label}"[:255],
+        }
+        if len(cores) > 1:
+            found["NEURON_RT_ROOT_COMM_ID"] = f"127.0.0.1:{FIRST_PORT + cores.first}"
+        if instance.logical:
+            found["NEURON_LOGICAL_NC_CONFIG"] = found["NEURON_RT_VIRTUAL_CORE_SIZE"] = str(instance.logical)
+    return tuple(sorted(found.items()))
+
+
+def check(env: tuple[tuple[str, str], ...]) -> None:
+    """Assert that this process has the variables of its plan.
+
+    Raises:
+        WorkerError: it has not; it must not touch a core.
+    """
+    wrong = [
+        f"{name} is {os.environ.get(name)!r}, not {value!r}" for name, value in env if os.environ.get(name) != value
+    ]
+    if wrong:
+        raise WorkerError(
+            f"this process was not started as planned: {'; '.join(wrong)}; unset these variables where Ray's nodes "
+            "are started, and let the plan set them"
+        )
+
+
+def without_cores(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables for a child of a worker, which must not inherit the worker's cores: Ray and fork hand them down."""
+    return dict(env or {}) | {CORES: "", "PACELINE_CORES": ""}
+
+
+def for_child(env: tuple[tuple[str, str], ...]) -> dict[str, str]:
+    """The whole environment of a process that is started directly, without Ray."""
+    return without_cores(os.environ) | dict(env)
+
+
+def lock_folder() -> Path:
+    """Where the locks of simulated cores lie."""
+    return Path(os.environ.get("PACELINE_LOCKS") or private_dir.scratch() / "cores")
+
+
+def share_cpus(first: int, last: int) -> None:
+    """Keep this process to its share of the host's CPUs, if the host has that many."""
+    allowed = os.sched_getaffinity(0)
+    share = set(range(first, last + 1))
+    if share <= allowed:
+        os.sched_setaffinity(0, share)

@@ -1,0 +1,1 @@
+"""Drafting for the likeliest outcomes while the target verifies."""

@@ -1,0 +1,1 @@
+"""Which model gets which cores: instances, model files, footprints and the planner. Pure; starts nothing."""

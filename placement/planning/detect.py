@@ -1,0 +1,98 @@
+"""Which instance this machine is, by asking `neuron-ls`. Read only; nothing is reserved."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.core.errors import PlanError
+from paceline.placement.planning.instances import INSTANCES, Instance
+
+USUAL_PLACE = Path("/opt/aws/neuron/bin/neuron-ls")  # where the tools package puts it, often not on PATH
+_TIMEOUT = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """What `neuron-ls -j` says: devices, logical cores of each, bytes of memory of each."""
+
+    count: int
+    cores_each: int
+    memory_each: int
+    logical: int
+
+
+def tool() -> Path | None:
+    """Where `neuron-ls` is, if anywhere."""
+    found = shutil.which("neuron-ls")
+    if found:
+        return Path(found)
+    return USUAL_PLACE if USUAL_PLACE.is_file() else None
+
+
+def parse(text: str) -> Devices:
+    """Read the JSON array that `neuron-ls -j` prints, one object for each device.
+
+    Raises:
+        PlanError: it is not what the tool documents, or the devices differ.
+    """
+    try:
+        rows = [
+            (
+                len(row.get("neuroncore_ids") or range(int(row["nc_count"]))),
+                int(row["memory_size"]),
+                int(row.get("logical_neuroncore_config") or 0),
+            )
+            for row in json.loads(text)
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PlanError(f"neuron-ls -j was not understood ({error}); name the machine with --instance") from error
+    if not rows or len(set(rows)) != 1:
+        raise PlanError(f"neuron-ls lists {len(rows)} devices that are not alike; name the machine with --instance")
+    cores, memory, logical = rows[0]
+    return Devices(len(rows), cores, memory, logical)
+
+
+def matching(devices: Devices) -> Instance:
+    """The catalogue's entry with these devices, its memory corrected to what was found.
+
+    Types that differ only in the host (inf2.xlarge and inf2.8xlarge, trn1 and trn1n) are told apart by --instance;
+    here the smallest host is assumed.
+
+    Raises:
+        PlanError: no entry has so many devices and cores.
+    """
+    fits = [
+        item
+        for item in INSTANCES.values()
+        if item.sdk and (item.devices, item.cores_per_device) == (devices.count, devices.cores_each)
+    ]
+    fits = [item for item in fits if (item.logical > 1) == (devices.logical > 1)] or fits
+    if not fits:
+        raise PlanError(
+            f"no instance of the catalogue has {devices.count} devices of {devices.cores_each} cores; "
+            "name the nearest with --instance"
+        )
+    smallest = min(fits, key=lambda item: item.vcpus)
+    return replace(smallest, memory=min(smallest.memory, devices.memory_each // devices.cores_each))
+
+
+def detect() -> Instance | None:
+    """This machine's instance; None where there is no `neuron-ls`.
+
+    Raises:
+        PlanError: the tool failed or said something unknown.
+    """
+    command = tool()
+    if command is None:
+        return None
+    try:
+        done = subprocess.run(
+            [str(command), "-j"], capture_output=True, text=True, check=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise PlanError(f"{command} -j failed ({error}); name the machine with --instance") from error
+    return matching(parse(done.stdout))

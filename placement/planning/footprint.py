@@ -1,0 +1,78 @@
+"""How many bytes a model takes on each of its cores: weights, cache and scratch, from its configuration alone.
+
+An estimate to plan with, on the high side; nothing is measured. Tensor parallelism cuts the products' weights and the
+cache's heads, as `paceline.decoder.parallel.sharding` says; norms are on every core. What the fullest core has counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.parallel.sharding import GQA, Shard, layout
+
+CODE_BYTES = 96 * (1 << 20)
+"""Of loaded programs on every core (Neuron SDK, "Device memory"); they all stay resident."""
+_SLACK_ROWS = 256  # a cache's rows behind its last position, for a window or a padded chunk
+_CHUNK = 256  # rows of the largest default prefill graph
+
+NUMBER_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
+QUANTISED_BYTES = {"int8": 1, "fp8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """Bytes on each core."""
+
+    weights: int
+    cache: int
+    scratch: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache + self.scratch
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What of a model's options its size depends on. ``quantisation``: "none", or a format of the products' weights."""
+
+    amp: str
+    quantisation: str
+    batch_size: int
+    n_positions: int
+
+
+def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1, gqa: GQA | None = None) -> Footprint:
+    """Bytes on each of ``degree`` cores.
+
+    ``caches``: one for each target that shares a draft; a divided model is read again for each. ``gqa``: where its K/V
+    heads live, if that was asked for.
+    """
+    shards = [Shard(config, layout(config, degree, gqa), rank) for rank in range(degree)]
+    fullest = max(shards, key=lambda shard: len(shard.key_heads))
+    wide = NUMBER_BYTES[shape.amp]
+    narrow = QUANTISED_BYTES.get(shape.quantisation, wide)
+    products, rest = product_weights(fullest), (2 * config.num_layers + 1) * config.hidden_size
+    tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    weights = (products * narrow + _share(tables * wide, degree) + rest * wide) * (caches if degree > 1 else 1)
+    heads = len(fullest.key_heads)
+    rows = shape.n_positions + _SLACK_ROWS
+    cache = caches * 2 * config.num_layers * heads * config.head_dim * rows * shape.batch_size * wide
+    chunk = min(_CHUNK, shape.n_positions)
+    hidden = 4 * config.hidden_size + _share(3 * config.intermediate_size, degree)
+    scores = _share(config.num_heads, degree) * shape.n_positions
+    logits = _share(config.vocab_size, degree) * shape.batch_size * 16  # rows of a verifying window
+    return Footprint(weights, cache, CODE_BYTES + 4 * (chunk * (hidden + scores) + logits))
+
+
+def product_weights(shard: Shard) -> int:
+    """Numbers in one core's matrices of all layers."""
+    config = shard.config
+    attention = 2 * shard.heads * config.head_dim + 2 * shard.key_part
+    mlp = 3 * config.intermediate_size // shard.degree
+    return config.num_layers * config.hidden_size * (attention + mlp)
+
+
+def _share(amount: int, degree: int) -> int:
+    return -(-amount // degree)

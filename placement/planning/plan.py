@@ -1,0 +1,88 @@
+"""A plan: which process runs which model on which cores, and with what environment. Values only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from paceline.placement.planning.core_range import CoreRange, Fragmentation, fragmentation
+from paceline.placement.planning.footprint import Footprint
+from paceline.placement.planning.instances import Instance
+from paceline.placement.planning.model_specs import Model
+
+Role = Literal["target", "draft"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One process.
+
+    drafts_for  (name, replica) of every target it serves; empty for a target
+    env         variables that must be set before the process starts
+    affinity    CPUs of the host it may use: first and last
+    timeout     seconds after which one execution counts as hung
+    """
+
+    model: Model
+    replica: int
+    cores: CoreRange
+    footprint: Footprint
+    env: tuple[tuple[str, str], ...]
+    affinity: tuple[int, int]
+    drafts_for: tuple[tuple[str, int], ...] = ()
+    timeout: float = 600.0
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def role(self) -> Role:
+        return "draft" if self.model.draft_of else "target"
+
+    @property
+    def label(self) -> str:
+        """Unique in a plan: the name, and the replica where it is not the first."""
+        return self.name if not self.replica else f"{self.name}.{self.replica}"
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        return {
+            "name": self.name,
+            "replica": self.replica,
+            "role": self.role,
+            "drafts_for": [list(target) for target in self.drafts_for],
+            "cores": [self.cores.first, self.cores.last],
+            "tp_degree": len(self.cores),
+            "bytes": self.footprint.total,
+            "weight_bytes": self.footprint.weights,
+            "cache_bytes": self.footprint.cache,
+            "scratch_bytes": self.footprint.scratch,
+            "cpus": list(self.affinity),
+            "timeout": self.timeout,
+            "env": dict(self.env),
+            **({"quota": self.model.quota.to_dict()} if self.drafts_for else {}),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Placements on one instance, in the order of their cores."""
+
+    instance: Instance
+    placements: tuple[Placement, ...]
+
+    @property
+    def fragmentation(self) -> Fragmentation:
+        """What is left, and in what pieces."""
+        return fragmentation(self.instance, [item.cores for item in self.placements])
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain values for JSON."""
+        left = self.fragmentation
+        return {
+            "instance": self.instance.name,
+            "sdk": self.instance.sdk,
+            "placements": [item.to_dict() for item in self.placements],
+            "free": {"cores": left.free, "runs": [list(run) for run in left.runs], "stranded": left.stranded},
+        }

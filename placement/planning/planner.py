@@ -1,0 +1,168 @@
+"""From models and an instance to a plan. Pure: nothing is started, read or reserved.
+
+Rules, each with its own error: a degree that divides the model (`paceline.decoder.parallel.sharding` knows which); one the
+runtime accepts; a share that fits on a core; a contiguous run that starts at a multiple of its length; every core in
+one process only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.core.errors import ConfigurationError, PlanError
+from paceline.decoder.parallel.sharding import layout, obstacle
+from paceline.placement.host import environment
+from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation
+from paceline.placement.planning.footprint import Footprint, footprint
+from paceline.placement.planning.instances import Instance
+from paceline.placement.planning.model_specs import Model
+from paceline.placement.planning.plan import Placement, Plan
+
+_TIMEOUT = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One process that wants cores."""
+
+    model: Model
+    replica: int
+    degree: int
+    footprint: Footprint
+
+    @property
+    def order(self) -> tuple[int, bool, str, int]:
+        """Larger first, targets before drafts; then by name, so that a plan is the same every time."""
+        return -self.degree, bool(self.model.draft_of), self.model.name, self.replica
+
+
+def degree_of(model: Model, instance: Instance) -> int:
+    """The tensor-parallel degree of a model: as asked, or the smallest that fits.
+
+    Raises:
+        PlanError: the degree is illegal, does not divide the heads, or the share does not fit on a core.
+    """
+    name = model.name
+    legal = [degree for degree in instance.degrees if not _obstacle(model, degree)]
+    if not legal:
+        raise PlanError(f"{name} runs at no degree of {instance.name}: {_obstacle(model, instance.degrees[0])}")
+    if model.degree is None:
+        fits = [d for d in legal if _size(model, d).total <= instance.memory]
+        if not fits:
+            over = _size(model, legal[-1]).total - instance.memory
+            raise PlanError(
+                f"{name} does not fit {instance.name} at any degree it can be divided by: at {legal[-1]} it needs "
+                f"{over} bytes more on each core than the {instance.memory} there are; lower n_positions or "
+                "batch_size, quantise, or take an instance with more memory a core"
+            )
+        return fits[0]
+    if model.degree not in instance.degrees:
+        raise PlanError(
+            f"{name}: tp_degree={model.degree} is illegal on {instance.name}; the runtime accepts "
+            f"{', '.join(map(str, instance.degrees))}"
+        )
+    if model.degree not in legal:
+        raise PlanError(f"{name}: {_obstacle(model, model.degree)}; use one of {', '.join(map(str, legal))}")
+    over = _size(model, model.degree).total - instance.memory
+    if over > 0:
+        raise PlanError(
+            f"{name} does not fit at tp_degree={model.degree}: each core needs {over} bytes more than the "
+            f"{instance.memory} of {instance.name}; raise tp_degree, or lower n_positions or batch_size"
+        )
+    return model.degree
+
+
+def plan(models: Sequence[Model], instance: Instance, *, taken: Sequence[CoreRange] = ()) -> Plan:
+    """Put all models on an instance where the ranges ``taken`` are in use already.
+
+    Raises:
+        PlanError: it cannot be done; the message names the rule.
+    """
+    needs = []
+    for model in models:
+        degree = degree_of(model, instance)
+        if (wanted := model.replicas * degree) > instance.cores:
+            raise PlanError(
+                f"{model.name}: {model.replicas} replicas on {degree} cores each want {wanted} cores, and "
+                f"{instance.name} has {instance.cores}; ask for fewer, or take a larger instance"
+            )
+        size = _size(model, degree)
+        needs += [Need(model, replica, degree, size) for replica in range(model.replicas)]
+    seats = place(sorted(needs, key=lambda need: need.order), instance, taken)
+    by_cores = sorted(seats, key=lambda pair: pair[1])
+    share = max(1, instance.vcpus // max(1, len(by_cores)))
+    targets = [(need.model.name, need.replica) for need in needs if not need.model.draft_of]
+    made = [
+        replace(_placement(instance, index, seat, share=share), drafts_for=_targets_of(seat[0], targets))
+        for index, seat in enumerate(by_cores)
+    ]
+    labels = [item.label for item in made]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise PlanError(f"a model and a replica of another would both be called {twice!r}; rename one of them")
+    return Plan(instance, tuple(made))
+
+
+def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange]) -> list[tuple[Need, CoreRange]]:
+    """A range for every need, which come larger first."""
+    seats: list[tuple[Need, CoreRange]] = []
+    for need in needs:
+        used = [*taken, *(cores for _, cores in seats)]
+        partner = next(
+            (
+                cores
+                for other, cores in seats
+                if other.model.name in need.model.draft_of and other.replica % need.model.replicas == need.replica
+            ),
+            None,
+        )
+        run = best_fit(instance, used, need.degree, near=partner)
+        if run is None:
+            raise PlanError(_no_room(need, needs, instance, used=used))
+        seats.append((need, run))
+    return seats
+
+
+def _obstacle(model: Model, degree: int) -> str:
+    """Why a model cannot be divided over so many cores, with its K/V heads as asked; nothing if it can."""
+    if reason := obstacle(model.config, degree):
+        return reason
+    try:
+        layout(model.config, degree, model.gqa)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def _size(model: Model, degree: int) -> Footprint:
+    return footprint(model.config, model.shape, degree, caches=model.clients, gqa=model.gqa)
+
+
+def _targets_of(need: Need, targets: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """Which of the targets this replica of a draft serves: its replicas take turns."""
+    model = need.model
+    return tuple((name, r) for name, r in targets if name in model.draft_of and r % model.replicas == need.replica)
+
+
+def _no_room(need: Need, needs: Sequence[Need], instance: Instance, *, used: Sequence[CoreRange]) -> str:
+    left = fragmentation(instance, used)
+    wanted = sum(n.degree for n in needs)
+    label = f"{need.model.name} (replica {need.replica})" if need.model.replicas > 1 else need.model.name
+    if left.free < need.degree:
+        return (
+            f"{label} wants {need.degree} cores and {left.free} of {instance.cores} on {instance.name} are free "
+            f"({wanted} wanted in all); ask for less, or take a larger instance"
+        )
+    return (
+        f"{label}: {left.free} cores free but no aligned run of {need.degree} on {instance.name} (the longest free run "
+        f"is {left.largest}); stop or move what breaks it up, or use tp_degree={left.largest}"
+    )
+
+
+def _placement(instance: Instance, index: int, seat: tuple[Need, CoreRange], *, share: int) -> Placement:
+    need, cores = seat
+    label = need.model.name if not need.replica else f"{need.model.name}.{need.replica}"
+    env = environment.planned(instance, cores, label=label, threads=share, timeout=_TIMEOUT)
+    first = min(index * share, instance.vcpus - share)
+    return Placement(need.model, need.replica, cores, need.footprint, env, (first, first + share - 1), (), _TIMEOUT)

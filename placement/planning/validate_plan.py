@@ -1,0 +1,45 @@
+"""Whether a plan can be run, and not only drawn up: looked at before any process starts.
+
+A plan may be made from configurations alone and for models that no backend here divides. Not here: whether there is
+room (`paceline.placement.planning.planner`, `ledger`), or whether a worker's machine has what its backend needs.
+"""
+
+from __future__ import annotations
+
+from paceline.core.errors import ConfigurationError, PlanError
+from paceline.decoder.backends.base import DIVIDED
+from paceline.decoder.models.rope import check_positions
+from paceline.decoder.options import MAX_WIDTH
+from paceline.placement.planning.plan import Plan
+
+
+def check(plan: Plan) -> None:
+    """Raise PlanError for the first model that cannot be loaded as it was planned."""
+    for item in plan.placements:
+        model, degree = item.model, len(item.cores)
+        if model.folder is None:
+            raise PlanError(f"{item.name} was planned from a configuration alone; give `path` to run it")
+        if model.shape.quantisation != "none":
+            raise PlanError(
+                f"{item.name} was planned with quantisation={model.shape.quantisation!r}, which no backend runs yet; "
+                "give none to run it"
+            )
+        if model.shape.n_positions > model.config.max_position_embeddings:
+            raise PlanError(
+                f"{item.name} was planned with n_positions={model.shape.n_positions}, more than the "
+                f"{model.config.max_position_embeddings} it was trained on (max_position_embeddings); ask for fewer"
+            )
+        try:
+            check_positions(model.config.rope, model.shape.n_positions)
+        except ConfigurationError as error:
+            raise PlanError(f"{item.name}: {error}") from error
+        if item.role == "draft" and model.k >= MAX_WIDTH:
+            raise PlanError(
+                f"{item.name} was planned with k={model.k}, and a target verifies at most {MAX_WIDTH - 1} drafted "
+                "tokens a round; ask for fewer"
+            )
+        if degree > 1 and model.backend not in DIVIDED:
+            raise PlanError(
+                f"{item.name} was planned on {degree} cores, and backend={model.backend!r} runs a model on one; give "
+                f"`tp_degree: 1`, or a backend that divides a model: {', '.join(DIVIDED)}"
+            )

@@ -1,0 +1,1 @@
+"""Drafters in other processes: messages, channel, server, reconnection."""

@@ -1,0 +1,192 @@
+"""The verifier for requests that need the host at every token: Hugging Face logits processors, and scores.
+
+Processors see exactly the prefixes that plain decoding would show them, in order, once each: under `Match` a row is
+looked at only when all drafts before it stand and no text has ended there, so that neither a rejected token nor one
+behind the end leaves a trace, even in a processor with a memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from paceline.core import reduce, tree
+from paceline.core.acceptance.match import Match, Reject, committed
+from paceline.core.errors import SamplingError
+from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.kernels.torch_kernels import Reference
+from paceline.decoder.steps import keep, prefill, window
+from paceline.target.steps import Acceptor, features_of, root_of
+from paceline.target.verifier import fitted
+from paceline.target.verify_mask import Window
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""Hugging Face's interface: ids [1, length] int64, scores [1, V] float32 -> scores [1, V]."""
+
+_FORCED = 1e15
+"""For a score of infinity: above any logit, and still a number over the least temperature."""
+
+
+class HostVerifier:
+    """Takes logits to the host and decides there, position by position.
+
+    ``ends`` says whether a text, given its slot and the tokens of this round, is at its end.
+    ``logprobs`` holds, for every slot, the log-probability of each token of the last call (softmax of the processed
+    logits at temperature 1, no filters), when ``scores`` is asked for.
+    """
+
+    def __init__(
+        self,
+        decoder: CompiledDecoder,
+        outline: Outline,
+        *,
+        acceptor: Acceptor,
+        wide: bool,
+        processor: Processor | None,
+        reads: Reads | None = None,
+    ) -> None:
+        decoder.check_width(outline.nodes + 1)
+        self.decoder, self.outline, self._acceptor, self._reads = decoder, outline, acceptor, reads
+        self._wide = wide
+        self.ends: Callable[[int, Sequence[int]], bool] = lambda _slot, _tokens: False
+        self._processor, self._kernels = processor, Reference()
+        self._texts: list[list[int]] = [[] for _ in range(decoder.batch_size)]
+        self.logprobs: list[list[float]] = [[] for _ in range(decoder.batch_size)]
+
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+        """Read a prompt and pick the first token; see the protocol."""
+        made, features = prefill(self.decoder, slot, prompt, reads=self._reads)
+        logits = self._processed(list(prompt), made[0, 0])
+        token = self._choose(logits, len(prompt), sampling)
+        self._texts[slot] = [*prompt, token]
+        self.logprobs[slot] = [_decided(logits, token, len(prompt))]
+        return Reading(token, features)
+
+    def release(self, slot: int) -> None:
+        """Forget the slot's text."""
+        self._texts[slot], self.logprobs[slot] = [], []
+
+    def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+        """Verify a proposal; see the protocol."""
+        proposal = fitted(proposal, self.outline.nodes)
+        outline = self.outline if proposal is not None or self._wide else Outline.chain(0)
+        token, row = root_of(commit.tokens, commit.count, commit.start)
+        nothing = torch.full((len(row), outline.nodes), PAD, dtype=torch.int32)
+        given = proposal.parents if proposal is not None and isinstance(proposal.parents, Tensor) else None
+        drafts = nothing if proposal is None else proposal.tokens
+        view = Window(outline)(drafts, given, limit=bounds.limit)
+        drafts = view.proposal.tokens
+        tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0, max=self.decoder.config.vocab_size - 1)
+        rows = None if view.tree is None else view.tree.parents
+        reach = self.decoder.reach(bounds.rows)
+        logits, features = window(self.decoder, tokens, row, reach=reach, parents=rows, reads=self._reads)
+        chains = tree.chain(outline.nodes)
+        lines = [chains] * len(row) if view.proposal.parents is None else view.proposal.parents.tolist()
+        paths: list[list[int]] = []
+        answers: list[list[int]] = []
+        for slot, text in enumerate(self._texts):
+            one = SamplingBatch(sampling.knobs[slot : slot + 1], sampling.keys[slot : slot + 1])
+            if not text or int(row[slot]) != len(text) - 1:  # no request lives here
+                way, answer = list[int](), [0]
+            elif isinstance(self._acceptor, Match):
+                way, answer = self._match(slot, logits[slot], drafts[slot].tolist(), parents=lines[slot], sampling=one)
+            else:
+                assert isinstance(self._acceptor, Reject), "nothing else is offered on the host"
+                part = Proposal(drafts[slot : slot + 1], None, _line(proposal, slot))
+                way, answer = self._reject(slot, logits[slot], part, acceptor=self._acceptor, sampling=one)
+            paths.append(way + [PAD] * (self.outline.depth - len(way)))
+            answers.append(answer)
+        path = torch.tensor(paths, dtype=torch.int32).view(len(row), self.outline.depth)
+        if view.tree is not None:
+            keep(self.decoder, row, path)
+        count = torch.tensor([len(answer) for answer in answers], dtype=torch.int32)
+        padded = [answer + [PAD] * (self.outline.depth + 1 - len(answer)) for answer in answers]
+        kept = None if features is None else features_of(path, features)
+        return Commit(torch.tensor(padded, dtype=torch.int32), count, row + 1, kept)
+
+    def _match(
+        self, slot: int, logits: Tensor, drafts: list[int], *, parents: Sequence[int], sampling: SamplingBatch
+    ) -> tuple[list[int], list[int]]:
+        """Walk down from the root, one processed choice after the other. -> rows of the path, tokens committed."""
+        text, scores = self._texts[slot], []
+        path: list[int] = []
+        tokens: list[int] = []
+        row: int | None = 0
+        while row is not None:
+            processed = self._processed(text, logits[row])
+            token = self._choose(processed, len(text), sampling)
+            scores.append(_decided(processed, token, len(text)))
+            text.append(token)
+            tokens.append(token)
+            if self.ends(slot, tokens):
+                break
+            nodes = enumerate(zip(drafts, parents, strict=True), start=1)
+            row = next((node for node, (draft, parent) in nodes if parent + 1 == row and draft == token), None)
+            path += [] if row is None else [row]
+        self.logprobs[slot] = scores
+        return path, tokens
+
+    def _reject(
+        self, slot: int, logits: Tensor, proposal: Proposal, *, acceptor: Reject, sampling: SamplingBatch
+    ) -> tuple[list[int], list[int]]:
+        """As `_match`, by rejection sampling."""
+        text, size = self._texts[slot], self.decoder.config.vocab_size
+        drafts = list(takewhile(lambda token: token != PAD, proposal.tokens[0].tolist()))
+        legal = list(takewhile(lambda token: token < size, drafts))
+        lines = [self._processed(text + legal[:i], line) for i, line in enumerate(logits[: len(legal) + 1])]
+        if len(legal) < len(drafts):  # an id out of range counts as drawn; it is refused, so the row behind it is idle
+            drafts = drafts[: len(legal) + 1]
+            lines.append(lines[-1])
+        processed = torch.stack(lines)
+        laws = self._kernels.probabilities(processed.unsqueeze(0), sampling)
+        q = None
+        if proposal.law is not None:
+            q = torch.nn.functional.pad(proposal.law[:, : len(drafts)], (0, laws.shape[-1] - proposal.law.shape[-1]))
+        positions = torch.arange(len(text), len(text) + len(lines), dtype=torch.int32).unsqueeze(0)
+        cut = Proposal(proposal.tokens[:, : len(drafts)], None, q)
+        verdict = acceptor(cut, laws, positions, sampling, choose=self._kernels.choose)
+        tokens = [t for t in committed(cut, verdict)[0].tolist() if t != PAD]
+        decided = enumerate(zip(processed, tokens, strict=False), start=len(text))
+        self.logprobs[slot] = [_decided(line, token, length) for length, (line, token) in decided]
+        text += tokens
+        return list(range(1, len(tokens))), tokens
+
+    def _choose(self, logits: Tensor, position: int, sampling: SamplingBatch) -> int:
+        where = torch.tensor([[position]], dtype=torch.int32)
+        return int(self._kernels.choose(logits.view(1, 1, -1), where, sampling))
+
+    def _processed(self, ids: list[int], logits: Tensor) -> Tensor:
+        if self._processor is None:
+            return logits
+        # A copy: processors may write into what they get.
+        made: object = self._processor(torch.tensor([ids]), logits.unsqueeze(0).clone())
+        if not isinstance(made, Tensor) or made.shape != (1, len(logits)):
+            found = f"a tensor of shape {list(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
+            raise SamplingError(f"a logits processor returned {found}; it must return scores [1, {len(logits)}]")
+        if bool(made.isnan().any()):
+            raise SamplingError(f"a logits processor returned NaN for the text of {len(ids)} tokens; no token follows")
+        return made[0].clamp(min=reduce.NEGATIVE, max=_FORCED)
+
+
+def _decided(logits: Tensor, token: int, length: int) -> float:
+    """The log-probability of a token that is to stand behind ``length`` others; ``logits`` [V] as processed.
+
+    Not of every processed line: what a processor says of drafts that it forbids itself decides nothing.
+
+    Raises:
+        SamplingError: the processors cut every token, as a grammar does that has come to a dead end.
+    """
+    if float(logits.max()) <= reduce.NEGATIVE:
+        raise SamplingError(
+            f"the logits processors left no token to follow the text of {length} tokens; let them allow one, such as "
+            "the eos id, where a text must end"
+        )
+    return float(logits.log_softmax(-1)[token])
+
+
+def _line(proposal: Proposal | None, slot: int) -> Tensor | None:
+    return None if proposal is None or proposal.law is None else proposal.law[slot : slot + 1]
