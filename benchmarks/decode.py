@@ -26,8 +26,8 @@ from turns import Clock
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.acceptance.match import Match
-from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import Bounds, Commit, Outline, Proposal
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.experiments.bench import bench_pair
 from paceline.target.verifier import CompiledVerifier
@@ -88,14 +88,14 @@ def graphs() -> dict[str, object]:
 
 def _verify(decoder: CompiledDecoder, width: int) -> Callable[[], object]:
     """A round's verification at a place in the middle of a text."""
-    verifier = CompiledVerifier(decoder, Outline.chain(width - 1), acceptor=Match(), wide=True)
+    verifier = CompiledVerifier(decoder, DraftShape.chain(width - 1), acceptor=Match(), wide=True)
     tokens = torch.full((1, width), -1, dtype=torch.int32)
     tokens[0, 0] = 7
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(tokens, one, one * 100)
     proposal = Proposal(torch.full((1, width - 1), 9, dtype=torch.int32)) if width > 1 else None
-    bounds = Bounds(one * (width - 1), 101)
-    sampling = sampling_batch([Sampling()])
+    bounds = RoundLimits(one * (width - 1), 101)
+    sampling = sampling_tensors([Sampling()])
     return lambda: verifier(commit, proposal, sampling, bounds)
 
 

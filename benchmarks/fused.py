@@ -30,7 +30,7 @@ from copies import copier, copies
 from transformers import LlamaConfig, LlamaForCausalLM
 from turns import Mode, measure
 
-from paceline import LADDER, AutoDecoder, SpeculativeGenerator
+from paceline import DRAFT_LENGTHS, AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 
 POSITIONS = 512
@@ -156,14 +156,16 @@ def useless(asked: Asked) -> dict[str, object]:
 def good(asked: Asked) -> dict[str, object]:
     """The demo pair on real text, against every depth of the ladder by itself."""
     draft, target = demo(asked)
-    return adaptive(draft, target, prompt_ids(asked.count), asked, fixed=LADDER[1:3] if asked.tiny else LADDER[1:])
+    return adaptive(
+        draft, target, prompt_ids(asked.count), asked, fixed=DRAFT_LENGTHS[1:3] if asked.tiny else DRAFT_LENGTHS[1:]
+    )
 
 
 def adaptive(
     draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], asked: Asked, *, fixed: Sequence[int]
 ) -> dict[str, object]:
     """The ladder against plain decoding and fixed depths. It learns on the first prompt, which does not count."""
-    ladder = (0, *fixed) if asked.tiny and fixed else LADDER
+    ladder = (0, *fixed) if asked.tiny and fixed else DRAFT_LENGTHS
     modes = {"plain": Mode(SpeculativeGenerator(None, target, k=0))}
     modes |= {f"k={k}": Mode(SpeculativeGenerator(draft, target, k=k)) for k in fixed}
     modes["adaptive"] = Mode(SpeculativeGenerator(draft, target, k=ladder))

@@ -33,26 +33,26 @@ from undivided import MAKERS
 
 from paceline import placement
 from paceline.core.protocols import Drafter
-from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import PAD, Bounds, Commit
-from paceline.engine.rounds import TwoStep
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import PAD, Commit, RoundLimits
+from paceline.engine.rounds import TwoGraphRound
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.remote.channel import Address
-from paceline.placement.remote.drafter import Patience, RemoteDraft, Terms
+from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
 from paceline.placement.remote.local_process import LocalProcess, Order
-from paceline.placement.remote.reconnect import Caller
+from paceline.placement.remote.reconnect import DrafterEndpoint
 
 ROOT = Path(__file__).parents[1]
 _BLOCK = 20
 SECOND = 0.65  # how often the demo draft's second choice is right where its first is not: .72 greedy, .63 sampled
-GREEDY = sampling_batch([Sampling()])
-LIMIT = Bounds(torch.full((1,), K, dtype=torch.int32), 1)
+GREEDY = sampling_tensors([Sampling()])
+LIMIT = RoundLimits(torch.full((1,), K, dtype=torch.int32), 1)
 
 
 @contextmanager
 def elsewhere(
     seconds: float, alpha: float, *, ahead: bool = False, beta: float | None = None
-) -> Iterator[tuple[RemoteDraft, LocalProcess]]:
+) -> Iterator[tuple[RemoteDrafter, LocalProcess]]:
     """The drafter in a process of its own. ``beta``: it tells second choices, right so often where the first is not."""
     with tempfile.TemporaryDirectory() as folder:
         order = Order(
@@ -62,9 +62,9 @@ def elsewhere(
             maker="benchmarks.sleepers:sleeper",
         )
         with LocalProcess(order) as process:
-            terms = Terms(nodes=K, slots=1, vocab_size=V)
-            patience = Patience(deadline=1.0, hang=1.0, rest=0.01)
-            draft = RemoteDraft(terms, Caller(order.address, order.secret, process), patience=patience)
+            terms = DrafterContract(nodes=K, slots=1, vocab_size=V)
+            patience = DraftTimeouts(deadline=1.0, hang=1.0, rest=0.01)
+            draft = RemoteDrafter(terms, DrafterEndpoint(order.address, order.secret, process), patience=patience)
             try:
                 if not draft.wait_until_up(60):
                     raise RuntimeError("the drafter's process did not come up")
@@ -77,7 +77,7 @@ class Text:
     """One request, round by round."""
 
     def __init__(self, drafter: Drafter, verify: float) -> None:
-        self._round = TwoStep(drafter, SleepingVerifier(verify))
+        self._round = TwoGraphRound(drafter, SleepingVerifier(verify))
         prompt = [truth(p) for p in range(8)]
         self._round.start(0, prompt, GREEDY)
         tokens = torch.tensor([[truth(8)] + [PAD] * K], dtype=torch.int32)
@@ -256,7 +256,7 @@ def colocation() -> dict[str, object]:
                     for given in (entries, [{"name": "new", **last}])
                 )
                 begin = perf_counter()
-                with placement.launch(made, care=placement.Care(makers=MAKERS)) as running:
+                with placement.launch(made, care=placement.FaultPolicy(makers=MAKERS)) as running:
                     row: dict[str, object] = {"workers": len(entries)}
                     row["start_seconds"], begin = round(perf_counter() - begin, 1), perf_counter()
                     row["texts"] = used_at_once(running)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from paceline.core.protocols import Drafter
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, SamplingBatch
-from paceline.placement.lookahead.drafter import Ahead
-from paceline.placement.remote.messages import Hello
-from paceline.placement.remote.server import Unpooled
+from paceline.core.types import PAD, Commit, DraftShape, PrefillResult, Proposal, RoundLimits, SamplingTensors
+from paceline.placement.lookahead.drafter import LookaheadDrafter
+from paceline.placement.remote.messages import Handshake
+from paceline.placement.remote.server import UnpooledDrafters
 
 V, K = 1000, 4
 
@@ -52,7 +52,7 @@ class SleepingDrafter:
     reach = reads = None
 
     def __init__(self, nodes: int, seconds: float, alpha: float) -> None:
-        self.outline, self._seconds, self._alpha = Outline.chain(nodes), seconds, alpha
+        self.outline, self._seconds, self._alpha = DraftShape.chain(nodes), seconds, alpha
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None: ...
 
@@ -60,7 +60,7 @@ class SleepingDrafter:
 
     def observe(self, commit: Commit) -> None: ...
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         end = time.perf_counter() + self._seconds
         first = int(commit.start[0] + commit.count[0])
         places = range(first, first + self.outline.nodes)
@@ -80,7 +80,7 @@ class SleepingReviews:
         until(time.perf_counter() + self._seconds)
 
     def seconds(
-        self, commit: Commit, drafts: Tensor, sampling: SamplingBatch, *, rows: int
+        self, commit: Commit, drafts: Tensor, sampling: SamplingTensors, *, rows: int
     ) -> tuple[list[list[int]], list[list[float]]]:
         end = time.perf_counter() + self._seconds
         first, nodes = int(commit.start[0] + commit.count[0]), drafts.shape[1]
@@ -97,12 +97,14 @@ class SleepingVerifier:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
-        return Reading(truth(len(prompt)))
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+        return PrefillResult(truth(len(prompt)))
 
     def release(self, slot: int) -> None: ...
 
-    def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+    def __call__(
+        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, bounds: RoundLimits
+    ) -> Commit:
         end = time.perf_counter() + self._seconds
         start = int(commit.start[0] + commit.count[0])
         drafts = [] if proposal is None else proposal.tokens[0].tolist()
@@ -116,14 +118,14 @@ class SleepingVerifier:
         return made
 
 
-def sleeper(settings: Mapping[str, object]) -> Unpooled:
+def sleeper(settings: Mapping[str, object]) -> UnpooledDrafters:
     """The maker of the drafter's process."""
     seconds, alpha = (float(str(settings[name])) for name in ("seconds", "alpha"))
     ahead, beta = bool(settings["ahead"]), settings["beta"]
 
-    def make(_: Hello) -> Drafter:
+    def make(_: Handshake) -> Drafter:
         inner = SleepingDrafter(K + ahead, seconds, alpha)
         reviews = None if beta is None else SleepingReviews(seconds / (K + 1), alpha, float(str(beta)))
-        return Ahead(inner, reviews) if ahead else inner
+        return LookaheadDrafter(inner, reviews) if ahead else inner
 
-    return Unpooled(make)
+    return UnpooledDrafters(make)

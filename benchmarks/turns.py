@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline import SpeculativeGenerator
-from paceline.core.types import Told
+from paceline.core.types import RoundReport
 from paceline.decoder.backends.base import Repeats
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.outputs import Statistics
@@ -80,7 +80,7 @@ class _Timed:
 class _TimedAgain(_Timed):
     """One that can run again by itself, and says how long each of its rounds took."""
 
-    def again(self, *given: Any) -> tuple[list[Told], list[Tensor]]:
+    def again(self, *given: Any) -> tuple[list[RoundReport], list[Tensor]]:
         assert isinstance(self._step, Repeats)
         told, made = self._step.again(*given)
         self._clock.seconds += sum(one.seconds for one in told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.core.protocols import Drafter
 from paceline.placement.cluster.roles import Settings
-from paceline.placement.remote.server import Drafters
+from paceline.placement.remote.server import DrafterPool
 from paceline.workers import hosting
 
 MAKERS = {role: f"benchmarks.undivided:{role}" for role in ("target", "draft")}
@@ -15,6 +15,6 @@ def target(settings: Settings, drafter: Drafter | None) -> hosting.TargetHost:
     return hosting.target({**settings, "tp_degree": 1}, drafter)
 
 
-def draft(settings: Settings) -> Drafters:
+def draft(settings: Settings) -> DrafterPool:
     """A draft's worker."""
     return hosting.draft({**settings, "tp_degree": 1})

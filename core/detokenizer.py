@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-UNFINISHED = "\ufffd"
+REPLACEMENT = "\ufffd"
 """What an incomplete character decodes to, and bytes that are none."""
 
 _CONTEXT = 8  # tokens that new ones are decoded behind, at most
@@ -29,7 +29,7 @@ class Tokenizer(Decodes, Protocol):
     def encode(self, text: str, **options: Any) -> list[int]: ...
 
 
-class Detokeniser:
+class IncrementalDetokenizer:
     """Text of a growing list of tokens, without special tokens. What is handed out is never taken back.
 
     A token whose text ends in a replacement mark is held until a character is complete. That takes three tokens more
@@ -52,7 +52,7 @@ class Detokeniser:
         """Add a token; the text that is certain now, which may be empty."""
         self._held.append(token)
         context, known, text = self._texts()
-        if not text.endswith(UNFINISHED):
+        if not text.endswith(REPLACEMENT):
             return self._settle(self.held, known, text)
         if sum(bool(self._decode([one])) for one in self._held) <= _REST:  # special tokens complete nothing
             return ""
@@ -91,7 +91,7 @@ class Detokeniser:
     def _texts(self) -> tuple[list[int], str, str]:
         """What stands before the tokens that are held, what of the text is known, and the text with them."""
         text = self._decode([*self._context, *self._held])
-        for known in (self._known, self._known.rstrip(UNFINISHED)):
+        for known in (self._known, self._known.rstrip(REPLACEMENT)):
             if text.startswith(known):
                 return self._context, known, text
         return [], "", self._decode(self._held)  # of a run of bytes, judged again

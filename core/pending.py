@@ -15,7 +15,7 @@ from paceline.core.types import Commit
 
 
 @dataclass(frozen=True, slots=True)
-class Missed:
+class MissedTokens:
     """What one slot committed while nothing was proposed.
 
     start     cache row of the first token
@@ -29,7 +29,7 @@ class Missed:
     features: Tensor | None
 
 
-class Backlog:
+class PendingCommits:
     """Commits in order, and which slots have changed hands since."""
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Backlog:
             gone.update([slot], () if gone else _idle(commit))
         self._commits = [(commit, gone) for commit, gone in self._commits if len(gone) < len(commit.count)]
 
-    def take(self) -> list[Missed]:
+    def take(self) -> list[MissedTokens]:
         """All but the newest commit, no slot twice. Afterwards the backlog is empty."""
         missed, self._commits = self._commits[:-1], []
         if not missed:
@@ -65,7 +65,7 @@ class Backlog:
                     if states is not None:
                         features.append(states[slot, : counts[slot]])
         return [
-            Missed(slot, start, tokens, torch.cat(features) if features else None)
+            MissedTokens(slot, start, tokens, torch.cat(features) if features else None)
             for slot, (start, tokens, features) in found.items()
         ]
 

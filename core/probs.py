@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 from paceline.core import noise, reduce
-from paceline.core.types import SamplingBatch
+from paceline.core.types import SamplingTensors
 
 
-def choose(
-    logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET, cut: bool = True
+def sample_tokens(
+    logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET, cut: bool = True
 ) -> Tensor:
     """The token each row picks: argmax of the filtered, tempered logits plus the noise of its position.
 
     logits [B, T, V] float32, positions [B, T] int32 (of the token that is picked) -> [B, T] int32
     ``cut=False`` is for a caller who knows that top-k, top-p and min-p are off in every row: it changes nothing then.
     """
-    scores = filtered(logits, sampling) if cut else tempered(logits, sampling)
+    scores = apply_top_k_top_p_min_p(logits, sampling) if cut else apply_temperature(logits, sampling)
     ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    return reduce.argmax(perturbed(scores, positions, sampling, ids=ids, stream=stream))
+    return reduce.argmax(add_gumbel(scores, positions, sampling, ids=ids, stream=stream))
 
 
-def perturbed(
-    scores: Tensor, positions: Tensor, sampling: SamplingBatch, *, ids: Tensor, stream: int = noise.TARGET
+def add_gumbel(
+    scores: Tensor, positions: Tensor, sampling: SamplingTensors, *, ids: Tensor, stream: int = noise.TARGET
 ) -> Tensor:
     """Filtered or tempered scores plus the noise of their position where a row samples: the largest is the choice.
 
@@ -37,29 +37,29 @@ def perturbed(
     return torch.where(hot, scores + noise.gumbel(sampling.keys, positions, ids, stream=stream), scores)
 
 
-def tempered(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+def apply_temperature(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Logits over temperature; as they are where it is 0. [B, T, V] -> [B, T, V] float32."""
     temperature = sampling.knobs[:, 0].view(-1, 1, 1)
     return logits.to(torch.float32) / torch.where(temperature > 0, temperature, 1.0)
 
 
-def filtered(logits: Tensor, sampling: SamplingBatch) -> Tensor:
+def apply_top_k_top_p_min_p(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Tempered logits, with `reduce.NEGATIVE` where top-k, top-p or min-p cut. [B, T, V] -> [B, T, V] float32."""
     top_k, top_p, min_p = (sampling.knobs[:, i].view(-1, 1, 1) for i in range(1, 4))
-    scores = tempered(logits, sampling)
+    scores = apply_temperature(logits, sampling)
     count = torch.where(top_k > 0, top_k, float(logits.shape[-1])).expand(*scores.shape[:2], 1)
-    scores = torch.where(reduce.largest(scores, count.squeeze(-1)), scores, reduce.NEGATIVE)
+    scores = torch.where(reduce.topk_mask(scores, count.squeeze(-1)), scores, reduce.NEGATIVE)
     weights = softmax(scores)
     mass = top_p.expand(*scores.shape[:2], 1)
-    inside = reduce.heaviest(weights, mass.squeeze(-1)) | (mass >= 1.0)
+    inside = reduce.topp_mask(weights, mass.squeeze(-1)) | (mass >= 1.0)
     scores = torch.where(inside, scores, reduce.NEGATIVE)
     weights = softmax(scores)
     return torch.where(weights >= min_p * weights.amax(-1, keepdim=True), scores, reduce.NEGATIVE)
 
 
-def probabilities(logits: Tensor, sampling: SamplingBatch, *, cut: bool = True) -> Tensor:
+def probabilities(logits: Tensor, sampling: SamplingTensors, *, cut: bool = True) -> Tensor:
     """The law that `choose` draws from. [B, T, V] -> [B, T, V] float32, rows sum to one."""
-    scores = filtered(logits, sampling) if cut else tempered(logits, sampling)
+    scores = apply_top_k_top_p_min_p(logits, sampling) if cut else apply_temperature(logits, sampling)
     hot = (sampling.knobs[:, 0] > 0).view(-1, 1, 1)
     ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     one_hot = (ids == reduce.argmax(scores).unsqueeze(-1)).to(torch.float32)

@@ -12,7 +12,16 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from paceline.core.types import Bounds, Commit, Done, Outline, Proposal, Reading, Reads, SamplingBatch
+from paceline.core.types import (
+    Commit,
+    DraftShape,
+    FeatureSpec,
+    PrefillResult,
+    Proposal,
+    RoundLimits,
+    RoundResult,
+    SamplingTensors,
+)
 
 
 @runtime_checkable
@@ -23,11 +32,11 @@ class Drafter(Protocol):
     """
 
     @property
-    def outline(self) -> Outline:
+    def outline(self) -> DraftShape:
         """The shape of every proposal."""
 
     @property
-    def reads(self) -> Reads | None:
+    def reads(self) -> FeatureSpec | None:
         """What it reads of the target besides tokens; None = nothing. If set, commits carry features."""
 
     @property
@@ -43,7 +52,7 @@ class Drafter(Protocol):
     def observe(self, commit: Commit) -> None:
         """See a commit. Called once for every commit, before `propose`, whether or not `propose` follows."""
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """Propose what follows the commit. Slots that hold no request may get anything."""
 
 
@@ -73,7 +82,7 @@ class Guesses(Protocol):
 
 
 @runtime_checkable
-class GraphDrafter(Drafter, Protocol):
+class TraceableDrafter(Drafter, Protocol):
     """A drafter whose proposing is one traceable step, so that it can share a graph with the verifier."""
 
     @property
@@ -103,13 +112,15 @@ class GraphDrafter(Drafter, Protocol):
 class Verifier(Protocol):
     """The target's side of a round: decoder, law, acceptor and keep as one step."""
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt into a slot and pick the first token. ``sampling`` has one row, the slot's."""
 
     def release(self, slot: int) -> None:
         """The request in a slot is done: forget it."""
 
-    def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+    def __call__(
+        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, bounds: RoundLimits
+    ) -> Commit:
         """Verify a proposal; None = nothing is proposed."""
 
 
@@ -117,32 +128,38 @@ class FusedVerifier(Verifier, Protocol):
     """A verifier that can run a drafter's step inside its own."""
 
     def fused(
-        self, drafter: GraphDrafter, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds, seconds: float
-    ) -> Done:
+        self,
+        drafter: TraceableDrafter,
+        commit: Commit,
+        *,
+        sampling: SamplingTensors,
+        bounds: RoundLimits,
+        seconds: float,
+    ) -> RoundResult:
         """Draft and verify in one graph: one round, and as many behind it as ``bounds`` allows and fit into so many
         seconds, each on what the one before it made. The drafter is told of none of them, for its step reads what they
         commit. The last commit is good until the call after the next.
         """
 
 
-class PlainTarget(Protocol):
+class AutoregressiveTarget(Protocol):
     """A target that decodes several tokens at a call, by itself."""
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt into a slot and pick the first token."""
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Commit:
         """Up to ``bounds.limit + 1`` tokens in every slot."""
 
 
 class Round(Protocol):
     """From what was last committed to what is committed next."""
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt into a slot."""
 
     def release(self, slot: int) -> None:
         """The request in a slot is done, or `start` failed for it: both sides forget it."""
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
+    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
         """One round, or as many as ``bounds`` allows."""

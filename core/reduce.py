@@ -19,15 +19,15 @@ def argmax(scores: Tensor) -> Tensor:
     """Index of the largest score, the lowest one of equals. [..., V] -> [...] int32."""
     size = scores.shape[-1]
     ids = torch.arange(size, dtype=torch.float32, device=scores.device)
-    return legal(best(scores, ids, size)[1], size)
+    return clamp_ids(max_with_index(scores, ids, size)[1], size)
 
 
-def legal(ids: Tensor, size: int) -> Tensor:
+def clamp_ids(ids: Tensor, size: int) -> Tensor:
     """What `best` found, as ids: a row of NaN has no best, and gets some id of the vocabulary. -> int32"""
     return ids.clamp(max=size - 1).to(torch.int32)
 
 
-def best(scores: Tensor, ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def max_with_index(scores: Tensor, ids: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The largest score of every row and the lowest id that has it; ``size``, above every id, where none has.
 
     scores [..., n] float32, ids [..., n] float32, the number of each score -> [...], [...] float32
@@ -51,7 +51,7 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return torch.cat(found, -1), torch.cat(ids, -1)
 
 
-def largest(scores: Tensor, keep: Tensor) -> Tensor:
+def topk_mask(scores: Tensor, keep: Tensor) -> Tensor:
     """Mask of the ``keep`` largest scores of every row, lowest ids first among equals.
 
     scores [..., V] float32, keep [...] float32 (a count, at least 1) -> [..., V] bool
@@ -65,7 +65,7 @@ def largest(scores: Tensor, keep: Tensor) -> Tensor:
     return over | (tied & (rank <= room))
 
 
-def heaviest(weights: Tensor, mass: Tensor) -> Tensor:
+def topp_mask(weights: Tensor, mass: Tensor) -> Tensor:
     """Mask of the smallest set of largest weights whose sum reaches ``mass``, lowest ids first among equals.
 
     weights [..., V] float32, not negative; mass [...] float32 -> [..., V] bool, never empty

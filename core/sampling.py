@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import SamplingError
-from paceline.core.types import SamplingBatch
+from paceline.core.types import SamplingTensors
 
 _MAX_EXACT_FLOAT = 1 << 24  # top-k travels in a float32 tensor; no vocabulary is that large
 _LEAST_TEMPERATURE = 1e-20
@@ -72,22 +72,22 @@ class Sampling:
             raise SamplingError(wrong, param="temperature")
 
 
-def knob_row(sampling: Sampling) -> list[float]:
-    """The row of `SamplingBatch.knobs` of one request."""
+def param_row(sampling: Sampling) -> list[float]:
+    """The row of `SamplingTensors.knobs` of one request."""
     return [sampling.temperature, float(min(sampling.top_k, _MAX_EXACT_FLOAT)), sampling.top_p, sampling.min_p]
 
 
-def key_row(seed: int) -> list[int]:
-    """The row of `SamplingBatch.keys` of one request: low and high 32 bits, as signed integers."""
+def seed_row(seed: int) -> list[int]:
+    """The row of `SamplingTensors.keys` of one request: low and high 32 bits, as signed integers."""
     bits = seed & 0xFFFFFFFFFFFFFFFF
     return [_signed(bits & 0xFFFFFFFF), _signed(bits >> 32)]
 
 
-def sampling_batch(requests: Sequence[Sampling]) -> SamplingBatch:
+def sampling_tensors(requests: Sequence[Sampling]) -> SamplingTensors:
     """Tensors for a batch of requests, in slot order."""
-    knobs: Tensor = torch.tensor([knob_row(r) for r in requests], dtype=torch.float32)
-    keys: Tensor = torch.tensor([key_row(r.seed) for r in requests], dtype=torch.int32)
-    return SamplingBatch(knobs, keys)
+    knobs: Tensor = torch.tensor([param_row(r) for r in requests], dtype=torch.float32)
+    keys: Tensor = torch.tensor([seed_row(r.seed) for r in requests], dtype=torch.int32)
+    return SamplingTensors(knobs, keys)
 
 
 def _signed(word: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Outline, Proposal
+from paceline.core.types import DraftShape, Proposal
 
 ROOT = -1
 
@@ -43,7 +43,7 @@ def depths(parents: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(found)
 
 
-def outline(parents: tuple[int, ...]) -> Outline:
+def draft_shape(parents: tuple[int, ...]) -> DraftShape:
     """The outline of a static tree.
 
     Raises:
@@ -51,11 +51,11 @@ def outline(parents: tuple[int, ...]) -> Outline:
     """
     check(parents)
     if is_chain(parents):
-        return Outline.chain(len(parents))
-    return Outline(len(parents), max(depths(parents)), parents)
+        return DraftShape.chain(len(parents))
+    return DraftShape(len(parents), max(depths(parents)), parents)
 
 
-def window_rows(parents: tuple[int, ...]) -> list[int]:
+def verify_rows(parents: tuple[int, ...]) -> list[int]:
     """The parent row of every row of a window: -1 for the root, then one for every node."""
     return [ROOT, *(parent + 1 for parent in parents)]
 

@@ -32,7 +32,7 @@ IDLE = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class DraftShape:
     """The shape of every proposal of a drafter: what a graph is compiled for.
 
     nodes    N, how many nodes a proposal has
@@ -46,7 +46,7 @@ class Outline:
     dynamic: bool = False
 
     @classmethod
-    def chain(cls, length: int) -> Outline:
+    def chain(cls, length: int) -> DraftShape:
         """``length`` nodes, each behind the one before.
 
         Raises:
@@ -62,7 +62,7 @@ class Outline:
 
 
 @dataclass(frozen=True, slots=True)
-class Reads:
+class FeatureSpec:
     """What a drafter reads of the target besides tokens.
 
     ``layers`` names residual streams: entry i is the stream before layer i (the number of layers: behind the last one,
@@ -73,7 +73,7 @@ class Reads:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class PrefillResult:
     """What reading a prompt gave.
 
     token     the first token of the answer
@@ -85,7 +85,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class DeviceFeatures:
     """Features that stay on the device, where the next round reads them.
 
     ``fetch`` brings them to the host, [B, W, F]; only until a round leaves others in their place.
@@ -107,12 +107,12 @@ class Commit:
     tokens: Tensor
     count: Tensor
     start: Tensor
-    features: Tensor | Kept | None = None
+    features: Tensor | DeviceFeatures | None = None
 
     @property
     def states(self) -> Tensor | None:
         """The features, on the host wherever they are."""
-        return self.features.fetch() if isinstance(self.features, Kept) else self.features
+        return self.features.fetch() if isinstance(self.features, DeviceFeatures) else self.features
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Proposal:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Accepted:
     """What an acceptor decided.
 
     path   [B, D] int32, rows of the window of the accepted nodes (root is row 0), PAD behind ``count``
@@ -153,7 +153,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingBatch:
+class SamplingTensors:
     """How every slot samples, as tensors, so that no value is baked into a graph.
 
     knobs  [B, 4] float32: temperature (0 = greedy), top-k (0 = off), top-p (1 = off), min-p (0 = off)
@@ -165,7 +165,7 @@ class SamplingBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class RoundLimits:
     """What the host, which knows every length, lets a round do.
 
     limit  [B] int32, how many proposed nodes may be accepted in each slot
@@ -175,11 +175,11 @@ class Bounds:
 
     limit: Tensor
     rows: int
-    room: Room | None = None
+    room: MultiRoundLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class MultiRoundLimits:
     """What lets rounds run one behind the other.
 
     left    for each slot, how many nodes could be accepted if a round were deep enough; less what was gained since, it
@@ -195,7 +195,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RoundReport:
     """What the host is told of a round.
 
     tokens   that each slot gained
@@ -208,20 +208,20 @@ class Told:
     seconds: float
 
     @classmethod
-    def of(cls, rows: list[list[int]], seconds: float) -> Told:
+    def of(cls, rows: list[list[int]], seconds: float) -> RoundReport:
         """From what a graph says: for each slot tokens, PAD, their count, and how deep the proposal went."""
         return cls([row[: row[-2]] for row in rows], [row[-1] for row in rows], seconds)
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class RoundResult:
     """Rounds that ran one behind the other: what the last one committed, and what each did."""
 
     commit: Commit
-    told: list[Told]
+    told: list[RoundReport]
 
     @classmethod
-    def one(cls, commit: Commit, drafted: list[int], seconds: float) -> Done:
+    def one(cls, commit: Commit, drafted: list[int], seconds: float) -> RoundResult:
         """A single round."""
         rows = zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)
-        return cls(commit, [Told([row[:count] for row, count in rows], drafted, seconds)])
+        return cls(commit, [RoundReport([row[:count] for row, count in rows], drafted, seconds)])

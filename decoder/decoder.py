@@ -17,22 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ArtefactError, ConfigurationError, DecoderBusyError
-from paceline.core.types import Reads, SamplingBatch
+from paceline.core.types import FeatureSpec, SamplingTensors
 from paceline.decoder.backends.base import Backend, Graph, Step
-from paceline.decoder.kernels.torch_kernels import Kernels, Place, Tree
+from paceline.decoder.kernels.torch_kernels import CachePosition, Kernels, Tree
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import MAX_WIDTH, DecoderOptions
-from paceline.decoder.parallel.collectives import Alone, Collectives
+from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.sharding import Shard
-from paceline.decoder.parallel.vocab_parallel import Lent, choose, whole
+from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
 
 log = logging.getLogger("paceline")
 Announce = Callable[[str], None]
-StepMaker = Callable[["Body", int], nn.Module]
+StepMaker = Callable[["ModelWithCache", int], nn.Module]
 
 
-class Body(nn.Module):
+class ModelWithCache(nn.Module):
     """The model and its cache as one module, so that a traced step sees both as state."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Body(nn.Module):
         super().__init__()
         self.config, self.kernels, self.options = config, kernels, options
         self.shard = Shard(config, options.layout, rank)
-        self.group: Collectives = group or Alone()
+        self.group: Collectives = group or SingleRank()
         assert self.group.degree == self.shard.degree, "a divided model needs its group of ranks"
         self.model = registry.build(self.shard, weights, kernels, positions=options.n_positions, group=self.group)
         shape = (options.batch_size, len(self.shard.key_heads), options.rows, config.head_dim)
@@ -63,13 +63,15 @@ class Body(nn.Module):
         layers = range(self.config.num_layers)
         return [(self.get_buffer(f"keys_{i}"), self.get_buffer(f"values_{i}")) for i in layers]
 
-    def forward(self, tokens: Tensor, place: Place, reads: Reads | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, place: CachePosition, reads: FeatureSpec | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """tokens [b, T] int32 -> hidden [b, T, H] and features [b, T, F]; keys and values go to their cache rows."""
         hidden, features = self.model(tokens, place, self.caches, reads=reads)
         return hidden, features
 
     def window(
-        self, tokens: Tensor, row: Tensor, reach: int, *, tree: Tree | None = None, reads: Reads | None = None
+        self, tokens: Tensor, row: Tensor, reach: int, *, tree: Tree | None = None, reads: FeatureSpec | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states and features of a window of real tokens in every slot. tokens [B, T], row [B].
 
@@ -77,7 +79,7 @@ class Body(nn.Module):
         """
         row = row.clamp(max=self.options.n_positions - 1)
         count = torch.full_like(row, tokens.shape[1])
-        return self(tokens, Place(row, count, self.get_buffer("slots"), reach, tree=tree), reads)  # type: ignore[no-any-return]
+        return self(tokens, CachePosition(row, count, self.get_buffer("slots"), reach, tree=tree), reads)  # type: ignore[no-any-return]
 
     def keep(self, row: Tensor, path: Tensor) -> None:
         """Make the accepted rows of a tree consecutive. row [B] of the root, path [B, D]; see `Kernels.keep`."""
@@ -90,11 +92,11 @@ class Body(nn.Module):
         return whole(self.model.logits(hidden), self.config.vocab_size, self.group)
 
     @property
-    def lent(self) -> Lent:
+    def lent(self) -> SharedHead:
         """What drafters borrow."""
-        return Lent(self.model.embedding, self.model.head, self.model.ids, self.group)
+        return SharedHead(self.model.embedding, self.model.head, self.model.ids, self.group)
 
-    def choose(self, hidden: Tensor, positions: Tensor, sampling: SamplingBatch) -> Tensor:
+    def choose(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         """What `Kernels.choose` picks from `logits`, which a divided model need not put together for it.
 
         hidden [b, T, H], positions [b, T] int32 -> [b, T] int32
@@ -110,7 +112,7 @@ class Body(nn.Module):
         )
 
 
-class Carry(nn.Module):
+class FeatureBuffer(nn.Module):
     """Features between two rounds, as a state that graphs share. [B, W, F] float32"""
 
     features: Tensor
@@ -132,13 +134,13 @@ class CompiledDecoder:
     ) -> None:
         self.config, self.options, self.backend = config, options, backend
         self.reaches = backend.reaches(options.reaches)
-        self.body = Body(config, options, weights, kernels=backend.kernels, group=backend.group).eval()
+        self.body = ModelWithCache(config, options, weights, kernels=backend.kernels, group=backend.group).eval()
         self.announce: Announce = log.warning  # a first use may take long, and silence would look like a hang
         self.folder: Path | None = None
         self._steps: dict[tuple[str, int], Step] = {}
         self._owners: dict[int, object] = {}  # kept, so that no other object gets the same id
         self._used: list[Graph] = []
-        self._carries: dict[tuple[int, ...], Carry] = {}
+        self._carries: dict[tuple[int, ...], FeatureBuffer] = {}
         self._holder: object | None = None
 
     @property
@@ -180,10 +182,10 @@ class CompiledDecoder:
             self._used.append(graph)  # what failed is not to be saved
         return step
 
-    def carry(self, *shape: int) -> Carry:
+    def carry(self, *shape: int) -> FeatureBuffer:
         """Where its rounds leave features of that shape for each other."""
         if shape not in self._carries:
-            self._carries[shape] = Carry(shape)
+            self._carries[shape] = FeatureBuffer(shape)
         return self._carries[shape]
 
     def is_ready(self, name: str, reach: int) -> bool:

@@ -8,15 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.core.types import Reads
-from paceline.decoder.decoder import Body, CompiledDecoder
-from paceline.decoder.kernels.torch_kernels import Place, Tree
+from paceline.core.types import FeatureSpec
+from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
+from paceline.decoder.kernels.torch_kernels import CachePosition, Tree
 
 
 class PrefillStep(nn.Module):
     """Read a chunk of a prompt into one slot."""
 
-    def __init__(self, body: Body, reach: int, reads: Reads | None = None) -> None:
+    def __init__(self, body: ModelWithCache, reach: int, reads: FeatureSpec | None = None) -> None:
         super().__init__()
         self.body, self._reach, self._reads = body, reach, reads
 
@@ -24,7 +24,7 @@ class PrefillStep(nn.Module):
         """tokens [1, chunk] int32; row, count, slot [1] int32 -> logits [1, 1, V] of the last real token, and the
         features [1, chunk, F] if they are read.
         """
-        hidden, features = self.body(tokens, Place(row, count, slot, self._reach, padded=True), self._reads)
+        hidden, features = self.body(tokens, CachePosition(row, count, slot, self._reach, padded=True), self._reads)
         last = (count - 1).to(torch.int64).view(1, 1, 1).expand(1, 1, hidden.shape[-1])
         logits = self.body.logits(hidden.gather(1, last))
         return (logits,) if features is None else (logits, features)
@@ -33,7 +33,7 @@ class PrefillStep(nn.Module):
 class WindowStep(nn.Module):
     """Logits of a window in every slot."""
 
-    def __init__(self, body: Body, reach: int, reads: Reads | None = None) -> None:
+    def __init__(self, body: ModelWithCache, reach: int, reads: FeatureSpec | None = None) -> None:
         super().__init__()
         self.body, self._reach, self._reads = body, reach, reads
 
@@ -47,15 +47,15 @@ class WindowStep(nn.Module):
         return (logits,) if features is None else (logits, features)
 
 
-class KeepStep(nn.Module):
+class CompactPathStep(nn.Module):
     """Make an accepted path of a tree consecutive in the cache."""
 
-    def __init__(self, body: Body, _reach: int) -> None:
+    def __init__(self, body: ModelWithCache, _reach: int) -> None:
         super().__init__()
         self.body = body
 
     def forward(self, row: Tensor, path: Tensor) -> tuple[Tensor]:
-        """row [B] int32 of the root, path [B, D] int32 -> row; see `Body.keep`."""
+        """row [B] int32 of the root, path [B, D] int32 -> row; see `ModelWithCache.keep`."""
         self.body.keep(row, path)
         return (row + 0,)
 
@@ -66,7 +66,7 @@ def prefill(
     prompt: Sequence[int],
     *,
     start: int = 0,
-    reads: Reads | None = None,
+    reads: FeatureSpec | None = None,
     chunks: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Read tokens into a slot from cache row ``start`` on, in chunks: of the decoder's lengths, or of these, ascending.
@@ -100,7 +100,7 @@ def window(
     *,
     reach: int,
     parents: Tensor | None = None,
-    reads: Reads | None = None,
+    reads: FeatureSpec | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Logits and features of a window. tokens [B, T] int32, row [B] int32, parents [B, T] of a tree
     -> [B, T, V] float32 and [B, T, F] or None.
@@ -111,7 +111,7 @@ def window(
     return out[0], out[1] if reads is not None else None
 
 
-def keep(decoder: CompiledDecoder, row: Tensor, path: Tensor) -> None:
+def compact_path(decoder: CompiledDecoder, row: Tensor, path: Tensor) -> None:
     """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32."""
     reach = decoder.reaches[-1]
-    decoder.graph(f"keep[{path.shape[1]}]", KeepStep, (row, path), reach=reach)(row, path)
+    decoder.graph(f"keep[{path.shape[1]}]", CompactPathStep, (row, path), reach=reach)(row, path)

@@ -14,7 +14,7 @@ most of many go on. By replay of texts of the demo target and of copies with cha
 """
 
 
-class Alignment:
+class CopyTracker:
     """Of one text. ``run``: tokens it has repeated so far, less what changes took away; 0 = it repeats nothing."""
 
     def __init__(self) -> None:

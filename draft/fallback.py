@@ -14,13 +14,13 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, Guesses, Shortens, Varies
-from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 
 
-class ChainedDrafter:
+class FallbackDrafter:
     """``drafters`` of chains that report no law; each proposes where all before it proposed nothing."""
 
-    reads: Reads | None = None
+    reads: FeatureSpec | None = None
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
@@ -35,18 +35,18 @@ class ChainedDrafter:
         self._guess = [one if isinstance(one, Guesses) else None for one in self._drafters]
         own = [one.depths if isinstance(one, Varies) else (one.outline.nodes,) for one in self._drafters]
         self.depths = tuple(sorted({depth for each in own for depth in each})) or (0,)
-        self.outline = Outline.chain(self.depths[-1])
+        self.outline = DraftShape.chain(self.depths[-1])
         # As far as the one that follows longest; the others are asked only as far as each of them follows.
         reaches = [one.reach for one in self._drafters]
         self.reach = None if None in reaches else max((reach for reach in reaches if reach is not None), default=None)
 
-    def shortened(self, length: int) -> ChainedDrafter:
+    def shortened(self, length: int) -> FallbackDrafter:
         """See `paceline.core.protocols.Shortens`. Each is shortened that proposes more.
 
         Raises:
             ConfigurationError: one of them has one depth only.
         """
-        return ChainedDrafter(
+        return FallbackDrafter(
             [one if one.outline.nodes <= length else _shortened(one, length) for one in self._drafters]
         )
 
@@ -62,7 +62,7 @@ class ChainedDrafter:
         for one in self._drafters:
             one.observe(commit)
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         limits = bounds.limit.tolist()
         rows: list[list[int]] = [[] for _ in limits]  # of the slots in which somebody had something to say
         for one, guesses in zip(self._drafters, self._guess, strict=True):
@@ -77,12 +77,12 @@ class ChainedDrafter:
                 found = guesses.guess(asked)
             else:
                 limit = bounds.limit if asked == limits else torch.tensor(asked, dtype=torch.int32)
-                found = _proposed(one, commit, sampling=sampling, bounds=Bounds(limit, bounds.rows))
+                found = _proposed(one, commit, sampling=sampling, bounds=RoundLimits(limit, bounds.rows))
             rows = [row or said[:most] for row, said, most in zip(rows, found, asked, strict=True)]
         return Proposal.chains(rows, self.depths)
 
 
-def _proposed(one: Drafter, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds) -> list[list[int]]:
+def _proposed(one: Drafter, commit: Commit, *, sampling: SamplingTensors, bounds: RoundLimits) -> list[list[int]]:
     """The chains of a drafter that gives tensors only."""
     found = one.propose(commit, sampling, bounds)
     if found.law is not None:

@@ -13,25 +13,25 @@ from itertools import islice
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 
 Function = Callable[[list[int]], Iterable[int] | None]
 
 
-class LiftedDrafter:
+class FunctionDrafter:
     """Calls ``function(tokens of the text) -> tokens`` for every slot and round."""
 
-    reads: Reads | None = None
+    reads: FeatureSpec | None = None
     reach: int | None = None
 
     def __init__(self, function: Function, length: int) -> None:
-        self._function, self.outline = function, Outline.chain(length)
+        self._function, self.outline = function, DraftShape.chain(length)
         self._texts: dict[int, list[int]] = {}
 
-    def shortened(self, length: int) -> LiftedDrafter:
+    def shortened(self, length: int) -> FunctionDrafter:
         """See `paceline.core.protocols.Shortens`."""
         made = copy.copy(self)
-        made.outline = Outline.chain(length)
+        made.outline = DraftShape.chain(length)
         return made
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
@@ -45,7 +45,7 @@ class LiftedDrafter:
             if slot in self._texts:
                 self._texts[slot] += tokens[:count]
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         return Proposal.chains(self.guess(bounds.limit.tolist()), (self.outline.nodes,))
 
     def guess(self, limits: Sequence[int]) -> list[list[int]]:
@@ -59,14 +59,14 @@ class LiftedDrafter:
         return rows
 
 
-def lift(function: Function, length: int) -> LiftedDrafter:
+def lift(function: Function, length: int) -> FunctionDrafter:
     """A drafter of up to ``length`` tokens a round from a plain function.
 
     Raises:
         ConfigurationError: it cannot be called, or the length is negative.
     """
     _check(function)
-    return LiftedDrafter(function, length)
+    return FunctionDrafter(function, length)
 
 
 def _ids(found: Iterable[int] | None, most: int) -> list[int]:

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from paceline.core import noise, probs
 from paceline.core.errors import ConfigurationError
-from paceline.core.pending import Backlog
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
-from paceline.decoder.decoder import Body, CompiledDecoder
+from paceline.core.pending import PendingCommits
+from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.steps import prefill
-from paceline.draft.vocab_map import Vocabulary
+from paceline.draft.vocab_map import VocabMap
 
 
 class DraftStep(nn.Module):
@@ -28,12 +28,12 @@ class DraftStep(nn.Module):
 
     def __init__(
         self,
-        body: Body,
+        body: ModelWithCache,
         reach: int,
         *,
         length: int,
         drawn: bool,
-        vocabulary: Vocabulary,
+        vocabulary: VocabMap,
         confidence: float = 0.0,
     ) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class DraftStep(nn.Module):
 
         From the first place on where the model is not confident enough, drafts are PAD.
         """
-        sampling = SamplingBatch(knobs, keys)
+        sampling = SamplingTensors(knobs, keys)
         hidden, _ = self.body.window(self.vocabulary.known(tokens), start, self._reach)
         last = (count - 1).to(torch.int64).view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
         hidden = hidden.gather(1, last)
@@ -74,21 +74,21 @@ class DraftStep(nn.Module):
 
 
 class ModelDrafter:
-    """Drafts chains of ``length`` tokens with a decoder. A `paceline.core.protocols.GraphDrafter`.
+    """Drafts chains of ``length`` tokens with a decoder. A `paceline.core.protocols.TraceableDrafter`.
 
     ``drawn``: draw from the law and report it, for `Reject`; otherwise pick with the target's noise, for `Match`.
     ``vocabulary`` is between the target's ids and the decoder's.
     ``confidence``: stop a proposal where the model's largest probability (no temperature, no filter) falls below it.
     """
 
-    reads: Reads | None = None
+    reads: FeatureSpec | None = None
 
     def __init__(
         self,
         decoder: CompiledDecoder,
         length: int,
         *,
-        vocabulary: Vocabulary,
+        vocabulary: VocabMap,
         drawn: bool = False,
         confidence: float = 0.0,
     ) -> None:
@@ -99,15 +99,15 @@ class ModelDrafter:
         self.decoder, self._drawn = decoder, drawn
         self._kind = f"{',drawn' if drawn else ''}{f',confidence {confidence}' if confidence else ''}"
         self._kind += f",vocabulary {vocabulary.name}"
-        self.outline = Outline.chain(length)
+        self.outline = DraftShape.chain(length)
         self.vocabulary = vocabulary
         self.reach: int | None = decoder.n_positions
-        self._backlog = Backlog()
+        self._backlog = PendingCommits()
 
     def shortened(self, length: int) -> ModelDrafter:
         """See `paceline.core.protocols.Shortens`."""
         made = copy.copy(self)
-        made.outline = Outline.chain(length)
+        made.outline = DraftShape.chain(length)
         return made
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
@@ -135,7 +135,7 @@ class ModelDrafter:
             if missed.start + len(missed.tokens) <= self.decoder.n_positions:
                 self.read(missed.slot, missed.tokens, start=missed.start)
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """Draft; see the protocol."""
         self.ready()
         inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys)

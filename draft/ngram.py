@@ -13,7 +13,7 @@ from typing import Literal
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 
 
 class NgramIndex:
@@ -51,7 +51,7 @@ class NgramIndex:
 class NgramDrafter:
     """Drafts chains of ``length`` tokens from n-grams of ``shortest`` to ``longest`` tokens."""
 
-    reads: Reads | None = None
+    reads: FeatureSpec | None = None
     reach: int | None = None
 
     def __init__(
@@ -68,14 +68,14 @@ class NgramDrafter:
             )
         if prefer not in ("recent", "first"):
             raise ConfigurationError(f"prefer={prefer!r} is unknown; use 'recent' or 'first'")
-        self.outline = Outline.chain(length)
+        self.outline = DraftShape.chain(length)
         self._sizes, self._first = range(shortest, longest + 1), prefer == "first"
         self._texts: dict[int, NgramIndex] = {}
 
     def shortened(self, length: int) -> NgramDrafter:
         """See `paceline.core.protocols.Shortens`."""
         made = copy.copy(self)
-        made.outline = Outline.chain(length)
+        made.outline = DraftShape.chain(length)
         return made
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
@@ -90,7 +90,7 @@ class NgramDrafter:
             if slot in self._texts:
                 self._texts[slot].extend(tokens[:count])
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         return Proposal.chains(self.guess(bounds.limit.tolist()), (self.outline.nodes,))
 
     def guess(self, limits: Sequence[int]) -> list[list[int]]:

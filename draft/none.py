@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 
 
 class NoDrafter:
     """Proposes nothing, ever."""
 
-    outline = Outline.chain(0)
-    reads: Reads | None = None
+    outline = DraftShape.chain(0)
+    reads: FeatureSpec | None = None
     reach: int | None = None
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
@@ -26,5 +26,5 @@ class NoDrafter:
     def observe(self, commit: Commit) -> None:
         """Nothing to see."""
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         return Proposal(torch.empty(len(commit.tokens), 0, dtype=torch.int32))

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import chain
 
-from paceline.core.detokenizer import UNFINISHED, Detokeniser, Tokenizer, plain_text
+from paceline.core.detokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer, plain_text
 
 _CONTEXT = 8
 """Tokens that new text is encoded or decoded behind: how a word is divided depends on what stands before it."""
@@ -19,15 +19,15 @@ _TAIL = 64
 """Tokens at the end of a draft's text that are encoded anew in every round, at least; at most, usually, twice that."""
 
 
-class Committed:
+class TargetText:
     """The target's side: what its ids say so far, and which ids may follow."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
         cut = max(0, len(prompt) - _CONTEXT)
         for _ in range(3):  # a character has four bytes at most
-            cut -= bool(cut) and plain_text(tokenizer, list(prompt[:cut])).endswith(UNFINISHED)
+            cut -= bool(cut) and plain_text(tokenizer, list(prompt[:cut])).endswith(REPLACEMENT)
         head, tail = list(prompt[:cut]), prompt[cut:]
-        self._tokenizer, self._growing = tokenizer, Detokeniser(tokenizer, head)
+        self._tokenizer, self._growing = tokenizer, IncrementalDetokenizer(tokenizer, head)
         self.text = plain_text(tokenizer, head)
         """All that is certain: it never ends inside a character."""
         self._pieces: deque[tuple[list[int], str]] = deque(maxlen=_CONTEXT)
@@ -68,7 +68,7 @@ class Committed:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-class Encoded:
+class DraftText:
     """The draft's side: a text that only grows, as ids, made anew from a place on before which nothing changes."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -90,7 +90,7 @@ class Encoded:
         """What drafts behind the ids say, as far as characters are complete."""
         context = ids[-_CONTEXT:]
         before, both = (plain_text(self._tokenizer, part) for part in (context, context + drafts))
-        return both[len(before) :].split(UNFINISHED)[0] if both.startswith(before) else ""
+        return both[len(before) :].split(REPLACEMENT)[0] if both.startswith(before) else ""
 
     def _settle(self, tail: str, made: list[int]) -> None:
         """Find a place from which on the text, encoded by itself, gives the same ids."""

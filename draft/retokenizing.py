@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from paceline.core.detokenizer import Tokenizer
-from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.model import ModelDrafter
-from paceline.draft.retokenize_text import Committed, Encoded
-from paceline.draft.vocab_map import Vocabulary
+from paceline.draft.retokenize_text import DraftText, TargetText
+from paceline.draft.vocab_map import VocabMap
 
 
 @dataclass(frozen=True, slots=True)
-class Reencoding:
+class TokenizerPair:
     """The tokenizers of both sides, with Hugging Face's ``encode`` and ``decode``."""
 
     target: Tokenizer
@@ -39,12 +39,12 @@ class Reencoding:
 class _Text:
     """A slot's text. ``cached``: the draft's ids whose keys and values lie in the rows 0, 1, ... of its cache."""
 
-    committed: Committed
-    encoded: Encoded
+    committed: TargetText
+    encoded: DraftText
     cached: list[int] = field(default_factory=list)
 
 
-class ReencodingDrafter:
+class RetokenizingDrafter:
     """Drafts ``length`` tokens of the draft a round; proposed are at most as many of the target's.
 
     tokenizers  of both sides
@@ -52,7 +52,7 @@ class ReencodingDrafter:
     confidence  as of `paceline.draft.model.ModelDrafter`
     """
 
-    reads: Reads | None = None
+    reads: FeatureSpec | None = None
     reach: int | None = None
     """How far the draft follows depends on its own ids; past that it proposes nothing."""
 
@@ -61,26 +61,26 @@ class ReencodingDrafter:
         decoder: CompiledDecoder,
         length: int,
         *,
-        tokenizers: Reencoding,
+        tokenizers: TokenizerPair,
         eos: int | None = None,
         confidence: float = 0.0,
     ) -> None:
         size = decoder.config.vocab_size
-        self._model = ModelDrafter(decoder, length, vocabulary=Vocabulary(size, size), confidence=confidence)
+        self._model = ModelDrafter(decoder, length, vocabulary=VocabMap(size, size), confidence=confidence)
         self._decoder, self._tokenizers, self._eos = decoder, tokenizers, eos
         self._width = length + 1  # of the commits that the draft reads
-        self.outline = Outline.chain(length)
+        self.outline = DraftShape.chain(length)
         self._texts: dict[int, _Text] = {}
 
-    def shortened(self, length: int) -> ReencodingDrafter:
+    def shortened(self, length: int) -> RetokenizingDrafter:
         """See `paceline.core.protocols.Shortens`."""
         made = copy.copy(self)
-        made.outline, made._model = Outline.chain(length), self._model.shortened(length)
+        made.outline, made._model = DraftShape.chain(length), self._model.shortened(length)
         return made
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Read a prompt, in the draft's ids."""
-        text = _Text(Committed(self._tokenizers.target, prompt), Encoded(self._tokenizers.draft))
+        text = _Text(TargetText(self._tokenizers.target, prompt), DraftText(self._tokenizers.draft))
         self._texts[slot] = text
         ids = text.encoded.ids(text.committed.text)
         if self._follows(ids):
@@ -95,7 +95,7 @@ class ReencodingDrafter:
             if slot in self._texts:
                 self._texts[slot].committed.extend(tokens[:count])
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """Draft; see the protocol."""
         slots, nodes = len(commit.tokens), self.outline.nodes
         known = {slot: text.encoded.ids(text.committed.text) for slot, text in self._texts.items()}
@@ -123,9 +123,9 @@ class ReencodingDrafter:
             begin = self._read(slot, self._texts[slot], ids)
             tokens[slot, : len(ids) - begin] = torch.tensor(ids[begin:], dtype=torch.int32)
             count[slot], start[slot] = len(ids) - begin, begin
-        greedy = sampling_batch([Sampling()] * slots)
+        greedy = sampling_tensors([Sampling()] * slots)
         longest = max((len(ids) for ids in known.values()), default=1)
-        bounds = Bounds(torch.full((slots,), self.outline.nodes, dtype=torch.int32), longest)
+        bounds = RoundLimits(torch.full((slots,), self.outline.nodes, dtype=torch.int32), longest)
         made = self._model.propose(Commit(tokens, count, start), greedy, bounds).tokens.tolist()
         found = [row[: row.index(PAD)] if PAD in row else row for row in made]
         for slot, ids in known.items():  # the last draft was never read

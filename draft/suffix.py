@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
-from paceline.draft.copy_tracker import Alignment
+from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.draft.copy_tracker import CopyTracker
 from paceline.draft.suffix_index import SuffixAutomaton
 
 _HALVED = 4  # proposals of at least so many tokens may be halved
@@ -50,7 +50,7 @@ class _Text:
     """A slot's text, what it repeats, and how much of its end stands in the corpus."""
 
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
-    repeats: Alignment = field(default_factory=Alignment)
+    repeats: CopyTracker = field(default_factory=CopyTracker)
     generation: int = -1
     state: int = 0
     length: int = 0
@@ -61,12 +61,12 @@ class SuffixDrafter:
 
     No more than ``factor`` tokens for each token that is repeated: a short repetition tells little, and the little that
     it proposes is verified in a smaller graph. SuffixDecoding has such a maximum too, of 1 to 4.
-    A token that differs does not end a repetition, and is changed again where it comes again (`Alignment`).
+    A token that differs does not end a repetition, and is changed again where it comes again (`CopyTracker`).
     ``corpus``: None = the text alone; a number = also that many tokens of earlier outputs of this drafter, which all
     its requests share. The text itself wins unless the corpus knows a longer repetition.
     """
 
-    reads: Reads | None = None
+    reads: FeatureSpec | None = None
     reach: int | None = None
 
     def __init__(self, length: int, *, shortest: int = 2, factor: float = 2.0, corpus: int | None = None) -> None:
@@ -76,7 +76,7 @@ class SuffixDrafter:
             raise ConfigurationError(
                 f"factor={factor} leaves a repetition of {shortest} tokens without a draft; give more"
             )
-        self.outline = Outline.chain(length)
+        self.outline = DraftShape.chain(length)
         self._shortest, self._factor = shortest, factor
         self._corpus = None if corpus is None else Corpus(corpus)
         self._texts: dict[int, _Text] = {}
@@ -91,7 +91,7 @@ class SuffixDrafter:
     def shortened(self, length: int) -> SuffixDrafter:
         """See `paceline.core.protocols.Shortens`."""
         made = copy.copy(self)
-        made.outline = Outline.chain(length)
+        made.outline = DraftShape.chain(length)
         return made
 
     def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
@@ -109,7 +109,7 @@ class SuffixDrafter:
             if slot in self._texts:
                 self._extend(self._texts[slot], tokens[:count])
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         return Proposal.chains(self.guess(bounds.limit.tolist()), self.depths)
 
     def guess(self, limits: Sequence[int]) -> list[list[int]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.core import reduce
 
 
-class Vocabulary(nn.Module):
+class VocabMap(nn.Module):
     """The same ids on both sides; those past the end of either are not drafted, or read as the last one."""
 
     def __init__(self, target_size: int, draft_size: int) -> None:
@@ -46,7 +46,7 @@ class Vocabulary(nn.Module):
         return [min(token, self._last) for token in tokens]
 
 
-class Intersection(Vocabulary):
+class IntersectionVocabMap(VocabMap):
     """Tokens that stand in both vocabularies, under whatever ids.
 
     target, draft  token -> id of each side; ``unknown`` is the draft's id for what it lacks

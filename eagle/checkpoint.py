@@ -21,8 +21,8 @@ from paceline.core.errors import (
 )
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.weights.atomic_write import storing
-from paceline.decoder.weights.files import find_weight_files, open_weight_file, sound, write_weight_file
+from paceline.decoder.weights.atomic_write import atomic_write
+from paceline.decoder.weights.files import check_finite, find_weight_files, open_weight_file, write_weight_file
 from paceline.eagle import formats
 from paceline.eagle.config import CONFIG, EagleConfig
 from paceline.eagle.formats import EMBEDDING, HEAD, MASK, OFFSETS
@@ -73,7 +73,7 @@ def load(folder: Path, target: ModelConfig, *, head: Tensor | None = None) -> Ch
     _compare(folder, named, expected(config))
     _check_embedding(folder, config, embedding)
     for name, value in (named if embedding is None else {**named, EMBEDDING: embedding}).items():
-        sound(name, value, value.dtype, where=folder)
+        check_finite(name, value, value.dtype, where=folder)
     return Checkpoint(config, named | ({"ids": ids} if version == 3 else {}), embedding)
 
 
@@ -107,7 +107,7 @@ def save(
     if layout == "paceline":
         config.write(folder)
     else:
-        with storing(folder / CONFIG):
+        with atomic_write(folder / CONFIG):
             (folder / CONFIG).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
     return path
 

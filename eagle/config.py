@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import CheckpointError, PairingError
-from paceline.core.types import Reads
+from paceline.core.types import FeatureSpec
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import RopeConfig
-from paceline.decoder.weights.atomic_write import storing
+from paceline.decoder.weights.atomic_write import atomic_write
 
 CONFIG = "config.json"
 
@@ -29,7 +29,7 @@ class EagleConfig:
     fc_bias               version 1: ``fc`` has a bias
     input_norm            version 1: the layer normalises what it reads, as usual layers do (EAGLE's own does not)
     norm_before_residual  version 3: the residual stream is the normalised hidden state
-    layers                version 3: the target's residual streams that are read (`paceline.core.types.Reads`)
+    layers                version 3: the target's residual streams that are read (`paceline.core.types.FeatureSpec`)
     draft_vocab_size      version 3: how many ids the head can draft; version 1 drafts all of them
     """
 
@@ -67,9 +67,9 @@ class EagleConfig:
             raise CheckpointError(f"draft_vocab_size must be 1 to {self.vocab_size}, not {self.draft_vocab_size}")
 
     @property
-    def reads(self) -> Reads:
+    def reads(self) -> FeatureSpec:
         """What the head reads of the target."""
-        return Reads(self.layers)
+        return FeatureSpec(self.layers)
 
     @property
     def feature_size(self) -> int:
@@ -101,7 +101,7 @@ class EagleConfig:
     def write(self, folder: Path) -> None:
         """Write config.json, in our own form."""
         text = json.dumps({"paceline_eagle": 1, **asdict(self)}, indent=2) + "\n"
-        with storing(folder / CONFIG):
+        with atomic_write(folder / CONFIG):
             (folder / CONFIG).write_text(text, encoding="utf-8")
 
 

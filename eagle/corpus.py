@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.weights.atomic_write import save_tensors, storing
+from paceline.decoder.weights.atomic_write import atomic_write, save_tensors
 from paceline.training.frozen_model import FrozenModel
 
 ROWS = 64
@@ -155,7 +155,7 @@ class Corpus:
         if texts.streams is not texts.last and self._target.layers:
             tensors["streams"] = texts.streams
         size = sum(x.numel() * x.element_size() for x in tensors.values())
-        with storing(path.parent):
+        with atomic_write(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
         if size + sum(file.stat().st_size for file in path.parent.iterdir()) > self._options.keep_bytes:
             return

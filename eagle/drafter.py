@@ -18,20 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.pending import Backlog
-from paceline.core.types import Bounds, Commit, Proposal, Reads, SamplingBatch
+from paceline.core.pending import PendingCommits
+from paceline.core.types import Commit, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.kernels.torch_kernels import Place
-from paceline.decoder.weights.files import sound
+from paceline.decoder.kernels.torch_kernels import CachePosition
+from paceline.decoder.weights.files import check_finite
 from paceline.eagle import checkpoint
 from paceline.eagle.head import EagleHead
-from paceline.eagle.tree import Chain, Growth, Root
+from paceline.eagle.tree import Chain, DraftTree, LastPair
 
 
 class EagleStep(nn.Module):
     """Read a commit with its features, then grow drafts."""
 
-    def __init__(self, head: EagleHead, growth: Growth, reach: int) -> None:
+    def __init__(self, head: EagleHead, growth: DraftTree, reach: int) -> None:
         super().__init__()
         self.head, self.growth, self._reach = head, growth, reach
 
@@ -49,8 +49,8 @@ class EagleStep(nn.Module):
         stream, qkv = head.project(tokens.clamp(min=0), hidden, first.unsqueeze(1) + steps)
         mixed = head.attend(qkv, head.place(first, tokens.shape[1], reach=self._reach))
         stream, mixed, *ours = (_at(x, count - 1) for x in (stream, mixed, *qkv))
-        root = Root(head.layer.finish(stream, mixed), (ours[0], ours[1], ours[2]), head.row(start + count - 2))
-        made: tuple[Tensor, ...] = self.growth(head, root, SamplingBatch(knobs, keys), self._reach)
+        root = LastPair(head.layer.finish(stream, mixed), (ours[0], ours[1], ours[2]), head.row(start + count - 2))
+        made: tuple[Tensor, ...] = self.growth(head, root, SamplingTensors(knobs, keys), self._reach)
         return made
 
 
@@ -63,7 +63,7 @@ class ReadStep(nn.Module):
 
     def forward(self, tokens: Tensor, features: Tensor, row: Tensor, count: Tensor, slot: Tensor) -> tuple[Tensor]:
         """tokens [1, chunk] int32, features [1, chunk, F]; row, count, slot [1] int32 -> the row behind."""
-        place = Place(row, count, slot, self._reach, padded=True)
+        place = CachePosition(row, count, slot, self._reach, padded=True)
         steps = torch.arange(tokens.shape[1], dtype=torch.int32, device=tokens.device)
         hidden = self.head.fuse(features, count)
         _, qkv = self.head.project(tokens, hidden, row.unsqueeze(1) + steps, real=count)
@@ -72,13 +72,13 @@ class ReadStep(nn.Module):
 
 
 class EagleDrafter:
-    """Drafts with an EAGLE head on a target's features. A `paceline.core.protocols.GraphDrafter`.
+    """Drafts with an EAGLE head on a target's features. A `paceline.core.protocols.TraceableDrafter`.
 
     Its graphs are compiled, kept and shipped with the target's, whose options (slots, positions, number format) it has.
     """
 
-    def __init__(self, head: EagleHead, target: CompiledDecoder, growth: Growth) -> None:
-        if not isinstance(growth, Growth):
+    def __init__(self, head: EagleHead, target: CompiledDecoder, growth: DraftTree) -> None:
+        if not isinstance(growth, DraftTree):
             raise ConfigurationError(f"growth={growth!r} is none; give Chain(k), StaticTree(paths) or DynamicTree(...)")
         head.config.check_target(target.config)
         target.check_width(growth.outline.nodes + 1)
@@ -90,16 +90,16 @@ class EagleDrafter:
             )
         self.head, self.target, self.growth = head.eval(), target, growth
         self.outline = growth.outline
-        self.reads: Reads | None = head.config.reads
+        self.reads: FeatureSpec | None = head.config.reads
         self.reach: int | None = min(target.n_positions, head.config.max_position_embeddings)
-        self._backlog = Backlog()
+        self._backlog = PendingCommits()
 
     @classmethod
     def from_pretrained(
         cls,
         path: str | os.PathLike[str],
         target: CompiledDecoder,
-        growth: Growth | None = None,
+        growth: DraftTree | None = None,
     ) -> EagleDrafter:
         """Load a head for ``target``, which lends it its embedding and, to version 1, its output layer.
 
@@ -117,8 +117,10 @@ class EagleDrafter:
         found = checkpoint.load(Path(path), target.config, head=model.head[:rows])
         dtype = target.options.dtype
         where = Path(path)
-        weights = {n: x if n == "ids" else sound(n, x, dtype, where=where) for n, x in found.weights.items()}
-        embedding = None if found.embedding is None else sound("its embedding", found.embedding, dtype, where=where)
+        weights = {n: x if n == "ids" else check_finite(n, x, dtype, where=where) for n, x in found.weights.items()}
+        embedding = (
+            None if found.embedding is None else check_finite("its embedding", found.embedding, dtype, where=where)
+        )
         if embedding is not None and torch.equal(embedding[:rows], model.embedding[:rows]):
             embedding = None
         head = EagleHead(
@@ -166,7 +168,7 @@ class EagleDrafter:
             assert missed.features is not None, "commits carry the features that `reads` asks for"
             self._read(missed.slot, missed.start - 1, tokens=missed.tokens, features=missed.features)
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """Draft; see the protocol."""
         self.ready()
         states = commit.states

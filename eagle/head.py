@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core import reduce
-from paceline.decoder.kernels.torch_kernels import Kernels, MlpWeights, Place, Tree
+from paceline.decoder.kernels.torch_kernels import CachePosition, Kernels, MlpWeights, Tree
 from paceline.decoder.models.llama import gated_mlp, rms_norm
 from paceline.decoder.models.rope import apply_rope, rope_tables
 from paceline.decoder.options import DecoderOptions
-from paceline.decoder.parallel.collectives import Alone, Collectives
-from paceline.decoder.parallel.vocab_parallel import Lent, embedded, whole
+from paceline.decoder.parallel.collectives import Collectives, SingleRank
+from paceline.decoder.parallel.vocab_parallel import SharedHead, embedded, whole
 from paceline.eagle.config import EagleConfig
 
 Qkv = tuple[Tensor, Tensor, Tensor]
@@ -67,7 +67,7 @@ class EagleLayer(nn.Module):
         stream = stream + self._linear(mixed, self.out, self.out_bias)
         eps = self.config.rms_norm_eps
         mlp = MlpWeights(self.mlp_norm, self.gate_up, self.gate_up_bias, self.down, self.down_bias, eps)
-        return gated_mlp(stream, mlp, kernels=self._kernels, group=Alone())
+        return gated_mlp(stream, mlp, kernels=self._kernels, group=SingleRank())
 
     def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, real: Tensor | None = None) -> Tensor:
         made = self._kernels.linear(x, weight, real)
@@ -95,7 +95,7 @@ class EagleHead(nn.Module):
         config: EagleConfig,
         weights: Weights,
         *,
-        lent: Lent,
+        lent: SharedHead,
         embedding: Tensor | None = None,
         kernels: Kernels,
         options: DecoderOptions,
@@ -110,8 +110,8 @@ class EagleHead(nn.Module):
         self.norm = _frozen(weights.pop("norm.weight")) if three else None
         self.head = _frozen(weights.pop("lm_head.weight")) if three else lent.head
         self._tables: tuple[Collectives, Collectives] = (
-            lent.group if embedding is None else Alone(),
-            Alone() if three else lent.group,
+            lent.group if embedding is None else SingleRank(),
+            SingleRank() if three else lent.group,
         )
         cos, sin = rope_tables(config.rope, config.head_dim, options.n_positions)
         ids = weights.pop("ids") if three else torch.arange(config.vocab_size)
@@ -149,13 +149,13 @@ class EagleHead(nn.Module):
         )
         return stream, qkv
 
-    def attend(self, qkv: Qkv, place: Place) -> Tensor:
+    def attend(self, qkv: Qkv, place: CachePosition) -> Tensor:
         """Write pairs to their rows and look back. -> [b, n, .]"""
         return self.kernels.attend(qkv, (self.keys, self.values), place)
 
-    def place(self, row: Tensor, count: int, *, reach: int, tree: Tree | None = None) -> Place:
+    def place(self, row: Tensor, count: int, *, reach: int, tree: Tree | None = None) -> CachePosition:
         """``count`` pairs in every slot from row [B] on."""
-        return Place(row, torch.full_like(row, count), self.slots, reach, tree=tree)
+        return CachePosition(row, torch.full_like(row, count), self.slots, reach, tree=tree)
 
     def row(self, row: Tensor) -> Tensor:
         """Rows [B] pulled back into the text's positions: what a slot computes elsewhere is not used by anyone."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.weights.atomic_write import storing
+from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.eagle import checkpoint, initial
 from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.config import check_version
@@ -109,5 +109,5 @@ def write(out: Path, network: EagleNetwork, vocabulary: Vocabulary, *, shares: l
         weights["ids"] = vocabulary.ids
     checkpoint.save(out, Checkpoint(network.config, weights, None))
     text = json.dumps({"greedy chains": [round(share, 4) for share in shares]})
-    with storing(out / MEASURED):
+    with atomic_write(out / MEASURED):
         (out / MEASURED).write_text(text + "\n", encoding="utf-8")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from paceline.core.errors import ConfigurationError
-from paceline.eagle.tree import Chain, DynamicTree, Growth, StaticTree
+from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 
 _FORMS = (
     "'chain' (of k tokens), 'tree:PARENTS', e.g. tree:-1,-1,0,0, or 'dynamic:NODES,DEPTH,WIDTH', e.g. dynamic:16,4,4"
 )
 
 
-def growth(text: str, *, k: int, drawn: bool = False) -> Growth:
+def growth(text: str, *, k: int, drawn: bool = False) -> DraftTree:
     """The growth that ``text`` says; ``k`` tokens for a chain. ``drawn``: from the head's law, for acceptor="reject".
 
     Raises:

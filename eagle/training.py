@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.weights.atomic_write import storing
+from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.eagle.corpus import ROWS, Corpus, Texts
 from paceline.eagle.network import EagleNetwork, Past
 from paceline.eagle.optim import Muon
@@ -136,7 +136,7 @@ class Trainer:
         self._per_batch = ROWS // options.rows
         self.steps = math.ceil(options.tokens / (options.rows * corpus.length))
         self.done, self.loss = 0, math.nan
-        with storing(folder):
+        with atomic_write(folder):
             folder.mkdir(parents=True, exist_ok=True)
         facts = {
             **options.lasting(),
@@ -187,7 +187,7 @@ class Trainer:
         if self._measure is not None and (self.done % every == 0 or self.done == self.steps):
             row["greedy chains"] = [round(share, 4) for share in self._measure(self.network)]
         log = self._folder / "log.jsonl"
-        with storing(log), log.open("a", encoding="utf-8") as file:
+        with atomic_write(log), log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def _state(self) -> dict[str, object]:

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from paceline.core import noise, reduce, tree
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Outline, SamplingBatch
+from paceline.core.types import DraftShape, SamplingTensors
 from paceline.decoder.kernels.torch_kernels import Tree
 from paceline.eagle.head import EagleHead, Qkv
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class LastPair:
     """The last committed pair, from which drafts grow.
 
     hidden  [B, 1, H], what the head made of it; it predicts the first drafts
@@ -42,11 +42,11 @@ class Chain(nn.Module):
 
     def __init__(self, length: int, *, drawn: bool = False) -> None:
         super().__init__()
-        self.outline, self.drawn = Outline.chain(length), drawn
+        self.outline, self.drawn = DraftShape.chain(length), drawn
         self.rows = 1  # each by itself
         self.name = f"chain {length}" + (", drawn" if drawn else "")
 
-    def forward(self, head: EagleHead, root: Root, sampling: SamplingBatch, reach: int) -> tuple[Tensor, ...]:
+    def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, reach: int) -> tuple[Tensor, ...]:
         """-> drafts [B, N] int32 (and their law [B, N, V] if drawn)."""
         hidden = root.hidden
         drafts: list[Tensor] = []
@@ -69,7 +69,7 @@ class StaticTree(nn.Module):
 
     def __init__(self, parents: tuple[int, ...]) -> None:
         super().__init__()
-        self.outline = tree.outline(parents)
+        self.outline = tree.draft_shape(parents)
         self.name = f"tree {'.'.join(map(str, parents))}"
         depths = (0, *tree.depths(parents))
         inner = set(parents)
@@ -95,9 +95,9 @@ class StaticTree(nn.Module):
     def _fix(self, name: str, values: list[int]) -> None:
         self.register_buffer(name, torch.tensor(values, dtype=torch.int32))
 
-    def forward(self, head: EagleHead, root: Root, sampling: SamplingBatch, reach: int) -> tuple[Tensor, ...]:
+    def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, reach: int) -> tuple[Tensor, ...]:
         """-> drafts [B, N] int32."""
-        beam, hidden, levels = Beam(head, root, reach), root.hidden, []
+        beam, hidden, levels = TreeFrontier(head, root, reach), root.hidden, []
         for level, most in enumerate(self._choices, 1):
             _, picks = best(head, hidden, most, sampling=sampling, positions=_positions(root, level))
             tokens = picks.flatten(1).index_select(1, self.get_buffer(f"pick_{level}"))
@@ -123,16 +123,16 @@ class DynamicTree(nn.Module):
             raise ConfigurationError(
                 f"a dynamic tree of depth {depth} and width {width} has {depth} to {most} nodes, not {nodes}"
             )
-        self.outline = Outline(nodes, depth, None, dynamic=True)
+        self.outline = DraftShape(nodes, depth, None, dynamic=True)
         self.rows = 1 + width * (depth - 1)  # the root and what is expanded; more than is kept if the tree is deep
         self.width, self.name = width, f"dynamic {nodes} of depth {depth}, width {width}"
         self.register_buffer("owner", torch.arange(width * width, dtype=torch.int32) // width)
         self.register_buffer("same", torch.eye(width))
 
-    def forward(self, head: EagleHead, root: Root, sampling: SamplingBatch, reach: int) -> tuple[Tensor, ...]:
+    def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, reach: int) -> tuple[Tensor, ...]:
         """-> drafts [B, N] int32, parents [B, N] int32."""
         slots, width = len(root.row), self.width
-        beam, hidden = Beam(head, root, reach), root.hidden
+        beam, hidden = TreeFrontier(head, root, reach), root.hidden
         # A product with the identity is exact, and what it gives is computed once: see `best`.
         worth, tokens = best(head, hidden, width, sampling=sampling, positions=_positions(root))
         worth, tokens = head.kernels.linear(worth, self.get_buffer("same")).squeeze(1), tokens.squeeze(1)
@@ -156,17 +156,17 @@ class DynamicTree(nn.Module):
         return kept(*(torch.cat(parts, 1) for parts in zip(*every, strict=True)), nodes=self.outline.nodes)
 
 
-Growth = Chain | StaticTree | DynamicTree
+DraftTree = Chain | StaticTree | DynamicTree
 
 
-class Beam:
+class TreeFrontier:
     """The inner nodes of a growing tree. Their queries, keys and values are kept, so that each is multiplied once.
 
     A level's attention runs over the whole window again, from the root's row on, because a cache row's ancestors are
     not the rows before it; that is cheap beside the products.
     """
 
-    def __init__(self, head: EagleHead, root: Root, reach: int) -> None:
+    def __init__(self, head: EagleHead, root: LastPair, reach: int) -> None:
         self._head, self._root, self._reach = head, root, reach
         self._qkv = root.qkv
         self._parents = torch.full_like(root.row, -1).unsqueeze(1)
@@ -187,7 +187,7 @@ class Beam:
 
 
 def best(
-    head: EagleHead, hidden: Tensor, count: int, *, sampling: SamplingBatch, positions: Tensor
+    head: EagleHead, hidden: Tensor, count: int, *, sampling: SamplingTensors, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The likeliest next tokens of nodes of one level. hidden [B, n, H], positions [B, 1] int32 of the drafted tokens.
 
@@ -231,7 +231,7 @@ def kept(tokens: Tensor, worth: Tensor, parents: Tensor, *, nodes: int) -> tuple
 
     tokens, parents [B, M] int32 (-1 = the root), worth [B, M] -> tokens, parents [B, nodes] int32
     """
-    chosen = reduce.largest(worth, torch.full_like(worth[:, 0], float(nodes)))
+    chosen = reduce.topk_mask(worth, torch.full_like(worth[:, 0], float(nodes)))
     rank = chosen.to(torch.float32).cumsum(-1) - 1.0
     above = rank.gather(1, parents.clamp(min=0).to(torch.int64))
     above = torch.where(parents < 0, float(tree.ROOT), above)
@@ -242,6 +242,6 @@ def kept(tokens: Tensor, worth: Tensor, parents: Tensor, *, nodes: int) -> tuple
     return found[0], torch.where(found[1] < before, found[1], before)
 
 
-def _positions(root: Root, ahead: int = 1) -> Tensor:
+def _positions(root: LastPair, ahead: int = 1) -> Tensor:
     """Position of the token ``ahead`` places behind the last committed one. [B, 1] int32"""
     return (root.row + (1 + ahead)).unsqueeze(1)

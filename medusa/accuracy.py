@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.weights.atomic_write import storing
+from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.medusa.corpus import Windows
 from paceline.medusa.network import Heads
 
@@ -44,7 +44,7 @@ class Accuracy:
     def write(self, path: Path) -> None:
         """Write the table as JSON."""
         table = [[round(share, 4) for share in row] for row in self.top()]
-        with storing(path):
+        with atomic_write(path):
             path.write_text(json.dumps({"places": self.places, "top": table}) + "\n", encoding="utf-8")
 
 

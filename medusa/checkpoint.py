@@ -18,9 +18,9 @@ from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.weights.files import (
     TensorInfo,
     WeightFile,
+    check_finite,
     find_weight_files,
     open_weight_file,
-    sound,
     write_weight_file,
 )
 from paceline.medusa import formats
@@ -126,7 +126,7 @@ def convert(source: Path, out: Path, *, layout: str, output: Tensor, dtype: torc
         weights = formats.untied(config, weights, output.to(next(iter(weights.values())).dtype))
         config = replace(config, tied=False)
     return save(
-        out, config, {n: sound(n, x, dtype or x.dtype, where=source) for n, x in weights.items()}, layout=layout
+        out, config, {n: check_finite(n, x, dtype or x.dtype, where=source) for n, x in weights.items()}, layout=layout
     )
 
 
@@ -158,7 +158,7 @@ def _check(folder: Path, config: MedusaConfig, weights: dict[str, Tensor]) -> No
                 f"{folder}: {name} has shape {list(weights[name].shape)}, and must have {list(shape)} like those of "
                 "the other heads; take the checkpoint again"
             )
-        sound(name, weights[name], weights[name].dtype, where=folder)
+        check_finite(name, weights[name], weights[name].dtype, where=folder)
 
 
 def _compare(folder: Path, claims: Claims, config: MedusaConfig) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.json_fields import Fields, read_json_object
-from paceline.decoder.weights.atomic_write import storing
+from paceline.decoder.weights.atomic_write import atomic_write
 
 CONFIG = "config.json"
 
@@ -68,7 +68,7 @@ class MedusaConfig:
             "vocab_size": self.vocab_size,
             "medusa_tied_projection": self.tied,
         }
-        with storing(folder / CONFIG):
+        with atomic_write(folder / CONFIG):
             (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 

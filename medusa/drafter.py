@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from paceline.core import reduce, tree
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Bounds, Commit, Proposal, Reads, SamplingBatch
+from paceline.core.types import Commit, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.torch_kernels import Kernels
 from paceline.medusa import checkpoint
@@ -51,10 +51,10 @@ class MedusaStep(nn.Module):
         logits = self.heads(features.gather(1, last).squeeze(1), self._kernels.linear, levels)
         depth = torch.arange(levels, dtype=torch.int32, device=tokens.device)
         positions = (start + count).unsqueeze(1) + depth  # of the tokens that the heads predict
-        best = self._best(logits, positions, SamplingBatch(knobs, keys))
+        best = self._best(logits, positions, SamplingTensors(knobs, keys))
         return (best.flatten(1).index_select(1, self.place),)
 
-    def _best(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch) -> Tensor:
+    def _best(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         """The tokens that each head puts first, second, ... logits [B, D, V] -> [B, D, R] int32.
 
         Chosen as the target chooses, again and again without those taken: the kernel knows the noise and the filters.
@@ -72,7 +72,7 @@ class MedusaStep(nn.Module):
 
 
 class MedusaDrafter:
-    """Drafts a static tree with Medusa heads. A `paceline.core.protocols.GraphDrafter`.
+    """Drafts a static tree with Medusa heads. A `paceline.core.protocols.TraceableDrafter`.
 
     heads    filled, for this target
     target   whose states they read; the drafter shares its kernels and, for tied heads, its output layer
@@ -88,8 +88,8 @@ class MedusaDrafter:
         choices.check(heads=heads.config.heads, top=heads.config.vocab_size)
         target.check_width(len(choices) + 1)
         self.heads, self.target, self.choices = heads.eval(), target, choices
-        self.outline = tree.outline(choices.parents)
-        self.reads: Reads | None = Reads()
+        self.outline = tree.draft_shape(choices.parents)
+        self.reads: FeatureSpec | None = FeatureSpec()
         self._step = MedusaStep(heads, target.body.kernels, choices)
         kind = hashlib.sha256(json.dumps(self.facts()).encode()).hexdigest()[:12]
         self._name = f"medusa[{len(choices)} nodes,{kind}]"
@@ -142,7 +142,7 @@ class MedusaDrafter:
     def ready(self) -> None:
         """Nothing was missed."""
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """Draft outside the target's graph; see the protocol."""
         states = commit.states
         if states is None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import MissingWeightsError, WeightShapeError, WeightValueError
-from paceline.decoder.parallel.collectives import Alone, Collectives
+from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import whole
 from paceline.medusa.config import MedusaConfig
 
@@ -66,7 +66,7 @@ class Heads(nn.Module):
         self, config: MedusaConfig, output: nn.Parameter, dtype: torch.dtype, *, group: Collectives | None = None
     ) -> None:
         super().__init__()
-        self._group: Collectives = group or Alone()
+        self._group: Collectives = group or SingleRank()
         if tuple(output.shape) != (-(-config.vocab_size // self._group.degree), config.hidden_size):
             raise WeightShapeError(
                 f"the heads are for a target with an output layer of {[config.vocab_size, config.hidden_size]}, and "

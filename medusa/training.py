@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.weights.atomic_write import storing
+from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.medusa.corpus import Windows
 from paceline.medusa.network import Heads
 from paceline.training.frozen_model import products
@@ -168,7 +168,7 @@ class Trainer:
     def _log(self, losses: list[float]) -> None:
         row = {"step": self.step, "of": self.steps, "loss": [round(x, 4) for x in losses]}
         log = self._folder / "log.jsonl"
-        with storing(log), log.open("a", encoding="utf-8") as file:
+        with atomic_write(log), log.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
 
     def _state(self) -> dict[str, object]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.weights.atomic_write import storing
+from paceline.decoder.weights.atomic_write import atomic_write
 
 TOP = 10
 """Tokens of each head that Medusa's index tables have room for."""
@@ -103,7 +103,7 @@ class Choices:
 
     def write(self, path: Path) -> None:
         """Write the list of choices as JSON."""
-        with storing(path):
+        with atomic_write(path):
             path.write_text(json.dumps([list(choice) for choice in self.paths]) + "\n", encoding="utf-8")
 
     def __len__(self) -> int:

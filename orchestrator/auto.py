@@ -29,12 +29,12 @@ class SamplingDecoder(CompiledDecoder, Sampler):
 
     def compile(self, width: int | None = None) -> None:
         """Make every graph plain decoding needs, so that no call has to wait for one."""
-        warmup.up(self._engine(build.Demands(width=width)), self._decoders())
+        warmup.up(self._engine(build.CallOptions(width=width)), self._decoders())
 
     def _decoders(self) -> list[CompiledDecoder]:
         return [self]
 
-    def _engine(self, demands: build.Demands) -> Engine:
+    def _engine(self, demands: build.CallOptions) -> Engine:
         return build.engine(self, NoDrafter(), build.Plan(Match()), demands=demands)
 
 

@@ -10,26 +10,26 @@ from typing import Any
 from torch import nn
 
 from paceline.core.acceptance.match import Match, Reject
-from paceline.core.acceptance.synthetic import Simulated
+from paceline.core.acceptance.synthetic import SyntheticAcceptance
 from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, GraphDrafter, Shortens, Varies
-from paceline.core.types import Outline
-from paceline.decoder.decoder import Body, CompiledDecoder
-from paceline.draft.fallback import ChainedDrafter
+from paceline.core.protocols import Drafter, Shortens, TraceableDrafter, Varies
+from paceline.core.types import DraftShape
+from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
+from paceline.draft.fallback import FallbackDrafter
 from paceline.draft.function import Function, lift
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
-from paceline.draft.retokenizing import Reencoding, ReencodingDrafter
+from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
 from paceline.draft.suffix import SuffixDrafter
-from paceline.draft.vocab_map import Vocabulary
+from paceline.draft.vocab_map import VocabMap
 from paceline.engine import validation
-from paceline.engine.adaptive import Adaptive, Rung
-from paceline.engine.draft_length import Pace
+from paceline.engine.adaptive import AdaptiveRound, Stage
+from paceline.engine.draft_length import DraftLengthController
 from paceline.engine.engine import Engine, TimedRound
-from paceline.engine.rounds import Fused, MultiStep, Resting, TwoStep
-from paceline.target.autoregressive import PlainDecoder
+from paceline.engine.rounds import FusedRound, MultiTokenRound, TwoGraphRound, UndraftedRound
+from paceline.target.autoregressive import AutoregressiveDecoder
 from paceline.target.host_verifier import HostVerifier, Processor
 from paceline.target.steps import Acceptor
 from paceline.target.verifier import CompiledVerifier
@@ -46,7 +46,7 @@ DRAFTERS: dict[str, Callable[[int], Drafter]] = {
     "suffix": SuffixDrafter,
 }
 
-Vocabularies = Callable[[CompiledDecoder], Vocabulary | Reencoding]
+Vocabularies = Callable[[CompiledDecoder], VocabMap | TokenizerPair]
 """From a draft model to what stands between its ids and the target's."""
 
 OneDraft = CompiledDecoder | Drafter | Function | str
@@ -54,7 +54,7 @@ DraftLike = OneDraft | Sequence[OneDraft | tuple[OneDraft, int] | None] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Demands:
+class CallOptions:
     """What a single call asks of a verifier beyond the choice of tokens.
 
     Raises:
@@ -83,8 +83,8 @@ def acceptor(name: str | Acceptor, alpha: float | None = None) -> Acceptor:
     if alpha is not None:
         if name != "match":
             raise ConfigurationError(f"simulate_acceptance takes the place of acceptor={name!r}; give one of them")
-        return Simulated(alpha)
-    if isinstance(name, Match | Reject | Typical | Simulated):
+        return SyntheticAcceptance(alpha)
+    if isinstance(name, Match | Reject | Typical | SyntheticAcceptance):
         return name
     if not isinstance(name, str) or name not in ACCEPTORS:
         raise ConfigurationError(f"acceptor={name!r} is unknown; use one of {', '.join(ACCEPTORS)}, or a rule's object")
@@ -111,9 +111,9 @@ def drafter(
         return NoDrafter()
     if isinstance(draft, CompiledDecoder):
         between = vocabulary(draft)
-        if isinstance(between, Reencoding):
+        if isinstance(between, TokenizerPair):
             eos = next(iter(target.config.eos_token_ids), None)
-            return ReencodingDrafter(draft, k, tokenizers=between, eos=eos, confidence=confidence)
+            return RetokenizingDrafter(draft, k, tokenizers=between, eos=eos, confidence=confidence)
         return ModelDrafter(draft, k, vocabulary=between, drawn=isinstance(rule, Reject), confidence=confidence)
     if isinstance(draft, str):
         if draft not in DRAFTERS:
@@ -129,7 +129,7 @@ def drafter(
     if isinstance(draft, Sequence):
         if isinstance(rule, Reject):
             raise ConfigurationError("a list of drafters goes with acceptor='match': none of them reports a law")
-        return ChainedDrafter(
+        return FallbackDrafter(
             [
                 drafter(one, target, k=depth, rule=rule, confidence=confidence, vocabulary=vocabulary)
                 for one, depth in (_with_depth(entry, k) for entry in draft)
@@ -175,11 +175,11 @@ class Plan:
     rule: Acceptor
     exact: bool = True
     fused: bool | None = None
-    pace: Pace | None = None
+    pace: DraftLengthController | None = None
     steps: int = 1
 
 
-def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Demands) -> Engine:
+def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: CallOptions) -> Engine:
     """A round over these parts, and what the loop must know of it.
 
     Raises:
@@ -188,12 +188,12 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
     """
     on_device = demands.processor is None and not demands.scores
     if plan.steps > 1 and isinstance(source, NoDrafter) and on_device and demands.width is None:
-        steps: TimedRound = MultiStep(PlainDecoder(target, plan.steps))
+        steps: TimedRound = MultiTokenRound(AutoregressiveDecoder(target, plan.steps))
         return Engine(steps, target.batch_size, plan.steps - 1, plan.steps, None, target.reaches)
     outline = _outline(source, demands.width)
     if isinstance(plan.rule, Reject) and not outline.is_chain:
         raise ConfigurationError("acceptor='reject' is for chains; this drafter proposes trees: use acceptor='match'")
-    if isinstance(plan.rule, Typical | Simulated) and not on_device:
+    if isinstance(plan.rule, Typical | SyntheticAcceptance) and not on_device:
         raise ConfigurationError(
             f"acceptance by {type(plan.rule).__name__} decides on the device, without logits processors and scores; "
             "leave them out, or use acceptor='match'"
@@ -203,28 +203,28 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
     wide = demands.width is not None or one_width
     width, scores, host = outline.depth + 1, None, None
     if not on_device:
-        if plan.pace or (plan.fused is not False and isinstance(source, GraphDrafter)):
+        if plan.pace or (plan.fused is not False and isinstance(source, TraceableDrafter)):
             level = logging.WARNING if plan.fused else logging.INFO  # what was asked for by name is not done
             log.log(level, "processors and scores need the host at every token: two graphs of one depth, not one")
         host = HostVerifier(
             target, outline, acceptor=plan.rule, wide=wide, processor=demands.processor, reads=source.reads
         )
-        steps, scores = TwoStep(source, host), host if demands.scores else None
+        steps, scores = TwoGraphRound(source, host), host if demands.scores else None
     else:
         # In two steps a drafter may say nothing, for which every width would need a narrow graph.
         own = plan.pace is not None and not wide and outline.is_chain and source.reads is None
         own = own and _fuses(source, target, plan.fused)
 
-        def at(depth: int) -> Rung:
+        def at(depth: int) -> Stage:
             """The round that drafts so many tokens."""
             short = source if depth in (0, source.outline.depth) else _shortened(source, depth)
-            seen = Outline.chain(depth) if own or not (one_width or short is source) else outline
+            seen = DraftShape.chain(depth) if own or not (one_width or short is source) else outline
             room = depth + 1 if own else width
             depths = short.depths if isinstance(short, Varies) and not wide else ()
             verifier = CompiledVerifier(
                 target, seen, acceptor=plan.rule, wide=wide, reads=source.reads, width=room, depths=depths
             )
-            return Rung(_round(short, verifier, fused=plan.fused, rests=depth == 0), room)
+            return Stage(_round(short, verifier, fused=plan.fused, rests=depth == 0), room)
 
         steps = at(source.outline.depth).round
         if plan.pace is not None and source.outline.nodes:
@@ -233,9 +233,9 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Dem
             if not wide and source.reads is None and isinstance(plan.rule, Match):
                 some = min(_RESTING, width)
                 room = some if own else width
-                rest = Rung(Resting(source, PlainDecoder(target, some, width=room)), room)
+                rest = Stage(UndraftedRound(source, AutoregressiveDecoder(target, some, width=room)), room)
             rungs = {depth: at(depth) for depth in plan.pace.ladder}
-            steps = Adaptive(rungs, plan.pace, drafter=source, rest=rest)
+            steps = AdaptiveRound(rungs, plan.pace, drafter=source, rest=rest)
     return Engine(steps, target.batch_size, source.outline.depth, width, source.reach, target.reaches, scores, host)
 
 
@@ -255,9 +255,11 @@ def _shortened(source: Drafter, depth: int) -> Drafter:
     return source.shortened(depth)
 
 
-def _round(source: Drafter, verifier: CompiledVerifier, *, fused: bool | None, rests: bool) -> TwoStep | Fused:
+def _round(
+    source: Drafter, verifier: CompiledVerifier, *, fused: bool | None, rests: bool
+) -> TwoGraphRound | FusedRound:
     chains = source.outline.is_chain and verifier.outline.is_chain
-    if isinstance(source, GraphDrafter):
+    if isinstance(source, TraceableDrafter):
         if _apart(source.state, verifier.decoder):
             if fused:
                 raise ConfigurationError(
@@ -265,23 +267,25 @@ def _round(source: Drafter, verifier: CompiledVerifier, *, fused: bool | None, r
                     "unset"
                 )
         elif fused is not False and (chains or source.outline == verifier.outline):
-            return Fused(source, verifier, alone=rests or source.reads is None or not verifier.decoder.backend.keeps)
+            return FusedRound(
+                source, verifier, alone=rests or source.reads is None or not verifier.decoder.backend.keeps
+            )
     if fused:
         raise ConfigurationError(f"{type(source).__name__} cannot share a graph with the target; leave fused unset")
-    return TwoStep(source, verifier)
+    return TwoGraphRound(source, verifier)
 
 
 def _fuses(source: Drafter, target: CompiledDecoder, fused: bool | None) -> bool:
     """Whether a drafter shares a graph with the target, if their outlines let it."""
-    return fused is not False and isinstance(source, GraphDrafter) and not _apart(source.state, target)
+    return fused is not False and isinstance(source, TraceableDrafter) and not _apart(source.state, target)
 
 
 def _apart(state: nn.Module, target: CompiledDecoder) -> bool:
     """Whether a draft model runs on other ranks than the target."""
-    return isinstance(state, Body) and state.group != target.body.group
+    return isinstance(state, ModelWithCache) and state.group != target.body.group
 
 
-def _outline(source: Drafter, width: int | None) -> Outline:
+def _outline(source: Drafter, width: int | None) -> DraftShape:
     """That of the drafter, or a wider chain if a width is asked for."""
     outline = source.outline
     if width is None:
@@ -294,4 +298,4 @@ def _outline(source: Drafter, width: int | None) -> Outline:
         raise ConfigurationError(f"width={width} is for chains; this drafter's tree has {outline.nodes} nodes")
     if width < outline.nodes + 1:
         raise ConfigurationError(f"width={width} is too small for {outline.nodes} drafted tokens and the target's own")
-    return Outline.chain(width - 1)
+    return DraftShape.chain(width - 1)

@@ -9,14 +9,14 @@ from numbers import Real
 
 from paceline import build, vocab_compat
 from paceline.core.acceptance.match import Match
-from paceline.core.acceptance.synthetic import Simulated
+from paceline.core.acceptance.synthetic import SyntheticAcceptance
 from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine import draft_length as pacing
 from paceline.engine import warmup
-from paceline.engine.engine import Door, Engine
-from paceline.outputs import Event, Reports, Statistics
+from paceline.engine.engine import Engine, RequestQueue
+from paceline.outputs import ReportsHealth, RequestOutput, Statistics
 from paceline.sampler import Sampler
 from paceline.target.steps import Acceptor
 
@@ -34,7 +34,7 @@ class SpeculativeGenerator(Sampler):
               of these, of which the first that has something to say proposes
     target    the decoder whose text it is
     k         drafted tokens per round, not counting the target's own; a drafter object brings its own number. A
-              sequence of depths, such as `paceline.LADDER`, lets rounds choose among them. Without a draft, k + 1
+              sequence of depths, such as `paceline.DRAFT_LENGTHS`, lets rounds choose among them. Without a draft, k + 1
               plain steps run in one graph
     acceptor  "match", "reject", "typical", or a rule with values of its own: `Typical(epsilon=0.09, alpha=0.3)`,
               or `Simulated(alpha)`, by which drafts stand at random, to measure speed: NOT REAL TEXT comes out
@@ -67,7 +67,7 @@ class SpeculativeGenerator(Sampler):
         _check_types(exact=exact, fused=fused, confidence=confidence)
         target = build.decoder(target)
         rule, depth, pace = build.acceptor(acceptor, simulate_acceptance), *pacing.of(k)
-        if isinstance(rule, Simulated):
+        if isinstance(rule, SyntheticAcceptance):
             log.warning("acceptance is simulated: what comes out is not real text")
         if isinstance(rule, Typical):
             log.warning("acceptor 'typical' is lossy: above temperature 0 the text does not follow the target's law")
@@ -85,7 +85,7 @@ class SpeculativeGenerator(Sampler):
 
     def compile(self) -> None:
         """Make every graph a call without host-side processors needs, so that no call has to wait for one."""
-        warmup.up(self._engine(build.Demands()), self._decoders())
+        warmup.up(self._engine(build.CallOptions()), self._decoders())
 
     def _fresh(self) -> Statistics:
         return Statistics(acceptor=type(self._plan.rule).__name__.lower())
@@ -93,11 +93,11 @@ class SpeculativeGenerator(Sampler):
     def _decoders(self) -> list[CompiledDecoder]:
         return self._parts
 
-    def _engine(self, demands: build.Demands) -> Engine:
+    def _engine(self, demands: build.CallOptions) -> Engine:
         return build.engine(self.target, self.drafter, self._plan, demands=demands)
 
-    def _hold(self, engine: Engine, door: Door) -> Generator[Event | None, None, None]:
-        told = self.drafter if isinstance(self.drafter, Reports) else None
+    def _hold(self, engine: Engine, door: RequestQueue) -> Generator[RequestOutput | None, None, None]:
+        told = self.drafter if isinstance(self.drafter, ReportsHealth) else None
         before = None if told is None else told.health
         try:
             yield from super()._hold(engine, door)

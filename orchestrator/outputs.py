@@ -13,7 +13,7 @@ FinishReason = Literal["stop", "length", "time", "criteria"]
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RequestOutput:
     """Tokens that one request gained in one round.
 
     index          of the request
@@ -31,7 +31,7 @@ class Event:
 
 
 @runtime_checkable
-class Reports(Protocol):
+class ReportsHealth(Protocol):
     """A drafter that knows how it is doing."""
 
     @property

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from paceline.build import Demands
+from paceline.build import CallOptions
 from paceline.core.detokenizer import Decodes
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine import validation
 from paceline.engine.ask import Ask
-from paceline.engine.engine import Door, Engine, Line, run
+from paceline.engine.engine import Engine, ListQueue, RequestQueue, run
 from paceline.engine.request import InputIds, Request
 from paceline.engine.stopping import Criterion, StopStrings
-from paceline.outputs import Event, FinishReason, GenerationResult, Statistics
+from paceline.outputs import FinishReason, GenerationResult, RequestOutput, Statistics
 from paceline.text import streamers
 from paceline.text.streamers import Streamer
 
@@ -87,7 +87,7 @@ class Sampler:
         requests = ask.requests(self._decoders()[0])
         validation.integer("pad_token_id", pad_token_id)
         streamers.check(streamer, len(requests))
-        with closing(self.serve(Line(requests), Demands(ask.processor(), output_scores, width))) as events:
+        with closing(self.serve(ListQueue(requests), CallOptions(ask.processor(), output_scores, width))) as events:
             shown = streamers.feed(streamer, requests[0], events)
             result = self._collect(requests, shown, pad=pad_token_id, scores=output_scores)
         return result if return_dict else result.sequences
@@ -115,7 +115,7 @@ class Sampler:
         output_scores: bool = False,
         width: int | None = None,
         speculate: bool | Sequence[bool] = True,
-    ) -> Iterator[Event]:
+    ) -> Iterator[RequestOutput]:
         """The tokens of `sample`, as they are committed; `statistics` is complete when the iterator is done.
 
         Bad input and a busy decoder raise here, not at the first event. The decoders are held from here on until the
@@ -129,13 +129,13 @@ class Sampler:
             no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty, speculate=speculate,
         )  # fmt: skip
         requests = ask.requests(self._decoders()[0])
-        return self.serve(Line(requests), Demands(ask.processor(), output_scores, width))
+        return self.serve(ListQueue(requests), CallOptions(ask.processor(), output_scores, width))
 
     def _decoders(self) -> list[CompiledDecoder]:
         """The decoders a generation holds, the target first."""
         raise NotImplementedError
 
-    def _engine(self, demands: Demands) -> Engine:
+    def _engine(self, demands: CallOptions) -> Engine:
         """A fresh engine for one call."""
         raise NotImplementedError
 
@@ -143,7 +143,7 @@ class Sampler:
         """Empty statistics, with what is known before anything is decoded."""
         return Statistics()
 
-    def serve(self, door: Door, demands: Demands) -> Generator[Event, None, None]:
+    def serve(self, door: RequestQueue, demands: CallOptions) -> Generator[RequestOutput, None, None]:
         """What comes through a door is served, until nobody waits and all are done.
 
         The decoders are held from now on, until the events are at an end, closed or dropped. Requests that join later
@@ -151,9 +151,9 @@ class Sampler:
         """
         events = self._hold(self._engine(demands), door)
         next(events)  # a generator that has not begun would not run its clean-up when it is closed or dropped
-        return cast("Generator[Event, None, None]", events)
+        return cast("Generator[RequestOutput, None, None]", events)
 
-    def _hold(self, engine: Engine, door: Door) -> Generator[Event | None, None, None]:
+    def _hold(self, engine: Engine, door: RequestQueue) -> Generator[RequestOutput | None, None, None]:
         """None when the decoders are held, then the events."""
         with ExitStack() as stack:
             for decoder in self._decoders():
@@ -163,7 +163,7 @@ class Sampler:
             yield from run(engine, door, self.statistics)
 
     def _collect(
-        self, requests: list[Request], events: Iterator[Event], *, pad: int | None, scores: bool
+        self, requests: list[Request], events: Iterator[RequestOutput], *, pad: int | None, scores: bool
     ) -> GenerationResult:
         texts = [list(request.prompt) for request in requests]
         logprobs: list[list[float]] = [[] for _ in requests]

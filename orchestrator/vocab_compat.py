@@ -11,16 +11,16 @@ from pathlib import Path
 from paceline.core.detokenizer import Tokenizer, plain_text
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.draft.retokenizing import Reencoding
-from paceline.draft.vocab_map import Intersection, Vocabulary
+from paceline.draft.retokenizing import TokenizerPair
+from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
 from paceline.text.tokenizer import load_tokenizer
 
 LEAST_SHARED = 0.05
 """Of the target's tokens. With fewer in common nearly nothing a draft could say would stand."""
 
 
-VocabularyLike = str | Reencoding
-Between = Vocabulary | Reencoding
+VocabularyLike = str | TokenizerPair
+Between = VocabMap | TokenizerPair
 """What stands between the ids of draft and target."""
 
 KINDS = ("same", "intersection", "re-encoding")
@@ -30,13 +30,13 @@ def between(draft: CompiledDecoder, target: CompiledDecoder, kind: VocabularyLik
     """What stands between the ids of the two.
 
     kind  "same": the tokenizers must be equal; "intersection": only tokens that both have are drafted; "re-encoding":
-          they exchange text, by the tokenizers in their folders, or by those of a `Reencoding`
+          they exchange text, by the tokenizers in their folders, or by those of a `TokenizerPair`
 
     Raises:
         PairingError: the two cannot work together like this.
         ConfigurationError: no such kind.
     """
-    if not isinstance(kind, Reencoding) and kind not in KINDS:
+    if not isinstance(kind, TokenizerPair) and kind not in KINDS:
         raise ConfigurationError(
             f"vocabulary={kind!r} is unknown; use {', '.join(map(repr, KINDS))}, or Reencoding(target=..., draft=...)"
         )
@@ -45,17 +45,17 @@ def between(draft: CompiledDecoder, target: CompiledDecoder, kind: VocabularyLik
             f"the draft has batch_size={draft.batch_size} and the target {target.batch_size}; load both with the same"
         )
     sizes = (target.config.vocab_size, draft.config.vocab_size)
-    if isinstance(kind, Reencoding):
+    if isinstance(kind, TokenizerPair):
         return _usable(kind)
     if kind == "re-encoding":
-        return _usable(Reencoding(target=_tokenizer(target, "target"), draft=_tokenizer(draft, "draft")))
+        return _usable(TokenizerPair(target=_tokenizer(target, "target"), draft=_tokenizer(draft, "draft")))
     if kind == "same":
         _check(draft, target)
-        return Vocabulary(*sizes)
+        return VocabMap(*sizes)
     theirs, ours = (None if d.folder is None else _vocabulary(d.folder) for d in (target, draft))
     if theirs is None or ours is None:
         raise PairingError("vocabulary='intersection' compares tokens, and a tokenizer.json is missing; put it there")
-    made = Intersection(theirs, ours, sizes=sizes)
+    made = IntersectionVocabMap(theirs, ours, sizes=sizes)
     if made.shared < LEAST_SHARED * sizes[0]:
         raise PairingError(
             f"only {made.shared} of the target's {sizes[0]} tokens stand in the draft's vocabulary, so nearly no draft "
@@ -77,7 +77,7 @@ def _tokenizer(decoder: CompiledDecoder, side: str) -> Tokenizer:
     )
 
 
-def _usable(made: Reencoding) -> Reencoding:
+def _usable(made: TokenizerPair) -> TokenizerPair:
     """Raise PairingError unless both tokenizers turn text into ids and ids into text."""
     for side, tokenizer in (("target", made.target), ("draft", made.draft)):
         try:

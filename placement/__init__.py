@@ -2,16 +2,16 @@
 
 from typing import TYPE_CHECKING
 
-from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.instances import INSTANCES, Instance, instance
-from paceline.placement.planning.model_specs import Model, read_care, read_models
+from paceline.placement.planning.model_specs import ModelSpec, read_care, read_models
 from paceline.placement.planning.plan import Placement, Plan
 from paceline.placement.planning.planner import plan
 from paceline.placement.planning.quota import Quota
 from paceline.placement.remote.channel import Address
-from paceline.placement.remote.drafter import Patience, RemoteDraft, Terms
+from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
 from paceline.placement.remote.local_process import LocalProcess, Order
-from paceline.placement.remote.reconnect import Caller
+from paceline.placement.remote.reconnect import DrafterEndpoint
 
 if TYPE_CHECKING:
     from paceline.placement.cluster.deployment import Deployment, launch
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 __all__ = [
     "INSTANCES",
     "Address",
-    "Caller",
-    "Care",
     "Deployment",
+    "DraftTimeouts",
+    "DrafterContract",
+    "DrafterEndpoint",
+    "FaultPolicy",
     "Instance",
     "LocalProcess",
-    "Model",
+    "ModelSpec",
     "Order",
-    "Patience",
     "Placement",
     "Plan",
     "Quota",
-    "RemoteDraft",
-    "Terms",
+    "RemoteDrafter",
     "instance",
     "launch",
     "plan",

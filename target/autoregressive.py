@@ -8,16 +8,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.core.types import PAD, Bounds, Commit, Reading, SamplingBatch
-from paceline.decoder.decoder import Body, CompiledDecoder
+from paceline.core.types import PAD, Commit, PrefillResult, RoundLimits, SamplingTensors
+from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.steps import prefill
 from paceline.target.steps import root_of
 
 
-class PlainStep(nn.Module):
+class AutoregressiveStep(nn.Module):
     """``steps`` target passes over one token each, unrolled; ``width``, no less, is that of a commit."""
 
-    def __init__(self, body: Body, reach: int, *, steps: int, width: int) -> None:
+    def __init__(self, body: ModelWithCache, reach: int, *, steps: int, width: int) -> None:
         super().__init__()
         self.body, self._reach, self._steps, self._unused = body, reach, steps, width - steps
 
@@ -27,7 +27,7 @@ class PlainStep(nn.Module):
         """The fields of a Commit; limit [B] int32, tokens wanted besides the first; knobs [B, 4], keys [B, 2]
         -> tokens and count of the next Commit.
         """
-        sampling = SamplingBatch(*rest)
+        sampling = SamplingTensors(*rest)
         token, row = root_of(tokens, count, start)
         token = token.clamp(min=0).unsqueeze(1)
         made: list[Tensor] = []
@@ -41,8 +41,8 @@ class PlainStep(nn.Module):
         return nn.functional.pad(kept, (0, self._unused), value=PAD) if self._unused else kept, wanted
 
 
-class PlainDecoder:
-    """Runs `PlainStep`. Like a verifier to which nothing is ever proposed, but for how much it commits.
+class AutoregressiveDecoder:
+    """Runs `AutoregressiveStep`. Like a verifier to which nothing is ever proposed, but for how much it commits.
 
     ``width``: tokens a commit has room for, where it takes turns with verifiers.
     """
@@ -50,16 +50,16 @@ class PlainDecoder:
     def __init__(self, decoder: CompiledDecoder, steps: int, *, width: int | None = None) -> None:
         self.decoder, self.steps, self._width = decoder, steps, steps if width is None else width
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt and pick the first token."""
         logits, _ = prefill(self.decoder, slot, prompt)
         position = torch.tensor([[len(prompt)]], dtype=torch.int32)
-        return Reading(int(self.decoder.body.kernels.choose(logits, position, sampling)))
+        return PrefillResult(int(self.decoder.body.kernels.choose(logits, position, sampling)))
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Commit:
         """Up to ``bounds.limit + 1`` tokens in every slot."""
         inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
-        make = partial(PlainStep, steps=self.steps, width=self._width)
+        make = partial(AutoregressiveStep, steps=self.steps, width=self._width)
         name = f"plain[{self.steps},from {commit.tokens.shape[1]} to {self._width}]"
         tokens, count = self.decoder.graph(name, make, inputs, reach=self.decoder.reach(bounds.rows))(*inputs)
         return Commit(tokens, count, commit.start + commit.count)

@@ -16,13 +16,22 @@ from torch import Tensor
 from paceline.core import reduce, tree
 from paceline.core.acceptance.match import Match, Reject, committed
 from paceline.core.errors import SamplingError
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reading, Reads, SamplingBatch
+from paceline.core.types import (
+    PAD,
+    Commit,
+    DraftShape,
+    FeatureSpec,
+    PrefillResult,
+    Proposal,
+    RoundLimits,
+    SamplingTensors,
+)
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.kernels.torch_kernels import Reference
-from paceline.decoder.steps import keep, prefill, window
+from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.decoder.steps import compact_path, prefill, window
 from paceline.target.steps import Acceptor, features_of, root_of
 from paceline.target.verifier import fitted
-from paceline.target.verify_mask import Window
+from paceline.target.verify_mask import VerifyMask
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """Hugging Face's interface: ids [1, length] int64, scores [1, V] float32 -> scores [1, V]."""
@@ -42,43 +51,45 @@ class HostVerifier:
     def __init__(
         self,
         decoder: CompiledDecoder,
-        outline: Outline,
+        outline: DraftShape,
         *,
         acceptor: Acceptor,
         wide: bool,
         processor: Processor | None,
-        reads: Reads | None = None,
+        reads: FeatureSpec | None = None,
     ) -> None:
         decoder.check_width(outline.nodes + 1)
         self.decoder, self.outline, self._acceptor, self._reads = decoder, outline, acceptor, reads
         self._wide = wide
         self.ends: Callable[[int, Sequence[int]], bool] = lambda _slot, _tokens: False
-        self._processor, self._kernels = processor, Reference()
+        self._processor, self._kernels = processor, TorchKernels()
         self._texts: list[list[int]] = [[] for _ in range(decoder.batch_size)]
         self.logprobs: list[list[float]] = [[] for _ in range(decoder.batch_size)]
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt and pick the first token; see the protocol."""
         made, features = prefill(self.decoder, slot, prompt, reads=self._reads)
         logits = self._processed(list(prompt), made[0, 0])
         token = self._choose(logits, len(prompt), sampling)
         self._texts[slot] = [*prompt, token]
         self.logprobs[slot] = [_decided(logits, token, len(prompt))]
-        return Reading(token, features)
+        return PrefillResult(token, features)
 
     def release(self, slot: int) -> None:
         """Forget the slot's text."""
         self._texts[slot], self.logprobs[slot] = [], []
 
-    def __call__(self, commit: Commit, proposal: Proposal | None, sampling: SamplingBatch, bounds: Bounds) -> Commit:
+    def __call__(
+        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, bounds: RoundLimits
+    ) -> Commit:
         """Verify a proposal; see the protocol."""
         proposal = fitted(proposal, self.outline.nodes)
-        outline = self.outline if proposal is not None or self._wide else Outline.chain(0)
+        outline = self.outline if proposal is not None or self._wide else DraftShape.chain(0)
         token, row = root_of(commit.tokens, commit.count, commit.start)
         nothing = torch.full((len(row), outline.nodes), PAD, dtype=torch.int32)
         given = proposal.parents if proposal is not None and isinstance(proposal.parents, Tensor) else None
         drafts = nothing if proposal is None else proposal.tokens
-        view = Window(outline)(drafts, given, limit=bounds.limit)
+        view = VerifyMask(outline)(drafts, given, limit=bounds.limit)
         drafts = view.proposal.tokens
         tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0, max=self.decoder.config.vocab_size - 1)
         rows = None if view.tree is None else view.tree.parents
@@ -89,7 +100,7 @@ class HostVerifier:
         paths: list[list[int]] = []
         answers: list[list[int]] = []
         for slot, text in enumerate(self._texts):
-            one = SamplingBatch(sampling.knobs[slot : slot + 1], sampling.keys[slot : slot + 1])
+            one = SamplingTensors(sampling.knobs[slot : slot + 1], sampling.keys[slot : slot + 1])
             if not text or int(row[slot]) != len(text) - 1:  # no request lives here
                 way, answer = list[int](), [0]
             elif isinstance(self._acceptor, Match):
@@ -102,14 +113,14 @@ class HostVerifier:
             answers.append(answer)
         path = torch.tensor(paths, dtype=torch.int32).view(len(row), self.outline.depth)
         if view.tree is not None:
-            keep(self.decoder, row, path)
+            compact_path(self.decoder, row, path)
         count = torch.tensor([len(answer) for answer in answers], dtype=torch.int32)
         padded = [answer + [PAD] * (self.outline.depth + 1 - len(answer)) for answer in answers]
         kept = None if features is None else features_of(path, features)
         return Commit(torch.tensor(padded, dtype=torch.int32), count, row + 1, kept)
 
     def _match(
-        self, slot: int, logits: Tensor, drafts: list[int], *, parents: Sequence[int], sampling: SamplingBatch
+        self, slot: int, logits: Tensor, drafts: list[int], *, parents: Sequence[int], sampling: SamplingTensors
     ) -> tuple[list[int], list[int]]:
         """Walk down from the root, one processed choice after the other. -> rows of the path, tokens committed."""
         text, scores = self._texts[slot], []
@@ -131,7 +142,7 @@ class HostVerifier:
         return path, tokens
 
     def _reject(
-        self, slot: int, logits: Tensor, proposal: Proposal, *, acceptor: Reject, sampling: SamplingBatch
+        self, slot: int, logits: Tensor, proposal: Proposal, *, acceptor: Reject, sampling: SamplingTensors
     ) -> tuple[list[int], list[int]]:
         """As `_match`, by rejection sampling."""
         text, size = self._texts[slot], self.decoder.config.vocab_size
@@ -155,7 +166,7 @@ class HostVerifier:
         text += tokens
         return list(range(1, len(tokens))), tokens
 
-    def _choose(self, logits: Tensor, position: int, sampling: SamplingBatch) -> int:
+    def _choose(self, logits: Tensor, position: int, sampling: SamplingTensors) -> int:
         where = torch.tensor([[position]], dtype=torch.int32)
         return int(self._kernels.choose(logits.view(1, 1, -1), where, sampling))
 

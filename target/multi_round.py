@@ -7,23 +7,25 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from paceline.core.types import IDLE, Room, Told
+from paceline.core.types import IDLE, MultiRoundLimits, RoundReport
 from paceline.decoder.backends.base import Again, Step
 
 
-def in_a_row(step: Step, *, lean: bool) -> Again:
+def multi_round(step: Step, *, lean: bool) -> Again:
     """What runs a `paceline.target.steps.FusedStep` again on what it made. ``lean``: whether it is."""
 
-    def again(inputs: list[Tensor], seconds: float, room: Room | None) -> tuple[list[Told], list[Tensor]]:
+    def again(
+        inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
+    ) -> tuple[list[RoundReport], list[Tensor]]:
         limits, left = inputs[3].tolist(), [] if room is None else list(room.left)
-        told: list[Told] = []
+        told: list[RoundReport] = []
         first = begin = perf_counter()
         while True:
             packed, *made = step(*inputs)
             if lean:
                 made = [packed[:, :-2].contiguous(), packed[:, -2].contiguous(), inputs[2] + inputs[1], *made]
             end = perf_counter()
-            told.append(Told.of(packed.tolist(), end - begin))
+            told.append(RoundReport.of(packed.tolist(), end - begin))
             if room is None or len(told) >= room.rounds or end - first + told[-1].seconds > seconds:
                 return told, made
             if not _goes_on(told[-1].tokens, left, room.ends):

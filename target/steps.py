@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.acceptance.match import Match, Reject, committed
-from paceline.core.acceptance.synthetic import Simulated
+from paceline.core.acceptance.synthetic import SyntheticAcceptance
 from paceline.core.acceptance.typical import Typical
-from paceline.core.types import PAD, Outline, Proposal, Reads, SamplingBatch
-from paceline.decoder.decoder import Body, Carry
-from paceline.target.verify_mask import Window
+from paceline.core.types import PAD, DraftShape, FeatureSpec, Proposal, SamplingTensors
+from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
+from paceline.target.verify_mask import VerifyMask
 
-Acceptor = Match | Reject | Typical | Simulated
+Acceptor = Match | Reject | Typical | SyntheticAcceptance
 
 
 class VerifyStep(nn.Module):
@@ -23,18 +23,18 @@ class VerifyStep(nn.Module):
 
     def __init__(
         self,
-        body: Body,
+        body: ModelWithCache,
         reach: int,
         *,
-        outline: Outline,
+        outline: DraftShape,
         acceptor: Acceptor,
-        reads: Reads | None = None,
+        reads: FeatureSpec | None = None,
         width: int | None = None,
     ) -> None:
         super().__init__()
         self.body, self._reach, self._acceptor, self._reads = body, reach, acceptor, reads
         self.outline = outline
-        self.window = Window(outline)
+        self.window = VerifyMask(outline)
         self._unused = 0 if width is None else width - outline.depth - 1
 
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
@@ -45,7 +45,7 @@ class VerifyStep(nn.Module):
         rounds of several depths share one shape of commits, or D + 1.
         """
         knobs, keys, *proposed = rest
-        sampling = SamplingBatch(knobs, keys)
+        sampling = SamplingTensors(knobs, keys)
         drafts = proposed.pop(0) if proposed else tokens[:, :0]
         parents = proposed.pop(0) if self.outline.dynamic else None
         token, row = root_of(tokens, count, start)
@@ -57,7 +57,7 @@ class VerifyStep(nn.Module):
         if isinstance(self._acceptor, Match):
             choices = self.body.choose(hidden, positions.contiguous(), sampling)
             verdict = self._acceptor(view.proposal, choices, self.outline.depth)
-        elif isinstance(self._acceptor, Simulated):
+        elif isinstance(self._acceptor, SyntheticAcceptance):
             choices = self.body.choose(hidden, positions.contiguous(), sampling)
             nodes = (positions[:, 1:] - 1).contiguous()
             verdict = self._acceptor(view.proposal, choices, nodes, sampling=sampling, depth=self.outline.depth)
@@ -88,7 +88,9 @@ class FusedStep(nn.Module):
     another one costs the graph nothing and saves the host an operation.
     """
 
-    def __init__(self, draft: nn.Module, verify: VerifyStep, carry: Carry | None = None, *, lean: bool = True) -> None:
+    def __init__(
+        self, draft: nn.Module, verify: VerifyStep, carry: FeatureBuffer | None = None, *, lean: bool = True
+    ) -> None:
         super().__init__()
         self.draft, self.verify, self.carry, self._lean = draft, verify, carry, lean
 

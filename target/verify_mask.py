@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core import tree
-from paceline.core.types import PAD, Outline, Proposal
+from paceline.core.types import PAD, DraftShape, Proposal
 from paceline.decoder.kernels.torch_kernels import Tree
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class VerifyInputs:
     """A proposal as the target reads it.
 
     proposal  with PAD in place of every node that may not stand
@@ -36,18 +36,18 @@ class View:
         return torch.where(broken, 0, self.depth[:, 1:]).amax(-1).to(torch.int32)
 
 
-class Window(nn.Module):
-    """From drafts to a `View`. The parents of a static tree are a buffer, since a graph holds no constants."""
+class VerifyMask(nn.Module):
+    """From drafts to a `VerifyInputs`. The parents of a static tree are a buffer, since a graph holds no constants."""
 
     rows: Tensor
 
-    def __init__(self, outline: Outline) -> None:
+    def __init__(self, outline: DraftShape) -> None:
         super().__init__()
         self.outline = outline
-        parents = None if outline.parents is None else torch.tensor([tree.window_rows(outline.parents)]).int()
+        parents = None if outline.parents is None else torch.tensor([tree.verify_rows(outline.parents)]).int()
         self.register_buffer("rows", parents)
 
-    def forward(self, drafts: Tensor, parents: Tensor | None, *, limit: Tensor) -> View:
+    def forward(self, drafts: Tensor, parents: Tensor | None, *, limit: Tensor) -> VerifyInputs:
         """drafts [B, N] int32, parents [B, N] int32 if dynamic, limit [B] int32 -> View."""
         slots, nodes = drafts.shape
         if self.outline.is_chain:
@@ -60,4 +60,4 @@ class Window(nn.Module):
             level = depth[:, 1:]
         # Ids out of range stay: no rule accepts them, and a drawn one counts as drawn, so that the law stays exact.
         tokens = torch.where((level <= limit.unsqueeze(1)) & (drafts >= 0), drafts, PAD)
-        return View(Proposal(tokens, None if shown is None else shown.parents[:, 1:] - 1), depth, shown)
+        return VerifyInputs(Proposal(tokens, None if shown is None else shown.parents[:, 1:] - 1), depth, shown)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.build import Demands
-from paceline.core.types import Bounds, Commit, Done, Reading, Reads, SamplingBatch
+from paceline.build import CallOptions
+from paceline.core.types import Commit, FeatureSpec, PrefillResult, RoundLimits, RoundResult, SamplingTensors
 from paceline.decoder.backends.base import Step
 from paceline.decoder.backends.eager import EagerBackend
-from paceline.decoder.kernels.torch_kernels import Place, Reference, Tree
+from paceline.decoder.kernels.torch_kernels import CachePosition, TorchKernels, Tree
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import RopeConfig
 from paceline.decoder.options import DecoderOptions
@@ -49,17 +49,19 @@ def near(logits: Tensor, *, seed: int, spread: float) -> Tensor:
 
 
 class TableBody:
-    """Stands for `paceline.decoder.decoder.Body`. A hidden state is a token and the one before it."""
+    """Stands for `paceline.decoder.decoder.ModelWithCache`. A hidden state is a token and the one before it."""
 
     def __init__(self, logits: Tensor, shape: ModelConfig, *, slots: int, positions: int, slack: int) -> None:
-        self.config, self.kernels = shape, Reference()
+        self.config, self.kernels = shape, TorchKernels()
         self._table, self._positions = logits, positions
         self.cache = torch.full((slots, positions + slack), EMPTY, dtype=torch.int64)
         self.stamp = torch.zeros(slots, positions + slack, dtype=torch.int64)
         self.truth: Truth | None = None
         self.forwards = 0
 
-    def __call__(self, tokens: Tensor, place: Place, reads: Reads | None = None) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, tokens: Tensor, place: CachePosition, reads: FeatureSpec | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """tokens [b, T] -> hidden [b, T, 2], which are the features too."""
         self.forwards += 1
         slots = place.slots.to(torch.int64)
@@ -82,10 +84,10 @@ class TableBody:
         return hidden, None if reads is None else hidden
 
     def window(
-        self, tokens: Tensor, row: Tensor, reach: int, *, tree: Tree | None = None, reads: Reads | None = None
+        self, tokens: Tensor, row: Tensor, reach: int, *, tree: Tree | None = None, reads: FeatureSpec | None = None
     ) -> tuple[Tensor, Tensor | None]:
         row = row.clamp(max=self._positions - 1)
-        place = Place(row, torch.full_like(row, tokens.shape[1]), torch.arange(len(row)), reach, tree=tree)
+        place = CachePosition(row, torch.full_like(row, tokens.shape[1]), torch.arange(len(row)), reach, tree=tree)
         return self(tokens, place, reads)
 
     def keep(self, row: Tensor, path: Tensor) -> None:
@@ -100,7 +102,7 @@ class TableBody:
         pair = hidden.to(torch.int64)
         return self._table[pair[..., 0], pair[..., 1]]
 
-    def choose(self, hidden: Tensor, positions: Tensor, sampling: SamplingBatch) -> Tensor:
+    def choose(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         return self.kernels.choose(self.logits(hidden), positions, sampling)
 
     def _check(self, slots: Tensor, row: Tensor) -> None:
@@ -206,14 +208,14 @@ class WatchedRound:
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         self.truth.rounds += 1
         self.truth.admit(slot, prompt)
         first = self._inner.start(slot, prompt, sampling)
         self.truth.admit(slot, [*prompt, first.token])
         return first
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
+    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
         self.truth.length[commit.start == 0] = 0  # a slot whose request is done
         self.truth.rounds += 1
         done = self._inner(commit, sampling, bounds)
@@ -224,7 +226,7 @@ class WatchedRound:
 class Checked(SpeculativeGenerator):
     """A generator over table decoders whose caches are checked at every forward."""
 
-    def _engine(self, demands: Demands) -> Engine:
+    def _engine(self, demands: CallOptions) -> Engine:
         engine = super()._engine(demands)
         return replace(engine, round=WatchedRound(engine.round, [part.body for part in self._parts]))
 

@@ -17,21 +17,21 @@ import torch
 from torch import Tensor
 
 from paceline.core import noise, probs, reduce, tree
-from paceline.core.types import PAD, Proposal, SamplingBatch, Verdict
+from paceline.core.types import PAD, Accepted, Proposal, SamplingTensors
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
     """Keep what equals the target's own choice."""
 
-    def __call__(self, proposal: Proposal, choices: Tensor, depth: int | None = None) -> Verdict:
+    def __call__(self, proposal: Proposal, choices: Tensor, depth: int | None = None) -> Accepted:
         """Proposal of N nodes, choices [B, N + 1] int32 (the target's own token after each row) -> Verdict.
 
         ``depth`` is how many nodes can be accepted at most; only parents given as a tensor do not say so themselves.
         """
         slots, nodes = proposal.tokens.shape
         if not nodes:
-            return Verdict(proposal.tokens, choices.new_zeros(slots), choices[:, 0])
+            return Accepted(proposal.tokens, choices.new_zeros(slots), choices[:, 0])
         if proposal.parents is None:
             return _match_chain(proposal.tokens, choices)
         if isinstance(proposal.parents, tuple):
@@ -53,10 +53,10 @@ class Reject:
         proposal: Proposal,
         law: Tensor,
         positions: Tensor,
-        sampling: SamplingBatch,
+        sampling: SamplingTensors,
         *,
-        choose: Callable[..., Tensor] = probs.choose,
-    ) -> Verdict:
+        choose: Callable[..., Tensor] = probs.sample_tokens,
+    ) -> Accepted:
         """Proposal of a chain of N, law [B, N + 1, V] float32, positions [B, N + 1] int32 -> Verdict.
 
         ``positions`` are those of the tokens decided by each row; ``choose`` is `law.choose` or a kernel equal to it.
@@ -85,13 +85,13 @@ class Reject:
         scores = torch.where(weights > 0, weights.clamp(min=1e-38).log(), reduce.NEGATIVE)
         hot = (sampling.knobs[:, :1] > 0).to(torch.float32)
         unfiltered = torch.cat((hot, torch.zeros_like(hot), torch.ones_like(hot), torch.zeros_like(hot)), 1)
-        drawn_from = SamplingBatch(unfiltered, sampling.keys)
+        drawn_from = SamplingTensors(unfiltered, sampling.keys)
         token = choose(scores.unsqueeze(1), where, drawn_from, stream=noise.RESIDUAL).squeeze(1)
         rows = torch.arange(1, nodes + 1, dtype=torch.int32, device=law.device).expand(slots, nodes)
-        return Verdict(torch.where(standing, rows, PAD), count, token)
+        return Accepted(torch.where(standing, rows, PAD), count, token)
 
 
-def _match_chain(drafts: Tensor, choices: Tensor) -> Verdict:
+def _match_chain(drafts: Tensor, choices: Tensor) -> Accepted:
     """The walk of a chain, as a running count of disagreements."""
     nodes = drafts.shape[1]
     broken = (drafts != choices[:, :nodes]) | (drafts == PAD)
@@ -99,10 +99,10 @@ def _match_chain(drafts: Tensor, choices: Tensor) -> Verdict:
     rows = torch.arange(1, nodes + 1, dtype=torch.int32, device=drafts.device)
     count = standing.to(torch.float32).sum(-1).to(torch.int32)
     token = choices.gather(1, count.to(torch.int64).unsqueeze(1)).squeeze(1)
-    return Verdict(torch.where(standing, rows, PAD), count, token)
+    return Accepted(torch.where(standing, rows, PAD), count, token)
 
 
-def _walk(alive: Tensor, level: Tensor, choices: Tensor, *, depth: int) -> Verdict:
+def _walk(alive: Tensor, level: Tensor, choices: Tensor, *, depth: int) -> Accepted:
     """Read the accepted path off the nodes whose whole path agreed. alive [B, N] bool, level [B, N] float32, from 1."""
     nodes = alive.shape[1]
     rows = torch.arange(1, nodes + 1, dtype=torch.float32, device=choices.device)
@@ -114,10 +114,10 @@ def _walk(alive: Tensor, level: Tensor, choices: Tensor, *, depth: int) -> Verdi
     path = torch.where(found, first, float(PAD)).to(torch.int32)
     count = found.to(torch.float32).sum(-1).to(torch.int32)
     last = torch.where(found, first, 0.0).amax(-1).to(torch.int64)
-    return Verdict(path, count, choices.gather(1, last.unsqueeze(1)).squeeze(1))
+    return Accepted(path, count, choices.gather(1, last.unsqueeze(1)).squeeze(1))
 
 
-def committed(proposal: Proposal, verdict: Verdict) -> Tensor:
+def committed(proposal: Proposal, verdict: Accepted) -> Tensor:
     """Accepted tokens, then the target's own, then PAD. -> [B, D + 1] int32."""
     depth = verdict.path.shape[1]
     if not depth:

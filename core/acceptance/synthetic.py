@@ -14,11 +14,11 @@ from torch import Tensor
 from paceline.core import noise, tree
 from paceline.core.acceptance.match import Match
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import PAD, Proposal, SamplingBatch, Verdict
+from paceline.core.types import PAD, Accepted, Proposal, SamplingTensors
 
 
 @dataclass(frozen=True, slots=True)
-class Simulated:
+class SyntheticAcceptance:
     """Every level of a proposal stands with probability ``alpha``, if the levels above it do.
 
     Raises:
@@ -32,8 +32,8 @@ class Simulated:
             raise ConfigurationError(f"alpha={self.alpha!r} of simulated acceptance is no probability; give 0 to 1")
 
     def __call__(
-        self, proposal: Proposal, choices: Tensor, positions: Tensor, *, sampling: SamplingBatch, depth: int
-    ) -> Verdict:
+        self, proposal: Proposal, choices: Tensor, positions: Tensor, *, sampling: SamplingTensors, depth: int
+    ) -> Accepted:
         """Proposal of N nodes, choices [B, N + 1] int32, positions [B, N] int32 of the nodes -> Verdict."""
         heads = noise.uniform(sampling.keys, positions, noise.ACCEPT) < self.alpha
         if proposal.parents is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from paceline.core import reduce, tree
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import PAD, Proposal, Verdict
+from paceline.core.types import PAD, Accepted, Proposal
 
 _INSIDE = 1e-5
 """Added to probabilities inside the logarithm of the entropy, as Medusa's own code does."""
@@ -46,7 +46,7 @@ class Typical:
                     "are epsilon=0.09 and alpha=0.3"
                 )
 
-    def __call__(self, proposal: Proposal, law: Tensor, choices: Tensor, *, depth: int) -> Verdict:
+    def __call__(self, proposal: Proposal, law: Tensor, choices: Tensor, *, depth: int) -> Accepted:
         """Proposal of N nodes, law [B, N + 1, V] float32 and choices [B, N + 1] int32 after each row -> Verdict.
 
         ``depth``: most nodes that can be accepted. The token behind them is the target's own choice.
@@ -54,7 +54,7 @@ class Typical:
         tokens = proposal.tokens
         slots, nodes = tokens.shape
         if not nodes:
-            return Verdict(tokens, choices.new_zeros(slots), choices[:, 0])
+            return Accepted(tokens, choices.new_zeros(slots), choices[:, 0])
         parents = tree.parents_of(proposal)
         entropy = -(law * (law + _INSIDE).log()).sum(-1)
         bar = (self.alpha * torch.exp(-entropy)).clamp(max=self.epsilon)  # [B, N + 1]
@@ -72,7 +72,7 @@ class Typical:
         best = torch.where(longest, likely, reduce.NEGATIVE)
         first = torch.where(longest & (best == best.amax(-1, keepdim=True)), _rows(nodes, tokens), float(nodes + 1))
         last = torch.where(count > 0, first.amin(-1), 0.0).to(torch.int64)  # row of the window; 0 = the root
-        return Verdict(
+        return Accepted(
             _path(above, last, depth), count.to(torch.int32), choices.gather(1, last.unsqueeze(1)).squeeze(1)
         )
 

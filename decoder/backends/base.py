@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Room, Told
+from paceline.core.types import MultiRoundLimits, RoundReport
 from paceline.decoder.kernels.torch_kernels import Kernels
-from paceline.decoder.parallel.collectives import Alone, Collectives
+from paceline.decoder.parallel.collectives import Collectives, SingleRank
 
 if TYPE_CHECKING:
     from paceline.decoder.decoder import CompiledDecoder
@@ -34,7 +34,7 @@ Step = Callable[..., list[Tensor]]
 """A compiled step: tensors in, a list of tensors out; state (weights, caches) stays inside."""
 
 
-Again = Callable[[list[Tensor], float, Room | None], tuple[list[Told], list[Tensor]]]
+Again = Callable[[list[Tensor], float, MultiRoundLimits | None], tuple[list[RoundReport], list[Tensor]]]
 """Rounds of a fused step one behind the other: its inputs, seconds that they have to fit into (the first runs anyway),
 and what lets another one follow (None: nothing) -> what each of them did, and what the last one made.
 """
@@ -48,7 +48,9 @@ class Repeats(Protocol):
     what the host is told of a round, then tokens, count, start and features of the next commit, of the same shapes.
     """
 
-    def again(self, inputs: list[Tensor], seconds: float, room: Room | None) -> tuple[list[Told], list[Tensor]]:
+    def again(
+        self, inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
+    ) -> tuple[list[RoundReport], list[Tensor]]:
         """An `Again`. What the last round makes is overwritten by the call after the next."""
 
 
@@ -119,7 +121,7 @@ class OnHost:
 class OneRank:
     """What a backend of one rank has to say about ranks."""
 
-    group: Collectives = Alone()
+    group: Collectives = SingleRank()
 
     def attach(self, decoder: CompiledDecoder, path: str) -> None:
         """There are no others."""

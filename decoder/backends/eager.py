@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.errors import ArtefactError
 from paceline.decoder.backends.base import Graph, OneRank, OnHost, Step
-from paceline.decoder.kernels.torch_kernels import Kernels, Reference
+from paceline.decoder.kernels.torch_kernels import Kernels, TorchKernels
 
 
 class EagerBackend(OneRank, OnHost):
@@ -19,7 +19,7 @@ class EagerBackend(OneRank, OnHost):
     name = "eager"
 
     def __init__(self) -> None:
-        self.kernels: Kernels = Reference()
+        self.kernels: Kernels = TorchKernels()
 
     def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         return wanted

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import ArtefactError, BackendError
-from paceline.core.types import Room, Told
+from paceline.core.types import MultiRoundLimits, RoundReport
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, OneRank, OnHost, Step
 from paceline.decoder.compile import cache
@@ -117,7 +117,9 @@ class _Package:
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         return self._run(list(inputs))
 
-    def again(self, inputs: list[Tensor], seconds: float, room: Room | None) -> tuple[list[Told], list[Tensor]]:
+    def again(
+        self, inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
+    ) -> tuple[list[RoundReport], list[Tensor]]:
         """See `paceline.decoder.backends.base.Repeats`."""
         if self._rounds is None:
             self._rounds = Rounds(self._path, self.keep, self._example)

@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.core.errors import ArtefactError
 from paceline.decoder.backends.base import Graph, OnHost, Step
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.kernels.torch_kernels import Kernels, Reference
+from paceline.decoder.kernels.torch_kernels import Kernels, TorchKernels
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.ranks import shared
 
@@ -22,7 +22,7 @@ class RankedBackend(OnHost):
 
     def __init__(self, degree: int) -> None:
         self.ranks, self._number = shared(degree), 0
-        self.kernels: Kernels = Reference()
+        self.kernels: Kernels = TorchKernels()
         self.group: Collectives = self.ranks.group
 
     def attach(self, decoder: CompiledDecoder, path: str) -> None:

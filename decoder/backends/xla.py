@@ -24,7 +24,7 @@ from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, OneRank, Step
 from paceline.decoder.compile.lowering import Lowered, lower, state_of
 from paceline.decoder.kernels.torch_kernels import Kernels
-from paceline.decoder.kernels.traceable import GraphKernels
+from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.parallel.collectives import Collectives
 
 
@@ -36,7 +36,7 @@ class XlaBackend(OneRank):
 
     def __init__(self) -> None:
         self._device = device()
-        self.kernels: Kernels = GraphKernels()
+        self.kernels: Kernels = TraceableKernels()
 
     def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         return wanted

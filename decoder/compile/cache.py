@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from paceline.core.errors import ArtefactError
-from paceline.decoder.weights.atomic_write import storing
+from paceline.decoder.weights.atomic_write import atomic_write
 
 MANIFEST = "manifest.json"
 _CACHE_REMEDY = "make room, or set PACELINE_CACHE to a folder of yours for compiled graphs"
@@ -43,7 +43,7 @@ def ensure(root: Path, facts: Facts, build: Callable[[Path], None]) -> Path:
     folder = root / key(facts)
     if (folder / MANIFEST).is_file():
         return folder
-    with storing(root, _CACHE_REMEDY):
+    with atomic_write(root, _CACHE_REMEDY):
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f"{folder.name}.lock"):
             if (folder / MANIFEST).is_file():

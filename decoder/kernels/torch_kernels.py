@@ -1,9 +1,9 @@
 """The operations of a decoder that decide its speed, as a contract, and their plain PyTorch form.
 
-`Reference` is what tests and debugging run on and what the native kernels are compared with. It promises that a row's
+`TorchKernels` is what tests and debugging run on and what the native kernels are compared with. It promises that a row's
 result does not depend on its place in the window or on the other rows; it makes no promise about speed.
 Not here: normalisation, rotation, activation, which a backend compiles from plain PyTorch (`paceline.decoder.models.llama`)
-unless its kernels know whole halves of a layer (`Halves`).
+unless its kernels know whole halves of a layer (`LayerKernels`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from paceline.core import noise, probs, reduce, tree
-from paceline.core.types import SamplingBatch
+from paceline.core.types import SamplingTensors
 
-_BY_ROW = 128  # up to so many rows (every window, no large prefill chunk) `Reference.linear` goes row by row
-_BLOCK = 128  # columns of the cache that `Reference.attend` takes at a time
+_BY_ROW = 128  # up to so many rows (every window, no large prefill chunk) `TorchKernels.linear` goes row by row
+_BLOCK = 128  # columns of the cache that `TorchKernels.attend` takes at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Tree:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class CachePosition:
     """Where in the cache the rows of a call belong.
 
     row    [b] int32, cache row of the first token of each line
@@ -85,13 +85,13 @@ class Kernels(Protocol):
     width_free: bool
 
     @property
-    def halves(self) -> Halves | None:
+    def halves(self) -> LayerKernels | None:
         """The same kernels where they know whole halves of a layer as well; a divided model has no use for those."""
 
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         """x [b, T, in] @ weight [out, in].T -> [b, T, out]; rows from ``count`` [b] on may hold anything finite."""
 
-    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: CachePosition) -> Tensor:
         """Write keys and values to their rows, then attend to all rows up to a token's own.
 
         In a tree, instead: to all rows before the window and to the token's own ancestors.
@@ -106,14 +106,14 @@ class Kernels(Protocol):
         """
 
     def choose(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET
+        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
-        """As `paceline.core.probs.choose`."""
+        """As `paceline.core.probs.sample_tokens`."""
 
-    def probabilities(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         """As `paceline.core.probs.probabilities`, up to float32's rounding: the law that `choose` draws from."""
 
-    def cuts(self, sampling: SamplingBatch) -> bool:
+    def cuts(self, sampling: SamplingTensors) -> bool:
         """Whether top-k, top-p or min-p may be on in any row. A graph, which knows no values, says yes."""
 
 
@@ -141,14 +141,14 @@ class MlpWeights:
     eps: float
 
 
-class Halves(Protocol):
+class LayerKernels(Protocol):
     """Attention and MLP of a layer, each with its norm and its sum onto the stream."""
 
     def attention(
         self,
         hidden: Tensor,
         weights: AttentionWeights,
-        place: Place,
+        place: CachePosition,
         *,
         cache: tuple[Tensor, Tensor],
         rotation: tuple[Tensor, Tensor],
@@ -159,7 +159,7 @@ class Halves(Protocol):
         """hidden [b, T, H] -> [b, T, H]; rows from ``count`` [b] on pass through."""
 
 
-class Reference:
+class TorchKernels:
     """Plain PyTorch on one device, eager."""
 
     width_free = False  # matrix products of attention sum in an order that may depend on the number of rows
@@ -173,7 +173,7 @@ class Reference:
         # A matrix product may sum a row in another order according to its place among the rows; this one does not.
         return torch.stack([torch.mv(weight, row) for row in rows]).view(*x.shape[:-1], -1)
 
-    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: CachePosition) -> Tensor:
         q, k, v = qkv
         lines, window, heads, width = q.shape
         groups = k.shape[2]
@@ -205,16 +205,16 @@ class Reference:
             one[line, :, to] = one[line, :, source]
 
     def choose(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET
+        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
         if not bool((sampling.knobs[:, 0] > 0).any()):  # eager may look at values; a greedy law needs no noise
             return reduce.argmax(logits)
-        return probs.choose(logits, positions, sampling, stream=stream, cut=self.cuts(sampling))
+        return probs.sample_tokens(logits, positions, sampling, stream=stream, cut=self.cuts(sampling))
 
-    def probabilities(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         return probs.probabilities(logits, sampling, cut=self.cuts(sampling))
 
-    def cuts(self, sampling: SamplingBatch) -> bool:
+    def cuts(self, sampling: SamplingTensors) -> bool:
         top_k, top_p, min_p = (sampling.knobs[:, i] for i in range(1, 4))
         return bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
 
@@ -232,7 +232,7 @@ def _blocks(cache: Tensor, extent: int) -> tuple[Tensor, ...]:
     return blocks
 
 
-def _seen(place: Place, rows: Tensor, extent: int) -> Tensor:
+def _seen(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
     """Which of the first ``extent`` cache rows every row [b, T] of a window attends to. [b, T, extent] bool"""
     columns = torch.arange(extent, dtype=torch.int32, device=rows.device)
     if place.tree is None:

@@ -1,6 +1,6 @@
 """The kernels of a decoder in operations that ahead-of-time graph compilers take: XLA, and through it Neuron.
 
-The same mathematics as `paceline.decoder.kernels.torch_kernels.Reference`, without its freedoms: nothing looks at a value, caches are
+The same mathematics as `paceline.decoder.kernels.torch_kernels.TorchKernels`, without its freedoms: nothing looks at a value, caches are
 written by one scatter of whole rows and read without a copy where the lines of a call are all slots in order, ids are
 int32, and every flat row number stays exact in float32. Not here: speed on a CPU, which is the native kernels' part.
 """
@@ -14,14 +14,14 @@ from torch import Tensor
 
 from paceline.core import noise, probs, reduce
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import SamplingBatch
-from paceline.decoder.kernels.torch_kernels import Place
+from paceline.core.types import SamplingTensors
+from paceline.decoder.kernels.torch_kernels import CachePosition
 
 MAX_EXACT = 1 << 24
 """Integers below this survive a compiler that computes them in float32."""
 
 
-class GraphKernels:
+class TraceableKernels:
     """Plain operations of static shape."""
 
     width_free = False  # a compiler may order a row's sums by the number of rows
@@ -31,7 +31,7 @@ class GraphKernels:
         """As `Kernels.linear`; padding is computed like everything else."""
         return torch.nn.functional.linear(x, weight.to(torch.float32))
 
-    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: CachePosition) -> Tensor:
         """As `Kernels.attend`.
 
         Raises:
@@ -65,16 +65,16 @@ class GraphKernels:
             store(part, taken.view(len(slots), groups, -1, width), slots=slots, rows=to)
 
     def choose(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET
+        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
         """As `Kernels.choose`; greedy is a value of the knobs, not a branch."""
-        return probs.choose(logits, positions, sampling, stream=stream)
+        return probs.sample_tokens(logits, positions, sampling, stream=stream)
 
-    def probabilities(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         """As `Kernels.probabilities`."""
         return probs.probabilities(logits, sampling)
 
-    def cuts(self, sampling: SamplingBatch) -> bool:
+    def cuts(self, sampling: SamplingTensors) -> bool:
         """As `Kernels.cuts`."""
         return True
 
@@ -113,7 +113,7 @@ def read(cache: Tensor, slots: Tensor, extent: int) -> Tensor:
     return near if len(slots) == len(cache) else near.index_select(0, slots)
 
 
-def visible(place: Place, rows: Tensor, extent: int) -> Tensor:
+def visible(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
     """Which of the first ``extent`` cache rows every row [b, T] of a window attends to. [b, T, extent] bool"""
     columns = torch.arange(extent, dtype=torch.int32, device=rows.device)
     if place.tree is None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.core.types import Reads
-from paceline.decoder.kernels.torch_kernels import AttentionWeights, Kernels, MlpWeights, Place
+from paceline.core.types import FeatureSpec
+from paceline.decoder.kernels.torch_kernels import AttentionWeights, CachePosition, Kernels, MlpWeights
 from paceline.decoder.models.rope import apply_rope, rope_tables
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.sharding import Shard
@@ -47,7 +47,12 @@ class LlamaModel(nn.Module):
         self.register_buffer("ids", torch.tensor(shard.ids, dtype=torch.int32))  # of this rank's rows of both tables
 
     def forward(
-        self, tokens: Tensor, place: Place, caches: list[tuple[Tensor, Tensor]], *, reads: Reads | None = None
+        self,
+        tokens: Tensor,
+        place: CachePosition,
+        caches: list[tuple[Tensor, Tensor]],
+        *,
+        reads: FeatureSpec | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """tokens [b, T] int32 -> hidden [b, T, H], before the head, and the features [b, T, F] asked for.
 
@@ -93,7 +98,7 @@ class LlamaLayer(nn.Module):
             self.register_buffer("key_heads", torch.tensor(shard.key_heads, dtype=torch.int32))
 
     def forward(
-        self, hidden: Tensor, place: Place, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
+        self, hidden: Tensor, place: CachePosition, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
     ) -> Tensor:
         weights = AttentionWeights(
             self.attention_norm, self.qkv, self.qkv_bias, self.out, self.out_bias, self.config.rms_norm_eps
@@ -107,7 +112,7 @@ class LlamaLayer(nn.Module):
         return gated_mlp(hidden, mlp, place.real, kernels=self._kernels, group=self._group)
 
     def _attention(
-        self, x: Tensor, place: Place, *, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
+        self, x: Tensor, place: CachePosition, *, cache: tuple[Tensor, Tensor], rotation: tuple[Tensor, Tensor]
     ) -> Tensor:
         mixed = _biased(self._kernels.linear(x, self.qkv, place.real), self.qkv_bias)
         width, part = self.config.head_dim, self._shard.key_part

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from paceline.core import noise
-from paceline.core.types import SamplingBatch
-from paceline.decoder.kernels.torch_kernels import AttentionWeights, MlpWeights, Place
+from paceline.core.types import SamplingTensors
+from paceline.decoder.kernels.torch_kernels import AttentionWeights, CachePosition, MlpWeights
 from paceline.decoder.native import build
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -52,7 +52,7 @@ class Native:
         )
         return made
 
-    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: Place) -> Tensor:
+    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: CachePosition) -> Tensor:
         q, k, v = (x.contiguous() for x in qkv)
         ops, at = torch.ops.paceline, (place.row, place.count, place.slots)
         made: Tensor = (
@@ -66,7 +66,7 @@ class Native:
         self,
         hidden: Tensor,
         weights: AttentionWeights,
-        place: Place,
+        place: CachePosition,
         *,
         cache: tuple[Tensor, Tensor],
         rotation: tuple[Tensor, Tensor],
@@ -89,18 +89,18 @@ class Native:
         torch.ops.paceline.row_keep(*cache, row, path.contiguous(), slots)
 
     def choose(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = noise.TARGET
+        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
         made: Tensor = torch.ops.paceline.row_choose(
             logits, positions.contiguous(), sampling.knobs, sampling.keys, stream
         )
         return made
 
-    def probabilities(self, logits: Tensor, sampling: SamplingBatch) -> Tensor:
+    def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         made: Tensor = torch.ops.paceline.row_law(logits, sampling.knobs)
         return made
 
-    def cuts(self, sampling: SamplingBatch) -> bool:
+    def cuts(self, sampling: SamplingTensors) -> bool:
         return True
 
 

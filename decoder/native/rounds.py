@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import BackendError
-from paceline.core.types import IDLE, Room, Told
+from paceline.core.types import IDLE, MultiRoundLimits, RoundReport
 from paceline.decoder.native import build
 
 _TYPES = {torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6, torch.bool: 11, torch.bfloat16: 15}
@@ -85,7 +85,9 @@ class Rounds:
         self._ends: frozenset[int] | None = None
         self._most = 0
 
-    def __call__(self, inputs: list[Tensor], seconds: float, room: Room | None) -> tuple[list[Told], list[Tensor]]:
+    def __call__(
+        self, inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
+    ) -> tuple[list[RoundReport], list[Tensor]]:
         call = self._call
         call.rounds, call.budget = 1 if room is None else room.rounds, seconds
         if call.rounds > self._most:
@@ -111,12 +113,12 @@ class Rounds:
         self._seconds = (ctypes.c_double * rounds)()
         self._call.told, self._call.seconds = self._told, self._seconds
 
-    def _read(self, ran: int) -> list[Told]:
+    def _read(self, ran: int) -> list[RoundReport]:
         size, width = self._slots * self._width, self._width
         flat, found = self._told[: ran * size], []
         for number, seconds in enumerate(self._seconds[:ran]):
             rows = [flat[at : at + width] for at in range(number * size, (number + 1) * size, width)]
-            found.append(Told.of(rows, seconds))
+            found.append(RoundReport.of(rows, seconds))
         return found
 
 

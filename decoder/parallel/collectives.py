@@ -31,7 +31,7 @@ class Collectives(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class SingleRank:
     """One rank: nobody to talk to."""
 
     degree: int = 1
@@ -44,7 +44,7 @@ class Alone:
 
 
 @dataclass(frozen=True, slots=True)
-class Processes:
+class GlooGroup:
     """Ranks that are processes of a machine, over gloo.
 
     A sum is a gather and an addition in the order of ranks: gloo's own sums in an order that depends on where in the
@@ -66,7 +66,7 @@ class Processes:
 
 
 @dataclass(frozen=True, slots=True)
-class Fabric:
+class DeviceGroup:
     """Ranks that are cores of an accelerator: the sum is the device's own. For traced graphs only."""
 
     degree: int
@@ -87,7 +87,7 @@ def _gathered(x: Tensor, degree: int, name: str) -> Tensor:
     return made
 
 
-def join(path: str, rank: int, group: Processes) -> object:
+def join(path: str, rank: int, group: GlooGroup) -> object:
     """Enter the group that meets at the file ``path``; returns when all ranks have, what keeps the group alive.
 
     Sockets are on this machine's loopback, which needs no name service and no open port.
@@ -108,7 +108,7 @@ def join(path: str, rank: int, group: Processes) -> object:
     return made
 
 
-def leave(group: Processes) -> None:
+def leave(group: GlooGroup) -> None:
     """Give a group up. A rank that still waits in it fails."""
     distributed: Any = torch._C._distributed_c10d
     distributed._unregister_process_group(group.name)

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError, RankError
-from paceline.decoder.decoder import Body
-from paceline.decoder.kernels.torch_kernels import Kernels, Reference
+from paceline.decoder.decoder import ModelWithCache
+from paceline.decoder.kernels.torch_kernels import Kernels, TorchKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import DecoderOptions
-from paceline.decoder.parallel.collectives import Processes, join
+from paceline.decoder.parallel.collectives import GlooGroup, join
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
 
@@ -28,17 +28,17 @@ from paceline.decoder.weights.checkpoint import load_weights
 class Follower:
     """One rank: its parts of models, and the steps over them."""
 
-    def __init__(self, rank: int, group: Processes) -> None:
+    def __init__(self, rank: int, group: GlooGroup) -> None:
         self._rank, self._group = rank, group
-        self.kernels: Kernels = Reference()
-        self.bodies: dict[int, Body] = {}
+        self.kernels: Kernels = TorchKernels()
+        self.bodies: dict[int, ModelWithCache] = {}
         self.tensors: dict[tuple[str, str], Tensor] = {}
         self._steps: dict[int, tuple[int, nn.Module]] = {}
 
     def load(self, number: int, path: str, *, config: ModelConfig, options: DecoderOptions) -> None:
         """Read this rank's part of a model."""
         weights = load_weights(path, config, options.dtype, shard=Shard(config, options.layout, self._rank))
-        self.bodies[number] = Body(
+        self.bodies[number] = ModelWithCache(
             config, options, weights, kernels=self.kernels, rank=self._rank, group=self._group
         ).eval()
 

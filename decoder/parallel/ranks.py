@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.core.errors import ConfigurationError, RankError
-from paceline.decoder.decoder import Body
+from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.torch_kernels import Kernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import DecoderOptions
-from paceline.decoder.parallel.collectives import Processes, join, leave
+from paceline.decoder.parallel.collectives import GlooGroup, join, leave
 
 _PATIENCE = 5.0  # seconds a process gets to end by itself
 _FAREWELL = 1.0  # seconds to wait for the last words of a process that failed
@@ -46,9 +46,9 @@ class Ranks:
     """
 
     def __init__(self, degree: int) -> None:
-        self.group = Processes(degree, f"paceline-{uuid.uuid4().hex}")
+        self.group = GlooGroup(degree, f"paceline-{uuid.uuid4().hex}")
         self._lock = threading.RLock()
-        self._bodies: weakref.WeakKeyDictionary[Body, int] = weakref.WeakKeyDictionary()
+        self._bodies: weakref.WeakKeyDictionary[ModelWithCache, int] = weakref.WeakKeyDictionary()
         self._names = WeakTensorKeyDictionary()  # tensors the other ranks have too, and what they are called there
         self._open: set[int] = set()
         self._left: list[int] = []  # bodies that were given up, which the other ranks do not know yet
@@ -86,7 +86,7 @@ class Ranks:
         """Ids of the other ranks' processes."""
         return [process.pid for process, _ in self._others]
 
-    def adopt(self, body: Body, path: str, *, config: ModelConfig, options: DecoderOptions) -> int:
+    def adopt(self, body: ModelWithCache, path: str, *, config: ModelConfig, options: DecoderOptions) -> int:
         """Have every other rank load its part of the model that ``body`` is rank 0's part of. -> its number.
 
         Raises:
@@ -219,14 +219,14 @@ class _Sender(pickle.Pickler):
     """Pickles a step; what the other ranks have already is named, and a tensor that is ``new`` to them is sent once."""
 
     def __init__(
-        self, stream: io.BytesIO, bodies: weakref.WeakKeyDictionary[Body, int], names: WeakTensorKeyDictionary
+        self, stream: io.BytesIO, bodies: weakref.WeakKeyDictionary[ModelWithCache, int], names: WeakTensorKeyDictionary
     ) -> None:
         super().__init__(stream)
         self._bodies, self._names = bodies, names
         self.new = WeakTensorKeyDictionary()
 
     def persistent_id(self, item: Any) -> Any:
-        if isinstance(item, Body):
+        if isinstance(item, ModelWithCache):
             if item not in self._bodies:
                 raise ConfigurationError(
                     "draft and target share a graph only with the same tp_degree; load them with one degree, or pass "
@@ -282,7 +282,7 @@ def _last_words(pipe: Connection) -> str:
         return ""
 
 
-def _end(group: Processes, others: list[tuple[subprocess.Popen[bytes], Connection]]) -> None:
+def _end(group: GlooGroup, others: list[tuple[subprocess.Popen[bytes], Connection]]) -> None:
     """End the processes: a closed pipe tells them to; one that does not hear is killed."""
     for _, pipe in others:
         pipe.close()

@@ -42,7 +42,7 @@ class Layout:
 WHOLE = Layout()
 
 
-def obstacle(config: ModelConfig, degree: int) -> str:
+def why_not_divisible(config: ModelConfig, degree: int) -> str:
     """Why this model cannot be divided over so many ranks; nothing if it can. The planner's rule too."""
     for number, what in ((config.num_heads, "attention heads"), (config.intermediate_size, "columns of the MLP")):
         if number % degree:
@@ -58,8 +58,8 @@ def layout(config: ModelConfig, degree: int, gqa: GQA | str | None = None) -> La
     """
     if not isinstance(degree, int) or degree < 1:
         raise ConfigurationError(f"tp_degree must be a number of ranks, 1 or more, not {degree!r}")
-    if reason := obstacle(config, degree):
-        legal = [d for d in range(1, config.num_heads + 1) if not obstacle(config, d)]
+    if reason := why_not_divisible(config, degree):
+        legal = [d for d in range(1, config.num_heads + 1) if not why_not_divisible(config, d)]
         raise ConfigurationError(f"{reason}; use one of {', '.join(map(str, legal))}")
     heads = config.num_kv_heads
     if gqa is None:
@@ -88,7 +88,7 @@ def layout(config: ModelConfig, degree: int, gqa: GQA | str | None = None) -> La
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorSlice:
     """Some rows or columns of a tensor.
 
     dim     the divided dimension; the others are whole
@@ -146,13 +146,13 @@ class Shard:
         count = -(-self.config.vocab_size // self.degree)
         return range(self.rank * count, (self.rank + 1) * count)
 
-    def part(self, name: str) -> Part | None:
+    def part(self, name: str) -> TensorSlice | None:
         """What this rank has of the checkpoint's tensor of that name; None = all of it."""
         if self.degree == 1:
             return None
         if name in (EMBEDDING, OUTPUT_HEAD):
             end = self.config.vocab_size
-            return Part(0, ((min(self.ids.start, end), min(self.ids.stop, end)),), len(self.ids))
+            return TensorSlice(0, ((min(self.ids.start, end), min(self.ids.stop, end)),), len(self.ids))
         kind, _, what = name.rpartition(".")
         side = kind.rpartition(".")[2]
         width, inner = self.config.head_dim, self.config.intermediate_size // self.degree
@@ -161,7 +161,7 @@ class Shard:
         if side in ("k_proj", "v_proj"):
             if self.gathers:
                 return _even(0, self.key_part, self.rank)
-            return Part(0, tuple((h * width, (h + 1) * width) for h in self.key_heads), self.key_part)
+            return TensorSlice(0, tuple((h * width, (h + 1) * width) for h in self.key_heads), self.key_part)
         if side in ("gate_proj", "up_proj"):
             return _even(0, inner, self.rank)
         # The products behind these two are summed over the ranks, and their biases added once, behind the sum.
@@ -170,5 +170,5 @@ class Shard:
         return None
 
 
-def _even(dim: int, size: int, rank: int) -> Part:
-    return Part(dim, ((rank * size, (rank + 1) * size),), size)
+def _even(dim: int, size: int, rank: int) -> TensorSlice:
+    return TensorSlice(dim, ((rank * size, (rank + 1) * size),), size)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core import noise, probs, reduce
-from paceline.core.types import SamplingBatch
+from paceline.core.types import SamplingTensors
 from paceline.decoder.kernels.torch_kernels import Kernels
 from paceline.decoder.parallel.collectives import Collectives
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class SharedHead:
     """What a drafter may borrow of a target: this rank's rows of both tables, and their ids.
 
     embedding and head  [n, H], the target's own parameters (tied: one and the same)
@@ -54,7 +54,7 @@ def whole(logits: Tensor, size: int, group: Collectives) -> Tensor:
 def choose(
     logits: Tensor,
     positions: Tensor,
-    sampling: SamplingBatch,
+    sampling: SamplingTensors,
     *,
     ids: Tensor,
     size: int,
@@ -70,12 +70,12 @@ def choose(
     if group.degree == 1:
         return kernels.choose(logits, positions, sampling, stream=stream)
     if kernels.cuts(sampling):
-        every = probs.filtered(whole(logits, size, group), sampling)
+        every = probs.apply_top_k_top_p_min_p(whole(logits, size, group), sampling)
         scores = every.index_select(-1, ids.clamp(max=size - 1))
     else:
-        scores = probs.tempered(logits, sampling)
-    scores = probs.perturbed(scores, positions, sampling, ids=ids, stream=stream)
+        scores = probs.apply_temperature(logits, sampling)
+    scores = probs.add_gumbel(scores, positions, sampling, ids=ids, stream=stream)
     scores = torch.where(ids < size, scores, 2 * reduce.NEGATIVE)  # rows that fill up the last rank's part
-    pair = group.gather(torch.stack(reduce.best(scores, ids.to(torch.float32), size), -1))
-    _, winner = reduce.best(pair[..., 0].movedim(0, -1), pair[..., 1].movedim(0, -1), size)
-    return reduce.legal(winner, size)
+    pair = group.gather(torch.stack(reduce.max_with_index(scores, ids.to(torch.float32), size), -1))
+    _, winner = reduce.max_with_index(pair[..., 0].movedim(0, -1), pair[..., 1].movedim(0, -1), size)
+    return reduce.clamp_ids(winner, size)

@@ -18,7 +18,7 @@ _REMEDY = "make room, or name another place"
 
 
 @contextmanager
-def storing(path: Path, remedy: str = _REMEDY) -> Iterator[None]:
+def atomic_write(path: Path, remedy: str = _REMEDY) -> Iterator[None]:
     """Around what writes ``path``, a file or a folder.
 
     Raises:
@@ -68,7 +68,7 @@ def save_pickle(path: Path, value: object) -> None:
 def _whole(path: Path) -> Iterator[Path]:
     """A name to write to, which is renamed to ``path`` when the block ends well, and goes when it does not."""
     part = path.with_suffix(".part")
-    with storing(path):
+    with atomic_write(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             yield part

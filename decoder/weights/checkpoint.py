@@ -23,7 +23,7 @@ from paceline.core.errors import (
 )
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.llama_layout import EMBEDDING, OUTPUT_HEAD, expected_tensors, is_harmless
-from paceline.decoder.parallel.sharding import Part, Shard
+from paceline.decoder.parallel.sharding import Shard, TensorSlice
 from paceline.decoder.weights.files import (
     TensorInfo,
     WeightFile,
@@ -130,7 +130,7 @@ def _check_infos(places: dict[str, _Place], wanted: dict[str, tuple[int, ...]]) 
         check_stored(name, place.info.dtype, where=place.file)
 
 
-def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, part: Part | None, file: Path) -> Tensor:
+def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, part: TensorSlice | None, file: Path) -> Tensor:
     stored = source.read(name) if part is None else _read_part(source, name, part)
     # copy=True also where the dtype is right already: the stored tensor is a window on the file, and a file
     # that is replaced while a decoder runs would take the weights with it.
@@ -147,7 +147,7 @@ def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, part: Par
     return tensor
 
 
-def _read_part(source: WeightFile, name: str, part: Part) -> Tensor:
+def _read_part(source: WeightFile, name: str, part: TensorSlice) -> Tensor:
     pieces = [source.read_range(name, span, dim=part.dim) for span in part.ranges]
     found = torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]
     missing = part.size - found.shape[part.dim]

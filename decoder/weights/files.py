@@ -135,7 +135,7 @@ def check_stored(name: str, dtype: str, *, where: Path) -> None:
         )
 
 
-def sound(name: str, tensor: Tensor, dtype: torch.dtype, *, where: Path) -> Tensor:
+def check_finite(name: str, tensor: Tensor, dtype: torch.dtype, *, where: Path) -> Tensor:
     """A tensor that was read from a checkpoint, in the type it is computed with.
 
     Raises:

@@ -19,8 +19,8 @@ from typer.core import TyperGroup
 
 from paceline.cli.progress import GraphTime
 from paceline.core.errors import PacelineError
-from paceline.outputs import Event, Statistics
-from paceline.text.tokenizer import Detokeniser, Tokenizer
+from paceline.outputs import RequestOutput, Statistics
+from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 REFUSED = 2
 """Exit status of a command that cannot do what it was asked."""
@@ -89,7 +89,7 @@ class TextView:
     """
 
     def __init__(self, console: Console, tokenizer: Tokenizer, prompt: Sequence[int], *, marks: bool = False) -> None:
-        self._console, self._text = console, Detokeniser(tokenizer, prompt)
+        self._console, self._text = console, IncrementalDetokenizer(tokenizer, prompt)
         self._marks = marks and not console.is_terminal
         self._open = False
 
@@ -97,7 +97,7 @@ class TextView:
         """The prompt, dimmed."""
         self._write(text, _PROMPT)
 
-    def show(self, event: Event) -> str:
+    def show(self, event: RequestOutput) -> str:
         """The tokens of an event; returns their text."""
         pieces = []
         for index, token in enumerate(event.tokens):

@@ -15,8 +15,8 @@ from paceline.cli import console, options, progress, prompt_files
 from paceline.cli.load import Drafting, Loading, Source, source_of
 from paceline.core.errors import PromptError
 from paceline.engine.ask import Ask
-from paceline.outputs import Event, FinishReason
-from paceline.text.tokenizer import Detokeniser, Tokenizer, load_tokenizer, prompt_ids
+from paceline.outputs import FinishReason, RequestOutput
+from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer, prompt_ids
 
 app = typer.Typer()
 
@@ -125,7 +125,7 @@ def _object(prompt: str, done: Outcome, source: Source, *, warning: str | None) 
 
 
 def _shown(
-    stream: Iterator[Event], tokenizer: Tokenizer, ids: list[int], *, prompt: str, warning: str | None
+    stream: Iterator[RequestOutput], tokenizer: Tokenizer, ids: list[int], *, prompt: str, warning: str | None
 ) -> Outcome:
     """Write the text while it grows. A warning stands above it, on stdout too: it must not get lost in a pipe."""
     view = console.TextView(console.out(), tokenizer, ids)
@@ -139,19 +139,19 @@ def _shown(
     return done
 
 
-def _quiet(stream: Iterator[Event], tokenizer: Tokenizer, ids: list[int], *, total: int) -> Outcome:
+def _quiet(stream: Iterator[RequestOutput], tokenizer: Tokenizer, ids: list[int], *, total: int) -> Outcome:
     """Show only how far it is."""
-    text = Detokeniser(tokenizer, ids)
+    text = IncrementalDetokenizer(tokenizer, ids)
     with progress.bar(console.err(), "generating", total) as shown:
 
-        def piece(event: Event) -> str:
+        def piece(event: RequestOutput) -> str:
             shown.advance(len(event.tokens))
             return "".join(map(text.push, event.tokens)) + (text.flush() if event.finish_reason else "")
 
         return _outcome(stream, piece)
 
 
-def _outcome(stream: Iterator[Event], piece: Callable[[Event], str]) -> Outcome:
+def _outcome(stream: Iterator[RequestOutput], piece: Callable[[RequestOutput], str]) -> Outcome:
     pieces: list[str] = []
     tokens: list[int] = []
     reason: FinishReason = "length"

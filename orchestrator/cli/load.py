@@ -14,7 +14,7 @@ from paceline.cli import console, progress
 from paceline.core.errors import ConfigurationError
 from paceline.eagle import spec
 from paceline.eagle.drafter import EagleDrafter
-from paceline.engine.draft_length import LADDER
+from paceline.engine.draft_length import DRAFT_LENGTHS
 from paceline.generator import SpeculativeGenerator
 from paceline.medusa.drafter import MedusaDrafter
 
@@ -105,7 +105,7 @@ class Drafting:
         if self.k is None:
             return DEPTH
         if self.k == "auto":
-            return LADDER
+            return DRAFT_LENGTHS
         try:
             numbers = tuple(int(part) for part in self.k.split(","))
         except ValueError:
@@ -124,7 +124,7 @@ def source_of(target: Path, options: Loading, how: Drafting) -> tuple[Source, di
     if how.medusa:
         heads = MedusaDrafter.from_pretrained(how.medusa, decoders["target"], tree=how.tree)
         if how.k == "auto":  # as deep as there are heads
-            k = (*(depth for depth in LADDER if depth < heads.outline.depth), heads.outline.depth)
+            k = (*(depth for depth in DRAFT_LENGTHS if depth < heads.outline.depth), heads.outline.depth)
         drafter = _as_deep(heads, k, "the heads' tree") if how.k else heads
     elif how.eagle:
         deepest = k if isinstance(k, int) else k[-1]

@@ -14,7 +14,7 @@ from paceline.core.errors import PlanError
 from paceline.placement import Instance, Plan, plan, read_care, read_models
 from paceline.placement import instance as catalogued
 from paceline.placement.planning.detect import detect
-from paceline.placement.planning.render_plan import marks, picture
+from paceline.placement.planning.render_plan import marks, render_plan
 
 _MIB = 1 << 20
 
@@ -39,7 +39,7 @@ def plan_models(
         typer.echo(json.dumps(made.to_dict()))
         return
     console.out().print(plan_table(made))
-    console.say(console.out(), picture(made))
+    console.say(console.out(), render_plan(made))
     left = made.fragmentation
     runs = ", ".join(f"{count} of {degree}" for degree, count in left.runs if count)
     console.say(console.out(), f"\nfree: {left.free} cores" + (f"; aligned runs: {runs}" if runs else ""))

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.protocols import Drafter
-from paceline.core.types import PAD, Bounds, Commit, Done, Reading, Room, SamplingBatch
-from paceline.engine.draft_length import Pace
+from paceline.core.types import PAD, Commit, MultiRoundLimits, PrefillResult, RoundLimits, RoundResult, SamplingTensors
+from paceline.engine.draft_length import DraftLengthController
 from paceline.engine.engine import TimedRound
 
 
 @dataclass(frozen=True, slots=True)
-class Rung:
+class Stage:
     """A round of one depth. ``width``: tokens that the commits it reads and makes have room for."""
 
     round: TimedRound
     width: int
 
 
-class Adaptive:
+class AdaptiveRound:
     """Runs one of several rounds, all over the same decoders.
 
     ``rungs`` maps a depth to the round that drafts so many tokens; at depth 0 nothing of the drafter runs but the note
@@ -34,7 +34,9 @@ class Adaptive:
     rung has committed beyond that is a commit of its own, which is observed before the round.
     """
 
-    def __init__(self, rungs: Mapping[int, Rung], pace: Pace, *, drafter: Drafter, rest: Rung | None = None) -> None:
+    def __init__(
+        self, rungs: Mapping[int, Stage], pace: DraftLengthController, *, drafter: Drafter, rest: Stage | None = None
+    ) -> None:
         self.rungs, self._pace, self._drafter, self.rest = dict(rungs), pace, drafter, rest
         self._one = next(iter(self.rungs.values())).round  # they share both sides: one reads prompts for all
         self._seated: set[int] = set()
@@ -43,7 +45,7 @@ class Adaptive:
         self._seen: tuple[Tensor, list[int]] | None = None  # the last limits: mostly the same object again
         self._behind: set[int] = set()  # slots of which the drafter has commits to read
 
-    def __iter__(self) -> Iterator[Rung]:
+    def __iter__(self) -> Iterator[Stage]:
         """All that can be taken."""
         yield from self.rungs.values()
         if self.rest is not None:
@@ -61,7 +63,7 @@ class Adaptive:
     def verify_seconds(self) -> float:
         return sum(one.round.verify_seconds for one in self)
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt on both sides."""
         self._behind.discard(slot)
         self._seated.add(slot)
@@ -72,7 +74,7 @@ class Adaptive:
         self._seated.discard(slot)
         self._one.release(slot)
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
+    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
         """One round, or some at the same depth."""
         if self._seen is None or self._seen[0] is not bounds.limit:
             self._seen = (bounds.limit, bounds.limit.tolist())
@@ -83,20 +85,20 @@ class Adaptive:
             taken = self.rest
         elif rung == 0 and any(limits):
             self._nothing = torch.zeros_like(bounds.limit) if self._nothing is None else self._nothing
-            bounds = Bounds(self._nothing, bounds.rows)
+            bounds = RoundLimits(self._nothing, bounds.rows)
         early = None
         if commit.tokens.shape[1] != taken.width:  # another rung's
             early, commit = fitted(commit, taken.width)
             if early is not None:
                 self._drafter.observe(early)
         if bounds.room is not None:
-            room = Room(bounds.room.left, bounds.room.ends, self._pace.rounds)
-            bounds = Bounds(bounds.limit, bounds.rows, room)
+            room = MultiRoundLimits(bounds.room.left, bounds.room.ends, self._pace.rounds)
+            bounds = RoundLimits(bounds.limit, bounds.rows, room)
         done = taken.round(commit, sampling, bounds)
         self._record(rung, limits, done, left=bounds.room.left if bounds.room else limits, early=early is not None)
         return done
 
-    def _record(self, rung: int, limits: list[int], done: Done, *, left: list[int], early: bool) -> None:
+    def _record(self, rung: int, limits: list[int], done: RoundResult, *, left: list[int], early: bool) -> None:
         """What rounds at this rung did. To read what was committed before is not what the first one takes."""
         for number, told in enumerate(done.told):
             asked = [min(rung, limit, max(0, room)) for limit, room in zip(limits, left, strict=True)]

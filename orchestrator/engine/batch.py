@@ -13,11 +13,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.core.sampling import Sampling, knob_row, sampling_batch
-from paceline.core.types import IDLE, PAD, Bounds, Commit, Done, Reading, Room, SamplingBatch
+from paceline.core.sampling import Sampling, param_row, sampling_tensors
+from paceline.core.types import (
+    IDLE,
+    PAD,
+    Commit,
+    MultiRoundLimits,
+    PrefillResult,
+    RoundLimits,
+    RoundResult,
+    SamplingTensors,
+)
 from paceline.engine.request import Request
-from paceline.engine.stopping import Watch
-from paceline.outputs import Event, Statistics
+from paceline.engine.stopping import StopChecker
+from paceline.outputs import RequestOutput, Statistics
 
 MOST_ROUNDS = 32
 """One behind the other, before requests may come and go."""
@@ -28,7 +37,7 @@ class Slot:
     """A request at work."""
 
     request: Request
-    watch: Watch
+    watch: StopChecker
 
 
 class Batch:
@@ -50,7 +59,7 @@ class Batch:
     ) -> None:
         self.slots: list[Slot | None] = [None] * size
         self.active: list[int] = []  # slots that hold a request, ascending; changes in place
-        self.sampling = sampling_batch([Sampling()] * size)  # as `_rest` leaves them, and so is the commit
+        self.sampling = sampling_tensors([Sampling()] * size)  # as `_rest` leaves them, and so is the commit
         tokens = torch.tensor([[0] + [PAD] * (width - 1)] * size, dtype=torch.int32)
         ones, zeros = torch.ones(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int32)
         self.commit = Commit(tokens, ones, zeros)
@@ -67,11 +76,11 @@ class Batch:
         return None if len(self.active) == len(self.slots) else self.slots.index(None)
 
     def join(
-        self, slot: int, request: Request, row: SamplingBatch, *, first: Reading, logprobs: list[float] | None
-    ) -> Event:
+        self, slot: int, request: Request, row: SamplingTensors, *, first: PrefillResult, logprobs: list[float] | None
+    ) -> RequestOutput:
         """Seat a request whose prompt is read and whose first token is known; ``row`` is how it samples."""
         self.sampling.knobs[slot], self.sampling.keys[slot] = row.knobs[0], row.keys[0]
-        self.slots[slot] = Slot(request, Watch(request.stopping, request.prompt))
+        self.slots[slot] = Slot(request, StopChecker(request.stopping, request.prompt))
         insort(self.active, slot)
         self._reseated()
         self.commit.tokens[slot] = PAD
@@ -82,7 +91,7 @@ class Batch:
             self._features(first.features)[slot, 0] = first.features[-1]
         return self._append(slot, [first.token], accepted=0, logprobs=logprobs)
 
-    def apply(self, done: Done, logprobs: list[list[float]] | None) -> list[Event]:
+    def apply(self, done: RoundResult, logprobs: list[list[float]] | None) -> list[RequestOutput]:
         """Take over what rounds committed; one event for every request and round."""
         self.commit = commit = done.commit
         if len(self.active) < len(self.slots):
@@ -107,11 +116,11 @@ class Batch:
                 self._rest(slot)
 
     def ends(self, slot: int, tokens: Sequence[int]) -> bool:
-        """Whether the text in a slot would end with these tokens; see `paceline.engine.stopping.Watch.ends`."""
+        """Whether the text in a slot would end with these tokens; see `paceline.engine.stopping.StopChecker.ends`."""
         seat = self.slots[slot]
         return seat is not None and seat.watch.ends(tokens)
 
-    def bounds(self) -> Bounds:
+    def bounds(self) -> RoundLimits:
         """What the next round may do."""
         longest = max((len(slot.watch.text) for slot in self.slots if slot is not None), default=1)
         if min(self._left) < 0:
@@ -119,7 +128,9 @@ class Batch:
         limits = [min(depth, left) for depth, left in zip(self._depths, self._left, strict=True)]
         if limits != self._limits:  # a new tensor costs more than all the rest
             self._limits, self._limit = limits, torch.tensor(limits, dtype=torch.int32)
-        return Bounds(self._limit, longest, None if self._ends is None else Room(self._left, self._ends, MOST_ROUNDS))
+        return RoundLimits(
+            self._limit, longest, None if self._ends is None else MultiRoundLimits(self._left, self._ends, MOST_ROUNDS)
+        )
 
     def _room(self, longest: int) -> list[int]:
         """How many nodes every slot could accept in a round of any depth."""
@@ -153,7 +164,7 @@ class Batch:
         self.commit = replace(self.commit, features=found)
         return found
 
-    def _append(self, slot: int, tokens: list[int], *, accepted: int, logprobs: list[float] | None) -> Event:
+    def _append(self, slot: int, tokens: list[int], *, accepted: int, logprobs: list[float] | None) -> RequestOutput:
         seat = self.slots[slot]
         assert seat is not None
         kept, reason = seat.watch.extend(tokens)
@@ -161,7 +172,7 @@ class Batch:
         if reason is not None:
             self._rest(slot)
         scores = None if logprobs is None else tuple(logprobs[:kept])
-        return Event(seat.request.index, tuple(tokens[:kept]), min(accepted, kept), reason, scores)
+        return RequestOutput(seat.request.index, tuple(tokens[:kept]), min(accepted, kept), reason, scores)
 
     def _rest(self, slot: int) -> None:
         """Free a slot; it then computes harmless tokens from row 0 of its own cache on."""
@@ -172,4 +183,4 @@ class Batch:
         self.commit.tokens[slot, 0] = 0
         self.commit.count[slot] = 1
         self.commit.start[slot] = 0
-        self.sampling.knobs[slot] = torch.tensor(knob_row(Sampling()))  # greedy: the cheapest law
+        self.sampling.knobs[slot] = torch.tensor(param_row(Sampling()))  # greedy: the cheapest law

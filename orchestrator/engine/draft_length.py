@@ -19,7 +19,7 @@ from itertools import pairwise
 from paceline.core.errors import ConfigurationError
 from paceline.engine import validation
 
-LADDER = (0, 1, 2, 4, 8)
+DRAFT_LENGTHS = (0, 1, 2, 4, 8)
 """Depths to choose among, by default."""
 
 DECAY = 0.98
@@ -60,7 +60,7 @@ between: so many at first, and twice as many after every trial that failed, up t
 
 
 @dataclass(slots=True)
-class Costs:
+class StepTimes:
     """How long a round takes at every rung: ``typical``, in seconds of the machine at the level of its first times."""
 
     typical: dict[int, float] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Costs:
 
 
 @dataclass(slots=True)
-class Visits:
+class Exploration:
     """When a neighbour of the rung that was chosen is taken in its place."""
 
     left: int = 0  # rounds of the visit that is under way
@@ -116,7 +116,7 @@ class Visits:
 
 
 @dataclass(slots=True)
-class Pace:
+class DraftLengthController:
     """Chooses a rung of ``ladder`` (ascending depths, 0 = no draft) for the rounds that come next.
 
     Every rung is tried twice first, from the deepest down: the first time of a rung may include its compilation and
@@ -128,8 +128,8 @@ class Pace:
     rounds: int = field(init=False, default=1)
     _hits: list[float] = field(init=False)
     _tries: list[float] = field(init=False)
-    _costs: Costs = field(init=False, default_factory=Costs)
-    _visits: Visits = field(init=False, default_factory=Visits)
+    _costs: StepTimes = field(init=False, default_factory=StepTimes)
+    _visits: Exploration = field(init=False, default_factory=Exploration)
     _rung: int = field(init=False)
     _heard: list[tuple[int, list[int], list[int], float | None]] = field(init=False, default_factory=list)
     _settled: bool = field(init=False, default=False)
@@ -226,7 +226,7 @@ def _middle(numbers: list[float]) -> float:
     return sorted(numbers)[len(numbers) // 2]
 
 
-def of(k: int | Sequence[int]) -> tuple[int, Pace | None]:
+def of(k: int | Sequence[int]) -> tuple[int, DraftLengthController | None]:
     """The deepest proposal that ``k`` asks for, and what chooses among its depths if there are several.
 
     Raises:
@@ -239,4 +239,4 @@ def of(k: int | Sequence[int]) -> tuple[int, Pace | None]:
     ladder = tuple(depth for depth in given if depth is not None)
     if not ladder or len(ladder) < len(given) or ladder[0] < 0 or any(a >= b for a, b in pairwise(ladder)):
         raise ConfigurationError(f"k must be a number or ascending numbers of drafted tokens, not {k!r}")
-    return ladder[-1], Pace(ladder) if len(ladder) > 1 else None
+    return ladder[-1], DraftLengthController(ladder) if len(ladder) > 1 else None

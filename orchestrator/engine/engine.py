@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
 
-from paceline.core.sampling import sampling_batch
-from paceline.core.types import Bounds, Commit, Done, Reading, SamplingBatch
+from paceline.core.sampling import sampling_tensors
+from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingTensors
 from paceline.engine.batch import Batch
 from paceline.engine.request import Request
-from paceline.outputs import Event, Statistics
+from paceline.outputs import RequestOutput, Statistics
 
 
 class TimedRound(Protocol):
@@ -32,14 +32,14 @@ class TimedRound(Protocol):
     @property
     def verify_seconds(self) -> float: ...
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading: ...
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult: ...
 
     def release(self, slot: int) -> None: ...
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done: ...
+    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult: ...
 
 
-class Door(Protocol):
+class RequestQueue(Protocol):
     """Where requests come from and go. Asked between rows of rounds, in the thread that runs them."""
 
     def enter(self) -> Request | None:
@@ -49,7 +49,7 @@ class Door(Protocol):
         """Requests, by index, that nobody wants any more since this was last asked."""
 
 
-class Line:
+class ListQueue:
     """A door for requests that are all there from the beginning."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
@@ -70,7 +70,7 @@ class Scored(Protocol):
     logprobs: list[list[float]]
 
 
-class Walker(Protocol):
+class StopDecider(Protocol):
     """Goes from token to token on the host, and is told by ``ends`` (slot, tokens of this round) where a text ends."""
 
     ends: Callable[[int, Sequence[int]], bool]
@@ -95,10 +95,10 @@ class Engine:
     reach: int | None
     buckets: tuple[int, ...]
     scores: Scored | None = None
-    walker: Walker | None = None
+    walker: StopDecider | None = None
 
 
-def run(engine: Engine, door: Door, statistics: Statistics) -> Iterator[Event]:
+def run(engine: Engine, door: RequestQueue, statistics: Statistics) -> Iterator[RequestOutput]:
     """Serve until nobody waits and no slot is taken; yields at most one event for a request and round."""
     begin = perf_counter()
     batch = Batch(
@@ -118,7 +118,7 @@ def run(engine: Engine, door: Door, statistics: Statistics) -> Iterator[Event]:
                 if (slot := batch.free) is None or (request := door.enter()) is None:
                     break
                 held.add(slot)
-                row = sampling_batch([request.sampling])
+                row = sampling_tensors([request.sampling])
                 first = engine.round.start(slot, request.prompt, row)
                 scores = list(engine.scores.logprobs[slot]) if engine.scores else None
                 events.append(batch.join(slot, request, row, first=first, logprobs=scores))

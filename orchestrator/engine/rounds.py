@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from paceline.core import tree
-from paceline.core.protocols import Drafter, FusedVerifier, GraphDrafter, PlainTarget, Verifier
-from paceline.core.types import Bounds, Commit, Done, Proposal, Reading, SamplingBatch
+from paceline.core.protocols import AutoregressiveTarget, Drafter, FusedVerifier, TraceableDrafter, Verifier
+from paceline.core.types import Commit, PrefillResult, Proposal, RoundLimits, RoundResult, SamplingTensors
 
-IN_A_ROW = 1 / 30
+MULTI_ROUND_BUDGET_S = 1 / 30
 """Seconds. As many fused rounds as fit run one behind the other before the host looks at what they made: behind a pass
 over the weights its code and data are cold, so that it takes nearly as long for one round as for some. No longer, for
 who reads along, and for who waits for a slot.
 """
 
 
-class Timed:
+class RoundBase:
     """What all rounds have: reading a prompt on both sides, and seconds, which add up over all rounds. ``rung`` is the
     depth that was chosen for the last one, where there is a choice.
     """
@@ -27,7 +27,7 @@ class Timed:
         self._sides = (drafter, verifier)
         self.prefill_seconds = self.draft_seconds = self.verify_seconds = 0.0
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt on both sides."""
         begin = perf_counter()
         drafter, verifier = self._sides
@@ -42,14 +42,14 @@ class Timed:
             side.release(slot)
 
 
-class TwoStep(Timed):
+class TwoGraphRound(RoundBase):
     """Draft, then verify: two calls a round."""
 
     def __init__(self, drafter: Drafter, verifier: Verifier) -> None:
         super().__init__(drafter, verifier)
         self.drafter, self.verifier = drafter, verifier
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
+    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
         """One round."""
         begin = perf_counter()
         self.drafter.observe(commit)
@@ -63,10 +63,10 @@ class TwoStep(Timed):
         end = perf_counter()
         self.draft_seconds += middle - begin
         self.verify_seconds += end - middle
-        return Done.one(committed, drafted, end - begin)
+        return RoundResult.one(committed, drafted, end - begin)
 
 
-class Fused(Timed):
+class FusedRound(RoundBase):
     """Draft and verify in one graph: one call a round, and only ids and counts come back.
 
     ``verify_seconds`` counts the whole call; ``draft_seconds`` what the drafter still does outside of it.
@@ -74,11 +74,11 @@ class Fused(Timed):
     it would bring them to the host, from a graph of its own.
     """
 
-    def __init__(self, drafter: GraphDrafter, verifier: FusedVerifier, *, alone: bool = True) -> None:
+    def __init__(self, drafter: TraceableDrafter, verifier: FusedVerifier, *, alone: bool = True) -> None:
         super().__init__(drafter, verifier)
         self.drafter, self.verifier, self._alone = drafter, verifier, alone
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
+    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
         """One round, or several in a row."""
         begin = perf_counter()
         self.drafter.observe(commit)
@@ -88,26 +88,26 @@ class Fused(Timed):
             committed = self.verifier(commit, None, sampling, bounds)
             seconds = perf_counter() - begin
             self.verify_seconds += seconds
-            return Done.one(committed, [0] * len(limits), seconds)
+            return RoundResult.one(committed, [0] * len(limits), seconds)
         self.drafter.ready()
         middle = perf_counter()
-        done = self.verifier.fused(self.drafter, commit, sampling=sampling, bounds=bounds, seconds=IN_A_ROW)
+        done = self.verifier.fused(self.drafter, commit, sampling=sampling, bounds=bounds, seconds=MULTI_ROUND_BUDGET_S)
         self.draft_seconds += middle - begin
         self.verify_seconds += perf_counter() - middle
         return done
 
 
-class MultiStep:
+class MultiTokenRound:
     """Nothing is drafted: several plain steps in one graph."""
 
     rung: int | None = None
     draft_seconds = 0.0
 
-    def __init__(self, target: PlainTarget) -> None:
+    def __init__(self, target: AutoregressiveTarget) -> None:
         self._target = target
         self.prefill_seconds = self.verify_seconds = 0.0
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingBatch) -> Reading:
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt."""
         begin = perf_counter()
         reading = self._target.prefill(slot, prompt, sampling)
@@ -117,23 +117,23 @@ class MultiStep:
     def release(self, slot: int) -> None:
         """Nothing to forget."""
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
+    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
         """One round."""
         begin = perf_counter()
         made = self._target(commit, sampling, bounds)
         seconds = perf_counter() - begin
         self.verify_seconds += seconds
-        return Done.one(made, [0] * len(made.count), seconds)
+        return RoundResult.one(made, [0] * len(made.count), seconds)
 
 
-class Resting(MultiStep):
+class UndraftedRound(MultiTokenRound):
     """The same beside a drafter that is not asked: it is told of every commit, so that it has no gap when it is."""
 
-    def __init__(self, drafter: Drafter, target: PlainTarget) -> None:
+    def __init__(self, drafter: Drafter, target: AutoregressiveTarget) -> None:
         super().__init__(target)
         self._drafter = drafter
 
-    def __call__(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Done:
+    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
         """One round."""
         self._drafter.observe(commit)
         return super().__call__(commit, sampling, bounds)

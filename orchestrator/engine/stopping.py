@@ -15,7 +15,7 @@ from typing import Protocol
 
 import torch
 
-from paceline.core.detokenizer import UNFINISHED, Decodes, Detokeniser, plain_text
+from paceline.core.detokenizer import REPLACEMENT, Decodes, IncrementalDetokenizer, plain_text
 from paceline.core.errors import SamplingError
 from paceline.outputs import FinishReason
 
@@ -71,7 +71,7 @@ class Stopping:
                 raise SamplingError(f"the stop string {string!r} holds half a surrogate pair; no text does") from error
 
 
-class Watch:
+class StopChecker:
     """Follows one text."""
 
     def __init__(self, stopping: Stopping, prompt: Sequence[int]) -> None:
@@ -162,12 +162,12 @@ class _InNewText:
 
     def __init__(self, strings: Sequence[str], tokenizer: Decodes, prompt: Sequence[int]) -> None:
         self._strings, self._tokenizer = strings, tokenizer
-        self._growing, self._shown = Detokeniser(tokenizer, prompt), ""
+        self._growing, self._shown = IncrementalDetokenizer(tokenizer, prompt), ""
         self._longest = max(map(len, strings))
 
     def end(self, text: Sequence[int]) -> bool:
         self._shown += self._growing.push(text[-1])
-        said = self._shown + self._growing.rest.rstrip(UNFINISHED)
+        said = self._shown + self._growing.rest.rstrip(REPLACEMENT)
         self._shown = self._shown[-self._longest :]
         return any(s in said for s in self._strings) or self._special(text[-1]) in self._strings
 

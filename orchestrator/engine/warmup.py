@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import torch
 
-from paceline.core.types import Bounds, Commit, Kept, Proposal, SamplingBatch
+from paceline.core.types import Commit, DeviceFeatures, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.engine.adaptive import Adaptive, fitted
+from paceline.engine.adaptive import AdaptiveRound, fitted
 from paceline.engine.batch import Batch
 from paceline.engine.engine import Engine, TimedRound
-from paceline.engine.rounds import TwoStep
+from paceline.engine.rounds import TwoGraphRound
 from paceline.outputs import Statistics
 from paceline.target.verifier import CompiledVerifier
 
@@ -30,7 +30,7 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
                 steps.prefill(decoder, 0, [0] * size, start=start, chunks=decoder.options.draft_chunks)
         batch = Batch(engine.slots, engine.width, Statistics(), depth=0, reach=None, buckets=())
         commit = batch.commit
-        sampling = SamplingBatch(batch.sampling.knobs[:1], batch.sampling.keys[:1])
+        sampling = SamplingTensors(batch.sampling.knobs[:1], batch.sampling.keys[:1])
         for start, size in chunks(target):
             # Through the round, which knows what the drafter reads of the target.
             seen = engine.round.start(0, [0] * (start + size), sampling).features
@@ -46,7 +46,7 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
 def _rounds(engine: Engine) -> Iterator[tuple[TimedRound, int, list[int]]]:
     """Every round, the width of its commits, and limits that lead to all of its graphs."""
     known = engine.round
-    if not isinstance(known, Adaptive):
+    if not isinstance(known, AdaptiveRound):
         yield known, engine.width, [0, engine.depth]
         return
     lowest = min(known.rungs)  # of all rungs, the one that is taken where nothing can be accepted
@@ -56,18 +56,18 @@ def _rounds(engine: Engine) -> Iterator[tuple[TimedRound, int, list[int]]]:
         yield known.rest.round, known.rest.width, [engine.depth]
 
 
-def _run(one: TimedRound, commit: Commit, *, sampling: SamplingBatch, rows: int, limits: list[int]) -> None:
+def _run(one: TimedRound, commit: Commit, *, sampling: SamplingTensors, rows: int, limits: list[int]) -> None:
     """A round over texts of that length."""
     for limit in limits:
-        full = Bounds(torch.full_like(commit.count, limit), rows)
+        full = RoundLimits(torch.full_like(commit.count, limit), rows)
         made = one(commit, sampling, full)
-        if isinstance(made.commit.features, Kept):  # the next round has another graph, which reads them there
+        if isinstance(made.commit.features, DeviceFeatures):  # the next round has another graph, which reads them there
             one(replace(commit, features=made.commit.features), sampling, full)
-        if limit and isinstance(one, TwoStep):
+        if limit and isinstance(one, TwoGraphRound):
             _lengthen(one, commit, sampling=sampling, bounds=full, made=max(made.told[-1].drafted))
 
 
-def _lengthen(one: TwoStep, commit: Commit, *, sampling: SamplingBatch, bounds: Bounds, made: int) -> None:
+def _lengthen(one: TwoGraphRound, commit: Commit, *, sampling: SamplingTensors, bounds: RoundLimits, made: int) -> None:
     """Verify proposals as long as those that a drafter will make and has not ``made`` of tokens that mean nothing."""
     reach = one.drafter.reach
     if not isinstance(one.verifier, CompiledVerifier) or (reach is not None and bounds.rows > reach):

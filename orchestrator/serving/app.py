@@ -22,12 +22,12 @@ from paceline.core.errors import ConfigurationError
 from paceline.placement import Plan, instance, plan, read_care, read_models
 from paceline.placement.cluster.actors import STREAMS
 from paceline.placement.cluster.deployment import groups_of
-from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.worker_group import RESOURCE
 from paceline.placement.planning import validate_plan
 from paceline.placement.planning.detect import detect
 from paceline.placement.planning.plan import Placement
-from paceline.serving.ingress import Ingress, Seat
+from paceline.serving.ingress import Ingress, ModelRoute
 from paceline.serving.replica import Replica
 
 _ARGUMENTS = frozenset({"models", "instance"})
@@ -60,26 +60,26 @@ def deploy_config(models: Path, instance: str | None, *, host: str, port: int) -
     return {"http_options": {"host": host, "port": port}, "applications": [{**application, "args": arguments}]}
 
 
-def application(made: Plan, care: Care) -> serve.Application:
+def application(made: Plan, care: FaultPolicy) -> serve.Application:
     """The application for a plan.
 
     Raises:
         PlanError: a model cannot be run as it was planned.
     """
     validate_plan.check(made)
-    seats: dict[str, list[Seat]] = {}
+    seats: dict[str, list[ModelRoute]] = {}
     for members in groups_of(made):
         # Drafts first, as the group starts them; the replica itself has the bundle before them.
         ordered = sorted(members, key=lambda item: item.role != "draft")
         handle = _deployment(made, ordered, care)
         for item in ordered:
             if item.role == "target":
-                seats.setdefault(item.name, []).append(Seat(handle, item.label))
+                seats.setdefault(item.name, []).append(ModelRoute(handle, item.label))
     front = serve.deployment(Ingress, name="openai", max_ongoing_requests=256, ray_actor_options={"num_cpus": _SHARE})
     return front.bind(seats)
 
 
-def _deployment(made: Plan, members: Sequence[Placement], care: Care) -> serve.Application:
+def _deployment(made: Plan, members: Sequence[Placement], care: FaultPolicy) -> serve.Application:
     bundles = [{"CPU": _SHARE}, *({RESOURCE: float(len(item.cores))} for item in members)]
     label = next(item.label for item in members if item.role == "target")
     deployment = serve.deployment(

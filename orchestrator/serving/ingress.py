@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from paceline.serving.errors import refusal
-from paceline.serving.protocol import Ask, Kind, RefusedError, read
+from paceline.serving.protocol import CompletionRequest, Kind, RefusedError, read
 from paceline.serving.responses import Answer, Failed, Opening, TextPiece, failure_event
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _MOST_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ModelRoute:
     """Where a model is served: a deployment's handle, and the target's label in it."""
 
     handle: Any
@@ -32,7 +32,7 @@ class Seat:
 class Ingress:
     """Routes requests to seats; the replicas of a model take turns."""
 
-    def __init__(self, seats: Mapping[str, Sequence[Seat]]) -> None:
+    def __init__(self, seats: Mapping[str, Sequence[ModelRoute]]) -> None:
         self._seats = {model: itertools.cycle(list(found)) for model, found in seats.items()}
         self._created = int(time.time())
 
@@ -73,7 +73,7 @@ class Ingress:
                 404, f"model {name!r} is not served; there are {there}", param="model", code="model_not_found"
             )
 
-    async def _generate(self, ask: Ask) -> Response:
+    async def _generate(self, ask: CompletionRequest) -> Response:
         from starlette.responses import JSONResponse, StreamingResponse
 
         self._known(ask.model)

@@ -20,7 +20,7 @@ from ray.serve.exceptions import RayServeException
 
 from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
 from paceline.placement import Plan
-from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.worker_group import RESOURCE
 from paceline.serving.app import application
 
@@ -38,7 +38,7 @@ class _Ended(BaseException):
     """A signal came. No `Exception`: Ray and Serve catch those."""
 
 
-def run(made: Plan, care: Care, *, host: str, port: int, address: str | None, ready: Callable[[], None]) -> None:
+def run(made: Plan, care: FaultPolicy, *, host: str, port: int, address: str | None, ready: Callable[[], None]) -> None:
     """Serve a plan until SIGINT or SIGTERM, while models load too. ``ready`` is called when requests are taken.
 
     Raises:

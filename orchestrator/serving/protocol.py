@@ -70,7 +70,7 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class CompletionRequest:
     """A checked request. ``limit`` None: as long as the model can."""
 
     kind: Kind
@@ -88,7 +88,7 @@ class Ask:
     usage: bool
 
 
-def read(kind: Kind, body: object) -> Ask:
+def read(kind: Kind, body: object) -> CompletionRequest:
     """Check a request's JSON.
 
     Raises:
@@ -105,7 +105,7 @@ def read(kind: Kind, body: object) -> Ask:
     assert temperature is not None
     stream = fields.get("stream", False)
     _of_type(stream, bool, name="stream")
-    return Ask(
+    return CompletionRequest(
         kind=kind,
         model=_text(fields, "model"),
         prompts=() if chat else _prompts(fields),

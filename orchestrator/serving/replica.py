@@ -18,14 +18,14 @@ from paceline.engine.stopping import InNewText
 from paceline.placement.cluster.actors import STREAMS
 from paceline.placement.cluster.calls import Stream
 from paceline.placement.cluster.deployment import Deployment
-from paceline.placement.cluster.fault_policy import Care
-from paceline.placement.cluster.roles import Piece
-from paceline.placement.cluster.worker_group import Group
+from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.roles import TokenDelta
+from paceline.placement.cluster.worker_group import WorkerGroup
 from paceline.placement.planning.plan import Placement, Plan
 from paceline.serving.errors import refusal
-from paceline.serving.protocol import Ask, RefusedError
+from paceline.serving.protocol import CompletionRequest, RefusedError
 from paceline.serving.responses import Failed, Opening, TextPiece
-from paceline.serving.stop_filter import Writer
+from paceline.serving.stop_filter import StopStringFilter
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
 Item = Opening | TextPiece | Failed
@@ -35,20 +35,22 @@ _OWN_BUNDLE = 1  # the replica itself has bundle 0
 class Replica:
     """Serves the targets of one group. Requests share a target's rounds; those that find no slot wait for one."""
 
-    def __init__(self, plan: Plan, members: Sequence[Placement], care: Care) -> None:
-        group = Group(plan.instance, members, care, given=ray.util.get_current_placement_group(), offset=_OWN_BUNDLE)
+    def __init__(self, plan: Plan, members: Sequence[Placement], care: FaultPolicy) -> None:
+        group = WorkerGroup(
+            plan.instance, members, care, given=ray.util.get_current_placement_group(), offset=_OWN_BUNDLE
+        )
         self._models = Deployment(plan, care, [group]).start()
         # Each stream blocks a thread of its own; the loop's usual few would make them wait for each other.
         self._threads = ThreadPoolExecutor(STREAMS, thread_name_prefix="paceline-stream")
         folders = {item.label: item.model.folder for item in members}
         self._tokenizers = {label: load_tokenizer(Path(str(folders[label]))) for label in self._models.models}
 
-    async def stream(self, label: str, ask: Ask) -> AsyncIterator[Item]:
+    async def stream(self, label: str, ask: CompletionRequest) -> AsyncIterator[Item]:
         """An opening and then pieces; or a failure, wherever it happens."""
         try:
             tokenizer = self._tokenizers[label]
             prompts = await asyncio.to_thread(encoded, tokenizer, ask)
-            writers = [Writer(tokenizer, prompt, ask.stop) for prompt in prompts]
+            writers = [StopStringFilter(tokenizer, prompt, ask.stop) for prompt in prompts]
             pieces = _threaded(self._models.stream(label, prompts, **keywords(ask)), self._threads)
             async with aclosing(pieces):
                 first = await anext(pieces, None)  # a request that the target refuses has no opening
@@ -70,7 +72,7 @@ class Replica:
             models.close()
 
 
-def keywords(ask: Ask) -> dict[str, object]:
+def keywords(ask: CompletionRequest) -> dict[str, object]:
     """The keywords of `sample` for a request."""
     given: dict[str, object] = {
         "max_new_tokens": ask.limit, "seed": ask.seed,
@@ -83,7 +85,7 @@ def keywords(ask: Ask) -> dict[str, object]:
     return given
 
 
-def encoded(tokenizer: Tokenizer, ask: Ask) -> list[list[int]]:
+def encoded(tokenizer: Tokenizer, ask: CompletionRequest) -> list[list[int]]:
     """The prompts as ids.
 
     Raises:
@@ -102,7 +104,7 @@ def encoded(tokenizer: Tokenizer, ask: Ask) -> list[list[int]]:
     return [list(whole.encode(text, add_special_tokens=False))]
 
 
-def _text(piece: Piece, writer: Writer) -> TextPiece:
+def _text(piece: TokenDelta, writer: StopStringFilter) -> TextPiece:
     text = writer.push(piece.tokens)
     if piece.finish_reason is None:
         return TextPiece(piece.index, text, len(piece.tokens))
@@ -110,10 +112,10 @@ def _text(piece: Piece, writer: Writer) -> TextPiece:
     return TextPiece(piece.index, text + writer.end(), len(piece.tokens), reason)
 
 
-async def _threaded(pieces: Stream, threads: Executor) -> AsyncGenerator[Piece, None]:
+async def _threaded(pieces: Stream, threads: Executor) -> AsyncGenerator[TokenDelta, None]:
     """An iterator that blocks, run beside the event loop; closed when nobody wants more."""
     loop = asyncio.get_running_loop()
-    step: asyncio.Future[Piece | None] | None = None
+    step: asyncio.Future[TokenDelta | None] | None = None
     try:
         while True:
             step = loop.run_in_executor(threads, next, pieces, None)

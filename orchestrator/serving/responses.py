@@ -7,7 +7,7 @@ import time
 import uuid
 from dataclasses import dataclass
 
-from paceline.serving.protocol import Ask, RefusedError
+from paceline.serving.protocol import CompletionRequest, RefusedError
 
 DONE = b"data: [DONE]\n\n"
 
@@ -48,7 +48,7 @@ class Failed:
 class Answer:
     """Collects one request's pieces and writes them down."""
 
-    def __init__(self, ask: Ask, prompt_tokens: int) -> None:
+    def __init__(self, ask: CompletionRequest, prompt_tokens: int) -> None:
         self._ask, self._prompt_tokens = ask, prompt_tokens
         self._id = ("chatcmpl-" if ask.kind == "chat" else "cmpl-") + uuid.uuid4().hex
         self._created = int(time.time())

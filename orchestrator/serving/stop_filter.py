@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.text.tokenizer import Detokeniser, Tokenizer
+from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
-class Writer:
+class StopStringFilter:
     """Takes tokens, gives text; holds back what may turn out to begin a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
-        self._text, self._stops = Detokeniser(tokenizer, prompt), list(stops)
+        self._text, self._stops = IncrementalDetokenizer(tokenizer, prompt), list(stops)
         self._held, self._done = "", False
 
     def push(self, tokens: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.core.errors import SamplingError
 from paceline.engine.request import Request
-from paceline.outputs import Event
+from paceline.outputs import RequestOutput
 
 
 class Streamer(Protocol):
@@ -32,7 +32,7 @@ def check(streamer: Streamer | None, rows: int) -> None:
         )
 
 
-def feed(streamer: Streamer | None, request: Request, events: Iterable[Event]) -> Iterator[Event]:
+def feed(streamer: Streamer | None, request: Request, events: Iterable[RequestOutput]) -> Iterator[RequestOutput]:
     """Pass events on and show them to the streamer; it is ended however the generation ends."""
     if streamer is None:
         yield from events

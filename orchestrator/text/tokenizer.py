@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.core.detokenizer import Detokeniser, Tokenizer
+from paceline.core.detokenizer import Tokenizer
 from paceline.core.errors import CheckpointError, PromptError
 
-__all__ = ["Detokeniser", "Tokenizer", "load_tokenizer", "prompt_ids"]
+__all__ = ["IncrementalDetokenizer", "Tokenizer", "load_tokenizer", "prompt_ids"]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

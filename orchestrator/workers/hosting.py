@@ -14,21 +14,21 @@ import torch
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
-from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import PAD, Bounds, Commit
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import PAD, Commit, RoundLimits
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.model import ModelDrafter
-from paceline.draft.vocab_map import Vocabulary
+from paceline.draft.vocab_map import VocabMap
 from paceline.engine import warmup
 from paceline.engine.ask import Ask
 from paceline.generator import SpeculativeGenerator
-from paceline.placement.cluster.roles import Piece
-from paceline.placement.lookahead.drafter import Ahead
-from paceline.placement.remote.messages import Hello
+from paceline.placement.cluster.roles import TokenDelta
+from paceline.placement.lookahead.drafter import LookaheadDrafter
+from paceline.placement.remote.messages import Handshake
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 from paceline.workers.replay import Replay
-from paceline.workers.second_choices import ModelReviews
-from paceline.workers.shared_engine import Desk
+from paceline.workers.second_choices import SecondChoices
+from paceline.workers.shared_engine import SharedEngine
 
 ASKS = frozenset(
     {
@@ -40,7 +40,7 @@ ASKS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Hosted:
+class WorkerConfig:
     """Settings of a worker: how its model is loaded, drafted tokens a round, and whether it works ahead."""
 
     folder: Path
@@ -54,7 +54,7 @@ class Hosted:
     group_query_attention: str | None = None
 
     @classmethod
-    def of(cls, settings: Mapping[str, object]) -> Hosted:
+    def of(cls, settings: Mapping[str, object]) -> WorkerConfig:
         """Read them; quantisation is planned with, but not run.
 
         Raises:
@@ -92,11 +92,11 @@ class TargetHost:
     """Generates for all callers together; the loop runs here, beside the target."""
 
     def __init__(self, settings: Mapping[str, object], drafter: Drafter | None) -> None:
-        given = Hosted.of(settings)
+        given = WorkerConfig.of(settings)
         self._folder, self._target = given.folder, given.decoder()
         replay = None if drafter is None else Replay(drafter)
         self._generator = SpeculativeGenerator(replay, self._target)
-        self._desk = Desk(self._generator, replay)
+        self._desk = SharedEngine(self._generator, replay)
         self._tokenizer: Tokenizer | None = None
 
     def stream(
@@ -106,7 +106,7 @@ class TargetHost:
         emitted: Sequence[Sequence[int]],
         *,
         ask: Mapping[str, object],
-    ) -> Generator[Piece, None, None]:
+    ) -> Generator[TokenDelta, None, None]:
         """See `paceline.placement.cluster.roles.Target`."""
         unknown = sorted(set(ask) - ASKS)
         if unknown:
@@ -122,7 +122,7 @@ class TargetHost:
             del known[event.index][: len(before)]
             fresh = event.tokens[len(before) :]
             if fresh or event.finish_reason is not None:
-                yield Piece(event.index, fresh, max(0, event.accepted - len(before)), event.finish_reason)
+                yield TokenDelta(event.index, fresh, max(0, event.accepted - len(before)), event.finish_reason)
 
     def leave(self, ticket: str) -> None:
         """See `paceline.placement.cluster.roles.Target`."""
@@ -162,10 +162,10 @@ class DraftPool:
     """Drafters of one model: a decoder for each target of the plan, over the same weights if they are whole.
 
     They are there, with their graphs, before the first target calls; who hangs up leaves its decoder to the next. A
-    `paceline.placement.remote.server.Drafters`.
+    `paceline.placement.remote.server.DrafterPool`.
     """
 
-    def __init__(self, given: Hosted, clients: int, vocab_sizes: Sequence[int]) -> None:
+    def __init__(self, given: WorkerConfig, clients: int, vocab_sizes: Sequence[int]) -> None:
         self._given, self._clients = given, clients
         first = given.decoder()
         self._free: list[CompiledDecoder] = [first, *(given.another(first) for _ in range(clients - 1))]
@@ -175,8 +175,8 @@ class DraftPool:
             for size in vocab_sizes:
                 ready(self._over(decoder, size), given.k + 1, reviewed=given.ahead)
 
-    def lend(self, hello: Hello) -> Drafter:
-        """See `paceline.placement.remote.server.Drafters`.
+    def lend(self, hello: Handshake) -> Drafter:
+        """See `paceline.placement.remote.server.DrafterPool`.
 
         Raises:
             ConfigurationError: the target has another batch, or all decoders are in use.
@@ -196,16 +196,16 @@ class DraftPool:
         model = self._over(decoder, hello.vocab_size)
         if hello.vocab_size not in self._compiled:
             ready(model, given.k + 1, reviewed=given.ahead)
-        made: Drafter = Ahead(model, ModelReviews(decoder, model.vocabulary)) if given.ahead else model
+        made: Drafter = LookaheadDrafter(model, SecondChoices(decoder, model.vocabulary)) if given.ahead else model
         self._lent[id(made)] = self._free.pop()
         return made
 
     def take_back(self, drafter: Drafter) -> None:
-        """See `paceline.placement.remote.server.Drafters`."""
+        """See `paceline.placement.remote.server.DrafterPool`."""
         self._free.append(self._lent.pop(id(drafter)))
 
     def _over(self, decoder: CompiledDecoder, vocab_size: int) -> ModelDrafter:
-        vocabulary = Vocabulary(vocab_size, decoder.config.vocab_size)
+        vocabulary = VocabMap(vocab_size, decoder.config.vocab_size)
         return ModelDrafter(decoder, self._given.k + self._given.ahead, vocabulary=vocabulary)
 
 
@@ -218,7 +218,7 @@ def draft(settings: Mapping[str, object]) -> DraftPool:
     sizes = settings.get("vocab_sizes", ())
     if not isinstance(sizes, list | tuple):
         raise ConfigurationError(f"the setting vocab_sizes is a list of numbers, not {sizes!r}")
-    return DraftPool(Hosted.of(settings), int(str(settings.get("clients", 1))), [int(size) for size in sizes])
+    return DraftPool(WorkerConfig.of(settings), int(str(settings.get("clients", 1))), [int(size) for size in sizes])
 
 
 def ready(drafter: ModelDrafter, width: int, *, reviewed: bool) -> None:
@@ -233,8 +233,8 @@ def ready(drafter: ModelDrafter, width: int, *, reviewed: bool) -> None:
     tokens = torch.full((slots, width), PAD, dtype=torch.int32)
     tokens[:, 0] = 0
     one, zero = torch.ones(slots, dtype=torch.int32), torch.zeros(slots, dtype=torch.int32)
-    commit, sampling = Commit(tokens, one, zero), sampling_batch([Sampling()] * slots)
+    commit, sampling = Commit(tokens, one, zero), sampling_tensors([Sampling()] * slots)
     for rows in warmup.lengths(decoder):
-        drafter.propose(commit, sampling, Bounds(zero + drafter.outline.nodes, rows))
+        drafter.propose(commit, sampling, RoundLimits(zero + drafter.outline.nodes, rows))
         if reviewed:
-            ModelReviews(decoder, drafter.vocabulary).reread(commit, rows)
+            SecondChoices(decoder, drafter.vocabulary).reread(commit, rows)

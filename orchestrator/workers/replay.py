@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from paceline.core.drafter_health import DrafterHealth
 from paceline.core.protocols import Drafter
-from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
-from paceline.outputs import Reports
+from paceline.core.types import PAD, Commit, Proposal, RoundLimits, SamplingTensors
+from paceline.outputs import ReportsHealth
 
 
 class Replay:
@@ -30,7 +30,7 @@ class Replay:
     @property
     def health(self) -> DrafterHealth | None:
         """Of the drafter behind, if that has any."""
-        return self._inner.health if isinstance(self._inner, Reports) else None
+        return self._inner.health if isinstance(self._inner, ReportsHealth) else None
 
     def expect(self, emitted: Sequence[int]) -> None:
         """The request that takes a slot next has these tokens already."""
@@ -49,7 +49,7 @@ class Replay:
     def observe(self, commit: Commit) -> None:
         self._inner.observe(commit)
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """What is known to follow; for the other slots, what the drafter behind says."""
         if not self._known:
             return self._inner.propose(commit, sampling, bounds)

@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from paceline.core import probs, reduce
-from paceline.core.types import Commit, SamplingBatch
+from paceline.core.types import Commit, SamplingTensors
 from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.draft.vocab_map import Vocabulary
+from paceline.draft.vocab_map import VocabMap
 
 _CANDIDATES = 64  # noise for all ids of a large vocabulary takes longer than the model
 
 
-class ModelReviews:
-    """A `paceline.placement.lookahead.drafter.Reviews` of a draft model. ``vocabulary``: between the target's ids and its own."""
+class SecondChoices:
+    """A `paceline.placement.lookahead.drafter.SecondChoiceModel` of a draft model. ``vocabulary``: between the target's ids and its own."""
 
-    def __init__(self, decoder: CompiledDecoder, vocabulary: Vocabulary) -> None:
+    def __init__(self, decoder: CompiledDecoder, vocabulary: VocabMap) -> None:
         self._decoder, self._vocabulary = decoder, vocabulary
 
     def reread(self, commit: Commit, rows: int) -> None:
@@ -29,14 +29,14 @@ class ModelReviews:
         self._window(commit.tokens, commit.start, rows)
 
     def seconds(
-        self, commit: Commit, drafts: Tensor, sampling: SamplingBatch, *, rows: int
+        self, commit: Commit, drafts: Tensor, sampling: SamplingTensors, *, rows: int
     ) -> tuple[list[list[int]], list[list[float]]]:
         """See the protocol. Scores are the draft's logits; where a slot samples, over temperature and with the noise of
         their position, which is the target's too. Only the likeliest tokens are looked at; of what cuts, only top-k.
         """
         end = commit.start + commit.count
         root = commit.tokens.gather(1, (commit.count - 1).to(torch.int64).unsqueeze(1))
-        logits = probs.tempered(self._window(torch.cat((root, drafts[:, :-1]), 1), end - 1, rows), sampling)
+        logits = probs.apply_temperature(self._window(torch.cat((root, drafts[:, :-1]), 1), end - 1, rows), sampling)
         first = drafts.clamp(min=0).to(torch.int64).unsqueeze(-1)
         likely, ids = logits.topk(min(_CANDIDATES, logits.shape[-1]))
         top_k = sampling.knobs[:, 1].view(-1, 1, 1)
@@ -44,7 +44,7 @@ class ModelReviews:
         scores, ids = torch.cat((logits.gather(-1, first), likely), -1), torch.cat((first, ids), -1).to(torch.int32)
         if bool((sampling.knobs[:, 0] > 0).any()):
             places = end.unsqueeze(1) + torch.arange(drafts.shape[1], dtype=torch.int32)
-            scores = probs.perturbed(scores, places, sampling, ids=ids)
+            scores = probs.add_gumbel(scores, places, sampling, ids=ids)
         second = torch.where(cut, reduce.NEGATIVE, scores[..., 1:]).max(-1)
         gaps = scores[..., 0] - second.values
         return ids[..., 1:].gather(-1, second.indices.unsqueeze(-1)).squeeze(-1).tolist(), gaps.tolist()

@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from paceline.build import Demands
+from paceline.build import CallOptions
 from paceline.core.detokenizer import Decodes
 from paceline.core.errors import CheckpointError
 from paceline.engine.request import Request
-from paceline.outputs import Event
+from paceline.outputs import RequestOutput
 from paceline.sampler import Sampler
 from paceline.target.host_verifier import Processor
 from paceline.workers.replay import Replay
 
 
-class _Reader:
+class GuardedTokenizer:
     """A tokenizer that raises in no round, since others are in it too. ``failed``: what it would have raised."""
 
     def __init__(self, tokenizer: Decodes) -> None:
@@ -48,16 +48,16 @@ class _Reader:
         return ""
 
 
-class _Call:
+class RequestGroup:
     """Requests that came together, with one tokenizer. ``told``: events for whoever called; None ends them."""
 
     def __init__(self, requests: Sequence[Request], emitted: Sequence[Sequence[int]], processor: Processor | None):
         tokenizer = requests[0].stopping.tokenizer
-        self._reader = None if tokenizer is None else _Reader(tokenizer)
+        self._reader = None if tokenizer is None else GuardedTokenizer(tokenizer)
         read = [replace(one, stopping=replace(one.stopping, tokenizer=self._reader)) for one in requests]
         self.waiting = deque(zip(read, emitted, strict=True))
         self.first, self.open, self.processor = requests[0].index, len(requests), processor
-        self.told: SimpleQueue[Event | Exception | None] = SimpleQueue()
+        self.told: SimpleQueue[RequestOutput | Exception | None] = SimpleQueue()
 
     @property
     def failed(self) -> CheckpointError | None:
@@ -65,18 +65,18 @@ class _Call:
         return None if self._reader is None else self._reader.failed
 
 
-class Desk:
-    """A `paceline.engine.engine.Door` to a generator that runs in a thread of its own. ``events``: how many were handed out."""
+class SharedEngine:
+    """A `paceline.engine.engine.RequestQueue` to a generator that runs in a thread of its own. ``events``: how many were handed out."""
 
     def __init__(self, generator: Sampler, replay: Replay | None) -> None:
         self._generator, self._replay = generator, replay
         self._changed = threading.Condition()
-        self._calls: deque[_Call] = deque()  # those with requests that wait
-        self._tickets: dict[str, _Call] = {}
+        self._calls: deque[RequestGroup] = deque()  # those with requests that wait
+        self._tickets: dict[str, RequestGroup] = {}
         self._early: deque[str] = deque(maxlen=256)  # tickets given up before they came
-        self._seated: dict[int, _Call] = {}
+        self._seated: dict[int, RequestGroup] = {}
         self._unwanted: set[int] = set()
-        self._done: list[_Call] = []  # they hear of it when the books of their last round are closed
+        self._done: list[RequestGroup] = []  # they hear of it when the books of their last round are closed
         self._period: Processor | None = None
         self._next = self.events = 0
         worker = threading.Thread(target=self._work, args=(torch.get_num_threads(),), daemon=True, name="paceline-desk")
@@ -84,7 +84,7 @@ class Desk:
 
     def stream(
         self, ticket: str, requests: Sequence[Request], emitted: Sequence[Sequence[int]], *, processor: Processor | None
-    ) -> Generator[Event, None, None]:
+    ) -> Generator[RequestOutput, None, None]:
         """Events of these requests, by their place in the call. ``emitted``: what each has already, to be verified."""
         call = self._admit(ticket, requests, emitted, processor=processor)
         if call is None:
@@ -109,13 +109,13 @@ class Desk:
 
     def _admit(
         self, ticket: str, requests: Sequence[Request], emitted: Sequence[Sequence[int]], *, processor: Processor | None
-    ) -> _Call | None:
+    ) -> RequestGroup | None:
         with self._changed:
             if ticket in self._early:
                 return None
             numbered = [replace(request, index=self._next + place) for place, request in enumerate(requests)]
             self._next += len(requests)
-            call = self._tickets[ticket] = _Call(numbered, emitted, processor)
+            call = self._tickets[ticket] = RequestGroup(numbered, emitted, processor)
             self._calls.append(call)
             self._changed.notify()
             return call
@@ -123,7 +123,7 @@ class Desk:
     # ---- the door, and the thread that runs rounds
 
     def enter(self) -> Request | None:
-        """See `paceline.engine.engine.Door`."""
+        """See `paceline.engine.engine.RequestQueue`."""
         with self._changed:
             if not self._calls or self._calls[0].processor is not self._period:
                 return None
@@ -137,7 +137,7 @@ class Desk:
             return request
 
     def left(self) -> Collection[int]:
-        """See `paceline.engine.engine.Door`."""
+        """See `paceline.engine.engine.RequestQueue`."""
         with self._changed:
             found, self._unwanted = self._unwanted, set()
             return found
@@ -149,7 +149,7 @@ class Desk:
                 self._changed.wait_for(lambda: self._calls)
                 self._period = self._calls[0].processor
             try:
-                for event in self._generator.serve(self, Demands(self._period)):
+                for event in self._generator.serve(self, CallOptions(self._period)):
                     self._tell(event)
             except Exception as error:  # whatever it is, every caller hears of it, and the next one may have more luck
                 self._fail(error)
@@ -157,7 +157,7 @@ class Desk:
                 self._close_books()
                 self._unwanted.clear()
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: RequestOutput) -> None:
         with self._changed:
             self._close_books()
             self.events += 1
@@ -174,7 +174,7 @@ class Desk:
                 if not call.open:
                     self._done.append(call)
 
-    def _end(self, call: _Call, why: Exception | None) -> None:
+    def _end(self, call: RequestGroup, why: Exception | None) -> None:
         """It takes part in no further round."""
         if call in self._calls:
             self._calls.remove(call)

@@ -19,15 +19,15 @@ import torch
 
 from paceline.core.errors import ConfigurationError, RankError, WorkerError
 from paceline.placement.cluster import nodes
-from paceline.placement.cluster.roles import MakeDrafters, MakeTarget, Piece, Settings, maker
+from paceline.placement.cluster.roles import MakeDrafters, MakeTarget, Settings, TokenDelta, maker
 from paceline.placement.host import environment, processes
 from paceline.placement.host.core_locks import CoreLocks
 from paceline.placement.host.processes import Process
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.quota import Quota
 from paceline.placement.remote.channel import Address, listen
-from paceline.placement.remote.drafter import Patience, RemoteDraft, Terms
-from paceline.placement.remote.reconnect import Caller
+from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
+from paceline.placement.remote.reconnect import DrafterEndpoint
 from paceline.placement.remote.server import DraftServer
 
 log = logging.getLogger("paceline")
@@ -38,7 +38,7 @@ WATCH = "watch"  # concurrency group of methods that answer at once
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class WorkerSpec:
     """What one worker is: its cores on its node, its environment, and what to make.
 
     actor     its name among Ray's actors
@@ -68,8 +68,8 @@ class Link:
     start  seconds the drafter may take to load and compile before it can be called
     """
 
-    terms: Terms
-    patience: Patience
+    terms: DrafterContract
+    patience: DraftTimeouts
     actor: str
     node: str
     start: float
@@ -105,7 +105,7 @@ class ActorKeeper:
 class _Worker:
     """What both kinds of workers do first."""
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: WorkerSpec) -> None:
         environment.check(assignment.env)
         node = ray.get_runtime_context().get_node_id()
         if node != assignment.node:
@@ -126,7 +126,7 @@ class _Worker:
 class DraftWorker(_Worker):
     """Serves proposals at its socket, in a thread; its methods are for whoever looks after it."""
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: WorkerSpec) -> None:
         super().__init__(assignment)
         if assignment.address is None:
             raise ConfigurationError(f"{assignment.label} has no address to listen at")
@@ -139,18 +139,18 @@ class DraftWorker(_Worker):
 class TargetWorker(_Worker):
     """Generates: the whole loop is here, and what it commits streams to the callers round by round."""
 
-    def __init__(self, assignment: Assignment, link: Link | None) -> None:
+    def __init__(self, assignment: WorkerSpec, link: Link | None) -> None:
         super().__init__(assignment)
-        self._draft: RemoteDraft | None = None
+        self._draft: RemoteDrafter | None = None
         if link is not None and assignment.address is not None:
             keeper = ActorKeeper(link.actor, None if link.node == assignment.node else link.node)
-            caller = Caller(assignment.address, assignment.secret, keeper, link.start)
-            self._draft = RemoteDraft(link.terms, caller, patience=link.patience)
+            caller = DrafterEndpoint(assignment.address, assignment.secret, keeper, link.start)
+            self._draft = RemoteDrafter(link.terms, caller, patience=link.patience)
         self._target = cast(MakeTarget, maker(assignment.maker))(assignment.settings, self._draft)
 
     def stream(
         self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], *, ask: Settings
-    ) -> Iterator[Piece]:
+    ) -> Iterator[TokenDelta]:
         """See `paceline.placement.cluster.roles.Target`. A divided model that lost a rank is of no use: its worker ends too."""
         try:
             yield from self._target.stream(ticket, prompts, emitted, ask=ask)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import ray
 
 from paceline.core.errors import ConfigurationError
-from paceline.placement.cluster.roles import Piece
+from paceline.placement.cluster.roles import TokenDelta
 
 
 @dataclass(slots=True)
@@ -38,13 +38,13 @@ class Call:
 class Stream:
     """Pieces of a call, as they come. ``close`` may be called from any thread, while another waits for a piece."""
 
-    def __init__(self, pieces: Generator[Piece, None, None], call: Call) -> None:
+    def __init__(self, pieces: Generator[TokenDelta, None, None], call: Call) -> None:
         self._pieces, self._call = pieces, call
 
-    def __iter__(self) -> Iterator[Piece]:
+    def __iter__(self) -> Iterator[TokenDelta]:
         return self
 
-    def __next__(self) -> Piece:
+    def __next__(self) -> TokenDelta:
         return next(self._pieces)
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ _DYING = 60.0  # seconds, more than it takes to be killed: what is claimed meanw
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class CoreRequest:
     """Cores for one worker. ``wanted`` is the range of the plan; another one is given if that is taken.
 
     start  seconds in which the worker is there; a claim without one is void then, for its caller may have died
@@ -42,7 +42,7 @@ class Claim:
     start: float = START
 
 
-class Ledger:
+class CoreAllocator:
     """Claims and releases; methods run one at a time. As an actor it ends by itself ``idle`` seconds after the last."""
 
     def __init__(self, instance: Instance, idle: float | None = None) -> None:
@@ -71,7 +71,7 @@ class Ledger:
         for claim in claims:
             self._ends.pop(claim, None)
 
-    def claim(self, node: str, claims: Sequence[Claim]) -> list[CoreRange]:
+    def claim(self, node: str, claims: Sequence[CoreRequest]) -> list[CoreRange]:
         """Ranges on a node for workers that start together; all of them or none.
 
         Raises:
@@ -156,7 +156,7 @@ def _workers() -> dict[str, tuple[str, CoreRange]]:
 
 def ledger(instance: Instance) -> ray.actor.ActorHandle:
     """The cluster's ledger, made if there is none."""
-    made = ray.remote(Ledger).options(
+    made = ray.remote(CoreAllocator).options(
         name=NAME, namespace=NAMESPACE, get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1,
         max_task_retries=3,
     )  # fmt: skip

@@ -21,9 +21,9 @@ from paceline.core.errors import ConfigurationError, PlacementError, PlanError, 
 from paceline.placement.cluster.actors import NAMESPACE, WATCH
 from paceline.placement.cluster.calls import Call, Stream, seeded
 from paceline.placement.cluster.core_allocator import ask, end_unused
-from paceline.placement.cluster.fault_policy import Care
-from paceline.placement.cluster.roles import Piece, Settings
-from paceline.placement.cluster.worker_group import RESOURCE, Group
+from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.roles import Settings, TokenDelta
+from paceline.placement.cluster.worker_group import RESOURCE, WorkerGroup
 from paceline.placement.planning import validate_plan
 from paceline.placement.planning.core_range import CoreRange, Fragmentation
 from paceline.placement.planning.plan import Placement, Plan
@@ -36,9 +36,9 @@ _SAY = 5.0  # seconds a target may take to say that it is alive
 class Deployment:
     """Running models. A context manager: leaving it ends every worker."""
 
-    def __init__(self, plan: Plan, care: Care, groups: Sequence[Group] | None = None) -> None:
+    def __init__(self, plan: Plan, care: FaultPolicy, groups: Sequence[WorkerGroup] | None = None) -> None:
         self.plan, self._care = plan, care
-        made = [Group(plan.instance, members, care) for members in groups_of(plan)] if groups is None else groups
+        made = [WorkerGroup(plan.instance, members, care) for members in groups_of(plan)] if groups is None else groups
         self._groups = list(made)
 
     def start(self) -> Deployment:
@@ -55,7 +55,7 @@ class Deployment:
         """Labels of the targets that run."""
         return [label for group in self._groups for label in group.targets]
 
-    def group(self, model: str) -> Group:
+    def group(self, model: str) -> WorkerGroup:
         """The group of a target.
 
         Raises:
@@ -74,7 +74,7 @@ class Deployment:
         Raises:
             ConfigurationError: no such target runs.
             RequestError: the request cannot be served.
-            TargetLostError: the target died more often than ``Care.retries``; has the tokens so far.
+            TargetLostError: the target died more often than ``FaultPolicy.retries``; has the tokens so far.
         """
         group = self.group(model)
         call = Call(
@@ -123,7 +123,7 @@ class Deployment:
         if twice is not None:
             raise PlanError(f"{twice} runs already; stop it, or add the other one under another name")
         validate_plan.check(plan)
-        groups = [Group(plan.instance, members, self._care) for members in groups_of(plan)]
+        groups = [WorkerGroup(plan.instance, members, self._care) for members in groups_of(plan)]
         _start(groups)
         self._groups += groups
 
@@ -143,7 +143,7 @@ class Deployment:
 
     # ---- one call
 
-    def _persist(self, group: Group, model: str, call: Call) -> Generator[Piece, None, None]:
+    def _persist(self, group: WorkerGroup, model: str, call: Call) -> Generator[TokenDelta, None, None]:
         while call.open and not call.unwanted:
             try:
                 worker = group.actor(model)
@@ -167,7 +167,7 @@ class Deployment:
             tuple(tuple(tokens) for tokens in call.emitted),
         )
 
-    def _attempt(self, worker: ray.actor.ActorHandle, call: Call) -> Iterator[Piece]:
+    def _attempt(self, worker: ray.actor.ActorHandle, call: Call) -> Iterator[TokenDelta]:
         """Stream from a target that lives, until the call is done or it dies."""
         which, ticket = list(call.open), secrets.token_hex(8)
         seeds = call.ask["seed"]
@@ -183,7 +183,7 @@ class Deployment:
                 self._await(stream, worker, patience)
                 patience = self._care.silence
                 try:
-                    piece: Piece = _value(next(stream))
+                    piece: TokenDelta = _value(next(stream))
                 except StopIteration:
                     return
                 index = which[piece.index]
@@ -211,7 +211,7 @@ class Deployment:
             before, patience = now, self._care.silence
 
 
-def launch(plan: Plan, *, care: Care | None = None, address: str | None = None) -> Deployment:
+def launch(plan: Plan, *, care: FaultPolicy | None = None, address: str | None = None) -> Deployment:
     """Start every worker of a plan.
 
     ``address`` of a Ray cluster; None: the one this process is connected to, else one that is started here with the
@@ -225,10 +225,10 @@ def launch(plan: Plan, *, care: Care | None = None, address: str | None = None) 
     if not ray.is_initialized():
         own = {} if address else {"resources": {RESOURCE: plan.instance.cores}, "include_dashboard": False}
         ray.init(address=address or _HERE, namespace=NAMESPACE, log_to_driver=False, **own)
-    return Deployment(plan, care or Care()).start()
+    return Deployment(plan, care or FaultPolicy()).start()
 
 
-def _start(groups: Sequence[Group]) -> None:
+def _start(groups: Sequence[WorkerGroup]) -> None:
     """All at once, since loading takes longest; if one cannot start, none of them is left."""
     try:
         for group in groups:
@@ -240,7 +240,7 @@ def _start(groups: Sequence[Group]) -> None:
         raise
 
 
-def _stop(groups: Sequence[Group]) -> None:
+def _stop(groups: Sequence[WorkerGroup]) -> None:
     """Every one of them, though another cannot be ended as it should."""
     with ExitStack() as stack:
         for group in groups:
@@ -257,10 +257,10 @@ def groups_of(plan: Plan) -> list[list[Placement]]:
     return groups
 
 
-def _value(reference: ray.ObjectRef) -> Piece:
+def _value(reference: ray.ObjectRef) -> TokenDelta:
     """A piece; an error of ours as what it is."""
     try:
-        found: Piece = ray.get(reference)
+        found: TokenDelta = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, Exception) and type(cause).__module__.startswith("paceline."):

@@ -14,14 +14,14 @@ from typing import Any
 
 from paceline.core.errors import PlanError
 from paceline.placement.cluster.roles import MAKERS
-from paceline.placement.remote.drafter import Patience
+from paceline.placement.remote.drafter import DraftTimeouts
 from paceline.placement.remote.reconnect import START
 
 _LONGEST = 7 * 24 * 3600  # seconds; the system's own clocks for sockets end at 24 days
 
 
 @dataclass(frozen=True, slots=True)
-class Care:
+class FaultPolicy:
     """How workers are looked after; seconds, and how often.
 
     start     a worker may take to load its model
@@ -40,23 +40,23 @@ class Care:
     retries: int = 2
     ahead: bool = False
     near: bool = True
-    patience: Patience = field(default_factory=Patience)
+    patience: DraftTimeouts = field(default_factory=DraftTimeouts)
     makers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(MAKERS))
 
 
-def care_of(entry: object, where: str) -> Care:
+def fault_policy_of(entry: object, where: str) -> FaultPolicy:
     """The mapping ``care`` of a models file, checked key by key.
 
     Raises:
         PlanError: a key is unknown, or a value is none of its kind.
     """
-    found = _read(Care(), entry, where)
+    found = _read(FaultPolicy(), entry, where)
     if "patience" in found:
-        found["patience"] = replace(Patience(), **_read(Patience(), found["patience"], f"{where}.patience"))
-    return replace(Care(), **found)
+        found["patience"] = replace(DraftTimeouts(), **_read(DraftTimeouts(), found["patience"], f"{where}.patience"))
+    return replace(FaultPolicy(), **found)
 
 
-def _read(defaults: Care | Patience, entry: object, where: str) -> dict[str, Any]:
+def _read(defaults: FaultPolicy | DraftTimeouts, entry: object, where: str) -> dict[str, Any]:
     known = {item.name: getattr(defaults, item.name) for item in fields(defaults) if item.name != "makers"}
     if not isinstance(entry, dict):
         raise PlanError(f"{where} is a mapping of {', '.join(known)}, not {entry!r}")
@@ -68,7 +68,7 @@ def _read(defaults: Care | Patience, entry: object, where: str) -> dict[str, Any
 
 def _value(default: object, value: object, where: str) -> object:
     """The value, which is of its default's kind."""
-    if isinstance(default, Patience):
+    if isinstance(default, DraftTimeouts):
         return value  # a mapping of its own
     if isinstance(default, bool):
         if not isinstance(value, bool):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
-from paceline.placement.remote.server import Drafters
+from paceline.placement.remote.server import DrafterPool
 
 Settings = Mapping[str, object]
 """Plain values, as JSON has them: they cross processes as text."""
@@ -22,7 +22,7 @@ MAKERS: dict[str, str] = {"target": "paceline.workers.hosting:target", "draft": 
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenDelta:
     """What a round added to one request, as it travels to the caller."""
 
     index: int
@@ -36,7 +36,7 @@ class Target(Protocol):
 
     def stream(
         self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], *, ask: Settings
-    ) -> Generator[Piece, None, None]:
+    ) -> Generator[TokenDelta, None, None]:
         """Continue prompts of which ``emitted`` was handed out before; yields only what is new. From any thread."""
 
     def leave(self, ticket: str) -> None:
@@ -50,7 +50,7 @@ class Target(Protocol):
 
 
 MakeTarget = Callable[[Settings, Drafter | None], Target]
-MakeDrafters = Callable[[Settings], Drafters]
+MakeDrafters = Callable[[Settings], DrafterPool]
 
 
 def maker(path: str) -> Callable[..., object]:

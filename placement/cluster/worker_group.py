@@ -20,9 +20,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.core.errors import PlacementError, PlanError, WorkerError
 from paceline.placement.cluster import nodes, worker_spec
-from paceline.placement.cluster.actors import NAMESPACE, STREAMS, WATCH, Assignment, DraftWorker, Ready, TargetWorker
-from paceline.placement.cluster.core_allocator import WORKERS, Claim, ask, give_back, worker_name
-from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.cluster.actors import NAMESPACE, STREAMS, WATCH, DraftWorker, Ready, TargetWorker, WorkerSpec
+from paceline.placement.cluster.core_allocator import WORKERS, CoreRequest, ask, give_back, worker_name
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.host.processes import Process
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
@@ -32,14 +32,14 @@ RESOURCE = "neuron_cores"
 _LOOK = 1.0  # seconds between looks at a node's health
 
 
-class Group:
+class WorkerGroup:
     """Workers that live and move together. ``given``: the caller's placement group, from its bundle ``offset`` on."""
 
     def __init__(
         self,
         instance: Instance,
         placements: Sequence[Placement],
-        care: Care,
+        care: FaultPolicy,
         *,
         given: PlacementGroup | None = None,
         offset: int = 0,
@@ -51,7 +51,7 @@ class Group:
         self._stamp = secrets.token_hex(4)
         self._group: PlacementGroup | None = None
         self._claims: list[str] = []
-        self._assigned: dict[str, Assignment] = {}
+        self._assigned: dict[str, WorkerSpec] = {}
         self._actors: dict[str, ray.actor.ActorHandle] = {}
         self._running: dict[str, Process] = {}
         self._changed = threading.Condition()
@@ -76,7 +76,7 @@ class Group:
                 raise WorkerError(f"{label} does not run; it was stopped, or could not be started again")
             return self._actors[label]
 
-    def assignment(self, label: str) -> Assignment:
+    def assignment(self, label: str) -> WorkerSpec:
         """What that worker was given."""
         return self._assigned[label]
 
@@ -158,7 +158,7 @@ class Group:
     def _assign(self, where: Sequence[str]) -> None:
         self._claims = [f"{WORKERS}{item.label}-{self._stamp}" for item in self.placements]
         wanted = [
-            (node, Claim(claim, len(item.cores), item.cores, self._care.start))
+            (node, CoreRequest(claim, len(item.cores), item.cores, self._care.start))
             for item, node, claim in zip(self.placements, where, self._claims, strict=True)
         ]
         cores: dict[str, CoreRange] = {}
@@ -258,7 +258,7 @@ class Group:
         """A new worker in the place of a dead one. Its name is new too: Ray may not have forgotten the old one yet."""
         item, old = next(p for p in self.placements if p.label == label), self._assigned[label]
         name = f"{WORKERS}{label}-{secrets.token_hex(4)}"
-        claim = Claim(name, len(old.cores), old.cores, self._care.start)
+        claim = CoreRequest(name, len(old.cores), old.cores, self._care.start)
         give_back([old.actor], self._care.room)
         (cores,) = ask(self._instance, "claim", old.node, [claim], seconds=self._care.start)
         actor, env = worker_name(name, old.node, cores), worker_spec.variables(self._instance, item, cores)

@@ -10,16 +10,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from paceline.placement.cluster import nodes
-from paceline.placement.cluster.actors import Assignment, Link
+from paceline.placement.cluster.actors import Link, WorkerSpec
 from paceline.placement.cluster.core_allocator import worker_name
-from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.roles import Settings
 from paceline.placement.host import environment, private_dir
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.plan import Placement
 from paceline.placement.remote.channel import Address
-from paceline.placement.remote.drafter import Terms
+from paceline.placement.remote.drafter import DrafterContract
 
 _SHOWN = 16  # letters of a draft's name in that of its socket, whose whole path has room for some hundred bytes
 
@@ -27,18 +27,18 @@ _SHOWN = 16  # letters of a draft's name in that of its socket, whose whole path
 def assignments(
     instance: Instance,
     placements: Sequence[Placement],
-    care: Care,
+    care: FaultPolicy,
     *,
     where: Sequence[str],
     claims: Sequence[str],
     cores: Mapping[str, CoreRange],
-) -> dict[str, Assignment]:
+) -> dict[str, WorkerSpec]:
     """Label -> assignment. ``where`` and ``claims``: node and claim of each placement; ``cores``: of each claim."""
     secret, addresses, found = secrets.token_bytes(32), _addresses(placements, where), {}
     names = {item.label: item.name for item in placements}
     for item, node, claim in zip(placements, where, claims, strict=True):
         own = item if item.role == "draft" else draft_of(item, placements)
-        found[item.label] = Assignment(
+        found[item.label] = WorkerSpec(
             actor=worker_name(claim, node, cores[claim]),
             label=item.label,
             node=node,
@@ -69,14 +69,14 @@ def draft_of(item: Placement, placements: Sequence[Placement]) -> Placement | No
 
 
 def link(
-    item: Placement, placements: Sequence[Placement], care: Care, *, assigned: Mapping[str, Assignment]
+    item: Placement, placements: Sequence[Placement], care: FaultPolicy, *, assigned: Mapping[str, WorkerSpec]
 ) -> Link | None:
     """How a target calls its draft; None for one without."""
     draft = draft_of(item, placements)
     if draft is None:
         return None
     model, reach = item.model, draft.model.shape.n_positions
-    terms = Terms(draft.model.k, model.shape.batch_size, model.config.vocab_size, reach, item.label)
+    terms = DrafterContract(draft.model.k, model.shape.batch_size, model.config.vocab_size, reach, item.label)
     given = assigned[draft.label]
     return Link(terms, care.patience, given.actor, given.node, care.start)
 
@@ -95,7 +95,7 @@ def _addresses(placements: Sequence[Placement], where: Sequence[str]) -> dict[st
     return found
 
 
-def _settings(item: Placement, placements: Sequence[Placement], care: Care) -> Settings:
+def _settings(item: Placement, placements: Sequence[Placement], care: FaultPolicy) -> Settings:
     model = item.model
     sizes = {p.model.config.vocab_size for p in placements if (p.name, p.replica) in item.drafts_for}
     gqa = None if model.gqa is None else model.gqa.value

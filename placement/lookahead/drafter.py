@@ -2,7 +2,7 @@
 
 The likeliest one is often that everything is accepted and the target's own token is what the drafter would have drafted
 next: so the drafter underneath proposes one token more than is sent. The others end with a second choice of the
-drafter's, earlier, if it can tell those (`Reviews`). Outcomes are followed one after the other as long as time allows
+drafter's, earlier, if it can tell those (`SecondChoiceModel`). Outcomes are followed one after the other as long as time allows
 (`idle`). If the next commit is one of them, its proposal is ready; if not, all is dropped: by its base position the
 work belongs to another text.
 
@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from paceline.core.protocols import Drafter
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
-from paceline.placement.lookahead.idle_budget import Idle
-from paceline.placement.lookahead.outcomes import Chain, Odds, Outcome
+from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.placement.lookahead.idle_budget import IdleBudget
+from paceline.placement.lookahead.outcomes import Candidate, DraftedSlot, OutcomeModel
 
 _Text = tuple[int, list[int]]  # the cache row of the first token, and the tokens of one slot
 _Texts = list[_Text | None]
@@ -35,14 +35,14 @@ _Texts = list[_Text | None]
 _END = object()
 
 
-class Reviews(Protocol):
+class SecondChoiceModel(Protocol):
     """Reads again what a drafter has read and drafted, into the same cache rows."""
 
     def reread(self, commit: Commit, rows: int) -> None:
-        """Put the commit's rows right. ``rows`` as of `Bounds`."""
+        """Put the commit's rows right. ``rows`` as of `RoundLimits`."""
 
     def seconds(
-        self, commit: Commit, drafts: Tensor, sampling: SamplingBatch, *, rows: int
+        self, commit: Commit, drafts: Tensor, sampling: SamplingTensors, *, rows: int
     ) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[float]]]:
         """The second choice at the place of every draft [B, N], and by how much its score fell behind."""
 
@@ -62,27 +62,27 @@ class _Round:
     commit: Commit
     texts: _Texts
     tokens: Tensor
-    sampling: SamplingBatch
-    bounds: Bounds
-    chains: list[Chain] = field(default_factory=list)
+    sampling: SamplingTensors
+    bounds: RoundLimits
+    chains: list[DraftedSlot] = field(default_factory=list)
     ready: list[_Guess] = field(default_factory=list)
 
 
-class Ahead:
+class LookaheadDrafter:
     """A drafter that works in its idle time. ``hit``: the last proposal was ready when it was asked for.
 
     ``reviews`` tells second choices; without it only the first outcome is followed.
     """
 
-    reads: Reads | None = None
+    reads: FeatureSpec | None = None
 
     def __init__(
-        self, inner: Drafter, reviews: Reviews | None = None, *, clock: Callable[[], float] = perf_counter
+        self, inner: Drafter, reviews: SecondChoiceModel | None = None, *, clock: Callable[[], float] = perf_counter
     ) -> None:
         assert inner.outline.is_chain and inner.outline.nodes > 1, "one token more is proposed than is sent"
         self._inner, self._nodes, self.reach = inner, inner.outline.nodes - 1, inner.reach
-        self.outline = Outline.chain(self._nodes)
-        self._reviews, self._odds, self._idle = reviews, Odds(), Idle(clock)
+        self.outline = DraftShape.chain(self._nodes)
+        self._reviews, self._odds, self._idle = reviews, OutcomeModel(), IdleBudget(clock)
         self._last: _Round | None = None
         self._units: Iterator[None] | None = None  # what is left to do before the next commit
         self._noted: Commit | None = None
@@ -105,7 +105,7 @@ class Ahead:
         self._pass_on()
         self._noted = commit
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """The proposal that is ready, or one made now."""
         before, texts = self._last, _texts(commit)
         ready = [] if before is None else before.ready
@@ -148,7 +148,7 @@ class Ahead:
             self._put_right()
             yield
         limits = [min(limit, self._nodes) for limit in last.bounds.limit.tolist()]
-        last.chains = [Chain(drafts, limit) for drafts, limit in zip(last.tokens.tolist(), limits, strict=True)]
+        last.chains = [DraftedSlot(drafts, limit) for drafts, limit in zip(last.tokens.tolist(), limits, strict=True)]
         full, done = self._odds.full(_live(last)), None
         if full is not None and (now := self._idle.saves("draft", full.odds)) > self._promise(full.odds):
             if now <= 0:
@@ -175,7 +175,7 @@ class Ahead:
             return -math.inf
         return self._idle.saves("draft", max(full, self._odds.of(None)[1]), after="review")
 
-    def _draft(self, last: _Round, outcome: Outcome) -> None:
+    def _draft(self, last: _Round, outcome: Candidate) -> None:
         """Draft for an outcome, and keep what was drafted."""
         chosen = iter(outcome.tokens)
         rows = [list(chain.drafts[:1] if text is None else next(chosen)) for chain, text in _slots(last)]
@@ -190,12 +190,12 @@ class Ahead:
         tokens = torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.int32)
         count = torch.tensor([len(row) for row in rows], dtype=torch.int32)
         commit = Commit(tokens, count, last.commit.start + last.commit.count)
-        bounds = Bounds(last.bounds.limit, longest)
+        bounds = RoundLimits(last.bounds.limit, longest)
         with self._idle.timed("draft"):
             made = self._inner.propose(commit, last.sampling, bounds).tokens
         last.ready.append(_Guess(texts, made))
 
-    def _review(self, last: _Round, reviews: Reviews) -> None:
+    def _review(self, last: _Round, reviews: SecondChoiceModel) -> None:
         """Look for the second choices behind what was drafted."""
         with self._idle.timed("review"):
             seconds, gaps = reviews.seconds(last.commit, last.tokens, last.sampling, rows=last.bounds.rows)
@@ -232,10 +232,10 @@ def _same(expected: _Texts, texts: _Texts) -> bool:
     return all(text is None or text == guess for guess, text in zip(expected, texts, strict=True))
 
 
-def _slots(one: _Round) -> Iterator[tuple[Chain, _Text | None]]:
+def _slots(one: _Round) -> Iterator[tuple[DraftedSlot, _Text | None]]:
     return zip(one.chains, one.texts, strict=False)
 
 
-def _live(one: _Round) -> list[Chain]:
+def _live(one: _Round) -> list[DraftedSlot]:
     """What was drafted for requests."""
     return [chain for chain, text in _slots(one) if text is not None]

@@ -15,7 +15,7 @@ from statistics import median
 _KEPT = 15  # of the last times, whose median is expected
 
 
-class Idle:
+class IdleBudget:
     """Seconds until the next call, as the last ones let expect."""
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -21,7 +21,7 @@ _LEAST = 0.01  # of an outcome's odds; below it is not worth the electricity
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Candidate:
     """``tokens`` the target may commit, in every slot, and how likely that is."""
 
     odds: float
@@ -29,7 +29,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class DraftedSlot:
     """What was drafted for one slot.
 
     drafts   in order; from a PAD on nothing was
@@ -46,7 +46,7 @@ class Chain:
         return None if self.gaps is None else self.gaps[place]
 
 
-class Odds:
+class OutcomeModel:
     """How often the target's token was the draft's choice, and how often its second one, for every range of gaps."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Odds:
         times, first, second = self._seen[-1 if gap is None else bisect(_EDGES, gap)]
         return first / times, second / times
 
-    def learn(self, chain: Chain, committed: Sequence[int]) -> None:
+    def learn(self, chain: DraftedSlot, committed: Sequence[int]) -> None:
         """What a target committed behind a chain's beginning."""
         for place, (draft, token) in enumerate(zip(chain.drafts, committed, strict=False)):
             if draft == PAD:
@@ -70,19 +70,19 @@ class Odds:
             if token != draft:
                 return
 
-    def full(self, chains: Sequence[Chain]) -> Outcome | None:
+    def full(self, chains: Sequence[DraftedSlot]) -> Candidate | None:
         """All is accepted, and the target's own token is the draft behind; None where none was drafted."""
         found = [_first(chain) for chain in chains]
         if any(PAD in tokens for tokens in found):
             return None
         odds = [self.of(chain.gap(place))[0] for chain, t in zip(chains, found, strict=True) for place in range(len(t))]
-        return Outcome(math.prod(odds), tuple(found))
+        return Candidate(math.prod(odds), tuple(found))
 
-    def outcomes(self, chains: Sequence[Chain]) -> Iterator[Outcome]:
+    def outcomes(self, chains: Sequence[DraftedSlot]) -> Iterator[Candidate]:
         """Of all slots together, likeliest first. ``chains`` have second choices."""
         return _jointly([self._alone(chain) for chain in chains])
 
-    def _alone(self, chain: Chain) -> list[Outcome]:
+    def _alone(self, chain: DraftedSlot) -> list[Candidate]:
         """Of one slot, likeliest first."""
         assert chain.seconds is not None
         found, so_far, drafts = [], 1.0, _first(chain)
@@ -90,10 +90,10 @@ class Odds:
             if draft == PAD:
                 break
             first, second = self.of(chain.gap(place))
-            found.append(Outcome(so_far * second, ((*drafts[:place], chain.seconds[place]),)))
+            found.append(Candidate(so_far * second, ((*drafts[:place], chain.seconds[place]),)))
             so_far *= first
         else:
-            found.append(Outcome(so_far, (drafts,)))
+            found.append(Candidate(so_far, (drafts,)))
         return sorted(found, key=lambda outcome: -outcome.odds)
 
     def _count(self, gap: float | None, first: bool, second: bool) -> None:
@@ -105,12 +105,12 @@ class Odds:
         seen[2] += second
 
 
-def _first(chain: Chain) -> tuple[int, ...]:
+def _first(chain: DraftedSlot) -> tuple[int, ...]:
     """As many drafts as may be accepted, and one more."""
     return tuple(chain.drafts[: chain.limit + 1])
 
 
-def _jointly(slots: Sequence[Sequence[Outcome]]) -> Iterator[Outcome]:
+def _jointly(slots: Sequence[Sequence[Candidate]]) -> Iterator[Candidate]:
     """The products of one outcome from every slot's, which are sorted, likeliest first; none that hardly happens."""
     if not all(slots):
         return
@@ -121,7 +121,7 @@ def _jointly(slots: Sequence[Sequence[Outcome]]) -> Iterator[Outcome]:
         if -odds < _LEAST:
             return
         chosen = [slot[place] for slot, place in zip(slots, places, strict=True)]
-        yield Outcome(-odds, tuple(one.tokens[0] for one in chosen))
+        yield Candidate(-odds, tuple(one.tokens[0] for one in chosen))
         for index, place in enumerate(places):
             after = (*places[:index], place + 1, *places[index + 1 :])
             if place + 1 < len(slots[index]) and after not in known:

@@ -38,7 +38,7 @@ from paceline.core.errors import PlanError
 from paceline.decoder.backends.base import BACKENDS
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import GQA
-from paceline.placement.cluster.fault_policy import Care, care_of
+from paceline.placement.cluster.fault_policy import FaultPolicy, fault_policy_of
 from paceline.placement.planning.footprint import NUMBER_BYTES, QUANTISED_BYTES, Shape
 from paceline.placement.planning.quota import Quota, read_quota, settled
 from paceline.placement.planning.yaml_file import read_yaml
@@ -55,7 +55,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelSpec:
     """One entry.
 
     ``folder`` is None when only a configuration was given; ``degree`` None means auto; ``clients`` is how many targets
@@ -76,7 +76,7 @@ class Model:
     quota: Quota = field(default_factory=Quota)
 
 
-def read_models(file: Path) -> tuple[Model, ...]:
+def read_models(file: Path) -> tuple[ModelSpec, ...]:
     """The models of a YAML file.
 
     Raises:
@@ -86,13 +86,13 @@ def read_models(file: Path) -> tuple[Model, ...]:
     return models_of(_content(file)["models"], folder=file.parent, where=str(file))
 
 
-def read_care(file: Path) -> Care:
+def read_care(file: Path) -> FaultPolicy:
     """How the workers of a YAML file's models are to be looked after: its ``care``, or the defaults.
 
     Raises:
         PlanError: the file cannot be read, or a value is wrong; the message names it.
     """
-    return care_of(_content(file).get("care", {}), f"{file}, care")
+    return fault_policy_of(_content(file).get("care", {}), f"{file}, care")
 
 
 def _content(file: Path) -> Mapping[str, Any]:
@@ -110,11 +110,11 @@ def _content(file: Path) -> Mapping[str, Any]:
     return content
 
 
-def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[Model, ...]:
+def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[ModelSpec, ...]:
     """The models of a list of entries, checked one by one and against each other."""
     if not entries:
         raise PlanError(f"{where} names no model; add an entry below `models`")
-    found: list[Model] = []
+    found: list[ModelSpec] = []
     given: dict[str, Mapping[str, object]] = {}
     for number, entry in enumerate(entries):
         if not isinstance(entry, dict):
@@ -127,7 +127,7 @@ def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[M
     return tuple(_paired(model, found, given[model.name]) for model in found)
 
 
-def _model(entry: Mapping[str, object], folder: Path, where: str) -> Model:
+def _model(entry: Mapping[str, object], folder: Path, where: str) -> ModelSpec:
     unknown = sorted(str(key) for key in set(entry) - _KEYS)
     if unknown:
         raise PlanError(f"{where}: {unknown[0]!r} is not a key; there are {', '.join(sorted(_KEYS))}")
@@ -144,7 +144,7 @@ def _model(entry: Mapping[str, object], folder: Path, where: str) -> Model:
     backend = _choice(entry, "backend", where, of=_BACKENDS)
     gqa = GQA(_choice(entry, "group_query_attention", where, of=_LAYOUTS)) if "group_query_attention" in entry else None
     k, replicas = (_count(entry, key, where, default=default) for key, default in (("k", 4), ("replicas", 1)))
-    return Model(name, config, home, shape, degree, _targets(entry, where), k, replicas, backend=backend, gqa=gqa)
+    return ModelSpec(name, config, home, shape, degree, _targets(entry, where), k, replicas, backend=backend, gqa=gqa)
 
 
 def _configuration(entry: Mapping[str, object], folder: Path, where: str) -> tuple[ModelConfig, Path | None]:
@@ -176,7 +176,7 @@ def _targets(entry: Mapping[str, object], where: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _paired(model: Model, models: Sequence[Model], entry: Mapping[str, object]) -> Model:
+def _paired(model: ModelSpec, models: Sequence[ModelSpec], entry: Mapping[str, object]) -> ModelSpec:
     """The model with its replicas and its quota settled, after a look at its targets."""
     if not model.draft_of:
         if "quota" in entry:

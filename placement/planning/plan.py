@@ -8,7 +8,7 @@ from typing import Literal
 from paceline.placement.planning.core_range import CoreRange, Fragmentation, fragmentation
 from paceline.placement.planning.footprint import Footprint
 from paceline.placement.planning.instances import Instance
-from paceline.placement.planning.model_specs import Model
+from paceline.placement.planning.model_specs import ModelSpec
 
 Role = Literal["target", "draft"]
 
@@ -23,7 +23,7 @@ class Placement:
     timeout     seconds after which one execution counts as hung
     """
 
-    model: Model
+    model: ModelSpec
     replica: int
     cores: CoreRange
     footprint: Footprint

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import ConfigurationError, PlanError
-from paceline.decoder.parallel.sharding import layout, obstacle
+from paceline.decoder.parallel.sharding import layout, why_not_divisible
 from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation
 from paceline.placement.planning.footprint import Footprint, footprint
 from paceline.placement.planning.instances import Instance
-from paceline.placement.planning.model_specs import Model
+from paceline.placement.planning.model_specs import ModelSpec
 from paceline.placement.planning.plan import Placement, Plan
 
 _TIMEOUT = 600.0
@@ -26,7 +26,7 @@ _TIMEOUT = 600.0
 class Need:
     """One process that wants cores."""
 
-    model: Model
+    model: ModelSpec
     replica: int
     degree: int
     footprint: Footprint
@@ -37,7 +37,7 @@ class Need:
         return -self.degree, bool(self.model.draft_of), self.model.name, self.replica
 
 
-def degree_of(model: Model, instance: Instance) -> int:
+def degree_of(model: ModelSpec, instance: Instance) -> int:
     """The tensor-parallel degree of a model: as asked, or the smallest that fits.
 
     Raises:
@@ -73,7 +73,7 @@ def degree_of(model: Model, instance: Instance) -> int:
     return model.degree
 
 
-def plan(models: Sequence[Model], instance: Instance, *, taken: Sequence[CoreRange] = ()) -> Plan:
+def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[CoreRange] = ()) -> Plan:
     """Put all models on an instance where the ranges ``taken`` are in use already.
 
     Raises:
@@ -124,9 +124,9 @@ def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange])
     return seats
 
 
-def _obstacle(model: Model, degree: int) -> str:
+def _obstacle(model: ModelSpec, degree: int) -> str:
     """Why a model cannot be divided over so many cores, with its K/V heads as asked; nothing if it can."""
-    if reason := obstacle(model.config, degree):
+    if reason := why_not_divisible(model.config, degree):
         return reason
     try:
         layout(model.config, degree, model.gqa)
@@ -135,7 +135,7 @@ def _obstacle(model: Model, degree: int) -> str:
     return ""
 
 
-def _size(model: Model, degree: int) -> Footprint:
+def _size(model: ModelSpec, degree: int) -> Footprint:
     return footprint(model.config, model.shape, degree, caches=model.clients, gqa=model.gqa)
 
 

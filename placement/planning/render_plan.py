@@ -14,7 +14,7 @@ def marks(plan: Plan) -> dict[str, str]:
     return {item.label: _MARKS[index % len(_MARKS)] for index, item in enumerate(plan.placements)}
 
 
-def picture(plan: Plan) -> str:
+def render_plan(plan: Plan) -> str:
     """Devices as boxes of cores, four in a line, then what each letter stands for."""
     instance, letters = plan.instance, marks(plan)
     owner = [_FREE] * instance.cores

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.core.types import Bounds, Commit
+from paceline.core.types import Commit, RoundLimits
 
 
 def flat(rows: Sequence[Sequence[int]]) -> list[int]:
@@ -42,7 +42,7 @@ class BlankRound:
         count, start, self._limit = whole[size:].view(3, slots).unbind()
         self._commit = Commit(whole[:size].view(slots, width), count, start)
 
-    def fill(self, words: list[int] | memoryview, rows: int) -> tuple[Commit, Bounds]:
+    def fill(self, words: list[int] | memoryview, rows: int) -> tuple[Commit, RoundLimits]:
         """``words``: tokens row by row, counts, starts, limits."""
         self._blank.fill(words)
-        return self._commit, Bounds(self._limit, rows)
+        return self._commit, RoundLimits(self._limit, rows)

@@ -1,4 +1,4 @@
-"""`RemoteDraft`: a drafter in another process, which may die, hang, lie or be late without anybody noticing.
+"""`RemoteDrafter`: a drafter in another process, which may die, hang, lie or be late without anybody noticing.
 
 It is an ordinary drafter to the loop: one message a round goes out, one comes back. Whatever goes wrong, the round goes
 on with nothing proposed, so that the tokens are those of plain decoding; the process is restarted behind the scenes,
@@ -18,17 +18,17 @@ from torch import Tensor
 
 from paceline.core.drafter_health import COUNTED, DrafterHealth, Fault
 from paceline.core.errors import ChannelError
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.placement.remote import messages
 from paceline.placement.remote.blanks import Blank
 from paceline.placement.remote.channel import Channel
 from paceline.placement.remote.due import Due
-from paceline.placement.remote.reconnect import Caller, Revival
+from paceline.placement.remote.reconnect import DrafterEndpoint, Reconnector
 from paceline.placement.remote.sequence_tracker import Texts, lists
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class DrafterContract:
     """What target and drafter agree on.
 
     nodes       N, drafted tokens a round
@@ -46,7 +46,7 @@ class Terms:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class DraftTimeouts:
     """Seconds, and how often.
 
     deadline  an answer may take; a round waits no longer
@@ -65,18 +65,20 @@ class Patience:
 
 
 _LONG = 1_000_000_000  # microseconds; more has no room in a message
-_REPLIES = (messages.Answer, messages.Failure)
+_REPLIES = (messages.ProposeReply, messages.ErrorReply)
 _DOUBLINGS = 64  # of a rest; a float has no room for the thousands that faults of weeks would come to
 
 
-class RemoteDraft:
+class RemoteDrafter:
     """Proposes what a process at the other end of a socket drafts. ``close`` when done."""
 
-    reads: Reads | None = None
+    reads: FeatureSpec | None = None
 
-    def __init__(self, terms: Terms, caller: Caller, *, patience: Patience | None = None) -> None:
-        self.outline, self.reach = Outline.chain(terms.nodes), terms.reach
-        self._terms, self._patience = terms, patience or Patience()
+    def __init__(
+        self, terms: DrafterContract, caller: DrafterEndpoint, *, patience: DraftTimeouts | None = None
+    ) -> None:
+        self.outline, self.reach = DraftShape.chain(terms.nodes), terms.reach
+        self._terms, self._patience = terms, patience or DraftTimeouts()
         self._texts = Texts(terms.reach)
         self._reading = False  # a prompt was sent that may not be read yet
         self._number = 0
@@ -91,8 +93,8 @@ class RemoteDraft:
         self._frame: bytearray | None = None  # the last reply
         self._heard: bytearray | None = None  # the last one that was a proposal
         self._channel: Channel | None = None
-        hello = messages.Hello(0, terms.client, terms.slots, terms.vocab_size)
-        self._revival = Revival(caller, hello, nodes=terms.nodes, longest=self._patience.longest)
+        hello = messages.Handshake(0, terms.client, terms.slots, terms.vocab_size)
+        self._revival = Reconnector(caller, hello, nodes=terms.nodes, longest=self._patience.longest)
         self._revival.begin(restart=False)
 
     # ---- the drafter
@@ -105,7 +107,9 @@ class RemoteDraft:
         if channel is None or (self.reach is not None and len(prompt) >= self.reach):
             return
         try:
-            channel.send(messages.encode(messages.Admit(self._next(), slot, tuple(prompt))), self._patience.deadline)
+            channel.send(
+                messages.encode(messages.AddRequest(self._next(), slot, tuple(prompt))), self._patience.deadline
+            )
             self._texts.told(slot)
             self._reading = True
         except ChannelError as error:
@@ -120,7 +124,7 @@ class RemoteDraft:
         """Follow the texts, whether or not the process does."""
         self._texts.note(commit)
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """Ask, and wait no longer than the deadline."""
         channel = self._usable()
         if channel is None:
@@ -135,7 +139,7 @@ class RemoteDraft:
         drawn = None if self._drawn else sampling
         pause = 0 if self._had is None else min(round(1e6 * (monotonic() - self._had)), _LONG)
         number = self._next()
-        ask = messages.Ask(number, tuple(texts), len(rows), len(rows[0]), numbers, bounds.rows, drawn, pause)
+        ask = messages.ProposeRequest(number, tuple(texts), len(rows), len(rows[0]), numbers, bounds.rows, drawn, pause)
         try:
             channel.send(messages.encode(ask), wait)
             self._sent = monotonic()
@@ -219,7 +223,7 @@ class RemoteDraft:
         blank = Blank(self._terms.slots, self._terms.nodes)
         if self._heard is not None:
             last = messages.decode(self._heard)
-            assert isinstance(last, messages.Answer)
+            assert isinstance(last, messages.ProposeReply)
             blank.fill(last.tokens)
         return blank
 
@@ -233,8 +237,10 @@ class RemoteDraft:
 
     def _taken(self, reply: messages.Reply, blank: Blank) -> bool:
         """Whether the reply is a proposal; it is written into the blank then."""
-        if type(reply) is not messages.Answer:
-            self._fault("failed", reply.reason if type(reply) is messages.Failure else "an answer to another question")
+        if type(reply) is not messages.ProposeReply:
+            self._fault(
+                "failed", reply.reason if type(reply) is messages.ErrorReply else "an answer to another question"
+            )
             return False
         if reply.slots != self._terms.slots or reply.nodes != self._terms.nodes:
             shape, wanted = [reply.slots, reply.nodes], [self._terms.slots, self._terms.nodes]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.core.errors import ChannelError
-from paceline.core.types import SamplingBatch
+from paceline.core.types import SamplingTensors
 from paceline.placement.host.processes import Process
 from paceline.placement.remote.blanks import flat
 
@@ -30,7 +30,7 @@ _HELLO, _ADMIT, _ASK, _WELCOME, _ANSWER, _FAILURE = range(1, 7)
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
+class Handshake:
     """A target introduces itself. ``slots`` B of its batch, ``vocab_size`` V of its ids."""
 
     number: int
@@ -40,7 +40,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class HandshakeReply:
     """The drafter's reply. ``nodes`` N of its proposals; ``reach`` positions it follows, None = all; its process."""
 
     number: int
@@ -50,7 +50,7 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
+class AddRequest:
     """A request took a slot; its prompt. Not answered."""
 
     number: int
@@ -58,7 +58,7 @@ class Admit:
     text: tuple[int, ...]
 
 
-class Ask(NamedTuple):
+class ProposeRequest(NamedTuple):
     """A round: read these texts anew (slot, ids), then propose what follows the commit.
 
     slots, width  B and W of the commit
@@ -74,11 +74,11 @@ class Ask(NamedTuple):
     width: int
     numbers: Words
     rows: int
-    sampling: SamplingBatch | None
+    sampling: SamplingTensors | None
     pause: int = 0
 
 
-class Answer(NamedTuple):
+class ProposeReply(NamedTuple):
     """A proposal: its ``tokens`` row by row, B * N of them. ``ahead``: it was ready before it was asked."""
 
     number: int
@@ -89,32 +89,32 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class ErrorReply:
     """The drafter could not serve the message of that number."""
 
     number: int
     reason: str
 
 
-Request = Hello | Admit | Ask
-Reply = Welcome | Answer | Failure
+Request = Handshake | AddRequest | ProposeRequest
+Reply = HandshakeReply | ProposeReply | ErrorReply
 
 
 def encode(message: Request | Reply) -> bytes:
     """A message as bytes."""
-    if isinstance(message, Ask):
+    if isinstance(message, ProposeRequest):
         number, texts, slots, width, numbers, rows, sampling, pause = message
         shape = slots, width, rows, len(texts), sampling is not None, pause
         found = _asking(len(numbers)).pack(VERSION, _ASK, 0, number, *shape, *numbers)
         return found if sampling is None and not texts else found + _rarely(message)
-    if isinstance(message, Answer):
+    if isinstance(message, ProposeReply):
         number, slots, nodes, tokens, ahead = message
         return _saying(len(tokens)).pack(VERSION, _ANSWER, 0, number, slots, nodes, ahead, *tokens)
-    if isinstance(message, Admit):
+    if isinstance(message, AddRequest):
         return _packed(_ADMIT, message.number, [message.slot, len(message.text), *message.text])
-    if isinstance(message, Hello):
+    if isinstance(message, Handshake):
         return _packed(_HELLO, message.number, [message.slots, message.vocab_size]) + message.client.encode()
-    if isinstance(message, Welcome):
+    if isinstance(message, HandshakeReply):
         reach = -1 if message.reach is None else message.reach
         return _packed(_WELCOME, message.number, [message.nodes, reach, message.process.pid, message.process.began])
     return _packed(_FAILURE, message.number, []) + message.reason.encode()
@@ -152,7 +152,7 @@ def _packed(kind: int, number: int, numbers: Sequence[int]) -> bytes:
     return struct.pack(f"<BBHq{len(numbers)}i", VERSION, kind, 0, number, *numbers)
 
 
-def _rarely(message: Ask) -> bytes:
+def _rarely(message: ProposeRequest) -> bytes:
     """What only the first rounds of a request have."""
     found: list[int] = []
     sampling = message.sampling
@@ -181,18 +181,18 @@ def _part(found: tuple[int, ...], at: int, count: int) -> tuple[int, ...]:
     return found[at : at + count]
 
 
-def _read_ask(frame: bytearray, number: int) -> Ask:
+def _read_ask(frame: bytearray, number: int) -> ProposeRequest:
     *_, slots, width, rows, count, drawn, pause = _ROUND.unpack_from(frame)
     end = _ROUND.size + _WORD * slots * (width + 3)
     if slots < 1 or width < 1 or end > len(frame):
         raise ValueError(f"a commit of {slots} slots, {width} wide, in {len(frame)} bytes")
-    ask = Ask(number, (), slots, width, memoryview(frame)[_ROUND.size : end].cast("i"), rows, None, pause)
+    ask = ProposeRequest(number, (), slots, width, memoryview(frame)[_ROUND.size : end].cast("i"), rows, None, pause)
     if end == len(frame) and not drawn and not count:
         return ask
     return _read_rarely(ask, _numbers(frame, end), texts=count, drawn=bool(drawn))
 
 
-def _read_rarely(ask: Ask, found: tuple[int, ...], *, texts: int, drawn: bool) -> Ask:
+def _read_rarely(ask: ProposeRequest, found: tuple[int, ...], *, texts: int, drawn: bool) -> ProposeRequest:
     at, sampling, read = 0, None, []
     if drawn:
         at = 6 * ask.slots
@@ -205,9 +205,9 @@ def _read_rarely(ask: Ask, found: tuple[int, ...], *, texts: int, drawn: bool) -
     return ask._replace(texts=tuple(read), sampling=sampling)
 
 
-def _read_sampling(found: tuple[int, ...], slots: int) -> SamplingBatch:
+def _read_sampling(found: tuple[int, ...], slots: int) -> SamplingTensors:
     both = torch.tensor(found, dtype=torch.int32)
-    return SamplingBatch(both[2 * slots :].view(torch.float32).view(slots, 4), both[: 2 * slots].view(slots, 2))
+    return SamplingTensors(both[2 * slots :].view(torch.float32).view(slots, 4), both[: 2 * slots].view(slots, 2))
 
 
 def _all_read(found: tuple[int, ...], at: int) -> None:
@@ -215,32 +215,32 @@ def _all_read(found: tuple[int, ...], at: int) -> None:
         raise ValueError(f"{len(found) - at} words too many")
 
 
-def _read_answer(frame: bytearray, number: int) -> Answer:
+def _read_answer(frame: bytearray, number: int) -> ProposeReply:
     *_, slots, nodes, ahead = _SAID.unpack_from(frame)
     if slots < 0 or nodes < 0 or len(frame) != _SAID.size + _WORD * slots * nodes:
         raise ValueError(f"a proposal of {slots} slots, {nodes} nodes, in {len(frame)} bytes")
-    return Answer(number, slots, nodes, memoryview(frame)[_SAID.size :].cast("i"), bool(ahead))
+    return ProposeReply(number, slots, nodes, memoryview(frame)[_SAID.size :].cast("i"), bool(ahead))
 
 
-def _read_admit(frame: bytearray, number: int) -> Admit:
+def _read_admit(frame: bytearray, number: int) -> AddRequest:
     slot, size, *text = _numbers(frame, _HEAD.size)
     if size != len(text):
         raise ValueError(f"a text of {size} ids, and {len(text)} are there")
-    return Admit(number, slot, tuple(text))
+    return AddRequest(number, slot, tuple(text))
 
 
-def _read_hello(frame: bytearray, number: int) -> Hello:
+def _read_hello(frame: bytearray, number: int) -> Handshake:
     slots, vocab_size = struct.unpack_from("<ii", frame, _HEAD.size)
-    return Hello(number, frame[_HEAD.size + 2 * _WORD :].decode(), slots, vocab_size)
+    return Handshake(number, frame[_HEAD.size + 2 * _WORD :].decode(), slots, vocab_size)
 
 
-def _read_welcome(frame: bytearray, number: int) -> Welcome:
+def _read_welcome(frame: bytearray, number: int) -> HandshakeReply:
     nodes, reach, pid, began = _numbers(frame, _HEAD.size)
-    return Welcome(number, nodes, None if reach < 0 else reach, Process(pid, began))
+    return HandshakeReply(number, nodes, None if reach < 0 else reach, Process(pid, began))
 
 
-def _read_failure(frame: bytearray, number: int) -> Failure:
-    return Failure(number, frame[_HEAD.size :].decode())
+def _read_failure(frame: bytearray, number: int) -> ErrorReply:
+    return ErrorReply(number, frame[_HEAD.size :].decode())
 
 
 _READERS: dict[int, Callable[[bytearray, int], Request | Reply]] = {

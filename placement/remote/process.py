@@ -14,7 +14,7 @@ from paceline.placement.host.core_locks import CoreLocks
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.quota import Quota
 from paceline.placement.remote.channel import Address, listen
-from paceline.placement.remote.server import Drafters, DraftServer
+from paceline.placement.remote.server import DrafterPool, DraftServer
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     environment.check(tuple((name, value) for name, value in order["env"]))
     if order["cores"]:
         CoreLocks(CoreRange(*order["cores"])).acquire()
-    drafters = cast(Drafters, maker(order["maker"])(order["settings"]))
+    drafters = cast(DrafterPool, maker(order["maker"])(order["settings"]))
     DraftServer(
         listen(Address.parse(order["address"])), bytes.fromhex(order["secret"]), drafters, quota=Quota(**order["quota"])
     ).run()

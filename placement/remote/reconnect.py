@@ -22,7 +22,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between calls
 _FIRST_REST = 0.2  # seconds between restarts of a process that dies before it can be called
 
 
-class Keeper(Protocol):
+class ProcessSupervisor(Protocol):
     """Who keeps a drafter's process alive."""
 
     def replace(self, process: Process | None) -> bool:
@@ -36,7 +36,7 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class DrafterEndpoint:
     """How to reach a drafter. ``keeper`` None: somebody else restarts it, and it is only called again.
 
     ``patience``: seconds after which a process that cannot be called is replaced; one that answers, and be it with a
@@ -45,7 +45,7 @@ class Caller:
 
     address: Address
     secret: bytes = field(repr=False)
-    keeper: Keeper | None = None
+    keeper: ProcessSupervisor | None = None
     patience: float = START
 
 
@@ -53,10 +53,10 @@ class _RefusedError(ChannelError):
     """The drafter lives and does not want this target; it is asked again, less and less often."""
 
 
-class Revival:
+class Reconnector:
     """Owns the connection. ``channel`` is None while there is none."""
 
-    def __init__(self, caller: Caller, hello: messages.Hello, *, nodes: int, longest: float) -> None:
+    def __init__(self, caller: DrafterEndpoint, hello: messages.Handshake, *, nodes: int, longest: float) -> None:
         self._caller, self._hello, self._nodes, self._longest = caller, hello, nodes, longest
         self._lock = threading.Lock()
         self._up, self._stop = threading.Event(), threading.Event()
@@ -137,7 +137,7 @@ class Revival:
             self.channel, self._thread = channel, None
             self._up.set()
 
-    def _kept(self, act: Callable[[Keeper], bool]) -> bool:
+    def _kept(self, act: Callable[[ProcessSupervisor], bool]) -> bool:
         """Whether the keeper started a process. It may fail in any way; it is asked again then."""
         if self._caller.keeper is None:
             return False
@@ -160,9 +160,9 @@ class Revival:
                 if self._stop.is_set() or monotonic() > end:
                     raise ChannelError("the drafter does not say welcome")
             reply = messages.decode(frame)
-            if isinstance(reply, messages.Failure):
+            if isinstance(reply, messages.ErrorReply):
                 raise _RefusedError(reply.reason)
-            if not isinstance(reply, messages.Welcome):
+            if not isinstance(reply, messages.HandshakeReply):
                 raise ChannelError("the drafter says no welcome")
             if reply.nodes != self._nodes:
                 raise _RefusedError(

@@ -26,7 +26,7 @@ from paceline.placement.host import processes
 from paceline.placement.planning.quota import Quota
 from paceline.placement.remote import messages
 from paceline.placement.remote.channel import Channel
-from paceline.placement.remote.session import Client
+from paceline.placement.remote.session import TargetSession
 
 log = logging.getLogger("paceline")
 
@@ -36,10 +36,10 @@ _AWHILE = 1  # milliseconds: by then another process has taken up what was sent,
 _PENDING = 64  # messages a target may have waiting; more is not our protocol
 
 
-class Drafters(Protocol):
+class DrafterPool(Protocol):
     """Who has drafters for targets. Called in turn with everything else: what takes long was done before."""
 
-    def lend(self, hello: messages.Hello) -> Drafter:
+    def lend(self, hello: messages.Handshake) -> Drafter:
         """A drafter for a target that calls; any error is the reason why there is none."""
 
     def take_back(self, drafter: Drafter) -> None:
@@ -47,30 +47,30 @@ class Drafters(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Unpooled:
+class UnpooledDrafters:
     """Drafters that are made when a target calls, and forgotten when it hangs up."""
 
-    lend: Callable[[messages.Hello], Drafter]
+    lend: Callable[[messages.Handshake], Drafter]
 
     def take_back(self, drafter: Drafter) -> None:
-        """See `Drafters`."""
+        """See `DrafterPool`."""
 
 
 class DraftServer:
     """Serves proposals until it is stopped. Each target has one of the ``drafters``."""
 
     def __init__(
-        self, listener: socket.socket, secret: bytes, drafters: Drafters, *, quota: Quota | None = None
+        self, listener: socket.socket, secret: bytes, drafters: DrafterPool, *, quota: Quota | None = None
     ) -> None:
         self._listener, self._secret, self._drafters, self._quota = listener, secret, drafters, quota or Quota()
-        self._clients: dict[int, Client] = {}  # by the number of its socket
+        self._clients: dict[int, TargetSession] = {}  # by the number of its socket
         self._arrivals: deque[Channel] = deque()
         self._clock = 0.0
-        self._last: Client | None = None  # who was answered last, and is not prepared for its next round
+        self._last: TargetSession | None = None  # who was answered last, and is not prepared for its next round
         self._answered = 0.0  # when
         self._stopped = False
-        self._aheads: list[Client] = []  # those whose drafters work while their targets do
-        self._ready: list[Client] = []  # those whose messages wait
+        self._aheads: list[TargetSession] = []  # those whose drafters work while their targets do
+        self._ready: list[TargetSession] = []  # those whose messages wait
         self._busy = False  # something is to be done whether or not more arrives
         self._wake, self._woken = socket.socketpair()
         self._poll = select.poll()  # without the layers of `selectors`: every call is part of a round
@@ -132,7 +132,7 @@ class DraftServer:
         if not self._awaken():
             channel.close()
 
-    def _drop(self, client: Client) -> None:
+    def _drop(self, client: TargetSession) -> None:
         number = client.channel.fileno()
         self._poll.unregister(number)
         del self._clients[number]
@@ -154,7 +154,7 @@ class DraftServer:
             else:
                 self._read(client)
         while self._arrivals:
-            client = Client(self._arrivals.popleft(), turn=self._clock)
+            client = TargetSession(self._arrivals.popleft(), turn=self._clock)
             self._clients[client.channel.fileno()] = client
             self._poll.register(client.channel, select.POLLIN)
             self._read(client)  # its first message may have come together with its proof
@@ -165,7 +165,7 @@ class DraftServer:
         # Whoever was answered may have to go on on this CPU: little is done before the next wait.
         self._busy = bool(self._ready) or bool(self._aheads and self._eager())
 
-    def _eager(self) -> list[Client]:
+    def _eager(self) -> list[TargetSession]:
         """Those for whom there is something to do before they ask."""
         return [client for client in self._aheads if client.ahead is not None and not client.ahead.idle]
 
@@ -180,7 +180,7 @@ class DraftServer:
             last.prepare()
         return self._poll.poll(None)
 
-    def _read(self, client: Client) -> None:
+    def _read(self, client: TargetSession) -> None:
         try:
             frames = client.channel.arrived()
         except ChannelError:
@@ -195,20 +195,20 @@ class DraftServer:
         if len(client.pending) > _PENDING:  # more messages than a target sends
             self._drop(client)
 
-    def _serve(self, client: Client) -> None:
+    def _serve(self, client: TargetSession) -> None:
         begin = perf_counter()
         self._clock = client.turn
         try:
             frame = client.pending.popleft()
             message = messages.decode(frame)
-            if type(message) is messages.Ask:
+            if type(message) is messages.ProposeRequest:
                 client.channel.send(client.answer(message, frame), _SEND)
                 self._last, self._answered = client, perf_counter()
                 if message.pause:
                     client.due.came_after(message.pause / 1e6)
-            elif type(message) is messages.Admit:
+            elif type(message) is messages.AddRequest:
                 client.admit(message)
-            elif type(message) is messages.Hello:
+            elif type(message) is messages.Handshake:
                 client.channel.send(messages.encode(self._welcome(client, message)), _SEND)
             else:
                 raise ChannelError("a target sends requests")
@@ -218,16 +218,16 @@ class DraftServer:
             self._drop(client)
         client.turn += (perf_counter() - begin) / client.share
 
-    def _work_ahead(self, client: Client) -> None:
+    def _work_ahead(self, client: TargetSession) -> None:
         begin = perf_counter()
         client.work_ahead()
         client.turn += (perf_counter() - begin) / client.share
 
-    def _welcome(self, client: Client, hello: messages.Hello) -> messages.Reply:
+    def _welcome(self, client: TargetSession, hello: messages.Handshake) -> messages.Reply:
         others = [other for other in self._clients.values() if other is not client and other.drafter is not None]
         slots = hello.slots + sum(other.slots for other in others)
         if len(others) >= self._quota.clients or slots > self._quota.slots:
-            return messages.Failure(
+            return messages.ErrorReply(
                 hello.number, f"quota: {len(others)} targets with {slots - hello.slots} slots are here"
             )
         if client.drafter is not None:
@@ -235,16 +235,18 @@ class DraftServer:
         try:
             drafter = self._drafters.lend(hello)
         except Exception as error:  # a drafter may be anything
-            return messages.Failure(hello.number, repr(error))
+            return messages.ErrorReply(hello.number, repr(error))
         if drafter.reads is not None or not drafter.outline.is_chain:
             self._drafters.take_back(drafter)
-            return messages.Failure(hello.number, "a drafter in another process proposes chains, from tokens alone")
+            return messages.ErrorReply(hello.number, "a drafter in another process proposes chains, from tokens alone")
         client.serve_with(drafter)
         if client.ahead is not None:
             self._aheads.append(client)
         client.slots, client.share = hello.slots, self._quota.shares.get(hello.client, 1.0)
-        return messages.Welcome(hello.number, drafter.outline.nodes, drafter.reach, processes.running(os.getpid()))
+        return messages.HandshakeReply(
+            hello.number, drafter.outline.nodes, drafter.reach, processes.running(os.getpid())
+        )
 
 
-def _turn_of(client: Client) -> float:
+def _turn_of(client: TargetSession) -> float:
     return client.turn

@@ -11,8 +11,8 @@ from itertools import chain
 
 from paceline.core.errors import ChannelError
 from paceline.core.protocols import Drafter, Varies
-from paceline.core.types import PAD, Proposal, SamplingBatch
-from paceline.placement.lookahead.drafter import Ahead
+from paceline.core.types import PAD, Proposal, SamplingTensors
+from paceline.placement.lookahead.drafter import LookaheadDrafter
 from paceline.placement.remote import messages
 from paceline.placement.remote.blanks import BlankRound
 from paceline.placement.remote.channel import Channel
@@ -20,16 +20,16 @@ from paceline.placement.remote.due import Due
 
 
 @dataclass(slots=True, eq=False)
-class Client:
+class TargetSession:
     """A target. ``turn`` is the time it has used, over its ``share``, on the server's clock."""
 
     channel: Channel
     slots: int = 0
     share: float = 1.0
     drafter: Drafter | None = None
-    ahead: Ahead | None = None  # the drafter, if it works while the target does
+    ahead: LookaheadDrafter | None = None  # the drafter, if it works while the target does
     varies: bool = False  # its proposals may be shorter than its outline, and those that travel may not
-    sampling: SamplingBatch | None = None
+    sampling: SamplingTensors | None = None
     blank: BlankRound | None = None
     held: tuple[BlankRound, Proposal] | None = None  # the last round's tensors: the target would wait for their end
     heard: bytearray | None = None  # its last question, if it brought no texts
@@ -41,9 +41,9 @@ class Client:
     def serve_with(self, drafter: Drafter) -> None:
         """The drafter is its from now on."""
         self.drafter, self.varies = drafter, isinstance(drafter, Varies)
-        self.ahead = drafter if isinstance(drafter, Ahead) else None
+        self.ahead = drafter if isinstance(drafter, LookaheadDrafter) else None
 
-    def admit(self, admit: messages.Admit) -> None:
+    def admit(self, admit: messages.AddRequest) -> None:
         """Read a prompt. Nobody waits for an answer; of a failure the next one tells."""
         drafter = self._drafter()
         try:
@@ -51,12 +51,12 @@ class Client:
         except Exception as error:  # a drafter may be anything; its failure is the target's to weigh
             self.error = repr(error)
 
-    def answer(self, ask: messages.Ask, frame: bytearray) -> bytes:
+    def answer(self, ask: messages.ProposeRequest, frame: bytearray) -> bytes:
         """The proposal behind a commit, or why there is none; encoded. ``frame``: the question as it came."""
         drafter = self._drafter()
         failed, self.error = self.error, ""
         if failed:
-            return messages.encode(messages.Failure(ask.number, failed))
+            return messages.encode(messages.ErrorReply(ask.number, failed))
         try:
             for slot, text in ask.texts:
                 drafter.admit(slot, text)
@@ -76,7 +76,7 @@ class Client:
             return said
         except Exception as error:  # as above
             self.held = self.heard = None  # what failed is not gone through again
-            return messages.encode(messages.Failure(ask.number, repr(error)))
+            return messages.encode(messages.ErrorReply(ask.number, repr(error)))
 
     def prepare(self) -> None:
         """Make the tensors of the next round, which is like the last one, and be rid of those.
@@ -89,7 +89,7 @@ class Client:
         self.blank = BlankRound(*blank.shape)
         if self.heard is not None:
             ask = messages.decode(self.heard)
-            assert isinstance(ask, messages.Ask)
+            assert isinstance(ask, messages.ProposeRequest)
             self.blank.fill(ask.numbers, ask.rows)
             self._said(ask, made)
 
@@ -101,13 +101,13 @@ class Client:
         except Exception as error:  # as above
             self.error = repr(error)
 
-    def _said(self, ask: messages.Ask, made: Proposal) -> bytes:
+    def _said(self, ask: messages.ProposeRequest, made: Proposal) -> bytes:
         rows = _undrawn(made)
         if self.varies:
             rows = [row + [PAD] * (self._drafter().outline.nodes - len(row)) for row in rows]
         ahead = self.ahead is not None and self.ahead.hit
         return messages.encode(
-            messages.Answer(ask.number, len(rows), len(rows[0]), [*chain.from_iterable(rows)], ahead)
+            messages.ProposeReply(ask.number, len(rows), len(rows[0]), [*chain.from_iterable(rows)], ahead)
         )
 
     def _drafter(self) -> Drafter:

@@ -15,19 +15,19 @@ from pathlib import Path
 
 import torch
 
-from paceline import MedusaDrafter, NgramDrafter, Reencoding, SpeculativeGenerator, lift
+from paceline import MedusaDrafter, NgramDrafter, SpeculativeGenerator, TokenizerPair, lift
 from paceline.auto import SamplingDecoder
 from paceline.draft.model import ModelDrafter
 from paceline.draft.suffix import SuffixDrafter
-from paceline.draft.vocab_map import Intersection, Vocabulary
-from paceline.eagle.tree import Chain, DynamicTree, Growth, StaticTree
+from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
+from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.network import fresh
 from paceline.medusa.tree import Choices
 from paceline.placement.remote.channel import Address, listen
-from paceline.placement.remote.drafter import RemoteDraft, Terms
-from paceline.placement.remote.reconnect import Caller
-from paceline.placement.remote.server import DraftServer, Unpooled
+from paceline.placement.remote.drafter import DrafterContract, RemoteDrafter
+from paceline.placement.remote.reconnect import DrafterEndpoint
+from paceline.placement.remote.server import DraftServer, UnpooledDrafters
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.draft.tokenizers_of_two import bytes_merged
 from tests.eagle.heads import drafter as eagle_head
@@ -105,14 +105,14 @@ def _intersection(home: Home, k: Depth) -> SpeculativeGenerator:
     order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(5)).tolist()
     names = {(f"w{i}" if i % 3 else f"other{i}"): order[i] for i in range(VOCABULARY)}
     words = {f"w{i}": i for i in range(VOCABULARY)}
-    vocabulary = Intersection(words, names, sizes=(VOCABULARY, VOCABULARY))
+    vocabulary = IntersectionVocabMap(words, names, sizes=(VOCABULARY, VOCABULARY))
     return SpeculativeGenerator(ModelDrafter(home.draft, deepest(k), vocabulary=vocabulary), home.target, k=k)
 
 
 @cache
-def tokenizers() -> Reencoding:
+def tokenizers() -> TokenizerPair:
     """Of fewer ids than the models have, so that some say nothing."""
-    return Reencoding(target=bytes_merged(80), draft=bytes_merged(52))
+    return TokenizerPair(target=bytes_merged(80), draft=bytes_merged(52))
 
 
 def _reencoding(home: Home, k: Depth) -> SpeculativeGenerator:
@@ -130,7 +130,7 @@ def _medusa(choices: Choices | None) -> Callable[[Home, Depth], SpeculativeGener
     return make
 
 
-def _eagle(version: int, growth: Callable[[int], Growth]) -> Callable[[Home, Depth], SpeculativeGenerator]:
+def _eagle(version: int, growth: Callable[[int], DraftTree]) -> Callable[[Home, Depth], SpeculativeGenerator]:
     def make(home: Home, k: Depth) -> SpeculativeGenerator:
         folder = home.folder / f"eagle {version}"
         return SpeculativeGenerator(eagle_head(folder, home.target, version, growth(deepest(k))), home.target, k=k)
@@ -141,16 +141,18 @@ def _eagle(version: int, growth: Callable[[int], Growth]) -> Callable[[Home, Dep
 def _remote(home: Home, k: Depth) -> SpeculativeGenerator:
     """Behind a socket; the other end is a thread, which saves the time to start a process."""
     address, secret = Address(path=str(home.folder / f"socket {k} {home.slots}")), b"a secret of the tests"
-    slots, vocabulary, decoder = home.slots, Vocabulary(VOCABULARY, VOCABULARY), home.draft.sibling()
+    slots, vocabulary, decoder = home.slots, VocabMap(VOCABULARY, VOCABULARY), home.draft.sibling()
     server = DraftServer(
-        listen(address), secret, Unpooled(lambda _hello: ModelDrafter(decoder, deepest(k), vocabulary=vocabulary))
+        listen(address),
+        secret,
+        UnpooledDrafters(lambda _hello: ModelDrafter(decoder, deepest(k), vocabulary=vocabulary)),
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     home.stack.callback(thread.join)
     home.stack.callback(server.stop)
-    terms = Terms(nodes=deepest(k), slots=slots, vocab_size=VOCABULARY, reach=decoder.n_positions)
-    drafter = RemoteDraft(terms, Caller(address, secret))
+    terms = DrafterContract(nodes=deepest(k), slots=slots, vocab_size=VOCABULARY, reach=decoder.n_positions)
+    drafter = RemoteDrafter(terms, DrafterEndpoint(address, secret))
     home.stack.callback(drafter.close)
     assert drafter.wait_until_up(30)
     return SpeculativeGenerator(drafter, home.target, k=k)

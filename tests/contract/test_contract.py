@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from paceline import LADDER, GenerationResult, SpeculativeGenerator
+from paceline import DRAFT_LENGTHS, GenerationResult, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
-from paceline.core.pending import Backlog
+from paceline.core.pending import PendingCommits
 from paceline.core.protocols import Drafter
-from paceline.engine.draft_length import Pace
+from paceline.engine.draft_length import DraftLengthController
 from paceline.sampler import Sampler
 from tests.contract.drafters import ROWS, Depth, Home, Row
 from tests.decoder.tiny import Workshop
@@ -138,14 +138,14 @@ def kept(part: object) -> int:
     """Entries in everything a drafter keeps for its requests; a corpus is kept on purpose, and is no request's."""
     found = 0
     for value in vars(part).values():
-        if isinstance(value, Backlog | dict | list | set) and not isinstance(part, torch.nn.Module):
+        if isinstance(value, PendingCommits | dict | list | set) and not isinstance(part, torch.nn.Module):
             found += len(value)
         members = value if isinstance(value, tuple) else (value,)
         found += sum(kept(one) for one in members if isinstance(one, Drafter) and hasattr(one, "__dict__"))
     return found
 
 
-class Dice(Pace):
+class Dice(DraftLengthController):
     """Any rung at any time."""
 
     def choose(self, deepest: int) -> int:
@@ -161,7 +161,7 @@ def test_the_depth_may_change_in_every_round(make: Make, row: Row, monkeypatch: 
             with pytest.raises(ConfigurationError, match="one depth"):
                 run(make((0, 1, row.depths[-1]))[0], PROMPTS, {})
         return
-    generator, target = make(LADDER)
+    generator, target = make(DRAFT_LENGTHS)
     for law, exact in ((LAWS["greedy"], True), (LAWS["hot"], True), (LAWS["hot"], False)):
         generator._plan = replace(generator._plan, exact=exact)  # else every rung has commits of its own width
         long = {**law, "max_new_tokens": 20}

@@ -14,19 +14,19 @@ from functools import cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import GenerationResult, Reencoding, SpeculativeGenerator, lift
+from paceline import GenerationResult, SpeculativeGenerator, TokenizerPair, lift
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.model import ModelDrafter
 from paceline.draft.suffix import SuffixDrafter
-from paceline.draft.vocab_map import Intersection
-from paceline.engine.draft_length import Pace
+from paceline.draft.vocab_map import IntersectionVocabMap
+from paceline.engine.draft_length import DraftLengthController
 from paceline.sampler import Sampler
 from tests.draft.tokenizers_of_two import bytes_merged
 from tests.fakes import TableDecoder, near, table
 
 V = 9
 TARGET = table(V, seed=0, spread=1.5)
-TOKENIZERS = Reencoding(target=bytes_merged(V, corpus=["ab cab"]), draft=bytes_merged(V - 2, corpus=["abc ab"]))
+TOKENIZERS = TokenizerPair(target=bytes_merged(V, corpus=["ab cab"]), draft=bytes_merged(V - 2, corpus=["abc ab"]))
 PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8, 7, 8, 7, 8, 7, 8, 7], [3, 3], [8, 1, 8, 1]]
 HEATS: list[dict[str, object]] = [
     {},
@@ -78,7 +78,7 @@ CALLS = st.fixed_dictionaries(
 )
 
 
-class Dice(Pace):
+class Dice(DraftLengthController):
     """Any rung at any time."""
 
     def choose(self, deepest: int) -> int:
@@ -107,7 +107,7 @@ def source(name: str, case: Case) -> object:
         return lift(again, depth)
     if name == "intersection":
         words, names = {str(i): i for i in range(V)}, {str(i): V - 1 - i for i in range(0, V, 2)}
-        vocabulary = Intersection(words, names, sizes=(V, V))
+        vocabulary = IntersectionVocabMap(words, names, sizes=(V, V))
         return ModelDrafter(decoder("draft", case.slots, case.buckets), depth, vocabulary=vocabulary)
     if name in ("model", "re-encoding"):
         return decoder("draft" if name == "model" else "other", case.slots, case.buckets)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core.detokenizer import UNFINISHED, Detokeniser, plain_text
+from paceline.core.detokenizer import REPLACEMENT, IncrementalDetokenizer, plain_text
 from tests.draft.tokenizers_of_two import TEXT, byte_fallback, bytes_merged, every_byte, marked_words
 
 
@@ -20,7 +20,7 @@ def test_special_tokens_inside_a_text_cost_no_space(make: Callable[[], Any], run
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     for place in range(len(ids) + 1):
         tokens = [*ids[:place], *[tokenizer.eos_token_id] * run, *ids[place:]]
-        growing = Detokeniser(tokenizer)
+        growing = IncrementalDetokenizer(tokenizer)
         pieces = [growing.push(token) for token in tokens]
         assert "".join(pieces) + growing.flush() == plain_text(tokenizer, tokens)
 
@@ -37,12 +37,12 @@ class Counting:
 
 
 EVERY_BYTE, FALLBACK = every_byte(), byte_fallback()
-PARTS = [i for i in range(len(EVERY_BYTE)) if UNFINISHED in EVERY_BYTE.decode([i])]
+PARTS = [i for i in range(len(EVERY_BYTE)) if REPLACEMENT in EVERY_BYTE.decode([i])]
 
 
 def pushed(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     """The pieces, and what is left at the end."""
-    growing = Detokeniser(tokenizer)
+    growing = IncrementalDetokenizer(tokenizer)
     pieces = [growing.push(token) for token in tokens]
     rest = growing.rest
     assert growing.flush() == rest and not growing.held
@@ -58,7 +58,7 @@ def test_any_bytes_add_up_to_the_text_decoded_at_once(tokens: list[int]) -> None
 @pytest.mark.parametrize("tokenizer", [EVERY_BYTE, FALLBACK], ids=["byte-level", "byte fallback"])
 def test_bytes_that_become_no_character_are_not_held_to_the_end(tokenizer: Any) -> None:
     """Nor are ever more tokens decoded for one."""
-    wrong = next(i for i in range(1, 257) if tokenizer.decode([i]) == UNFINISHED)
+    wrong = next(i for i in range(1, 257) if tokenizer.decode([i]) == REPLACEMENT)
     letter = tokenizer.encode("a", add_special_tokens=False)
     counted, tokens = Counting(tokenizer), [*letter, *[wrong] * 50, *letter]
     pieces = pushed(counted, tokens)
@@ -87,7 +87,7 @@ def test_a_wrong_byte_takes_back_no_character_of_its_run() -> None:
 
 def test_a_character_that_began_in_the_prompt_is_new_text() -> None:
     begun = EVERY_BYTE.encode("x\u00ff")
-    growing = Detokeniser(EVERY_BYTE, begun[:-1])
+    growing = IncrementalDetokenizer(EVERY_BYTE, begun[:-1])
     assert plain_text(EVERY_BYTE, begun[:-1]) == "x\ufffd" and growing.push(begun[-1]) == "\u00ff"
-    growing = Detokeniser(EVERY_BYTE, begun[:-1])
+    growing = IncrementalDetokenizer(EVERY_BYTE, begun[:-1])
     assert growing.push(begun[0]) == "x"  # its mark is the prompt's

@@ -6,13 +6,13 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from paceline.core import noise, probs
-from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import SamplingBatch
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import SamplingTensors
 from tests.fakes import misfit
 
 
-def batch(**knobs: float) -> SamplingBatch:
-    return sampling_batch([Sampling(**knobs)])  # type: ignore[arg-type]
+def batch(**knobs: float) -> SamplingTensors:
+    return sampling_tensors([Sampling(**knobs)])  # type: ignore[arg-type]
 
 
 def random_logits(rows: int, vocab_size: int, *, seed: int, spread: float = 2.0) -> Tensor:
@@ -71,23 +71,25 @@ def test_filters_that_are_off_change_no_bit(temperature: float) -> None:
     logits, sampling = random_logits(6, 100, seed=2), batch(temperature=temperature)
     where = torch.arange(6, dtype=torch.int32).unsqueeze(0)
     assert torch.equal(probs.probabilities(logits, sampling), probs.probabilities(logits, sampling, cut=False))
-    assert torch.equal(probs.choose(logits, where, sampling), probs.choose(logits, where, sampling, cut=False))
-    assert torch.equal(probs.filtered(logits, sampling), probs.tempered(logits, sampling))
+    assert torch.equal(
+        probs.sample_tokens(logits, where, sampling), probs.sample_tokens(logits, where, sampling, cut=False)
+    )
+    assert torch.equal(probs.apply_top_k_top_p_min_p(logits, sampling), probs.apply_temperature(logits, sampling))
 
 
 def test_rows_of_a_batch_have_their_own_law() -> None:
     asked = [Sampling(temperature=0.5), Sampling(), Sampling(temperature=1.0, top_k=3)]
     logits = random_logits(4, 50, seed=3)
-    together = probs.probabilities(logits.expand(3, 4, 50), sampling_batch(asked))
+    together = probs.probabilities(logits.expand(3, 4, 50), sampling_tensors(asked))
     for row, one in enumerate(asked):
-        assert torch.equal(together[row], probs.probabilities(logits, sampling_batch([one]))[0])
+        assert torch.equal(together[row], probs.probabilities(logits, sampling_tensors([one]))[0])
 
 
 def test_greedy_is_the_one_hot_law_of_the_lowest_largest_id() -> None:
     logits = torch.tensor([[[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0], [-9.0, -8.0, -7.0, -6.0]]])
     found = probs.probabilities(logits, batch())
     assert found.tolist() == [[[0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0]]]
-    assert probs.choose(logits, torch.tensor([[7, 8, 9]], dtype=torch.int32), batch()).tolist() == [[1, 0, 3]]
+    assert probs.sample_tokens(logits, torch.tensor([[7, 8, 9]], dtype=torch.int32), batch()).tolist() == [[1, 0, 3]]
 
 
 def test_equal_logits_at_the_border_of_top_k_are_cut_by_id() -> None:
@@ -106,7 +108,7 @@ def test_half_precision_logits_give_a_float32_law() -> None:
 def test_choices_follow_the_law(knobs: dict[str, float]) -> None:
     rows, logits = 50_000, random_logits(1, 12, seed=5)
     where = torch.arange(rows, dtype=torch.int32).unsqueeze(0)
-    picked = probs.choose(logits.expand(1, rows, 12), where, batch(**knobs))[0]
+    picked = probs.sample_tokens(logits.expand(1, rows, 12), where, batch(**knobs))[0]
     assert (
         misfit(picked.unsqueeze(1).numpy(), probs.probabilities(logits, batch(**knobs))[0, 0].double().numpy()) > 1e-3
     )
@@ -115,10 +117,10 @@ def test_choices_follow_the_law(knobs: dict[str, float]) -> None:
 def test_a_choice_depends_on_its_position_seed_and_stream_only() -> None:
     logits = random_logits(5, 64, seed=6, spread=0.1)
     where = torch.tensor([[3, 4, 5, 6, 7]], dtype=torch.int32)
-    whole = probs.choose(logits, where, batch(temperature=1.0, seed=9))[0].tolist()
+    whole = probs.sample_tokens(logits, where, batch(temperature=1.0, seed=9))[0].tolist()
     for row in range(5):
-        one = probs.choose(logits[:, row : row + 1], where[:, row : row + 1], batch(temperature=1.0, seed=9))
+        one = probs.sample_tokens(logits[:, row : row + 1], where[:, row : row + 1], batch(temperature=1.0, seed=9))
         assert one.tolist() == [[whole[row]]]
-    assert probs.choose(logits, where, batch(temperature=1.0, seed=10))[0].tolist() != whole
-    drawn = probs.choose(logits, where, batch(temperature=1.0, seed=9), stream=noise.DRAFT)
+    assert probs.sample_tokens(logits, where, batch(temperature=1.0, seed=10))[0].tolist() != whole
+    drawn = probs.sample_tokens(logits, where, batch(temperature=1.0, seed=9), stream=noise.DRAFT)
     assert drawn[0].tolist() != whole

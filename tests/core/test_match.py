@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from paceline.core import tree
 from paceline.core.acceptance.match import Match, committed
-from paceline.core.types import PAD, Proposal, Verdict
+from paceline.core.types import PAD, Accepted, Proposal
 
 
 def ints(*rows: list[int]) -> torch.Tensor:
@@ -25,7 +25,7 @@ def walk(drafts: list[int], parents: tuple[int, ...], choices: list[int]) -> tup
         rows.append(node + 1)
 
 
-def kept(verdict: Verdict, slot: int) -> list[int]:
+def kept(verdict: Accepted, slot: int) -> list[int]:
     path, count = verdict.path[slot].tolist(), int(verdict.count[slot])
     assert path[count:] == [PAD] * (len(path) - count)
     return path[:count]

@@ -8,8 +8,8 @@ import torch
 from scipy import stats
 
 from paceline.core import noise
-from paceline.core.sampling import key_row
-from paceline.core.types import SamplingBatch
+from paceline.core.sampling import seed_row
+from paceline.core.types import SamplingTensors
 
 WORD = 0xFFFFFFFF
 SCALE = 1 << 24
@@ -70,7 +70,7 @@ def gumbel_of(word: int) -> float:
 
 
 def keys(*seeds: int) -> torch.Tensor:
-    return torch.tensor([key_row(seed) for seed in seeds], dtype=torch.int32)
+    return torch.tensor([seed_row(seed) for seed in seeds], dtype=torch.int32)
 
 
 def positions(*rows: list[int]) -> torch.Tensor:
@@ -152,4 +152,4 @@ def test_uniforms_fill_the_unit_interval_without_its_end() -> None:
 def test_seeds_are_told_apart_in_all_64_bits() -> None:
     rows = [noise.gumbel(keys(1 << bit), positions([0]), 8)[0, 0] for bit in range(64)]
     assert len({tuple(row.tolist()) for row in rows}) == 64
-    assert SamplingBatch(torch.zeros(1, 4), keys(-1)).keys.tolist() == [[-1, -1]]
+    assert SamplingTensors(torch.zeros(1, 4), keys(-1)).keys.tolist() == [[-1, -1]]

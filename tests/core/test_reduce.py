@@ -48,14 +48,14 @@ def test_argmax_of_equals_is_the_first_id_and_of_the_last_largest_the_last(size:
 
 @given(scores, st.integers(1, 14))
 def test_largest_keeps_the_first_of_a_stable_sort(values: list[float], keep: int) -> None:
-    got = reduce.largest(torch.tensor([values], dtype=torch.float32), torch.tensor([float(keep)]))
+    got = reduce.topk_mask(torch.tensor([values], dtype=torch.float32), torch.tensor([float(keep)]))
     kept = set(ranked(values)[:keep])
     assert got[0].tolist() == [i in kept for i in range(len(values))]
 
 
 @given(weights, st.integers(1, 64))
 def test_heaviest_keeps_the_smallest_set_that_reaches_the_mass(parts: list[int], mass: int) -> None:
-    got = reduce.heaviest(torch.tensor([[p / 64 for p in parts]]), torch.tensor([mass / 64]))
+    got = reduce.topp_mask(torch.tensor([[p / 64 for p in parts]]), torch.tensor([mass / 64]))
     kept: set[int] = set()
     for index in ranked([float(p) for p in parts]):
         if sum(parts[i] for i in kept) >= mass:
@@ -67,6 +67,6 @@ def test_heaviest_keeps_the_smallest_set_that_reaches_the_mass(parts: list[int],
 
 def test_every_row_has_its_own_count_and_mass() -> None:
     values = torch.tensor([[3.0, 1.0, 2.0], [3.0, 1.0, 2.0]])
-    assert reduce.largest(values, torch.tensor([1.0, 2.0])).tolist() == [[True, False, False], [True, False, True]]
+    assert reduce.topk_mask(values, torch.tensor([1.0, 2.0])).tolist() == [[True, False, False], [True, False, True]]
     spread = torch.tensor([[0.5, 0.2, 0.3]]).expand(2, 3)
-    assert reduce.heaviest(spread, torch.tensor([0.1, 0.75])).tolist() == [[True, False, False], [True, False, True]]
+    assert reduce.topp_mask(spread, torch.tensor([0.1, 0.75])).tolist() == [[True, False, False], [True, False, True]]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core import noise, probs
 from paceline.core.acceptance.match import Match, Reject, committed
-from paceline.core.types import PAD, Proposal, SamplingBatch, Verdict
+from paceline.core.types import PAD, Accepted, Proposal, SamplingTensors
 from tests.fakes import misfit
 
 TRIALS = 25_000
@@ -20,29 +20,29 @@ P = torch.tensor([0.1, 0.4, 0.3, 0.2])
 Q = torch.tensor([0.05, 0.6, 0.2, 0.15])
 
 
-def trials(count: int = TRIALS, *, temperature: float = 1.0) -> SamplingBatch:
+def trials(count: int = TRIALS, *, temperature: float = 1.0) -> SamplingTensors:
     keys = torch.stack((torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32)), 1)
-    return SamplingBatch(torch.tensor([[temperature, 0.0, 1.0, 0.0]]).expand(count, 4), keys)
+    return SamplingTensors(torch.tensor([[temperature, 0.0, 1.0, 0.0]]).expand(count, 4), keys)
 
 
 def places(count: int, rows: int) -> Tensor:
     return torch.arange(5, 5 + rows, dtype=torch.int32).expand(count, rows)
 
 
-def drawn(q: Tensor, sampling: SamplingBatch) -> Tensor:
+def drawn(q: Tensor, sampling: SamplingTensors) -> Tensor:
     """One draft per trial, from its law."""
     logits = q.log().expand(len(sampling.keys), 1, len(q))
-    return probs.choose(logits, places(len(logits), 1), sampling, stream=noise.DRAFT)
+    return probs.sample_tokens(logits, places(len(logits), 1), sampling, stream=noise.DRAFT)
 
 
-def one(p: Tensor, drafts: Tensor, q: Tensor | None, *, sampling: SamplingBatch) -> Verdict:
+def one(p: Tensor, drafts: Tensor, q: Tensor | None, *, sampling: SamplingTensors) -> Accepted:
     """The verdict on one draft per trial; the row behind it has the same law."""
     count = len(drafts)
     proposal = Proposal(drafts, None, None if q is None else q.expand(count, 1, len(q)))
     return Reject()(proposal, p.expand(count, 2, len(p)), places(count, 2), sampling)
 
 
-def first(proposal: Proposal, verdict: Verdict) -> np.ndarray:
+def first(proposal: Proposal, verdict: Accepted) -> np.ndarray:
     return committed(proposal, verdict)[:, :1].numpy()
 
 
@@ -87,7 +87,7 @@ def test_an_argmax_draft_scored_with_a_softmax_law_is_seen(p: Tensor, q: Tensor,
 def test_golden_acceptance_of_sample_and_match() -> None:
     """.335 for an independent draw, .40 for the argmax; and exact in law for both."""
     sampling = trials()
-    choices = probs.choose(P.log().expand(TRIALS, 2, 4), places(TRIALS, 2), sampling)
+    choices = probs.sample_tokens(P.log().expand(TRIALS, 2, 4), places(TRIALS, 2), sampling)
     for drafts, share in ((drawn(Q, sampling), 0.335), (torch.full((TRIALS, 1), 1, dtype=torch.int32), 0.40)):
         verdict = Match()(Proposal(drafts), choices)
         assert float(verdict.count.double().mean()) == pytest.approx(share, abs=4 * math.sqrt(share / TRIALS))
@@ -96,8 +96,8 @@ def test_golden_acceptance_of_sample_and_match() -> None:
 
 def test_coupled_drafts_are_accepted_nearly_as_often_as_by_rejection() -> None:
     sampling = trials()
-    choices = probs.choose(P.log().expand(TRIALS, 2, 4), places(TRIALS, 2), sampling)
-    drafts = probs.choose(Q.log().expand(TRIALS, 1, 4), places(TRIALS, 1), sampling)
+    choices = probs.sample_tokens(P.log().expand(TRIALS, 2, 4), places(TRIALS, 2), sampling)
+    drafts = probs.sample_tokens(Q.log().expand(TRIALS, 1, 4), places(TRIALS, 1), sampling)
     rate = float(Match()(Proposal(drafts), choices).count.double().mean())
     distance = 0.20  # total variation of P and Q
     assert (1 - distance) / (1 + distance) <= rate <= 1 - distance
@@ -182,7 +182,7 @@ def test_the_joint_law_of_a_chain_is_the_target_s() -> None:
     q = torch.softmax(torch.randn(3, 5, generator=generator), -1)
     sampling = trials()
     where = places(TRIALS, 4)
-    drafts = probs.choose(q.log().expand(TRIALS, 3, 5), where[:, :3], sampling, stream=noise.DRAFT)
+    drafts = probs.sample_tokens(q.log().expand(TRIALS, 3, 5), where[:, :3], sampling, stream=noise.DRAFT)
     drafts[::3, 2] = PAD
     drafts[::7, 0] = PAD
     proposal = Proposal(drafts, None, q.expand(TRIALS, 3, 5))
@@ -200,7 +200,7 @@ def test_two_drafts_are_judged_one_after_the_other() -> None:
     """Rule C14: 10/9 accepted in the example of Sun et al., 2403.10444; judged as a block it would be 11/9."""
     p, q = torch.tensor([1 / 3, 2 / 3]), torch.tensor([2 / 3, 1 / 3])
     sampling, where = trials(), places(TRIALS, 3)
-    drafts = probs.choose(q.log().expand(TRIALS, 2, 2), where[:, :2], sampling, stream=noise.DRAFT)
+    drafts = probs.sample_tokens(q.log().expand(TRIALS, 2, 2), where[:, :2], sampling, stream=noise.DRAFT)
     verdict = Reject()(Proposal(drafts, None, q.expand(TRIALS, 2, 2)), p.expand(TRIALS, 3, 2), where, sampling)
     # Of one draft 2/3 stand, and of two 4/9.
     assert float(verdict.count.double().mean()) == pytest.approx(10 / 9, abs=4 * math.sqrt(62 / 81 / TRIALS))

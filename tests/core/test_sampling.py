@@ -7,7 +7,7 @@ import torch
 
 from paceline.core import probs, reduce
 from paceline.core.errors import RequestError, SamplingError
-from paceline.core.sampling import Sampling, key_row, knob_row, sampling_batch
+from paceline.core.sampling import Sampling, param_row, sampling_tensors, seed_row
 
 
 @pytest.mark.parametrize(
@@ -43,35 +43,35 @@ def test_values_out_of_range_are_refused_by_name(values: dict[str, float], messa
 @pytest.mark.parametrize("top_k", [1 << 24, 10**9, 10**30])
 def test_a_top_k_beyond_any_vocabulary_cuts_nothing(top_k: int) -> None:
     logits = torch.randn(1, 3, 40, generator=torch.Generator().manual_seed(0))
-    off, huge = (sampling_batch([Sampling(temperature=1.0, top_k=k)]) for k in (0, top_k))
+    off, huge = (sampling_tensors([Sampling(temperature=1.0, top_k=k)]) for k in (0, top_k))
     assert probs.probabilities(logits, huge).equal(probs.probabilities(logits, off))
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_least_temperature_is_greedy_whatever_is_cut(sign: int) -> None:
     logits = sign * torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0)).abs() * 1e4
-    asked = sampling_batch([Sampling(temperature=1e-20, top_k=5), Sampling(temperature=1e-20, top_p=0.9)])
+    asked = sampling_tensors([Sampling(temperature=1e-20, top_k=5), Sampling(temperature=1e-20, top_p=0.9)])
     positions = torch.arange(6, dtype=torch.int32).view(2, 3)
-    assert torch.equal(probs.choose(logits, positions, asked), logits.argmax(-1).to(torch.int32))
+    assert torch.equal(probs.sample_tokens(logits, positions, asked), logits.argmax(-1).to(torch.int32))
 
 
 def test_the_least_top_p_is_greedy() -> None:
     """Less is 0 to a device, where nothing stood inside of it and any id came out."""
     logits = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(0))
-    asked = sampling_batch([Sampling(temperature=1.0, top_p=1e-30, seed=seed) for seed in range(2)])
+    asked = sampling_tensors([Sampling(temperature=1.0, top_p=1e-30, seed=seed) for seed in range(2)])
     positions = torch.arange(6, dtype=torch.int32).view(2, 3)
-    assert torch.equal(probs.choose(logits, positions, asked), logits.argmax(-1).to(torch.int32))
+    assert torch.equal(probs.sample_tokens(logits, positions, asked), logits.argmax(-1).to(torch.int32))
 
 
 def test_at_the_highest_temperature_what_is_banned_stays_banned() -> None:
     logits = torch.full((1, 1, 40), reduce.NEGATIVE)
     logits[..., 17:19] = torch.tensor([3.0, -3.0])
-    found = probs.probabilities(logits, sampling_batch([Sampling(temperature=1e20)]))
+    found = probs.probabilities(logits, sampling_tensors([Sampling(temperature=1e20)]))
     assert found[0, 0, 17:19].tolist() == [0.5, 0.5] and found.sum() == 1
 
 
 def test_the_default_is_greedy_and_cuts_nothing() -> None:
-    assert knob_row(Sampling()) == [0.0, 0.0, 1.0, 0.0]
+    assert param_row(Sampling()) == [0.0, 0.0, 1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -79,11 +79,11 @@ def test_the_default_is_greedy_and_cuts_nothing() -> None:
     [(0, [0, 0]), (-1, [-1, -1]), ((1 << 64) - 1, [-1, -1]), (1 << 31, [-(1 << 31), 0]), (5 + (7 << 32), [5, 7])],
 )
 def test_a_seed_is_two_signed_words(seed: int, words: list[int]) -> None:
-    assert key_row(seed) == words
+    assert seed_row(seed) == words
 
 
 def test_a_batch_keeps_slot_order_and_types() -> None:
-    made = sampling_batch([Sampling(temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=5), Sampling()])
+    made = sampling_tensors([Sampling(temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=5), Sampling()])
     assert made.knobs.tolist() == [[0.5, 3.0, 0.75, 0.25], [0.0, 0.0, 1.0, 0.0]]
     assert made.keys.tolist() == [[5, 0], [0, 0]]
     assert (made.knobs.dtype, made.keys.dtype) == (torch.float32, torch.int32)

@@ -15,7 +15,7 @@ from paceline.core import tree
 from paceline.core.acceptance.match import Match, committed
 from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import ConfigurationError
-from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Proposal
 from tests.fakes import misfit
 
@@ -102,7 +102,7 @@ def test_an_undecided_target_takes_everything_and_a_decided_one_its_own_choice_o
 @given(cases())
 def test_at_temperature_0_it_is_match(case: tuple[tuple[int, ...] | None, list[list[int]], Tensor]) -> None:
     parents, drafts, law = case
-    greedy = sampling_batch([Sampling()] * len(drafts))
+    greedy = sampling_tensors([Sampling()] * len(drafts))
     one_hot = laws.probabilities(law.log(), greedy)
     choices = one_hot.argmax(-1).to(torch.int32)
     line = parents if parents is not None else tree.chain(len(drafts[0]))
@@ -117,10 +117,10 @@ def test_at_temperature_0_it_is_match(case: tuple[tuple[int, ...] | None, list[l
 def test_the_law_of_the_text_shows_that_typical_is_lossy(rule: str, exact: bool) -> None:
     """A target that draws evenly among four tokens, and a drafter that always says the first of them."""
     count = 4000
-    sampling = sampling_batch([Sampling(temperature=1.0, seed=seed) for seed in range(count)])
+    sampling = sampling_tensors([Sampling(temperature=1.0, seed=seed) for seed in range(count)])
     logits = torch.zeros(count, 2, 4)
     positions = torch.tensor([[7, 8]], dtype=torch.int32).expand(count, 2)
-    choices = laws.choose(logits, positions, sampling)
+    choices = laws.sample_tokens(logits, positions, sampling)
     proposal = Proposal(torch.zeros(count, 1, dtype=torch.int32))
     verdict = (
         Match()(proposal, choices)

@@ -10,7 +10,7 @@ import torch
 
 from paceline import MedusaDrafter, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.eagle.tree import Chain, DynamicTree, Growth, StaticTree
+from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from paceline.medusa import checkpoint
 from paceline.medusa.config import MedusaConfig
 from tests.decoder.tiny import VOCABULARY
@@ -27,7 +27,9 @@ def medusa(target: SamplingDecoder, folder: Path, *, tree: Sequence[list[int]] =
     return SpeculativeGenerator(MedusaDrafter.from_pretrained(folder, target, tree=tree), target)
 
 
-def eagle(target: SamplingDecoder, folder: Path, *, version: int, growth: Callable[[], Growth]) -> SpeculativeGenerator:
+def eagle(
+    target: SamplingDecoder, folder: Path, *, version: int, growth: Callable[[], DraftTree]
+) -> SpeculativeGenerator:
     """A random head."""
     return SpeculativeGenerator(heads.drafter(folder, target, version, growth()), target)
 

@@ -12,19 +12,19 @@ from torch import Tensor, nn
 from paceline.core import tree
 from paceline.core.acceptance.match import Match, Reject
 from paceline.core.acceptance.typical import Typical
-from paceline.core.types import Outline, Reads
-from paceline.decoder.decoder import Body, Carry
-from paceline.decoder.steps import KeepStep, PrefillStep, WindowStep
+from paceline.core.types import DraftShape, FeatureSpec
+from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
+from paceline.decoder.steps import CompactPathStep, PrefillStep, WindowStep
 from paceline.draft.model import DraftStep
-from paceline.draft.vocab_map import Intersection, Vocabulary
+from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
 from paceline.eagle.drafter import EagleStep, ReadStep
 from paceline.eagle.head import EagleHead
-from paceline.eagle.tree import Chain, DynamicTree, Growth, StaticTree
+from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.drafter import MedusaStep
 from paceline.medusa.network import Heads
 from paceline.medusa.tree import Choices
-from paceline.target.autoregressive import PlainStep
+from paceline.target.autoregressive import AutoregressiveStep
 from paceline.target.steps import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY
 from tests.eagle.heads import config as eagle_config
@@ -37,18 +37,18 @@ FEATURES = {
 }  # fmt: skip
 """How wide the states are that a commit carries for a drafter."""
 TREE = (-1, -1, 0, 0, 1)
-DYNAMIC = Outline(4, 2, dynamic=True)
+DYNAMIC = DraftShape(4, 2, dynamic=True)
 
-draft = partial(DraftStep, length=NODES, vocabulary=Vocabulary(VOCABULARY, VOCABULARY))
-verify = partial(VerifyStep, acceptor=Match(), outline=Outline.chain(NODES))
+draft = partial(DraftStep, length=NODES, vocabulary=VocabMap(VOCABULARY, VOCABULARY))
+verify = partial(VerifyStep, acceptor=Match(), outline=DraftShape.chain(NODES))
 
 
-def fused(body: Body, reach: int) -> nn.Module:
+def fused(body: ModelWithCache, reach: int) -> nn.Module:
     """A model that drafts for its copy, which has a cache of its own."""
     return FusedStep(draft(deepcopy(body), reach, drawn=False), verify(body, reach))
 
 
-def medusa(body: Body, reach: int, *, carry: bool = False) -> nn.Module:
+def medusa(body: ModelWithCache, reach: int, *, carry: bool = False) -> nn.Module:
     """Two tied heads, and the tree they fill. ``carry``: features stay on the device."""
     shape = MedusaConfig(2, 1, body.config.hidden_size, VOCABULARY, tied=True)
     heads = Heads(shape, body.model.head, torch.float32, group=body.group)
@@ -56,47 +56,47 @@ def medusa(body: Body, reach: int, *, carry: bool = False) -> nn.Module:
     heads.fill({name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
     choices = Choices.of([[0], [1], [0, 0], [0, 1], [1, 0]])
     drafts = MedusaStep(heads, body.kernels, choices)
-    checked = verify(body, reach, outline=tree.outline(choices.parents), reads=Reads())
-    return FusedStep(drafts, checked, Carry((SLOTS, WIDTH, body.config.hidden_size)) if carry else None)
+    checked = verify(body, reach, outline=tree.draft_shape(choices.parents), reads=FeatureSpec())
+    return FusedStep(drafts, checked, FeatureBuffer((SLOTS, WIDTH, body.config.hidden_size)) if carry else None)
 
 
-def eagle(body: Body, reach: int, *, version: int, growth: Growth) -> nn.Module:
+def eagle(body: ModelWithCache, reach: int, *, version: int, growth: DraftTree) -> nn.Module:
     """A random head that borrows of the target, and the target."""
     head = eagle_head(body, version)
     reads = head.config.reads
     return FusedStep(EagleStep(head, growth, reach), verify(body, reach, outline=growth.outline, reads=reads))
 
 
-def eagle_head(body: Body, version: int) -> EagleHead:
+def eagle_head(body: ModelWithCache, version: int) -> EagleHead:
     found = random_head(eagle_config(body.config, version))
     return EagleHead(found.config, dict(found.weights), lent=body.lent, kernels=body.kernels, options=body.options)
 
 
-def some_known(body: Body, reach: int) -> nn.Module:
+def some_known(body: ModelWithCache, reach: int) -> nn.Module:
     """A draft that stops where it doubts, has tokens that the target has not, and others under other ids."""
     target = {str(number): number for number in range(VOCABULARY)}
     own = {str(number if number % 5 else -number): VOCABULARY - 1 - number for number in range(VOCABULARY)}
-    between = Intersection(target, own, sizes=(VOCABULARY, VOCABULARY))
+    between = IntersectionVocabMap(target, own, sizes=(VOCABULARY, VOCABULARY))
     return draft(body, reach, drawn=False, vocabulary=between, confidence=0.3)
 
 
-STEPS: dict[str, Callable[[Body, int], nn.Module]] = {
+STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "prefill": PrefillStep,
-    "prefill, states": partial(PrefillStep, reads=Reads((0, 2))),
+    "prefill, states": partial(PrefillStep, reads=FeatureSpec((0, 2))),
     "window": WindowStep,
     "window, tree": WindowStep,
-    "keep": KeepStep,
+    "keep": CompactPathStep,
     "verify": verify,
-    "verify nothing": partial(verify, outline=Outline.chain(0)),
+    "verify nothing": partial(verify, outline=DraftShape.chain(0)),
     "verify, reject, drawn": partial(verify, acceptor=Reject()),
     "verify, typical": partial(verify, acceptor=Typical()),
-    "verify, tree": partial(verify, outline=tree.outline(TREE)),
+    "verify, tree": partial(verify, outline=tree.draft_shape(TREE)),
     "verify, dynamic tree": partial(verify, outline=DYNAMIC),
     "draft": partial(draft, drawn=False),
     "draft, drawn": partial(draft, drawn=True),
     "draft, some known": some_known,
     "fused": fused,
-    "plain": partial(PlainStep, steps=3, width=3),
+    "plain": partial(AutoregressiveStep, steps=3, width=3),
     "fused medusa": medusa,
     "fused medusa, kept": partial(medusa, carry=True),
     "eagle 3 reads": lambda body, reach: ReadStep(eagle_head(body, 3), reach),

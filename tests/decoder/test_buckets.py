@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.decoder.backends.base import Step
-from paceline.decoder.kernels.torch_kernels import Place, Reference, Tree
+from paceline.decoder.kernels.torch_kernels import CachePosition, TorchKernels, Tree
 from paceline.draft.model import ModelDrafter
-from paceline.draft.vocab_map import Vocabulary
+from paceline.draft.vocab_map import VocabMap
 from tests.decoder.test_decoder import loaded
 from tests.decoder.tiny import Workshop
 from tests.equality.laws import LAWS, plain, run, texts
@@ -102,7 +102,7 @@ def test_what_a_draft_missed_is_read_in_small_graphs_from_any_row_on(
     assert [maker.sample([prompt], max_new_tokens=60).tolist() for prompt in prompts] == single
     caught_up = [name for name in asked if "prefill" in name]
     assert caught_up.count("prefill[16]") > len(prompts) and caught_up.count("prefill[64]") == 2, caught_up
-    reader = ModelDrafter(draft, 2, vocabulary=Vocabulary(96, 96))
+    reader = ModelDrafter(draft, 2, vocabulary=VocabMap(96, 96))
     for start in range(128):
         for count in (1, 16, 17, 64, 70):
             if start + count <= 128:
@@ -123,7 +123,7 @@ def test_on_eager_a_row_has_the_same_bits_in_every_bucket(width: int, parents: l
 
     def attended(reach: int) -> Tensor:
         own = (cache[0].clone(), cache[1].clone())
-        return Reference().attend((q, k, v), own, Place(row, count, slots, reach, tree=shape))
+        return TorchKernels().attend((q, k, v), own, CachePosition(row, count, slots, reach, tree=shape))
 
     near = attended(105)
     assert all(torch.equal(attended(reach), near) for reach in (128, 200, 256, 300, 512, 1000))

@@ -11,15 +11,15 @@ from torch.export import ExportedProgram
 
 from paceline.core import tree
 from paceline.core.acceptance.match import Match, Reject
-from paceline.core.types import Outline, Reads
+from paceline.core.types import DraftShape, FeatureSpec
 from paceline.decoder.steps import PrefillStep, WindowStep
 from paceline.draft.model import DraftStep
-from paceline.draft.vocab_map import Vocabulary
+from paceline.draft.vocab_map import VocabMap
 from paceline.target.steps import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 SLOTS, NODES, WIDTH = 4, 3, 5
-CHAIN, TREE, GROWN = Outline.chain(NODES), (-1, -1, 0), Outline(NODES, 3, dynamic=True)
+CHAIN, TREE, GROWN = DraftShape.chain(NODES), (-1, -1, 0), DraftShape(NODES, 3, dynamic=True)
 FORBIDDEN = {
     "sort",
     "topk",
@@ -42,16 +42,16 @@ FORBIDDEN = {
 }
 """Data-dependent shapes and branches, state of a random generator, and reductions whose ties are the backend's."""
 
-draft_step = partial(DraftStep, length=NODES, vocabulary=Vocabulary(VOCABULARY, VOCABULARY))
+draft_step = partial(DraftStep, length=NODES, vocabulary=VocabMap(VOCABULARY, VOCABULARY))
 STEPS = {
     "prefill": PrefillStep,
     "window": WindowStep,
     "verify": partial(VerifyStep, outline=CHAIN, acceptor=Match()),
-    "verify nothing": partial(VerifyStep, outline=Outline.chain(0), acceptor=Match()),
+    "verify nothing": partial(VerifyStep, outline=DraftShape.chain(0), acceptor=Match()),
     "verify, reject": partial(VerifyStep, outline=CHAIN, acceptor=Reject()),
     "verify, reject, drawn": partial(VerifyStep, outline=CHAIN, acceptor=Reject()),
-    "verify, tree": partial(VerifyStep, outline=tree.outline(TREE), acceptor=Match(), reads=Reads()),
-    "verify, grown": partial(VerifyStep, outline=GROWN, acceptor=Match(), reads=Reads((0, 2))),
+    "verify, tree": partial(VerifyStep, outline=tree.draft_shape(TREE), acceptor=Match(), reads=FeatureSpec()),
+    "verify, grown": partial(VerifyStep, outline=GROWN, acceptor=Match(), reads=FeatureSpec((0, 2))),
     "fused": lambda body, reach: FusedStep(
         draft_step(body, reach, drawn=False), VerifyStep(body, reach, outline=CHAIN, acceptor=Match())
     ),

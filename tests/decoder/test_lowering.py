@@ -12,11 +12,11 @@ from torch import Tensor, fx, nn
 from paceline.core.errors import BackendError
 from paceline.decoder.compile import graph_lint
 from paceline.decoder.compile.lowering import Lowered, constants_of, lower, state_of
-from paceline.decoder.decoder import Body
-from paceline.decoder.kernels.traceable import GraphKernels
+from paceline.decoder.decoder import ModelWithCache
+from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel import sharding
-from paceline.decoder.parallel.collectives import Fabric
+from paceline.decoder.parallel.collectives import DeviceGroup
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.target.steps import FusedStep
@@ -27,10 +27,10 @@ CASES = ("prefill", "keep", "verify, reject, drawn", "verify, dynamic tree", "dr
 
 
 @pytest.fixture(scope="module")
-def body(workshop: Workshop) -> Body:
+def body(workshop: Workshop) -> ModelWithCache:
     decoder = workshop.decoder()
     weights = {name: value.clone() for name, value in network_weights(workshop).items()}
-    made = Body(decoder.config, decoder.options, weights, kernels=GraphKernels()).eval()
+    made = ModelWithCache(decoder.config, decoder.options, weights, kernels=TraceableKernels()).eval()
     for cache in made.caches:
         for part in cache:
             torch.nn.init.normal_(part)
@@ -51,7 +51,9 @@ def test_all_ranks_of_a_divided_model_have_the_same_graph(workshop: Workshop) ->
     options = replace(workshop.decoder().options, layout=layout)
     for rank in (0, 3):
         weights = load_weights(path, config, options.dtype, shard=Shard(config, layout, rank))
-        body = Body(config, options, weights, kernels=GraphKernels(), rank=rank, group=Fabric(4)).eval()
+        body = ModelWithCache(
+            config, options, weights, kernels=TraceableKernels(), rank=rank, group=DeviceGroup(4)
+        ).eval()
         lowered = lower("prefill", STEPS["prefill"](body, 128), inputs("prefill", 1))
         assert graph_lint.lint(lowered) == []
         graphs.append(lowered.graph.code)
@@ -61,7 +63,7 @@ def test_all_ranks_of_a_divided_model_have_the_same_graph(workshop: Workshop) ->
 
 
 @pytest.fixture(scope="module", params=CASES)
-def made(request: pytest.FixtureRequest, body: Body) -> tuple[str, nn.Module, Lowered]:
+def made(request: pytest.FixtureRequest, body: ModelWithCache) -> tuple[str, nn.Module, Lowered]:
     name = request.param
     step = STEPS[name](body, 128)
     return name, step, lower(name, step, inputs(name, 1))
@@ -94,7 +96,7 @@ def test_no_finding(made: Made) -> None:
     assert graph_lint.lint(made[2]) == []
 
 
-def test_other_values_give_the_same_graph(body: Body) -> None:
+def test_other_values_give_the_same_graph(body: ModelWithCache) -> None:
     for name in ("prefill", "window"):
         step = STEPS[name](body, 128)
         texts = {str(lower(name, step, inputs(name, seed)).graph.code) for seed in (5, 6)}
@@ -114,7 +116,9 @@ def test_every_row_number_is_in_range_at_the_ends_of_a_cache(made: Made, row: in
 
 
 @pytest.mark.parametrize(("name", "rows"), [("prefill", [0, 64 - 16]), ("window, tree", [0, 64 - 3, 63, 64, 127, 140])])
-def test_rows_are_in_range_at_the_ends_of_a_smaller_bucket_too(body: Body, name: str, rows: list[int]) -> None:
+def test_rows_are_in_range_at_the_ends_of_a_smaller_bucket_too(
+    body: ModelWithCache, name: str, rows: list[int]
+) -> None:
     """A chunk of a prompt never crosses a border; a slot without a request may name any row."""
     step = STEPS[name](body, 64)
     lowered = lower(name, step, inputs(name, 1))
@@ -224,7 +228,7 @@ def test_constants_made_while_tracing_are_named() -> None:
     assert graph_lint.lint(lowered) == []
 
 
-def test_one_decoder_on_both_sides_of_a_fused_round_is_refused_with_the_remedy(body: Body) -> None:
+def test_one_decoder_on_both_sides_of_a_fused_round_is_refused_with_the_remedy(body: ModelWithCache) -> None:
     both = FusedStep(draft(body, 128, drawn=False), verify(body, 128))
     with pytest.raises(BackendError, match="load it twice, or pass fused=False"):
         lower("fused", both, inputs("fused", 1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.decoder.kernels.torch_kernels import Place, Reference
+from paceline.decoder.kernels.torch_kernels import CachePosition, TorchKernels
 from paceline.decoder.native.ops import Native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -29,9 +29,9 @@ class Case:
     slots: list[int]
 
     @property
-    def place(self) -> Place:
+    def place(self) -> CachePosition:
         row, count, slots = (torch.tensor(x, dtype=torch.int32) for x in (self.row, self.count, self.slots))
-        return Place(row, count, slots, ROWS)
+        return CachePosition(row, count, slots, ROWS)
 
     def copied(self) -> Case:
         return replace(self, cache=(self.cache[0].clone(), self.cache[1].clone()))
@@ -56,7 +56,7 @@ def case(
     return Case(qkv, cache, [0, 37, 65 - window], [window, window, window], [2, 0, 3])
 
 
-def attend(kernels: Native | Reference, given: Case) -> Tensor:
+def attend(kernels: Native | TorchKernels, given: Case) -> Tensor:
     return kernels.attend(given.qkv, given.cache, given.place)
 
 
@@ -86,7 +86,7 @@ def test_it_is_attention(native: Native, heads: str, width: int, dtype: torch.dt
         given = case(HEADS[heads], width, dtype=dtype, window=window, seed=window)
         made = attend(native, given.copied())
         torch.testing.assert_close(made.double(), textbook(given), rtol=1e-5, atol=3e-6)
-        torch.testing.assert_close(made, attend(Reference(), given.copied()), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(made, attend(TorchKernels(), given.copied()), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

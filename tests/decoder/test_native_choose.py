@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from paceline.core import noise, probs
-from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import SamplingBatch
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import SamplingTensors
 from paceline.decoder.native.ops import Native
 
 SIZES = [1, 7, 8, 100, 4096]
@@ -43,25 +43,25 @@ def places(rows: int = 6) -> Tensor:
 @pytest.mark.parametrize("stream", [noise.TARGET, noise.DRAFT])
 @pytest.mark.parametrize("size", SIZES)
 def test_it_is_the_choice_of_the_law(native: Native, size: int, stream: int) -> None:
-    sampling = sampling_batch(KNOBS)
+    sampling = sampling_tensors(KNOBS)
     for seed, spread in ((0, 3.0), (1, 0.1), (2, 30.0)):
         x = logits(size, seed=seed, spread=spread)
         chosen = native.choose(x, places(), sampling, stream=stream)
         assert chosen.dtype == torch.int32
-        assert torch.equal(chosen, probs.choose(x, places(), sampling, stream=stream))
+        assert torch.equal(chosen, probs.sample_tokens(x, places(), sampling, stream=stream))
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_ties_fall_as_in_the_law(native: Native, size: int) -> None:
     """Logits of a few values: every cut goes through a group of equals."""
-    sampling = sampling_batch(KNOBS)
+    sampling = sampling_tensors(KNOBS)
     for levels in (1, 2, 3):
         x = torch.randint(levels, (len(KNOBS), 6, size), generator=torch.Generator().manual_seed(levels)).float()
-        assert torch.equal(native.choose(x, places(), sampling), probs.choose(x, places(), sampling))
+        assert torch.equal(native.choose(x, places(), sampling), probs.sample_tokens(x, places(), sampling))
 
 
-def one(sampling: Sampling) -> SamplingBatch:
-    return sampling_batch([sampling])
+def one(sampling: Sampling) -> SamplingTensors:
+    return sampling_tensors([sampling])
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -108,7 +108,7 @@ def test_zero_logits_choose_the_largest_noise(native: Native) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf")])
 def test_junk_gives_a_legal_id_and_stays_in_its_row(native: Native, size: int, junk: float) -> None:
-    sampling = sampling_batch(KNOBS)
+    sampling = sampling_tensors(KNOBS)
     x = logits(size)
     clean = native.choose(x, places(), sampling)
     dirty = x.clone()
@@ -119,17 +119,17 @@ def test_junk_gives_a_legal_id_and_stays_in_its_row(native: Native, size: int, j
 
 
 def test_a_row_is_chosen_alike_in_every_company(native: Native) -> None:
-    sampling, x, at = sampling_batch(KNOBS), logits(100), places()
+    sampling, x, at = sampling_tensors(KNOBS), logits(100), places()
     whole = native.choose(x, at, sampling)
     for b in range(len(KNOBS)):
-        alone = SamplingBatch(sampling.knobs[b : b + 1], sampling.keys[b : b + 1])
+        alone = SamplingTensors(sampling.knobs[b : b + 1], sampling.keys[b : b + 1])
         for t in range(6):
             row = native.choose(x[b : b + 1, t : t + 1].contiguous(), at[b : b + 1, t : t + 1], alone)
             assert int(row) == int(whole[b, t])
 
 
 def test_threads_change_nothing(native: Native, restored_threads: None) -> None:
-    sampling, x = sampling_batch(KNOBS), logits(4096)
+    sampling, x = sampling_tensors(KNOBS), logits(4096)
     seen = []
     for threads in (1, 2, 3, 8):
         torch.set_num_threads(threads)
@@ -138,7 +138,7 @@ def test_threads_change_nothing(native: Native, restored_threads: None) -> None:
 
 
 def test_inputs_are_left_alone(native: Native) -> None:
-    sampling, x = sampling_batch(KNOBS), logits(100)
+    sampling, x = sampling_tensors(KNOBS), logits(100)
     before = x.clone()
     native.choose(x, places(), sampling)
     assert torch.equal(x, before)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from paceline.core import tree
-from paceline.decoder.kernels.torch_kernels import AttentionWeights, MlpWeights, Place, Reference, Tree
+from paceline.decoder.kernels.torch_kernels import AttentionWeights, CachePosition, MlpWeights, TorchKernels, Tree
 from paceline.decoder.models.llama import gated_mlp, rms_norm
 from paceline.decoder.models.rope import RopeConfig, apply_rope, rope_tables
 from paceline.decoder.native.ops import Native
-from paceline.decoder.parallel.collectives import Alone
+from paceline.decoder.parallel.collectives import SingleRank
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 WIDTH, HEADS, GROUPS, D, MLP, ROWS = 40, 4, 2, 12, 52, 64
@@ -60,25 +60,25 @@ def layer(dtype: torch.dtype, *, biased: bool) -> Layer:
     )
 
 
-def place(counts: Sequence[int], window: int, *, parents: tuple[int, ...] | None = None) -> Place:
+def place(counts: Sequence[int], window: int, *, parents: tuple[int, ...] | None = None) -> CachePosition:
     row, count, slots = (torch.tensor(x, dtype=torch.int32) for x in (START, counts, [2, 0, 1]))
     shape = None
     if parents is not None:
-        shape = Tree.of(torch.tensor([tree.window_rows(parents)] * 3, dtype=torch.int32))
+        shape = Tree.of(torch.tensor([tree.verify_rows(parents)] * 3, dtype=torch.int32))
         assert shape.parents.shape[1] == window
-    return Place(row, count, slots, ROWS, padded=True, tree=shape)
+    return CachePosition(row, count, slots, ROWS, padded=True, tree=shape)
 
 
-def rotation(at: Place, window: int) -> tuple[Tensor, Tensor]:
+def rotation(at: CachePosition, window: int) -> tuple[Tensor, Tensor]:
     cos, sin = rope_tables(RopeConfig(), D, ROWS)
     rows = at.positions(window)
     return cos[rows].unsqueeze(2), sin[rows].unsqueeze(2)
 
 
-def plain(made: Layer, hidden: Tensor, at: Place, cache: tuple[Tensor, Tensor]) -> Tensor:
+def plain(made: Layer, hidden: Tensor, at: CachePosition, cache: tuple[Tensor, Tensor]) -> Tensor:
     """The first half from the parts that every backend has."""
     w, window = made.attention, hidden.shape[1]
-    reference, turn = Reference(), rotation(at, window)
+    reference, turn = TorchKernels(), rotation(at, window)
     mixed = reference.linear(rms_norm(hidden, w.norm.float(), w.eps), w.qkv)
     mixed = mixed if w.qkv_bias is None else mixed + w.qkv_bias.float()
     q, k, v = mixed.unflatten(-1, (-1, D)).split((HEADS, GROUPS, GROUPS), dim=2)
@@ -125,7 +125,7 @@ def test_the_mlp_is_what_its_parts_compute(native: Native, dtype: torch.dtype, b
     made, hidden = layer(dtype, biased=biased), numbers(3, window, WIDTH, seed=20)
     w = made.mlp
     wide = replace(w, **{name: None if x is None else x.float() for name, x in _tensors(w).items()})
-    wanted = gated_mlp(hidden, wide, kernels=Reference(), group=Alone())
+    wanted = gated_mlp(hidden, wide, kernels=TorchKernels(), group=SingleRank())
     torch.testing.assert_close(native.mlp(hidden, w), wanted, rtol=1e-4, atol=1e-4)
     counts = [window, window // 2, 0]
     found = native.mlp(hidden, w, torch.tensor(counts, dtype=torch.int32))
@@ -150,7 +150,7 @@ def test_a_row_has_the_same_bits_in_every_company(native: Native, restored_threa
             hidden = text[:, begin : begin + window]
             count = torch.full((3,), hidden.shape[1], dtype=torch.int32)
             row = torch.tensor(START, dtype=torch.int32) + begin
-            at = Place(row, count, torch.tensor([2, 0, 1], dtype=torch.int32), ROWS)
+            at = CachePosition(row, count, torch.tensor([2, 0, 1], dtype=torch.int32), ROWS)
             half = native.attention(hidden, made.attention, at, cache=cache, rotation=rotation(at, hidden.shape[1]))
             parts.append(native.mlp(half, made.mlp))
         return torch.cat(parts, 1), *cache

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import BackendError
-from paceline.core.types import Room, Told
+from paceline.core.types import MultiRoundLimits, RoundReport
 from paceline.decoder.backends.inductor import _Package
 from paceline.decoder.native.rounds import Rounds
 from paceline.engine import rounds
-from paceline.target.multi_round import in_a_row
+from paceline.target.multi_round import multi_round
 from tests.decoder.tiny import Workshop, fresh
 from tests.equality.laws import PROMPTS, run
 
@@ -28,11 +28,11 @@ def test_the_same_rounds(
     native, rows = _Package.again, list[int]()
 
     def both(
-        step: _Package, inputs: list[Tensor], seconds: float, room: Room | None
-    ) -> tuple[list[Told], list[Tensor]]:
+        step: _Package, inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
+    ) -> tuple[list[RoundReport], list[Tensor]]:
         told, made = native(step, inputs, seconds, room)
         # Once more over the same cache: what it overwrites is what it read.
-        expected, last = in_a_row(step, lean=False)(inputs, seconds, room)
+        expected, last = multi_round(step, lean=False)(inputs, seconds, room)
         assert [(one.tokens, one.drafted) for one in told] == [(one.tokens, one.drafted) for one in expected]
         assert all(one.seconds > 0 for one in told)
         assert len(made) == len(last) == 3
@@ -57,7 +57,7 @@ def test_a_budget_of_time_is_kept(workshop: Workshop, monkeypatch: pytest.Monkey
     calls: list[int] = []
     original = Rounds.__call__
 
-    def counted(*given: object) -> tuple[list[Told], list[Tensor]]:
+    def counted(*given: object) -> tuple[list[RoundReport], list[Tensor]]:
         told, made = original(*given)  # type: ignore[arg-type]
         calls.append(len(told))
         return told, made

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.core import tree
 from paceline.core.types import PAD
-from paceline.decoder.kernels.torch_kernels import Kernels, Place, Reference, Tree
+from paceline.decoder.kernels.torch_kernels import CachePosition, Kernels, TorchKernels, Tree
 from paceline.decoder.native.ops import Native
 from tests.decoder.test_native_attend import DTYPES, HEADS, Case, case
 
@@ -20,10 +20,10 @@ TREE = (-1, -1, 0, 0, 1, 2, 5, 4)
 
 
 def rows_of(parents: tuple[int, ...], lines: int) -> Tensor:
-    return torch.tensor([tree.window_rows(parents)] * lines, dtype=torch.int32)
+    return torch.tensor([tree.verify_rows(parents)] * lines, dtype=torch.int32)
 
 
-def planted(given: Case, parents: tuple[int, ...]) -> Place:
+def planted(given: Case, parents: tuple[int, ...]) -> CachePosition:
     return replace(given.place, tree=Tree.of(rows_of(parents, 3)))
 
 
@@ -58,7 +58,7 @@ def test_a_node_has_the_bits_of_a_chain_of_its_ancestors(heads: str, dtype: torc
 def test_any_tree_agrees_with_plain_pytorch_and_with_its_chains(parents: tuple[int, ...]) -> None:
     start = case(window=len(parents) + 1)
     made = {}
-    for kernels in (Native(), Reference()):
+    for kernels in (Native(), TorchKernels()):
         made[kernels.width_free] = kernels.attend(start.qkv, start.copied().cache, planted(start, parents))
     torch.testing.assert_close(made[True], made[False], rtol=1e-4, atol=1e-5)
     for node in range(len(parents)):
@@ -67,7 +67,7 @@ def test_any_tree_agrees_with_plain_pytorch_and_with_its_chains(parents: tuple[i
         assert torch.equal(made[True][:, node + 1], wanted)
 
 
-@pytest.mark.parametrize("kernels", [Native(), Reference()], ids=["native", "plain"])
+@pytest.mark.parametrize("kernels", [Native(), TorchKernels()], ids=["native", "plain"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_keep_leaves_the_cache_a_chain_would_have_left(kernels: Kernels, dtype: torch.dtype) -> None:
     start = case(dtype=dtype, window=9)

@@ -13,7 +13,7 @@ from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.llama_layout import expected_tensors
-from paceline.decoder.parallel.sharding import GQA, Layout, Shard, layout, obstacle
+from paceline.decoder.parallel.sharding import GQA, Layout, Shard, layout, why_not_divisible
 from paceline.decoder.weights import checkpoint, files
 from tests.decoder.tiny import Workshop
 
@@ -120,7 +120,7 @@ def test_backends_of_one_rank_say_so(workshop: Workshop) -> None:
 
 
 def test_columns_of_the_mlp_and_parts_of_keys_must_divide_too(workshop: Workshop) -> None:
-    assert "columns of the MLP" in obstacle(config(workshop, intermediate_size=46), 4)
+    assert "columns of the MLP" in why_not_divisible(config(workshop, intermediate_size=46), 4)
     with pytest.raises(ConfigurationError, match="no even part"):
         layout(config(workshop, num_heads=12, num_kv_heads=1, head_dim=8), 3, GQA.ALL_GATHER_HEADS)
 

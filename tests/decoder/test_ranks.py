@@ -23,7 +23,7 @@ from paceline.core.errors import CheckpointError, ConfigurationError, RankError
 from paceline.decoder import steps
 from paceline.decoder.backends.ranked import RankedBackend
 from paceline.decoder.parallel.ranks import Ranks
-from paceline.eagle.tree import Chain, DynamicTree, Growth
+from paceline.eagle.tree import Chain, DraftTree, DynamicTree
 from paceline.medusa import checkpoint as medusa
 from paceline.medusa.config import MedusaConfig
 from tests.decoder.tiny import CHUNK, VOCABULARY, Workshop
@@ -117,7 +117,7 @@ def test_medusa(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, tie
     ("version", "growth", "law"), [(1, Chain(3), "greedy"), (3, DynamicTree(5, depth=2, width=2), "sampled")]
 )
 def test_eagle(
-    workshop: Workshop, target: SamplingDecoder, tmp_path: Path, version: int, growth: Growth, law: str
+    workshop: Workshop, target: SamplingDecoder, tmp_path: Path, version: int, growth: DraftTree, law: str
 ) -> None:
     drafted = []
     for model in (load(workshop, 1), target):

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from paceline.core.errors import ConfigurationError, StorageError
 from paceline.decoder import environment
 from paceline.decoder.compile import cache
-from paceline.decoder.weights.atomic_write import save_pickle, save_tensors, storing
+from paceline.decoder.weights.atomic_write import atomic_write, save_pickle, save_tensors
 from paceline.decoder.weights.files import write_weight_file
 from paceline.training.state import RunState
 
@@ -87,7 +87,7 @@ def test_who_is_told_to_end_in_the_middle_of_a_change_ends_behind_it(tmp_path: P
 def test_text_says_its_place_and_the_system_s_reason(tmp_path: Path) -> None:
     path = tmp_path / "no folder" / "log.jsonl"
     said = r"log.jsonl cannot be written \(No such file or directory\); make room"
-    with pytest.raises(StorageError, match=said), storing(path), path.open("a"):
+    with pytest.raises(StorageError, match=said), atomic_write(path), path.open("a"):
         pass
 
 
@@ -114,5 +114,5 @@ def test_a_user_without_a_home_is_told_to_name_a_cache(monkeypatch: pytest.Monke
 
 
 def test_what_is_not_the_disks_fault_is_not_put_down_to_it(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="g\\+\\+"), storing(tmp_path):
+    with pytest.raises(FileNotFoundError, match="g\\+\\+"), atomic_write(tmp_path):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "g++")

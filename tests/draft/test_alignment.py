@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.types import Commit
-from paceline.draft.copy_tracker import Alignment
+from paceline.draft.copy_tracker import CopyTracker
 from paceline.draft.suffix import SuffixDrafter
 
 SOURCE = list(range(100, 160))
@@ -20,8 +20,8 @@ def commit(tokens: list[int], start: int) -> Commit:
     return Commit(row, torch.tensor([len(tokens)], dtype=torch.int32), torch.tensor([start], dtype=torch.int32))
 
 
-def aligned(run: int = 32) -> Alignment:
-    made = Alignment()
+def aligned(run: int = 32) -> CopyTracker:
+    made = CopyTracker()
     made.begin(SOURCE, 0, run)
     return made
 
@@ -34,7 +34,7 @@ def test_what_is_repeated_goes_on(run: int, count: int, ahead: int) -> None:
 
 
 def test_a_changed_token_is_no_end_and_is_changed_again() -> None:
-    text = Alignment()
+    text = CopyTracker()
     text.begin([1, 5, 2, 5, 3, 5, 4], 0, 32)
     text.follow([1, 9])
     assert text.run == 33 // 8 and text.ahead(4) == [2, 5, 3, 5], "it may be a change or the end"
@@ -63,14 +63,14 @@ def test_two_tokens_in_a_row_end_it() -> None:
 
 def test_what_is_no_token_ends_it() -> None:
     """As between two outputs in a corpus."""
-    text = Alignment()
+    text = CopyTracker()
     text.begin([*SOURCE, -2, 1, 2, 3], 0, 32)
     text.follow([*SOURCE, 9, 1])
     assert text.run == 0
 
 
 def test_a_text_that_repeats_nothing_is_not_followed() -> None:
-    text = Alignment()
+    text = CopyTracker()
     text.follow([1, 2, 3])
     assert text.run == 0 and text.ahead(3) == []
 

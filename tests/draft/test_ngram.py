@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import PAD, Bounds, Commit, Proposal, SamplingBatch
+from paceline.core.types import PAD, Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.function import lift
 from paceline.draft.ngram import NgramDrafter
 
@@ -24,8 +24,8 @@ def commit(rows: list[list[int]], width: int = 4) -> Commit:
 
 def propose(drafter: object, last: Commit, limit: int = 9) -> list[list[int]]:
     slots = len(last.tokens)
-    sampling = SamplingBatch(torch.zeros(slots, 4), torch.zeros(slots, 2, dtype=torch.int32))
-    made: Proposal = drafter.propose(last, sampling, Bounds(ints([[limit] * slots])[0], 9))  # type: ignore[attr-defined]
+    sampling = SamplingTensors(torch.zeros(slots, 4), torch.zeros(slots, 2, dtype=torch.int32))
+    made: Proposal = drafter.propose(last, sampling, RoundLimits(ints([[limit] * slots])[0], 9))  # type: ignore[attr-defined]
     assert made.law is None
     assert made.tokens.dtype == torch.int32
     return made.tokens.tolist()

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from paceline import GenerationResult, Reencoding, SpeculativeGenerator
+from paceline import GenerationResult, SpeculativeGenerator, TokenizerPair
 from paceline.core.errors import ConfigurationError, PairingError
-from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
-from paceline.draft.retokenize_text import Committed, Encoded
-from paceline.draft.retokenizing import ReencodingDrafter
+from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
+from paceline.draft.retokenize_text import DraftText, TargetText
+from paceline.draft.retokenizing import RetokenizingDrafter
 from tests.draft.tokenizers_of_two import CORPUS, TEXT, by_heart, bytes_merged, marked_words
 from tests.fakes import TableDecoder, table
 
@@ -26,10 +26,10 @@ HEATS: list[dict[str, object]] = [
 ]
 
 
-class Watched(ReencodingDrafter):
+class Watched(RetokenizingDrafter):
     """Keeps its proposals, and checks after each that the draft's cache is what it takes it to be."""
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         made = super().propose(commit, sampling, bounds)
         for slot, text in self._texts.items():
             ids = text.encoded.ids(text.committed.text)
@@ -49,7 +49,7 @@ def decoder(tokenizer: PreTrainedTokenizerFast, *, slots: int = 2, reach: int = 
 
 
 def drafter(draft: TableDecoder, k: int, ours: object, theirs: object, **given: object) -> Watched:
-    return Watched(draft, k, tokenizers=Reencoding(target=theirs, draft=ours), **given)  # type: ignore[arg-type]
+    return Watched(draft, k, tokenizers=TokenizerPair(target=theirs, draft=ours), **given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("heat", HEATS)
@@ -127,7 +127,7 @@ def test_a_text_longer_than_the_draft_s_context_goes_on_without_it(heat: dict) -
 def test_what_continues_a_text_says_what_was_asked(text: str, cut: int, marked: bool, fine: bool) -> None:
     tokenizer = MARKED if marked else FINE if fine else COARSE
     ids = tokenizer.encode(text)
-    side = Committed(tokenizer, ids[:cut])
+    side = TargetText(tokenizer, ids[:cut])
     whole = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert whole.startswith(side.text)
     rest = side.continued(whole[len(side.text) :])
@@ -148,7 +148,7 @@ def test_only_the_end_of_a_long_text_is_encoded_anew(tokenizer: PreTrainedTokeni
 
         decode = staticmethod(tokenizer.decode)
 
-    text, grown = (CORPUS[0] + " ") * 40, Encoded(Counting())
+    text, grown = (CORPUS[0] + " ") * 40, DraftText(Counting())
     for end in range(0, len(text), 7):
         assert grown.ids(text[:end]) == tokenizer.encode(text[:end])
     assert Counting.longest < len(text) / 2
@@ -173,7 +173,7 @@ def test_without_tokenizers_the_pair_is_refused(tmp_path: Path) -> None:
         SpeculativeGenerator(
             draft,
             target,
-            vocabulary=Reencoding(target=COARSE, draft=FINE.backend_tokenizer),  # type: ignore[arg-type]
+            vocabulary=TokenizerPair(target=COARSE, draft=FINE.backend_tokenizer),  # type: ignore[arg-type]
         )
     with pytest.raises(ConfigurationError, match="cannot share a graph"):
         SpeculativeGenerator(draft, target, vocabulary="re-encoding", fused=True).sample(prompts, max_new_tokens=9)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline import SpeculativeGenerator, lift
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import PAD, Bounds, Commit, SamplingBatch
+from paceline.core.types import PAD, Commit, RoundLimits, SamplingTensors
 from paceline.draft.suffix import Corpus, SuffixDrafter
 from paceline.draft.suffix_index import SuffixAutomaton
 from tests.decoder.tiny import Workshop
@@ -72,8 +72,8 @@ def commit(tokens: list[int], start: int) -> Commit:
 def proposed(drafter: SuffixDrafter, slot: int = 0) -> list[int]:
     slots = slot + 1
     empty = Commit(torch.zeros(slots, 1).int(), torch.ones(slots).int(), torch.zeros(slots).int())
-    knobs = SamplingBatch(torch.zeros(slots, 4), torch.zeros(slots, 2).int())
-    row = drafter.propose(empty, knobs, Bounds(torch.full((slots,), 9).int(), 1)).tokens[slot].tolist()
+    knobs = SamplingTensors(torch.zeros(slots, 4), torch.zeros(slots, 2).int())
+    row = drafter.propose(empty, knobs, RoundLimits(torch.full((slots,), 9).int(), 1)).tokens[slot].tolist()
     return [token for token in row if token != PAD]
 
 

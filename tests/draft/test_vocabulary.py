@@ -7,7 +7,7 @@ import torch
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError, PairingError
-from paceline.draft.vocab_map import Intersection, Vocabulary
+from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
 from tests.decoder.tiny import Workshop
 from tests.fakes import TableDecoder, near, table
 
@@ -18,7 +18,7 @@ WORDS = {f"w{i}": i for i in range(V)}
 
 
 def test_ids_and_logits_go_through_the_tokens_both_have() -> None:
-    made = Intersection({"a": 0, "b": 1, "c": 2}, {"c": 0, "x": 1, "a": 3}, sizes=(4, 5), unknown=1)
+    made = IntersectionVocabMap({"a": 0, "b": 1, "c": 2}, {"c": 0, "x": 1, "a": 3}, sizes=(4, 5), unknown=1)
     assert made.shared == 2
     assert made.ids([0, 1, 2, 3]) == [3, 1, 0, 1]
     assert made.known(torch.tensor([0, 1, 2, -1], dtype=torch.int32)).tolist() == [3, 1, 0, 3]
@@ -28,10 +28,10 @@ def test_ids_and_logits_go_through_the_tokens_both_have() -> None:
 
 
 def test_the_same_ids_are_cut_at_the_shorter_end() -> None:
-    made = Vocabulary(6, 4)
+    made = VocabMap(6, 4)
     assert made.ids([0, 5]) == [0, 3]
     assert made.logits(torch.zeros(2, 4)).shape == (2, 4)
-    assert Vocabulary(3, 4).logits(torch.zeros(4)).shape == (3,)
+    assert VocabMap(3, 4).logits(torch.zeros(4)).shape == (3,)
 
 
 def shuffled(seed: int, kept: int) -> tuple[torch.Tensor, dict[str, int]]:
@@ -81,6 +81,6 @@ def test_equal_vocabularies_meet_in_all_of_them(workshop: Workshop) -> None:
     wanted = plain.sample(PROMPTS, max_new_tokens=20)
     size = target.config.vocab_size
     words = {str(i): i for i in range(size)}
-    plain.drafter.vocabulary = Intersection(words, words, sizes=(size, size))  # type: ignore[union-attr]
+    plain.drafter.vocabulary = IntersectionVocabMap(words, words, sizes=(size, size))  # type: ignore[union-attr]
     assert torch.equal(plain.sample(PROMPTS, max_new_tokens=20), wanted)
     assert plain.statistics.accepted > 0

@@ -22,7 +22,7 @@ from paceline.eagle import checkpoint, initial
 from paceline.eagle.checkpoint import Checkpoint, expected
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.tree import Growth
+from paceline.eagle.tree import DraftTree
 from tests.decoder.tiny import VOCABULARY
 
 DRAFTED = 48
@@ -47,7 +47,7 @@ def random_head(sizes: EagleConfig, *, seed: int = 1) -> Checkpoint:
     return Checkpoint(sizes, weights, None)
 
 
-def drafter(folder: Path, target: SamplingDecoder, version: int, growth: Growth, **changes: object) -> EagleDrafter:
+def drafter(folder: Path, target: SamplingDecoder, version: int, growth: DraftTree, **changes: object) -> EagleDrafter:
     """A drafter with a random head, through the disk."""
     made = random_head(config(target.config, version, **changes))
     checkpoint.save(folder, made)

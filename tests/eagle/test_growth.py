@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.core import noise, reduce
-from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.eagle.tree import Chain, best, gumbel, kept
 from tests.decoder.tiny import Workshop
 from tests.eagle.heads import drafter
@@ -30,7 +30,7 @@ def test_the_first_pick_of_a_tree_is_the_pick_of_a_chain(
     workshop: Workshop, tmp_path: Path, temperature: float
 ) -> None:
     head = drafter(tmp_path, workshop.decoder(slots=4), 3, Chain(2)).head
-    sampling = sampling_batch([Sampling(temperature=temperature, seed=seed) for seed in range(4)])
+    sampling = sampling_tensors([Sampling(temperature=temperature, seed=seed) for seed in range(4)])
     positions = torch.tensor([[3], [70], [5], [90]], dtype=torch.int32)
     hidden = torch.randn(4, 1, head.config.hidden_size)
     worth, picks = best(head, hidden, 3, sampling=sampling, positions=positions)

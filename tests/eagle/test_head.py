@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from paceline import SpeculativeGenerator
-from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import Bounds, Commit
-from paceline.decoder.kernels.torch_kernels import Reference
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import Commit, RoundLimits
+from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.head import EagleHead
 from paceline.eagle.network import EagleNetwork
-from paceline.eagle.tree import Chain, DynamicTree, Growth, StaticTree
+from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from tests.decoder.tiny import Workshop
 from tests.eagle.heads import Plain, config, drafter, features, random_head
 
@@ -47,7 +47,7 @@ def test_the_head_and_the_network_compute_what_a_plain_forward_does(
 
     weights = {name: x.clone() for name, x in found.weights.items()}
     model = target.body.model
-    made = EagleHead(found.config, weights, lent=target.body.lent, kernels=Reference(), options=target.options)
+    made = EagleHead(found.config, weights, lent=target.body.lent, kernels=TorchKernels(), options=target.options)
     assert not weights, "every tensor is used"
     tokens, row = torch.tensor([TEXT], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     places = torch.arange(len(TEXT), dtype=torch.int32)[None]
@@ -99,7 +99,7 @@ def test_greedy_chains_are_those_of_whole_path_recomputation(workshop: Workshop,
     ("growth", "passes"), [(Chain(4), 4), (StaticTree((-1, -1, 0, 2)), 3), (DynamicTree(5, depth=3, width=2), 3)]
 )
 def test_the_pass_that_reads_the_commit_gives_the_first_level(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, growth: Growth, passes: int
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, growth: DraftTree, passes: int
 ) -> None:
     """Rule C39: a proposal of D levels takes D passes of the head; reading what was committed is the first of them."""
     target = workshop.decoder(slots=1)
@@ -161,7 +161,7 @@ def test_dynamic_trees_are_those_of_the_algorithm_over_lists(
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("growth", GROWTHS, ids=lambda growth: growth.name)
 def test_after_rounds_the_cache_is_that_of_one_pass(
-    workshop: Workshop, tmp_path: Path, version: int, growth: Growth
+    workshop: Workshop, tmp_path: Path, version: int, growth: DraftTree
 ) -> None:
     """Drafting reads guesses; committed rows must hold real features only (C38), whatever was accepted."""
     target = workshop.decoder(slots=4)
@@ -198,5 +198,5 @@ def proposed(made: EagleDrafter, real: Tensor) -> tuple[Tensor, Tensor | None]:
     one, start = torch.ones(1, dtype=torch.int32), torch.tensor([len(TEXT)], dtype=torch.int32)
     commit = Commit(tokens, one, start, states)
     made.observe(commit)
-    found = made.propose(commit, sampling_batch([Sampling()]), Bounds(one * width, len(TEXT) + 1))
+    found = made.propose(commit, sampling_tensors([Sampling()]), RoundLimits(one * width, len(TEXT) + 1))
     return found.tokens, found.parents if isinstance(found.parents, Tensor) else None

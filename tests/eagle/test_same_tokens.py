@@ -10,12 +10,12 @@ import torch
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, GraphDrafter
-from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.protocols import Drafter, TraceableDrafter
+from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.decoder.backends.base import Graph, Step
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.tree import Chain, DynamicTree, Growth, Root, StaticTree
-from paceline.engine.draft_length import Pace
+from paceline.eagle.tree import Chain, DraftTree, DynamicTree, LastPair, StaticTree
+from paceline.engine.draft_length import DraftLengthController
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.eagle.heads import DRAFTED, drafter, features
 from tests.fakes import misfit
@@ -30,7 +30,7 @@ SAMPLINGS: list[dict[str, object]] = [
 
 
 @pytest.mark.parametrize("growth", GROWTHS, ids=lambda growth: growth.name)
-def test_fused_or_not_the_same_is_drafted(workshop: Workshop, tmp_path: Path, growth: Growth) -> None:
+def test_fused_or_not_the_same_is_drafted(workshop: Workshop, tmp_path: Path, growth: DraftTree) -> None:
     """And the tokens are those of plain decoding; fused, tests/contract sees to that."""
     target = workshop.decoder(slots=4)
     for sampling in SAMPLINGS:
@@ -112,7 +112,7 @@ def test_where_depths_change_the_cache_is_that_of_one_pass(
 ) -> None:
     """Rungs of a ladder share a head and what it has not read yet: depth 0 for a while leaves no gap."""
 
-    class Turns(Pace):
+    class Turns(DraftLengthController):
         def choose(self, deepest: int) -> int:
             self.turn = getattr(self, "turn", -1) + 1
             return (4, 0, 0, 1, 0, 4)[self.turn % 6]
@@ -145,11 +145,11 @@ def test_the_law_of_a_drawn_chain_is_what_it_was_drawn_from(workshop: Workshop, 
     _, qkv = made.head.project(
         torch.ones(slots, 1, dtype=torch.int32), hidden, torch.zeros(slots, 1, dtype=torch.int32)
     )
-    root = Root(hidden, qkv, torch.full((slots,), 5, dtype=torch.int32))
+    root = LastPair(hidden, qkv, torch.full((slots,), 5, dtype=torch.int32))
     first = []
     for number in range(rounds):
         seeds = [Sampling(temperature=temperature, seed=number * slots + slot) for slot in range(slots)]
-        drafts, law = made.growth(made.head, root, sampling_batch(seeds), target.n_positions)
+        drafts, law = made.growth(made.head, root, sampling_tensors(seeds), target.n_positions)
         first.append(drafts[:, 0])
         torch.testing.assert_close(law[:, 0], wanted, rtol=1e-3, atol=1e-6)
         assert (law.gather(2, drafts.long().unsqueeze(-1)) > 0).all()
@@ -192,7 +192,7 @@ def test_drawn_chains_go_with_reject_and_drawn_trees_are_refused(workshop: Works
 
 def test_the_drafter_is_one_that_can_share_a_graph(workshop: Workshop, tmp_path: Path) -> None:
     made = drafter(tmp_path, workshop.decoder(slots=1), 1, Chain(2))
-    assert isinstance(made, Drafter) and isinstance(made, GraphDrafter)
+    assert isinstance(made, Drafter) and isinstance(made, TraceableDrafter)
 
 
 def test_graphs_that_read_a_text_are_those_of_every_growth(workshop: Workshop, tmp_path: Path) -> None:

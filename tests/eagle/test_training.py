@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from paceline.core.errors import CheckpointError, ConfigurationError
-from paceline.core.types import Reads
+from paceline.core.types import FeatureSpec
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.steps import prefill
 from paceline.eagle import initial, pipeline
@@ -50,8 +50,8 @@ def test_states_are_those_a_decoder_hands_out(workshop: Workshop) -> None:
     target = workshop.decoder(slots=1)
     text = list(range(3, 19))
     found = FrozenTarget(workshop.checkpoint(), LAYERS).read(torch.tensor([text]))
-    _, last = prefill(target, 0, text, reads=Reads())
-    _, streams = prefill(target, 0, text, reads=Reads(LAYERS))
+    _, last = prefill(target, 0, text, reads=FeatureSpec())
+    _, streams = prefill(target, 0, text, reads=FeatureSpec(LAYERS))
     torch.testing.assert_close(found.last[0].float(), last, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(found.streams[0].float(), streams, rtol=2e-2, atol=2e-2)
 

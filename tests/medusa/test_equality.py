@@ -14,8 +14,8 @@ from torch import Tensor
 
 from paceline import MedusaDrafter, SpeculativeGenerator, Typical
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, GraphDrafter
-from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
+from paceline.core.protocols import Drafter, TraceableDrafter
+from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.backends.base import Graph, Step
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.corpus import FrozenTarget
@@ -141,7 +141,7 @@ class Recorder:
     def observe(self, commit: Commit) -> None:
         self.inner.observe(commit)
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         made = self.inner.propose(commit, sampling, bounds)
         self.seen.append((int(commit.start[0] + commit.count[0]), made.tokens[0].tolist()))
         return made
@@ -170,8 +170,8 @@ def test_a_sampled_round_ranks_with_the_target_s_noise(workshop: Workshop, heads
     target = workshop.decoder()
 
     class Blind(MedusaDrafter):
-        def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
-            return super().propose(commit, SamplingBatch(torch.zeros_like(sampling.knobs), sampling.keys), bounds)
+        def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+            return super().propose(commit, SamplingTensors(torch.zeros_like(sampling.knobs), sampling.keys), bounds)
 
     taken = []
     for kind in (MedusaDrafter, Blind):
@@ -209,7 +209,7 @@ def test_typical_acceptance_is_greedy_at_0_and_says_that_it_is_lossy(
 
 def test_it_is_a_drafter_that_can_be_fused(workshop: Workshop, heads_folder: Path) -> None:
     drafter = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder())
-    assert isinstance(drafter, GraphDrafter)
+    assert isinstance(drafter, TraceableDrafter)
     other = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder(), tree=[[0]])
     assert drafter.name(1) != other.name(1)
     assert drafter.facts() != other.facts()

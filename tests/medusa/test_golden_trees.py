@@ -8,7 +8,7 @@ import torch
 
 from paceline.core import probs, tree
 from paceline.core.acceptance.match import Match, committed
-from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Proposal
 from paceline.medusa.tree import Choices
 from tests.fakes import misfit
@@ -31,8 +31,8 @@ def test_two_trees_of_six_rows_in_one_batch(temperature: float) -> None:
     for slot, row, token in ((0, 0, 3), (0, 3, 4), (0, 4, 5), (1, 0, 11), (1, 4, 12)):
         logits[slot, row, token] = 10.0
     logits[..., 18] = torch.where(logits.amax(-1) < 10, 10.0, logits[..., 18])
-    sampling = sampling_batch([Sampling(temperature=temperature, seed=seed) for seed in (1, 2)])
-    choices = probs.choose(logits, torch.arange(7, 13, dtype=torch.int32).expand(2, 6), sampling)
+    sampling = sampling_tensors([Sampling(temperature=temperature, seed=seed) for seed in (1, 2)])
+    choices = probs.sample_tokens(logits, torch.arange(7, 13, dtype=torch.int32).expand(2, 6), sampling)
     proposal = Proposal(ints([1, 2, 3, 4, 5], [8, 9, 10, 11, 12]), ints(*parents))
     verdict = Match()(proposal, choices, 3)
     assert verdict.path.tolist() == [[3, 4, 5], [4, 5, PAD]]  # theirs: [0, 3, 4, 5] and [6, 10, 11, -1], from 0 and 6
@@ -74,9 +74,9 @@ def test_siblings_are_tried_without_a_change_of_the_law(children: list[int]) -> 
     nodes = [*children, *((child + 1) % 5 for child in children)]  # below child i stands node len + i
     parents = (*(-1 for _ in children), *range(len(children)))
     laws = torch.stack([p, *(after[child] for child in children), *(p for _ in children)])
-    sampling = sampling_batch([Sampling(temperature=1.0, seed=seed) for seed in range(count)])
+    sampling = sampling_tensors([Sampling(temperature=1.0, seed=seed) for seed in range(count)])
     at = torch.tensor([0, *tree.depths(parents)], dtype=torch.int32) + 9
-    choices = probs.choose(laws.log().float().expand(count, -1, -1), at.expand(count, -1), sampling)
+    choices = probs.sample_tokens(laws.log().float().expand(count, -1, -1), at.expand(count, -1), sampling)
     proposal = Proposal(ints(nodes).expand(count, -1), parents)
     out = committed(proposal, Match()(proposal, choices))
     assert misfit(out[:, :1].numpy(), p.numpy()) > 1e-3

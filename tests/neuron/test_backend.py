@@ -15,7 +15,7 @@ from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
 from paceline.decoder.backends.neuron import backend as neuron
 from paceline.decoder.compile import cache
-from paceline.engine.rounds import Fused
+from paceline.engine.rounds import FusedRound
 from tests.decoder.headed import SMALL
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.orchestrator.test_trees import PROMPTS as FOUR
@@ -51,9 +51,9 @@ class Traffic:
 def rounds(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> list[Traffic]:
     """Of every fused round on the stand-in from here on."""
     found: list[Traffic] = []
-    original = Fused.__call__
+    original = FusedRound.__call__
 
-    def watched(self: Fused, *given: Any) -> Any:
+    def watched(self: FusedRound, *given: Any) -> Any:
         if "torch_neuronx" not in sys.modules:  # a round of eager
             return original(self, *given)
         seen, graphs = runtime(), len(neuron.chip().graphs)
@@ -63,7 +63,7 @@ def rounds(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> list[Traffic]:
         found.append(Traffic(seen.calls[calls:], sum(sizes)))
         return made
 
-    monkeypatch.setattr(Fused, "__call__", watched)
+    monkeypatch.setattr(FusedRound, "__call__", watched)
     return found
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from paceline import LADDER, SpeculativeGenerator
-from paceline.build import Demands
+from paceline import DRAFT_LENGTHS, SpeculativeGenerator
+from paceline.build import CallOptions
 from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.core.types import PAD, Commit
 from paceline.engine.adaptive import fitted
-from paceline.engine.draft_length import Pace
+from paceline.engine.draft_length import DraftLengthController
 from paceline.engine.engine import Engine
 from tests.decoder.tiny import Workshop
 from tests.fakes import Checked, TableDecoder, near, table
@@ -25,7 +25,7 @@ DRAFT = near(TARGET, seed=1, spread=0.6)
 PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8]]
 
 
-class Told(Pace):
+class Told(DraftLengthController):
     """Rungs as they are given; keeps what it is told."""
 
     def choose(self, deepest: int) -> int:
@@ -40,7 +40,7 @@ def test_the_time_of_reading_what_a_rest_has_left_is_no_rungs() -> None:
     pace.plan, pace.heard = [2, 2, 0, 0, 2, 2, 0, 2], []
 
     class Shown(Checked):
-        def _engine(self, demands: Demands) -> Engine:
+        def _engine(self, demands: CallOptions) -> Engine:
             self._plan = replace(self._plan, pace=pace)
             return super()._engine(demands)
 
@@ -55,12 +55,12 @@ def test_the_time_of_reading_what_a_rest_has_left_is_no_rungs() -> None:
 
 @pytest.mark.parametrize("fused", [None, False])
 def test_every_rung_is_tried_with_a_draft_that_has_little_to_say(fused: bool | None) -> None:
-    maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=LADDER, confidence=0.9, fused=fused)
+    maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=DRAFT_LENGTHS, confidence=0.9, fused=fused)
     maker.sample([[1, 2, 3]], max_new_tokens=40)
-    assert set(maker.statistics.rungs) == set(LADDER)
+    assert set(maker.statistics.rungs) == set(DRAFT_LENGTHS)
 
 
-class Dice(Pace):
+class Dice(DraftLengthController):
     """Any rung at any time."""
 
     def choose(self, deepest: int) -> int:
@@ -73,8 +73,8 @@ class Dice(Pace):
 class Random(Checked):
     """Rungs at random, over caches that check themselves."""
 
-    def _engine(self, demands: Demands) -> Engine:
-        self._plan = replace(self._plan, pace=Dice(LADDER))
+    def _engine(self, demands: CallOptions) -> Engine:
+        self._plan = replace(self._plan, pace=Dice(DRAFT_LENGTHS))
         return super()._engine(demands)
 
 
@@ -87,12 +87,12 @@ def test_rungs_at_random_leave_no_gap_and_change_no_token(
     """Not exact: depth 0 takes several plain steps in one graph."""
     own = {"slots": 2, "reaches": (32, 64)}
     plain = TableDecoder(TARGET, **own).sample(PROMPTS, max_new_tokens=40, **heat)
-    how = {"k": LADDER, "acceptor": acceptor, "exact": exact, "fused": fused}
+    how = {"k": DRAFT_LENGTHS, "acceptor": acceptor, "exact": exact, "fused": fused}
     maker = Random(TableDecoder(DRAFT, **own), TableDecoder(TARGET, **own), **how)
     made = maker.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
     if acceptor == "match" or not heat:
         assert torch.equal(made.sequences, plain)
-    assert set(made.statistics.rungs) == set(LADDER)
+    assert set(made.statistics.rungs) == set(DRAFT_LENGTHS)
     itself = Random(TableDecoder(TARGET, **own), TableDecoder(TARGET, **own), **how)
     done = itself.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
     assert done.statistics.accepted == done.statistics.drafted > 0
@@ -120,14 +120,14 @@ def test_a_ladder_takes_the_graphs_of_its_depths_and_makes_them_ahead(workshop: 
     draft, target = workshop.pair(backend="eager")
     target = target.sibling()  # with graphs of its own
     plain = target.sample(PROMPTS, max_new_tokens=40)
-    maker = SpeculativeGenerator(draft, target, k=LADDER, exact=False)
-    maker._plan = replace(maker._plan, pace=Dice(LADDER))
+    maker = SpeculativeGenerator(draft, target, k=DRAFT_LENGTHS, exact=False)
+    maker._plan = replace(maker._plan, pace=Dice(DRAFT_LENGTHS))
     maker.compile()
     made = {name for name, _ in target._steps}
     widths = {name.split("from ")[1].split("]")[0] for name in made if "from " in name}
     assert widths == {"1 to 1", "2 to 2", "3 to 3", "5 to 5", "9 to 9"}
     assert torch.equal(maker.sample(PROMPTS, max_new_tokens=40), plain)
-    assert set(maker.statistics.rungs) == set(LADDER) and {name for name, _ in target._steps} == made
+    assert set(maker.statistics.rungs) == set(DRAFT_LENGTHS) and {name for name, _ in target._steps} == made
 
 
 def test_compiled_models_on_a_ladder(workshop: Workshop) -> None:
@@ -153,7 +153,7 @@ def test_several_plain_steps_in_one_graph_are_plain_decoding(k: int, heat: dict)
     assert max(len(event.tokens) for event in maker.stream(PROMPTS, max_new_tokens=45)) == k + 1
 
 
-class Rests(Pace):
+class Rests(DraftLengthController):
     """Never drafts."""
 
     def choose(self, deepest: int) -> int:
@@ -165,11 +165,11 @@ def test_a_rest_takes_several_plain_steps_at_once_unless_a_text_has_no_room_for_
     plain = TableDecoder(TARGET, **own).sample(PROMPTS, max_new_tokens=41)
 
     class Resting(Checked):
-        def _engine(self, demands: Demands) -> Engine:
-            self._plan = replace(self._plan, pace=Rests(LADDER))
+        def _engine(self, demands: CallOptions) -> Engine:
+            self._plan = replace(self._plan, pace=Rests(DRAFT_LENGTHS))
             return super()._engine(demands)
 
-    maker = Resting(TableDecoder(DRAFT, **own), TableDecoder(TARGET, **own), k=LADDER, exact=False)
+    maker = Resting(TableDecoder(DRAFT, **own), TableDecoder(TARGET, **own), k=DRAFT_LENGTHS, exact=False)
     assert torch.equal(maker.sample(PROMPTS, max_new_tokens=41), plain)
     done = maker.statistics
     assert (done.drafted, done.tau) == (0, 1.0) and len(done.rungs) < 41

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import IDLE, PAD, Commit, Done, Reading
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import IDLE, PAD, Commit, PrefillResult, RoundResult
 from paceline.engine.batch import Batch
 from paceline.engine.request import Request
-from paceline.engine.stopping import Stopping, Watch
+from paceline.engine.stopping import StopChecker, Stopping
 from paceline.outputs import Statistics
 
 BUCKETS = (16, 24, 64)
@@ -41,13 +41,13 @@ def test_limits(data: st.DataObject) -> None:
     size, depth = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 5))
     reach = data.draw(st.none() | st.integers(4, 40))
     batch = Batch(size, depth + 1, Statistics(), depth=depth, reach=reach, buckets=BUCKETS)
-    row, index = sampling_batch([Sampling()]), 0
+    row, index = sampling_tensors([Sampling()]), 0
     for _ in range(data.draw(st.integers(1, 25))):
         if batch.free is not None and data.draw(st.booleans()):
             prompt = (1,) * data.draw(st.integers(1, 20))
             stopping = Stopping(len(prompt) + data.draw(st.integers(1, 40)), eos=frozenset([0]))
             request = Request(index, prompt, Sampling(), stopping, speculate=data.draw(st.booleans()))
-            batch.join(batch.free, request, row, first=Reading(1), logprobs=None)
+            batch.join(batch.free, request, row, first=PrefillResult(1), logprobs=None)
             index += 1
         elif batch.active and data.draw(st.integers(0, 9)) == 0:
             batch.drop([batch.slots[batch.active[0]].request.index])  # type: ignore[union-attr]
@@ -62,13 +62,15 @@ def test_limits(data: st.DataObject) -> None:
         drawn = [data.draw(st.lists(st.sampled_from([1] * 30 + [0]), min_size=n, max_size=n)) for n in counts]
         tokens = torch.tensor([one + [PAD] * (depth + 1 - len(one)) for one in drawn], dtype=torch.int32)
         count = torch.tensor(counts, dtype=torch.int32)
-        batch.apply(Done.one(Commit(tokens, count, batch.commit.start + batch.commit.count), [0] * size, 0.0), None)
+        batch.apply(
+            RoundResult.one(Commit(tokens, count, batch.commit.start + batch.commit.count), [0] * size, 0.0), None
+        )
 
 
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=8), st.integers(1, 30))
 def test_several_tokens_at_once_end_a_text_where_single_ones_do(parts: list[list[int]], length: int) -> None:
     stopping = Stopping(length, eos=frozenset([0, 3]))
-    whole, single = Watch(stopping, []), Watch(stopping, [])
+    whole, single = StopChecker(stopping, []), StopChecker(stopping, [])
     for tokens in parts:
         reasons = []
         for token in tokens:

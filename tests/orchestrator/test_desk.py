@@ -12,16 +12,16 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import CheckpointError, ConfigurationError, PromptError, SamplingError
-from paceline.core.types import Bounds, Commit, Proposal, SamplingBatch
+from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
-from paceline.draft.vocab_map import Vocabulary
+from paceline.draft.vocab_map import VocabMap
 from paceline.engine.ask import Ask
 from paceline.outputs import GenerationResult
 from paceline.placement.planning.footprint import Shape
-from paceline.placement.remote.messages import Hello
+from paceline.placement.remote.messages import Handshake
 from paceline.workers import hosting
 from paceline.workers.replay import Replay
-from paceline.workers.shared_engine import Desk
+from paceline.workers.shared_engine import SharedEngine
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.fakes import Checked, Pieces, TableDecoder, near, table
 
@@ -39,7 +39,7 @@ class Gate:
         self.admit, self.release, self.observe = inner.admit, inner.release, inner.observe
         self.open, self.together, self.fails = threading.Semaphore(0), [], False
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         assert self.open.acquire(timeout=20)
         if self.fails:
             raise RuntimeError("asked for")
@@ -50,11 +50,11 @@ class Gate:
         self.open.release(rounds)
 
 
-def desk(slots: int) -> tuple[Desk, Gate, TableDecoder]:
+def desk(slots: int) -> tuple[SharedEngine, Gate, TableDecoder]:
     target = TableDecoder(TARGET, slots=slots)
-    gate = Gate(ModelDrafter(TableDecoder(DRAFT, slots=slots), 4, vocabulary=Vocabulary(V, V)))
+    gate = Gate(ModelDrafter(TableDecoder(DRAFT, slots=slots), 4, vocabulary=VocabMap(V, V)))
     replay = Replay(gate)
-    return Desk(Checked(replay, target), replay), gate, target
+    return SharedEngine(Checked(replay, target), replay), gate, target
 
 
 def wanted(prompt: Sequence[int], **asked: object) -> list[int]:
@@ -64,7 +64,11 @@ def wanted(prompt: Sequence[int], **asked: object) -> list[int]:
 
 
 def say(
-    found: tuple[Desk, Gate, TableDecoder], ticket: str, prompt: list[int], emitted: Sequence[int] = (), **asked: object
+    found: tuple[SharedEngine, Gate, TableDecoder],
+    ticket: str,
+    prompt: list[int],
+    emitted: Sequence[int] = (),
+    **asked: object,
 ) -> list[int]:
     ask = Ask(input_ids=[prompt], **asked)  # type: ignore[arg-type]
     events = found[0].stream(ticket, ask.requests(found[2]), [emitted], processor=ask.processor())
@@ -202,7 +206,7 @@ def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool
     inner = None
     if drafts:
         drafters = hosting.draft({**shape, "folder": str(workshop.checkpoint("draft"))})
-        inner = drafters.lend(Hello(0, "t", 2, VOCABULARY))
+        inner = drafters.lend(Handshake(0, "t", 2, VOCABULARY))
     host = hosting.target({**shape, "folder": str(workshop.checkpoint())}, inner)
     made = dict(host._target._steps)
     plain = fresh(workshop.checkpoint(), batch_size=2)

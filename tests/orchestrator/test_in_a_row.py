@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import SpeculativeGenerator
-from paceline.core.types import Done
+from paceline.core.types import RoundResult
 from paceline.engine import rounds
 from paceline.engine.batch import MOST_ROUNDS
 from paceline.outputs import GenerationResult
@@ -36,12 +36,12 @@ def counts(done: GenerationResult) -> tuple[object, ...]:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Done]:
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[RoundResult]:
     """What the host heard of fused rounds, look by look."""
-    heard: list[Done] = []
+    heard: list[RoundResult] = []
     fused = CompiledVerifier.fused
 
-    def listening(*given: object, **more: object) -> Done:
+    def listening(*given: object, **more: object) -> RoundResult:
         heard.append(fused(*given, **more))  # type: ignore[arg-type]
         return heard[-1]
 
@@ -76,7 +76,7 @@ def test_it_does_not_matter_how_many_run_in_a_row(data: st.DataObject) -> None:
     assert many.sequences.tolist() == plain.sequences.tolist()  # type: ignore[union-attr]
 
 
-def test_rounds_run_in_a_row_until_the_host_is_needed(calls: list[Done]) -> None:
+def test_rounds_run_in_a_row_until_the_host_is_needed(calls: list[RoundResult]) -> None:
     generator = SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), k=2)
     done = run(generator, [[1, 2, 3]], 60.0, max_new_tokens=50)
     assert len(calls) == 1, "all rounds but the last, which has nothing to draft"
@@ -86,13 +86,13 @@ def test_rounds_run_in_a_row_until_the_host_is_needed(calls: list[Done]) -> None
     assert {len(one.told) for one in calls} == {1} and len(calls) > 10, "there is no time for a second round"
 
 
-def test_no_more_than_the_most(calls: list[Done]) -> None:
+def test_no_more_than_the_most(calls: list[RoundResult]) -> None:
     target = TableDecoder(TARGET, reaches=(256,))
     run(SpeculativeGenerator(TableDecoder(DRAFT, reaches=(256,)), target, k=1), [[1]], 60.0, max_new_tokens=200)
     assert max(len(one.told) for one in calls) == MOST_ROUNDS
 
 
-def test_who_watches_every_token_is_asked_after_every_round(calls: list[Done]) -> None:
+def test_who_watches_every_token_is_asked_after_every_round(calls: list[RoundResult]) -> None:
     asks: list[dict[str, object]] = [
         {"stop_strings": ["zz"], "tokenizer": Pieces([bytes([97 + i]) for i in range(V)])},
         {"stopping_criteria_list": [lambda *_: False]},
@@ -104,7 +104,7 @@ def test_who_watches_every_token_is_asked_after_every_round(calls: list[Done]) -
         calls.clear()
 
 
-def test_an_id_that_ends_a_text_ends_the_row(calls: list[Done]) -> None:
+def test_an_id_that_ends_a_text_ends_the_row(calls: list[RoundResult]) -> None:
     logits = table(60, seed=3)
     asked = {"max_new_tokens": 50, "do_sample": True}
     generator = SpeculativeGenerator(TableDecoder(near(logits, seed=4, spread=0.5)), TableDecoder(logits), k=2)
@@ -116,7 +116,7 @@ def test_an_id_that_ends_a_text_ends_the_row(calls: list[Done]) -> None:
     assert len(calls) == 1 and last in calls[0].told[-1].tokens[0]
 
 
-def test_a_slot_without_a_text_ends_no_row(calls: list[Done]) -> None:
+def test_a_slot_without_a_text_ends_no_row(calls: list[RoundResult]) -> None:
     """It goes on from token 0, and gains what would end a text."""
     logits = table(60, seed=3)
     asked = {"max_new_tokens": 40, "do_sample": True}

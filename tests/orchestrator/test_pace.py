@@ -6,13 +6,19 @@ import random
 
 import pytest
 
-from paceline import LADDER
+from paceline import DRAFT_LENGTHS
 from paceline.core.errors import ConfigurationError
-from paceline.engine.draft_length import Pace, of
+from paceline.engine.draft_length import DraftLengthController, of
 
 
 def told(
-    pace: Pace, *, alpha: float, times: dict[int, float], rounds: int = 400, seed: int = 0, deepest: int = 99
+    pace: DraftLengthController,
+    *,
+    alpha: float,
+    times: dict[int, float],
+    rounds: int = 400,
+    seed: int = 0,
+    deepest: int = 99,
 ) -> list[int]:
     """A trace: every draft stands with probability alpha, every rung takes its time. -> rungs chosen."""
     dice = random.Random(seed)
@@ -31,7 +37,7 @@ def told(
 )
 def test_tokens_expected_are_those_of_the_formula(alpha: float, k: int, tokens: float) -> None:
     """E = (1 - alpha^(k+1)) / (1 - alpha)."""
-    pace = Pace((k,))
+    pace = DraftLengthController((k,))
     told(pace, alpha=alpha, times={k: 1.0}, rounds=3000)
     assert pace.expected(k)[k] == pytest.approx(tokens, rel=0.15)
     for place in range(k):
@@ -44,18 +50,20 @@ def test_tokens_expected_are_those_of_the_formula(alpha: float, k: int, tokens: 
     [(0.0, 0.1, 0), (0.9, 0.02, 8), (0.5, 0.3, 1), (0.7, 0.1, 4)],
 )
 def test_it_settles_on_the_rung_with_the_most_tokens_per_second(alpha: float, draft: float, best: int) -> None:
-    times = {k: 1.0 + k * draft for k in LADDER}
-    chosen = told(Pace(LADDER), alpha=alpha, times=times)
+    times = {k: 1.0 + k * draft for k in DRAFT_LENGTHS}
+    chosen = told(DraftLengthController(DRAFT_LENGTHS), alpha=alpha, times=times)
     late = chosen[len(chosen) // 2 :]
     assert sum(rung == best for rung in late) > 0.8 * len(late)
 
 
 def test_the_same_trace_gives_the_same_choices_and_the_first_time_of_a_rung_does_not_count() -> None:
-    times = {k: 1.0 + k * 0.1 for k in LADDER}
-    runs = [told(Pace(LADDER), alpha=0.6, times=times, seed=3) for _ in range(2)]
+    times = {k: 1.0 + k * 0.1 for k in DRAFT_LENGTHS}
+    runs = [told(DraftLengthController(DRAFT_LENGTHS), alpha=0.6, times=times, seed=3) for _ in range(2)]
     assert runs[0] == runs[1]
-    assert sorted(runs[0][: 2 * len(LADDER)]) == sorted([*LADDER, *LADDER])  # each is tried twice before any choice
-    pace = Pace((0, 2))
+    assert sorted(runs[0][: 2 * len(DRAFT_LENGTHS)]) == sorted(
+        [*DRAFT_LENGTHS, *DRAFT_LENGTHS]
+    )  # each is tried twice before any choice
+    pace = DraftLengthController((0, 2))
     pace.record(2, asked=[2], accepted=[2], seconds=100.0)  # compiling
     pace.record(2, asked=[2], accepted=[2], seconds=1.0)
     assert pace.choose(0) == 0 and pace._costs.typical[2] == 1.0
@@ -63,23 +71,23 @@ def test_the_same_trace_gives_the_same_choices_and_the_first_time_of_a_rung_does
 
 def test_a_time_taken_while_the_machine_was_slow_does_not_keep_a_rung_away() -> None:
     """The only time of the best rung is twice what it is: its neighbours are visited, and so it is found out."""
-    pace, times = Pace(LADDER), {k: 1.0 + 0.1 * k for k in LADDER}
+    pace, times = DraftLengthController(DRAFT_LENGTHS), {k: 1.0 + 0.1 * k for k in DRAFT_LENGTHS}
     slow = {**times, 4: 2 * times[4]}
-    assert 4 not in told(pace, alpha=0.7, times=slow, rounds=2 * len(LADDER))[-2:]
+    assert 4 not in told(pace, alpha=0.7, times=slow, rounds=2 * len(DRAFT_LENGTHS))[-2:]
     late = told(pace, alpha=0.7, times=times, rounds=600)[300:]
     assert late.count(4) > 0.8 * len(late)
 
 
 def test_rungs_are_compared_at_one_level_of_the_machine() -> None:
     """All that is known of the deepest rung is from when the machine was slow: it is taken once it is worth it."""
-    pace, times = Pace(LADDER), {k: 1.0 + 0.1 * k for k in LADDER}
+    pace, times = DraftLengthController(DRAFT_LENGTHS), {k: 1.0 + 0.1 * k for k in DRAFT_LENGTHS}
     assert told(pace, alpha=0.7, times={k: 2 * one for k, one in times.items()}, rounds=100)[-1] == 4
     late = told(pace, alpha=0.95, times=times, rounds=200)[100:]
     assert late.count(8) > 0.8 * len(late)
 
 
 def test_after_long_without_drafts_one_is_tried() -> None:
-    pace, times = Pace((0, 1)), {0: 1.0, 1: 2.0}
+    pace, times = DraftLengthController((0, 1)), {0: 1.0, 1: 2.0}
     chosen = told(pace, alpha=0.0, times=times, rounds=300)
     late = chosen[100:]
     assert 1 in late and late.count(1) < 8
@@ -88,14 +96,14 @@ def test_after_long_without_drafts_one_is_tried() -> None:
 
 
 def test_a_draft_that_becomes_useful_is_taken_up_again() -> None:
-    pace, times = Pace((0, 1)), {0: 1.0, 1: 1.1}
+    pace, times = DraftLengthController((0, 1)), {0: 1.0, 1: 1.1}
     assert told(pace, alpha=0.0, times=times, rounds=300)[-1] == 0
     assert told(pace, alpha=1.0, times=times, rounds=400)[-100:].count(1) >= 98  # and a visit to what is beside it
 
 
 def test_short_answers_are_learnt_from_as_well() -> None:
     """No round of an answer of four tokens can be as deep as the ladder goes."""
-    pace, times = Pace(LADDER), {k: 1.0 + k for k in LADDER}
+    pace, times = DraftLengthController(DRAFT_LENGTHS), {k: 1.0 + k for k in DRAFT_LENGTHS}
     chosen = told(pace, alpha=0.0, times=times, deepest=3)
     assert 8 not in chosen and chosen[100:].count(0) > 0.9 * 300
     assert pace.choose(0) == 0
@@ -103,7 +111,7 @@ def test_short_answers_are_learnt_from_as_well() -> None:
 
 def test_a_draft_that_stops_short_of_its_rung_counts_as_one_that_does_not_stand() -> None:
     """A rung that is never reached must not be the only one that is ever taken."""
-    pace, chosen = Pace(LADDER), []
+    pace, chosen = DraftLengthController(DRAFT_LENGTHS), []
     for _ in range(400):
         rung = pace.choose(99)
         pace.record(rung, asked=[rung], accepted=[min(rung, 2)], seconds=1.0 + 0.1 * rung)  # it says two, all stand
@@ -118,7 +126,7 @@ def test_a_ladder_has_to_ascend(k: tuple[int, ...]) -> None:
 
 
 def test_each_of_several_plain_steps_is_a_round_to_the_pace() -> None:
-    pace = Pace((0, 1))
+    pace = DraftLengthController((0, 1))
     for _ in range(2):
         pace.record(0, asked=[0, 0], accepted=[4, 0], seconds=5.0)
     assert pace.choose(1) == 1 and pace._costs.typical[0] == 1.0 and pace._idle == 10

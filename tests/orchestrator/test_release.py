@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline import NgramDrafter, SpeculativeGenerator, lift
-from paceline.build import Demands
-from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.build import CallOptions
+from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.engine.engine import Engine
 from tests.fakes import TableDecoder, near, table
 
@@ -23,8 +23,8 @@ PROMPTS = [[1, 2, 1], [4], [5, 6], [7, 7, 8], [2, 2, 2, 2]]
 class Register:
     """A drafter that proposes nothing and knows who is seated; strict about the order of calls."""
 
-    outline = Outline.chain(2)
-    reads: Reads | None = None
+    outline = DraftShape.chain(2)
+    reads: FeatureSpec | None = None
     reach: int | None = None
 
     def __init__(self, *, fails: bool = False) -> None:
@@ -46,7 +46,7 @@ class Register:
         assert self.seated
         assert all(commit.start[slot] > 0 for slot in self.seated)
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         return Proposal(torch.full((len(commit.tokens), 2), -1, dtype=torch.int32))
 
 
@@ -95,7 +95,7 @@ class Kept(SpeculativeGenerator):
 
     last: Engine
 
-    def _engine(self, demands: Demands) -> Engine:
+    def _engine(self, demands: CallOptions) -> Engine:
         self.last = super()._engine(demands)
         return self.last
 

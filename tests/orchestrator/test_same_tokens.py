@@ -7,7 +7,7 @@ import torch
 
 from paceline import NgramDrafter, SpeculativeGenerator, lift
 from paceline.core import probs
-from paceline.core.sampling import Sampling, sampling_batch
+from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.outputs import GenerationResult
 from tests.fakes import Checked, TableDecoder, near, table
 from tests.orchestrator.drafting import anti_oracle, coin, oracle
@@ -48,7 +48,9 @@ def test_plain_decoding_chooses_with_the_noise_of_every_token_s_own_position(mod
     knobs = Sampling(**({"temperature": 1.0} | asked if asked else {}))  # type: ignore[arg-type]
     for position in range(len(text), len(text) + 25):
         logits = TARGET[text[-2], text[-1]].view(1, 1, V)
-        text.append(int(probs.choose(logits, torch.tensor([[position]], dtype=torch.int32), sampling_batch([knobs]))))
+        text.append(
+            int(probs.sample_tokens(logits, torch.tensor([[position]], dtype=torch.int32), sampling_tensors([knobs])))
+        )
     assert plain(PROMPTS[:1], max_new_tokens=25, **MODES[mode]) == [text]
 
 

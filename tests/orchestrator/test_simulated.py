@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from paceline import Simulated, SpeculativeGenerator, lift
+from paceline import SpeculativeGenerator, SyntheticAcceptance, lift
 from paceline.core.errors import ConfigurationError
 from tests.fakes import Checked, TableDecoder, near, table
 
@@ -23,7 +23,7 @@ def test_tokens_a_round_follow_the_formula(alpha: float, heat: dict) -> None:
     k, wanted = 4, {0.0: 1.0, 0.6: 2.306, 1.0: 5.0}[alpha]
     for draft in (TableDecoder(near(TARGET, seed=1, spread=0.6), slots=4, reaches=(512,)), lift(lambda _: [1] * k, k)):
         target = TableDecoder(TARGET, slots=4, reaches=(512,))
-        made = Checked(draft, target, k=k, acceptor=Simulated(alpha))
+        made = Checked(draft, target, k=k, acceptor=SyntheticAcceptance(alpha))
         made.sample(PROMPTS, max_new_tokens=400, **heat)
         assert made.statistics.tau == pytest.approx(wanted, rel=0.12)
         assert made.statistics.lossy
@@ -32,7 +32,7 @@ def test_tokens_a_round_follow_the_formula(alpha: float, heat: dict) -> None:
 
 def test_a_run_repeats_and_is_announced(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "paceline"):
-        made = SpeculativeGenerator("ngram", TableDecoder(TARGET), k=3, acceptor=Simulated(0.5))
+        made = SpeculativeGenerator("ngram", TableDecoder(TARGET), k=3, acceptor=SyntheticAcceptance(0.5))
     assert "not real text" in caplog.text
     first, second = (made.sample([[1, 2, 1]], max_new_tokens=40, seed=5) for _ in range(2))
     assert torch.equal(first, second)
@@ -40,8 +40,8 @@ def test_a_run_repeats_and_is_announced(caplog: pytest.LogCaptureFixture) -> Non
 
 def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="no probability"):
-        SpeculativeGenerator("ngram", TableDecoder(TARGET), acceptor=Simulated(1.5))
+        SpeculativeGenerator("ngram", TableDecoder(TARGET), acceptor=SyntheticAcceptance(1.5))
     with pytest.raises(ConfigurationError, match="on the device"):
-        SpeculativeGenerator("ngram", TableDecoder(TARGET), acceptor=Simulated(0.5)).sample(
+        SpeculativeGenerator("ngram", TableDecoder(TARGET), acceptor=SyntheticAcceptance(0.5)).sample(
             [[1, 2]], repetition_penalty=1.5
         )

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from paceline import SpeculativeGenerator, lift
-from paceline.engine.stopping import InNewText, Stopping, Watch
+from paceline.engine.stopping import InNewText, StopChecker, Stopping
 from paceline.outputs import GenerationResult
 from tests.draft.tokenizers_of_two import every_byte
 from tests.fakes import Checked, Pieces, TableDecoder, scripted
@@ -143,7 +143,7 @@ WORDS = every_byte()
 )
 def test_special_tokens_stand_in_the_text_as_with_hugging_face(tokens: list[int], stops: list[str]) -> None:
     theirs = StopStringCriteria(WORDS, stops)
-    ours = Watch(Stopping(100, strings=tuple(stops), tokenizer=WORDS), tokens[:1])
+    ours = StopChecker(Stopping(100, strings=tuple(stops), tokenizer=WORDS), tokens[:1])
     for size in range(2, len(tokens) + 1):
         stop = bool(theirs(torch.tensor([tokens[:size]]), None))
         assert (ours.append(tokens[size - 1]) == "stop") == stop
@@ -155,10 +155,10 @@ def test_a_round_decided_token_by_token_ends_in_new_text_where_plain_decoding_do
     """It is told the tokens of a round before they are appended; each is looked at once."""
     new = [*WORDS.encode("the ab"), 0, *WORDS.encode("the"), 0, *WORDS.encode("b the")]
     stopping = Stopping(100, strings=("b the",), tokenizer=WORDS, in_new_text=True)
-    plain = Watch(stopping, [])
+    plain = StopChecker(stopping, [])
     reasons = [plain.append(token) for token in new]
     for size in (1, 2, 3):
-        watch, said = Watch(stopping, []), []
+        watch, said = StopChecker(stopping, []), []
         for at in range(0, len(new), size):
             tokens = new[at : at + size]
             said += [watch.ends(tokens[: i + 1]) for i in range(len(tokens))]

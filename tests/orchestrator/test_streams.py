@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import TextIteratorStreamer, TextStreamer
 
-from paceline import Event, NgramDrafter, SpeculativeGenerator
-from paceline.build import Demands
+from paceline import NgramDrafter, RequestOutput, SpeculativeGenerator
+from paceline.build import CallOptions
 from paceline.core.errors import DecoderBusyError, SamplingError
 from paceline.engine.ask import Ask
-from paceline.engine.engine import Line
+from paceline.engine.engine import ListQueue
 from paceline.outputs import GenerationResult
 from tests.fakes import Checked, TableDecoder, near, table
 
@@ -179,7 +179,7 @@ def test_a_stream_refuses_bad_input_before_its_first_event() -> None:
         generator().stream([PROMPTS[0]], max_new_tokens=0)
 
 
-def story(events: Iterator[Event], count: int) -> tuple[list[list[int]], list[object], list[Event]]:
+def story(events: Iterator[RequestOutput], count: int) -> tuple[list[list[int]], list[object], list[RequestOutput]]:
     kept = list(events)
     tokens = [[t for e in kept if e.index == row for t in e.tokens] for row in range(count)]
     ends = [[e.finish_reason for e in kept if e.index == row] for row in range(count)]
@@ -239,7 +239,7 @@ def test_texts_that_end_at_once_do_not_hold_up_one_that_goes_on() -> None:
         )
         for i, size in enumerate((60, *[1] * 8))
     ]
-    with closing(made.serve(Line(requests), Demands())) as events:
+    with closing(made.serve(ListQueue(requests), CallOptions())) as events:
         order = [event.index for event in events]
     assert [index for index in order if index] == list(range(1, 9))
     assert order[order.index(1) : order.index(8)].count(0) >= 3

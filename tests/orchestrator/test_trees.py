@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline import SpeculativeGenerator
 from paceline.core import tree
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.fakes import Checked, TableDecoder, table
 
@@ -27,8 +27,8 @@ class Orchard:
 
     reach: int | None = None
 
-    def __init__(self, texts: Sequence[Sequence[int]], *, grown: bool, reads: Reads | None = None) -> None:
-        self.outline = Outline(len(TREE), 4, dynamic=True) if grown else tree.outline(TREE)
+    def __init__(self, texts: Sequence[Sequence[int]], *, grown: bool, reads: FeatureSpec | None = None) -> None:
+        self.outline = DraftShape(len(TREE), 4, dynamic=True) if grown else tree.draft_shape(TREE)
         self.reads, self._texts, self._dice = reads, [list(text) for text in texts], random.Random(0)
         self._read: dict[int, list[int]] = {}
 
@@ -47,7 +47,7 @@ class Orchard:
             if slot in self._read and int(commit.start[slot]) == len(self._read[slot]):
                 self._read[slot] += tokens[: int(commit.count[slot])]
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         rows, trees = [], []
         for slot in range(len(commit.tokens)):
             parents = self._grow() if self.outline.dynamic else TREE
@@ -79,12 +79,14 @@ class Orchard:
         return row
 
 
-@pytest.mark.parametrize("reads", [None, Reads(), Reads((0, 2))], ids=["tokens", "last", "layers"])
+@pytest.mark.parametrize("reads", [None, FeatureSpec(), FeatureSpec((0, 2))], ids=["tokens", "last", "layers"])
 @pytest.mark.parametrize("grown", [False, True], ids=["static", "grown"])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_a_tree_never_changes_the_text(workshop: Workshop, backend: str, grown: bool, reads: Reads | None) -> None:
+def test_a_tree_never_changes_the_text(
+    workshop: Workshop, backend: str, grown: bool, reads: FeatureSpec | None
+) -> None:
     amp = "bf16" if backend == "inductor" else "f32"  # there, trees have the bits of a chain
-    if backend == "inductor" and (grown, reads) not in ((False, None), (True, Reads((0, 2)))):
+    if backend == "inductor" and (grown, reads) not in ((False, None), (True, FeatureSpec((0, 2)))):
         pytest.skip("compiled once for each kind of tree, and once with states; Medusa's tests read the last state")
     target = workshop.decoder(backend=backend, amp=amp)
     for heat in ({}, {"do_sample": True, "temperature": 0.9, "top_k": 20, "seed": 5}):
@@ -110,7 +112,7 @@ def test_the_cache_is_the_committed_prefix_after_every_tree(grown: bool) -> None
 def test_processors_see_plain_decoding_through_a_tree(workshop: Workshop, grown: bool) -> None:
     target = workshop.decoder()
     plain = target.sample(PROMPTS, max_new_tokens=30, repetition_penalty=1.3, no_repeat_ngram_size=2)
-    maker = SpeculativeGenerator(Orchard(plain.tolist(), grown=grown, reads=Reads()), target)
+    maker = SpeculativeGenerator(Orchard(plain.tolist(), grown=grown, reads=FeatureSpec()), target)
     made = maker.sample(PROMPTS, max_new_tokens=30, repetition_penalty=1.3, no_repeat_ngram_size=2)
     assert torch.equal(made, plain)
     assert maker.statistics.tau > 1.5
@@ -130,9 +132,9 @@ def test_features_are_the_states_that_predicted_the_tokens(workshop: Workshop) -
             assert commit.features is not None
             seen.append((int(commit.start), commit.features[0, : int(commit.count)].clone()))
 
-    maker = SpeculativeGenerator(Watching([text], grown=False, reads=Reads((0, 1, 2))), target)
+    maker = SpeculativeGenerator(Watching([text], grown=False, reads=FeatureSpec((0, 1, 2))), target)
     assert maker.sample([PROMPTS[0]], max_new_tokens=24)[0].tolist() == text
-    _, whole = prefill(target, 0, text, reads=Reads((0, 1, 2)))
+    _, whole = prefill(target, 0, text, reads=FeatureSpec((0, 1, 2)))
     assert whole is not None and len(seen) > 3
     for start, features in seen:
         torch.testing.assert_close(features, whole[start - 1 : start - 1 + len(features)], rtol=1e-4, atol=1e-4)

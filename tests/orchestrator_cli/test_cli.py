@@ -15,8 +15,8 @@ from paceline.cli import prompt_files
 from paceline.cli.console import TextView
 from paceline.core.errors import PromptError
 from paceline.decoder.backends.base import BACKENDS
-from paceline.outputs import Event
-from paceline.text.tokenizer import Detokeniser, load_tokenizer
+from paceline.outputs import RequestOutput
+from paceline.text.tokenizer import IncrementalDetokenizer, load_tokenizer
 from tests.orchestrator_cli.calling import call
 
 EAGER = ["--backend", "eager", "--amp", "f32", "--n-positions", "64", "--context-length-estimate", "16"]
@@ -276,11 +276,11 @@ def test_pieces_of_text_add_up_and_hold_back_unfinished_characters(home: Path) -
     tokenizer = load_tokenizer(home / "target")
     text = " def na\u00efve(\u65e5\u672c): return '\U0001f642'"
     tokens = tokenizer.encode(text)
-    growing = Detokeniser(tokenizer, tokenizer.encode(PROMPT))
+    growing = IncrementalDetokenizer(tokenizer, tokenizer.encode(PROMPT))
     pieces = [growing.push(token) for token in tokens]
     assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
     assert "" in pieces  # something had to wait
-    cut = Detokeniser(tokenizer)
+    cut = IncrementalDetokenizer(tokenizer)
     assert "".join(map(cut.push, tokenizer.encode("\u65e5")[:-1])) == "" and cut.flush() == "\ufffd"
 
 
@@ -289,10 +289,10 @@ def test_drafted_text_looks_different_on_a_terminal(home: Path) -> None:
     tokens = tuple(tokenizer.encode("xyz\x1b"))
     written = io.StringIO()
     console = Console(file=written, force_terminal=True, color_system="standard", _environ={})
-    TextView(console, tokenizer, []).show(Event(0, tokens, accepted=2, finish_reason="length"))
+    TextView(console, tokenizer, []).show(RequestOutput(0, tokens, accepted=2, finish_reason="length"))
     assert written.getvalue() == "\x1b[1;32mx\x1b[0m\x1b[1;32my\x1b[0mz\ufffd"  # no escape from a model
 
     written = io.StringIO()
     view = TextView(Console(file=written, _environ={}), tokenizer, [], marks=True)
-    view.show(Event(0, tokens[:3], accepted=2, finish_reason="length"))
+    view.show(RequestOutput(0, tokens[:3], accepted=2, finish_reason="length"))
     assert written.getvalue() == "\u2039xy\u203az"

@@ -12,9 +12,9 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from paceline.core.types import SamplingBatch
+from paceline.core.types import SamplingTensors
 from paceline.decoder.backends import base, eager
-from paceline.decoder.kernels.torch_kernels import Reference
+from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.diagnostics import doctor, selftest
 
 LS = """#!/bin/sh
@@ -73,10 +73,10 @@ def test_a_right_backend_passes_the_selftest() -> None:
     assert "\n- Neuron SDK: " in done.stdout and f"\n- torch: {torch.__version__}" in done.stdout
 
 
-class Off(Reference):
+class Off(TorchKernels):
     """Chooses the id behind the right one, now and then."""
 
-    def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingBatch, *, stream: int = 0) -> Tensor:
+    def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = 0) -> Tensor:
         found = super().choose(logits, positions, sampling, stream=stream)
         return torch.where(positions % 7 == 6, (found + 1) % logits.shape[-1], found)
 

@@ -15,15 +15,15 @@ from pathlib import Path
 import torch
 
 from paceline.core.protocols import Drafter
-from paceline.core.types import Bounds, Commit, Outline, Proposal, SamplingBatch
+from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
-from paceline.draft.vocab_map import Vocabulary
+from paceline.draft.vocab_map import VocabMap
 from paceline.placement.host.processes import Process
-from paceline.placement.lookahead.drafter import Ahead
+from paceline.placement.lookahead.drafter import LookaheadDrafter
 from paceline.placement.remote.channel import Address, listen
-from paceline.placement.remote.messages import Hello
-from paceline.placement.remote.server import DraftServer, Unpooled
-from paceline.workers.second_choices import ModelReviews
+from paceline.placement.remote.messages import Handshake
+from paceline.placement.remote.server import DraftServer, UnpooledDrafters
+from paceline.workers.second_choices import SecondChoices
 from tests.fakes import TableDecoder, near, table
 
 V = 24
@@ -35,13 +35,13 @@ FAULTS = ("raise", "nan", "beyond", "negative", "short", "long", "rows", "float"
 
 
 def drafter(slots: int, k: int, logits: torch.Tensor = DRAFT) -> ModelDrafter:
-    return ModelDrafter(TableDecoder(logits, slots=slots), k, vocabulary=Vocabulary(V, V))
+    return ModelDrafter(TableDecoder(logits, slots=slots), k, vocabulary=VocabMap(V, V))
 
 
-def working_ahead(slots: int, k: int, logits: torch.Tensor = DRAFT) -> Ahead:
+def working_ahead(slots: int, k: int, logits: torch.Tensor = DRAFT) -> LookaheadDrafter:
     """The same drafter, which works ahead."""
     made = drafter(slots, k + 1, logits)
-    return Ahead(made, ModelReviews(made.decoder, made.vocabulary))
+    return LookaheadDrafter(made, SecondChoices(made.decoder, made.vocabulary))
 
 
 class Faulty:
@@ -49,7 +49,7 @@ class Faulty:
 
     def __init__(self, slots: int, k: int, *, faults: Sequence[str], rate: float, seed: int, slow: float) -> None:
         self._inner, self._nan = drafter(slots, k), drafter(slots, k, DRAFT * float("nan"))
-        self.outline, self.reach, self.reads = Outline.chain(k), self._inner.reach, None
+        self.outline, self.reach, self.reads = DraftShape.chain(k), self._inner.reach, None
         self._dice, self._faults, self._rate, self._slow = random.Random(seed), faults, rate, slow
 
     def admit(self, slot: int, prompt: Sequence[int], features: object = None) -> None:
@@ -63,7 +63,7 @@ class Faulty:
     def observe(self, commit: Commit) -> None:
         self._inner.observe(commit)
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         made = self._inner.propose(commit, sampling, bounds)
         tokens = made.tokens
         if self._dice.random() >= self._rate:
@@ -94,12 +94,12 @@ def serve(address: str, k: int, faults: Sequence[str], rate: float, seed: int, s
     """The main function of a process."""
     torch.set_num_threads(1)
 
-    def make(hello: Hello) -> Drafter:
+    def make(hello: Handshake) -> Drafter:
         if ahead:
             return working_ahead(hello.slots, k)
         return Faulty(hello.slots, k, faults=faults, rate=rate, seed=seed, slow=slow)
 
-    DraftServer(listen(Address.parse(address)), SECRET, Unpooled(make)).run()
+    DraftServer(listen(Address.parse(address)), SECRET, UnpooledDrafters(make)).run()
 
 
 class Forked:

@@ -11,15 +11,15 @@ from paceline import AutoDecoder
 from paceline.outputs import GenerationResult
 from paceline.placement import INSTANCES, Plan, plan
 from paceline.placement.cluster.deployment import Deployment
-from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.model_specs import models_of
-from paceline.placement.remote.drafter import Patience
+from paceline.placement.remote.drafter import DraftTimeouts
 from tests.decoder.tiny import Workshop
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
 SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 4}
-PATIENCE = Patience(deadline=2, hang=1.5, rest=0.01, longest=0.1)
-CARE = Care(start=90, silence=20, room=30, patience=PATIENCE, makers=MAKERS)
+PATIENCE = DraftTimeouts(deadline=2, hang=1.5, rest=0.01, longest=0.1)
+CARE = FaultPolicy(start=90, silence=20, room=30, patience=PATIENCE, makers=MAKERS)
 
 
 def entry(workshop: Workshop, name: str, role: str = "target", **more: object) -> dict[str, object]:

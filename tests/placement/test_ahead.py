@@ -11,14 +11,14 @@ import torch
 from paceline import SpeculativeGenerator
 from paceline.core import probs
 from paceline.core.drafter_health import DrafterHealth
-from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import PAD, Bounds, Commit, SamplingBatch
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import PAD, Commit, RoundLimits, SamplingTensors
 from paceline.decoder import steps
 from paceline.draft.model import ModelDrafter
-from paceline.draft.vocab_map import Vocabulary
-from paceline.placement.lookahead.drafter import Ahead
-from paceline.placement.lookahead.outcomes import Chain
-from paceline.workers.second_choices import ModelReviews
+from paceline.draft.vocab_map import VocabMap
+from paceline.placement.lookahead.drafter import LookaheadDrafter
+from paceline.placement.lookahead.outcomes import DraftedSlot
+from paceline.workers.second_choices import SecondChoices
 from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop
 from tests.fakes import Checked, TableDecoder
 from tests.placement.faulty import DRAFT, TARGET, drafter, working_ahead
@@ -32,7 +32,7 @@ K = 4
 def test_work_is_ready_exactly_when_all_of_it_was_right(kind: str, least: float, most: float) -> None:
     """The target as its own draft is always right; one that takes the least likely token never is."""
     logits: torch.Tensor = {"itself": TARGET, "never": -TARGET, "often": DRAFT}[kind]
-    ahead = Ahead(drafter(1, 3, logits))
+    ahead = LookaheadDrafter(drafter(1, 3, logits))
     generator = Checked(ahead, TableDecoder(TARGET))
     hits, found = [], list(PROMPT)
     for event in generator.stream([PROMPT], max_new_tokens=45):
@@ -69,10 +69,12 @@ class Texts:
     """Random commits for a plain drafter and one that works ahead, both over the same model."""
 
     def __init__(self, workshop: Workshop, slots: int, dice: random.Random) -> None:
-        vocabulary = Vocabulary(VOCABULARY, VOCABULARY)
+        vocabulary = VocabMap(VOCABULARY, VOCABULARY)
         here, there = (workshop.decoder("draft", slots=slots).sibling() for _ in range(2))
         self.plain = ModelDrafter(here, K, vocabulary=vocabulary)
-        self.ahead = Ahead(ModelDrafter(there, K + 1, vocabulary=vocabulary), ModelReviews(there, vocabulary))
+        self.ahead = LookaheadDrafter(
+            ModelDrafter(there, K + 1, vocabulary=vocabulary), SecondChoices(there, vocabulary)
+        )
         self._slots, self._dice = slots, dice
         self.ends = [0] * slots  # positions; 0 = nobody is there
         self.hits = self.early = 0
@@ -103,7 +105,7 @@ class Texts:
             return [[0] if text is None else text[1] for text in guess.texts]
         return [self._one(row, chain) for row, chain in zip_longest(last.tokens.tolist(), last.chains)]
 
-    def _one(self, drafts: list[int], chain: Chain | None) -> list[int]:
+    def _one(self, drafts: list[int], chain: DraftedSlot | None) -> list[int]:
         """All drafts; or some, and a second choice or any token."""
         if self._dice.random() < 0.6:
             return drafts
@@ -112,7 +114,7 @@ class Texts:
             return [*drafts[:place], self._dice.randrange(VOCABULARY)]
         return [*drafts[:place], chain.seconds[place]]
 
-    def round(self, sampling: SamplingBatch) -> None:
+    def round(self, sampling: SamplingTensors) -> None:
         """One round: both propose the same."""
         said, came = self.committed(), self.seat()
         rows = [first or row for first, row in zip(came, said, strict=True)]
@@ -120,7 +122,7 @@ class Texts:
         count = torch.tensor([len(row) for row in rows], dtype=torch.int32)
         commit = Commit(tokens, count, torch.tensor(self.ends, dtype=torch.int32))
         self.ends = [end + len(row) if end else 0 for end, row in zip(self.ends, rows, strict=True)]
-        bounds = Bounds(torch.full((self._slots,), K, dtype=torch.int32), max(1, *self.ends))
+        bounds = RoundLimits(torch.full((self._slots,), K, dtype=torch.int32), max(1, *self.ends))
         for one in (self.plain, self.ahead):
             one.observe(commit)
         here, there = (d.propose(commit, sampling, bounds).tokens for d in (self.plain, self.ahead))
@@ -136,7 +138,7 @@ class Texts:
 def test_its_proposals_are_those_of_the_same_drafter(workshop: Workshop, slots: int, temperature: float) -> None:
     """Outcomes are read into the same rows, so that all but the last leave a cache that has to be put right."""
     texts = Texts(workshop, slots, random.Random(7))
-    sampling = sampling_batch([Sampling(temperature, seed=seed) for seed in range(slots)])
+    sampling = sampling_tensors([Sampling(temperature, seed=seed) for seed in range(slots)])
     for _ in range(60):
         texts.round(sampling)
     assert texts.hits > 10 and texts.early > 4
@@ -144,8 +146,8 @@ def test_its_proposals_are_those_of_the_same_drafter(workshop: Workshop, slots: 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_second_choices_are_what_the_drafter_would_have_chosen_instead(workshop: Workshop, temperature: float) -> None:
-    decoder, vocabulary = workshop.decoder("draft", slots=4).sibling(), Vocabulary(VOCABULARY, VOCABULARY)
-    sampling = sampling_batch([Sampling(temperature, seed=seed) for seed in range(4)])
+    decoder, vocabulary = workshop.decoder("draft", slots=4).sibling(), VocabMap(VOCABULARY, VOCABULARY)
+    sampling = sampling_tensors([Sampling(temperature, seed=seed) for seed in range(4)])
     commit = Commit(
         torch.tensor([[5, 6, PAD], [7, PAD, PAD], [1, 2, 3], [4, 4, PAD]], dtype=torch.int32),
         torch.tensor([2, 1, 3, 2], dtype=torch.int32),
@@ -155,18 +157,18 @@ def test_second_choices_are_what_the_drafter_would_have_chosen_instead(workshop:
     for slot, text in enumerate(texts):
         steps.prefill(decoder, slot, text)
     model = ModelDrafter(decoder, K, vocabulary=vocabulary)
-    drafts = model.propose(commit, sampling, Bounds(commit.count, 12)).tokens
-    seconds, gaps = ModelReviews(decoder, vocabulary).seconds(commit, drafts, sampling, rows=12)
+    drafts = model.propose(commit, sampling, RoundLimits(commit.count, 12)).tokens
+    seconds, gaps = SecondChoices(decoder, vocabulary).seconds(commit, drafts, sampling, rows=12)
     for slot, text in enumerate(texts):
         text += [*commit.tokens[slot, : commit.count[slot]].tolist(), *drafts[slot].tolist()]
         whole = torch.tensor([text], dtype=torch.int32)
-        one = SamplingBatch(sampling.knobs[slot : slot + 1], sampling.keys[slot : slot + 1])
+        one = SamplingTensors(sampling.knobs[slot : slot + 1], sampling.keys[slot : slot + 1])
         reader = workshop.decoder("draft", slots=1).sibling()
         logits, _ = steps.window(reader, whole, torch.zeros(1, dtype=torch.int32), reach=POSITIONS)
         places = torch.arange(1, len(text) + 1, dtype=torch.int32).unsqueeze(0)
-        scores = probs.tempered(logits, one)
+        scores = probs.apply_temperature(logits, one)
         if temperature:
-            scores = probs.perturbed(scores, places, one, ids=torch.arange(VOCABULARY, dtype=torch.int32))
+            scores = probs.add_gumbel(scores, places, one, ids=torch.arange(VOCABULARY, dtype=torch.int32))
         best = scores[0, -K - 1 : -1].topk(2)
         assert best.indices[:, 0].tolist() == drafts[slot].tolist() and best.indices[:, 1].tolist() == seconds[slot]
         assert torch.allclose(best.values[:, 0] - best.values[:, 1], torch.tensor(gaps[slot]), atol=1e-4)

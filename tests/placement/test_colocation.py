@@ -19,7 +19,7 @@ from paceline.core.errors import CoresBusyError, PlanError
 from paceline.placement import INSTANCES, Placement, plan
 from paceline.placement.host.core_locks import held
 from paceline.placement.planning.core_range import CoreRange, Fragmentation, fragmentation
-from paceline.placement.planning.model_specs import Model
+from paceline.placement.planning.model_specs import ModelSpec
 from tests.placement.owners import occupy, said
 from tests.placement.wishes import model
 
@@ -90,7 +90,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine
         yield Machine(stack)
 
 
-def started(machine: Machine, models: Sequence[Model]) -> None:
+def started(machine: Machine, models: Sequence[ModelSpec]) -> None:
     machine.start(*plan(models, MACHINE).placements)
     machine.check()
 

@@ -10,14 +10,14 @@ import pytest
 pytest.importorskip("ray")
 
 from paceline.core.errors import WorkerError
-from paceline.placement import INSTANCES, Care, plan
+from paceline.placement import INSTANCES, FaultPolicy, plan
 from paceline.placement.cluster import deployment, worker_group, worker_spec
 from paceline.placement.cluster.deployment import Deployment
 from paceline.placement.host.processes import Process
 from tests.placement.wishes import model
 
 
-class Broken(worker_group.Group):
+class Broken(worker_group.WorkerGroup):
     """Its node lives, and its target does not start again."""
 
     def _nodes_live(self) -> bool:
@@ -30,7 +30,7 @@ class Broken(worker_group.Group):
 def test_a_failed_restart_says_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_group, "_kill", [].append)
     made = plan([model("chat")], INSTANCES["inf2.48xlarge"])
-    broken = Broken(made.instance, made.placements, Care(), given=object())
+    broken = Broken(made.instance, made.placements, FaultPolicy(), given=object())
     broken._actors["chat"] = seen = object()
     with pytest.raises(WorkerError, match=r"could not be started again \(its folder is gone\)"):
         broken.revive("chat", seen)
@@ -42,7 +42,7 @@ def test_a_failed_restart_says_its_reason(monkeypatch: pytest.MonkeyPatch) -> No
             broken.revive("chat", seen, hung=True)
     assert killed == [("here", mine)]
     broken._assigned.clear()
-    models = Deployment(made, Care(), [broken])
+    models = Deployment(made, FaultPolicy(), [broken])
     assert models.cores() == {}  # nothing runs, and that is no error
     broken.stop()
     for asked in (lambda: broken.actor("chat"), lambda: broken.revive("chat", seen), broken.begin):
@@ -75,14 +75,14 @@ def test_a_group_that_cannot_be_ended_keeps_none_of_the_others_running(monkeypat
 
     monkeypatch.setattr(deployment.ray, "get_actor", get_actor)
     groups = [Stubborn(), Stubborn()]
-    running = Deployment(plan([model("chat")], INSTANCES["inf2.48xlarge"]), Care(), groups)  # type: ignore[arg-type]
+    running = Deployment(plan([model("chat")], INSTANCES["inf2.48xlarge"]), FaultPolicy(), groups)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="cannot be removed"):
         running.close()
     assert [one.stops for one in groups] == [1, 1] and asked == ["paceline-ledger"]
     running.close()
     assert [one.stops for one in groups] == [1, 1]
     with pytest.raises(OSError, match="cannot be removed"):
-        Deployment(running.plan, Care(), groups).start()  # type: ignore[arg-type]
+        Deployment(running.plan, FaultPolicy(), groups).start()  # type: ignore[arg-type]
     assert [one.stops for one in groups] == [3, 3]
 
 
@@ -93,7 +93,7 @@ def test_the_longest_name_has_a_socket_in_a_temporary_folder_far_down(monkeypatc
     names = [item.label for item in made.placements]
     cores = {item.label: item.cores for item in made.placements}
     found = worker_spec.assignments(
-        made.instance, made.placements, Care(), where=["here"] * 2, claims=names, cores=cores
+        made.instance, made.placements, FaultPolicy(), where=["here"] * 2, claims=names, cores=cores
     )
     address = found["chat"].address
     assert address == found["d" * 63].address and address is not None and len(address.path) < 108

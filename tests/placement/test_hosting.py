@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import Bounds, Commit
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import Commit, RoundLimits
 from paceline.draft.model import ModelDrafter
-from paceline.placement.lookahead.drafter import Ahead
+from paceline.placement.lookahead.drafter import LookaheadDrafter
 from paceline.placement.planning.footprint import Shape
 from paceline.placement.remote.channel import Address, listen
-from paceline.placement.remote.drafter import RemoteDraft, Terms
-from paceline.placement.remote.messages import Hello
-from paceline.placement.remote.reconnect import Caller
-from paceline.placement.remote.server import DraftServer, Unpooled
+from paceline.placement.remote.drafter import DrafterContract, RemoteDrafter
+from paceline.placement.remote.messages import Handshake
+from paceline.placement.remote.reconnect import DrafterEndpoint
+from paceline.placement.remote.server import DraftServer, UnpooledDrafters
 from paceline.workers.hosting import DraftPool, draft
 from tests.decoder.tiny import VOCABULARY, Workshop, save_pair
 from tests.placement.faulty import SECRET
@@ -37,15 +37,15 @@ def pool(workshop: Workshop, clients: int) -> DraftPool:
 
 def test_a_pool_never_outgrows_its_plan(workshop: Workshop) -> None:
     made = pool(workshop, 2)
-    first, second = (made.lend(Hello(0, name, 1, VOCABULARY)) for name in "ab")
+    first, second = (made.lend(Handshake(0, name, 1, VOCABULARY)) for name in "ab")
     assert isinstance(first, ModelDrafter) and isinstance(second, ModelDrafter)
     assert first.decoder is not second.decoder
     with pytest.raises(ConfigurationError, match="room for 2 targets"):
-        made.lend(Hello(0, "c", 1, VOCABULARY))
+        made.lend(Handshake(0, "c", 1, VOCABULARY))
     made.take_back(first)
     with pytest.raises(ConfigurationError, match="same batch_size"):
-        made.lend(Hello(0, "c", 2, VOCABULARY))
-    third = made.lend(Hello(0, "c", 1, VOCABULARY - 1))
+        made.lend(Handshake(0, "c", 2, VOCABULARY))
+    third = made.lend(Handshake(0, "c", 1, VOCABULARY - 1))
     assert isinstance(third, ModelDrafter) and third.decoder is first.decoder
 
 
@@ -60,14 +60,14 @@ def test_a_draft_has_the_graphs_of_every_bucket_before_it_is_called(tmp_path: Pa
     (decoder,) = made._free
     assert len(decoder.reaches) > 1
     before = dict(decoder._steps)
-    model = made.lend(Hello(0, "a", 1, VOCABULARY))
+    model = made.lend(Handshake(0, "a", 1, VOCABULARY))
     one = torch.ones(1, dtype=torch.int32)
     for length in (1, 70, 124, 128, 200, 290):
         model.admit(0, [3] * length)
         commit = Commit(torch.tensor([[7, -1, -1, -1, -1]], dtype=torch.int32), one, length * one)
         model.observe(commit)
-        model.propose(commit, sampling_batch([Sampling()]), Bounds(4 * one, length + 1))
-        while isinstance(model, Ahead) and not model.idle:
+        model.propose(commit, sampling_tensors([Sampling()]), RoundLimits(4 * one, length + 1))
+        while isinstance(model, LookaheadDrafter) and not model.idle:
             model.work()
     assert decoder._steps == before
 
@@ -85,19 +85,19 @@ class FullOnce(socket.socket):
 
 
 def test_who_hangs_up_makes_room_and_a_full_table_of_files_is_no_end(workshop: Workshop, tmp_path: Path) -> None:
-    address, terms = Address(path=str(tmp_path / "s")), Terms(4, 1, VOCABULARY)
+    address, terms = Address(path=str(tmp_path / "s")), DrafterContract(4, 1, VOCABULARY)
     listener = listen(address)
     with serving(FullOnce(fileno=listener.detach()), pool(workshop, 1)):
         for _ in range(3):
-            with closing(RemoteDraft(terms, Caller(address, SECRET))) as target:
+            with closing(RemoteDrafter(terms, DrafterEndpoint(address, SECRET))) as target:
                 assert target.wait_until_up(20), target.health
 
 
 def test_a_server_that_has_ended_can_be_stopped_again(tmp_path: Path) -> None:
-    def nobody(_hello: Hello) -> ModelDrafter:
+    def nobody(_hello: Handshake) -> ModelDrafter:
         raise AssertionError("nobody calls")
 
-    server = DraftServer(listen(Address(path=str(tmp_path / "s"))), SECRET, Unpooled(nobody))
+    server = DraftServer(listen(Address(path=str(tmp_path / "s"))), SECRET, UnpooledDrafters(nobody))
     server.stop()
     server.run()
     server.stop()

@@ -15,7 +15,7 @@ from paceline.placement.cluster import (
     core_allocator,
     nodes,
 )
-from paceline.placement.cluster.core_allocator import Claim, Ledger, ask, end_unused, give_back  # noqa: E402
+from paceline.placement.cluster.core_allocator import CoreAllocator, CoreRequest, ask, end_unused, give_back  # noqa: E402
 from paceline.placement.planning.core_range import CoreRange  # noqa: E402
 from tests.simulation import check_nothing_left  # noqa: E402
 
@@ -32,18 +32,18 @@ def living(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, CoreRange]]:
 
 
 def test_the_claim_of_a_caller_that_died_while_it_loaded_is_void(living: dict[str, tuple[str, CoreRange]]) -> None:
-    book = Ledger(INSTANCES["inf2.48xlarge"])
-    book.claim("node", [Claim("loads", 16, CoreRange(0, 15), start=60)])
-    book.claim("node", [Claim("dies", 8, CoreRange(16, 23), start=-1)])
-    assert book.claim("node", [Claim("next", 8, CoreRange(16, 23))]) == [CoreRange(16, 23)]
+    book = CoreAllocator(INSTANCES["inf2.48xlarge"])
+    book.claim("node", [CoreRequest("loads", 16, CoreRange(0, 15), start=60)])
+    book.claim("node", [CoreRequest("dies", 8, CoreRange(16, 23), start=-1)])
+    assert book.claim("node", [CoreRequest("next", 8, CoreRange(16, 23))]) == [CoreRange(16, 23)]
     assert book.taken() == {"node": {"loads": CoreRange(0, 15), "next": CoreRange(16, 23)}}
     book.release(["loads", "next"])
-    book.claim("node", [Claim("slow", 24, WHOLE, start=-1)])
+    book.claim("node", [CoreRequest("slow", 24, WHOLE, start=-1)])
     living["slow"] = "node", WHOLE  # late, but there
     assert book.taken() == {"node": {"slow": WHOLE}}
     book.confirm(["slow"])
     with pytest.raises(PlanError):
-        book.claim("node", [Claim("next", 8, CoreRange(0, 7))])
+        book.claim("node", [CoreRequest("next", 8, CoreRange(0, 7))])
     living.clear()
     assert book.taken() == {}
 
@@ -54,9 +54,9 @@ def test_a_node_that_is_gone_is_in_no_report(
     """Its workers too, though Ray may still have their names: it would start them anew, and has nowhere to."""
     alive = {"node", "other"}
     monkeypatch.setattr(nodes, "living", lambda: alive)
-    book = Ledger(INSTANCES["inf2.48xlarge"])
+    book = CoreAllocator(INSTANCES["inf2.48xlarge"])
     for node in sorted(alive):
-        book.claim(node, [Claim(f"at {node}", 8, CoreRange(0, 7))])
+        book.claim(node, [CoreRequest(f"at {node}", 8, CoreRange(0, 7))])
         living[f"at {node}"] = node, CoreRange(0, 7)
     book.confirm(sorted(living))
     assert set(book.report()) == set(book.taken()) == alive
@@ -106,8 +106,8 @@ def test_what_is_in_use_does_not_end(living: dict[str, tuple[str, CoreRange]], m
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="me"))
     monkeypatch.setattr(ray, "kill", ended.append)
     monkeypatch.setattr(core_allocator, "sleep", lambda _: None)
-    book = Ledger(INSTANCES["inf2.48xlarge"])
-    book.claim("node", [Claim("loads", 16, CoreRange(0, 15), start=60)])
+    book = CoreAllocator(INSTANCES["inf2.48xlarge"])
+    book.claim("node", [CoreRequest("loads", 16, CoreRange(0, 15), start=60)])
     book.end_unused()
     assert not ended
     book.release(["loads"])
@@ -130,7 +130,7 @@ def test_a_ledger_whose_users_were_killed_ends(cluster: object, monkeypatch: pyt
     """Nobody is left to end it. What is claimed is kept for as long as its worker may still come."""
     monkeypatch.setattr(core_allocator, "_IDLE", 0.1)
     book, node = core_allocator.ledger(INSTANCES["inf2.48xlarge"]), ray.nodes()[0]["NodeID"]
-    ray.get(book.claim.remote(node, [Claim("dies", 8, CoreRange(0, 7), start=5)]))
+    ray.get(book.claim.remote(node, [CoreRequest("dies", 8, CoreRange(0, 7), start=5)]))
     time.sleep(1)
     assert ray.get(book.taken.remote()) == {node: {"dies": CoreRange(0, 7)}}
     check_nothing_left()

@@ -8,13 +8,13 @@ import math
 import pytest
 
 from paceline.core.types import PAD
-from paceline.placement.lookahead.idle_budget import Idle
-from paceline.placement.lookahead.outcomes import Chain, Odds
+from paceline.placement.lookahead.idle_budget import IdleBudget
+from paceline.placement.lookahead.outcomes import DraftedSlot, OutcomeModel
 
 
-def learnt(first: int, second: int, neither: int, gap: float) -> Odds:
+def learnt(first: int, second: int, neither: int, gap: float) -> OutcomeModel:
     """Odds after so many choices of one gap."""
-    odds, chain = Odds(), Chain([5], 1, [6], [gap])
+    odds, chain = OutcomeModel(), DraftedSlot([5], 1, [6], [gap])
     for token, times in ((5, first), (6, second), (7, neither)):
         for _ in range(times):
             odds.learn(chain, [token])
@@ -24,15 +24,15 @@ def learnt(first: int, second: int, neither: int, gap: float) -> Odds:
 def test_odds_are_shares_of_what_was_seen_and_only_up_to_the_first_rejection() -> None:
     odds = learnt(70, 20, 10, gap=0.6)
     assert odds.of(0.7) == (70.5 / 101, 20.25 / 101) == odds.of(None) and odds.of(3.5) == (0.5, 0.25)
-    odds = Odds()
-    odds.learn(Chain([5, 5, 5], 3, [6, 6, 6], [0.1, 2.5, 0.1]), [5, 6, 5])
+    odds = OutcomeModel()
+    odds.learn(DraftedSlot([5, 5, 5], 3, [6, 6, 6], [0.1, 2.5, 0.1]), [5, 6, 5])
     assert odds.of(0.1) == (1.5 / 2, 0.25 / 2) and odds.of(2.5) == (0.5 / 2, 1.25 / 2)
-    odds.learn(Chain([PAD, 5], 2), [PAD, 5])
+    odds.learn(DraftedSlot([PAD, 5], 2), [PAD, 5])
     assert odds.of(None) == (1.5 / 3, 1.25 / 3)
 
 
 def test_old_texts_are_forgotten() -> None:
-    odds, chain = learnt(2000, 0, 0, gap=0.1), Chain([5], 1, [6], [0.1])
+    odds, chain = learnt(2000, 0, 0, gap=0.1), DraftedSlot([5], 1, [6], [0.1])
     for _ in range(1500):
         odds.learn(chain, [6])
     assert odds.of(0.1)[1] > 0.9
@@ -43,9 +43,9 @@ def test_outcomes_come_by_their_odds_and_all_of_them(slots: int) -> None:
     """Against all products of what may happen in each slot; the odds of all, with the unlikely ones, are at most 1."""
     odds = learnt(60, 20, 20, gap=0.3)
     for _ in range(50):
-        odds.learn(Chain([5], 1, [6], [2.2]), [5])
+        odds.learn(DraftedSlot([5], 1, [6], [2.2]), [5])
     chains = [
-        Chain([10, 11, 12], limit, [20, 21, 22], [0.3, 2.2, gap]) for limit, gap in ((2, 0.3), (1, 0.3), (0, 9.9))
+        DraftedSlot([10, 11, 12], limit, [20, 21, 22], [0.3, 2.2, gap]) for limit, gap in ((2, 0.3), (1, 0.3), (0, 9.9))
     ]
     alone = []
     for chain in chains[:slots]:
@@ -68,9 +68,9 @@ def test_outcomes_come_by_their_odds_and_all_of_them(slots: int) -> None:
 
 
 def test_what_was_not_drafted_is_not_expected() -> None:
-    odds, chain = Odds(), Chain([5, PAD, PAD], 2, [6, 7, 8], [0.1, 0.1, 0.1])
+    odds, chain = OutcomeModel(), DraftedSlot([5, PAD, PAD], 2, [6, 7, 8], [0.1, 0.1, 0.1])
     assert odds.full([chain]) is None and [one.tokens for one in odds.outcomes([chain])] == [((6,),)]
-    assert list(odds.outcomes([chain, Chain([PAD], 0, [3], [0.1])])) == []
+    assert list(odds.outcomes([chain, DraftedSlot([PAD], 0, [3], [0.1])])) == []
 
 
 class Clock:
@@ -82,7 +82,7 @@ class Clock:
 
 def test_work_is_begun_where_it_is_expected_to_save_more_than_it_costs() -> None:
     clock = Clock()
-    idle = Idle(clock)
+    idle = IdleBudget(clock)
     idle.begin()
     clock.now = 1e6
     assert idle.saves("draft", 0.01) > 0, "nothing is known yet"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.core.errors import PlanError
-from paceline.placement import INSTANCES, Care, Patience, plan, read_care, read_models
+from paceline.placement import INSTANCES, DraftTimeouts, FaultPolicy, plan, read_care, read_models
 from paceline.placement.planning import detect, validate_plan
 from paceline.placement.planning.detect import matching, parse
 from tests.placement.wishes import model
@@ -86,9 +86,9 @@ def cared(home: Path, care: str) -> Path:
 
 def test_how_workers_are_looked_after_stands_in_the_file(home: Path) -> None:
     care = read_care(cared(home, "{start: 3600, retries: 0, ahead: true, patience: {deadline: 0.5, trips: 2}}"))
-    assert care == Care(start=3600.0, retries=0, ahead=True, patience=Patience(deadline=0.5, trips=2))
+    assert care == FaultPolicy(start=3600.0, retries=0, ahead=True, patience=DraftTimeouts(deadline=0.5, trips=2))
     call(home, CHAT)
-    assert read_care(home / "models.yaml") == Care()
+    assert read_care(home / "models.yaml") == FaultPolicy()
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_a_model_that_runs_is_not_added_again() -> None:
     from paceline.placement.cluster.deployment import Deployment
 
     machine = INSTANCES["inf2.48xlarge"]
-    running = Deployment(plan([model("a"), model("d", draft_of=("a",))], machine), Care())
+    running = Deployment(plan([model("a"), model("d", draft_of=("a",))], machine), FaultPolicy())
     for name in "ad":
         with pytest.raises(PlanError, match=f"{name} runs already"):
             running.add(plan([model(name)], machine))

@@ -22,9 +22,9 @@ from paceline.placement.host.core_locks import CoreLocks, held
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.footprint import Shape
 from paceline.placement.remote.channel import Address
-from paceline.placement.remote.drafter import Patience, RemoteDraft, Terms
+from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
 from paceline.placement.remote.local_process import LocalProcess, Order
-from paceline.placement.remote.reconnect import Caller
+from paceline.placement.remote.reconnect import DrafterEndpoint
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
@@ -65,7 +65,7 @@ def test_cores_go_with_their_process() -> None:
 def test_a_secret_is_not_shown() -> None:
     secret = b"nobody is to read this"
     order = Order(Address(path="s"), secret, {})
-    assert "nobody" not in repr(order) + repr(Caller(order.address, secret))
+    assert "nobody" not in repr(order) + repr(DrafterEndpoint(order.address, secret))
     assert secret.hex() in order.to_json()
 
 
@@ -106,10 +106,10 @@ def test_a_model_in_a_process_of_its_own(
     given = order(workshop, tmp_path, ahead=ahead, slots=slots, degree=degree)
     with ExitStack() as stack:
         process = stack.enter_context(LocalProcess(given))
-        terms = Terms(nodes=4, slots=slots, vocab_size=VOCABULARY, reach=128)
-        patience = Patience(deadline=2, rest=0.01)
+        terms = DrafterContract(nodes=4, slots=slots, vocab_size=VOCABULARY, reach=128)
+        patience = DraftTimeouts(deadline=2, rest=0.01)
         draft = stack.enter_context(
-            closing(RemoteDraft(terms, Caller(given.address, given.secret, process), patience=patience))
+            closing(RemoteDrafter(terms, DrafterEndpoint(given.address, given.secret, process), patience=patience))
         )
         assert draft.wait_until_up(60) and held() == dict.fromkeys((2, 3), process.pid)
         generator = SpeculativeGenerator(draft, target)

@@ -24,9 +24,9 @@ from paceline.core.errors import (
 from paceline.placement import INSTANCES, Plan
 from paceline.placement.cluster import nodes
 from paceline.placement.cluster.actors import NAMESPACE
-from paceline.placement.cluster.core_allocator import NAME, Claim, ledger
+from paceline.placement.cluster.core_allocator import NAME, CoreRequest, ledger
 from paceline.placement.cluster.deployment import Deployment, launch
-from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.quota import Quota
@@ -112,7 +112,7 @@ def test_models_side_by_side(cluster: Cluster, workshop: Workshop) -> None:
         assert (left.free, dict(left.runs)[8], dict(left.runs)[4]) == (20, 2, 5)
         models.add(planned(entry(workshop, "e", tp_degree=2)))  # planned on 0-1, where c is
         assert models.cores() == {"c": CoreRange(0, 3), "e": CoreRange(4, 5)}  # no whole run of eight is broken
-        claims = [Claim(name, 8, CoreRange(0, 7)) for name in "xyz"]
+        claims = [CoreRequest(name, 8, CoreRange(0, 7)) for name in "xyz"]
         node = models.group("c").assignment("c").node
         with pytest.raises(PlanError, match="2 cores free but no aligned run of 8"):
             ray.get(ledger(INSTANCES["inf2.48xlarge"]).claim.remote(node, claims))
@@ -168,7 +168,7 @@ def test_a_divided_target_dies_with_its_ranks_and_comes_back(cluster: Cluster, w
     asked = {"max_new_tokens": 40, **SAMPLED}
     expected = wanted(workshop, PROMPTS, **asked)
     entries = entry(workshop, "chat"), entry(workshop, "chat-draft", "draft", draft_of="chat")
-    with launch(planned(*entries), care=Care(start=90, silence=20, room=30, patience=PATIENCE)) as models:
+    with launch(planned(*entries), care=FaultPolicy(start=90, silence=20, room=30, patience=PATIENCE)) as models:
         assert ray.get(models.group("chat").actor("chat").wait_for_draft.remote(60))
         for restarts, lost in enumerate(("worker", "rank"), 1):
             found = [list(prompt) for prompt in PROMPTS]

@@ -14,26 +14,28 @@ import torch
 
 from paceline import SpeculativeGenerator
 from paceline.core.drafter_health import DrafterHealth
-from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import Bounds, Commit
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import Commit, RoundLimits
 from paceline.draft.suffix import SuffixDrafter
 from paceline.outputs import GenerationResult
 from paceline.placement.remote.channel import Address, listen
-from paceline.placement.remote.drafter import Patience, RemoteDraft, Terms
-from paceline.placement.remote.reconnect import Caller
-from paceline.placement.remote.server import Unpooled
+from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
+from paceline.placement.remote.reconnect import DrafterEndpoint
+from paceline.placement.remote.server import UnpooledDrafters
 from tests.fakes import Checked, TableDecoder
 from tests.placement.faulty import DRAFT, FAULTS, SECRET, TARGET, Faulty, Forked, V, working_ahead
 from tests.placement.served import serving
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3]]
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_p": 0.95}
-HASTE = Patience(deadline=0.25, reread=5.0, hang=0.4, trips=3, rest=0.002, longest=0.02)
+HASTE = DraftTimeouts(deadline=0.25, reread=5.0, hang=0.4, trips=3, rest=0.002, longest=0.02)
 
 
-def remote(keeper: Forked, *, slots: int = 1, k: int = 4, patience: Patience = HASTE, wait: bool = True) -> RemoteDraft:
-    terms = Terms(nodes=k, slots=slots, vocab_size=V, reach=64)
-    made = RemoteDraft(terms, Caller(keeper.address, SECRET, keeper, patience=8), patience=patience)
+def remote(
+    keeper: Forked, *, slots: int = 1, k: int = 4, patience: DraftTimeouts = HASTE, wait: bool = True
+) -> RemoteDrafter:
+    terms = DrafterContract(nodes=k, slots=slots, vocab_size=V, reach=64)
+    made = RemoteDrafter(terms, DrafterEndpoint(keeper.address, SECRET, keeper, patience=8), patience=patience)
     assert not wait or made.wait_until_up(30)
     return made
 
@@ -76,8 +78,8 @@ def test_a_drafter_elsewhere_is_a_drafter_here(tmp_path: Path, stack: ExitStack,
 
 def test_proposals_of_many_lengths_travel_as_long_as_agreed(tmp_path: Path, stack: ExitStack) -> None:
     address = Address(path=str(tmp_path / "s"))
-    stack.enter_context(serving(listen(address), Unpooled(lambda _hello: SuffixDrafter(4))))
-    draft = stack.enter_context(closing(RemoteDraft(Terms(4, 1, V), Caller(address, SECRET))))
+    stack.enter_context(serving(listen(address), UnpooledDrafters(lambda _hello: SuffixDrafter(4))))
+    draft = stack.enter_context(closing(RemoteDrafter(DrafterContract(4, 1, V), DrafterEndpoint(address, SECRET))))
     assert draft.wait_until_up(30)
     done = run(SpeculativeGenerator(draft, target()), PROMPTS, max_new_tokens=30)
     assert texts(done) == wanted(PROMPTS, max_new_tokens=30)
@@ -98,7 +100,7 @@ def test_a_target_that_drafts_for_itself_elsewhere_is_always_accepted(tmp_path: 
         revived(draft)
 
 
-def revived(draft: RemoteDraft) -> None:
+def revived(draft: RemoteDrafter) -> None:
     """Wait until there is a process again; an answer that is overdue is looked at in the next round only."""
     end = time.monotonic() + 120
     while draft.health.state == "down":
@@ -187,17 +189,21 @@ def test_a_drafter_that_never_comes_costs_no_token(tmp_path: Path, stack: ExitSt
 def test_a_drafter_that_fails_for_weeks_is_no_error(tmp_path: Path, stack: ExitStack, trips: int) -> None:
     """Each fault doubled the time it rests, in a number that floats have no room for after a thousand of them."""
     address = Address(path=str(tmp_path / "s"))
-    failing = Unpooled(lambda hello: Faulty(hello.slots, 4, faults=["raise"], rate=1.0, seed=0, slow=0.0))
+    failing = UnpooledDrafters(lambda hello: Faulty(hello.slots, 4, faults=["raise"], rate=1.0, seed=0, slow=0.0))
     stack.enter_context(serving(listen(address), failing))
-    patience = Patience(trips=trips, rest=1e-9, longest=1e-9)
-    draft = stack.enter_context(closing(RemoteDraft(Terms(4, 1, V), Caller(address, SECRET), patience=patience)))
+    patience = DraftTimeouts(trips=trips, rest=1e-9, longest=1e-9)
+    draft = stack.enter_context(
+        closing(RemoteDrafter(DrafterContract(4, 1, V), DrafterEndpoint(address, SECRET), patience=patience))
+    )
     assert draft.wait_until_up(30)
     draft.admit(0, [1, 2])
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(torch.tensor([[3, -1, -1, -1, -1]], dtype=torch.int32), one, 2 * one)
     draft.observe(commit)
     for _ in range(1100):
-        assert draft.propose(commit, sampling_batch([Sampling()]), Bounds(4 * one, 3)).tokens.tolist() == [[-1] * 4]
+        assert draft.propose(commit, sampling_tensors([Sampling()]), RoundLimits(4 * one, 3)).tokens.tolist() == [
+            [-1] * 4
+        ]
     assert draft.health.failed == 1100
 
 
@@ -220,8 +226,10 @@ def test_a_target_says_how_long_it_was_at_work_and_not_how_long_nothing_was_aske
 ) -> None:
     address, ahead, pauses = Address(path=str(tmp_path / "s")), working_ahead(1, 4), []
     ahead.paused = pauses.append  # type: ignore[method-assign]
-    stack.enter_context(serving(listen(address), Unpooled(lambda _: ahead)))
-    draft = stack.enter_context(closing(RemoteDraft(Terms(4, 1, V, reach=64), Caller(address, SECRET))))
+    stack.enter_context(serving(listen(address), UnpooledDrafters(lambda _: ahead)))
+    draft = stack.enter_context(
+        closing(RemoteDrafter(DrafterContract(4, 1, V, reach=64), DrafterEndpoint(address, SECRET)))
+    )
     assert draft.wait_until_up(30)
     for requests in (1, 2):
         done = run(SpeculativeGenerator(draft, target()), PROMPTS[:1], max_new_tokens=40)

@@ -11,13 +11,13 @@ from pathlib import Path
 from paceline.placement.host.processes import Process
 from paceline.placement.planning.quota import Quota
 from paceline.placement.remote.channel import Address, listen
-from paceline.placement.remote.drafter import Patience, RemoteDraft, Terms
-from paceline.placement.remote.reconnect import Caller
-from paceline.placement.remote.server import Unpooled
+from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
+from paceline.placement.remote.reconnect import DrafterEndpoint
+from paceline.placement.remote.server import UnpooledDrafters
 from tests.placement.faulty import SECRET, V, drafter
 from tests.placement.served import serving
 
-PATIENCE = Patience(rest=0.002, longest=0.05)
+PATIENCE = DraftTimeouts(rest=0.002, longest=0.05)
 
 
 @dataclass
@@ -42,13 +42,13 @@ class Asked:
 
 def tables(address: Address, clients: int = 2) -> AbstractContextManager[None]:
     """Table models that draft four tokens, for so many targets."""
-    return serving(listen(address), Unpooled(lambda hello: drafter(hello.slots, 4)), Quota(clients=clients))
+    return serving(listen(address), UnpooledDrafters(lambda hello: drafter(hello.slots, 4)), Quota(clients=clients))
 
 
-def called(stack: ExitStack, address: Address, keeper: Asked, *, nodes: int = 4) -> RemoteDraft:
-    terms = Terms(nodes=nodes, slots=1, vocab_size=V)
-    caller = Caller(address, SECRET, keeper, patience=0.3)
-    return stack.enter_context(closing(RemoteDraft(terms, caller, patience=PATIENCE)))
+def called(stack: ExitStack, address: Address, keeper: Asked, *, nodes: int = 4) -> RemoteDrafter:
+    terms = DrafterContract(nodes=nodes, slots=1, vocab_size=V)
+    caller = DrafterEndpoint(address, SECRET, keeper, patience=0.3)
+    return stack.enter_context(closing(RemoteDrafter(terms, caller, patience=PATIENCE)))
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -12,22 +12,22 @@ import pytest
 import torch
 
 from paceline.core.errors import ChannelError, ConfigurationError
-from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import Commit, Outline, Proposal
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import Commit, DraftShape, Proposal
 from paceline.placement.host.processes import Process
 from paceline.placement.planning.quota import Quota
 from paceline.placement.remote import messages
 from paceline.placement.remote.blanks import BlankRound
 from paceline.placement.remote.channel import Address, Channel, connect, listen
-from paceline.placement.remote.server import Unpooled
+from paceline.placement.remote.server import UnpooledDrafters
 from tests.placement.faulty import SECRET
 from tests.placement.served import serving
 
 
-def ask(number: int, *, slots: int = 2, width: int = 3) -> messages.Ask:
+def ask(number: int, *, slots: int = 2, width: int = 3) -> messages.ProposeRequest:
     numbers = list(range(-1, slots * (width + 3) - 1))
-    return messages.Ask(
-        number, ((1, (5, 0, 7)), (0, ())), slots, width, numbers, 9, sampling_batch([Sampling(0.5, seed=-3)] * slots)
+    return messages.ProposeRequest(
+        number, ((1, (5, 0, 7)), (0, ())), slots, width, numbers, 9, sampling_tensors([Sampling(0.5, seed=-3)] * slots)
     )
 
 
@@ -41,16 +41,16 @@ def flat(message: object) -> object:
 
 
 MESSAGES = [
-    messages.Hello(0, "chät", 4, 96),
-    messages.Admit(1, 2, (0, 1, 95)),
+    messages.Handshake(0, "chät", 4, 96),
+    messages.AddRequest(1, 2, (0, 1, 95)),
     ask(2),
     ask(1 << 40, slots=1, width=1),
     ask(7)._replace(sampling=None, pause=1_000_000_000),
-    messages.Welcome(3, 4, None, Process(77, 2**31 - 1)),
-    messages.Welcome(3, 4, 128, Process(77, 0)),
-    messages.Answer(4, 2, 2, [-1, 3, 2, 0], True),
-    messages.Answer(4, 3, 0, [], False),
-    messages.Failure(5, "no, nö"),
+    messages.HandshakeReply(3, 4, None, Process(77, 2**31 - 1)),
+    messages.HandshakeReply(3, 4, 128, Process(77, 0)),
+    messages.ProposeReply(4, 2, 2, [-1, 3, 2, 0], True),
+    messages.ProposeReply(4, 3, 0, [], False),
+    messages.ErrorReply(5, "no, nö"),
 ]
 
 
@@ -128,7 +128,7 @@ class Slow:
     """Proposes zeros, and takes its time."""
 
     def __init__(self, seconds: float) -> None:
-        self.outline, self.reach, self.reads, self._seconds = Outline.chain(2), None, None, seconds
+        self.outline, self.reach, self.reads, self._seconds = DraftShape.chain(2), None, None, seconds
 
     def admit(self, slot: int, prompt: object, features: object = None) -> None: ...
 
@@ -143,14 +143,14 @@ class Slow:
 
 def slow(address: Address, quota: Quota) -> AbstractContextManager[None]:
     """Two milliseconds a proposal for every id of the target's vocabulary."""
-    return serving(listen(address), Unpooled(lambda hello: Slow(0.002 * hello.vocab_size)), quota)
+    return serving(listen(address), UnpooledDrafters(lambda hello: Slow(0.002 * hello.vocab_size)), quota)
 
 
 def hello(
     stack: ExitStack, address: Address, name: str, *, cost: int = 1
 ) -> tuple[Channel, messages.Request | messages.Reply]:
     channel = stack.enter_context(closing(connect(address, SECRET, seconds=5)))
-    channel.send(messages.encode(messages.Hello(0, name, 2, cost)), 1)
+    channel.send(messages.encode(messages.Handshake(0, name, 2, cost)), 1)
     frame = channel.receive(5)
     assert frame is not None
     return channel, messages.decode(frame)
@@ -169,8 +169,8 @@ def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -
         rude.connect(address.path or (address.host, address.port))
         rude.send(b"GET / HTTP/1.1\r\n\r\n" + bytes(90))  # nobody waits for this one
         channel, reply = hello(stack, address, "a")
-        assert isinstance(reply, messages.Welcome) and (channel.peer() is None) == (kind == "tcp")
-        channel.send(messages.encode(messages.Failure(1, "not a request")), 1)
+        assert isinstance(reply, messages.HandshakeReply) and (channel.peer() is None) == (kind == "tcp")
+        channel.send(messages.encode(messages.ErrorReply(1, "not a request")), 1)
         with pytest.raises(ChannelError, match="hung up"):
             channel.receive(5)
 
@@ -180,12 +180,12 @@ def test_quotas_are_kept(tmp_path: Path, stack: ExitStack) -> None:
     with slow(address, Quota(clients=2, slots=4)):
         first, _ = hello(stack, address, "a")
         second, reply = hello(stack, address, "b")
-        assert isinstance(reply, messages.Welcome)
+        assert isinstance(reply, messages.HandshakeReply)
         _, reply = hello(stack, address, "c")
-        assert isinstance(reply, messages.Failure) and "quota" in reply.reason
+        assert isinstance(reply, messages.ErrorReply) and "quota" in reply.reason
         first.close()
         end = time.monotonic() + 60
-        while isinstance(reply, messages.Failure):  # who leaves makes room
+        while isinstance(reply, messages.ErrorReply):  # who leaves makes room
             assert time.monotonic() < end
             _, reply = hello(stack, address, "c")
         assert second.receive(0) is None
@@ -210,7 +210,7 @@ def test_turns_are_fair_and_shares_count(tmp_path: Path, stack: ExitStack) -> No
             for name, channel in channels.items():
                 while (frame := channel.receive(0.001)) is not None:
                     reply = messages.decode(frame)
-                    assert isinstance(reply, messages.Answer) and reply.number == done[name] + 1  # in order
+                    assert isinstance(reply, messages.ProposeReply) and reply.number == done[name] + 1  # in order
                     done[name] += 1
                     order.append(name)
         time_of = {name: done[name] * costs[name] for name in done}
@@ -243,7 +243,7 @@ class Fickle(Slow):
 def test_a_drafter_that_fails_in_a_usual_round_is_asked_again(tmp_path: Path, stack: ExitStack, bad: Proposal) -> None:
     """What a failed round left behind is not gone through when the next one is prepared."""
     address = Address(path=str(tmp_path / "s"))
-    with serving(listen(address), Unpooled(lambda _: Fickle(bad))):
+    with serving(listen(address), UnpooledDrafters(lambda _: Fickle(bad))):
         channel, _ = hello(stack, address, "a")
         kinds = []
         for number in range(1, 7):
@@ -254,10 +254,10 @@ def test_a_drafter_that_fails_in_a_usual_round_is_asked_again(tmp_path: Path, st
             kinds.append(type(messages.decode(frame)))
             time.sleep(0.02)  # so that the server prepares for the next round
         assert kinds == [
-            messages.Answer,
-            messages.Answer,
-            messages.Failure,
-            messages.Answer,
-            messages.Answer,
-            messages.Answer,
+            messages.ProposeReply,
+            messages.ProposeReply,
+            messages.ErrorReply,
+            messages.ProposeReply,
+            messages.ProposeReply,
+            messages.ProposeReply,
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import RopeConfig
 from paceline.placement.planning.footprint import Shape
-from paceline.placement.planning.model_specs import Model
+from paceline.placement.planning.model_specs import ModelSpec
 
 
 def config(*, heads: int = 48, layers: int = 2, hidden: int = 96, vocab: int = 64, kv: int = 1) -> ModelConfig:
@@ -23,7 +23,7 @@ def model(
     draft_of: tuple[str, ...] = (),
     replicas: int = 1,
     batch: int = 1,
-) -> Model:
+) -> ModelSpec:
     shape = Shape("bf16", "none", batch, 128)
     made = of or config(heads=192)
-    return Model(name, made, None, shape, degree, draft_of=draft_of, replicas=replicas)
+    return ModelSpec(name, made, None, shape, degree, draft_of=draft_of, replicas=replicas)

@@ -17,8 +17,8 @@ from starlette.responses import Response, StreamingResponse
 
 from paceline.core.errors import CheckpointError, ContextError, PromptError, RankError, SamplingError, TargetLostError
 from paceline.core.sampling import Sampling
-from paceline.placement.cluster.roles import Piece
-from paceline.serving.ingress import Ingress, Seat
+from paceline.placement.cluster.roles import TokenDelta
+from paceline.serving.ingress import Ingress, ModelRoute
 from paceline.serving.protocol import read
 from paceline.serving.replica import Item, Replica
 from paceline.serving.responses import Failed, Opening, TextPiece
@@ -60,7 +60,7 @@ async def answered(error: Exception, items: list[Item], **asked: object) -> Resp
 async def posted(receive: Callable[[], Awaitable[dict[str, object]]], error: Exception, items: list[Item]) -> Response:
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "server": ("here", 80),
              "scheme": "http", "query_string": b""}  # fmt: skip
-    return await Ingress({"m": [Seat(Handle(error, items), "m")]})(Request(scope, receive))
+    return await Ingress({"m": [ModelRoute(Handle(error, items), "m")]})(Request(scope, receive))
 
 
 def test_a_body_without_end_is_not_read_to_its_end() -> None:
@@ -196,8 +196,8 @@ class Wordless(Parts):
     def stream(self, *_: object, **__: object) -> Wordless:
         return self
 
-    def __next__(self) -> Piece:
-        return Piece(0, (7,), 0, None)
+    def __next__(self) -> TokenDelta:
+        return TokenDelta(0, (7,), 0, None)
 
     def close(self) -> None:
         self.closed += 1

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.engine.stopping import Stopping, Watch
-from paceline.serving.protocol import Ask, Message, RefusedError, read
+from paceline.engine.stopping import StopChecker, Stopping
+from paceline.serving.protocol import CompletionRequest, Message, RefusedError, read
 from paceline.serving.replica import keywords
 from paceline.serving.responses import DONE, Answer, TextPiece, failure_event
-from paceline.serving.stop_filter import Writer
-from paceline.text.tokenizer import Detokeniser
+from paceline.serving.stop_filter import StopStringFilter
+from paceline.text.tokenizer import IncrementalDetokenizer
 from tests.draft.tokenizers_of_two import every_byte
 from tests.fakes import Pieces
 
@@ -156,7 +156,7 @@ def events(data: bytes) -> list[dict]:
     ]
 
 
-def streamed(ask: Ask) -> list[dict]:
+def streamed(ask: CompletionRequest) -> list[dict]:
     answer = Answer(ask, 3)
     data = b"".join(map(answer.event, [TextPiece(0, "a", 1), TextPiece(0, "", 1), TextPiece(0, "b", 2, "stop")]))
     data += answer.last()
@@ -199,7 +199,7 @@ def test_a_completion_counts_and_joins() -> None:
     ],
 )
 def test_text_ends_before_a_stop_string(text: str, stops: list[str], says: str, split: int) -> None:
-    writer = Writer(Pieces([bytes([b]) for b in range(256)]), [], stops)  # type: ignore[arg-type]
+    writer = StopStringFilter(Pieces([bytes([b]) for b in range(256)]), [], stops)  # type: ignore[arg-type]
     ids = list(text.encode())
     parts = [writer.push(ids[at : at + split]) for at in range(0, len(ids), split)]
     assert not any(stop[:2] in part for stop in stops for part in parts if "END" in text)
@@ -223,7 +223,11 @@ def test_a_text_is_cut_where_it_was_stopped(tokens: list[int], stops: list[str],
     """The model's worker stops, and the server cuts: in the same text, without special tokens."""
     prompt, new = tokens[:split], tokens[split:]
     stopping = Stopping(10**6, strings=tuple(stops), tokenizer=TOKENIZER, in_new_text=True)
-    watch, writer, growing = Watch(stopping, prompt), Writer(TOKENIZER, prompt, stops), Detokeniser(TOKENIZER, prompt)
+    watch, writer, growing = (
+        StopChecker(stopping, prompt),
+        StopStringFilter(TOKENIZER, prompt, stops),
+        IncrementalDetokenizer(TOKENIZER, prompt),
+    )
     said, whole, stopped = "", "", False
     for token in new:
         said, whole = said + writer.push([token]), whole + growing.push(token)
@@ -239,7 +243,7 @@ def test_a_text_is_cut_where_it_was_stopped(tokens: list[int], stops: list[str],
 
 def test_a_special_token_ends_a_text_by_its_name() -> None:
     stopping = Stopping(100, strings=("<e>",), tokenizer=TOKENIZER, in_new_text=True)
-    watch = Watch(stopping, [A])
+    watch = StopChecker(stopping, [A])
     assert [watch.append(token) for token in (A, 0)] == [None, "stop"]
-    spelled = Watch(stopping, [A])
+    spelled = StopChecker(stopping, [A])
     assert [spelled.append(token) for token in TOKENIZER.encode("<e")] == [None] * len(TOKENIZER.encode("<e"))

@@ -16,7 +16,7 @@ from ray.serve.config import HTTPOptions
 
 from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
 from paceline.placement import INSTANCES
-from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.plan import Plan
 from paceline.serving import launch as module
 
@@ -70,7 +70,7 @@ def serve(played: Played, monkeypatch: pytest.MonkeyPatch, *, ready: Callable[[]
     before = [signal.getsignal(number) for number in ENDS]
     try:
         empty = Plan(INSTANCES["inf2.48xlarge"], ())
-        module.run(empty, Care(), host="127.0.0.1", port=port, address="joined", ready=ready)
+        module.run(empty, FaultPolicy(), host="127.0.0.1", port=port, address="joined", ready=ready)
     finally:
         assert [signal.getsignal(number) for number in ENDS] == before
     return played.calls

@@ -25,9 +25,9 @@ from transformers import PreTrainedTokenizerFast
 from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError, WorkerError
 from paceline.placement import INSTANCES, plan
-from paceline.placement.cluster.fault_policy import Care
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.model_specs import models_of
-from paceline.placement.remote.drafter import Patience
+from paceline.placement.remote.drafter import DraftTimeouts
 from paceline.serving import launch as serving_run
 from paceline.serving.app import application, build, deploy_config
 from tests.decoder.tiny import VOCABULARY, save_pair
@@ -72,7 +72,7 @@ def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
     with socket.socket() as link:
         link.bind(("127.0.0.1", 0))
         port = link.getsockname()[1]
-    care = Care(start=90, silence=30, room=20, patience=Patience(deadline=2))
+    care = FaultPolicy(start=90, silence=30, room=20, patience=DraftTimeouts(deadline=2))
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:
         serve.run(application(made, care), name="paceline", route_prefix="/")
@@ -248,12 +248,12 @@ def test_a_cluster_with_other_applications_keeps_them(
     port = client.base_url.port or 0
     asked = {"host": "127.0.0.1", "address": "here", "ready": pytest.fail}
     with pytest.raises(ConfigurationError, match=f"listens at 127.0.0.1:{port}, not at 127.0.0.1:{port + 1}"):
-        serving_run.run(made, Care(), port=port + 1, **asked)  # type: ignore[arg-type]
+        serving_run.run(made, FaultPolicy(), port=port + 1, **asked)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="an application 'paceline' is served"):
-        serving_run.run(made, Care(), port=port, **asked)  # type: ignore[arg-type]
+        serving_run.run(made, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
     monkeypatch.setattr(serving_run, "APPLICATION", "more")
     with pytest.raises(WorkerError, match="the service did not start: Prefix / is being used"):
-        serving_run.run(made, Care(), port=port, **asked)  # type: ignore[arg-type]
+        serving_run.run(made, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
     applications = serve.status().applications
     assert applications["paceline"].status == "RUNNING" and "more" not in applications
     assert sorted(model.id for model in client.models.list()) == ["chat", "small"]

@@ -7,12 +7,12 @@ import pytest
 from paceline.core.acceptance.match import Match, Reject
 from paceline.core.protocols import Drafter, Shortens
 from paceline.core.sampling import Sampling
-from paceline.core.types import Outline
-from paceline.draft.retokenizing import Reencoding, ReencodingDrafter
-from paceline.engine.adaptive import Adaptive, Rung
-from paceline.engine.draft_length import Pace
+from paceline.core.types import DraftShape
+from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
+from paceline.engine.adaptive import AdaptiveRound, Stage
+from paceline.engine.draft_length import DraftLengthController
 from paceline.engine.engine import TimedRound
-from paceline.engine.rounds import TwoStep
+from paceline.engine.rounds import TwoGraphRound
 from paceline.target.steps import Acceptor
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, joint, misfit, table
@@ -22,7 +22,7 @@ RAW = Sampling(temperature=1.0)
 SLOTS = 15_000
 
 
-class Dice(Pace):
+class Dice(DraftLengthController):
     """Any rung at any time, but not for the first round, which is the deepest: the law of a draft is in it."""
 
     def choose(self, deepest: int) -> int:
@@ -34,16 +34,16 @@ def many_depths(source: Drafter, target: TableDecoder, rule: Acceptor) -> TimedR
     """Rungs of a ladder in turn, each with a verifier and commits of its own width."""
     assert isinstance(source, Shortens)
     rungs = {
-        depth: Rung(
-            TwoStep(
+        depth: Stage(
+            TwoGraphRound(
                 source.shortened(depth) if depth else source,
-                CompiledVerifier(target, Outline.chain(depth), acceptor=rule, wide=False),
+                CompiledVerifier(target, DraftShape.chain(depth), acceptor=rule, wide=False),
             ),
             depth + 1,
         )
         for depth in (0, 1, 2, K)
     }
-    return Adaptive(rungs, Dice((0, 1, 2, K)), drafter=source)
+    return AdaptiveRound(rungs, Dice((0, 1, 2, K)), drafter=source)
 
 
 class Letters:
@@ -66,11 +66,11 @@ class Letters:
         return "".join(self._words[i] for i in token_ids)
 
 
-def reencoding(slots: int) -> ReencodingDrafter:
+def reencoding(slots: int) -> RetokenizingDrafter:
     words = list("hgfedcba")
-    tokenizers = Reencoding(target=Letters(list("abcdefgh")), draft=Letters([*words, "cf", "ab"]))
+    tokenizers = TokenizerPair(target=Letters(list("abcdefgh")), draft=Letters([*words, "cf", "ab"]))
     draft = TableDecoder(table(len(words) + 2, seed=4), slots=slots, reaches=(24,))
-    return ReencodingDrafter(draft, K, tokenizers=tokenizers)
+    return RetokenizingDrafter(draft, K, tokenizers=tokenizers)
 
 
 @pytest.mark.parametrize(("drawn", "confidence"), [(False, 0.0), (True, 0.0), (True, 0.4)])

@@ -14,8 +14,8 @@ import torch
 from paceline.core import probs
 from paceline.core.acceptance.match import Match, Reject
 from paceline.core.protocols import Drafter
-from paceline.core.sampling import Sampling, knob_row, sampling_batch
-from paceline.core.types import Bounds, Commit, Outline, Proposal, Reads, SamplingBatch
+from paceline.core.sampling import Sampling, param_row, sampling_tensors
+from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.function import lift
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
@@ -31,8 +31,8 @@ class Mislabelled:
     """A drafter that takes the argmax and says that it drew from its softmax."""
 
     inner: ModelDrafter
-    outline: Outline = CHAIN
-    reads: Reads | None = None
+    outline: DraftShape = CHAIN
+    reads: FeatureSpec | None = None
     reach: int | None = None
 
     def admit(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
@@ -44,8 +44,8 @@ class Mislabelled:
     def observe(self, commit: Commit) -> None:
         self.inner.observe(commit)
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
-        greedy = SamplingBatch(torch.zeros_like(sampling.knobs) + torch.tensor([0.0, 0.0, 1.0, 0.0]), sampling.keys)
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+        greedy = SamplingTensors(torch.zeros_like(sampling.knobs) + torch.tensor([0.0, 0.0, 1.0, 0.0]), sampling.keys)
         taken = self.inner.propose(commit, greedy, bounds).tokens
         claimed = torch.softmax(DRAFT[commit.tokens.clamp(min=0)[:, :1], taken[:, :1]], -1)  # any that is not one-hot
         return Proposal(taken, None, claimed.expand(-1, K, V))
@@ -58,8 +58,8 @@ class OtherKnobs:
     inner: ModelDrafter
     knobs: Sampling
     honest: bool = True
-    outline: Outline = CHAIN
-    reads: Reads | None = None
+    outline: DraftShape = CHAIN
+    reads: FeatureSpec | None = None
     reach: int | None = None
 
     def admit(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
@@ -71,8 +71,8 @@ class OtherKnobs:
     def observe(self, commit: Commit) -> None:
         self.inner.observe(commit)
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
-        own = SamplingBatch(torch.tensor([knob_row(self.knobs)]).expand(len(sampling.keys), 4), sampling.keys)
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+        own = SamplingTensors(torch.tensor([param_row(self.knobs)]).expand(len(sampling.keys), 4), sampling.keys)
         made = self.inner.propose(commit, own, bounds)
         if self.honest:
             return made
@@ -90,8 +90,8 @@ class Foreign:
     """A drafter of someone else's, with more ids than the target: it draws from its law and reports it, all of it."""
 
     generator: torch.Generator
-    outline: Outline = CHAIN
-    reads: Reads | None = None
+    outline: DraftShape = CHAIN
+    reads: FeatureSpec | None = None
     reach: int | None = None
 
     def admit(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
@@ -103,7 +103,7 @@ class Foreign:
     def observe(self, commit: Commit) -> None:
         """Nothing to see."""
 
-    def propose(self, commit: Commit, sampling: SamplingBatch, bounds: Bounds) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         own = torch.tensor([0.3, 0.1, 0.0, 0.1, 0.0, 0.0, 0.1, 0.0, 0.2, 0.0, 0.2])
         slots = len(commit.tokens)
         drawn = torch.multinomial(own, slots * K, replacement=True, generator=self.generator)
@@ -148,7 +148,7 @@ RAW = Sampling(temperature=1.0)
 def test_a_draft_may_be_cut_otherwise_than_the_target_if_it_says_so(ours: Sampling, theirs: Sampling) -> None:
     """Rule C4: top-p on both sides, on one or on none is exact, as long as the law reported is the one drawn from."""
     tokens, mean = three_tokens(OtherKnobs(model(drawn=True), theirs), Reject(), knobs=ours)
-    cut = probs.filtered(TARGET, sampling_batch([ours] * V))
+    cut = probs.apply_top_k_top_p_min_p(TARGET, sampling_tensors([ours] * V))
     assert misfit(tokens, joint(cut, *PROMPT[-2:])) > 1e-3
     assert mean > 1.5
 
@@ -170,13 +170,13 @@ def test_ids_out_of_range_leave_the_law_as_it_is_on_the_host_too() -> None:
     target = TableDecoder(TARGET, slots=slots, reaches=(24,))
     verifier = HostVerifier(target, CHAIN, acceptor=Reject(), wide=True, processor=None)
     keys = torch.stack((torch.arange(slots, dtype=torch.int32), torch.full((slots,), 7, dtype=torch.int32)), 1)
-    sampling = SamplingBatch(torch.tensor([knob_row(Sampling(temperature=1.0))]).expand(slots, 4), keys)
+    sampling = SamplingTensors(torch.tensor([param_row(Sampling(temperature=1.0))]).expand(slots, 4), keys)
     target.body.cache[:, : len(PROMPT)] = torch.tensor(PROMPT)
     for slot in range(slots):
         verifier._texts[slot] = list(PROMPT)
     ones = torch.ones(slots, dtype=torch.int32)
     commit = Commit(ones.unsqueeze(1) * PROMPT[-1], ones, ones * (len(PROMPT) - 1))
-    bounds = Bounds(ones * K, len(PROMPT))
+    bounds = RoundLimits(ones * K, len(PROMPT))
     proposal = Foreign(torch.Generator().manual_seed(6)).propose(commit, sampling, bounds)
     made = verifier(commit, proposal, sampling, bounds)
     wanted = torch.softmax(TARGET[PROMPT[-2], PROMPT[-1]].double(), -1)

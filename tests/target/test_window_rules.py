@@ -9,8 +9,8 @@ from transformers import LlamaForCausalLM
 
 from paceline import SpeculativeGenerator, lift
 from paceline.core.acceptance.match import Match, Reject
-from paceline.core.sampling import Sampling, sampling_batch
-from paceline.core.types import PAD, Bounds, Commit, Outline, Proposal
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits
 from paceline.target.host_verifier import HostVerifier
 from paceline.target.steps import Acceptor
 from tests.decoder.tiny import Workshop
@@ -50,13 +50,13 @@ def test_the_golden_case_of_a_frequency_penalty(penalty: float, wanted: list[int
     for none. 0.7 takes the third 1 (it stands 0.4 below 15 then), 1.5 the second.
     """
     penalise = FrequencyPenalty(penalty, prompt=1)
-    verifier = HostVerifier(always(), Outline.chain(3), acceptor=rule, wide=True, processor=penalise)
-    greedy = sampling_batch([Sampling()])
+    verifier = HostVerifier(always(), DraftShape.chain(3), acceptor=rule, wide=True, processor=penalise)
+    greedy = sampling_tensors([Sampling()])
     assert verifier.prefill(0, [BEGIN], greedy).token == OWN
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(torch.tensor([[OWN, PAD, PAD, PAD]], dtype=torch.int32), one, one)
     proposal = Proposal(torch.full((1, 3), LIKELY, dtype=torch.int32))
-    made = verifier(commit, proposal, greedy, Bounds(3 * one, 2))
+    made = verifier(commit, proposal, greedy, RoundLimits(3 * one, 2))
     assert made.tokens[0, : int(made.count)].tolist() == wanted
     if isinstance(rule, Match):  # what is behind the first disagreement is never looked at
         assert penalise.seen == [[], *([OWN, *wanted[:size]] for size in range(len(wanted)))]

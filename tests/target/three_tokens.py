@@ -11,19 +11,19 @@ import numpy as np
 import torch
 
 from paceline.core.protocols import Drafter
-from paceline.core.sampling import Sampling, knob_row
-from paceline.core.types import PAD, Bounds, Commit, Outline, SamplingBatch
+from paceline.core.sampling import Sampling, param_row
+from paceline.core.types import PAD, Commit, DraftShape, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
-from paceline.draft.vocab_map import Vocabulary
+from paceline.draft.vocab_map import VocabMap
 from paceline.engine.engine import TimedRound
-from paceline.engine.rounds import TwoStep
+from paceline.engine.rounds import TwoGraphRound
 from paceline.target.steps import Acceptor
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, WatchedRound, near, table
 
 SLOTS, MANY, V, K = 50_000, 200_000, 8, 3
 PROMPT = [2, 5, 1, 2, 5]
-CHAIN = Outline.chain(K)
+CHAIN = DraftShape.chain(K)
 Rounds = Callable[[Drafter, TableDecoder, Acceptor], TimedRound]
 TARGET = table(V, seed=0, spread=1.2)
 DRAFT = near(TARGET, seed=1, spread=0.7)
@@ -31,11 +31,11 @@ DRAFT = near(TARGET, seed=1, spread=0.7)
 
 def model(slots: int = SLOTS, *, drawn: bool, confidence: float = 0.0) -> ModelDrafter:
     decoder = TableDecoder(DRAFT, slots=slots, reaches=(24,))
-    return ModelDrafter(decoder, K, vocabulary=Vocabulary(V, V), drawn=drawn, confidence=confidence)
+    return ModelDrafter(decoder, K, vocabulary=VocabMap(V, V), drawn=drawn, confidence=confidence)
 
 
 def one_depth(source: Drafter, target: TableDecoder, rule: Acceptor) -> TimedRound:
-    return TwoStep(source, CompiledVerifier(target, CHAIN, acceptor=rule, wide=True))
+    return TwoGraphRound(source, CompiledVerifier(target, CHAIN, acceptor=rule, wide=True))
 
 
 def three_tokens(
@@ -67,11 +67,11 @@ def three_tokens(
     ones = torch.ones(slots, dtype=torch.int32)
     commit = Commit(first, ones, ones * (len(PROMPT) - 1))
     keys = torch.stack((torch.arange(slots, dtype=torch.int32), ones * 77), 1)
-    sampling = SamplingBatch(torch.tensor([knob_row(knobs)]).expand(slots, 4), keys)
+    sampling = SamplingTensors(torch.tensor([param_row(knobs)]).expand(slots, 4), keys)
     counts = []
     while int(rounds.truth.length.min()) < len(PROMPT) + 3:
         rows = int(rounds.truth.length.max())
         limit = (commit.count + 1).clamp(max=K) - 1 if by_itself else ones * source.outline.nodes
-        commit = rounds(commit, sampling, Bounds(limit.to(torch.int32), rows)).commit
+        commit = rounds(commit, sampling, RoundLimits(limit.to(torch.int32), rows)).commit
         counts.append(float(commit.count.double().mean()))
     return rounds.truth.text[:, len(PROMPT) : len(PROMPT) + 3].numpy(), sum(counts) / len(counts)

@@ -13,11 +13,11 @@ from torch import Tensor
 from paceline.decoder.backends import xla
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.compile import hlo_lint
-from paceline.decoder.decoder import Body
-from paceline.decoder.kernels.traceable import GraphKernels
+from paceline.decoder.decoder import ModelWithCache
+from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel import sharding
-from paceline.decoder.parallel.collectives import Fabric
+from paceline.decoder.parallel.collectives import DeviceGroup
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from tests.decoder.steps import STEPS, inputs
@@ -57,7 +57,9 @@ def test_no_finding_and_one_module_for_all_ranks(workshop: Workshop, name: str, 
     texts = []
     for rank in (0, DEGREE - 1) if name == "prefill" else (0,):
         weights = load_weights(path, config, options.dtype, shard=Shard(config, layout, rank))
-        body = Body(config, options, weights, kernels=GraphKernels(), rank=rank, group=Fabric(DEGREE)).eval()
+        body = ModelWithCache(
+            config, options, weights, kernels=TraceableKernels(), rank=rank, group=DeviceGroup(DEGREE)
+        ).eval()
         with torch.no_grad():
             texts.append(xla.hlo(Graph(name, STEPS[name](body, 128), inputs(name, 1), {}), ranks=Collecting()))
     found, census = hlo_lint.lint(texts[0], budget=BUDGETS[name]), hlo_lint.census(texts[0])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline import Reencoding, SpeculativeGenerator
+from paceline import SpeculativeGenerator, TokenizerPair
 from paceline.auto import SamplingDecoder
-from paceline.draft.retokenizing import ReencodingDrafter
+from paceline.draft.retokenizing import RetokenizingDrafter
 from tests.decoder.headed import HEADED
 from tests.decoder.tiny import Workshop
 from tests.draft.tokenizers_of_two import CORPUS, bytes_merged
@@ -106,7 +106,7 @@ def test_drafts_of_another_tokenizer(workshop: Workshop) -> None:
     made = []
     for backend in ("eager", "xla"):
         draft, target = workshop.pair(backend=backend, slots=SLOTS)
-        source = ReencodingDrafter(draft, 3, tokenizers=Reencoding(target=theirs, draft=ours))
+        source = RetokenizingDrafter(draft, 3, tokenizers=TokenizerPair(target=theirs, draft=ours))
         prompts = [theirs.encode(text) for text in CORPUS[:3]]
         done = SpeculativeGenerator(source, target).sample(prompts, max_new_tokens=20, return_dict=True)
         made.append((done.sequences.tolist(), done.statistics.drafted_per_position))

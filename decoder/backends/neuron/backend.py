@@ -30,8 +30,8 @@ from paceline.decoder.compile import cache, graph_lint
 from paceline.decoder.compile.lowering import Lowered, lower
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.torch_kernels import Kernels
-from paceline.decoder.kernels.traceable import GraphKernels
-from paceline.decoder.parallel.collectives import Alone, Collectives, Fabric
+from paceline.decoder.kernels.traceable import TraceableKernels
+from paceline.decoder.parallel.collectives import Collectives, DeviceGroup, SingleRank
 
 MAX_INPUTS = 16
 
@@ -45,8 +45,8 @@ class NeuronBackend:
     def __init__(self, degree: int = 1) -> None:
         self._chip = chip()
         self._chip.claim(degree)
-        self.kernels: Kernels = GraphKernels()
-        self.group: Collectives = Alone() if degree == 1 else Fabric(degree)
+        self.kernels: Kernels = TraceableKernels()
+        self.group: Collectives = SingleRank() if degree == 1 else DeviceGroup(degree)
         self._root = environment.cache_root() / "neuron"
         self._shipped: Path | None = None
         self._folders: dict[Path, None] = {}  # of this decoder's graphs, in the order they were made or found
