@@ -67,7 +67,7 @@ def rounds(
     modes = {"plain": Mode(SpeculativeGenerator(None, target, k=0))}
     for k in asked.depths:
         for name, fused in (("two steps", False), ("fused", True)):
-            made = SpeculativeGenerator(draft, target, k=k, fused=fused, simulate_acceptance=asked.alpha)
+            made = SpeculativeGenerator(draft, target, k=k, fused=fused, synthetic_acceptance=asked.alpha)
             modes[f"{name} k={k}"] = Mode(made)
     measure(modes, prompts, new=asked.new, repeats=asked.repeats)
     plain, report = modes["plain"], {name: mode.summary(modes["plain"]) for name, mode in modes.items()}
@@ -140,7 +140,7 @@ def lists(draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[in
     }
     modes = {"plain": Mode(SpeculativeGenerator(None, target, k=0))}
     for name, one in drafts.items():
-        modes[name] = Mode(SpeculativeGenerator(one, target, k=k, simulate_acceptance=asked.alpha))
+        modes[name] = Mode(SpeculativeGenerator(one, target, k=k, synthetic_acceptance=asked.alpha))
     measure(modes, prompts, new=min(asked.new, 120), repeats=asked.repeats)
     return {"k": k, "alpha": asked.alpha, "modes": {name: m.summary(modes["plain"]) for name, m in modes.items()}}
 

@@ -63,7 +63,7 @@ def elsewhere(
         )
         with LocalProcess(order) as process:
             terms = DrafterContract(nodes=K, slots=1, vocab_size=V)
-            patience = DraftTimeouts(deadline=1.0, hang=1.0, rest=0.01)
+            patience = DraftTimeouts(reply_timeout_s=1.0, hang_timeout_s=1.0, backoff_s=0.01)
             draft = RemoteDrafter(terms, DrafterEndpoint(order.address, order.secret, process), patience=patience)
             try:
                 if not draft.wait_until_up(60):
@@ -89,7 +89,7 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        return int(self.commit.start[0] + self.commit.count[0]) - self.first
+        return int(self.commit.first_row[0] + self.commit.count[0]) - self.first
 
 
 def alternating(steps: Mapping[str, Callable[[], None]], turns: int) -> dict[str, list[float]]:

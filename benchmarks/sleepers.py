@@ -49,21 +49,21 @@ def until(end: float) -> None:
 class SleepingDrafter:
     """Proposes the text, with errors, after a while."""
 
-    reach = reads = None
+    max_positions = reads = None
 
     def __init__(self, nodes: int, seconds: float, alpha: float) -> None:
-        self.outline, self._seconds, self._alpha = DraftShape.chain(nodes), seconds, alpha
+        self.draft_shape, self._seconds, self._alpha = DraftShape.chain(nodes), seconds, alpha
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None: ...
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None: ...
 
-    def release(self, slot: int) -> None: ...
+    def finish_request(self, slot: int) -> None: ...
 
-    def observe(self, commit: Commit) -> None: ...
+    def update(self, commit: Commit) -> None: ...
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         end = time.perf_counter() + self._seconds
-        first = int(commit.start[0] + commit.count[0])
-        places = range(first, first + self.outline.nodes)
+        first = int(commit.first_row[0] + commit.count[0])
+        places = range(first, first + self.draft_shape.num_draft_tokens)
         row = [truth(p) if right(p, self._alpha) else (truth(p) + 1) % V for p in places]
         made = Proposal(torch.tensor([row], dtype=torch.int32))
         until(end)
@@ -83,7 +83,7 @@ class SleepingReviews:
         self, commit: Commit, drafts: Tensor, sampling: SamplingTensors, *, rows: int
     ) -> tuple[list[list[int]], list[list[float]]]:
         end = time.perf_counter() + self._seconds
-        first, nodes = int(commit.start[0] + commit.count[0]), drafts.shape[1]
+        first, nodes = int(commit.first_row[0] + commit.count[0]), drafts.shape[1]
         places = range(first, first + nodes)
         row = [known(p, self._alpha, self._beta) for p in places]
         gaps = [0.1 if near(p, self._alpha) else 2.5 for p in places]
@@ -100,20 +100,20 @@ class SleepingVerifier:
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         return PrefillResult(truth(len(prompt)))
 
-    def release(self, slot: int) -> None: ...
+    def finish_request(self, slot: int) -> None: ...
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, bounds: RoundLimits
     ) -> Commit:
         end = time.perf_counter() + self._seconds
-        start = int(commit.start[0] + commit.count[0])
+        start = int(commit.first_row[0] + commit.count[0])
         drafts = [] if proposal is None else proposal.tokens[0].tolist()
         count = 0
         while count < len(drafts) and drafts[count] == truth(start + count):
             count += 1
         row = [truth(start + i) for i in range(count + 1)] + [PAD] * (K - count)
         tokens = torch.tensor([row], dtype=torch.int32)
-        made = Commit(tokens, torch.tensor([count + 1], dtype=torch.int32), commit.start + commit.count)
+        made = Commit(tokens, torch.tensor([count + 1], dtype=torch.int32), commit.first_row + commit.count)
         until(end)
         return made
 

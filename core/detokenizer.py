@@ -1,8 +1,8 @@
 """From token ids to text, piece by piece, for text that is read or shown while it grows.
 
 A token may end inside a character (byte-level vocabularies split UTF-8), and what a token means may depend on the one
-before it (a leading space), so pieces are differences of two decodings. Not here: stop strings (`paceline.engine.stopping`),
-and loading tokenizers (`paceline.text.tokenizer`).
+before it (a leading space), so pieces are differences of two decodings. Not here: stop strings
+(`paceline.engine.stopping`), and loading tokenizers (`paceline.text.tokenizer`).
 """
 
 from __future__ import annotations

@@ -18,13 +18,13 @@ from paceline.core.types import Commit
 class MissedTokens:
     """What one slot committed while nothing was proposed.
 
-    start     cache row of the first token
+    first_row     cache row of the first token
     tokens    in order
     features  [n, F], the states that predicted them, or None if commits carry none
     """
 
     slot: int
-    start: int
+    first_row: int
     tokens: list[int]
     features: Tensor | None
 
@@ -56,7 +56,7 @@ class PendingCommits:
             return []
         found: dict[int, tuple[int, list[int], list[Tensor]]] = {}
         for commit, gone in missed:
-            rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
+            rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.first_row.tolist()
             states = commit.states
             for slot, start in enumerate(starts):
                 if start and slot not in gone:  # see `_idle`
@@ -72,4 +72,4 @@ class PendingCommits:
 
 def _idle(commit: Commit) -> list[int]:
     """Slots that held no request: their commits start at row 0, no request's do."""
-    return [slot for slot, start in enumerate(commit.start.tolist()) if start == 0]
+    return [slot for slot, start in enumerate(commit.first_row.tolist()) if start == 0]

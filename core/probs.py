@@ -33,19 +33,19 @@ def add_gumbel(
 
     scores [B, T, V] float32 of the ids [V] int32, which may be some of the vocabulary only -> [B, T, V] float32
     """
-    hot = (sampling.knobs[:, 0] > 0).view(-1, 1, 1)
-    return torch.where(hot, scores + noise.gumbel(sampling.keys, positions, ids, stream=stream), scores)
+    hot = (sampling.params[:, 0] > 0).view(-1, 1, 1)
+    return torch.where(hot, scores + noise.gumbel(sampling.seeds, positions, ids, stream=stream), scores)
 
 
 def apply_temperature(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Logits over temperature; as they are where it is 0. [B, T, V] -> [B, T, V] float32."""
-    temperature = sampling.knobs[:, 0].view(-1, 1, 1)
+    temperature = sampling.params[:, 0].view(-1, 1, 1)
     return logits.to(torch.float32) / torch.where(temperature > 0, temperature, 1.0)
 
 
 def apply_top_k_top_p_min_p(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Tempered logits, with `reduce.NEGATIVE` where top-k, top-p or min-p cut. [B, T, V] -> [B, T, V] float32."""
-    top_k, top_p, min_p = (sampling.knobs[:, i].view(-1, 1, 1) for i in range(1, 4))
+    top_k, top_p, min_p = (sampling.params[:, i].view(-1, 1, 1) for i in range(1, 4))
     scores = apply_temperature(logits, sampling)
     count = torch.where(top_k > 0, top_k, float(logits.shape[-1])).expand(*scores.shape[:2], 1)
     scores = torch.where(reduce.topk_mask(scores, count.squeeze(-1)), scores, reduce.NEGATIVE)
@@ -60,7 +60,7 @@ def apply_top_k_top_p_min_p(logits: Tensor, sampling: SamplingTensors) -> Tensor
 def probabilities(logits: Tensor, sampling: SamplingTensors, *, cut: bool = True) -> Tensor:
     """The law that `choose` draws from. [B, T, V] -> [B, T, V] float32, rows sum to one."""
     scores = apply_top_k_top_p_min_p(logits, sampling) if cut else apply_temperature(logits, sampling)
-    hot = (sampling.knobs[:, 0] > 0).view(-1, 1, 1)
+    hot = (sampling.params[:, 0] > 0).view(-1, 1, 1)
     ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     one_hot = (ids == reduce.argmax(scores).unsqueeze(-1)).to(torch.float32)
     return torch.where(hot, softmax(scores), one_hot)

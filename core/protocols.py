@@ -32,7 +32,7 @@ class Drafter(Protocol):
     """
 
     @property
-    def outline(self) -> DraftShape:
+    def draft_shape(self) -> DraftShape:
         """The shape of every proposal."""
 
     @property
@@ -40,16 +40,16 @@ class Drafter(Protocol):
         """What it reads of the target besides tokens; None = nothing. If set, commits carry features."""
 
     @property
-    def reach(self) -> int | None:
+    def max_positions(self) -> int | None:
         """How many positions of a text it can follow; None = no limit. Past it nothing is asked of it."""
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """A request takes a slot: read its prompt. features [S, F] of its tokens, if this drafter ``reads`` any."""
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """The request in a slot is done, finished or given up: forget it. Its cache rows may keep what they hold."""
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """See a commit. Called once for every commit, before `propose`, whether or not `propose` follows."""
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
@@ -66,11 +66,11 @@ class Shortens(Protocol):
 
 @runtime_checkable
 class Varies(Protocol):
-    """A drafter whose proposals are often shorter than its outline."""
+    """A drafter whose proposals are often shorter than its draft shape."""
 
     @property
-    def depths(self) -> tuple[int, ...]:
-        """Lengths that are worth a graph of their own, ascending. The last is that of the outline."""
+    def draft_lengths(self) -> tuple[int, ...]:
+        """Lengths that are worth a graph of their own, ascending. The last is that of the draft shape."""
 
 
 @runtime_checkable
@@ -96,16 +96,16 @@ class TraceableDrafter(Drafter, Protocol):
         """The step of a bucket.
 
         forward(tokens, count, start, knobs, keys, *features) -> (drafts [B, N],), with parents [B, N] behind them for
-        a dynamic outline and the law [B, N, V] if they are drawn. Its state are its parameters and buffers.
+        a dynamic draft shape and the law [B, N, V] if they are drawn. Its state are its parameters and buffers.
         """
 
     def name(self, bucket: int) -> str:
         """What tells this step from every other step of this drafter, its bucket included."""
 
-    def facts(self) -> dict[str, object]:
+    def cache_key(self) -> dict[str, object]:
         """All that a graph with this step in it depends on besides the source."""
 
-    def ready(self) -> None:
+    def catch_up(self) -> None:
         """Read what was observed and never proposed upon, all but the last commit, which the step reads itself."""
 
 
@@ -115,7 +115,7 @@ class Verifier(Protocol):
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt into a slot and pick the first token. ``sampling`` has one row, the slot's."""
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """The request in a slot is done: forget it."""
 
     def __call__(
@@ -158,7 +158,7 @@ class Round(Protocol):
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt into a slot."""
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """The request in a slot is done, or `start` failed for it: both sides forget it."""
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:

@@ -44,7 +44,7 @@ def depths(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def draft_shape(parents: tuple[int, ...]) -> DraftShape:
-    """The outline of a static tree.
+    """The draft shape of a static tree.
 
     Raises:
         ConfigurationError: a parent does not stand before its child.

@@ -35,12 +35,12 @@ IDLE = 1 << 30
 class DraftShape:
     """The shape of every proposal of a drafter: what a graph is compiled for.
 
-    nodes    N, how many nodes a proposal has
+    num_draft_tokens    N, how many nodes a proposal has
     depth    D, the most of them that one round can accept: N for a chain
     parents  of a static tree; None for a chain, or if ``dynamic``: then every proposal brings parents of its own
     """
 
-    nodes: int
+    num_draft_tokens: int
     depth: int
     parents: tuple[int, ...] | None = None
     dynamic: bool = False
@@ -100,13 +100,13 @@ class Commit:
 
     tokens    [B, W] int32, PAD behind ``count``
     count     [B] int32, at least 1; or 0, with ``start`` 0, where a drafter is only told of a part of a commit
-    start     [B] int32, cache row of ``tokens[:, 0]``; the text is ``start + count`` tokens long
+    first_row     [B] int32, cache row of ``tokens[:, 0]``; the text is ``start + count`` tokens long
     features  [B, W, F] or None; ``features[:, i]`` is the target's state that predicted ``tokens[:, i]``
     """
 
     tokens: Tensor
     count: Tensor
-    start: Tensor
+    first_row: Tensor
     features: Tensor | DeviceFeatures | None = None
 
     @property
@@ -122,12 +122,13 @@ class Proposal:
     tokens   [B, N] int32, parents before children, PAD = no node
     parents  parent nodes (-1 = the root, the last committed token): N of them, the same in every slot; or [B, N] int32,
              a tree of its own for every slot; None = a chain
-    law      [B, N, V] float32, the distribution each token was DRAWN from; None = not drawn (argmax, n-gram, heads)
+    draft_probs      [B, N, V] float32, the distribution each token was DRAWN from; None = not drawn (argmax, n-gram,
+                     heads)
     """
 
     tokens: Tensor
     parents: tuple[int, ...] | Tensor | None = None
-    law: Tensor | None = None
+    draft_probs: Tensor | None = None
 
     @classmethod
     def chains(cls, rows: Sequence[Sequence[int]], depths: Sequence[int]) -> Proposal:
@@ -156,42 +157,43 @@ class Accepted:
 class SamplingTensors:
     """How every slot samples, as tensors, so that no value is baked into a graph.
 
-    knobs  [B, 4] float32: temperature (0 = greedy), top-k (0 = off), top-p (1 = off), min-p (0 = off)
-    keys   [B, 2] int32: the two halves of the 64-bit seed
+    params  [B, 4] float32: temperature (0 = greedy), top-k (0 = off), top-p (1 = off), min-p (0 = off)
+    seeds   [B, 2] int32: the two halves of the 64-bit seed
     """
 
-    knobs: Tensor
-    keys: Tensor
+    params: Tensor
+    seeds: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class RoundLimits:
     """What the host, which knows every length, lets a round do.
 
-    limit  [B] int32, how many proposed nodes may be accepted in each slot
-    rows   how many cache rows the longest text needs before this round (its root included)
-    room   how far rounds may go before the host looks at what they made; None: it looks at every one
+    max_accept  [B] int32, how many proposed nodes may be accepted in each slot
+    max_rows   how many cache rows the longest text needs before this round (its root included)
+    multi_round   how far rounds may go before the host looks at what they made; None: it looks at every one
     """
 
-    limit: Tensor
-    rows: int
-    room: MultiRoundLimits | None = None
+    max_accept: Tensor
+    max_rows: int
+    multi_round: MultiRoundLimits | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MultiRoundLimits:
     """What lets rounds run one behind the other.
 
-    left    for each slot, how many nodes could be accepted if a round were deep enough; less what was gained since, it
+    remaining    for each slot, how many nodes could be accepted if a round were deep enough; less what was gained
+                 since, it
             is the limit of a later round, where that is smaller. No round follows once it is below 0, or all limits are
             0. `IDLE`: the slot holds no text
-    ends    ids with which a text may end: no round follows one in which a text gained such a token
-    rounds  no more than so many
+    end_ids    ids with which a text may end: no round follows one in which a text gained such a token
+    max_rounds  no more than so many
     """
 
-    left: list[int]
-    ends: frozenset[int]
-    rounds: int
+    remaining: list[int]
+    end_ids: frozenset[int]
+    max_rounds: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,10 +220,10 @@ class RoundResult:
     """Rounds that ran one behind the other: what the last one committed, and what each did."""
 
     commit: Commit
-    told: list[RoundReport]
+    reports: list[RoundReport]
 
     @classmethod
-    def one(cls, commit: Commit, drafted: list[int], seconds: float) -> RoundResult:
+    def single(cls, commit: Commit, drafted: list[int], seconds: float) -> RoundResult:
         """A single round."""
         rows = zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)
         return cls(commit, [RoundReport([row[:count] for row, count in rows], drafted, seconds)])

@@ -81,11 +81,11 @@ class ModelWithCache(nn.Module):
         count = torch.full_like(row, tokens.shape[1])
         return self(tokens, CachePosition(row, count, self.get_buffer("slots"), reach, tree=tree), reads)  # type: ignore[no-any-return]
 
-    def keep(self, row: Tensor, path: Tensor) -> None:
-        """Make the accepted rows of a tree consecutive. row [B] of the root, path [B, D]; see `Kernels.keep`."""
+    def compact_path(self, row: Tensor, path: Tensor) -> None:
+        """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]; `Kernels.compact_path`."""
         row = row.clamp(max=self.options.n_positions - 1)
         for cache in self.caches:
-            self.kernels.keep(cache, row, path, slots=self.get_buffer("slots"))
+            self.kernels.compact_path(cache, row, path, slots=self.get_buffer("slots"))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, T, H] -> [b, T, V] float32, on every rank."""
@@ -96,8 +96,8 @@ class ModelWithCache(nn.Module):
         """What drafters borrow."""
         return SharedHead(self.model.embedding, self.model.head, self.model.ids, self.group)
 
-    def choose(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
-        """What `Kernels.choose` picks from `logits`, which a divided model need not put together for it.
+    def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
+        """What `Kernels.sample_tokens` picks from `logits`, which a divided model need not put together for it.
 
         hidden [b, T, H], positions [b, T] int32 -> [b, T] int32
         """
@@ -133,7 +133,7 @@ class CompiledDecoder:
         self, config: ModelConfig, options: DecoderOptions, weights: dict[str, Tensor], *, backend: Backend
     ) -> None:
         self.config, self.options, self.backend = config, options, backend
-        self.reaches = backend.reaches(options.reaches)
+        self.kv_buckets = backend.kv_buckets(options.kv_buckets)
         self.body = ModelWithCache(config, options, weights, kernels=backend.kernels, group=backend.group).eval()
         self.announce: Announce = log.warning  # a first use may take long, and silence would look like a hang
         self.folder: Path | None = None
@@ -151,9 +151,9 @@ class CompiledDecoder:
     def n_positions(self) -> int:
         return self.options.n_positions
 
-    def reach(self, rows: int) -> int:
+    def bucket_for(self, rows: int) -> int:
         """The smallest bucket that holds so many rows; the largest if none does."""
-        return self.reaches[min(bisect_left(self.reaches, rows), len(self.reaches) - 1)]
+        return self.kv_buckets[min(bisect_left(self.kv_buckets, rows), len(self.kv_buckets) - 1)]
 
     def graph(
         self,
@@ -174,7 +174,7 @@ class CompiledDecoder:
         self._owners[id(owner)] = owner
         step = self._steps.get((full, id(owner)))
         if step is None:
-            facts = self.facts() if guest is None else {**self.facts(), "guest": guest()}
+            facts = self.cache_key() if guest is None else {**self.cache_key(), "guest": guest()}
             shapes = [[str(x.dtype), list(x.shape)] for x in example]
             facts = {"graph": full, "inputs": shapes, **facts}
             graph = Graph(full, make(self.body, reach), tuple(example), facts)
@@ -208,7 +208,7 @@ class CompiledDecoder:
         Raises:
             ArtefactError: there are none for this model, these options, this version and this kind of machine.
         """
-        self.backend.load(Path(folder), self.facts())
+        self.backend.load(Path(folder), self.cache_key())
 
     @contextmanager
     def held_by(self, holder: object) -> Iterator[None]:
@@ -254,7 +254,7 @@ class CompiledDecoder:
         if not 1 <= width <= MAX_WIDTH:
             raise ConfigurationError(f"a window of {width} rows does not fit; 1 to {MAX_WIDTH} (k + 1) are possible")
 
-    def facts(self) -> dict[str, object]:
+    def cache_key(self) -> dict[str, object]:
         """What every graph of this decoder depends on, besides the source."""
         options = self.options
         shape = [options.batch_size, options.rows, options.n_positions]

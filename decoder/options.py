@@ -25,21 +25,21 @@ class DecoderOptions:
     """Shapes and number format of a decoder.
 
     batch_size  slots; fixed, a slot without a request idles
-    reaches     buckets of the cache length, ascending; the last is how long a text may be (n_positions)
+    kv_buckets     buckets of the cache length, ascending; the last is how long a text may be (n_positions)
     chunks      lengths of the prefill graphs, ascending; longer prompts are read in chunks of the largest
     amp         number format of weights, cache and products: "bf16", "f16" or "f32"
     layout      over how many ranks the model is divided, and how
     """
 
     batch_size: int
-    reaches: tuple[int, ...]
+    kv_buckets: tuple[int, ...]
     chunks: tuple[int, ...]
     amp: str
     layout: Layout = WHOLE
 
     @property
     def n_positions(self) -> int:
-        return self.reaches[-1]
+        return self.kv_buckets[-1]
 
     @property
     def draft_chunks(self) -> tuple[int, ...]:
@@ -70,19 +70,19 @@ def decoder_options(
         raise ConfigurationError(f"amp={amp!r} is unknown; use one of {', '.join(AMP)}")
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigurationError(f"batch_size must be at least 1, not {batch_size!r}")
-    reaches = _ascending("n_positions", trained if n_positions is None else n_positions)
-    if reaches[-1] > trained:
+    kv_buckets = _ascending("n_positions", trained if n_positions is None else n_positions)
+    if kv_buckets[-1] > trained:
         raise ConfigurationError(
-            f"n_positions={reaches[-1]} is more than the {trained} positions the model was trained on "
+            f"n_positions={kv_buckets[-1]} is more than the {trained} positions the model was trained on "
             "(max_position_embeddings); ask for fewer"
         )
     if n_positions is None or isinstance(n_positions, int):
-        reaches = _powers(reaches[-1])
+        kv_buckets = _powers(kv_buckets[-1])
     chunks = _ascending(
         "context_length_estimate", [64, 256] if context_length_estimate is None else context_length_estimate
     )
-    chunks = tuple(sorted({min(chunk, reaches[-1]) for chunk in chunks}))
-    return DecoderOptions(batch_size, reaches, chunks, amp, layout)
+    chunks = tuple(sorted({min(chunk, kv_buckets[-1]) for chunk in chunks}))
+    return DecoderOptions(batch_size, kv_buckets, chunks, amp, layout)
 
 
 def _ascending(name: str, given: int | Sequence[int]) -> tuple[int, ...]:

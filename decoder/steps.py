@@ -55,8 +55,8 @@ class CompactPathStep(nn.Module):
         self.body = body
 
     def forward(self, row: Tensor, path: Tensor) -> tuple[Tensor]:
-        """row [B] int32 of the root, path [B, D] int32 -> row; see `ModelWithCache.keep`."""
-        self.body.keep(row, path)
+        """row [B] int32 of the root, path [B, D] int32 -> row; see `ModelWithCache.compact_path`."""
+        self.body.compact_path(row, path)
         return (row + 0,)
 
 
@@ -82,7 +82,7 @@ def prefill(
         part = list(prompt[done : done + chunk])
         tokens = torch.tensor([part + [0] * (chunk - len(part))], dtype=torch.int32)
         numbers = [torch.tensor([n], dtype=torch.int32) for n in (start + done, len(part), slot)]
-        reach = decoder.reach(start + done + chunk)
+        reach = decoder.bucket_for(start + done + chunk)
         make = partial(PrefillStep, reads=reads)
         logits, *more = decoder.graph(f"prefill[{chunk}{suffix}]", make, (tokens, *numbers), reach=reach)(
             tokens, *numbers
@@ -113,5 +113,5 @@ def window(
 
 def compact_path(decoder: CompiledDecoder, row: Tensor, path: Tensor) -> None:
     """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32."""
-    reach = decoder.reaches[-1]
+    reach = decoder.kv_buckets[-1]
     decoder.graph(f"keep[{path.shape[1]}]", CompactPathStep, (row, path), reach=reach)(row, path)

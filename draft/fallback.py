@@ -26,19 +26,26 @@ class FallbackDrafter:
         if not drafters:
             raise ConfigurationError("a chain of drafters needs at least one")
         for one in drafters:
-            if not one.outline.is_chain or one.reads is not None:
+            if not one.draft_shape.is_chain or one.reads is not None:
                 raise ConfigurationError(
                     f"{type(one).__name__} cannot stand in a chain of drafters, since it proposes trees or reads the "
                     "target's states; use it alone"
                 )
-        self._drafters = tuple(one for one in drafters if one.outline.nodes)  # others never have something to say
+        self._drafters = tuple(
+            one for one in drafters if one.draft_shape.num_draft_tokens
+        )  # others never have something to say
         self._guess = [one if isinstance(one, Guesses) else None for one in self._drafters]
-        own = [one.depths if isinstance(one, Varies) else (one.outline.nodes,) for one in self._drafters]
-        self.depths = tuple(sorted({depth for each in own for depth in each})) or (0,)
-        self.outline = DraftShape.chain(self.depths[-1])
+        own = [
+            one.draft_lengths if isinstance(one, Varies) else (one.draft_shape.num_draft_tokens,)
+            for one in self._drafters
+        ]
+        self.draft_lengths = tuple(sorted({depth for each in own for depth in each})) or (0,)
+        self.draft_shape = DraftShape.chain(self.draft_lengths[-1])
         # As far as the one that follows longest; the others are asked only as far as each of them follows.
-        reaches = [one.reach for one in self._drafters]
-        self.reach = None if None in reaches else max((reach for reach in reaches if reach is not None), default=None)
+        reaches = [one.max_positions for one in self._drafters]
+        self.max_positions = (
+            None if None in reaches else max((reach for reach in reaches if reach is not None), default=None)
+        )
 
     def shortened(self, length: int) -> FallbackDrafter:
         """See `paceline.core.protocols.Shortens`. Each is shortened that proposes more.
@@ -47,45 +54,45 @@ class FallbackDrafter:
             ConfigurationError: one of them has one depth only.
         """
         return FallbackDrafter(
-            [one if one.outline.nodes <= length else _shortened(one, length) for one in self._drafters]
+            [one if one.draft_shape.num_draft_tokens <= length else _shortened(one, length) for one in self._drafters]
         )
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         for one in self._drafters:
-            one.admit(slot, prompt)
+            one.add_request(slot, prompt)
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         for one in self._drafters:
-            one.release(slot)
+            one.finish_request(slot)
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         for one in self._drafters:
-            one.observe(commit)
+            one.update(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-        limits = bounds.limit.tolist()
+        limits = bounds.max_accept.tolist()
         rows: list[list[int]] = [[] for _ in limits]  # of the slots in which somebody had something to say
         for one, guesses in zip(self._drafters, self._guess, strict=True):
             asked = [0 if row else limit for row, limit in zip(rows, limits, strict=True)]
-            if one.reach is not None and bounds.rows + max(asked) > one.reach + 1:
-                lengths = (commit.start + commit.count).tolist()
-                room = [max(0, one.reach + 1 - length) for length in lengths]
+            if one.max_positions is not None and bounds.max_rows + max(asked) > one.max_positions + 1:
+                lengths = (commit.first_row + commit.count).tolist()
+                room = [max(0, one.max_positions + 1 - length) for length in lengths]
                 asked = [min(both) for both in zip(asked, room, strict=True)]
             if not any(asked):
                 continue
             if guesses is not None:
                 found = guesses.guess(asked)
             else:
-                limit = bounds.limit if asked == limits else torch.tensor(asked, dtype=torch.int32)
-                found = _proposed(one, commit, sampling=sampling, bounds=RoundLimits(limit, bounds.rows))
+                limit = bounds.max_accept if asked == limits else torch.tensor(asked, dtype=torch.int32)
+                found = _proposed(one, commit, sampling=sampling, bounds=RoundLimits(limit, bounds.max_rows))
             rows = [row or said[:most] for row, said, most in zip(rows, found, asked, strict=True)]
-        return Proposal.chains(rows, self.depths)
+        return Proposal.chains(rows, self.draft_lengths)
 
 
 def _proposed(one: Drafter, commit: Commit, *, sampling: SamplingTensors, bounds: RoundLimits) -> list[list[int]]:
     """The chains of a drafter that gives tensors only."""
     found = one.propose(commit, sampling, bounds)
-    if found.law is not None:
+    if found.draft_probs is not None:
         raise ConfigurationError("drafters in a chain must not draw; use acceptor='match'")
     return [list(takewhile(lambda token: token >= 0, row)) for row in found.tokens.tolist()]
 

@@ -22,35 +22,35 @@ class FunctionDrafter:
     """Calls ``function(tokens of the text) -> tokens`` for every slot and round."""
 
     reads: FeatureSpec | None = None
-    reach: int | None = None
+    max_positions: int | None = None
 
     def __init__(self, function: Function, length: int) -> None:
-        self._function, self.outline = function, DraftShape.chain(length)
+        self._function, self.draft_shape = function, DraftShape.chain(length)
         self._texts: dict[int, list[int]] = {}
 
     def shortened(self, length: int) -> FunctionDrafter:
         """See `paceline.core.protocols.Shortens`."""
         made = copy.copy(self)
-        made.outline = DraftShape.chain(length)
+        made.draft_shape = DraftShape.chain(length)
         return made
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         self._texts[slot] = list(prompt)
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         self._texts.pop(slot, None)
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
             if slot in self._texts:
                 self._texts[slot] += tokens[:count]
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-        return Proposal.chains(self.guess(bounds.limit.tolist()), (self.outline.nodes,))
+        return Proposal.chains(self.guess(bounds.max_accept.tolist()), (self.draft_shape.num_draft_tokens,))
 
     def guess(self, limits: Sequence[int]) -> list[list[int]]:
         """See `paceline.core.protocols.Guesses`."""
-        rows, nodes = [], self.outline.nodes
+        rows, nodes = [], self.draft_shape.num_draft_tokens
         for slot, limit in enumerate(limits):
             wanted = slot in self._texts and limit > 0
             found = _ids(self._function(list(self._texts[slot])), nodes) if wanted else []

@@ -57,13 +57,13 @@ class DraftStep(nn.Module):
             if step:
                 hidden, _ = self.body.window(self.vocabulary.known(drafts[-1]), row - 1, self._reach)
             if self.vocabulary.whole and not self._drawn and not self._confidence:
-                drafts.append(self.body.choose(hidden, row.unsqueeze(1), sampling))
+                drafts.append(self.body.sample_tokens(hidden, row.unsqueeze(1), sampling))
                 continue
             logits = self.vocabulary.logits(self.body.logits(hidden)).contiguous()
             if self._confidence > 0:
                 sure.append(probs.softmax(logits).amax(-1) >= self._confidence)
             stream = noise.DRAFT if self._drawn else noise.TARGET
-            drafts.append(self.body.kernels.choose(logits, row.unsqueeze(1), sampling, stream=stream))
+            drafts.append(self.body.kernels.sample_tokens(logits, row.unsqueeze(1), sampling, stream=stream))
             if self._drawn:
                 laws.append(self.body.kernels.probabilities(logits, sampling))
         tokens = torch.cat(drafts, 1)
@@ -99,18 +99,18 @@ class ModelDrafter:
         self.decoder, self._drawn = decoder, drawn
         self._kind = f"{',drawn' if drawn else ''}{f',confidence {confidence}' if confidence else ''}"
         self._kind += f",vocabulary {vocabulary.name}"
-        self.outline = DraftShape.chain(length)
+        self.draft_shape = DraftShape.chain(length)
         self.vocabulary = vocabulary
-        self.reach: int | None = decoder.n_positions
+        self.max_positions: int | None = decoder.n_positions
         self._backlog = PendingCommits()
 
     def shortened(self, length: int) -> ModelDrafter:
         """See `paceline.core.protocols.Shortens`."""
         made = copy.copy(self)
-        made.outline = DraftShape.chain(length)
+        made.draft_shape = DraftShape.chain(length)
         return made
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Read a prompt, unless it is longer than this model's context: then nothing is ever asked of it."""
         self._backlog.forget(slot)
         if len(prompt) < self.decoder.n_positions:
@@ -121,25 +121,25 @@ class ModelDrafter:
         chunks = self.decoder.options.draft_chunks
         prefill(self.decoder, slot, self.vocabulary.ids(tokens), start=start, chunks=chunks)
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """Its commits are of no interest any more; the next request's prompt overwrites the cache rows."""
         self._backlog.forget(slot)
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Only noted: the step of `propose` reads the last commit itself."""
         self._backlog.add(commit)
 
-    def ready(self) -> None:
+    def catch_up(self) -> None:
         """Read what was committed while nothing was proposed, as far as this model's context goes."""
         for missed in self._backlog.take():
-            if missed.start + len(missed.tokens) <= self.decoder.n_positions:
-                self.read(missed.slot, missed.tokens, start=missed.start)
+            if missed.first_row + len(missed.tokens) <= self.decoder.n_positions:
+                self.read(missed.slot, missed.tokens, start=missed.first_row)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """Draft; see the protocol."""
-        self.ready()
-        inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys)
-        bucket = self.bucket(bounds.rows)
+        self.catch_up()
+        inputs = (commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds)
+        bucket = self.bucket(bounds.max_rows)
         name = f"{self.name(bucket)},from {commit.tokens.shape[1]}"
         out = self.decoder.graph(name, self._make, inputs, reach=bucket)(*inputs)
         return Proposal(out[0], None, out[1] if self._drawn else None)
@@ -151,7 +151,7 @@ class ModelDrafter:
 
     def bucket(self, rows: int) -> int:
         """See the protocol."""
-        return self.decoder.reach(rows + self.outline.nodes)
+        return self.decoder.bucket_for(rows + self.draft_shape.num_draft_tokens)
 
     def step(self, bucket: int) -> nn.Module:
         """See the protocol."""
@@ -159,17 +159,17 @@ class ModelDrafter:
 
     def name(self, bucket: int) -> str:
         """See the protocol."""
-        return f"draft[{self.outline.nodes}{self._kind}]@{bucket}"
+        return f"draft[{self.draft_shape.num_draft_tokens}{self._kind}]@{bucket}"
 
-    def facts(self) -> dict[str, object]:
+    def cache_key(self) -> dict[str, object]:
         """See the protocol."""
-        return self.decoder.facts()
+        return self.decoder.cache_key()
 
     @property
     def _make(self) -> partial[DraftStep]:
         return partial(
             DraftStep,
-            length=self.outline.nodes,
+            length=self.draft_shape.num_draft_tokens,
             drawn=self._drawn,
             vocabulary=self.vocabulary,
             confidence=self._confidence,

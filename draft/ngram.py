@@ -52,7 +52,7 @@ class NgramDrafter:
     """Drafts chains of ``length`` tokens from n-grams of ``shortest`` to ``longest`` tokens."""
 
     reads: FeatureSpec | None = None
-    reach: int | None = None
+    max_positions: int | None = None
 
     def __init__(
         self,
@@ -68,32 +68,32 @@ class NgramDrafter:
             )
         if prefer not in ("recent", "first"):
             raise ConfigurationError(f"prefer={prefer!r} is unknown; use 'recent' or 'first'")
-        self.outline = DraftShape.chain(length)
+        self.draft_shape = DraftShape.chain(length)
         self._sizes, self._first = range(shortest, longest + 1), prefer == "first"
         self._texts: dict[int, NgramIndex] = {}
 
     def shortened(self, length: int) -> NgramDrafter:
         """See `paceline.core.protocols.Shortens`."""
         made = copy.copy(self)
-        made.outline = DraftShape.chain(length)
+        made.draft_shape = DraftShape.chain(length)
         return made
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         self._texts[slot] = NgramIndex(self._sizes, first=self._first)
         self._texts[slot].extend(prompt)
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         self._texts.pop(slot, None)
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
             if slot in self._texts:
                 self._texts[slot].extend(tokens[:count])
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-        return Proposal.chains(self.guess(bounds.limit.tolist()), (self.outline.nodes,))
+        return Proposal.chains(self.guess(bounds.max_accept.tolist()), (self.draft_shape.num_draft_tokens,))
 
     def guess(self, limits: Sequence[int]) -> list[list[int]]:
         """See `paceline.core.protocols.Guesses`."""
-        nodes = self.outline.nodes
+        nodes = self.draft_shape.num_draft_tokens
         return [self._texts[s].lookup(nodes) if s in self._texts else [] for s in range(len(limits))]

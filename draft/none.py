@@ -13,17 +13,17 @@ from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, Round
 class NoDrafter:
     """Proposes nothing, ever."""
 
-    outline = DraftShape.chain(0)
+    draft_shape = DraftShape.chain(0)
     reads: FeatureSpec | None = None
-    reach: int | None = None
+    max_positions: int | None = None
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Nothing to read."""
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """Nothing to forget."""
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Nothing to see."""
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:

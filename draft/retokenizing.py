@@ -53,7 +53,7 @@ class RetokenizingDrafter:
     """
 
     reads: FeatureSpec | None = None
-    reach: int | None = None
+    max_positions: int | None = None
     """How far the draft follows depends on its own ids; past that it proposes nothing."""
 
     def __init__(
@@ -69,16 +69,16 @@ class RetokenizingDrafter:
         self._model = ModelDrafter(decoder, length, vocabulary=VocabMap(size, size), confidence=confidence)
         self._decoder, self._tokenizers, self._eos = decoder, tokenizers, eos
         self._width = length + 1  # of the commits that the draft reads
-        self.outline = DraftShape.chain(length)
+        self.draft_shape = DraftShape.chain(length)
         self._texts: dict[int, _Text] = {}
 
     def shortened(self, length: int) -> RetokenizingDrafter:
         """See `paceline.core.protocols.Shortens`."""
         made = copy.copy(self)
-        made.outline, made._model = DraftShape.chain(length), self._model.shortened(length)
+        made.draft_shape, made._model = DraftShape.chain(length), self._model.shortened(length)
         return made
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Read a prompt, in the draft's ids."""
         text = _Text(TargetText(self._tokenizers.target, prompt), DraftText(self._tokenizers.draft))
         self._texts[slot] = text
@@ -86,10 +86,10 @@ class RetokenizingDrafter:
         if self._follows(ids):
             self._read(slot, text, ids)
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         self._texts.pop(slot, None)
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Only the text grows; what the draft has not read it reads when it is asked."""
         for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
             if slot in self._texts:
@@ -97,7 +97,7 @@ class RetokenizingDrafter:
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """Draft; see the protocol."""
-        slots, nodes = len(commit.tokens), self.outline.nodes
+        slots, nodes = len(commit.tokens), self.draft_shape.num_draft_tokens
         known = {slot: text.encoded.ids(text.committed.text) for slot, text in self._texts.items()}
         known = {slot: ids for slot, ids in known.items() if self._follows(ids)}
         drafts = self._drafts(known, slots)
@@ -109,7 +109,7 @@ class RetokenizingDrafter:
 
     def _follows(self, ids: list[int]) -> bool:
         """Whether there is something to read, and room for it and for the drafts."""
-        return 0 < len(ids) <= self._decoder.n_positions - self.outline.nodes
+        return 0 < len(ids) <= self._decoder.n_positions - self.draft_shape.num_draft_tokens
 
     def _drafts(self, known: dict[int, list[int]], slots: int) -> list[list[int]]:
         """The likeliest ids of the draft behind its ids of every slot; slots without any idle at row 0."""
@@ -125,11 +125,11 @@ class RetokenizingDrafter:
             count[slot], start[slot] = len(ids) - begin, begin
         greedy = sampling_tensors([Sampling()] * slots)
         longest = max((len(ids) for ids in known.values()), default=1)
-        bounds = RoundLimits(torch.full((slots,), self.outline.nodes, dtype=torch.int32), longest)
+        bounds = RoundLimits(torch.full((slots,), self.draft_shape.num_draft_tokens, dtype=torch.int32), longest)
         made = self._model.propose(Commit(tokens, count, start), greedy, bounds).tokens.tolist()
         found = [row[: row.index(PAD)] if PAD in row else row for row in made]
         for slot, ids in known.items():  # the last draft was never read
-            self._texts[slot].cached = [*ids, *found[slot][: self.outline.nodes - 1]]
+            self._texts[slot].cached = [*ids, *found[slot][: self.draft_shape.num_draft_tokens - 1]]
         return found
 
     def _read(self, slot: int, text: _Text, ids: list[int]) -> int:

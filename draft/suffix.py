@@ -67,7 +67,7 @@ class SuffixDrafter:
     """
 
     reads: FeatureSpec | None = None
-    reach: int | None = None
+    max_positions: int | None = None
 
     def __init__(self, length: int, *, shortest: int = 2, factor: float = 2.0, corpus: int | None = None) -> None:
         if shortest < 1:
@@ -76,41 +76,41 @@ class SuffixDrafter:
             raise ConfigurationError(
                 f"factor={factor} leaves a repetition of {shortest} tokens without a draft; give more"
             )
-        self.outline = DraftShape.chain(length)
+        self.draft_shape = DraftShape.chain(length)
         self._shortest, self._factor = shortest, factor
         self._corpus = None if corpus is None else Corpus(corpus)
         self._texts: dict[int, _Text] = {}
         self._prompts: dict[int, int] = {}
 
     @property
-    def depths(self) -> tuple[int, ...]:
+    def draft_lengths(self) -> tuple[int, ...]:
         """See `paceline.core.protocols.Varies`."""
-        nodes = self.outline.nodes
+        nodes = self.draft_shape.num_draft_tokens
         return (nodes // 2, nodes) if nodes >= _HALVED else (nodes,)
 
     def shortened(self, length: int) -> SuffixDrafter:
         """See `paceline.core.protocols.Shortens`."""
         made = copy.copy(self)
-        made.outline = DraftShape.chain(length)
+        made.draft_shape = DraftShape.chain(length)
         return made
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         self._texts[slot] = _Text()
         self._prompts[slot] = len(prompt)
         self._extend(self._texts[slot], prompt)
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         text, prompt = self._texts.pop(slot, None), self._prompts.pop(slot, 0)
         if text is not None and self._corpus is not None:
             self._corpus.add(text.own.tokens[prompt:])
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
             if slot in self._texts:
                 self._extend(self._texts[slot], tokens[:count])
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-        return Proposal.chains(self.guess(bounds.limit.tolist()), self.depths)
+        return Proposal.chains(self.guess(bounds.max_accept.tolist()), self.draft_lengths)
 
     def guess(self, limits: Sequence[int]) -> list[list[int]]:
         """See `paceline.core.protocols.Guesses`."""
@@ -139,5 +139,5 @@ class SuffixDrafter:
         length = text.repeats.run
         if length < self._shortest:
             return []
-        found = text.repeats.ahead(int(min(self.outline.nodes, self._factor * length)))
+        found = text.repeats.ahead(int(min(self.draft_shape.num_draft_tokens, self._factor * length)))
         return found[: found.index(_BORDER)] if _BORDER in found else found

@@ -81,7 +81,7 @@ class EagleDrafter:
         if not isinstance(growth, DraftTree):
             raise ConfigurationError(f"growth={growth!r} is none; give Chain(k), StaticTree(paths) or DynamicTree(...)")
         head.config.check_target(target.config)
-        target.check_width(growth.outline.nodes + 1)
+        target.check_width(growth.draft_shape.num_draft_tokens + 1)
         room = target.options.rows - target.n_positions
         if growth.rows > room:
             raise ConfigurationError(
@@ -89,9 +89,9 @@ class EagleDrafter:
                 f"{room} behind the last position; take less width or less depth"
             )
         self.head, self.target, self.growth = head.eval(), target, growth
-        self.outline = growth.outline
+        self.draft_shape = growth.draft_shape
         self.reads: FeatureSpec | None = head.config.reads
-        self.reach: int | None = min(target.n_positions, head.config.max_position_embeddings)
+        self.max_positions: int | None = min(target.n_positions, head.config.max_position_embeddings)
         self._backlog = PendingCommits()
 
     @classmethod
@@ -145,49 +145,49 @@ class EagleDrafter:
             )
         made = copy.copy(self)
         made.growth = Chain(length, drawn=self.growth.drawn)
-        made.outline = made.growth.outline
+        made.draft_shape = made.growth.draft_shape
         return made
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Read the pairs of a prompt: all but its last feature, whose token is yet to come."""
         self._backlog.forget(slot)
         assert features is not None, "the verifier gives the features that `reads` asks for"
         self._read(slot, 0, tokens=prompt[1:], features=features)
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """Its commits are of no interest any more; the next request's pairs overwrite the cache rows."""
         self._backlog.forget(slot)
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Only noted: the step reads the last commit itself."""
         self._backlog.add(commit)
 
-    def ready(self) -> None:
+    def catch_up(self) -> None:
         """Read what was committed while nothing was proposed."""
         for missed in self._backlog.take():
             assert missed.features is not None, "commits carry the features that `reads` asks for"
-            self._read(missed.slot, missed.start - 1, tokens=missed.tokens, features=missed.features)
+            self._read(missed.slot, missed.first_row - 1, tokens=missed.tokens, features=missed.features)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """Draft; see the protocol."""
-        self.ready()
+        self.catch_up()
         states = commit.states
         assert states is not None, "commits carry the features that `reads` asks for"
-        inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys, states)
-        reach = self.bucket(bounds.rows)
+        inputs = (commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds, states)
+        reach = self.bucket(bounds.max_rows)
         name = f"{self.name(reach)},from {commit.tokens.shape[1]}"
         step = self.target.graph(
             name,
             lambda _body, bucket: self.step(bucket),
             inputs,
             reach=reach,
-            guest=self.facts,
+            guest=self.cache_key,
             owner=self.state,
         )
         out = step(*inputs)
-        if self.outline.dynamic:
+        if self.draft_shape.dynamic:
             return Proposal(out[0], out[1])
-        return Proposal(out[0], self.outline.parents, out[1] if len(out) > 1 else None)
+        return Proposal(out[0], self.draft_shape.parents, out[1] if len(out) > 1 else None)
 
     @property
     def state(self) -> nn.Module:
@@ -196,7 +196,7 @@ class EagleDrafter:
 
     def bucket(self, rows: int) -> int:
         """See the protocol."""
-        return self.target.reach(rows + self.outline.depth)
+        return self.target.bucket_for(rows + self.draft_shape.depth)
 
     def step(self, bucket: int) -> nn.Module:
         """See the protocol."""
@@ -206,7 +206,7 @@ class EagleDrafter:
         """See the protocol."""
         return f"eagle{self.head.config.version}[{self.growth.name}]@{bucket}"
 
-    def facts(self) -> dict[str, object]:
+    def cache_key(self) -> dict[str, object]:
         """See the protocol. The growth is in `name`: graphs that only read a text do not depend on it."""
         own = self.head.embedding is not self.target.body.model.embedding
         config: dict[str, object] = json.loads(json.dumps(asdict(self.head.config)))
@@ -223,10 +223,15 @@ class EagleDrafter:
             known = nn.functional.pad(features[done : done + count], (0, 0, 0, chunk - count))
             numbers = [torch.tensor([n], dtype=torch.int32) for n in (row + done, count, slot)]
             inputs = (torch.tensor([part], dtype=torch.int32), known.unsqueeze(0), *numbers)
-            reach = self.target.reach(row + done + chunk)
+            reach = self.target.bucket_for(row + done + chunk)
             name = f"eagle{self.head.config.version} reads[{chunk}]"
             self.target.graph(
-                name, lambda _body, r: ReadStep(self.head, r), inputs, reach=reach, guest=self.facts, owner=self.state
+                name,
+                lambda _body, r: ReadStep(self.head, r),
+                inputs,
+                reach=reach,
+                guest=self.cache_key,
+                owner=self.state,
             )(*inputs)
             done += count
 

@@ -42,7 +42,7 @@ class Chain(nn.Module):
 
     def __init__(self, length: int, *, drawn: bool = False) -> None:
         super().__init__()
-        self.outline, self.drawn = DraftShape.chain(length), drawn
+        self.draft_shape, self.drawn = DraftShape.chain(length), drawn
         self.rows = 1  # each by itself
         self.name = f"chain {length}" + (", drawn" if drawn else "")
 
@@ -52,13 +52,13 @@ class Chain(nn.Module):
         drafts: list[Tensor] = []
         laws: list[Tensor] = []
         stream = noise.DRAFT if self.drawn else noise.TARGET
-        for step in range(self.outline.nodes):
+        for step in range(self.draft_shape.num_draft_tokens):
             if step:
                 row = head.row(root.row + step)
                 residual, qkv = head.project(drafts[-1], hidden, row.unsqueeze(1))
                 hidden = head.layer.finish(residual, head.attend(qkv, head.place(row, 1, reach=reach)))
             logits = head.spread(head.logits(hidden)).contiguous()
-            drafts.append(head.kernels.choose(logits, _positions(root, step + 1), sampling, stream=stream))
+            drafts.append(head.kernels.sample_tokens(logits, _positions(root, step + 1), sampling, stream=stream))
             if self.drawn:
                 laws.append(head.kernels.probabilities(logits, sampling))
         return (torch.cat(drafts, 1), torch.cat(laws, 1)) if self.drawn else (torch.cat(drafts, 1),)
@@ -69,7 +69,7 @@ class StaticTree(nn.Module):
 
     def __init__(self, parents: tuple[int, ...]) -> None:
         super().__init__()
-        self.outline = tree.draft_shape(parents)
+        self.draft_shape = tree.draft_shape(parents)
         self.name = f"tree {'.'.join(map(str, parents))}"
         depths = (0, *tree.depths(parents))
         inner = set(parents)
@@ -78,7 +78,7 @@ class StaticTree(nn.Module):
         self._choices: list[int] = []
         rows = {tree.ROOT: 0}  # of the beam's window
         above, order = [tree.ROOT], []
-        for level in range(1, self.outline.depth + 1):
+        for level in range(1, self.draft_shape.depth + 1):
             nodes = [n for n in range(len(parents)) if depths[n + 1] == level]
             most = 1 + max(rank[n] for n in nodes)
             self._choices.append(most)
@@ -123,7 +123,7 @@ class DynamicTree(nn.Module):
             raise ConfigurationError(
                 f"a dynamic tree of depth {depth} and width {width} has {depth} to {most} nodes, not {nodes}"
             )
-        self.outline = DraftShape(nodes, depth, None, dynamic=True)
+        self.draft_shape = DraftShape(nodes, depth, None, dynamic=True)
         self.rows = 1 + width * (depth - 1)  # the root and what is expanded; more than is kept if the tree is deep
         self.width, self.name = width, f"dynamic {nodes} of depth {depth}, width {width}"
         self.register_buffer("owner", torch.arange(width * width, dtype=torch.int32) // width)
@@ -139,21 +139,23 @@ class DynamicTree(nn.Module):
         steps = torch.arange(width, dtype=torch.int32, device=tokens.device).expand(slots, -1)
         ids, rows, hidden = steps, torch.zeros_like(steps), hidden.expand(-1, width, -1)
         every = [(tokens, worth, torch.full_like(tokens, tree.ROOT))]
-        for level in range(2, self.outline.depth + 1):
+        for level in range(2, self.draft_shape.depth + 1):
             hidden = beam.extend(tokens, hidden, rows)
             more, picks = best(head, hidden, width, sampling=sampling, positions=_positions(root, level))
             more = head.kernels.linear(more, self.get_buffer("same"))
             value, token = (worth.unsqueeze(-1) + more).flatten(1), picks.flatten(1)
             owner = self.get_buffer("owner").expand(slots, -1).to(torch.int64)
             every.append((token, value, ids.gather(1, owner)))
-            if level < self.outline.depth:
+            if level < self.draft_shape.depth:
                 worth, chosen = reduce.top(value, width)
                 chosen = chosen.to(torch.int64)
                 above = owner.gather(1, chosen)
                 rows = (above + (1 + (level - 2) * width)).to(torch.int32)
                 tokens, ids = token.gather(1, chosen), chosen.to(torch.int32) + (width + (level - 2) * width * width)
                 hidden = hidden.gather(1, above.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
-        return kept(*(torch.cat(parts, 1) for parts in zip(*every, strict=True)), nodes=self.outline.nodes)
+        return kept(
+            *(torch.cat(parts, 1) for parts in zip(*every, strict=True)), nodes=self.draft_shape.num_draft_tokens
+        )
 
 
 DraftTree = Chain | StaticTree | DynamicTree
@@ -201,12 +203,12 @@ def best(
     for _ in range(count):
         # By the kernel, one after the other: a comparison of scores with their largest must not see them computed
         # twice, and a compiler may do that, with other roundings.
-        tokens.append(head.kernels.choose(left.contiguous(), at.contiguous(), sampling).unsqueeze(-1))
+        tokens.append(head.kernels.sample_tokens(left.contiguous(), at.contiguous(), sampling).unsqueeze(-1))
         left = torch.where(everything == tokens[-1], reduce.NEGATIVE, left)
     picks = torch.cat(tokens, -1)
-    temperature = sampling.knobs[:, :1].unsqueeze(-1)
+    temperature = sampling.params[:, :1].unsqueeze(-1)
     hot = temperature > 0
-    rows = noise.row_keys(sampling.keys, positions, noise.TARGET)
+    rows = noise.row_keys(sampling.seeds, positions, noise.TARGET)
     scores = logits / torch.where(hot, temperature, 1.0)
     scores = scores + torch.where(hot, gumbel(noise.bits(rows, head.ids)), 0.0)
     high = scores.amax(-1, keepdim=True)

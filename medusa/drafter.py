@@ -65,7 +65,7 @@ class MedusaStep(nn.Module):
             # Levels at the end whose nodes have lower ranks only are left out.
             used = 1 + max(level for level, width in enumerate(self._widths) if width > rank)
             logits = logits[:, :used]
-            picked = self._kernels.choose(logits.contiguous(), positions[:, :used], sampling)
+            picked = self._kernels.sample_tokens(logits.contiguous(), positions[:, :used], sampling)
             logits = torch.where(ids == picked.unsqueeze(-1), reduce.NEGATIVE, logits)
             ranked.append(nn.functional.pad(picked, (0, len(self._widths) - used)))
         return torch.stack(ranked, -1)
@@ -82,16 +82,16 @@ class MedusaDrafter:
         ConfigurationError: the tree needs more heads, or is wider than a window of the target can be.
     """
 
-    reach: int | None = None
+    max_positions: int | None = None
 
     def __init__(self, heads: Heads, target: CompiledDecoder, choices: Choices) -> None:
         choices.check(heads=heads.config.heads, top=heads.config.vocab_size)
         target.check_width(len(choices) + 1)
         self.heads, self.target, self.choices = heads.eval(), target, choices
-        self.outline = tree.draft_shape(choices.parents)
+        self.draft_shape = tree.draft_shape(choices.parents)
         self.reads: FeatureSpec | None = FeatureSpec()
         self._step = MedusaStep(heads, target.body.kernels, choices)
-        kind = hashlib.sha256(json.dumps(self.facts()).encode()).hexdigest()[:12]
+        kind = hashlib.sha256(json.dumps(self.cache_key()).encode()).hexdigest()[:12]
         self._name = f"medusa[{len(choices)} nodes,{kind}]"
 
     @classmethod
@@ -123,23 +123,23 @@ class MedusaDrafter:
         Raises:
             ConfigurationError: the choices are a tree.
         """
-        if not self.outline.is_chain:
+        if not self.draft_shape.is_chain:
             raise ConfigurationError(
                 f"a tree of {len(self.choices)} choices has one depth only; give one number as k, or a tree that is a "
                 "chain, such as [[0], [0, 0]]"
             )
         return MedusaDrafter(self.heads, self.target, Choices(self.choices.paths[:length]))
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Nothing to read: the first commit brings the state behind the prompt."""
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """Nothing is kept for a slot."""
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Nothing to note: a proposal depends on the last commit alone."""
 
-    def ready(self) -> None:
+    def catch_up(self) -> None:
         """Nothing was missed."""
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
@@ -150,13 +150,13 @@ class MedusaDrafter:
                 "Medusa heads read the target's states, and this commit has none; use the drafter in a "
                 "SpeculativeGenerator with the target it was loaded for"
             )
-        inputs = (commit.tokens, commit.count, commit.start, sampling.knobs, sampling.keys, states)
-        reach = self.bucket(bounds.rows)
+        inputs = (commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds, states)
+        reach = self.bucket(bounds.max_rows)
         name = f"{self.name(reach)},from {commit.tokens.shape[1]}"
         (tokens,) = self.target.graph(
-            name, lambda _b, _r: self._step, inputs, reach=reach, guest=self.facts, owner=self.state
+            name, lambda _b, _r: self._step, inputs, reach=reach, guest=self.cache_key, owner=self.state
         )(*inputs)
-        return Proposal(tokens, None if self.outline.is_chain else self.choices.parents)
+        return Proposal(tokens, None if self.draft_shape.is_chain else self.choices.parents)
 
     @property
     def state(self) -> nn.Module:
@@ -165,7 +165,7 @@ class MedusaDrafter:
 
     def bucket(self, rows: int) -> int:
         """See the protocol; the heads have no cache of their own."""
-        return self.target.reach(rows)
+        return self.target.bucket_for(rows)
 
     def step(self, bucket: int) -> nn.Module:
         """See the protocol; the same for every length."""
@@ -175,7 +175,7 @@ class MedusaDrafter:
         """See the protocol."""
         return self._name
 
-    def facts(self) -> dict[str, object]:
+    def cache_key(self) -> dict[str, object]:
         """See the protocol."""
         sizes = self.heads.config
         shape = [sizes.heads, sizes.layers, sizes.hidden_size, sizes.vocab_size, sizes.tied]

@@ -90,7 +90,7 @@ class AutoDecoder:
         check_positions(config.rope, options.n_positions)
         shard = Shard(config, layout)
         engine = make(backend, layout.degree)
-        if not engine.keeps:  # its state stays in this machine's memory
+        if not engine.device_state:  # its state stays in this machine's memory
             kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
         weights = load_weights(path, config, options.dtype, progress=progress, shard=shard)
         decoder = SamplingDecoder(config, options, weights, backend=engine)

@@ -82,7 +82,7 @@ def acceptor(name: str | Acceptor, alpha: float | None = None) -> Acceptor:
     """The acceptance rule of that name, a rule with values of the user's own, or, with ``alpha``, a simulated one."""
     if alpha is not None:
         if name != "match":
-            raise ConfigurationError(f"simulate_acceptance takes the place of acceptor={name!r}; give one of them")
+            raise ConfigurationError(f"synthetic_acceptance takes the place of acceptor={name!r}; give one of them")
         return SyntheticAcceptance(alpha)
     if isinstance(name, Match | Reject | Typical | SyntheticAcceptance):
         return name
@@ -189,9 +189,9 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Cal
     on_device = demands.processor is None and not demands.scores
     if plan.steps > 1 and isinstance(source, NoDrafter) and on_device and demands.width is None:
         steps: TimedRound = MultiTokenRound(AutoregressiveDecoder(target, plan.steps))
-        return Engine(steps, target.batch_size, plan.steps - 1, plan.steps, None, target.reaches)
-    outline = _outline(source, demands.width)
-    if isinstance(plan.rule, Reject) and not outline.is_chain:
+        return Engine(steps, target.batch_size, plan.steps - 1, plan.steps, None, target.kv_buckets)
+    draft_shape = _outline(source, demands.width)
+    if isinstance(plan.rule, Reject) and not draft_shape.is_chain:
         raise ConfigurationError("acceptor='reject' is for chains; this drafter proposes trees: use acceptor='match'")
     if isinstance(plan.rule, Typical | SyntheticAcceptance) and not on_device:
         raise ConfigurationError(
@@ -199,35 +199,35 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Cal
             "leave them out, or use acceptor='match'"
         )
     # Where a row's bits depend on how many rows there are, every round of an exact generator has the same number.
-    one_width = plan.exact and outline.is_chain and not target.body.kernels.width_free
+    one_width = plan.exact and draft_shape.is_chain and not target.body.kernels.batch_invariant
     wide = demands.width is not None or one_width
-    width, scores, host = outline.depth + 1, None, None
+    width, scores, host = draft_shape.depth + 1, None, None
     if not on_device:
         if plan.pace or (plan.fused is not False and isinstance(source, TraceableDrafter)):
             level = logging.WARNING if plan.fused else logging.INFO  # what was asked for by name is not done
             log.log(level, "processors and scores need the host at every token: two graphs of one depth, not one")
         host = HostVerifier(
-            target, outline, acceptor=plan.rule, wide=wide, processor=demands.processor, reads=source.reads
+            target, draft_shape, acceptor=plan.rule, wide=wide, processor=demands.processor, reads=source.reads
         )
         steps, scores = TwoGraphRound(source, host), host if demands.scores else None
     else:
         # In two steps a drafter may say nothing, for which every width would need a narrow graph.
-        own = plan.pace is not None and not wide and outline.is_chain and source.reads is None
+        own = plan.pace is not None and not wide and draft_shape.is_chain and source.reads is None
         own = own and _fuses(source, target, plan.fused)
 
         def at(depth: int) -> Stage:
             """The round that drafts so many tokens."""
-            short = source if depth in (0, source.outline.depth) else _shortened(source, depth)
-            seen = DraftShape.chain(depth) if own or not (one_width or short is source) else outline
+            short = source if depth in (0, source.draft_shape.depth) else _shortened(source, depth)
+            seen = DraftShape.chain(depth) if own or not (one_width or short is source) else draft_shape
             room = depth + 1 if own else width
-            depths = short.depths if isinstance(short, Varies) and not wide else ()
+            depths = short.draft_lengths if isinstance(short, Varies) and not wide else ()
             verifier = CompiledVerifier(
                 target, seen, acceptor=plan.rule, wide=wide, reads=source.reads, width=room, depths=depths
             )
             return Stage(_round(short, verifier, fused=plan.fused, rests=depth == 0), room)
 
-        steps = at(source.outline.depth).round
-        if plan.pace is not None and source.outline.nodes:
+        steps = at(source.draft_shape.depth).round
+        if plan.pace is not None and source.draft_shape.num_draft_tokens:
             _check_ladder(plan.pace.ladder, source)
             rest = None
             if not wide and source.reads is None and isinstance(plan.rule, Match):
@@ -236,14 +236,17 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Cal
                 rest = Stage(UndraftedRound(source, AutoregressiveDecoder(target, some, width=room)), room)
             rungs = {depth: at(depth) for depth in plan.pace.ladder}
             steps = AdaptiveRound(rungs, plan.pace, drafter=source, rest=rest)
-    return Engine(steps, target.batch_size, source.outline.depth, width, source.reach, target.reaches, scores, host)
+    return Engine(
+        steps, target.batch_size, source.draft_shape.depth, width, source.max_positions, target.kv_buckets, scores, host
+    )
 
 
 def _check_ladder(ladder: tuple[int, ...], source: Drafter) -> None:
-    if ladder[-1] > source.outline.depth:
+    if ladder[-1] > source.draft_shape.depth:
         raise ConfigurationError(
-            f"k goes to {ladder[-1]} and {type(source).__name__} proposes {source.outline.depth} tokens at most; give "
-            f"depths up to {source.outline.depth}"
+            f"k goes to {ladder[-1]} and {type(source).__name__} proposes {source.draft_shape.depth} tokens at most; "
+            f"give "
+            f"depths up to {source.draft_shape.depth}"
         )
 
 
@@ -258,7 +261,7 @@ def _shortened(source: Drafter, depth: int) -> Drafter:
 def _round(
     source: Drafter, verifier: CompiledVerifier, *, fused: bool | None, rests: bool
 ) -> TwoGraphRound | FusedRound:
-    chains = source.outline.is_chain and verifier.outline.is_chain
+    chains = source.draft_shape.is_chain and verifier.draft_shape.is_chain
     if isinstance(source, TraceableDrafter):
         if _apart(source.state, verifier.decoder):
             if fused:
@@ -266,9 +269,9 @@ def _round(
                     "draft and target share a graph only with the same tp_degree; load them with one, or leave fused "
                     "unset"
                 )
-        elif fused is not False and (chains or source.outline == verifier.outline):
+        elif fused is not False and (chains or source.draft_shape == verifier.draft_shape):
             return FusedRound(
-                source, verifier, alone=rests or source.reads is None or not verifier.decoder.backend.keeps
+                source, verifier, alone=rests or source.reads is None or not verifier.decoder.backend.device_state
             )
     if fused:
         raise ConfigurationError(f"{type(source).__name__} cannot share a graph with the target; leave fused unset")
@@ -276,7 +279,7 @@ def _round(
 
 
 def _fuses(source: Drafter, target: CompiledDecoder, fused: bool | None) -> bool:
-    """Whether a drafter shares a graph with the target, if their outlines let it."""
+    """Whether a drafter shares a graph with the target, if their draft_shapes let it."""
     return fused is not False and isinstance(source, TraceableDrafter) and not _apart(source.state, target)
 
 
@@ -287,15 +290,19 @@ def _apart(state: nn.Module, target: CompiledDecoder) -> bool:
 
 def _outline(source: Drafter, width: int | None) -> DraftShape:
     """That of the drafter, or a wider chain if a width is asked for."""
-    outline = source.outline
+    draft_shape = source.draft_shape
     if width is None:
-        return outline
+        return draft_shape
     if isinstance(width, bool) or not isinstance(width, int):
         raise ConfigurationError(f"width must be an integer or None, not {width!r}")
-    if width == outline.nodes + 1:
-        return outline
-    if not outline.is_chain:
-        raise ConfigurationError(f"width={width} is for chains; this drafter's tree has {outline.nodes} nodes")
-    if width < outline.nodes + 1:
-        raise ConfigurationError(f"width={width} is too small for {outline.nodes} drafted tokens and the target's own")
+    if width == draft_shape.num_draft_tokens + 1:
+        return draft_shape
+    if not draft_shape.is_chain:
+        raise ConfigurationError(
+            f"width={width} is for chains; this drafter's tree has {draft_shape.num_draft_tokens} nodes"
+        )
+    if width < draft_shape.num_draft_tokens + 1:
+        raise ConfigurationError(
+            f"width={width} is too small for {draft_shape.num_draft_tokens} drafted tokens and the target's own"
+        )
     return DraftShape.chain(width - 1)

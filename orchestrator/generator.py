@@ -34,17 +34,17 @@ class SpeculativeGenerator(Sampler):
               of these, of which the first that has something to say proposes
     target    the decoder whose text it is
     k         drafted tokens per round, not counting the target's own; a drafter object brings its own number. A
-              sequence of depths, such as `paceline.DRAFT_LENGTHS`, lets rounds choose among them. Without a draft, k + 1
-              plain steps run in one graph
+              sequence of depths, such as `paceline.DRAFT_LENGTHS`, lets rounds choose among them. Without a draft, k +
+              1 plain steps run in one graph
     acceptor  "match", "reject", "typical", or a rule with values of its own: `Typical(epsilon=0.09, alpha=0.3)`,
               or `Simulated(alpha)`, by which drafts stand at random, to measure speed: NOT REAL TEXT comes out
     exact     run every round through one graph width, so that no rounding depends on what was proposed; False
               lets rounds without a proposal take a narrower graph
     confidence  a draft model stops proposing where its largest probability falls below this; 0 = never
     vocabulary  "same": the draft must have the target's tokenizer; "intersection": it drafts only what both have;
-              "re-encoding": they exchange text, by the tokenizers in their folders or those of a `Reencoding`
+              "retokenize": they exchange text, by the tokenizers in their folders or those of a `Reencoding`
     fused     draft and verify in one graph; None (default) = wherever it can be done, False = never
-    simulate_acceptance  alpha: the same as acceptor=Simulated(alpha)
+    synthetic_acceptance  alpha: the same as acceptor=Simulated(alpha)
 
     Raises:
         PairingError: draft and target have different tokenizers or batch sizes.
@@ -62,11 +62,11 @@ class SpeculativeGenerator(Sampler):
         fused: bool | None = None,
         confidence: float = 0.0,
         vocabulary: vocab_compat.VocabularyLike = "same",
-        simulate_acceptance: float | None = None,
+        synthetic_acceptance: float | None = None,
     ) -> None:
         _check_types(exact=exact, fused=fused, confidence=confidence)
         target = build.decoder(target)
-        rule, depth, pace = build.acceptor(acceptor, simulate_acceptance), *pacing.of(k)
+        rule, depth, pace = build.acceptor(acceptor, synthetic_acceptance), *pacing.of(k)
         if isinstance(rule, SyntheticAcceptance):
             log.warning("acceptance is simulated: what comes out is not real text")
         if isinstance(rule, Typical):
@@ -79,7 +79,7 @@ class SpeculativeGenerator(Sampler):
         _check_of_models(models, confidence=confidence, vocabulary=vocabulary)
         between = partial(vocab_compat.between, target=target, kind=vocabulary)
         self.drafter = build.drafter(draft, target, k=depth, rule=rule, confidence=confidence, vocabulary=between)
-        target.check_width(self.drafter.outline.nodes + 1)
+        target.check_width(self.drafter.draft_shape.num_draft_tokens + 1)
         self._parts = [target, *models]
         self.statistics = self._fresh()
 
@@ -104,7 +104,7 @@ class SpeculativeGenerator(Sampler):
         finally:
             now = None if told is None else told.health
             if before is not None and now is not None:
-                self.statistics.health = now.since(before)
+                self.statistics.drafter_health = now.since(before)
 
 
 def _check_types(*, exact: object, fused: object, confidence: object) -> None:
@@ -122,7 +122,7 @@ def _check(plan: build.Plan, *, drafts: bool) -> None:
     if not drafts and not isinstance(plan.rule, Match):
         raise ConfigurationError(
             f"acceptance by {type(plan.rule).__name__} needs a drafter, and draft is None; give one, or leave "
-            "acceptor and simulate_acceptance out"
+            "acceptor and synthetic_acceptance out"
         )
     if not drafts and plan.fused:
         raise ConfigurationError("fused=True needs a draft to fuse with the target, and draft is None; leave it unset")

@@ -44,39 +44,40 @@ class Statistics:
 
     rounds                  verifications, counted for every request that took part in one; several plain steps in
                             one graph are as many
-    drafted                 tokens proposed
-    accepted                proposed tokens that are in the output; those accepted but cut by a stop are not counted
-    accepted_per_position   the same, by place in the proposal (first = index 0)
-    drafted_per_position    proposals that had this place
+    num_draft_tokens                 tokens proposed
+    num_accepted_tokens                proposed tokens that are in the output; those accepted but cut by a stop are not
+                                       counted
+    num_accepted_tokens_per_pos   the same, by place in the proposal (first = index 0)
+    num_draft_tokens_per_pos    proposals that had this place
     acceptor                the acceptance rule: "match", "reject", "typical" or "simulated"
-    rungs                   depth chosen for every round of the batch, if it is chosen anew every time
+    draft_lengths                   depth chosen for every round of the batch, if it is chosen anew every time
     *_seconds               time in prefill, drafting, verification and everything else (host)
-    health                  of a drafter in another process, during this call; None for one in this process
+    drafter_health                  of a drafter in another process, during this call; None for one in this process
     """
 
     rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    accepted_per_position: list[int] = field(default_factory=list)
-    drafted_per_position: list[int] = field(default_factory=list)
-    rungs: list[int] = field(default_factory=list)
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
+    draft_lengths: list[int] = field(default_factory=list)
     new_tokens: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     host_seconds: float = 0.0
-    health: DrafterHealth | None = None
+    drafter_health: DrafterHealth | None = None
     acceptor: str = "match"
 
     @property
     def tau(self) -> float:
         """Mean tokens per round, the target's own one included: 1 + accepted / rounds. 1 without rounds."""
-        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+        return 1 + self.num_accepted_tokens / self.rounds if self.rounds else 1.0
 
     @property
     def acceptance_rate(self) -> float:
         """accepted / drafted; 0 if nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def lossy(self) -> bool:
@@ -89,16 +90,16 @@ class Statistics:
         return {name: getattr(self, name) for name in names} | {
             "tau": self.tau,
             "acceptance_rate": self.acceptance_rate,
-            "health": None if self.health is None else self.health.to_dict(),
+            "health": None if self.drafter_health is None else self.drafter_health.to_dict(),
             "lossy": self.lossy,
         }
 
     def count(self, drafted: int, accepted: int, *, rounds: int = 1) -> None:
         """One round of one request, or several plain ones that ran in one graph."""
         self.rounds += rounds
-        self.drafted += drafted
-        self.accepted += accepted
-        proposed, stood = self.drafted_per_position, self.accepted_per_position
+        self.num_draft_tokens += drafted
+        self.num_accepted_tokens += accepted
+        proposed, stood = self.num_draft_tokens_per_pos, self.num_accepted_tokens_per_pos
         if missing := [0] * (drafted - len(proposed)):
             proposed += missing
             stood += missing

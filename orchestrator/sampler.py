@@ -56,7 +56,7 @@ class Sampler:
         output_scores: bool = False,
         return_dict: bool = False,
         width: int | None = None,
-        speculate: bool | Sequence[bool] = True,
+        use_speculation: bool | Sequence[bool] = True,
     ) -> Tensor | GenerationResult:
         """Continue prompts.
 
@@ -71,7 +71,7 @@ class Sampler:
         stopping_criteria_list  Hugging Face criteria, called once per new token with ids [1, length]
         logits_processor        Hugging Face processors, called once per decided token, on the host
         streamer, output_scores Hugging Face streamer, one prompt; log-probabilities of new tokens (``return_dict``)
-        speculate               False, or one entry for every prompt: draft nothing for it
+        use_speculation               False, or one entry for every prompt: draft nothing for it
         width                   rows of the verifying graph, at least k + 1 (to compare runs at equal width)
 
         Returns LongTensor [B, <= sequence_length], or a `GenerationResult` with ``return_dict``. Raises PromptError,
@@ -82,7 +82,8 @@ class Sampler:
             attention_mask=attention_mask, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             do_sample=do_sample, seed=seed, eos_token_id=eos_token_id, stop_strings=stop_strings,
             tokenizer=tokenizer, stopping_criteria_list=stopping_criteria_list, logits_processor=logits_processor,
-            no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty, speculate=speculate,
+            no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty,
+            use_speculation=use_speculation,
         )  # fmt: skip
         requests = ask.requests(self._decoders()[0])
         validation.integer("pad_token_id", pad_token_id)
@@ -114,7 +115,7 @@ class Sampler:
         repetition_penalty: float | None = None,
         output_scores: bool = False,
         width: int | None = None,
-        speculate: bool | Sequence[bool] = True,
+        use_speculation: bool | Sequence[bool] = True,
     ) -> Iterator[RequestOutput]:
         """The tokens of `sample`, as they are committed; `statistics` is complete when the iterator is done.
 
@@ -126,7 +127,8 @@ class Sampler:
             attention_mask=attention_mask, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
             do_sample=do_sample, seed=seed, eos_token_id=eos_token_id, stop_strings=stop_strings,
             tokenizer=tokenizer, stopping_criteria_list=stopping_criteria_list, logits_processor=logits_processor,
-            no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty, speculate=speculate,
+            no_repeat_ngram_size=no_repeat_ngram_size, repetition_penalty=repetition_penalty,
+            use_speculation=use_speculation,
         )  # fmt: skip
         requests = ask.requests(self._decoders()[0])
         return self.serve(ListQueue(requests), CallOptions(ask.processor(), output_scores, width))

@@ -23,13 +23,13 @@ VocabularyLike = str | TokenizerPair
 Between = VocabMap | TokenizerPair
 """What stands between the ids of draft and target."""
 
-KINDS = ("same", "intersection", "re-encoding")
+KINDS = ("same", "intersection", "retokenize")
 
 
 def between(draft: CompiledDecoder, target: CompiledDecoder, kind: VocabularyLike = "same") -> Between:
     """What stands between the ids of the two.
 
-    kind  "same": the tokenizers must be equal; "intersection": only tokens that both have are drafted; "re-encoding":
+    kind  "same": the tokenizers must be equal; "intersection": only tokens that both have are drafted; "retokenize":
           they exchange text, by the tokenizers in their folders, or by those of a `TokenizerPair`
 
     Raises:
@@ -47,7 +47,7 @@ def between(draft: CompiledDecoder, target: CompiledDecoder, kind: VocabularyLik
     sizes = (target.config.vocab_size, draft.config.vocab_size)
     if isinstance(kind, TokenizerPair):
         return _usable(kind)
-    if kind == "re-encoding":
+    if kind == "retokenize":
         return _usable(TokenizerPair(target=_tokenizer(target, "target"), draft=_tokenizer(draft, "draft")))
     if kind == "same":
         _check(draft, target)
@@ -59,7 +59,7 @@ def between(draft: CompiledDecoder, target: CompiledDecoder, kind: VocabularyLik
     if made.shared < LEAST_SHARED * sizes[0]:
         raise PairingError(
             f"only {made.shared} of the target's {sizes[0]} tokens stand in the draft's vocabulary, so nearly no draft "
-            "could be accepted; let them exchange text (vocabulary='re-encoding'), or take a draft whose tokenizer is "
+            "could be accepted; let them exchange text (vocabulary='retokenize'), or take a draft whose tokenizer is "
             "more like the target's"
         )
     return made
@@ -70,9 +70,9 @@ def _tokenizer(decoder: CompiledDecoder, side: str) -> Tokenizer:
         try:
             return load_tokenizer(decoder.folder)
         except CheckpointError as error:
-            raise PairingError(f"vocabulary='re-encoding' needs the {side}'s tokenizer: {error}") from error
+            raise PairingError(f"vocabulary='retokenize' needs the {side}'s tokenizer: {error}") from error
     raise PairingError(
-        f"vocabulary='re-encoding' needs the {side}'s tokenizer, and it was loaded from no folder; give "
+        f"vocabulary='retokenize' needs the {side}'s tokenizer, and it was loaded from no folder; give "
         "vocabulary=Reencoding(target=..., draft=...)"
     )
 
@@ -113,7 +113,7 @@ def _check(draft: CompiledDecoder, target: CompiledDecoder) -> None:
             raise PairingError(
                 f"draft and target have unequal tokenizers: {len(differ)} tokens have other ids, such as {differ[0]!r} "
                 f"({ours.get(differ[0])} and {theirs.get(differ[0])}); take a draft trained with the target's "
-                "tokenizer, or set vocabulary='intersection' or 're-encoding'"
+                "tokenizer, or set vocabulary='intersection' or 'retokenize'"
             )
 
 

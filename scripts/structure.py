@@ -26,16 +26,19 @@ PARTS: dict[str, frozenset[str]] = {
     "decoder": frozenset({"core", "decoder"}),
     "draft": frozenset({"core", "decoder", "draft"}),
     "target": frozenset({"core", "decoder", "target"}),
-    "medusa": frozenset({"core", "decoder", "medusa"}),
-    "eagle": frozenset({"core", "decoder", "eagle"}),
+    "training": frozenset({"core", "decoder", "training"}),
+    "medusa": frozenset({"core", "decoder", "draft.base", "training", "medusa"}),
+    "eagle": frozenset({"core", "decoder", "draft.base", "training", "eagle"}),
     "placement": frozenset({"core", "decoder", "placement"}),
-    "orchestrator": frozenset({"core", "decoder", "draft", "target", "medusa", "eagle", "placement", "orchestrator"}),
+    "orchestrator": frozenset(
+        {"core", "decoder", "draft", "target", "training", "medusa", "eagle", "placement", "orchestrator"}
+    ),
 }
 SIZED_FOLDERS = (*PARTS, "tests", "benchmarks", "scripts", "examples")
 
-# These see protocols only: `paceline.core` and the modules beside them, except the one that builds.
-LOOP_FILES = frozenset({"orchestrator/loop.py", "orchestrator/rounds.py", "orchestrator/batch.py"})
-BUILDER = "build"
+# These see protocols only: `paceline.core`, the engine's own folder and what it gives back.
+LOOP_FILES = frozenset(f"orchestrator/engine/{name}.py" for name in ("engine", "rounds", "batch"))
+LOOP_IMPORTS = ("paceline.engine", "paceline.outputs")
 
 # Other people's packages. Eager: at the top of a module. Inside a function anything goes, except in core,
 # and except what FENCED keeps to a few folders.
@@ -46,8 +49,9 @@ EAGER: dict[str, frozenset[str]] = {
 EAGER_ELSEWHERE = frozenset({"torch", "numpy", "safetensors"})
 FENCED: dict[str, tuple[str, ...]] = {"ray": ("placement/", "orchestrator/serving/")}
 
-MAX_FILE_LINES = 300
-MAX_FUNCTION_LINES = 60
+# A little above the size a file or function should have: splitting what belongs together is worse.
+MAX_FILE_LINES = 340
+MAX_FUNCTION_LINES = 66
 MAX_PARAMETERS = 8
 MAX_POSITIONAL = 3
 
@@ -137,7 +141,7 @@ def check_imports(root: Path) -> list[Violation]:
             elif file.split("/")[0] not in PARTS:
                 message = None
             elif item.name.split(".")[0] == ROOT_PACKAGE:
-                message = own_import(root, file, item)
+                message = own_import(file, item)
             else:
                 message = foreign_import(file, item)
             if message:
@@ -145,19 +149,22 @@ def check_imports(root: Path) -> list[Violation]:
     return found
 
 
-def own_import(root: Path, file: str, item: Import) -> str | None:
+def own_import(file: str, item: Import) -> str | None:
     """What is wrong with a file's import of the package itself, or None."""
     folder, part = file.split("/")[0], part_of(item.name)
-    if part not in PARTS[folder]:
+    if part not in PARTS[folder] and not any(is_within(item.name, f"{ROOT_PACKAGE}.{one}") for one in PARTS[folder]):
         allowed = ", ".join(sorted(PARTS[folder]))
         return f"{folder}/ may not import {item.name} ({part}/); it may import {allowed}"
     if file not in LOOP_FILES or part == "core":
         return None
-    sibling = item.name.partition(".")[2].partition(".")[0]
-    beside = (root / ROOT_FOLDER / f"{sibling}.py").is_file()
-    if part == ROOT_FOLDER and beside and sibling != BUILDER:
+    if any(is_within(item.name, allowed) for allowed in LOOP_IMPORTS):
         return None
-    return f"{file} may not import {item.name}; only paceline.core and the modules beside it, never build"
+    return f"{file} may not import {item.name}; only paceline.core, {' and '.join(LOOP_IMPORTS)}"
+
+
+def is_within(name: str, package: str) -> bool:
+    """Whether a dotted name is a package or something in it."""
+    return name == package or name.startswith(f"{package}.")
 
 
 def foreign_import(file: str, item: Import) -> str | None:

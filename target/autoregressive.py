@@ -34,7 +34,7 @@ class AutoregressiveStep(nn.Module):
         for step in range(self._steps):
             hidden, _ = self.body.window(made[-1] if made else token, row + step, self._reach)
             position = (row + step + 1).unsqueeze(1)
-            made.append(self.body.choose(hidden, position, sampling))
+            made.append(self.body.sample_tokens(hidden, position, sampling))
         place = torch.arange(self._steps, dtype=torch.int32, device=tokens.device)
         wanted = (limit + 1).clamp(max=self._steps)
         kept = torch.where(place < wanted.unsqueeze(1), torch.cat(made, 1), PAD)
@@ -54,12 +54,12 @@ class AutoregressiveDecoder:
         """Read a prompt and pick the first token."""
         logits, _ = prefill(self.decoder, slot, prompt)
         position = torch.tensor([[len(prompt)]], dtype=torch.int32)
-        return PrefillResult(int(self.decoder.body.kernels.choose(logits, position, sampling)))
+        return PrefillResult(int(self.decoder.body.kernels.sample_tokens(logits, position, sampling)))
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Commit:
         """Up to ``bounds.limit + 1`` tokens in every slot."""
-        inputs = [commit.tokens, commit.count, commit.start, bounds.limit, sampling.knobs, sampling.keys]
+        inputs = [commit.tokens, commit.count, commit.first_row, bounds.max_accept, sampling.params, sampling.seeds]
         make = partial(AutoregressiveStep, steps=self.steps, width=self._width)
         name = f"plain[{self.steps},from {commit.tokens.shape[1]} to {self._width}]"
-        tokens, count = self.decoder.graph(name, make, inputs, reach=self.decoder.reach(bounds.rows))(*inputs)
-        return Commit(tokens, count, commit.start + commit.count)
+        tokens, count = self.decoder.graph(name, make, inputs, reach=self.decoder.bucket_for(bounds.max_rows))(*inputs)
+        return Commit(tokens, count, commit.first_row + commit.count)

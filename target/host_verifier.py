@@ -51,15 +51,15 @@ class HostVerifier:
     def __init__(
         self,
         decoder: CompiledDecoder,
-        outline: DraftShape,
+        draft_shape: DraftShape,
         *,
         acceptor: Acceptor,
         wide: bool,
         processor: Processor | None,
         reads: FeatureSpec | None = None,
     ) -> None:
-        decoder.check_width(outline.nodes + 1)
-        self.decoder, self.outline, self._acceptor, self._reads = decoder, outline, acceptor, reads
+        decoder.check_width(draft_shape.num_draft_tokens + 1)
+        self.decoder, self.draft_shape, self._acceptor, self._reads = decoder, draft_shape, acceptor, reads
         self._wide = wide
         self.ends: Callable[[int, Sequence[int]], bool] = lambda _slot, _tokens: False
         self._processor, self._kernels = processor, TorchKernels()
@@ -75,7 +75,7 @@ class HostVerifier:
         self.logprobs[slot] = [_decided(logits, token, len(prompt))]
         return PrefillResult(token, features)
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """Forget the slot's text."""
         self._texts[slot], self.logprobs[slot] = [], []
 
@@ -83,24 +83,24 @@ class HostVerifier:
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, bounds: RoundLimits
     ) -> Commit:
         """Verify a proposal; see the protocol."""
-        proposal = fitted(proposal, self.outline.nodes)
-        outline = self.outline if proposal is not None or self._wide else DraftShape.chain(0)
-        token, row = root_of(commit.tokens, commit.count, commit.start)
-        nothing = torch.full((len(row), outline.nodes), PAD, dtype=torch.int32)
+        proposal = fitted(proposal, self.draft_shape.num_draft_tokens)
+        draft_shape = self.draft_shape if proposal is not None or self._wide else DraftShape.chain(0)
+        token, row = root_of(commit.tokens, commit.count, commit.first_row)
+        nothing = torch.full((len(row), draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
         given = proposal.parents if proposal is not None and isinstance(proposal.parents, Tensor) else None
         drafts = nothing if proposal is None else proposal.tokens
-        view = VerifyMask(outline)(drafts, given, limit=bounds.limit)
+        view = VerifyMask(draft_shape)(drafts, given, limit=bounds.max_accept)
         drafts = view.proposal.tokens
         tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0, max=self.decoder.config.vocab_size - 1)
         rows = None if view.tree is None else view.tree.parents
-        reach = self.decoder.reach(bounds.rows)
+        reach = self.decoder.bucket_for(bounds.max_rows)
         logits, features = window(self.decoder, tokens, row, reach=reach, parents=rows, reads=self._reads)
-        chains = tree.chain(outline.nodes)
+        chains = tree.chain(draft_shape.num_draft_tokens)
         lines = [chains] * len(row) if view.proposal.parents is None else view.proposal.parents.tolist()
         paths: list[list[int]] = []
         answers: list[list[int]] = []
         for slot, text in enumerate(self._texts):
-            one = SamplingTensors(sampling.knobs[slot : slot + 1], sampling.keys[slot : slot + 1])
+            one = SamplingTensors(sampling.params[slot : slot + 1], sampling.seeds[slot : slot + 1])
             if not text or int(row[slot]) != len(text) - 1:  # no request lives here
                 way, answer = list[int](), [0]
             elif isinstance(self._acceptor, Match):
@@ -109,13 +109,13 @@ class HostVerifier:
                 assert isinstance(self._acceptor, Reject), "nothing else is offered on the host"
                 part = Proposal(drafts[slot : slot + 1], None, _line(proposal, slot))
                 way, answer = self._reject(slot, logits[slot], part, acceptor=self._acceptor, sampling=one)
-            paths.append(way + [PAD] * (self.outline.depth - len(way)))
+            paths.append(way + [PAD] * (self.draft_shape.depth - len(way)))
             answers.append(answer)
-        path = torch.tensor(paths, dtype=torch.int32).view(len(row), self.outline.depth)
+        path = torch.tensor(paths, dtype=torch.int32).view(len(row), self.draft_shape.depth)
         if view.tree is not None:
             compact_path(self.decoder, row, path)
         count = torch.tensor([len(answer) for answer in answers], dtype=torch.int32)
-        padded = [answer + [PAD] * (self.outline.depth + 1 - len(answer)) for answer in answers]
+        padded = [answer + [PAD] * (self.draft_shape.depth + 1 - len(answer)) for answer in answers]
         kept = None if features is None else features_of(path, features)
         return Commit(torch.tensor(padded, dtype=torch.int32), count, row + 1, kept)
 
@@ -155,11 +155,13 @@ class HostVerifier:
         processed = torch.stack(lines)
         laws = self._kernels.probabilities(processed.unsqueeze(0), sampling)
         q = None
-        if proposal.law is not None:
-            q = torch.nn.functional.pad(proposal.law[:, : len(drafts)], (0, laws.shape[-1] - proposal.law.shape[-1]))
+        if proposal.draft_probs is not None:
+            q = torch.nn.functional.pad(
+                proposal.draft_probs[:, : len(drafts)], (0, laws.shape[-1] - proposal.draft_probs.shape[-1])
+            )
         positions = torch.arange(len(text), len(text) + len(lines), dtype=torch.int32).unsqueeze(0)
         cut = Proposal(proposal.tokens[:, : len(drafts)], None, q)
-        verdict = acceptor(cut, laws, positions, sampling, choose=self._kernels.choose)
+        verdict = acceptor(cut, laws, positions, sampling, choose=self._kernels.sample_tokens)
         tokens = [t for t in committed(cut, verdict)[0].tolist() if t != PAD]
         decided = enumerate(zip(processed, tokens, strict=False), start=len(text))
         self.logprobs[slot] = [_decided(line, token, length) for length, (line, token) in decided]
@@ -168,7 +170,7 @@ class HostVerifier:
 
     def _choose(self, logits: Tensor, position: int, sampling: SamplingTensors) -> int:
         where = torch.tensor([[position]], dtype=torch.int32)
-        return int(self._kernels.choose(logits.view(1, 1, -1), where, sampling))
+        return int(self._kernels.sample_tokens(logits.view(1, 1, -1), where, sampling))
 
     def _processed(self, ids: list[int], logits: Tensor) -> Tensor:
         if self._processor is None:
@@ -200,4 +202,4 @@ def _decided(logits: Tensor, token: int, length: int) -> float:
 
 
 def _line(proposal: Proposal | None, slot: int) -> Tensor | None:
-    return None if proposal is None or proposal.law is None else proposal.law[slot : slot + 1]
+    return None if proposal is None or proposal.draft_probs is None else proposal.draft_probs[slot : slot + 1]

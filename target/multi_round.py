@@ -17,7 +17,7 @@ def multi_round(step: Step, *, lean: bool) -> Again:
     def again(
         inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
     ) -> tuple[list[RoundReport], list[Tensor]]:
-        limits, left = inputs[3].tolist(), [] if room is None else list(room.left)
+        limits, left = inputs[3].tolist(), [] if room is None else list(room.remaining)
         told: list[RoundReport] = []
         first = begin = perf_counter()
         while True:
@@ -26,9 +26,9 @@ def multi_round(step: Step, *, lean: bool) -> Again:
                 made = [packed[:, :-2].contiguous(), packed[:, -2].contiguous(), inputs[2] + inputs[1], *made]
             end = perf_counter()
             told.append(RoundReport.of(packed.tolist(), end - begin))
-            if room is None or len(told) >= room.rounds or end - first + told[-1].seconds > seconds:
+            if room is None or len(told) >= room.max_rounds or end - first + told[-1].seconds > seconds:
                 return told, made
-            if not _goes_on(told[-1].tokens, left, room.ends):
+            if not _goes_on(told[-1].tokens, left, room.end_ids):
                 return told, made
             smaller = [min(limit, most) for limit, most in zip(limits, left, strict=True)]
             if not any(smaller):

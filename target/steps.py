@@ -26,20 +26,20 @@ class VerifyStep(nn.Module):
         body: ModelWithCache,
         reach: int,
         *,
-        outline: DraftShape,
+        draft_shape: DraftShape,
         acceptor: Acceptor,
         reads: FeatureSpec | None = None,
         width: int | None = None,
     ) -> None:
         super().__init__()
         self.body, self._reach, self._acceptor, self._reads = body, reach, acceptor, reads
-        self.outline = outline
-        self.window = VerifyMask(outline)
-        self._unused = 0 if width is None else width - outline.depth - 1
+        self.draft_shape = draft_shape
+        self.window = VerifyMask(draft_shape)
+        self._unused = 0 if width is None else width - draft_shape.depth - 1
 
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         """The fields of a Commit; then limit [B] int32, knobs [B, 4], keys [B, 2]; then, if N > 0, what a drafter's
-        step gives: drafts [B, N], parents [B, N] of a dynamic outline, law [B, N, V] if they were drawn.
+        step gives: drafts [B, N], parents [B, N] of a dynamic draft shape, law [B, N, V] if they were drawn.
 
         -> tokens [B, W] and count [B] of the next Commit, and its features if they are read. W is ``width``, where
         rounds of several depths share one shape of commits, or D + 1.
@@ -47,7 +47,7 @@ class VerifyStep(nn.Module):
         knobs, keys, *proposed = rest
         sampling = SamplingTensors(knobs, keys)
         drafts = proposed.pop(0) if proposed else tokens[:, :0]
-        parents = proposed.pop(0) if self.outline.dynamic else None
+        parents = proposed.pop(0) if self.draft_shape.dynamic else None
         token, row = root_of(tokens, count, start)
         view = self.window(drafts, parents, limit=limit)
         read = torch.cat((token.unsqueeze(1), view.proposal.tokens), 1)
@@ -55,25 +55,25 @@ class VerifyStep(nn.Module):
         hidden, features = self.body.window(read, row, self._reach, tree=view.tree, reads=self._reads)
         positions = row.unsqueeze(1) + 1 + view.depth
         if isinstance(self._acceptor, Match):
-            choices = self.body.choose(hidden, positions.contiguous(), sampling)
-            verdict = self._acceptor(view.proposal, choices, self.outline.depth)
+            choices = self.body.sample_tokens(hidden, positions.contiguous(), sampling)
+            verdict = self._acceptor(view.proposal, choices, self.draft_shape.depth)
         elif isinstance(self._acceptor, SyntheticAcceptance):
-            choices = self.body.choose(hidden, positions.contiguous(), sampling)
+            choices = self.body.sample_tokens(hidden, positions.contiguous(), sampling)
             nodes = (positions[:, 1:] - 1).contiguous()
-            verdict = self._acceptor(view.proposal, choices, nodes, sampling=sampling, depth=self.outline.depth)
+            verdict = self._acceptor(view.proposal, choices, nodes, sampling=sampling, depth=self.draft_shape.depth)
         elif isinstance(self._acceptor, Typical):
             logits = self.body.logits(hidden)
-            choices = self.body.kernels.choose(logits, positions.contiguous(), sampling)
+            choices = self.body.kernels.sample_tokens(logits, positions.contiguous(), sampling)
             law = self.body.kernels.probabilities(logits, sampling)
-            verdict = self._acceptor(view.proposal, law, choices, depth=self.outline.depth)
+            verdict = self._acceptor(view.proposal, law, choices, depth=self.draft_shape.depth)
         else:
             kernels, logits = self.body.kernels, self.body.logits(hidden)
             drawn = nn.functional.pad(proposed[0], (0, logits.shape[-1] - proposed[0].shape[-1])) if proposed else None
             law = kernels.probabilities(logits, sampling)
             chain = Proposal(view.proposal.tokens, None, drawn)
-            verdict = self._acceptor(chain, law, positions, sampling, choose=kernels.choose)
+            verdict = self._acceptor(chain, law, positions, sampling, choose=kernels.sample_tokens)
         if view.tree is not None:
-            self.body.keep(row, verdict.path)
+            self.body.compact_path(row, verdict.path)
         out = (nn.functional.pad(committed(view.proposal, verdict), (0, self._unused), value=PAD), verdict.count + 1)
         if features is None:
             return out
@@ -104,13 +104,13 @@ class FusedStep(nn.Module):
         if self.carry is not None and not read:
             read = [self.carry.features]
         proposed = self.draft(tokens, count, start, knobs, keys, *read)
-        missing = self.verify.outline.nodes - proposed[0].shape[1]
+        missing = self.verify.draft_shape.num_draft_tokens - proposed[0].shape[1]
         if missing:  # a chain shorter than the window; its law, if it has one, ends with it too
             proposed = [
                 nn.functional.pad(one, (0, missing), value=PAD) if one.dim() == 2 else pad_law(one, missing)
                 for one in proposed
             ]
-        parents = proposed[1] if self.verify.outline.dynamic else None
+        parents = proposed[1] if self.verify.draft_shape.dynamic else None
         deep = self.verify.window(proposed[0], parents, limit=limit).reached()
         made, accepted, *features = self.verify(tokens, count, start, limit, knobs, keys, *proposed)
         if self.carry is not None:

@@ -41,16 +41,16 @@ class VerifyMask(nn.Module):
 
     rows: Tensor
 
-    def __init__(self, outline: DraftShape) -> None:
+    def __init__(self, draft_shape: DraftShape) -> None:
         super().__init__()
-        self.outline = outline
-        parents = None if outline.parents is None else torch.tensor([tree.verify_rows(outline.parents)]).int()
+        self.draft_shape = draft_shape
+        parents = None if draft_shape.parents is None else torch.tensor([tree.verify_rows(draft_shape.parents)]).int()
         self.register_buffer("rows", parents)
 
     def forward(self, drafts: Tensor, parents: Tensor | None, *, limit: Tensor) -> VerifyInputs:
         """drafts [B, N] int32, parents [B, N] int32 if dynamic, limit [B] int32 -> View."""
         slots, nodes = drafts.shape
-        if self.outline.is_chain:
+        if self.draft_shape.is_chain:
             depth = torch.arange(nodes + 1, dtype=torch.int32, device=drafts.device)
             shown, level = None, depth[1:].unsqueeze(0)
         else:

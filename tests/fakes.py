@@ -90,7 +90,7 @@ class TableBody:
         place = CachePosition(row, torch.full_like(row, tokens.shape[1]), torch.arange(len(row)), reach, tree=tree)
         return self(tokens, place, reads)
 
-    def keep(self, row: Tensor, path: Tensor) -> None:
+    def compact_path(self, row: Tensor, path: Tensor) -> None:
         row = row.clamp(max=self._positions - 1).to(torch.int64).unsqueeze(1)
         to = row + torch.arange(1, path.shape[1] + 1)
         source = torch.where(path < 0, to, row + path)
@@ -102,8 +102,8 @@ class TableBody:
         pair = hidden.to(torch.int64)
         return self._table[pair[..., 0], pair[..., 1]]
 
-    def choose(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
-        return self.kernels.choose(self.logits(hidden), positions, sampling)
+    def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
+        return self.kernels.sample_tokens(self.logits(hidden), positions, sampling)
 
     def _check(self, slots: Tensor, row: Tensor) -> None:
         assert self.truth is not None
@@ -128,14 +128,14 @@ class TableDecoder(SamplingDecoder):
         logits: Tensor,
         *,
         slots: int = 1,
-        reaches: tuple[int, ...] = (64,),
+        kv_buckets: tuple[int, ...] = (64,),
         eos: tuple[int, ...] = (),
         pad: int | None = None,
     ) -> None:
         self.config = config(logits.shape[-1], eos=eos, pad=pad)
-        self.options = DecoderOptions(slots, reaches, (8, 16), "f32")
-        self.backend, self.reaches = EagerBackend(), reaches
-        self.body = TableBody(logits, self.config, slots=slots, positions=reaches[-1], slack=128)
+        self.options = DecoderOptions(slots, kv_buckets, (8, 16), "f32")
+        self.backend, self.kv_buckets = EagerBackend(), kv_buckets
+        self.body = TableBody(logits, self.config, slots=slots, positions=kv_buckets[-1], slack=128)
         self.announce, self.folder = print, None
         self._made: dict[tuple[str, object], tuple[list[torch.Size], Step]] = {}
         self._holder = None
@@ -180,20 +180,22 @@ class Truth:
 
     def go_on(self, commit: Commit) -> None:
         """What a graph reads: the last commit or, where rounds run in a row, one that nobody was told of yet."""
-        fresh = (commit.start == self.length) & (commit.start > 0)
+        fresh = (commit.first_row == self.length) & (commit.first_row > 0)
         if bool(fresh.any()):
             length = self.length
             self.add(commit)
             self.length = torch.where(fresh, self.length, length)
 
     def add(self, commit: Commit) -> None:
-        live = commit.start == self.length
+        live = commit.first_row == self.length
         self.rounds += 1
         for place in range(commit.tokens.shape[1]):
-            at = (commit.start + place).to(torch.int64)
+            at = (commit.first_row + place).to(torch.int64)
             here = live & (place < commit.count) & (at < self.text.shape[1])
             self.text[here, at[here]] = commit.tokens[here, place].to(torch.int64)
-        self.length = torch.where(live, (commit.start + commit.count).to(torch.int64), 0)  # an idle slot is at row 0
+        self.length = torch.where(
+            live, (commit.first_row + commit.count).to(torch.int64), 0
+        )  # an idle slot is at row 0
 
 
 class WatchedRound:
@@ -216,7 +218,7 @@ class WatchedRound:
         return first
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
-        self.truth.length[commit.start == 0] = 0  # a slot whose request is done
+        self.truth.length[commit.first_row == 0] = 0  # a slot whose request is done
         self.truth.rounds += 1
         done = self._inner(commit, sampling, bounds)
         self.truth.add(done.commit)  # those before are known: the graph of the next one has read them

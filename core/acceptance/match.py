@@ -59,19 +59,19 @@ class Reject:
     ) -> Accepted:
         """Proposal of a chain of N, law [B, N + 1, V] float32, positions [B, N + 1] int32 -> Verdict.
 
-        ``positions`` are those of the tokens decided by each row; ``choose`` is `law.choose` or a kernel equal to it.
-        A draft outside the vocabulary is refused like one the target gives no mass; ``proposal.law`` is then cut to V,
-        so that its rows may sum to less than one.
+        ``positions`` are those of the tokens decided by each row; ``choose`` is `probs.sample_tokens` or a kernel
+        equal to it. A draft outside the vocabulary is refused like one the target gives no mass; ``proposal.law`` is
+        then cut to V, so that its rows may sum to less than one.
         """
         drafts = proposal.tokens
         slots, nodes = drafts.shape
         ids = torch.arange(law.shape[-1], dtype=torch.int32, device=law.device)
         picked = ids == drafts.unsqueeze(-1)  # [B, N, V]; a PAD picks nothing
-        drawn = picked.to(torch.float32) if proposal.law is None else proposal.law
+        drawn = picked.to(torch.float32) if proposal.draft_probs is None else proposal.draft_probs
         zero = torch.zeros((), device=law.device)
         p = torch.where(picked, law[:, :nodes], zero).sum(-1)
         q = torch.where(picked, drawn, zero).sum(-1)
-        u = noise.uniform(sampling.keys, positions[:, :nodes], noise.ACCEPT)
+        u = noise.uniform(sampling.seeds, positions[:, :nodes], noise.ACCEPT)
         accepted = (u * q < p) & (q > 0)  # u < p / q, strict, without dividing by zero
         standing = (~accepted).to(torch.float32).cumsum(-1) == 0
         count = standing.to(torch.float32).sum(-1).to(torch.int32)
@@ -83,9 +83,9 @@ class Reject:
         weights = torch.where(residual.sum(-1, keepdim=True) > 0, residual, at)
         where = torch.where(here, positions, 0).sum(-1, keepdim=True, dtype=torch.int32)
         scores = torch.where(weights > 0, weights.clamp(min=1e-38).log(), reduce.NEGATIVE)
-        hot = (sampling.knobs[:, :1] > 0).to(torch.float32)
+        hot = (sampling.params[:, :1] > 0).to(torch.float32)
         unfiltered = torch.cat((hot, torch.zeros_like(hot), torch.ones_like(hot), torch.zeros_like(hot)), 1)
-        drawn_from = SamplingTensors(unfiltered, sampling.keys)
+        drawn_from = SamplingTensors(unfiltered, sampling.seeds)
         token = choose(scores.unsqueeze(1), where, drawn_from, stream=noise.RESIDUAL).squeeze(1)
         rows = torch.arange(1, nodes + 1, dtype=torch.int32, device=law.device).expand(slots, nodes)
         return Accepted(torch.where(standing, rows, PAD), count, token)

@@ -35,7 +35,7 @@ class SyntheticAcceptance:
         self, proposal: Proposal, choices: Tensor, positions: Tensor, *, sampling: SamplingTensors, depth: int
     ) -> Accepted:
         """Proposal of N nodes, choices [B, N + 1] int32, positions [B, N] int32 of the nodes -> Verdict."""
-        heads = noise.uniform(sampling.keys, positions, noise.ACCEPT) < self.alpha
+        heads = noise.uniform(sampling.seeds, positions, noise.ACCEPT) < self.alpha
         if proposal.parents is None:
             above = choices[:, :-1]
         else:

@@ -84,13 +84,13 @@ class Backend(Protocol):
         """The ranks that the graphs run on."""
 
     @property
-    def keeps(self) -> bool:
+    def device_state(self) -> bool:
         """Whether inputs and outputs are copied, so that what only the next graph reads had better be a state."""
 
-    def value(self, state: Tensor) -> Tensor:
+    def read_state(self, state: Tensor) -> Tensor:
         """What a state of its graphs holds now, copied."""
 
-    def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    def kv_buckets(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         """The buckets of the cache length this backend makes graphs for, out of those wanted."""
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
@@ -112,9 +112,9 @@ class Backend(Protocol):
 class OnHost:
     """What a backend has to say whose graphs work on the host's own tensors."""
 
-    keeps = False
+    device_state = False
 
-    def value(self, state: Tensor) -> Tensor:
+    def read_state(self, state: Tensor) -> Tensor:
         return state.clone()
 
 

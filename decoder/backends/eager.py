@@ -21,7 +21,7 @@ class EagerBackend(OneRank, OnHost):
     def __init__(self) -> None:
         self.kernels: Kernels = TorchKernels()
 
-    def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    def kv_buckets(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         return wanted
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:

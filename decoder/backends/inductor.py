@@ -39,7 +39,7 @@ class InductorBackend(OneRank, OnHost):
         self._root = environment.cache_root() / "inductor"
         self._shipped: Path | None = None
 
-    def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    def kv_buckets(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         """One: the attention kernel reads the rows that are there, so a shorter bucket would gain nothing."""
         return wanted[-1:]
 

@@ -29,7 +29,7 @@ class RankedBackend(OnHost):
         """Have the other ranks load their parts of the decoder's model."""
         self._number = self.ranks.adopt(decoder.body, path, config=decoder.config, options=decoder.options)
 
-    def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    def kv_buckets(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         return wanted
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:

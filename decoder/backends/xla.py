@@ -32,20 +32,20 @@ class XlaBackend(OneRank):
     """Graphs compiled by XLA. Nothing is saved: XLA's CPU executables belong to the process."""
 
     name = "xla"
-    keeps = True
+    device_state = True
 
     def __init__(self) -> None:
         self._device = device()
         self.kernels: Kernels = TraceableKernels()
 
-    def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    def kv_buckets(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         return wanted
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         announce(f"compiling {graph.name}")
         return _Executable(graph, self._device)
 
-    def value(self, state: Tensor) -> Tensor:
+    def read_state(self, state: Tensor) -> Tensor:
         return self._device.copy_of(state).cpu()
 
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:

@@ -1,8 +1,9 @@
 """A step as a pure graph: state and inputs in, new state and outputs out, in operations that compilers take.
 
 This is what stands between a step (a module that writes into its caches) and a compiler of whole graphs. PyTorch's
-exporter makes it functional; `paceline.decoder.compile.rewrites` replaces what would lower to 64-bit indices, quadratic scans
-or worse. Not here: any compiler, and any device: a lowered step runs on whatever device its tensors are on.
+exporter makes it functional; `paceline.decoder.compile.rewrites` replaces what would lower to 64-bit indices,
+quadratic scans or worse. Not here: any compiler, and any device: a lowered step runs on whatever device its tensors
+are on.
 """
 
 from __future__ import annotations

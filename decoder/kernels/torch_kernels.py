@@ -1,9 +1,9 @@
 """The operations of a decoder that decide its speed, as a contract, and their plain PyTorch form.
 
-`TorchKernels` is what tests and debugging run on and what the native kernels are compared with. It promises that a row's
-result does not depend on its place in the window or on the other rows; it makes no promise about speed.
-Not here: normalisation, rotation, activation, which a backend compiles from plain PyTorch (`paceline.decoder.models.llama`)
-unless its kernels know whole halves of a layer (`LayerKernels`).
+`TorchKernels` is what tests and debugging run on and what the native kernels are compared with. It promises that a
+row's result does not depend on its place in the window or on the other rows; it makes no promise about speed. Not
+here: normalisation, rotation, activation, which a backend compiles from plain PyTorch
+(`paceline.decoder.models.llama`) unless its kernels know whole halves of a layer (`LayerKernels`).
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ class Kernels(Protocol):
     """Lines b, tokens T of a line, heads H, key-value heads G, head width D, cache rows R.
 
     Activations are float32; weights and caches have the type that ``amp`` names.
-    ``width_free``: a row's bits do not depend on the number of rows of its window.
+    ``batch_invariant``: a row's bits do not depend on the number of rows of its window.
     """
 
-    width_free: bool
+    batch_invariant: bool
 
     @property
     def halves(self) -> LayerKernels | None:
@@ -98,14 +98,14 @@ class Kernels(Protocol):
         q [b, T, H, D], k and v [b, T, G, D], cache twice [slots, G, R, D] (changed in place) -> [b, T, H * D]
         """
 
-    def keep(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
+    def compact_path(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
         """Move the rows of an accepted path to where a chain would have put them, in place.
 
         cache twice [slots, G, R, D]; row [b] int32, of the window's root; path [b, D] int32, rows of the window in
         ascending order, PAD behind the last
         """
 
-    def choose(
+    def sample_tokens(
         self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
         """As `paceline.core.probs.sample_tokens`."""
@@ -162,7 +162,7 @@ class LayerKernels(Protocol):
 class TorchKernels:
     """Plain PyTorch on one device, eager."""
 
-    width_free = False  # matrix products of attention sum in an order that may depend on the number of rows
+    batch_invariant = False  # matrix products of attention sum in an order that may depend on the number of rows
     halves = None
 
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
@@ -197,17 +197,17 @@ class TorchKernels:
         mixed = mixed.view(lines, groups, window, heads // groups, width)
         return mixed.transpose(1, 2).reshape(lines, window, heads * width)
 
-    def keep(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
+    def compact_path(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
         to = row.unsqueeze(1) + torch.arange(1, path.shape[1] + 1, dtype=torch.int32, device=row.device)
         source = torch.where(path < 0, to, row.unsqueeze(1) + path)
         line = slots.unsqueeze(1)
         for one in cache:
             one[line, :, to] = one[line, :, source]
 
-    def choose(
+    def sample_tokens(
         self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
-        if not bool((sampling.knobs[:, 0] > 0).any()):  # eager may look at values; a greedy law needs no noise
+        if not bool((sampling.params[:, 0] > 0).any()):  # eager may look at values; a greedy law needs no noise
             return reduce.argmax(logits)
         return probs.sample_tokens(logits, positions, sampling, stream=stream, cut=self.cuts(sampling))
 
@@ -215,7 +215,7 @@ class TorchKernels:
         return probs.probabilities(logits, sampling, cut=self.cuts(sampling))
 
     def cuts(self, sampling: SamplingTensors) -> bool:
-        top_k, top_p, min_p = (sampling.knobs[:, i] for i in range(1, 4))
+        top_k, top_p, min_p = (sampling.params[:, i] for i in range(1, 4))
         return bool(((top_k > 0) | (top_p < 1) | (min_p > 0)).any())
 
 

@@ -1,8 +1,9 @@
 """The kernels of a decoder in operations that ahead-of-time graph compilers take: XLA, and through it Neuron.
 
-The same mathematics as `paceline.decoder.kernels.torch_kernels.TorchKernels`, without its freedoms: nothing looks at a value, caches are
-written by one scatter of whole rows and read without a copy where the lines of a call are all slots in order, ids are
-int32, and every flat row number stays exact in float32. Not here: speed on a CPU, which is the native kernels' part.
+The same mathematics as `paceline.decoder.kernels.torch_kernels.TorchKernels`, without its freedoms: nothing looks at a
+value, caches are written by one scatter of whole rows and read without a copy where the lines of a call are all slots
+in order, ids are int32, and every flat row number stays exact in float32. Not here: speed on a CPU, which is the
+native kernels' part.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_EXACT = 1 << 24
 class TraceableKernels:
     """Plain operations of static shape."""
 
-    width_free = False  # a compiler may order a row's sums by the number of rows
+    batch_invariant = False  # a compiler may order a row's sums by the number of rows
     halves = None
 
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
@@ -55,8 +56,8 @@ class TraceableKernels:
         mixed = mixed.reshape(lines, groups, window, share, width).permute(0, 2, 1, 3, 4)
         return mixed.reshape(lines, window, heads * width)
 
-    def keep(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
-        """As `Kernels.keep`."""
+    def compact_path(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
+        """As `Kernels.compact_path`."""
         to = row.unsqueeze(1) + torch.arange(1, path.shape[1] + 1, dtype=torch.int32, device=row.device)
         source = torch.where(path < 0, to, row.unsqueeze(1) + path)
         for part in cache:
@@ -64,10 +65,10 @@ class TraceableKernels:
             taken = part.view(total * groups * room, width).index_select(0, flat(part, slots, source))
             store(part, taken.view(len(slots), groups, -1, width), slots=slots, rows=to)
 
-    def choose(
+    def sample_tokens(
         self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
-        """As `Kernels.choose`; greedy is a value of the knobs, not a branch."""
+        """As `Kernels.sample_tokens`; greedy is a value of the knobs, not a branch."""
         return probs.sample_tokens(logits, positions, sampling, stream=stream)
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:

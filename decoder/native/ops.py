@@ -37,7 +37,7 @@ row_law(Tensor logits, Tensor knobs) -> Tensor
 class Native:
     """The `Kernels` of a CPU, compiled. Inputs must be contiguous, which is made sure of here."""
 
-    width_free = True
+    batch_invariant = True
 
     def __init__(self) -> None:
         register()
@@ -85,19 +85,19 @@ class Native:
         )
         return made
 
-    def keep(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
+    def compact_path(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
         torch.ops.paceline.row_keep(*cache, row, path.contiguous(), slots)
 
-    def choose(
+    def sample_tokens(
         self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
         made: Tensor = torch.ops.paceline.row_choose(
-            logits, positions.contiguous(), sampling.knobs, sampling.keys, stream
+            logits, positions.contiguous(), sampling.params, sampling.seeds, stream
         )
         return made
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
-        made: Tensor = torch.ops.paceline.row_law(logits, sampling.knobs)
+        made: Tensor = torch.ops.paceline.row_law(logits, sampling.params)
         return made
 
     def cuts(self, sampling: SamplingTensors) -> bool:

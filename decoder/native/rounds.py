@@ -89,14 +89,14 @@ class Rounds:
         self, inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
     ) -> tuple[list[RoundReport], list[Tensor]]:
         call = self._call
-        call.rounds, call.budget = 1 if room is None else room.rounds, seconds
+        call.rounds, call.budget = 1 if room is None else room.max_rounds, seconds
         if call.rounds > self._most:
             self._for(call.rounds)
         if room is not None:
-            self._left[:] = room.left  # type: ignore[assignment]  # a list of numbers is one of numbers or others
-            if room.ends is not self._ends:
-                self._ends = room.ends
-                call.ends, call.n_ends = _numbers(sorted(room.ends)), len(room.ends)
+            self._left[:] = room.remaining  # type: ignore[assignment]  # a list of numbers is one of numbers or others
+            if room.end_ids is not self._ends:
+                self._ends = room.end_ids
+                call.ends, call.n_ends = _numbers(sorted(room.end_ids)), len(room.end_ids)
         for lent, tensor in zip(self._inputs, inputs, strict=True):
             lent.data = tensor.data_ptr()
         made, call.made = self._made[0]

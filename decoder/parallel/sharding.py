@@ -1,8 +1,9 @@
 """Tensor parallelism: which part of a model's tensors and heads each rank has. Pure arithmetic on a ModelConfig.
 
 Query heads, the MLP's inner columns and the vocabulary are divided evenly; norms are on every rank. How the K/V heads
-of grouped-query attention are laid out is a choice (`GQA`). Not here: reading files (`paceline.decoder.weights.checkpoint`),
-talking between ranks (`paceline.decoder.parallel.collectives`), and which degrees a chip takes.
+of grouped-query attention are laid out is a choice (`GQA`). Not here: reading files
+(`paceline.decoder.weights.checkpoint`), talking between ranks (`paceline.decoder.parallel.collectives`), and which
+degrees a chip takes.
 """
 
 from __future__ import annotations

@@ -62,13 +62,14 @@ def choose(
     kernels: Kernels,
     stream: int = noise.TARGET,
 ) -> Tensor:
-    """As `Kernels.choose`, from logits of this rank's ids: [b, T, n], ids [n] int32, V = ``size`` -> [b, T] int32.
+    """As `Kernels.sample_tokens`, from logits of this rank's ids: [b, T, n], ids [n] int32, V = ``size`` -> [b, T]
+    int32.
 
     What crosses between ranks is the best score and its id. Only where a filter may be on, whole rows are gathered:
     which tokens stand depends on all of them.
     """
     if group.degree == 1:
-        return kernels.choose(logits, positions, sampling, stream=stream)
+        return kernels.sample_tokens(logits, positions, sampling, stream=stream)
     if kernels.cuts(sampling):
         every = probs.apply_top_k_top_p_min_p(whole(logits, size, group), sampling)
         scores = every.index_select(-1, ids.clamp(max=size - 1))

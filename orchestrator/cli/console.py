@@ -139,7 +139,9 @@ def statistics_table(statistics: Statistics, seconds: float | None = None) -> Ta
     rows = {
         "new tokens": str(statistics.new_tokens),
         "rounds": str(statistics.rounds),
-        "drafted, accepted": f"{statistics.drafted}, {statistics.accepted} ({statistics.acceptance_rate:.0%})",
+        "drafted, accepted": (
+            f"{statistics.num_draft_tokens}, {statistics.num_accepted_tokens} ({statistics.acceptance_rate:.0%})"
+        ),
         "accepted by position": by_position(statistics) or "-",
         "tokens per round (tau)": f"{statistics.tau:.2f}",
         "seconds in prefill": f"{statistics.prefill_seconds:.3f}",
@@ -147,8 +149,8 @@ def statistics_table(statistics: Statistics, seconds: float | None = None) -> Ta
         "seconds in verification": f"{statistics.verify_seconds:.3f}",
         "seconds on the host": f"{statistics.host_seconds:.3f}",
     }
-    if statistics.rungs:
-        taken = Counter(statistics.rungs)
+    if statistics.draft_lengths:
+        taken = Counter(statistics.draft_lengths)
         rows["rounds at each depth"] = ", ".join(f"{depth}: {taken[depth]}" for depth in sorted(taken))
     warning = not_the_target_s(statistics.acceptor)
     if warning is not None:
@@ -170,7 +172,7 @@ def not_the_target_s(acceptor: str) -> str | None:
 
 def by_position(statistics: Statistics) -> str:
     """Share of the proposals whose first, second, ... token was accepted."""
-    pairs = zip(statistics.accepted_per_position, statistics.drafted_per_position, strict=True)
+    pairs = zip(statistics.num_accepted_tokens_per_pos, statistics.num_draft_tokens_per_pos, strict=True)
     return "  ".join(f"{accepted / drafted:.0%}" for accepted, drafted in pairs if drafted)
 
 

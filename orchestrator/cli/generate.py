@@ -46,7 +46,7 @@ def generate(
     confidence: options.Confidence = 0.0,
     vocabulary: options.VocabularyName = "same",
     acceptor: Annotated[str, typer.Option(help="match (exact), reject (exact in law) or typical (LOSSY).")] = "match",
-    simulate_acceptance: Annotated[
+    synthetic_acceptance: Annotated[
         float | None, typer.Option(help="Drafts stand with this probability, to measure speed: NOT REAL TEXT.")
     ] = None,
     prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None,
@@ -85,7 +85,7 @@ def generate(
         )  # fmt: skip
         how = Drafting(
             k, draft, ngram, medusa, tree, acceptor, eagle, growth, suffix=suffix, fused=fused, exact=exact,
-            confidence=confidence, vocabulary=vocabulary, simulate_acceptance=simulate_acceptance,
+            confidence=confidence, vocabulary=vocabulary, synthetic_acceptance=synthetic_acceptance,
         )  # fmt: skip
         text = _prompt(prompt, prompt_file)
         _generate(target, text, loading=loading, how=how, sampling=sampling, stats=stats, as_json=as_json)

@@ -69,7 +69,7 @@ class Drafting:
     exact: bool = True
     confidence: float = 0.0
     vocabulary: str = "same"
-    simulate_acceptance: float | None = None
+    synthetic_acceptance: float | None = None
 
     def check(self) -> None:
         """Raise ConfigurationError if the options contradict each other."""
@@ -91,7 +91,7 @@ class Drafting:
         asked_of_rounds = {
             "--k": self.k is not None,
             "--acceptor": self.acceptor != "match",
-            "--simulate-acceptance": self.simulate_acceptance is not None,
+            "--synthetic-acceptance": self.synthetic_acceptance is not None,
             "--fused": self.fused,
         }
         for name, given in asked_of_rounds.items():
@@ -124,7 +124,7 @@ def source_of(target: Path, options: Loading, how: Drafting) -> tuple[Source, di
     if how.medusa:
         heads = MedusaDrafter.from_pretrained(how.medusa, decoders["target"], tree=how.tree)
         if how.k == "auto":  # as deep as there are heads
-            k = (*(depth for depth in DRAFT_LENGTHS if depth < heads.outline.depth), heads.outline.depth)
+            k = (*(depth for depth in DRAFT_LENGTHS if depth < heads.draft_shape.depth), heads.draft_shape.depth)
         drafter = _as_deep(heads, k, "the heads' tree") if how.k else heads
     elif how.eagle:
         deepest = k if isinstance(k, int) else k[-1]
@@ -141,7 +141,7 @@ def source_of(target: Path, options: Loading, how: Drafting) -> tuple[Source, di
         return decoders["target"], decoders
     made = SpeculativeGenerator(
         drafter, decoders["target"], k=k, acceptor=how.acceptor, fused=how.fused, exact=how.exact,
-        confidence=how.confidence, vocabulary=how.vocabulary, simulate_acceptance=how.simulate_acceptance,
+        confidence=how.confidence, vocabulary=how.vocabulary, synthetic_acceptance=how.synthetic_acceptance,
     )  # fmt: skip
     return made, decoders
 
@@ -152,12 +152,12 @@ def _as_deep(heads: MedusaDrafter | EagleDrafter, k: int | tuple[int, ...], shap
     Raises:
         ConfigurationError: that is another depth than ``k``.
     """
-    outline = heads.outline
-    if not isinstance(k, int) or k == outline.depth:
+    draft_shape = heads.draft_shape
+    if not isinstance(k, int) or k == draft_shape.depth:
         return heads
-    if not outline.is_chain or not 0 < k < outline.depth:
-        possible = f"1 to {outline.depth}" if outline.is_chain else "that"
+    if not draft_shape.is_chain or not 0 < k < draft_shape.depth:
+        possible = f"1 to {draft_shape.depth}" if draft_shape.is_chain else "that"
         raise ConfigurationError(
-            f"{shape} is {outline.depth} deep, and --k {k} says otherwise; give {possible}, or no --k"
+            f"{shape} is {draft_shape.depth} deep, and --k {k} says otherwise; give {possible}, or no --k"
         )
     return heads.shortened(k)

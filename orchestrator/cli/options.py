@@ -1,4 +1,4 @@
-"""Options that several commands of the command line share, each declared once. What they mean is `paceline.cli.load`."""
+"""Options that several commands share, each declared once. What they mean is in `paceline.cli.load`."""
 
 from __future__ import annotations
 

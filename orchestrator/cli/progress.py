@@ -90,10 +90,15 @@ class Watched:
 
     def __init__(self, inner: Backend, owner: str, *, shown: Bar, made: list[GraphTime]) -> None:
         self.inner, self._owner, self._bar, self._made = inner, owner, shown, made
-        self.name, self.kernels, self.group, self.keeps = inner.name, inner.kernels, inner.group, inner.keeps
+        self.name, self.kernels, self.group, self.device_state = (
+            inner.name,
+            inner.kernels,
+            inner.group,
+            inner.device_state,
+        )
 
-    def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        return self.inner.reaches(wanted)
+    def kv_buckets(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+        return self.inner.kv_buckets(wanted)
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         slow: list[str] = []
@@ -108,8 +113,8 @@ class Watched:
         self._bar.advance()
         return step
 
-    def value(self, state: Tensor) -> Tensor:
-        return self.inner.value(state)
+    def read_state(self, state: Tensor) -> Tensor:
+        return self.inner.read_state(state)
 
     def attach(self, decoder: CompiledDecoder, path: str) -> None:
         self.inner.attach(decoder, path)

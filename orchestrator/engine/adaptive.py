@@ -37,17 +37,17 @@ class AdaptiveRound:
     def __init__(
         self, rungs: Mapping[int, Stage], pace: DraftLengthController, *, drafter: Drafter, rest: Stage | None = None
     ) -> None:
-        self.rungs, self._pace, self._drafter, self.rest = dict(rungs), pace, drafter, rest
-        self._one = next(iter(self.rungs.values())).round  # they share both sides: one reads prompts for all
+        self.stages, self._pace, self._drafter, self.rest = dict(rungs), pace, drafter, rest
+        self._one = next(iter(self.stages.values())).round  # they share both sides: one reads prompts for all
         self._seated: set[int] = set()
-        self.rung: int | None = None
+        self.draft_length: int | None = None
         self._nothing: Tensor | None = None  # limits of a round at depth 0
         self._seen: tuple[Tensor, list[int]] | None = None  # the last limits: mostly the same object again
         self._behind: set[int] = set()  # slots of which the drafter has commits to read
 
     def __iter__(self) -> Iterator[Stage]:
         """All that can be taken."""
-        yield from self.rungs.values()
+        yield from self.stages.values()
         if self.rest is not None:
             yield self.rest
 
@@ -69,38 +69,44 @@ class AdaptiveRound:
         self._seated.add(slot)
         return self._one.start(slot, prompt, sampling)
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """A request is gone from a slot."""
         self._seated.discard(slot)
-        self._one.release(slot)
+        self._one.finish_request(slot)
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
         """One round, or some at the same depth."""
-        if self._seen is None or self._seen[0] is not bounds.limit:
-            self._seen = (bounds.limit, bounds.limit.tolist())
+        if self._seen is None or self._seen[0] is not bounds.max_accept:
+            self._seen = (bounds.max_accept, bounds.max_accept.tolist())
         limits = self._seen[1]
-        rung = self.rung = self._pace.choose(max(limits))
-        taken = self.rungs[rung]
+        rung = self.draft_length = self._pace.choose(max(limits))
+        taken = self.stages[rung]
         if rung == 0 and self.rest is not None and all(limits[slot] for slot in self._seated):
             taken = self.rest
         elif rung == 0 and any(limits):
-            self._nothing = torch.zeros_like(bounds.limit) if self._nothing is None else self._nothing
-            bounds = RoundLimits(self._nothing, bounds.rows)
+            self._nothing = torch.zeros_like(bounds.max_accept) if self._nothing is None else self._nothing
+            bounds = RoundLimits(self._nothing, bounds.max_rows)
         early = None
         if commit.tokens.shape[1] != taken.width:  # another rung's
             early, commit = fitted(commit, taken.width)
             if early is not None:
-                self._drafter.observe(early)
-        if bounds.room is not None:
-            room = MultiRoundLimits(bounds.room.left, bounds.room.ends, self._pace.rounds)
-            bounds = RoundLimits(bounds.limit, bounds.rows, room)
+                self._drafter.update(early)
+        if bounds.multi_round is not None:
+            room = MultiRoundLimits(bounds.multi_round.remaining, bounds.multi_round.end_ids, self._pace.rounds)
+            bounds = RoundLimits(bounds.max_accept, bounds.max_rows, room)
         done = taken.round(commit, sampling, bounds)
-        self._record(rung, limits, done, left=bounds.room.left if bounds.room else limits, early=early is not None)
+        self._record(
+            rung,
+            limits,
+            done,
+            left=bounds.multi_round.remaining if bounds.multi_round else limits,
+            early=early is not None,
+        )
         return done
 
     def _record(self, rung: int, limits: list[int], done: RoundResult, *, left: list[int], early: bool) -> None:
         """What rounds at this rung did. To read what was committed before is not what the first one takes."""
-        for number, told in enumerate(done.told):
+        for number, told in enumerate(done.reports):
             asked = [min(rung, limit, max(0, room)) for limit, room in zip(limits, left, strict=True)]
             late = any(asked[slot] for slot in self._behind) or (early and rung > 0 and number == 0)
             if any(asked) or rung == 0:
@@ -120,13 +126,15 @@ def fitted(commit: Commit, width: int) -> tuple[Commit | None, Commit]:
     """
     room = commit.tokens.shape[1]
     if width > room:
-        return None, Commit(nn.functional.pad(commit.tokens, (0, width - room), value=PAD), commit.count, commit.start)
+        return None, Commit(
+            nn.functional.pad(commit.tokens, (0, width - room), value=PAD), commit.count, commit.first_row
+        )
     counts = commit.count.tolist()
     if max(counts) <= width:
         tokens = commit.tokens[:, :width].clone(memory_format=torch.contiguous_format)
-        return None, Commit(tokens, commit.count, commit.start)
+        return None, Commit(tokens, commit.count, commit.first_row)
     before = (commit.count - width).clamp(min=0)
     rows = [row[max(0, count - width) : count] for row, count in zip(commit.tokens.tolist(), counts, strict=True)]
     last = torch.tensor([row + [PAD] * (width - len(row)) for row in rows], dtype=torch.int32)
-    early = Commit(commit.tokens, before, torch.where(before > 0, commit.start, 0))
-    return early, Commit(last, commit.count - before, commit.start + before)
+    early = Commit(commit.tokens, before, torch.where(before > 0, commit.first_row, 0))
+    return early, Commit(last, commit.count - before, commit.first_row + before)

@@ -42,7 +42,7 @@ class Ask:
     logits_processor: Sequence[LogitsProcessor] | None = None
     no_repeat_ngram_size: int | None = None
     repetition_penalty: float | None = None
-    speculate: bool | Sequence[bool] = True
+    use_speculation: bool | Sequence[bool] = True
 
     def requests(self, target: CompiledDecoder) -> list[Request]:
         """Checked requests, in row order.
@@ -54,8 +54,10 @@ class Ask:
         rows = request.prompts(self.input_ids, self.attention_mask, vocab_size=target.config.vocab_size)
         if isinstance(self.seed, Sequence) and len(self.seed) != len(rows):
             raise SamplingError(f"seed has {len(self.seed)} entries for {len(rows)} prompts; give one each, or an int")
-        if not isinstance(self.speculate, bool) and len(self.speculate) != len(rows):
-            raise SamplingError(f"speculate has {len(self.speculate)} entries for {len(rows)} prompts; give one each")
+        if not isinstance(self.use_speculation, bool) and len(self.use_speculation) != len(rows):
+            raise SamplingError(
+                f"use_speculation has {len(self.use_speculation)} entries for {len(rows)} prompts; give one each"
+            )
         return [self._request(index, row, target) for index, row in enumerate(rows)]
 
     def processor(self) -> Processor | None:
@@ -85,7 +87,7 @@ class Ask:
         validation.integers("eos_token_id", self.eos_token_id, optional=True)
         stops = self.stop_strings
         validation.strings("stop_strings", stops.strings if isinstance(stops, InNewText) else stops)
-        validation.flags("speculate", self.speculate)
+        validation.flags("use_speculation", self.use_speculation)
         validation.callables("stopping_criteria_list", self.stopping_criteria_list)
         validation.callables("logits_processor", self.logits_processor)
 
@@ -110,5 +112,7 @@ class Ask:
             tokenizer=self.tokenizer,
             criteria=self.stopping_criteria_list,
         )
-        speculate = self.speculate if isinstance(self.speculate, bool) else self.speculate[index]
-        return Request(index, prompt, own, limits, speculate)
+        use_speculation = (
+            self.use_speculation if isinstance(self.use_speculation, bool) else self.use_speculation[index]
+        )
+        return Request(index, prompt, own, limits, use_speculation)

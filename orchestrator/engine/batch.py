@@ -79,14 +79,14 @@ class Batch:
         self, slot: int, request: Request, row: SamplingTensors, *, first: PrefillResult, logprobs: list[float] | None
     ) -> RequestOutput:
         """Seat a request whose prompt is read and whose first token is known; ``row`` is how it samples."""
-        self.sampling.knobs[slot], self.sampling.keys[slot] = row.knobs[0], row.keys[0]
+        self.sampling.params[slot], self.sampling.seeds[slot] = row.params[0], row.seeds[0]
         self.slots[slot] = Slot(request, StopChecker(request.stopping, request.prompt))
         insort(self.active, slot)
         self._reseated()
         self.commit.tokens[slot] = PAD
         self.commit.tokens[slot, 0] = first.token
         self.commit.count[slot] = 1
-        self.commit.start[slot] = len(request.prompt)
+        self.commit.first_row[slot] = len(request.prompt)
         if first.features is not None:
             self._features(first.features)[slot, 0] = first.features[-1]
         return self._append(slot, [first.token], accepted=0, logprobs=logprobs)
@@ -96,9 +96,9 @@ class Batch:
         self.commit = commit = done.commit
         if len(self.active) < len(self.slots):
             idle = [index for index, slot in enumerate(self.slots) if slot is None]
-            commit.start[idle] = 0  # the round moved them on, as it did the others
+            commit.first_row[idle] = 0  # the round moved them on, as it did the others
         events = []
-        for told in done.told:
+        for told in done.reports:
             for slot in list(self.active):
                 tokens, drafted = told.tokens[slot], told.drafted[slot]
                 self._left[slot] -= len(tokens)
@@ -143,7 +143,7 @@ class Batch:
                 continue
             length = len(slot.watch.text)
             rooms = [slot.watch.left - 1, border - length]
-            if reach is not None and slot.request.speculate:
+            if reach is not None and slot.request.use_speculation:
                 rooms.append(max(0, reach - length + 1))
             found.append(max(0, min(rooms)))
         return found
@@ -152,7 +152,7 @@ class Batch:
         """A request came or went: what was worked out for all of them holds no longer."""
         seated = [slot for slot in self.slots if slot is not None]
         self._left = [-1] * len(self.slots)
-        self._depths = [self._depth if slot is not None and slot.request.speculate else 0 for slot in self.slots]
+        self._depths = [self._depth if slot is not None and slot.request.use_speculation else 0 for slot in self.slots]
         ends = frozenset[int]().union(*(slot.request.stopping.eos for slot in seated))
         self._ends = None if any(slot.watch.watchful for slot in seated) else ends
 
@@ -182,5 +182,5 @@ class Batch:
         self.commit.tokens[slot] = PAD
         self.commit.tokens[slot, 0] = 0
         self.commit.count[slot] = 1
-        self.commit.start[slot] = 0
-        self.sampling.knobs[slot] = torch.tensor(param_row(Sampling()))  # greedy: the cheapest law
+        self.commit.first_row[slot] = 0
+        self.sampling.params[slot] = torch.tensor(param_row(Sampling()))  # greedy: the cheapest law

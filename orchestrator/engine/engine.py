@@ -21,7 +21,7 @@ from paceline.outputs import RequestOutput, Statistics
 class TimedRound(Protocol):
     """A `paceline.core.protocols.Round` that says where its time went, and the depth it chose, if it chooses."""
 
-    rung: int | None
+    draft_length: int | None
 
     @property
     def prefill_seconds(self) -> float: ...
@@ -34,7 +34,7 @@ class TimedRound(Protocol):
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult: ...
 
-    def release(self, slot: int) -> None: ...
+    def finish_request(self, slot: int) -> None: ...
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult: ...
 
@@ -42,10 +42,10 @@ class TimedRound(Protocol):
 class RequestQueue(Protocol):
     """Where requests come from and go. Asked between rows of rounds, in the thread that runs them."""
 
-    def enter(self) -> Request | None:
+    def pop(self) -> Request | None:
         """The next request that waits for a slot; None: nobody waits. Its index is like no other's in this run."""
 
-    def left(self) -> Collection[int]:
+    def take_aborted(self) -> Collection[int]:
         """Requests, by index, that nobody wants any more since this was last asked."""
 
 
@@ -55,11 +55,11 @@ class ListQueue:
     def __init__(self, requests: Sequence[Request]) -> None:
         self._waiting = deque(requests)
 
-    def enter(self) -> Request | None:
+    def pop(self) -> Request | None:
         """In their order."""
         return self._waiting.popleft() if self._waiting else None
 
-    def left(self) -> Collection[int]:
+    def take_aborted(self) -> Collection[int]:
         """None of them."""
         return ()
 
@@ -82,40 +82,45 @@ class Engine:
 
     depth    most proposed tokens a round can accept
     width    most tokens a round commits
-    reach    positions the drafter follows; None = all
-    buckets  borders of the target's cache lengths, ascending; a window crosses none
+    max_positions    positions the drafter follows; None = all
+    kv_buckets  borders of the target's cache lengths, ascending; a window crosses none
     scores   log-probabilities, if they are asked for
-    walker   what decides on the host, if something does
+    stop_decider   what decides on the host, if something does
     """
 
     round: TimedRound
     slots: int
     depth: int
     width: int
-    reach: int | None
-    buckets: tuple[int, ...]
+    max_positions: int | None
+    kv_buckets: tuple[int, ...]
     scores: Scored | None = None
-    walker: StopDecider | None = None
+    stop_decider: StopDecider | None = None
 
 
 def run(engine: Engine, door: RequestQueue, statistics: Statistics) -> Iterator[RequestOutput]:
     """Serve until nobody waits and no slot is taken; yields at most one event for a request and round."""
     begin = perf_counter()
     batch = Batch(
-        engine.slots, engine.width, statistics, depth=engine.depth, reach=engine.reach, buckets=engine.buckets
+        engine.slots,
+        engine.width,
+        statistics,
+        depth=engine.depth,
+        reach=engine.max_positions,
+        buckets=engine.kv_buckets,
     )
-    if engine.walker is not None:
-        engine.walker.ends = batch.ends
+    if engine.stop_decider is not None:
+        engine.stop_decider.ends = batch.ends
     away = 0.0  # time the consumer of the events spent
     held: set[int] = set()  # slots that the round knows a request in
     try:
         while True:
-            if gone := door.left():
+            if gone := door.take_aborted():
                 batch.drop(gone)
                 _release(engine.round, held, batch.active)
             events = []
             for _ in range(engine.slots):  # no more: where texts end at once there is always room, and others wait
-                if (slot := batch.free) is None or (request := door.enter()) is None:
+                if (slot := batch.free) is None or (request := door.pop()) is None:
                     break
                 held.add(slot)
                 row = sampling_tensors([request.sampling])
@@ -127,8 +132,8 @@ def run(engine: Engine, door: RequestQueue, statistics: Statistics) -> Iterator[
                 break
             if batch.active:
                 done = engine.round(batch.commit, batch.sampling, batch.bounds())
-                if engine.round.rung is not None:
-                    statistics.rungs += [engine.round.rung] * len(done.told)
+                if engine.round.draft_length is not None:
+                    statistics.draft_lengths += [engine.round.draft_length] * len(done.reports)
                 events += batch.apply(done, engine.scores.logprobs if engine.scores else None)
                 _release(engine.round, held, batch.active)
             for event in events:
@@ -146,7 +151,7 @@ def _release(known: TimedRound, held: set[int], active: Sequence[int]) -> None:
         return
     for slot in sorted(held.difference(active)):
         held.discard(slot)
-        known.release(slot)
+        known.finish_request(slot)
 
 
 def _book(done: TimedRound, statistics: Statistics, wall: float) -> None:

@@ -19,13 +19,15 @@ InputIds = Tensor | Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One text to continue. ``index`` is its place in the call; ``speculate``: whether anything is drafted for it."""
+    """One text to continue. ``index`` is its place in the call; ``use_speculation``: whether anything is drafted for
+    it.
+    """
 
     index: int
     prompt: tuple[int, ...]
     sampling: Sampling
     stopping: Stopping
-    speculate: bool = True
+    use_speculation: bool = True
 
 
 def prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: int) -> list[tuple[int, ...]]:

@@ -21,7 +21,7 @@ class RoundBase:
     depth that was chosen for the last one, where there is a choice.
     """
 
-    rung: int | None = None
+    draft_length: int | None = None
 
     def __init__(self, drafter: Drafter, verifier: Verifier) -> None:
         self._sides = (drafter, verifier)
@@ -32,14 +32,14 @@ class RoundBase:
         begin = perf_counter()
         drafter, verifier = self._sides
         reading = verifier.prefill(slot, prompt, sampling)
-        drafter.admit(slot, prompt, reading.features)
+        drafter.add_request(slot, prompt, reading.features)
         self.prefill_seconds += perf_counter() - begin
         return reading
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """A request is gone from a slot, on both sides."""
         for side in self._sides:
-            side.release(slot)
+            side.finish_request(slot)
 
 
 class TwoGraphRound(RoundBase):
@@ -52,8 +52,8 @@ class TwoGraphRound(RoundBase):
     def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
         """One round."""
         begin = perf_counter()
-        self.drafter.observe(commit)
-        limits = bounds.limit.tolist()
+        self.drafter.update(commit)
+        limits = bounds.max_accept.tolist()
         proposal = self.drafter.propose(commit, sampling, bounds) if any(limits) else None
         drafted = [0] * len(limits) if proposal is None else reached(proposal, limits)
         if not any(drafted):
@@ -63,7 +63,7 @@ class TwoGraphRound(RoundBase):
         end = perf_counter()
         self.draft_seconds += middle - begin
         self.verify_seconds += end - middle
-        return RoundResult.one(committed, drafted, end - begin)
+        return RoundResult.single(committed, drafted, end - begin)
 
 
 class FusedRound(RoundBase):
@@ -81,15 +81,15 @@ class FusedRound(RoundBase):
     def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
         """One round, or several in a row."""
         begin = perf_counter()
-        self.drafter.observe(commit)
-        limits = bounds.limit.tolist()
-        beyond = self.drafter.reach is not None and bounds.rows > self.drafter.reach
+        self.drafter.update(commit)
+        limits = bounds.max_accept.tolist()
+        beyond = self.drafter.max_positions is not None and bounds.max_rows > self.drafter.max_positions
         if not any(limits) and (self._alone or beyond):
             committed = self.verifier(commit, None, sampling, bounds)
             seconds = perf_counter() - begin
             self.verify_seconds += seconds
-            return RoundResult.one(committed, [0] * len(limits), seconds)
-        self.drafter.ready()
+            return RoundResult.single(committed, [0] * len(limits), seconds)
+        self.drafter.catch_up()
         middle = perf_counter()
         done = self.verifier.fused(self.drafter, commit, sampling=sampling, bounds=bounds, seconds=MULTI_ROUND_BUDGET_S)
         self.draft_seconds += middle - begin
@@ -100,7 +100,7 @@ class FusedRound(RoundBase):
 class MultiTokenRound:
     """Nothing is drafted: several plain steps in one graph."""
 
-    rung: int | None = None
+    draft_length: int | None = None
     draft_seconds = 0.0
 
     def __init__(self, target: AutoregressiveTarget) -> None:
@@ -114,7 +114,7 @@ class MultiTokenRound:
         self.prefill_seconds += perf_counter() - begin
         return reading
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """Nothing to forget."""
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
@@ -123,7 +123,7 @@ class MultiTokenRound:
         made = self._target(commit, sampling, bounds)
         seconds = perf_counter() - begin
         self.verify_seconds += seconds
-        return RoundResult.one(made, [0] * len(made.count), seconds)
+        return RoundResult.single(made, [0] * len(made.count), seconds)
 
 
 class UndraftedRound(MultiTokenRound):
@@ -135,7 +135,7 @@ class UndraftedRound(MultiTokenRound):
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
         """One round."""
-        self._drafter.observe(commit)
+        self._drafter.update(commit)
         return super().__call__(commit, sampling, bounds)
 
 

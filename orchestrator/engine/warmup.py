@@ -30,13 +30,13 @@ def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
                 steps.prefill(decoder, 0, [0] * size, start=start, chunks=decoder.options.draft_chunks)
         batch = Batch(engine.slots, engine.width, Statistics(), depth=0, reach=None, buckets=())
         commit = batch.commit
-        sampling = SamplingTensors(batch.sampling.knobs[:1], batch.sampling.keys[:1])
+        sampling = SamplingTensors(batch.sampling.params[:1], batch.sampling.seeds[:1])
         for start, size in chunks(target):
             # Through the round, which knows what the drafter reads of the target.
             seen = engine.round.start(0, [0] * (start + size), sampling).features
             if seen is not None:
                 commit = replace(commit, features=seen.new_zeros(engine.slots, engine.width, seen.shape[-1]))
-            engine.round.release(0)
+            engine.round.finish_request(0)
         for one, width, limits in _rounds(engine):
             own = commit if width == engine.width else fitted(commit, width)[1]
             for rows in lengths(target):
@@ -49,8 +49,8 @@ def _rounds(engine: Engine) -> Iterator[tuple[TimedRound, int, list[int]]]:
     if not isinstance(known, AdaptiveRound):
         yield known, engine.width, [0, engine.depth]
         return
-    lowest = min(known.rungs)  # of all rungs, the one that is taken where nothing can be accepted
-    for depth, rung in known.rungs.items():
+    lowest = min(known.stages)  # of all rungs, the one that is taken where nothing can be accepted
+    for depth, rung in known.stages.items():
         yield rung.round, rung.width, [depth] if depth != lowest else [0, depth] if depth else [0]
     if known.rest is not None:
         yield known.rest.round, known.rest.width, [engine.depth]
@@ -64,17 +64,17 @@ def _run(one: TimedRound, commit: Commit, *, sampling: SamplingTensors, rows: in
         if isinstance(made.commit.features, DeviceFeatures):  # the next round has another graph, which reads them there
             one(replace(commit, features=made.commit.features), sampling, full)
         if limit and isinstance(one, TwoGraphRound):
-            _lengthen(one, commit, sampling=sampling, bounds=full, made=max(made.told[-1].drafted))
+            _lengthen(one, commit, sampling=sampling, bounds=full, made=max(made.reports[-1].drafted))
 
 
 def _lengthen(one: TwoGraphRound, commit: Commit, *, sampling: SamplingTensors, bounds: RoundLimits, made: int) -> None:
     """Verify proposals as long as those that a drafter will make and has not ``made`` of tokens that mean nothing."""
-    reach = one.drafter.reach
-    if not isinstance(one.verifier, CompiledVerifier) or (reach is not None and bounds.rows > reach):
+    reach = one.drafter.max_positions
+    if not isinstance(one.verifier, CompiledVerifier) or (reach is not None and bounds.max_rows > reach):
         return
-    for outline in one.verifier.outlines:
-        if outline.is_chain and outline.nodes not in (0, made):
-            made_up = torch.zeros(len(commit.tokens), outline.nodes, dtype=torch.int32)
+    for draft_shape in one.verifier.draft_shapes:
+        if draft_shape.is_chain and draft_shape.num_draft_tokens not in (0, made):
+            made_up = torch.zeros(len(commit.tokens), draft_shape.num_draft_tokens, dtype=torch.int32)
             one.verifier(commit, Proposal(made_up), sampling, bounds)
 
 
@@ -83,7 +83,7 @@ def chunks(decoder: CompiledDecoder) -> Iterator[tuple[int, int]]:
     sizes, seen = decoder.options.chunks, set()
     for start in range(0, decoder.n_positions - 1, sizes[-1]):
         for chunk in sizes:
-            found = (chunk, decoder.reach(start + chunk))
+            found = (chunk, decoder.bucket_for(start + chunk))
             if found not in seen:
                 seen.add(found)
                 yield start, min(chunk, decoder.n_positions - 1 - start)
@@ -91,7 +91,7 @@ def chunks(decoder: CompiledDecoder) -> Iterator[tuple[int, int]]:
 
 def gaps(draft: CompiledDecoder) -> Iterator[tuple[int, int]]:
     """The same of a draft, which reads what it missed from any row on."""
-    for reach in draft.reaches:
+    for reach in draft.kv_buckets:
         for chunk in draft.options.draft_chunks:
             if chunk <= reach:
                 yield reach - chunk, chunk
@@ -100,7 +100,7 @@ def gaps(draft: CompiledDecoder) -> Iterator[tuple[int, int]]:
 def lengths(decoder: CompiledDecoder) -> Iterator[int]:
     """Of texts in every bucket: the shortest, and one so long that a draft is already in its next bucket."""
     before = 0
-    for reach in decoder.reaches:
+    for reach in decoder.kv_buckets:
         yield before + 1
         if reach - 1 > before + 1:
             yield reach - 1

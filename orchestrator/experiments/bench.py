@@ -55,7 +55,7 @@ class Mode:
         firsts = [repeats[0] for repeats in counted if repeats]
         rounds = sum(s.rounds for s in firsts)
         if rounds:
-            found["tau"] = round(1 + sum(s.accepted for s in firsts) / rounds, 3)
+            found["tau"] = round(1 + sum(s.num_accepted_tokens for s in firsts) / rounds, 3)
             found["acceptance_by_position"] = _by_position(firsts)
             times = [
                 (s.draft_seconds + s.verify_seconds) / s.rounds for repeats in counted for s in repeats if s.rounds
@@ -192,10 +192,12 @@ def _timed(run: Run, row: list[int]) -> Outcome:
 
 def _by_position(counted: list[Statistics]) -> list[float]:
     """Of the rounds that proposed a token at a place, the share in which it was accepted."""
-    places = max(len(s.drafted_per_position) for s in counted)
+    places = max(len(s.num_draft_tokens_per_pos) for s in counted)
     found = []
     for place in range(places):
-        drafted = sum(s.drafted_per_position[place] for s in counted if place < len(s.drafted_per_position))
-        accepted = sum(s.accepted_per_position[place] for s in counted if place < len(s.accepted_per_position))
+        drafted = sum(s.num_draft_tokens_per_pos[place] for s in counted if place < len(s.num_draft_tokens_per_pos))
+        accepted = sum(
+            s.num_accepted_tokens_per_pos[place] for s in counted if place < len(s.num_accepted_tokens_per_pos)
+        )
         found.append(round(accepted / drafted, 3) if drafted else 0.0)
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from paceline.core.detokenizer import Tokenizer
+from paceline.core.detokenizer import IncrementalDetokenizer, Tokenizer
 from paceline.core.errors import CheckpointError, PromptError
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer", "load_tokenizer", "prompt_ids"]

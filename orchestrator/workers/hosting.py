@@ -126,7 +126,7 @@ class TargetHost:
 
     def leave(self, ticket: str) -> None:
         """See `paceline.placement.cluster.roles.Target`."""
-        self._desk.leave(ticket)
+        self._desk.abort(ticket)
 
     def progress(self) -> int:
         """See `paceline.placement.cluster.roles.Target`."""
@@ -141,7 +141,7 @@ class TargetHost:
 
         A draft in another process may have nothing to propose yet, so the graph of a full window is asked for by width.
         """
-        if nodes := self._generator.drafter.outline.nodes:
+        if nodes := self._generator.drafter.draft_shape.num_draft_tokens:
             self._target.compile(width=nodes + 1)
         self._generator.compile()
 
@@ -235,6 +235,6 @@ def ready(drafter: ModelDrafter, width: int, *, reviewed: bool) -> None:
     one, zero = torch.ones(slots, dtype=torch.int32), torch.zeros(slots, dtype=torch.int32)
     commit, sampling = Commit(tokens, one, zero), sampling_tensors([Sampling()] * slots)
     for rows in warmup.lengths(decoder):
-        drafter.propose(commit, sampling, RoundLimits(zero + drafter.outline.nodes, rows))
+        drafter.propose(commit, sampling, RoundLimits(zero + drafter.draft_shape.num_draft_tokens, rows))
         if reviewed:
             SecondChoices(decoder, drafter.vocabulary).reread(commit, rows)

@@ -22,8 +22,8 @@ class Replay:
     """In front of another drafter; without emitted tokens it only passes on."""
 
     def __init__(self, inner: Drafter) -> None:
-        self._inner, self.outline, self.reach = inner, inner.outline, inner.reach
-        self.reads, self._nodes = inner.reads, inner.outline.nodes
+        self._inner, self.draft_shape, self.max_positions = inner, inner.draft_shape, inner.max_positions
+        self.reads, self._nodes = inner.reads, inner.draft_shape.num_draft_tokens
         self._coming: list[int] = []
         self._known: dict[int, list[int]] = {}  # slot -> prompt and what was emitted, until all of it is verified
 
@@ -36,24 +36,24 @@ class Replay:
         """The request that takes a slot next has these tokens already."""
         self._coming = list(emitted)
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         self._known.pop(slot, None)
         if self._coming:
             self._known[slot], self._coming = [*prompt, *self._coming], []
-        self._inner.admit(slot, prompt, features)
+        self._inner.add_request(slot, prompt, features)
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         self._known.pop(slot, None)
-        self._inner.release(slot)
+        self._inner.finish_request(slot)
 
-    def observe(self, commit: Commit) -> None:
-        self._inner.observe(commit)
+    def update(self, commit: Commit) -> None:
+        self._inner.update(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """What is known to follow; for the other slots, what the drafter behind says."""
         if not self._known:
             return self._inner.propose(commit, sampling, bounds)
-        starts, ends = commit.start.tolist(), (commit.start + commit.count).tolist()
+        starts, ends = commit.first_row.tolist(), (commit.first_row + commit.count).tolist()
         self._known = {slot: text for slot, text in self._known.items() if ends[slot] < len(text)}
         rows = {slot: text[ends[slot] : ends[slot] + self._nodes] for slot, text in self._known.items()}
         if all(slot in rows for slot, start in enumerate(starts) if start > 0):

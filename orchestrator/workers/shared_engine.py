@@ -66,7 +66,9 @@ class RequestGroup:
 
 
 class SharedEngine:
-    """A `paceline.engine.engine.RequestQueue` to a generator that runs in a thread of its own. ``events``: how many were handed out."""
+    """A `paceline.engine.engine.RequestQueue` to a generator that runs in a thread of its own. ``events``: how many
+    were handed out.
+    """
 
     def __init__(self, generator: Sampler, replay: Replay | None) -> None:
         self._generator, self._replay = generator, replay
@@ -96,9 +98,9 @@ class SharedEngine:
                 yield replace(told, index=told.index - call.first)
         finally:
             if self._tickets.get(ticket) is call:
-                self.leave(ticket)
+                self.abort(ticket)
 
-    def leave(self, ticket: str) -> None:
+    def abort(self, ticket: str) -> None:
         """Nobody wants that call any more: its stream ends, and its slots are free after the round that runs."""
         with self._changed:
             call = self._tickets.pop(ticket, None)
@@ -122,7 +124,7 @@ class SharedEngine:
 
     # ---- the door, and the thread that runs rounds
 
-    def enter(self) -> Request | None:
+    def pop(self) -> Request | None:
         """See `paceline.engine.engine.RequestQueue`."""
         with self._changed:
             if not self._calls or self._calls[0].processor is not self._period:
@@ -136,7 +138,7 @@ class SharedEngine:
                 self._replay.expect(emitted)
             return request
 
-    def left(self) -> Collection[int]:
+    def take_aborted(self) -> Collection[int]:
         """See `paceline.engine.engine.RequestQueue`."""
         with self._changed:
             found, self._unwanted = self._unwanted, set()

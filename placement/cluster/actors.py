@@ -151,7 +151,9 @@ class TargetWorker(_Worker):
     def stream(
         self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], *, ask: Settings
     ) -> Iterator[TokenDelta]:
-        """See `paceline.placement.cluster.roles.Target`. A divided model that lost a rank is of no use: its worker ends too."""
+        """See `paceline.placement.cluster.roles.Target`. A divided model that lost a rank is of no use: its worker
+        ends too.
+        """
         try:
             yield from self._target.stream(ticket, prompts, emitted, ask=ask)
         except RankError:

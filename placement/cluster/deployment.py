@@ -153,10 +153,10 @@ class Deployment:
                 yield from self._attempt(worker, call)
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
                 call.deaths += 1
-                if call.deaths > self._care.retries:
+                if call.deaths > self._care.max_target_restarts:
                     raise self._lost(model, call, str(error)) from error
                 try:
-                    group.revive(model, worker, hung=isinstance(error, ray.exceptions.GetTimeoutError))
+                    group.restart(model, worker, hung=isinstance(error, ray.exceptions.GetTimeoutError))
                 except PlacementError as why:
                     raise self._lost(model, call, str(why)) from why
 
@@ -177,11 +177,11 @@ class Deployment:
         stream = worker.stream.options(num_returns="streaming").remote(ticket, prompts, emitted, ask=ask)
         leave = worker.leave.options(concurrency_group=WATCH)
         call.leave = partial(leave.remote, ticket)
-        patience = self._care.start + self._care.silence
+        patience = self._care.startup_timeout_s + self._care.stall_timeout_s
         try:
             while not call.unwanted:
                 self._await(stream, worker, patience)
-                patience = self._care.silence
+                patience = self._care.stall_timeout_s
                 try:
                     piece: TokenDelta = _value(next(stream))
                 except StopIteration:
@@ -208,7 +208,7 @@ class Deployment:
             now = ray.get(worker.progress.options(concurrency_group=WATCH).remote(), timeout=min(_SAY, patience))
             if now == before:
                 raise ray.exceptions.GetTimeoutError(f"no token for {patience} seconds")
-            before, patience = now, self._care.silence
+            before, patience = now, self._care.stall_timeout_s
 
 
 def launch(plan: Plan, *, care: FaultPolicy | None = None, address: str | None = None) -> Deployment:
@@ -232,9 +232,9 @@ def _start(groups: Sequence[WorkerGroup]) -> None:
     """All at once, since loading takes longest; if one cannot start, none of them is left."""
     try:
         for group in groups:
-            group.begin()
+            group.launch()
         for group in groups:
-            group.finish()
+            group.wait_ready()
     except BaseException:
         _stop(groups)
         raise

@@ -24,23 +24,24 @@ _LONGEST = 7 * 24 * 3600  # seconds; the system's own clocks for sockets end at 
 class FaultPolicy:
     """How workers are looked after; seconds, and how often.
 
-    start     a worker may take to load its model
-    silence   a target may say nothing in the middle of a request, before it counts as hung; the first round has
+    startup_timeout_s     a worker may take to load its model
+    stall_timeout_s   a target may say nothing in the middle of a request, before it counts as hung; the first round has
               ``start`` on top, for it may compile
-    room      to wait for a node with enough free cores
-    retries   deaths of its target that one request survives
-    ahead     drafts work while their targets verify
-    near      drafts are on the nodes of their targets; False: they may be elsewhere, where no node has room for both
+    placement_timeout_s      to wait for a node with enough free cores
+    max_target_restarts   deaths of its target that one request survives
+    draft_ahead     drafts work while their targets verify
+    colocate      drafts are on the nodes of their targets; False: they may be elsewhere, where no node has room for
+                  both
     makers    role -> "module:function" that makes what a worker runs; not in a file
     """
 
-    start: float = START
-    silence: float = 60.0
-    room: float = 30.0
-    retries: int = 2
-    ahead: bool = False
-    near: bool = True
-    patience: DraftTimeouts = field(default_factory=DraftTimeouts)
+    startup_timeout_s: float = START
+    stall_timeout_s: float = 60.0
+    placement_timeout_s: float = 30.0
+    max_target_restarts: int = 2
+    draft_ahead: bool = False
+    colocate: bool = True
+    draft_timeouts: DraftTimeouts = field(default_factory=DraftTimeouts)
     makers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(MAKERS))
 
 

@@ -87,7 +87,7 @@ class WorkerGroup:
 
     # ---- starting
 
-    def begin(self) -> None:
+    def launch(self) -> None:
         """Find a node, take cores, and have every worker begin to load.
 
         Raises:
@@ -97,7 +97,7 @@ class WorkerGroup:
         with self._alone(self._labels):
             self._begin()
 
-    def finish(self) -> None:
+    def wait_ready(self) -> None:
         """Wait until all are ready. Raises as `begin`."""
         with self._alone(self._labels):
             self._finish()
@@ -127,7 +127,7 @@ class WorkerGroup:
         with self._or_nothing():
             self._wait([item.label for item in self.placements])
             names = [given.actor for given in self._assigned.values()]
-            ask(self._instance, "confirm", names, seconds=self._care.start)
+            ask(self._instance, "confirm", names, seconds=self._care.startup_timeout_s)
 
     @contextmanager
     def _or_nothing(self) -> Iterator[None]:
@@ -145,8 +145,8 @@ class WorkerGroup:
         self._group = self._given
         if self._group is None:
             bundles = [{RESOURCE: float(len(item.cores))} for item in self.placements]
-            self._group = placement_group(bundles, strategy="STRICT_PACK" if self._care.near else "PACK")
-            if not self._group.wait(self._care.room):
+            self._group = placement_group(bundles, strategy="STRICT_PACK" if self._care.colocate else "PACK")
+            if not self._group.wait(self._care.placement_timeout_s):
                 labels, wanted = ", ".join(item.label for item in self.placements), sum(b[RESOURCE] for b in bundles)
                 raise PlanError(
                     f"no node of the cluster has {wanted:.0f} free {RESOURCE} for {labels}; stop a model, add a node, "
@@ -158,13 +158,13 @@ class WorkerGroup:
     def _assign(self, where: Sequence[str]) -> None:
         self._claims = [f"{WORKERS}{item.label}-{self._stamp}" for item in self.placements]
         wanted = [
-            (node, CoreRequest(claim, len(item.cores), item.cores, self._care.start))
+            (node, CoreRequest(claim, len(item.cores), item.cores, self._care.startup_timeout_s))
             for item, node, claim in zip(self.placements, where, self._claims, strict=True)
         ]
         cores: dict[str, CoreRange] = {}
         for node in dict.fromkeys(where):
             mine = [claim for at, claim in wanted if at == node]
-            given = ask(self._instance, "claim", node, mine, seconds=self._care.start)
+            given = ask(self._instance, "claim", node, mine, seconds=self._care.startup_timeout_s)
             cores |= {claim.actor: one for claim, one in zip(mine, given, strict=True)}
         self._assigned = worker_spec.assignments(
             self._instance, self.placements, self._care, where=where, claims=self._claims, cores=cores
@@ -199,11 +199,11 @@ class WorkerGroup:
     def _wait(self, labels: Sequence[str]) -> None:
         """Until these workers are ready; no longer than their node lives."""
         made = [self._actors[label].ready.remote() for label in labels]
-        end, names = monotonic() + self._care.start, ", ".join(labels)
+        end, names = monotonic() + self._care.startup_timeout_s, ", ".join(labels)
         while len(ray.wait(made, num_returns=len(made), timeout=_LOOK)[0]) < len(made):
             if monotonic() > end:
                 raise WorkerError(
-                    f"{names} did not start within {self._care.start} seconds; give them more (Care.start)"
+                    f"{names} did not start within {self._care.startup_timeout_s} seconds; give them more (Care.start)"
                 )
             if not self._nodes_live():
                 raise WorkerError(f"the node of {names} died while they started")
@@ -215,7 +215,7 @@ class WorkerGroup:
 
     # ---- restarting and stopping
 
-    def revive(self, label: str, seen: ray.actor.ActorHandle, *, hung: bool = False) -> None:
+    def restart(self, label: str, seen: ray.actor.ActorHandle, *, hung: bool = False) -> None:
         """Bring a dead or hung target back: on its cores if its node lives, else the whole group somewhere else.
 
         Nothing is done if another caller brought back the worker ``seen`` already. Other targets go on meanwhile,
@@ -258,14 +258,14 @@ class WorkerGroup:
         """A new worker in the place of a dead one. Its name is new too: Ray may not have forgotten the old one yet."""
         item, old = next(p for p in self.placements if p.label == label), self._assigned[label]
         name = f"{WORKERS}{label}-{secrets.token_hex(4)}"
-        claim = CoreRequest(name, len(old.cores), old.cores, self._care.start)
-        give_back([old.actor], self._care.room)
-        (cores,) = ask(self._instance, "claim", old.node, [claim], seconds=self._care.start)
+        claim = CoreRequest(name, len(old.cores), old.cores, self._care.startup_timeout_s)
+        give_back([old.actor], self._care.placement_timeout_s)
+        (cores,) = ask(self._instance, "claim", old.node, [claim], seconds=self._care.startup_timeout_s)
         actor, env = worker_name(name, old.node, cores), worker_spec.variables(self._instance, item, cores)
         self._assigned[label] = replace(old, actor=actor, cores=cores, env=env)
         self._put(item)
         self._wait([label])
-        ask(self._instance, "confirm", [name], seconds=self._care.start)
+        ask(self._instance, "confirm", [name], seconds=self._care.startup_timeout_s)
 
     def _nodes_live(self) -> bool:
         return all(map(nodes.lives, {given.node for given in self._assigned.values()}))
@@ -285,7 +285,7 @@ class WorkerGroup:
             _kill(actor)
         names = [*self._claims, *(given.actor for given in self._assigned.values())]
         if names:
-            give_back(names, self._care.room)
+            give_back(names, self._care.placement_timeout_s)
         if self._group is not None and self._given is None:
             remove_placement_group(self._group)
         for given in self._assigned.values():

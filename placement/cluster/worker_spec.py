@@ -78,7 +78,7 @@ def link(
     model, reach = item.model, draft.model.shape.n_positions
     terms = DrafterContract(draft.model.k, model.shape.batch_size, model.config.vocab_size, reach, item.label)
     given = assigned[draft.label]
-    return Link(terms, care.patience, given.actor, given.node, care.start)
+    return Link(terms, care.draft_timeouts, given.actor, given.node, care.startup_timeout_s)
 
 
 def _addresses(placements: Sequence[Placement], where: Sequence[str]) -> dict[str, Address]:
@@ -100,6 +100,6 @@ def _settings(item: Placement, placements: Sequence[Placement], care: FaultPolic
     sizes = {p.model.config.vocab_size for p in placements if (p.name, p.replica) in item.drafts_for}
     gqa = None if model.gqa is None else model.gqa.value
     ranks = {"tp_degree": len(item.cores), "group_query_attention": gqa}
-    given = {"folder": str(model.folder), "backend": model.backend, "k": model.k, "ahead": care.ahead}
+    given = {"folder": str(model.folder), "backend": model.backend, "k": model.k, "ahead": care.draft_ahead}
     called = {"clients": model.clients, "vocab_sizes": sorted(sizes)} if item.role == "draft" else {}
     return {**asdict(model.shape), **ranks, **given, **called}

@@ -2,9 +2,9 @@
 
 The likeliest one is often that everything is accepted and the target's own token is what the drafter would have drafted
 next: so the drafter underneath proposes one token more than is sent. The others end with a second choice of the
-drafter's, earlier, if it can tell those (`SecondChoiceModel`). Outcomes are followed one after the other as long as time allows
-(`idle`). If the next commit is one of them, its proposal is ready; if not, all is dropped: by its base position the
-work belongs to another text.
+drafter's, earlier, if it can tell those (`SecondChoiceModel`). Outcomes are followed one after the other as long as
+time allows (`idle`). If the next commit is one of them, its proposal is ready; if not, all is dropped: by its base
+position the work belongs to another text.
 
 All outcomes are read into the same cache rows. Where one comes true that was not the last to be read, its rows are read
 again.
@@ -79,9 +79,15 @@ class LookaheadDrafter:
     def __init__(
         self, inner: Drafter, reviews: SecondChoiceModel | None = None, *, clock: Callable[[], float] = perf_counter
     ) -> None:
-        assert inner.outline.is_chain and inner.outline.nodes > 1, "one token more is proposed than is sent"
-        self._inner, self._nodes, self.reach = inner, inner.outline.nodes - 1, inner.reach
-        self.outline = DraftShape.chain(self._nodes)
+        assert inner.draft_shape.is_chain and inner.draft_shape.num_draft_tokens > 1, (
+            "one token more is proposed than is sent"
+        )
+        self._inner, self._nodes, self.max_positions = (
+            inner,
+            inner.draft_shape.num_draft_tokens - 1,
+            inner.max_positions,
+        )
+        self.draft_shape = DraftShape.chain(self._nodes)
         self._reviews, self._odds, self._idle = reviews, OutcomeModel(), IdleBudget(clock)
         self._last: _Round | None = None
         self._units: Iterator[None] | None = None  # what is left to do before the next commit
@@ -89,18 +95,18 @@ class LookaheadDrafter:
         self._wrong: tuple[Commit, int] | None = None  # its rows hold another outcome's
         self.hit = False
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """A text is read: nothing that was expected can happen."""
         self._last = self._units = None
         self._put_right()
         self._pass_on()
-        self._inner.admit(slot, prompt)
+        self._inner.add_request(slot, prompt)
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """What was expected may still happen in the other slots."""
-        self._inner.release(slot)
+        self._inner.finish_request(slot)
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Only noted: a commit that was expected has been read already, and need not be read again."""
         self._pass_on()
         self._noted = commit
@@ -113,7 +119,7 @@ class LookaheadDrafter:
         self.hit = made is not None
         if made is not None:
             self._noted, tokens = None, made.tokens
-            self._wrong = None if made is ready[-1] else (commit, bounds.rows)
+            self._wrong = None if made is ready[-1] else (commit, bounds.max_rows)
         else:
             self._put_right()
             self._pass_on()
@@ -147,7 +153,7 @@ class LookaheadDrafter:
         if self._wrong is not None:
             self._put_right()
             yield
-        limits = [min(limit, self._nodes) for limit in last.bounds.limit.tolist()]
+        limits = [min(limit, self._nodes) for limit in last.bounds.max_accept.tolist()]
         last.chains = [DraftedSlot(drafts, limit) for drafts, limit in zip(last.tokens.tolist(), limits, strict=True)]
         full, done = self._odds.full(_live(last)), None
         if full is not None and (now := self._idle.saves("draft", full.odds)) > self._promise(full.odds):
@@ -185,12 +191,12 @@ class LookaheadDrafter:
         longest = max((at + len(row) for at, row in filter(None, texts)), default=1)
         width = last.commit.tokens.shape[1]
         # Past its reach nothing is asked of a drafter.
-        if max(map(len, rows)) > width or (self.reach is not None and longest > self.reach):
+        if max(map(len, rows)) > width or (self.max_positions is not None and longest > self.max_positions):
             return
         tokens = torch.tensor([[*row, *[PAD] * (width - len(row))] for row in rows], dtype=torch.int32)
         count = torch.tensor([len(row) for row in rows], dtype=torch.int32)
-        commit = Commit(tokens, count, last.commit.start + last.commit.count)
-        bounds = RoundLimits(last.bounds.limit, longest)
+        commit = Commit(tokens, count, last.commit.first_row + last.commit.count)
+        bounds = RoundLimits(last.bounds.max_accept, longest)
         with self._idle.timed("draft"):
             made = self._inner.propose(commit, last.sampling, bounds).tokens
         last.ready.append(_Guess(texts, made))
@@ -198,7 +204,7 @@ class LookaheadDrafter:
     def _review(self, last: _Round, reviews: SecondChoiceModel) -> None:
         """Look for the second choices behind what was drafted."""
         with self._idle.timed("review"):
-            seconds, gaps = reviews.seconds(last.commit, last.tokens, last.sampling, rows=last.bounds.rows)
+            seconds, gaps = reviews.seconds(last.commit, last.tokens, last.sampling, rows=last.bounds.max_rows)
         told = zip(last.chains, seconds, gaps, strict=True)
         last.chains = [replace(chain, seconds=second, gaps=gap) for chain, second, gap in told]
 
@@ -217,13 +223,13 @@ class LookaheadDrafter:
 
     def _pass_on(self) -> None:
         if self._noted is not None:
-            self._inner.observe(self._noted)
+            self._inner.update(self._noted)
         self._noted = None
 
 
 def _texts(commit: Commit) -> _Texts:
     """Start and tokens of every slot that holds a request (an idle one is at row 0)."""
-    rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
+    rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.first_row.tolist()
     return [(at, row[:size]) if at > 0 else None for at, row, size in zip(starts, rows, counts, strict=True)]
 
 

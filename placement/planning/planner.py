@@ -1,8 +1,8 @@
 """From models and an instance to a plan. Pure: nothing is started, read or reserved.
 
-Rules, each with its own error: a degree that divides the model (`paceline.decoder.parallel.sharding` knows which); one the
-runtime accepts; a share that fits on a core; a contiguous run that starts at a multiple of its length; every core in
-one process only.
+Rules, each with its own error: a degree that divides the model (`paceline.decoder.parallel.sharding` knows which); one
+the runtime accepts; a share that fits on a core; a contiguous run that starts at a multiple of its length; every core
+in one process only.
 """
 
 from __future__ import annotations

@@ -21,18 +21,20 @@ _KEYS = ("clients", "slots", "shares")
 class Quota:
     """Limits of one drafter's process.
 
-    clients  targets that may be connected at the same time
-    slots    of all their batches together
-    shares   client's name -> its share of the time, where not all are to have the same; 1.0 for those not named
+    max_targets  targets that may be connected at the same time
+    max_slots    of all their batches together
+    weights   client's name -> its share of the time, where not all are to have the same; 1.0 for those not named
     """
 
-    clients: int = _CLIENTS
-    slots: int = _SLOTS
-    shares: Mapping[str, float] = field(default_factory=dict)
+    max_targets: int = _CLIENTS
+    max_slots: int = _SLOTS
+    weights: Mapping[str, float] = field(default_factory=dict)
 
     def by_label(self, names: Mapping[str, str]) -> Quota:
         """The shares of targets' names as those of their labels: replicas of a target have the same."""
-        return replace(self, shares={label: self.shares[name] for label, name in names.items() if name in self.shares})
+        return replace(
+            self, weights={label: self.weights[name] for label, name in names.items() if name in self.weights}
+        )
 
     def to_dict(self) -> dict[str, object]:
         """Plain values for JSON."""

@@ -49,19 +49,19 @@ class DrafterContract:
 class DraftTimeouts:
     """Seconds, and how often.
 
-    deadline  an answer may take; a round waits no longer
-    reread    more, when texts have to be read anew (the first round of a request too)
-    hang      after which an overdue answer means that the process hangs, and it is restarted
-    trips     faults in a row after which it is restarted
-    rest      it is left alone after a fault, twice as long after each further one, up to ``longest``
+    reply_timeout_s  an answer may take; a round waits no longer
+    resync_timeout_s    more, when texts have to be read anew (the first round of a request too)
+    hang_timeout_s      after which an overdue answer means that the process hangs, and it is restarted
+    max_failures     faults in a row after which it is restarted
+    backoff_s      it is left alone after a fault, twice as long after each further one, up to ``longest``
     """
 
-    deadline: float = 1.0
-    reread: float = 10.0
-    hang: float = 10.0
-    trips: int = 4
-    rest: float = 0.05
-    longest: float = 30.0
+    reply_timeout_s: float = 1.0
+    resync_timeout_s: float = 10.0
+    hang_timeout_s: float = 10.0
+    max_failures: int = 4
+    backoff_s: float = 0.05
+    max_backoff_s: float = 30.0
 
 
 _LONG = 1_000_000_000  # microseconds; more has no room in a message
@@ -77,7 +77,7 @@ class RemoteDrafter:
     def __init__(
         self, terms: DrafterContract, caller: DrafterEndpoint, *, patience: DraftTimeouts | None = None
     ) -> None:
-        self.outline, self.reach = DraftShape.chain(terms.nodes), terms.reach
+        self.draft_shape, self.max_positions = DraftShape.chain(terms.nodes), terms.reach
         self._terms, self._patience = terms, patience or DraftTimeouts()
         self._texts = Texts(terms.reach)
         self._reading = False  # a prompt was sent that may not be read yet
@@ -94,33 +94,33 @@ class RemoteDrafter:
         self._heard: bytearray | None = None  # the last one that was a proposal
         self._channel: Channel | None = None
         hello = messages.Handshake(0, terms.client, terms.slots, terms.vocab_size)
-        self._revival = Reconnector(caller, hello, nodes=terms.nodes, longest=self._patience.longest)
+        self._revival = Reconnector(caller, hello, nodes=terms.nodes, longest=self._patience.max_backoff_s)
         self._revival.begin(restart=False)
 
     # ---- the drafter
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         """Remember the text, and let the process read it while the target reads on."""
         self._texts.admit(slot, prompt)
         self._drawn, self._had = False, None
         channel = self._usable()
-        if channel is None or (self.reach is not None and len(prompt) >= self.reach):
+        if channel is None or (self.max_positions is not None and len(prompt) >= self.max_positions):
             return
         try:
             channel.send(
-                messages.encode(messages.AddRequest(self._next(), slot, tuple(prompt))), self._patience.deadline
+                messages.encode(messages.AddRequest(self._next(), slot, tuple(prompt))), self._patience.reply_timeout_s
             )
             self._texts.told(slot)
             self._reading = True
         except ChannelError as error:
             self._fault("lost", str(error))
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """Forget the text."""
         self._texts.release(slot)
         self._drawn = False
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Follow the texts, whether or not the process does."""
         self._texts.note(commit)
 
@@ -132,14 +132,16 @@ class RemoteDrafter:
             return self._nothing()
         now = rows, counts, starts = lists(commit)
         texts = self._texts.unread(commit, now)
-        wait = self._patience.deadline
+        wait = self._patience.reply_timeout_s
         if texts or self._reading:
-            wait += self._patience.reread
-        numbers = [*chain.from_iterable(rows), *counts, *starts, *bounds.limit.tolist()]
+            wait += self._patience.resync_timeout_s
+        numbers = [*chain.from_iterable(rows), *counts, *starts, *bounds.max_accept.tolist()]
         drawn = None if self._drawn else sampling
         pause = 0 if self._had is None else min(round(1e6 * (monotonic() - self._had)), _LONG)
         number = self._next()
-        ask = messages.ProposeRequest(number, tuple(texts), len(rows), len(rows[0]), numbers, bounds.rows, drawn, pause)
+        ask = messages.ProposeRequest(
+            number, tuple(texts), len(rows), len(rows[0]), numbers, bounds.max_rows, drawn, pause
+        )
         try:
             channel.send(messages.encode(ask), wait)
             self._sent = monotonic()
@@ -214,7 +216,7 @@ class RemoteDrafter:
         except ChannelError as error:
             self._fault("lost", str(error))
             return None
-        if monotonic() - since > self._patience.hang:
+        if monotonic() - since > self._patience.hang_timeout_s:
             self._revive("the process hangs")
         return None
 
@@ -266,7 +268,7 @@ class RemoteDrafter:
         self._row += 1
         self._texts.forget()
         self._drawn = False
-        if kind == "lost" or (self._row >= self._patience.trips and kind != "late"):
+        if kind == "lost" or (self._row >= self._patience.max_failures and kind != "late"):
             self._revive(why)
         else:
             self._resting = monotonic() + self._rest()
@@ -280,4 +282,4 @@ class RemoteDrafter:
     def _rest(self) -> float:
         """Seconds it is left alone after so many faults in a row."""
         doublings = min(max(0, self._row - 1), _DOUBLINGS)
-        return min(self._patience.rest * 2.0**doublings, self._patience.longest)
+        return min(self._patience.backoff_s * 2.0**doublings, self._patience.max_backoff_s)

@@ -157,7 +157,7 @@ def _rarely(message: ProposeRequest) -> bytes:
     found: list[int] = []
     sampling = message.sampling
     if sampling is not None:
-        found += flat(sampling.keys.tolist()) + flat(sampling.knobs.view(torch.int32).tolist())
+        found += flat(sampling.seeds.tolist()) + flat(sampling.params.view(torch.int32).tolist())
     for slot, ids in message.texts:
         found += [slot, len(ids), *ids]
     return struct.pack(f"<{len(found)}i", *found)

@@ -15,7 +15,7 @@ Lists = tuple[list[list[int]], list[int], list[int]]
 
 def lists(commit: Commit) -> Lists:
     """Tokens [B][W], counts [B] and starts [B] of a commit."""
-    return commit.tokens.tolist(), commit.count.tolist(), commit.start.tolist()
+    return commit.tokens.tolist(), commit.count.tolist(), commit.first_row.tolist()
 
 
 class Texts:

@@ -226,7 +226,7 @@ class DraftServer:
     def _welcome(self, client: TargetSession, hello: messages.Handshake) -> messages.Reply:
         others = [other for other in self._clients.values() if other is not client and other.drafter is not None]
         slots = hello.slots + sum(other.slots for other in others)
-        if len(others) >= self._quota.clients or slots > self._quota.slots:
+        if len(others) >= self._quota.max_targets or slots > self._quota.max_slots:
             return messages.ErrorReply(
                 hello.number, f"quota: {len(others)} targets with {slots - hello.slots} slots are here"
             )
@@ -236,15 +236,15 @@ class DraftServer:
             drafter = self._drafters.lend(hello)
         except Exception as error:  # a drafter may be anything
             return messages.ErrorReply(hello.number, repr(error))
-        if drafter.reads is not None or not drafter.outline.is_chain:
+        if drafter.reads is not None or not drafter.draft_shape.is_chain:
             self._drafters.take_back(drafter)
             return messages.ErrorReply(hello.number, "a drafter in another process proposes chains, from tokens alone")
         client.serve_with(drafter)
         if client.ahead is not None:
             self._aheads.append(client)
-        client.slots, client.share = hello.slots, self._quota.shares.get(hello.client, 1.0)
+        client.slots, client.share = hello.slots, self._quota.weights.get(hello.client, 1.0)
         return messages.HandshakeReply(
-            hello.number, drafter.outline.nodes, drafter.reach, processes.running(os.getpid())
+            hello.number, drafter.draft_shape.num_draft_tokens, drafter.max_positions, processes.running(os.getpid())
         )
 
 

@@ -28,7 +28,7 @@ class TargetSession:
     share: float = 1.0
     drafter: Drafter | None = None
     ahead: LookaheadDrafter | None = None  # the drafter, if it works while the target does
-    varies: bool = False  # its proposals may be shorter than its outline, and those that travel may not
+    varies: bool = False  # its proposals may be shorter than its draft shape, and those that travel may not
     sampling: SamplingTensors | None = None
     blank: BlankRound | None = None
     held: tuple[BlankRound, Proposal] | None = None  # the last round's tensors: the target would wait for their end
@@ -47,7 +47,7 @@ class TargetSession:
         """Read a prompt. Nobody waits for an answer; of a failure the next one tells."""
         drafter = self._drafter()
         try:
-            drafter.admit(admit.slot, admit.text)
+            drafter.add_request(admit.slot, admit.text)
         except Exception as error:  # a drafter may be anything; its failure is the target's to weigh
             self.error = repr(error)
 
@@ -59,7 +59,7 @@ class TargetSession:
             return messages.encode(messages.ErrorReply(ask.number, failed))
         try:
             for slot, text in ask.texts:
-                drafter.admit(slot, text)
+                drafter.add_request(slot, text)
             self.sampling = ask.sampling or self.sampling
             if self.sampling is None:
                 raise ValueError("the first round says how to sample")
@@ -69,7 +69,7 @@ class TargetSession:
             commit, bounds = blank.fill(ask.numbers, ask.rows)
             if ask.pause and self.ahead is not None:
                 self.ahead.paused(ask.pause / 1e6)
-            drafter.observe(commit)
+            drafter.update(commit)
             made = drafter.propose(commit, self.sampling, bounds)
             said = self._said(ask, made)
             self.held, self.heard = (blank, made), None if ask.texts else frame
@@ -104,7 +104,7 @@ class TargetSession:
     def _said(self, ask: messages.ProposeRequest, made: Proposal) -> bytes:
         rows = _undrawn(made)
         if self.varies:
-            rows = [row + [PAD] * (self._drafter().outline.nodes - len(row)) for row in rows]
+            rows = [row + [PAD] * (self._drafter().draft_shape.num_draft_tokens - len(row)) for row in rows]
         ahead = self.ahead is not None and self.ahead.hit
         return messages.encode(
             messages.ProposeReply(ask.number, len(rows), len(rows[0]), [*chain.from_iterable(rows)], ahead)
@@ -118,7 +118,7 @@ class TargetSession:
 
 def _undrawn(made: Proposal) -> list[list[int]]:
     """Only ids cross processes: a chain, not drawn from a law. One call of the tensor library: see `blanks`."""
-    if made.law is not None or made.parents is not None:
+    if made.draft_probs is not None or made.parents is not None:
         raise ValueError("a drafter in another process proposes chains that are not drawn")
     rows: list[list[int]] = made.tokens.tolist()
     if not isinstance(rows[0][0], int):

@@ -173,7 +173,7 @@ ROWS: dict[str, Row] = {
     "list: suffix, ngram, model": Row(_given(["suffix", "ngram", "draft"])),
     "list: model, function": Row(_given(["draft", again])),
     "intersection": Row(_intersection),
-    "re-encoding": Row(_reencoding),
+    "retokenize": Row(_reencoding),
     "list: ngram, re-encoding": Row(
         lambda home, k: SpeculativeGenerator(["ngram", home.draft], home.target, k=k, vocabulary=tokenizers())
     ),

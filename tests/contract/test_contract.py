@@ -91,7 +91,7 @@ def test_the_tokens_are_those_of_plain_decoding(make: Make, row: Row, slots: int
                 continue
             prompts = PROMPTS if slots > 1 else PROMPTS[:1]
             assert texts(run(generator, prompts, law)) == plain(target, prompts, law), (k, law)
-            drafted += generator.statistics.drafted
+            drafted += generator.statistics.num_draft_tokens
     assert drafted or slots == 1 or not row.drafts
 
 
@@ -113,9 +113,9 @@ def test_a_text_ends_where_plain_decoding_ends_it(make: Make) -> None:
 def test_a_request_may_do_without(make: Make) -> None:
     generator, target = make()
     for opted in ([True, False, True, False], False):
-        asked = {**COOL, "max_new_tokens": 6, "speculate": opted}
+        asked = {**COOL, "max_new_tokens": 6, "use_speculation": opted}
         assert texts(run(generator, PROMPTS, asked)) == plain(target, PROMPTS, {**COOL, "max_new_tokens": 6})
-    assert generator.statistics.drafted == 0
+    assert generator.statistics.num_draft_tokens == 0
 
 
 def test_slots_change_hands_and_nothing_is_left(make: Make) -> None:
@@ -166,4 +166,4 @@ def test_the_depth_may_change_in_every_round(make: Make, row: Row, monkeypatch: 
         generator._plan = replace(generator._plan, exact=exact)  # else every rung has commits of its own width
         long = {**law, "max_new_tokens": 20}
         assert texts(run(generator, PROMPTS, long)) == plain(target, PROMPTS, long)
-        assert len(set(generator.statistics.rungs)) > 2
+        assert len(set(generator.statistics.draft_lengths)) > 2

@@ -36,7 +36,7 @@ HEATS: list[dict[str, object]] = [
     {"do_sample": True, "temperature": 0.7, "top_p": 0.8},
 ]
 DRAFTERS = (
-    "none", "ngram", "suffix", "function", "corpus", "model", "intersection", "re-encoding", "ngram, model",
+    "none", "ngram", "suffix", "function", "corpus", "model", "intersection", "retokenize", "ngram, model",
     "suffix, re-encoding", "model, function",
 )  # fmt: skip
 
@@ -90,7 +90,7 @@ class Dice(DraftLengthController):
 def decoder(role: str, slots: int, buckets: tuple[int, ...]) -> TableDecoder:
     size = V - 2 if role == "other" else V
     logits = TARGET if role == "target" else near(TARGET, seed=1, spread=0.6)[:size, :size, :size].contiguous()
-    return TableDecoder(logits, slots=slots, reaches=buckets)
+    return TableDecoder(logits, slots=slots, kv_buckets=buckets)
 
 
 def again(text: list[int]) -> list[int]:
@@ -109,7 +109,7 @@ def source(name: str, case: Case) -> object:
         words, names = {str(i): i for i in range(V)}, {str(i): V - 1 - i for i in range(0, V, 2)}
         vocabulary = IntersectionVocabMap(words, names, sizes=(V, V))
         return ModelDrafter(decoder("draft", case.slots, case.buckets), depth, vocabulary=vocabulary)
-    if name in ("model", "re-encoding"):
+    if name in ("model", "retokenize"):
         return decoder("draft" if name == "model" else "other", case.slots, case.buckets)
     return name
 
@@ -124,7 +124,7 @@ def made(case: Case) -> SpeculativeGenerator:
         fused=case.fused,
         exact=case.exact,
         confidence=case.confidence if any(isinstance(one, CompiledDecoder) for one in sources) else 0.0,
-        vocabulary=TOKENIZERS if "re-encoding" in names else "same",
+        vocabulary=TOKENIZERS if "retokenize" in names else "same",
     )
     if case.dice and not isinstance(case.k, int):
         maker._plan = replace(maker._plan, pace=Dice(case.k))
@@ -163,8 +163,8 @@ def test_any_configuration_gives_the_tokens_of_plain_decoding(
 ) -> None:
     asked = {**call, **heat}
     prompts = [PROMPTS[index] for index in chosen]
-    speculate = opted if opted is not None else [index % 2 == 0 for index in range(len(prompts))]
+    use_speculation = opted if opted is not None else [index % 2 == 0 for index in range(len(prompts))]
     seeds = [place % 2 for place in range(len(prompts))]
-    rows, reasons = run(made(case), prompts, **{**asked, "speculate": speculate, "seed": seeds})
+    rows, reasons = run(made(case), prompts, **{**asked, "use_speculation": use_speculation, "seed": seeds})
     wanted = [plain(prompt, seed, asked) for prompt, seed in zip(prompts, seeds, strict=True)]
     assert list(zip(rows, reasons, strict=True)) == wanted

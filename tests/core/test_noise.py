@@ -152,4 +152,4 @@ def test_uniforms_fill_the_unit_interval_without_its_end() -> None:
 def test_seeds_are_told_apart_in_all_64_bits() -> None:
     rows = [noise.gumbel(keys(1 << bit), positions([0]), 8)[0, 0] for bit in range(64)]
     assert len({tuple(row.tolist()) for row in rows}) == 64
-    assert SamplingTensors(torch.zeros(1, 4), keys(-1)).keys.tolist() == [[-1, -1]]
+    assert SamplingTensors(torch.zeros(1, 4), keys(-1)).seeds.tolist() == [[-1, -1]]

@@ -31,7 +31,7 @@ def places(count: int, rows: int) -> Tensor:
 
 def drawn(q: Tensor, sampling: SamplingTensors) -> Tensor:
     """One draft per trial, from its law."""
-    logits = q.log().expand(len(sampling.keys), 1, len(q))
+    logits = q.log().expand(len(sampling.seeds), 1, len(q))
     return probs.sample_tokens(logits, places(len(logits), 1), sampling, stream=noise.DRAFT)
 
 

@@ -84,6 +84,6 @@ def test_a_seed_is_two_signed_words(seed: int, words: list[int]) -> None:
 
 def test_a_batch_keeps_slot_order_and_types() -> None:
     made = sampling_tensors([Sampling(temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=5), Sampling()])
-    assert made.knobs.tolist() == [[0.5, 3.0, 0.75, 0.25], [0.0, 0.0, 1.0, 0.0]]
-    assert made.keys.tolist() == [[5, 0], [0, 0]]
-    assert (made.knobs.dtype, made.keys.dtype) == (torch.float32, torch.int32)
+    assert made.params.tolist() == [[0.5, 3.0, 0.75, 0.25], [0.0, 0.0, 1.0, 0.0]]
+    assert made.seeds.tolist() == [[5, 0], [0, 0]]
+    assert (made.params.dtype, made.seeds.dtype) == (torch.float32, torch.int32)

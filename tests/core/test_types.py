@@ -26,4 +26,4 @@ def test_no_token_is_not_a_token() -> None:
 
 def test_a_proposal_is_an_undrawn_chain_unless_it_says_otherwise() -> None:
     assert Proposal(ONE).parents is None
-    assert Proposal(ONE).law is None
+    assert Proposal(ONE).draft_probs is None

@@ -40,7 +40,7 @@ TREE = (-1, -1, 0, 0, 1)
 DYNAMIC = DraftShape(4, 2, dynamic=True)
 
 draft = partial(DraftStep, length=NODES, vocabulary=VocabMap(VOCABULARY, VOCABULARY))
-verify = partial(VerifyStep, acceptor=Match(), outline=DraftShape.chain(NODES))
+verify = partial(VerifyStep, acceptor=Match(), draft_shape=DraftShape.chain(NODES))
 
 
 def fused(body: ModelWithCache, reach: int) -> nn.Module:
@@ -56,7 +56,7 @@ def medusa(body: ModelWithCache, reach: int, *, carry: bool = False) -> nn.Modul
     heads.fill({name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
     choices = Choices.of([[0], [1], [0, 0], [0, 1], [1, 0]])
     drafts = MedusaStep(heads, body.kernels, choices)
-    checked = verify(body, reach, outline=tree.draft_shape(choices.parents), reads=FeatureSpec())
+    checked = verify(body, reach, draft_shape=tree.draft_shape(choices.parents), reads=FeatureSpec())
     return FusedStep(drafts, checked, FeatureBuffer((SLOTS, WIDTH, body.config.hidden_size)) if carry else None)
 
 
@@ -64,7 +64,7 @@ def eagle(body: ModelWithCache, reach: int, *, version: int, growth: DraftTree) 
     """A random head that borrows of the target, and the target."""
     head = eagle_head(body, version)
     reads = head.config.reads
-    return FusedStep(EagleStep(head, growth, reach), verify(body, reach, outline=growth.outline, reads=reads))
+    return FusedStep(EagleStep(head, growth, reach), verify(body, reach, draft_shape=growth.draft_shape, reads=reads))
 
 
 def eagle_head(body: ModelWithCache, version: int) -> EagleHead:
@@ -87,11 +87,11 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "window, tree": WindowStep,
     "keep": CompactPathStep,
     "verify": verify,
-    "verify nothing": partial(verify, outline=DraftShape.chain(0)),
+    "verify nothing": partial(verify, draft_shape=DraftShape.chain(0)),
     "verify, reject, drawn": partial(verify, acceptor=Reject()),
     "verify, typical": partial(verify, acceptor=Typical()),
-    "verify, tree": partial(verify, outline=tree.draft_shape(TREE)),
-    "verify, dynamic tree": partial(verify, outline=DYNAMIC),
+    "verify, tree": partial(verify, draft_shape=tree.draft_shape(TREE)),
+    "verify, dynamic tree": partial(verify, draft_shape=DYNAMIC),
     "draft": partial(draft, drawn=False),
     "draft, drawn": partial(draft, drawn=True),
     "draft, some known": some_known,
@@ -142,7 +142,7 @@ def inputs(name: str, seed: int, *, row: int | None = None, slots: int = SLOTS) 
     round_ = (*commit, ids(0, NODES + 1, slots), knobs, keys)
     if name in FEATURES:
         return *round_, torch.randn(slots, WIDTH, FEATURES[name], generator=generator)
-    nodes = {"verify, tree": len(TREE), "verify, dynamic tree": DYNAMIC.nodes}.get(name, NODES)
+    nodes = {"verify, tree": len(TREE), "verify, dynamic tree": DYNAMIC.num_draft_tokens}.get(name, NODES)
     drafts, law = ids(-1, VOCABULARY, slots, nodes), torch.rand(slots, nodes, VOCABULARY, generator=generator)
     parents = torch.cat([ids(-1, node, slots, 1) for node in range(nodes)], 1)
     more: dict[str, tuple[Tensor, ...]] = {

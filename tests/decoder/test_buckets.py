@@ -23,7 +23,7 @@ class Guard:
     """Stands in a decoder's place for ``graph`` and checks that no accepted draft lies past the border of its graph."""
 
     def __init__(self, decoder: SamplingDecoder) -> None:
-        self._graph, self.reaches = decoder.graph, set[int]()
+        self._graph, self.kv_buckets = decoder.graph, set[int]()
 
     def __call__(
         self, name: str, make: type[nn.Module], example: Sequence[Tensor], *, reach: int, **whose: object
@@ -36,7 +36,7 @@ class Guard:
             _tokens, count, start, limit = inputs[:4]
             root = start + count - 1
             assert bool((root + limit < reach).all()), f"rows {(root + limit).tolist()} in a graph of {reach}"
-            self.reaches.add(reach)
+            self.kv_buckets.add(reach)
             return step(*inputs)
 
         return run
@@ -59,8 +59,8 @@ def test_no_window_crosses_the_border_of_a_bucket(
     for source in (draft, "ngram"):
         result = run(SpeculativeGenerator(source, target, k=k), LAWS[law], new=100)
         assert texts(result) == single
-        assert result.statistics.accepted > 0
-    assert guard.reaches == {16, 32, 64}
+        assert result.statistics.num_accepted_tokens > 0
+    assert guard.kv_buckets == {16, 32, 64}
 
 
 @pytest.mark.parametrize("fused", [None, False])

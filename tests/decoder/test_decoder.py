@@ -33,7 +33,7 @@ def loaded(folder: Path, **options: object) -> SamplingDecoder:
 
 
 @pytest.mark.parametrize(
-    ("options", "reaches", "chunks"),
+    ("options", "kv_buckets", "chunks"),
     [
         ({}, (128,), (64, 128)),
         ({"n_positions": 100}, (100,), (64, 100)),
@@ -44,11 +44,11 @@ def loaded(folder: Path, **options: object) -> SamplingDecoder:
     ],
 )
 def test_buckets_and_chunks(
-    workshop: Workshop, options: dict[str, object], reaches: tuple[int, ...], chunks: tuple[int, ...]
+    workshop: Workshop, options: dict[str, object], kv_buckets: tuple[int, ...], chunks: tuple[int, ...]
 ) -> None:
     decoder = loaded(workshop.checkpoint(), **options)
-    assert (decoder.options.reaches, decoder.options.chunks) == (reaches, chunks)
-    assert decoder.n_positions == reaches[-1]
+    assert (decoder.options.kv_buckets, decoder.options.chunks) == (kv_buckets, chunks)
+    assert decoder.n_positions == kv_buckets[-1]
     assert decoder.options.draft_chunks == (chunks if chunks[0] <= 16 else (16, *chunks))
 
 
@@ -56,9 +56,9 @@ def test_a_single_number_of_positions_gives_buckets_of_doubling_length(tmp_path:
     model = network(layers=1)
     model.config.max_position_embeddings = 1000
     model.save_pretrained(tmp_path)
-    assert loaded(tmp_path).options.reaches == (128, 256, 512, 1000)
-    assert loaded(tmp_path, n_positions=512).options.reaches == (128, 256, 512)
-    assert loaded(tmp_path, n_positions=513).options.reaches == (128, 256, 512, 513)
+    assert loaded(tmp_path).options.kv_buckets == (128, 256, 512, 1000)
+    assert loaded(tmp_path, n_positions=512).options.kv_buckets == (128, 256, 512)
+    assert loaded(tmp_path, n_positions=513).options.kv_buckets == (128, 256, 512, 513)
 
 
 @pytest.mark.parametrize("amp", ["f32", "bf16", "f16"])

@@ -46,14 +46,14 @@ draft_step = partial(DraftStep, length=NODES, vocabulary=VocabMap(VOCABULARY, VO
 STEPS = {
     "prefill": PrefillStep,
     "window": WindowStep,
-    "verify": partial(VerifyStep, outline=CHAIN, acceptor=Match()),
-    "verify nothing": partial(VerifyStep, outline=DraftShape.chain(0), acceptor=Match()),
-    "verify, reject": partial(VerifyStep, outline=CHAIN, acceptor=Reject()),
-    "verify, reject, drawn": partial(VerifyStep, outline=CHAIN, acceptor=Reject()),
-    "verify, tree": partial(VerifyStep, outline=tree.draft_shape(TREE), acceptor=Match(), reads=FeatureSpec()),
-    "verify, grown": partial(VerifyStep, outline=GROWN, acceptor=Match(), reads=FeatureSpec((0, 2))),
+    "verify": partial(VerifyStep, draft_shape=CHAIN, acceptor=Match()),
+    "verify nothing": partial(VerifyStep, draft_shape=DraftShape.chain(0), acceptor=Match()),
+    "verify, reject": partial(VerifyStep, draft_shape=CHAIN, acceptor=Reject()),
+    "verify, reject, drawn": partial(VerifyStep, draft_shape=CHAIN, acceptor=Reject()),
+    "verify, tree": partial(VerifyStep, draft_shape=tree.draft_shape(TREE), acceptor=Match(), reads=FeatureSpec()),
+    "verify, grown": partial(VerifyStep, draft_shape=GROWN, acceptor=Match(), reads=FeatureSpec((0, 2))),
     "fused": lambda body, reach: FusedStep(
-        draft_step(body, reach, drawn=False), VerifyStep(body, reach, outline=CHAIN, acceptor=Match())
+        draft_step(body, reach, drawn=False), VerifyStep(body, reach, draft_shape=CHAIN, acceptor=Match())
     ),
     "draft": partial(draft_step, drawn=False),
     "draft, drawn": partial(draft_step, drawn=True),

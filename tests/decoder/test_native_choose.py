@@ -1,4 +1,4 @@
-"""The native choice of a token is that of paceline.core.probs, and its noise that of paceline.core.noise, bit for bit."""
+"""The native choice of a token is that of `core.probs`, and its noise that of `core.noise`, bit for bit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_it_is_the_choice_of_the_law(native: Native, size: int, stream: int) -> 
     sampling = sampling_tensors(KNOBS)
     for seed, spread in ((0, 3.0), (1, 0.1), (2, 30.0)):
         x = logits(size, seed=seed, spread=spread)
-        chosen = native.choose(x, places(), sampling, stream=stream)
+        chosen = native.sample_tokens(x, places(), sampling, stream=stream)
         assert chosen.dtype == torch.int32
         assert torch.equal(chosen, probs.sample_tokens(x, places(), sampling, stream=stream))
 
@@ -57,7 +57,7 @@ def test_ties_fall_as_in_the_law(native: Native, size: int) -> None:
     sampling = sampling_tensors(KNOBS)
     for levels in (1, 2, 3):
         x = torch.randint(levels, (len(KNOBS), 6, size), generator=torch.Generator().manual_seed(levels)).float()
-        assert torch.equal(native.choose(x, places(), sampling), probs.sample_tokens(x, places(), sampling))
+        assert torch.equal(native.sample_tokens(x, places(), sampling), probs.sample_tokens(x, places(), sampling))
 
 
 def one(sampling: Sampling) -> SamplingTensors:
@@ -70,10 +70,10 @@ def test_the_lowest_id_wins_a_tie(native: Native, size: int) -> None:
         x = torch.zeros(1, 1, size)
         x[..., first:] = 1.0
         position = torch.zeros(1, 1, dtype=torch.int32)
-        assert int(native.choose(x, position, one(Sampling()))) == first
-        assert int(native.choose(x, position, one(Sampling(1.0, top_k=1)))) == first
+        assert int(native.sample_tokens(x, position, one(Sampling()))) == first
+        assert int(native.sample_tokens(x, position, one(Sampling(1.0, top_k=1)))) == first
     zeros = torch.tensor([[[-0.0, 0.0, -0.0]]])
-    assert int(native.choose(zeros, torch.zeros(1, 1, dtype=torch.int32), one(Sampling()))) == 0
+    assert int(native.sample_tokens(zeros, torch.zeros(1, 1, dtype=torch.int32), one(Sampling()))) == 0
 
 
 def test_the_noise_has_the_same_bits(native: Native) -> None:
@@ -87,21 +87,21 @@ def test_the_noise_has_the_same_bits(native: Native) -> None:
         sampling = one(Sampling(1.0, seed=seed))
         positions = torch.arange(rows, dtype=torch.int32).unsqueeze(0) * 37
         for stream in (noise.TARGET, noise.DRAFT, noise.RESIDUAL):
-            drawn = noise.gumbel(sampling.keys, positions, size, stream=stream)
-            assert not native.choose(-drawn, positions, sampling, stream=stream).any()
+            drawn = noise.gumbel(sampling.seeds, positions, size, stream=stream)
+            assert not native.sample_tokens(-drawn, positions, sampling, stream=stream).any()
             # And the other way round: raise each of some ids by the least there is, and it wins.
             for index in (1, 77, 4095):
                 raised = -drawn
                 raised[..., index] += 2.0**-18
-                assert (native.choose(raised, positions, sampling, stream=stream) == index).all()
+                assert (native.sample_tokens(raised, positions, sampling, stream=stream) == index).all()
 
 
 def test_zero_logits_choose_the_largest_noise(native: Native) -> None:
     positions = torch.arange(500, dtype=torch.int32).unsqueeze(0)
     for size in SIZES:
         sampling = one(Sampling(1.0, seed=7))
-        chosen = native.choose(torch.zeros(1, 500, size), positions, sampling)
-        drawn = noise.gumbel(sampling.keys, positions, size)
+        chosen = native.sample_tokens(torch.zeros(1, 500, size), positions, sampling)
+        drawn = noise.gumbel(sampling.seeds, positions, size)
         assert torch.equal(drawn.gather(-1, chosen.long().unsqueeze(-1)).squeeze(-1), drawn.amax(-1))
 
 
@@ -110,21 +110,21 @@ def test_zero_logits_choose_the_largest_noise(native: Native) -> None:
 def test_junk_gives_a_legal_id_and_stays_in_its_row(native: Native, size: int, junk: float) -> None:
     sampling = sampling_tensors(KNOBS)
     x = logits(size)
-    clean = native.choose(x, places(), sampling)
+    clean = native.sample_tokens(x, places(), sampling)
     dirty = x.clone()
     dirty[:, ::2] = junk
-    chosen = native.choose(dirty, places(), sampling)
+    chosen = native.sample_tokens(dirty, places(), sampling)
     assert ((chosen >= 0) & (chosen < size)).all()
     assert torch.equal(chosen[:, 1::2], clean[:, 1::2])
 
 
 def test_a_row_is_chosen_alike_in_every_company(native: Native) -> None:
     sampling, x, at = sampling_tensors(KNOBS), logits(100), places()
-    whole = native.choose(x, at, sampling)
+    whole = native.sample_tokens(x, at, sampling)
     for b in range(len(KNOBS)):
-        alone = SamplingTensors(sampling.knobs[b : b + 1], sampling.keys[b : b + 1])
+        alone = SamplingTensors(sampling.params[b : b + 1], sampling.seeds[b : b + 1])
         for t in range(6):
-            row = native.choose(x[b : b + 1, t : t + 1].contiguous(), at[b : b + 1, t : t + 1], alone)
+            row = native.sample_tokens(x[b : b + 1, t : t + 1].contiguous(), at[b : b + 1, t : t + 1], alone)
             assert int(row) == int(whole[b, t])
 
 
@@ -133,12 +133,12 @@ def test_threads_change_nothing(native: Native, restored_threads: None) -> None:
     seen = []
     for threads in (1, 2, 3, 8):
         torch.set_num_threads(threads)
-        seen.append(native.choose(x, places(), sampling))
+        seen.append(native.sample_tokens(x, places(), sampling))
     assert all(torch.equal(seen[0], other) for other in seen)
 
 
 def test_inputs_are_left_alone(native: Native) -> None:
     sampling, x = sampling_tensors(KNOBS), logits(100)
     before = x.clone()
-    native.choose(x, places(), sampling)
+    native.sample_tokens(x, places(), sampling)
     assert torch.equal(x, before)

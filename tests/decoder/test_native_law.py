@@ -81,7 +81,7 @@ def test_a_choice_has_weight_in_the_law(native: Native) -> None:
     found = native.probabilities(x, sampling)
     for shift in range(50):
         at = torch.arange(ROWS, dtype=torch.int32).expand(len(KNOBS), ROWS) + shift * ROWS
-        chosen = native.choose(x, at.contiguous(), sampling).long().unsqueeze(-1)
+        chosen = native.sample_tokens(x, at.contiguous(), sampling).long().unsqueeze(-1)
         assert (found.gather(-1, chosen) > 0).all()
 
 
@@ -89,7 +89,7 @@ def test_a_row_has_the_same_law_in_every_company(native: Native) -> None:
     sampling, x = sampling_tensors(KNOBS), normal(100)
     whole = native.probabilities(x, sampling)
     for b in range(len(KNOBS)):
-        alone = SamplingTensors(sampling.knobs[b : b + 1], sampling.keys[b : b + 1])
+        alone = SamplingTensors(sampling.params[b : b + 1], sampling.seeds[b : b + 1])
         for t in range(ROWS):
             assert torch.equal(native.probabilities(x[b : b + 1, t : t + 1].contiguous(), alone)[0, 0], whole[b, t])
 

@@ -41,7 +41,7 @@ def test_the_same_rounds(
         return told, made
 
     monkeypatch.setattr(_Package, "again", both)
-    monkeypatch.setattr(rounds, "IN_A_ROW", 60.0)
+    monkeypatch.setattr(rounds, "MULTI_ROUND_BUDGET_S", 60.0)
     generator = SpeculativeGenerator(*workshop.pair(backend="inductor"), k=4)
     prompts = [*PROMPTS, PROMPTS[0][:3]]
     done = generator.sample(prompts, max_new_tokens=40, eos_token_id=ends, return_dict=True, **law)  # type: ignore[arg-type]
@@ -64,7 +64,7 @@ def test_a_budget_of_time_is_kept(workshop: Workshop, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Rounds, "__call__", counted)
     for seconds in (0.0, 60.0):
-        monkeypatch.setattr(rounds, "IN_A_ROW", seconds)
+        monkeypatch.setattr(rounds, "MULTI_ROUND_BUDGET_S", seconds)
         calls.clear()
         found.append(run(generator, {}).sequences.tolist())
         assert (max(calls) == 1) == (seconds == 0.0)

@@ -59,7 +59,7 @@ def test_any_tree_agrees_with_plain_pytorch_and_with_its_chains(parents: tuple[i
     start = case(window=len(parents) + 1)
     made = {}
     for kernels in (Native(), TorchKernels()):
-        made[kernels.width_free] = kernels.attend(start.qkv, start.copied().cache, planted(start, parents))
+        made[kernels.batch_invariant] = kernels.attend(start.qkv, start.copied().cache, planted(start, parents))
     torch.testing.assert_close(made[True], made[False], rtol=1e-4, atol=1e-5)
     for node in range(len(parents)):
         chain = as_chain(start, way_down(parents, node))
@@ -76,7 +76,7 @@ def test_keep_leaves_the_cache_a_chain_would_have_left(kernels: Kernels, dtype: 
     kernels.attend(used.qkv, used.cache, planted(used, TREE))
     path = torch.tensor([way[1:] + [PAD] * (5 - len(way)) for way in ways], dtype=torch.int32)
     place = used.place
-    kernels.keep(used.cache, place.row, path, slots=place.slots)
+    kernels.compact_path(used.cache, place.row, path, slots=place.slots)
     for line, way in enumerate(ways):
         wanted = as_chain(start, way)
         kernels.attend(wanted.qkv, wanted.cache, wanted.place)

@@ -109,7 +109,7 @@ def test_medusa(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, tie
         drafter = MedusaDrafter.from_pretrained(tmp_path, model, tree=[[0], [1], [0, 0], [0, 1], [1, 0]])
         generator = SpeculativeGenerator(drafter, model, fused=None if tied else False)
         assert tokens(generator, **LAWS[law]) == tokens(model, **LAWS[law])
-        drafted.append(generator.statistics.accepted_per_position)
+        drafted.append(generator.statistics.num_accepted_tokens_per_pos)
     assert drafted[0] == drafted[1], "the same is drafted on every degree"
 
 
@@ -123,7 +123,7 @@ def test_eagle(
     for model in (load(workshop, 1), target):
         generator = SpeculativeGenerator(eagle.drafter(tmp_path, model, version, growth), model)
         assert tokens(generator, **LAWS[law]) == tokens(model, **LAWS[law])
-        drafted.append(generator.statistics.accepted_per_position)
+        drafted.append(generator.statistics.num_accepted_tokens_per_pos)
     assert drafted[0] == drafted[1]
 
 
@@ -270,5 +270,5 @@ def test_a_step_that_cannot_be_sent_is_refused_and_harms_nothing(target: Samplin
             return (x,)
 
     with pytest.raises(ConfigurationError, match="cannot be sent to the other ranks"):
-        target.graph("local", lambda _body, _reach: Local(), [torch.ones(1)], reach=target.reaches[-1])
+        target.graph("local", lambda _body, _reach: Local(), [torch.ones(1)], reach=target.kv_buckets[-1])
     assert tokens(target) == tokens(target)

@@ -81,14 +81,14 @@ def test_a_copy_with_another_name_takes_few_rounds() -> None:
     file = [token for line in range(6) for token in (*range(2 + 6 * line, 8 + 6 * line), name)]
     whole = [*file, *(other if token == name else token for token in file)]
     drafter, at = SuffixDrafter(8), len(file) + 12  # in the second line of the copy
-    drafter.admit(0, whole[:at])
+    drafter.add_request(0, whole[:at])
     gained: list[int] = []
     while at < len(whole):
         (drafts,) = drafter.guess([8])
         stand = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(drafts, whole[at:], strict=False)))
         tokens = whole[at : at + stand + 1]
         gained.append(len(tokens))
-        drafter.observe(commit(tokens, at))
+        drafter.update(commit(tokens, at))
         at += len(tokens)
     # To the name; one token, for it may have been the end; twice as many as are repeated by then; and then all.
     assert gained == [2, 1, 5, 9, 9, 4]

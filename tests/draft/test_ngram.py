@@ -26,7 +26,7 @@ def propose(drafter: object, last: Commit, limit: int = 9) -> list[list[int]]:
     slots = len(last.tokens)
     sampling = SamplingTensors(torch.zeros(slots, 4), torch.zeros(slots, 2, dtype=torch.int32))
     made: Proposal = drafter.propose(last, sampling, RoundLimits(ints([[limit] * slots])[0], 9))  # type: ignore[attr-defined]
-    assert made.law is None
+    assert made.draft_probs is None
     assert made.tokens.dtype == torch.int32
     return made.tokens.tolist()
 
@@ -45,9 +45,9 @@ def search(text: list[int], length: int, sizes: range, *, first: bool) -> list[i
 def test_proposals_are_those_of_a_search(text: list[int], cut: int, first: bool, longest: int) -> None:
     drafter = NgramDrafter(3, longest=longest, prefer="first" if first else "recent")
     head, tail = text[:cut], text[cut:]
-    drafter.admit(0, head)
+    drafter.add_request(0, head)
     for at in range(0, len(tail), 3):  # in rounds of up to three tokens
-        drafter.observe(commit([tail[at : at + 3]]))
+        drafter.update(commit([tail[at : at + 3]]))
     wanted = search(text, 3, range(1, longest + 1), first=first)
     assert propose(drafter, commit([[0]])) == [wanted + [PAD] * (3 - len(wanted))]
 
@@ -67,17 +67,17 @@ def test_proposals_are_those_of_a_search(text: list[int], cut: int, first: bool,
 )
 def test_golden_lookups(text: list[int], options: dict[str, object], wanted: list[int]) -> None:
     drafter = NgramDrafter(3, **options)  # type: ignore[arg-type]
-    drafter.admit(0, text)
+    drafter.add_request(0, text)
     assert propose(drafter, commit([[0]])) == [wanted]
 
 
 def test_slots_are_apart_and_a_new_request_forgets_the_old_one() -> None:
     drafter = NgramDrafter(2)
-    drafter.admit(0, [1, 2, 1])
-    drafter.admit(2, [5, 6, 5])
-    drafter.observe(commit([[2], [9], [6, 5]]))
+    drafter.add_request(0, [1, 2, 1])
+    drafter.add_request(2, [5, 6, 5])
+    drafter.update(commit([[2], [9], [6, 5]]))
     assert propose(drafter, commit([[0]] * 3)) == [[1, 2], [PAD, PAD], [6, 5]]
-    drafter.admit(0, [3])
+    drafter.add_request(0, [3])
     assert propose(drafter, commit([[0]] * 3))[0] == [PAD, PAD]
 
 
@@ -101,10 +101,10 @@ def test_a_lifted_function_sees_the_whole_text_and_is_not_called_for_nothing() -
         return [7, 8, 9]
 
     drafter = lift(function, 2)
-    drafter.admit(1, [4, 5])
-    drafter.observe(commit([[0], [6, 7]]))
+    drafter.add_request(1, [4, 5])
+    drafter.update(commit([[0], [6, 7]]))
     assert propose(drafter, commit([[0], [6, 7]])) == [[PAD, PAD], [7, 8]]
-    drafter.observe(commit([[0], [1]]))
+    drafter.update(commit([[0], [1]]))
     assert propose(drafter, commit([[0], [1]]), limit=0) == [[PAD, PAD], [PAD, PAD]]
     assert propose(drafter, commit([[0], [1]])) == [[PAD, PAD], [7, 8]]
     assert seen == [[4, 5, 6, 7, 99], [4, 5, 6, 7, 1, 99]]
@@ -116,5 +116,5 @@ def test_a_lifted_function_sees_the_whole_text_and_is_not_called_for_nothing() -
 )
 def test_a_lifted_answer_is_cut_where_it_goes_wrong(answer: list[int], wanted: list[int]) -> None:
     drafter = lift(lambda _: answer, 3)
-    drafter.admit(0, [1])
+    drafter.add_request(0, [1])
     assert propose(drafter, commit([[1]])) == [wanted]

@@ -45,7 +45,7 @@ def decoder(tokenizer: PreTrainedTokenizerFast, *, slots: int = 2, reach: int = 
     script = given.pop("script", None)
     size = len(tokenizer)
     logits = table(size, seed=size, spread=2.0) if script is None else by_heart(script, size, seed=size)  # type: ignore[arg-type]
-    return TableDecoder(logits, slots=slots, reaches=(reach,), **given)  # type: ignore[arg-type]
+    return TableDecoder(logits, slots=slots, kv_buckets=(reach,), **given)  # type: ignore[arg-type]
 
 
 def drafter(draft: TableDecoder, k: int, ours: object, theirs: object, **given: object) -> Watched:
@@ -66,7 +66,7 @@ def test_tokens_are_those_of_plain_decoding(
     maker = SpeculativeGenerator(source, decoder(theirs))
     for _ in range(2):
         assert torch.equal(maker.sample(prompts, **asked), plain)
-    assert not source._texts and maker.statistics.drafted > 0
+    assert not source._texts and maker.statistics.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("heat", HEATS)
@@ -104,7 +104,7 @@ def test_the_end_of_a_text_is_proposed_as_the_target_s_own() -> None:
 def test_a_draft_with_a_token_for_the_beginning_reads_it() -> None:
     ours = bytes_merged(50, bos=True)
     source = drafter(decoder(ours, slots=1), 2, ours, COARSE)
-    source.admit(0, COARSE.encode(TEXT))
+    source.add_request(0, COARSE.encode(TEXT))
     assert source._texts[0].cached[:1] == [1] and 1 not in source._texts[0].cached[1:]
 
 
@@ -117,7 +117,7 @@ def test_a_text_longer_than_the_draft_s_context_goes_on_without_it(heat: dict) -
     made = SpeculativeGenerator(source, target).sample(prompts, return_dict=True, **asked)
     assert isinstance(made, GenerationResult)
     assert torch.equal(made.sequences, target.sample(prompts, **asked))
-    assert 0 < made.statistics.drafted_per_position[0] < made.statistics.rounds
+    assert 0 < made.statistics.num_draft_tokens_per_pos[0] < made.statistics.rounds
 
 
 @settings(deadline=None, max_examples=200)
@@ -157,16 +157,16 @@ def test_only_the_end_of_a_long_text_is_encoded_anew(tokenizer: PreTrainedTokeni
 def test_without_tokenizers_the_pair_is_refused(tmp_path: Path) -> None:
     draft, target = decoder(FINE), decoder(COARSE)
     with pytest.raises(PairingError, match=r"target's tokenizer, and it was loaded from no folder"):
-        SpeculativeGenerator(draft, target, vocabulary="re-encoding")
+        SpeculativeGenerator(draft, target, vocabulary="retokenize")
     target.folder = draft.folder = tmp_path
     with pytest.raises(PairingError, match=r"needs the target's tokenizer.*has no tokenizer"):
-        SpeculativeGenerator(draft, target, vocabulary="re-encoding")
+        SpeculativeGenerator(draft, target, vocabulary="retokenize")
     COARSE.save_pretrained(tmp_path / "target")
     target.folder = tmp_path / "target"
     with pytest.raises(PairingError, match="needs the draft's tokenizer"):
-        SpeculativeGenerator(draft, target, vocabulary="re-encoding")
+        SpeculativeGenerator(draft, target, vocabulary="retokenize")
     FINE.save_pretrained(tmp_path)
-    made = SpeculativeGenerator(draft, target, vocabulary="re-encoding")
+    made = SpeculativeGenerator(draft, target, vocabulary="retokenize")
     prompts = [COARSE.encode(CORPUS[0])]
     assert torch.equal(made.sample(prompts, max_new_tokens=9), target.sample(prompts, max_new_tokens=9))
     with pytest.raises(PairingError, match=r"draft's tokenizer, a Tokenizer, cannot encode"):
@@ -176,4 +176,4 @@ def test_without_tokenizers_the_pair_is_refused(tmp_path: Path) -> None:
             vocabulary=TokenizerPair(target=COARSE, draft=FINE.backend_tokenizer),  # type: ignore[arg-type]
         )
     with pytest.raises(ConfigurationError, match="cannot share a graph"):
-        SpeculativeGenerator(draft, target, vocabulary="re-encoding", fused=True).sample(prompts, max_new_tokens=9)
+        SpeculativeGenerator(draft, target, vocabulary="retokenize", fused=True).sample(prompts, max_new_tokens=9)

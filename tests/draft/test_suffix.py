@@ -79,37 +79,35 @@ def proposed(drafter: SuffixDrafter, slot: int = 0) -> list[int]:
 
 def test_short_repetitions_are_left_alone() -> None:
     drafter = SuffixDrafter(4, shortest=3)
-    drafter.admit(0, [1, 2, 3, 9, 2, 3])
+    drafter.add_request(0, [1, 2, 3, 9, 2, 3])
     assert proposed(drafter) == []
-    drafter.observe(commit([9, 2, 3], 6))
+    drafter.update(commit([9, 2, 3], 6))
     assert proposed(drafter) == [9, 2, 3]
 
 
 def test_a_repetition_of_few_tokens_proposes_few() -> None:
     drafter = SuffixDrafter(8)
-    drafter.admit(0, [1, 2, 9, 8, 7, 6, 5, 4, 3, 0, 1, 2])
-    assert drafter.depths == (4, 8) and proposed(drafter) == [9, 8, 7, 6], "twice as many"
-    drafter.observe(commit([9, 8, 7], 12))
+    drafter.add_request(0, [1, 2, 9, 8, 7, 6, 5, 4, 3, 0, 1, 2])
+    assert drafter.draft_lengths == (4, 8) and proposed(drafter) == [9, 8, 7, 6], "twice as many"
+    drafter.update(commit([9, 8, 7], 12))
     assert proposed(drafter) == [6, 5, 4, 3, 0, 1, 2, 9]
     wide = SuffixDrafter(8, factor=0.5)
-    wide.admit(0, [1, 2, 9, 8, 1, 2])
-    assert proposed(wide) == [9] and wide.shortened(2).depths == (2,)
+    wide.add_request(0, [1, 2, 9, 8, 1, 2])
+    assert proposed(wide) == [9] and wide.shortened(2).draft_lengths == (2,)
     with pytest.raises(ConfigurationError, match="without a draft"):
         SuffixDrafter(8, factor=0.4)
 
 
 def test_earlier_outputs_are_shared_and_prompts_are_not() -> None:
     drafter = SuffixDrafter(3, corpus=100)
-    drafter.admit(0, [7, 7, 7])
-    drafter.observe(commit([1, 2, 3, 4, 5], 3))
-    drafter.admit(1, [9])  # while the first is under way
-    drafter.release(0)
-    drafter.observe(
-        Commit(torch.tensor([[0, 0], [2, 3]]).int(), torch.tensor([1, 2]).int(), torch.tensor([0, 1]).int())
-    )
+    drafter.add_request(0, [7, 7, 7])
+    drafter.update(commit([1, 2, 3, 4, 5], 3))
+    drafter.add_request(1, [9])  # while the first is under way
+    drafter.finish_request(0)
+    drafter.update(Commit(torch.tensor([[0, 0], [2, 3]]).int(), torch.tensor([1, 2]).int(), torch.tensor([0, 1]).int()))
     assert proposed(drafter, 1) == [4, 5]
-    drafter.release(1)
-    drafter.admit(0, [7, 7])
+    drafter.finish_request(1)
+    drafter.add_request(0, [7, 7])
     assert proposed(drafter) == []
 
 
@@ -135,13 +133,13 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8], [1, 2, 3]]
 @pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4}])
 @pytest.mark.parametrize("slots", [1, 2])
 def test_chains_of_drafters_change_no_token(slots: int, heat: dict) -> None:
-    plain = TableDecoder(TARGET, slots=slots, reaches=(32, 64)).sample(PROMPTS, max_new_tokens=50, **heat)
+    plain = TableDecoder(TARGET, slots=slots, kv_buckets=(32, 64)).sample(PROMPTS, max_new_tokens=50, **heat)
     for first in ("suffix", "ngram", SuffixDrafter(5, corpus=64), lambda text: text[-2:]):
-        draft = TableDecoder(near(TARGET, seed=1, spread=0.6), slots=slots, reaches=(48,))
-        maker = SpeculativeGenerator([first, draft], TableDecoder(TARGET, slots=slots, reaches=(32, 64)), k=3)
+        draft = TableDecoder(near(TARGET, seed=1, spread=0.6), slots=slots, kv_buckets=(48,))
+        maker = SpeculativeGenerator([first, draft], TableDecoder(TARGET, slots=slots, kv_buckets=(32, 64)), k=3)
         for _ in range(2):
             assert torch.equal(maker.sample(PROMPTS, max_new_tokens=50, **heat), plain)
-        assert maker.statistics.accepted > 0
+        assert maker.statistics.num_accepted_tokens > 0
 
 
 def test_the_model_is_spared_where_the_text_repeats_and_has_no_gap_after() -> None:
@@ -154,7 +152,7 @@ def test_the_model_is_spared_where_the_text_repeats_and_has_no_gap_after() -> No
 
     maker = SpeculativeGenerator([sometimes, other], one, k=3)
     assert maker.sample([PROMPTS[0]], max_new_tokens=50)[0].tolist() == text
-    assert maker.statistics.accepted == maker.statistics.drafted
+    assert maker.statistics.num_accepted_tokens == maker.statistics.num_draft_tokens
     assert other.body.forwards < one.body.forwards * 3
 
 
@@ -167,8 +165,8 @@ def test_drafters_in_a_list_may_have_depths_of_their_own() -> None:
 
     maker = SpeculativeGenerator([sometimes, (TableDecoder(TARGET), 2)], TableDecoder(TARGET), k=6)
     assert maker.sample([PROMPTS[0]], max_new_tokens=50)[0].tolist() == text
-    counts = maker.statistics.accepted_per_position
-    assert maker.statistics.accepted == maker.statistics.drafted and len(counts) == 6
+    counts = maker.statistics.num_accepted_tokens_per_pos
+    assert maker.statistics.num_accepted_tokens == maker.statistics.num_draft_tokens and len(counts) == 6
     assert counts[1] > counts[2] >= counts[5] > 0
     for wrong, said in (
         ((TableDecoder(TARGET), 7), "1 to k=6"),
@@ -193,7 +191,7 @@ def test_short_proposals_of_a_list_have_a_graph_of_their_own_and_all_are_made_ah
     for rows in (1, 3, 7):
         assert any(name.startswith(f"verify[{rows} chain") for name in made), made
     assert torch.equal(maker.sample(REPEATS, max_new_tokens=60), plain)
-    assert maker.statistics.drafted and {name for name, _ in target._steps} == made
+    assert maker.statistics.num_draft_tokens and {name for name, _ in target._steps} == made
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -206,7 +204,7 @@ def test_who_has_nothing_to_say_of_nonsense_has_its_graphs_made_ahead(
     maker.compile()
     made = set(target._steps)
     maker.sample(REPEATS, max_new_tokens=40)
-    assert maker.statistics.drafted and set(target._steps) == made
+    assert maker.statistics.num_draft_tokens and set(target._steps) == made
 
 
 @pytest.mark.parametrize("names", [["none", "ngram"], [None, "ngram"], ["ngram", "none"], ["none"], [lift(list, 0)]])
@@ -217,7 +215,7 @@ def test_one_that_proposes_nothing_may_stand_in_a_chain(names: list[object], k: 
     plain = TableDecoder(TARGET).sample([PROMPTS[0]], max_new_tokens=20)
     maker = SpeculativeGenerator(names, TableDecoder(TARGET), k=k)  # type: ignore[arg-type]
     assert torch.equal(maker.sample([PROMPTS[0]], max_new_tokens=20), plain)
-    assert (maker.statistics.drafted > 0) == ("ngram" in names)
+    assert (maker.statistics.num_draft_tokens > 0) == ("ngram" in names)
 
 
 def test_what_cannot_stand_in_a_chain_is_refused() -> None:

@@ -70,7 +70,7 @@ def test_what_has_too_little_in_common_or_no_tokenizer_is_refused(monkeypatch: p
     monkeypatch.setattr("paceline.vocab_compat._vocabulary", lambda folder: {"x": 0} if folder == "draft" else WORDS)
     with pytest.raises(PairingError, match="only 0 of the target's 12 tokens"):
         SpeculativeGenerator(draft, target, vocabulary="intersection")
-    with pytest.raises(ConfigurationError, match="'same', 'intersection', 're-encoding'"):
+    with pytest.raises(ConfigurationError, match="'same', 'intersection', 'retokenize'"):
         SpeculativeGenerator(draft, target, vocabulary="union")
 
 
@@ -83,4 +83,4 @@ def test_equal_vocabularies_meet_in_all_of_them(workshop: Workshop) -> None:
     words = {str(i): i for i in range(size)}
     plain.drafter.vocabulary = IntersectionVocabMap(words, words, sizes=(size, size))  # type: ignore[union-attr]
     assert torch.equal(plain.sample(PROMPTS, max_new_tokens=20), wanted)
-    assert plain.statistics.accepted > 0
+    assert plain.statistics.num_accepted_tokens > 0

@@ -34,7 +34,7 @@ def test_the_first_pick_of_a_tree_is_the_pick_of_a_chain(
     positions = torch.tensor([[3], [70], [5], [90]], dtype=torch.int32)
     hidden = torch.randn(4, 1, head.config.hidden_size)
     worth, picks = best(head, hidden, 3, sampling=sampling, positions=positions)
-    chosen = head.kernels.choose(head.spread(head.logits(hidden)), positions, sampling)
+    chosen = head.kernels.sample_tokens(head.spread(head.logits(hidden)), positions, sampling)
     assert torch.equal(picks[..., 0], chosen)
     assert (worth <= 0).all() and (worth.diff(dim=-1) <= 1e-3).all() and (worth.exp().sum(-1) <= 1.0001).all()
 

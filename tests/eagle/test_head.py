@@ -172,9 +172,9 @@ def test_after_rounds_the_cache_is_that_of_one_pass(
     kept = (made.head.keys.clone(), made.head.values.clone())
     for slot, prompt in enumerate(prompts):
         text = texts[slot][: len(prompt) + 50]
-        made.admit(slot, text[:-1], features(target, text[:-1], made))
+        made.add_request(slot, text[:-1], features(target, text[:-1], made))
         # The last round's own commit is read by the round that follows, which did not come.
-        sure = len(text) - 2 - growth.outline.depth - 1
+        sure = len(text) - 2 - growth.draft_shape.depth - 1
         for before, after in zip(kept, (made.head.keys, made.head.values), strict=True):
             torch.testing.assert_close(before[slot, :, idle:sure], after[slot, :, idle:sure], rtol=1e-3, atol=1e-3)
 
@@ -189,14 +189,14 @@ def test_a_head_shares_the_tensors_of_its_target(workshop: Workshop, tmp_path: P
 
 def proposed(made: EagleDrafter, real: Tensor) -> tuple[Tensor, Tensor | None]:
     """A greedy proposal after `TEXT` and the token 7, whose features are those of the text's end."""
-    made.admit(0, TEXT, real)
-    width = made.outline.depth + 1
+    made.add_request(0, TEXT, real)
+    width = made.draft_shape.depth + 1
     tokens = torch.full((1, width), -1, dtype=torch.int32)
     tokens[0, 0] = 7
     states = torch.zeros(1, width, real.shape[1])
     states[0, 0] = real[-1]
     one, start = torch.ones(1, dtype=torch.int32), torch.tensor([len(TEXT)], dtype=torch.int32)
     commit = Commit(tokens, one, start, states)
-    made.observe(commit)
+    made.update(commit)
     found = made.propose(commit, sampling_tensors([Sampling()]), RoundLimits(one * width, len(TEXT) + 1))
     return found.tokens, found.parents if isinstance(found.parents, Tensor) else None

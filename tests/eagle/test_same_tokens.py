@@ -39,7 +39,7 @@ def test_fused_or_not_the_same_is_drafted(workshop: Workshop, tmp_path: Path, gr
             generator = SpeculativeGenerator(drafter(tmp_path, target, 3, growth), target, fused=fused)
             ours = generator.sample(PROMPTS, max_new_tokens=20, **sampling)
             assert torch.equal(ours, target.sample(PROMPTS, max_new_tokens=20, **sampling)), sampling
-            accepted.append(generator.statistics.accepted_per_position)
+            accepted.append(generator.statistics.num_accepted_tokens_per_pos)
         assert accepted[0] == accepted[1]
 
 
@@ -87,19 +87,19 @@ def test_rounds_that_asked_nothing_are_read_before_the_next_proposal(workshop: W
     class Both:
         """Gives what ``made`` proposes, and asks ``other`` every third time."""
 
-        outline, reads, reach = made.outline, made.reads, made.reach
+        draft_shape, reads, reach = made.draft_shape, made.reads, made.max_positions
 
-        def admit(self, *inputs: object) -> None:
-            made.admit(*inputs)  # type: ignore[arg-type]
-            other.admit(*inputs)  # type: ignore[arg-type]
+        def add_request(self, *inputs: object) -> None:
+            made.add_request(*inputs)  # type: ignore[arg-type]
+            other.add_request(*inputs)  # type: ignore[arg-type]
 
-        def release(self, slot: int) -> None:
-            made.release(slot)
-            other.release(slot)
+        def finish_request(self, slot: int) -> None:
+            made.finish_request(slot)
+            other.finish_request(slot)
 
-        def observe(self, commit: object) -> None:
-            made.observe(commit)  # type: ignore[arg-type]
-            other.observe(commit)  # type: ignore[arg-type]
+        def update(self, commit: object) -> None:
+            made.update(commit)  # type: ignore[arg-type]
+            other.update(commit)  # type: ignore[arg-type]
 
         propose = staticmethod(sometimes)
 
@@ -123,8 +123,8 @@ def test_where_depths_change_the_cache_is_that_of_one_pass(
         made, other = (drafter(tmp_path, target, version, Chain(4)) for _ in range(2))
         generator = SpeculativeGenerator(made, target, k=(0, 1, 4))
         text = generator.sample(PROMPTS[:1], max_new_tokens=30)[0].tolist()
-        assert set(generator.statistics.rungs) == {0, 1, 4}
-        other.admit(0, text, features(target, text, other))
+        assert set(generator.statistics.draft_lengths) == {0, 1, 4}
+        other.add_request(0, text, features(target, text, other))
         read = len(text) - 8  # behind that, the last commits and drafts
         for ours, wanted in ((made.head.keys, other.head.keys), (made.head.values, other.head.values)):
             torch.testing.assert_close(ours[:, :, :read], wanted[:, :, :read], rtol=1e-4, atol=1e-4)
@@ -198,7 +198,7 @@ def test_the_drafter_is_one_that_can_share_a_graph(workshop: Workshop, tmp_path:
 def test_graphs_that_read_a_text_are_those_of_every_growth(workshop: Workshop, tmp_path: Path) -> None:
     target = fresh(workshop.checkpoint())
     for growth in (Chain(2), DynamicTree(8, depth=3, width=3)):
-        drafter(tmp_path, target, 3, growth).admit(0, PROMPTS[0], torch.zeros(len(PROMPTS[0]), 96))
+        drafter(tmp_path, target, 3, growth).add_request(0, PROMPTS[0], torch.zeros(len(PROMPTS[0]), 96))
     names = [graph.name for graph in target._used]
     assert names == [names[0]] * 2 and "reads" in names[0]
     assert target._used[0].facts == target._used[1].facts

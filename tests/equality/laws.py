@@ -81,4 +81,4 @@ def stumbling(known: list[list[int]], *, every: int = 3) -> Callable[[list[int]]
 
 def assert_rolled_back(result: GenerationResult) -> None:
     """Equality shows nothing when all drafts are accepted, or none."""
-    assert 0 < result.statistics.accepted < result.statistics.drafted
+    assert 0 < result.statistics.num_accepted_tokens < result.statistics.num_draft_tokens

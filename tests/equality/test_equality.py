@@ -49,7 +49,7 @@ def test_speculation_gives_the_tokens_of_plain_decoding(
     result = run(SpeculativeGenerator(drafts(kind, workshop, backend, known), target, k=k), LAWS[law])  # type: ignore[arg-type]
     assert texts(result) == known
     if k == 0:
-        assert result.statistics.drafted == 0
+        assert result.statistics.num_draft_tokens == 0
     elif kind != "ngram":
         assert_rolled_back(result)
 
@@ -93,7 +93,7 @@ def test_rounds_without_a_proposal_may_take_a_narrower_graph(
         assert texts(run(generator, LAWS[law])) == known
         one = [[*PROMPTS[0]]]  # one request: when it is not drafted for, nobody is
         assert texts(run(generator, LAWS[law], prompts=one)) == known[:1]
-    assert target.is_ready("verify[1 chain of 0,match,from 5 to 5]", target.reach(1))
+    assert target.is_ready("verify[1 chain of 0,match,from 5 to 5]", target.bucket_for(1))
 
 
 def test_more_requests_than_slots_queue(workshop: Workshop) -> None:
@@ -137,4 +137,4 @@ def test_a_model_that_drafts_for_itself_is_always_accepted(workshop: Workshop) -
     for law in LAWS.values():
         for k in (1, 4):
             statistics = run(SpeculativeGenerator(own, target, k=k), law, new=k * 5 + 1).statistics
-            assert statistics.accepted == statistics.drafted > 0
+            assert statistics.num_accepted_tokens == statistics.num_draft_tokens > 0

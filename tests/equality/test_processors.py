@@ -46,7 +46,7 @@ def test_a_processor_is_called_once_for_every_token_and_never_on_a_rejected_text
     seen = Growing()
     result = run(SpeculativeGenerator(draft, target, k=4), {**LAWS["cool"], "logits_processor": [seen]}, prompts=ONE)
     text = texts(result)[0]
-    assert 0 < result.statistics.accepted < result.statistics.drafted
+    assert 0 < result.statistics.num_accepted_tokens < result.statistics.num_draft_tokens
     assert seen.seen == [text[: len(ONE[0]) + i] for i in range(NEW)]
 
 
@@ -74,7 +74,7 @@ def test_nothing_is_seen_behind_the_end_of_a_text(workshop: Workshop, by: str, l
     asked: Law = {**LAWS[law], **ending, "logits_processor": [Growing()]}
     result = run(SpeculativeGenerator(oracle, target, k=4), asked, prompts=prompts)
     assert texts(result) == alone and at.seen == asked_alone
-    assert result.statistics.accepted > 0
+    assert result.statistics.num_accepted_tokens > 0
 
 
 class Ends:

@@ -64,7 +64,7 @@ def test_whole_trees_of_every_source(workshop: Workshop, tree: str, slots: int) 
         law = {"do_sample": True, "temperature": temperature, "seed": 3} if temperature else {}
         result = run(generator, law, prompts=prompts, new=6)
         assert texts(result) == plain(target, law, prompts=prompts, new=6)
-        assert result.statistics.drafted
+        assert result.statistics.num_draft_tokens
 
 
 @pytest.mark.parametrize("law", ["greedy", "hot and cut"])
@@ -75,7 +75,7 @@ def test_fused_or_not_the_same_is_drafted(workshop: Workshop, heads_folder: Path
         for fused in (True, False)
     ]
     assert texts(made[0]) == texts(made[1])
-    assert made[0].statistics.accepted_per_position == made[1].statistics.accepted_per_position
+    assert made[0].statistics.num_accepted_tokens_per_pos == made[1].statistics.num_accepted_tokens_per_pos
 
 
 def test_what_is_no_tree_is_refused_before_heads_are_read(workshop: Workshop, tmp_path: Path) -> None:
@@ -130,20 +130,20 @@ class Recorder:
 
     def __init__(self, inner: MedusaDrafter) -> None:
         self.inner, self.seen = inner, list[tuple[int, list[int]]]()
-        self.outline, self.reads, self.reach = inner.outline, inner.reads, inner.reach
+        self.draft_shape, self.reads, self.max_positions = inner.draft_shape, inner.reads, inner.max_positions
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        self.inner.admit(slot, prompt, features)
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        self.inner.add_request(slot, prompt, features)
 
-    def release(self, slot: int) -> None:
-        self.inner.release(slot)
+    def finish_request(self, slot: int) -> None:
+        self.inner.finish_request(slot)
 
-    def observe(self, commit: Commit) -> None:
-        self.inner.observe(commit)
+    def update(self, commit: Commit) -> None:
+        self.inner.update(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         made = self.inner.propose(commit, sampling, bounds)
-        self.seen.append((int(commit.start[0] + commit.count[0]), made.tokens[0].tolist()))
+        self.seen.append((int(commit.first_row[0] + commit.count[0]), made.tokens[0].tolist()))
         return made
 
 
@@ -171,7 +171,7 @@ def test_a_sampled_round_ranks_with_the_target_s_noise(workshop: Workshop, heads
 
     class Blind(MedusaDrafter):
         def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-            return super().propose(commit, SamplingTensors(torch.zeros_like(sampling.knobs), sampling.keys), bounds)
+            return super().propose(commit, SamplingTensors(torch.zeros_like(sampling.params), sampling.seeds), bounds)
 
     taken = []
     for kind in (MedusaDrafter, Blind):
@@ -212,7 +212,7 @@ def test_it_is_a_drafter_that_can_be_fused(workshop: Workshop, heads_folder: Pat
     assert isinstance(drafter, TraceableDrafter)
     other = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder(), tree=[[0]])
     assert drafter.name(1) != other.name(1)
-    assert drafter.facts() != other.facts()
+    assert drafter.cache_key() != other.cache_key()
     drafter.heads.config = replace(drafter.heads.config, base="somewhere/else")
     alike = MedusaDrafter(drafter.heads, drafter.target, drafter.choices)
     assert alike.name(1) == drafter.name(1), "heads of one shape have one artefact, wherever their target came from"
@@ -228,5 +228,5 @@ def test_trees_and_targets_that_do_not_fit_are_refused(workshop: Workshop, heads
     with pytest.raises(ConfigurationError, match="for chains"):
         run(SpeculativeGenerator(MedusaDrafter.from_pretrained(heads_folder, target), target, acceptor="reject"), {})
     drafter = MedusaDrafter.from_pretrained(heads_folder, target, tree=Choices.chain(2))
-    assert drafter.outline.is_chain
-    assert run(SpeculativeGenerator(drafter, target, acceptor="reject"), {}).statistics.accepted
+    assert drafter.draft_shape.is_chain
+    assert run(SpeculativeGenerator(drafter, target, acceptor="reject"), {}).statistics.num_accepted_tokens

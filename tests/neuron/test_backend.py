@@ -107,9 +107,9 @@ def test_features_stay_on_the_device(
         generator = SMALL[heads](target, tmp_path / backend)
         # Three prompts for two slots: when the third one comes in, the features of the other slot are fetched.
         done = generator.sample([*PROMPTS, [7] * 5], return_dict=True, **asked)
-        seen.append((done.sequences.tolist(), done.statistics.rounds, done.statistics.accepted_per_position))
+        seen.append((done.sequences.tolist(), done.statistics.rounds, done.statistics.num_accepted_tokens_per_pos))
     assert seen[0] == seen[1] and sum(seen[0][2])
-    depth, slots = generator.drafter.outline.depth, 2
+    depth, slots = generator.drafter.draft_shape.depth, 2
     # Every round, the last one of a text too, where nothing can be accepted.
     check_rounds(rounds, most=(depth + 3) * slots * 4)
     # Features go in where a prompt was read since the last round, and never come out.

@@ -57,7 +57,7 @@ def test_the_time_of_reading_what_a_rest_has_left_is_no_rungs() -> None:
 def test_every_rung_is_tried_with_a_draft_that_has_little_to_say(fused: bool | None) -> None:
     maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=DRAFT_LENGTHS, confidence=0.9, fused=fused)
     maker.sample([[1, 2, 3]], max_new_tokens=40)
-    assert set(maker.statistics.rungs) == set(DRAFT_LENGTHS)
+    assert set(maker.statistics.draft_lengths) == set(DRAFT_LENGTHS)
 
 
 class Dice(DraftLengthController):
@@ -92,26 +92,26 @@ def test_rungs_at_random_leave_no_gap_and_change_no_token(
     made = maker.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
     if acceptor == "match" or not heat:
         assert torch.equal(made.sequences, plain)
-    assert set(made.statistics.rungs) == set(DRAFT_LENGTHS)
+    assert set(made.statistics.draft_lengths) == set(DRAFT_LENGTHS)
     itself = Random(TableDecoder(TARGET, **own), TableDecoder(TARGET, **own), **how)
     done = itself.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
-    assert done.statistics.accepted == done.statistics.drafted > 0
+    assert done.statistics.num_accepted_tokens == done.statistics.num_draft_tokens > 0
 
 
 def test_a_commit_too_wide_for_a_rung_is_two_commits() -> None:
     tokens = torch.tensor([[1, 2, 3, 4, 5], [6, 7, PAD, PAD, PAD]], dtype=torch.int32)
     whole = Commit(tokens, torch.tensor([5, 2], dtype=torch.int32), torch.tensor([10, 20], dtype=torch.int32))
     early, last = fitted(whole, 3)
-    assert early is not None and early.count.tolist() == [2, 0] and early.start.tolist() == [10, 0]
+    assert early is not None and early.count.tolist() == [2, 0] and early.first_row.tolist() == [10, 0]
     assert early.tokens[0, :2].tolist() == [1, 2]
     assert last.tokens.tolist() == [[3, 4, 5], [6, 7, PAD]]
-    assert last.count.tolist() == [3, 2] and last.start.tolist() == [12, 20]
+    assert last.count.tolist() == [3, 2] and last.first_row.tolist() == [12, 20]
     early, same = fitted(last, 5)
     assert early is None and same.tokens.tolist() == [[3, 4, 5, PAD, PAD], [6, 7, PAD, PAD, PAD]]
     early, back = fitted(same, 3)
     assert early is None and back.tokens.tolist() == last.tokens.tolist()
     for made in (last, same, back):
-        assert made.tokens.dtype == made.count.dtype == made.start.dtype == torch.int32
+        assert made.tokens.dtype == made.count.dtype == made.first_row.dtype == torch.int32
         assert made.tokens.is_contiguous()
 
 
@@ -127,7 +127,7 @@ def test_a_ladder_takes_the_graphs_of_its_depths_and_makes_them_ahead(workshop: 
     widths = {name.split("from ")[1].split("]")[0] for name in made if "from " in name}
     assert widths == {"1 to 1", "2 to 2", "3 to 3", "5 to 5", "9 to 9"}
     assert torch.equal(maker.sample(PROMPTS, max_new_tokens=40), plain)
-    assert set(maker.statistics.rungs) == set(DRAFT_LENGTHS) and {name for name, _ in target._steps} == made
+    assert set(maker.statistics.draft_lengths) == set(DRAFT_LENGTHS) and {name for name, _ in target._steps} == made
 
 
 def test_compiled_models_on_a_ladder(workshop: Workshop) -> None:
@@ -136,7 +136,7 @@ def test_compiled_models_on_a_ladder(workshop: Workshop) -> None:
     plain = target.sample(PROMPTS, max_new_tokens=40)
     made = SpeculativeGenerator(draft, target, k=ladder).sample(PROMPTS, max_new_tokens=40, return_dict=True)
     assert torch.equal(made.sequences, plain)
-    assert set(made.statistics.rungs) <= set(ladder)
+    assert set(made.statistics.draft_lengths) <= set(ladder)
 
 
 @pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4, "top_p": 0.9}])
@@ -148,7 +148,7 @@ def test_several_plain_steps_in_one_graph_are_plain_decoding(k: int, heat: dict)
     maker = Checked(None, TableDecoder(TARGET, **own), k=k)
     assert torch.equal(maker.sample(PROMPTS, **call), plain)
     done = maker.statistics
-    assert (done.drafted, done.accepted, done.tau) == (0, 0, 1.0)
+    assert (done.num_draft_tokens, done.num_accepted_tokens, done.tau) == (0, 0, 1.0)
     assert done.rounds >= done.new_tokens - len(PROMPTS)  # steps; some ran past an end
     assert max(len(event.tokens) for event in maker.stream(PROMPTS, max_new_tokens=45)) == k + 1
 
@@ -172,23 +172,23 @@ def test_a_rest_takes_several_plain_steps_at_once_unless_a_text_has_no_room_for_
     maker = Resting(TableDecoder(DRAFT, **own), TableDecoder(TARGET, **own), k=DRAFT_LENGTHS, exact=False)
     assert torch.equal(maker.sample(PROMPTS, max_new_tokens=41), plain)
     done = maker.statistics
-    assert (done.drafted, done.tau) == (0, 1.0) and len(done.rungs) < 41
+    assert (done.num_draft_tokens, done.tau) == (0, 1.0) and len(done.draft_lengths) < 41
     events = list(maker.stream(PROMPTS, max_new_tokens=41))
     assert max(len(event.tokens) for event in events) == 5
     # Who does without drafts has no limit to tell how much is wanted: one token a round, for all.
-    events = list(maker.stream(PROMPTS[:2], max_new_tokens=41, speculate=[True, False]))
+    events = list(maker.stream(PROMPTS[:2], max_new_tokens=41, use_speculation=[True, False]))
     assert max(len(event.tokens) for event in events) == 1
 
 
 def test_a_request_may_do_without_drafts() -> None:
     maker = Checked(TableDecoder(DRAFT, slots=2), TableDecoder(TARGET, slots=2), k=3)
     plain = TableDecoder(TARGET, slots=2).sample(PROMPTS, max_new_tokens=30)
-    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30, speculate=[True, False, True, False]), plain)
-    some = maker.statistics.drafted
-    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30, speculate=False), plain)
-    assert maker.statistics.drafted == 0 < some
+    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30, use_speculation=[True, False, True, False]), plain)
+    some = maker.statistics.num_draft_tokens
+    assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30, use_speculation=False), plain)
+    assert maker.statistics.num_draft_tokens == 0 < some
     with pytest.raises(SamplingError, match="2 entries for 4 prompts"):
-        maker.sample(PROMPTS, max_new_tokens=30, speculate=[True, False])
+        maker.sample(PROMPTS, max_new_tokens=30, use_speculation=[True, False])
 
 
 def test_why_a_round_is_in_two_graphs_is_said(caplog: pytest.LogCaptureFixture) -> None:
@@ -209,7 +209,7 @@ def test_a_draft_in_doubt_stops(fused: bool | None) -> None:
         draft, target = TableDecoder(DRAFT, slots=2), TableDecoder(TARGET, slots=2)
         maker = Checked(draft, target, k=4, confidence=confidence, fused=fused)
         assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30), plain)
-        drafted.append(maker.statistics.drafted)
+        drafted.append(maker.statistics.num_draft_tokens)
         rates.append(maker.statistics.acceptance_rate)
     assert drafted == sorted(drafted, reverse=True) and drafted[0] > drafted[2] and drafted[3] == 0
     assert rates[2] > rates[0]

@@ -60,8 +60,8 @@ def test_a_network_that_drafts_for_itself_is_always_accepted(
 ) -> None:
     generator = SpeculativeGenerator(load(folders[0]), load(folders[0]), k=k, acceptor=acceptor)
     done = run(generator, PROMPTS[:1], max_new_tokens=1 + 2 * (k + 1), **asked)
-    assert done.statistics.drafted == 2 * k
-    assert done.statistics.accepted == 2 * k
+    assert done.statistics.num_draft_tokens == 2 * k
+    assert done.statistics.num_accepted_tokens == 2 * k
 
 
 @pytest.mark.parametrize("asked", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -84,23 +84,23 @@ def test_the_cache_after_accepted_and_rejected_drafts_is_that_of_the_text(
     source = lift(coin(wanted, 4, vocab_size=V, alpha=0.6, seed=1), 4)
     done = run(SpeculativeGenerator(source, target, k=4), [prompt], max_new_tokens=40, **asked)
     text = texts(done)[0]
-    assert 0 < done.statistics.accepted < done.statistics.drafted
+    assert 0 < done.statistics.num_accepted_tokens < done.statistics.num_draft_tokens
     exact = logits_of(judge, text)
     for at in (len(text) - 1, len(text) - 6, len(prompt) + 1):  # from the end, since reading writes
         tokens = torch.tensor([text[at : at + 1]], dtype=torch.int32)
-        got = steps.window(target, tokens, torch.tensor([at], dtype=torch.int32), reach=target.reach(at + 1))[0]
+        got = steps.window(target, tokens, torch.tensor([at], dtype=torch.int32), reach=target.bucket_for(at + 1))[0]
         torch.testing.assert_close(got[0, 0], exact[at], atol=2e-4, rtol=1e-4)
 
 
 def test_the_draft_s_cache_is_that_of_the_text_too(folders: tuple[Path, Path]) -> None:
     draft = load(folders[1])
     done = run(SpeculativeGenerator(draft, load(folders[0]), k=4), PROMPTS[:1], max_new_tokens=40, **SAMPLED)
-    assert 0 < done.statistics.accepted < done.statistics.drafted
+    assert 0 < done.statistics.num_accepted_tokens < done.statistics.num_draft_tokens
     text = texts(done)[0]
     exact = logits_of(LlamaForCausalLM.from_pretrained(folders[1]).eval(), text)
     at = len(text) - 8  # what the very last rounds committed is never read by a draft
     tokens = torch.tensor([text[at : at + 1]], dtype=torch.int32)
-    got = steps.window(draft, tokens, torch.tensor([at], dtype=torch.int32), reach=draft.reach(at + 1))[0]
+    got = steps.window(draft, tokens, torch.tensor([at], dtype=torch.int32), reach=draft.bucket_for(at + 1))[0]
     torch.testing.assert_close(got[0, 0], exact[at], atol=2e-4, rtol=1e-4)
 
 

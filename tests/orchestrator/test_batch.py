@@ -30,7 +30,7 @@ def formula(batch: Batch, reach: int | None) -> list[int]:
             continue
         length = len(text.text)
         rooms = [text.left - 1, border - length]
-        if reach is not None and slot.request.speculate:
+        if reach is not None and slot.request.use_speculation:
             rooms.append(reach - length + 1 if length <= reach else 0)
         found.append(max(0, min(rooms)))
     return found
@@ -46,24 +46,27 @@ def test_limits(data: st.DataObject) -> None:
         if batch.free is not None and data.draw(st.booleans()):
             prompt = (1,) * data.draw(st.integers(1, 20))
             stopping = Stopping(len(prompt) + data.draw(st.integers(1, 40)), eos=frozenset([0]))
-            request = Request(index, prompt, Sampling(), stopping, speculate=data.draw(st.booleans()))
+            request = Request(index, prompt, Sampling(), stopping, use_speculation=data.draw(st.booleans()))
             batch.join(batch.free, request, row, first=PrefillResult(1), logprobs=None)
             index += 1
         elif batch.active and data.draw(st.integers(0, 9)) == 0:
             batch.drop([batch.slots[batch.active[0]].request.index])  # type: ignore[union-attr]
         bounds = batch.bounds()
-        assert bounds.room is not None and bounds.room.left == formula(batch, reach)
-        drafts = [slot is not None and slot.request.speculate for slot in batch.slots]
-        limits = [min(depth, left) if asked else 0 for asked, left in zip(drafts, bounds.room.left, strict=True)]
-        assert bounds.limit.tolist() == limits
-        assert bounds.room.ends == (frozenset([0]) if batch.active else frozenset())
-        assert bounds.rows == max((len(slot.watch.text) for slot in batch.slots if slot), default=1)
-        counts = [data.draw(st.integers(1, limit + 1)) for limit in bounds.limit.tolist()]
+        assert bounds.multi_round is not None and bounds.multi_round.remaining == formula(batch, reach)
+        drafts = [slot is not None and slot.request.use_speculation for slot in batch.slots]
+        limits = [
+            min(depth, left) if asked else 0 for asked, left in zip(drafts, bounds.multi_round.remaining, strict=True)
+        ]
+        assert bounds.max_accept.tolist() == limits
+        assert bounds.multi_round.end_ids == (frozenset([0]) if batch.active else frozenset())
+        assert bounds.max_rows == max((len(slot.watch.text) for slot in batch.slots if slot), default=1)
+        counts = [data.draw(st.integers(1, limit + 1)) for limit in bounds.max_accept.tolist()]
         drawn = [data.draw(st.lists(st.sampled_from([1] * 30 + [0]), min_size=n, max_size=n)) for n in counts]
         tokens = torch.tensor([one + [PAD] * (depth + 1 - len(one)) for one in drawn], dtype=torch.int32)
         count = torch.tensor(counts, dtype=torch.int32)
         batch.apply(
-            RoundResult.one(Commit(tokens, count, batch.commit.start + batch.commit.count), [0] * size, 0.0), None
+            RoundResult.single(Commit(tokens, count, batch.commit.first_row + batch.commit.count), [0] * size, 0.0),
+            None,
         )
 
 

@@ -51,8 +51,20 @@ def test_a_speed_is_all_new_tokens_over_the_sum_of_the_median_times() -> None:
 
 def test_acceptance_by_position_has_the_proposals_of_that_place_for_a_denominator() -> None:
     """Rule C44, as printed by the benchmark: pooled over the prompts, not a mean of means."""
-    few = Statistics(rounds=2, drafted=4, accepted=1, accepted_per_position=[1, 0], drafted_per_position=[2, 2])
-    many = Statistics(rounds=8, drafted=8, accepted=8, accepted_per_position=[8], drafted_per_position=[8])
+    few = Statistics(
+        rounds=2,
+        num_draft_tokens=4,
+        num_accepted_tokens=1,
+        num_accepted_tokens_per_pos=[1, 0],
+        num_draft_tokens_per_pos=[2, 2],
+    )
+    many = Statistics(
+        rounds=8,
+        num_draft_tokens=8,
+        num_accepted_tokens=8,
+        num_accepted_tokens_per_pos=[8],
+        num_draft_tokens_per_pos=[8],
+    )
     mode = bench.Mode("any", run=lambda row: bench.Outcome(row))
     mode.seen = [[bench.Outcome([1], one, seconds=1.0)] for one in (few, many)]
     assert mode.summary()["tau"] == 1 + 9 / 10

@@ -35,15 +35,20 @@ class Gate:
     """A drafter that writes down how many requests each round has, and waits in every one until it is let through."""
 
     def __init__(self, inner: ModelDrafter) -> None:
-        self._inner, self.outline, self.reach, self.reads = inner, inner.outline, inner.reach, inner.reads
-        self.admit, self.release, self.observe = inner.admit, inner.release, inner.observe
+        self._inner, self.draft_shape, self.max_positions, self.reads = (
+            inner,
+            inner.draft_shape,
+            inner.max_positions,
+            inner.reads,
+        )
+        self.add_request, self.finish_request, self.update = inner.add_request, inner.finish_request, inner.update
         self.open, self.together, self.fails = threading.Semaphore(0), [], False
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         assert self.open.acquire(timeout=20)
         if self.fails:
             raise RuntimeError("asked for")
-        self.together.append(int((commit.start > 0).sum()))
+        self.together.append(int((commit.first_row > 0).sum()))
         return self._inner.propose(commit, sampling, bounds)
 
     def let(self, rounds: int) -> None:
@@ -105,9 +110,9 @@ def test_who_leaves_makes_room_and_hears_no_more() -> None:
         until(lambda: made[0].events)
         second, third = (pool.submit(say, made, name, PROMPTS[1], max_new_tokens=9) for name in ("second", "third"))
         made[1].let(2)
-        made[0].leave("first")
-        made[0].leave("third")
-        made[0].leave("not here yet")
+        made[0].abort("first")
+        made[0].abort("third")
+        made[0].abort("not here yet")
         made[1].let(1000)
         assert second.result(30) == wanted(PROMPTS[1], max_new_tokens=9)
         alone = wanted(PROMPTS[0], max_new_tokens=50)

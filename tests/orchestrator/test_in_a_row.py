@@ -22,7 +22,7 @@ DRAFT = near(TARGET, seed=4, spread=0.5)
 def run(generator: SpeculativeGenerator, prompts: list[list[int]], seconds: float, **asked: object) -> GenerationResult:
     """With so many seconds for rounds in a row."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounds, "IN_A_ROW", seconds)
+        patch.setattr(rounds, "MULTI_ROUND_BUDGET_S", seconds)
         done = generator.sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
     assert isinstance(done, GenerationResult)
     return done
@@ -31,7 +31,7 @@ def run(generator: SpeculativeGenerator, prompts: list[list[int]], seconds: floa
 def counts(done: GenerationResult) -> tuple[object, ...]:
     """All that a result holds but times."""
     s = done.statistics
-    places = (s.drafted_per_position, s.accepted_per_position)
+    places = (s.num_draft_tokens_per_pos, s.num_accepted_tokens_per_pos)
     return done.sequences.tolist(), done.lengths, done.finish_reasons, s.rounds, s.new_tokens, places
 
 
@@ -54,25 +54,25 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[RoundResult]:
 def test_it_does_not_matter_how_many_run_in_a_row(data: st.DataObject) -> None:
     """Slots that wait, are free, end with an id or a length, draft nothing; buckets; drafts of short context."""
     slots, k = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 5))
-    reaches = data.draw(st.sampled_from([(64,), (16, 24, 64)]))
-    short = data.draw(st.sampled_from([reaches, (20,)]))
+    kv_buckets = data.draw(st.sampled_from([(64,), (16, 24, 64)]))
+    short = data.draw(st.sampled_from([kv_buckets, (20,)]))
     prompt = st.lists(st.integers(0, V - 1), min_size=1, max_size=9)
     prompts = data.draw(st.lists(prompt, min_size=1, max_size=4))
     asked: dict[str, object] = {
         "max_new_tokens": data.draw(st.integers(1, 60)),
         "eos_token_id": data.draw(st.lists(st.integers(0, V - 1), max_size=2)),
-        "speculate": [data.draw(st.booleans()) for _ in prompts],
+        "use_speculation": [data.draw(st.booleans()) for _ in prompts],
         "do_sample": data.draw(st.booleans()),
         "seed": data.draw(st.integers(0, 9)),
     }
 
     def made() -> SpeculativeGenerator:
-        draft = TableDecoder(DRAFT, slots=slots, reaches=short)
-        return Checked(draft, TableDecoder(TARGET, slots=slots, reaches=reaches), k=k)
+        draft = TableDecoder(DRAFT, slots=slots, kv_buckets=short)
+        return Checked(draft, TableDecoder(TARGET, slots=slots, kv_buckets=kv_buckets), k=k)
 
     single, many = (run(made(), prompts, seconds, **asked) for seconds in (0.0, 60.0))
     assert counts(many) == counts(single)
-    plain = TableDecoder(TARGET, slots=slots, reaches=reaches).sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
+    plain = TableDecoder(TARGET, slots=slots, kv_buckets=kv_buckets).sample(prompts, return_dict=True, **asked)  # type: ignore[arg-type]
     assert many.sequences.tolist() == plain.sequences.tolist()  # type: ignore[union-attr]
 
 
@@ -80,16 +80,16 @@ def test_rounds_run_in_a_row_until_the_host_is_needed(calls: list[RoundResult]) 
     generator = SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), k=2)
     done = run(generator, [[1, 2, 3]], 60.0, max_new_tokens=50)
     assert len(calls) == 1, "all rounds but the last, which has nothing to draft"
-    assert done.statistics.rounds in (len(calls[0].told), len(calls[0].told) + 1)
+    assert done.statistics.rounds in (len(calls[0].reports), len(calls[0].reports) + 1)
     calls.clear()
     run(generator, [[1, 2, 3]], 0.0, max_new_tokens=50)
-    assert {len(one.told) for one in calls} == {1} and len(calls) > 10, "there is no time for a second round"
+    assert {len(one.reports) for one in calls} == {1} and len(calls) > 10, "there is no time for a second round"
 
 
 def test_no_more_than_the_most(calls: list[RoundResult]) -> None:
-    target = TableDecoder(TARGET, reaches=(256,))
-    run(SpeculativeGenerator(TableDecoder(DRAFT, reaches=(256,)), target, k=1), [[1]], 60.0, max_new_tokens=200)
-    assert max(len(one.told) for one in calls) == MOST_ROUNDS
+    target = TableDecoder(TARGET, kv_buckets=(256,))
+    run(SpeculativeGenerator(TableDecoder(DRAFT, kv_buckets=(256,)), target, k=1), [[1]], 60.0, max_new_tokens=200)
+    assert max(len(one.reports) for one in calls) == MOST_ROUNDS
 
 
 def test_who_watches_every_token_is_asked_after_every_round(calls: list[RoundResult]) -> None:
@@ -100,7 +100,7 @@ def test_who_watches_every_token_is_asked_after_every_round(calls: list[RoundRes
     for asked in asks:
         generator = SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), k=2)
         run(generator, [[1, 2, 3]], 60.0, max_new_tokens=30, **asked)
-        assert calls and {len(one.told) for one in calls} == {1}
+        assert calls and {len(one.reports) for one in calls} == {1}
         calls.clear()
 
 
@@ -113,7 +113,7 @@ def test_an_id_that_ends_a_text_ends_the_row(calls: list[RoundResult]) -> None:
     calls.clear()
     done = run(generator, [[1, 2, 3]], 60.0, eos_token_id=[last], **asked)
     assert done.finish_reasons == ["stop"] and done.sequences[0, 3:].tolist() == text[: text.index(last) + 1]
-    assert len(calls) == 1 and last in calls[0].told[-1].tokens[0]
+    assert len(calls) == 1 and last in calls[0].reports[-1].tokens[0]
 
 
 def test_a_slot_without_a_text_ends_no_row(calls: list[RoundResult]) -> None:
@@ -123,7 +123,7 @@ def test_a_slot_without_a_text_ends_no_row(calls: list[RoundResult]) -> None:
     draft = near(logits, seed=4, spread=0.5)
     generator = SpeculativeGenerator(TableDecoder(draft, slots=2), TableDecoder(logits, slots=2), k=2)
     text = run(generator, [[1, 2, 3]], 60.0, eos_token_id=[], **asked).sequences[0].tolist()
-    idle = {token for told in calls[0].told[1:-1] for token in told.tokens[1]}
+    idle = {token for told in calls[0].reports[1:-1] for token in told.tokens[1]}
     assert len(calls) == 1 and not idle <= set(text), "or nothing is shown"
     calls.clear()
     run(generator, [[1, 2, 3]], 60.0, eos_token_id=sorted(idle - set(text)), **asked)

@@ -19,7 +19,7 @@ LONG = [(7 * i + i * i) % V for i in range(N - 1)]
 
 
 def target(slots: int = 1) -> TableDecoder:
-    return TableDecoder(TARGET, slots=slots, reaches=(N,))
+    return TableDecoder(TARGET, slots=slots, kv_buckets=(N,))
 
 
 def run(g: SpeculativeGenerator, prompts: list[list[int]], **asked: object) -> GenerationResult:
@@ -62,15 +62,15 @@ def test_prompts_of_every_size_fill_all_positions(size: int, k: int) -> None:
 @pytest.mark.parametrize("size", range(1, N))
 @pytest.mark.parametrize("acceptor", ["match", "reject"])
 def test_a_draft_of_short_context_stops_drafting_and_the_text_goes_on(size: int, acceptor: str) -> None:
-    draft = TableDecoder(TARGET, reaches=(10,))
+    draft = TableDecoder(TARGET, kv_buckets=(10,))
     done = run(Checked(draft, target(), k=3, acceptor=acceptor), [LONG[:size]])
     assert texts(done) == [whole(LONG[:size])]
-    assert done.statistics.accepted == done.statistics.drafted
-    assert (done.statistics.drafted > 0) == (size < 10)
+    assert done.statistics.num_accepted_tokens == done.statistics.num_draft_tokens
+    assert (done.statistics.num_draft_tokens > 0) == (size < 10)
 
 
 def test_rows_of_all_lengths_share_a_draft_of_short_context() -> None:
-    draft = TableDecoder(DRAFT, slots=3, reaches=(10,))
+    draft = TableDecoder(DRAFT, slots=3, kv_buckets=(10,))
     prompts = [LONG[:size] for size in (1, 15, 8, 10, 9, 3, N - 1)]
     assert texts(run(Checked(draft, target(3), k=3), prompts)) == [whole(prompt) for prompt in prompts]
 
@@ -80,7 +80,7 @@ def test_rows_come_and_go_at_different_rounds(slots: int) -> None:
     prompts = [LONG[:size] for size in (5, 1, 9, 3, 20, 2, 7)]
     ends = [whole(prompt)[len(prompt) + 2] for prompt in prompts]
     wanted = [_cut(whole(prompt), len(prompt), ends[0]) for prompt in prompts]
-    draft = TableDecoder(DRAFT, slots=slots, reaches=(N,))
+    draft = TableDecoder(DRAFT, slots=slots, kv_buckets=(N,))
     for source in (draft, NgramDrafter(4), None):
         done = run(Checked(source, target(slots), k=4), prompts, eos_token_id=ends[0], pad_token_id=0)
         assert texts(done) == wanted

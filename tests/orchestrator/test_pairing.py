@@ -72,7 +72,7 @@ def test_vocabularies_of_two_sizes_work_together(
     got = one.sample([[1, 2, 3]], return_dict=True, output_scores=scores, **asked)  # type: ignore[arg-type]
     assert isinstance(got, GenerationResult)
     assert int(got.sequences.max()) < sizes[1]
-    assert got.statistics.accepted > 0
+    assert got.statistics.num_accepted_tokens > 0
     if acceptor == "match":
         plain = SpeculativeGenerator(None, target).sample([[1, 2, 3]], **asked)  # type: ignore[arg-type]
         assert torch.equal(got.sequences, plain)  # type: ignore[arg-type]

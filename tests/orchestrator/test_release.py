@@ -23,28 +23,28 @@ PROMPTS = [[1, 2, 1], [4], [5, 6], [7, 7, 8], [2, 2, 2, 2]]
 class Register:
     """A drafter that proposes nothing and knows who is seated; strict about the order of calls."""
 
-    outline = DraftShape.chain(2)
+    draft_shape = DraftShape.chain(2)
     reads: FeatureSpec | None = None
-    reach: int | None = None
+    max_positions: int | None = None
 
     def __init__(self, *, fails: bool = False) -> None:
         self.seated: set[int] = set()
         self.releases, self._fails = 0, fails
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         assert slot not in self.seated, "a slot is taken twice"
         self.seated.add(slot)
         if self._fails:
             raise LookupError("no idea")
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         self.seated.discard(slot)
         self.releases += 1
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """No round without a request; a slot that holds one is past its prompt."""
         assert self.seated
-        assert all(commit.start[slot] > 0 for slot in self.seated)
+        assert all(commit.first_row[slot] > 0 for slot in self.seated)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         return Proposal(torch.full((len(commit.tokens), 2), -1, dtype=torch.int32))

@@ -21,7 +21,7 @@ TARGET = table(V, seed=7, spread=2.0)
 
 
 def generator(slots: int = 1) -> SpeculativeGenerator:
-    return SpeculativeGenerator("ngram", TableDecoder(TARGET, slots=slots, reaches=(16,)), k=2)
+    return SpeculativeGenerator("ngram", TableDecoder(TARGET, slots=slots, kv_buckets=(16,)), k=2)
 
 
 def _plainly(given: object) -> str:
@@ -100,8 +100,8 @@ SAMPLING_ERRORS = [
     ({"eos_token_id": "end"}, "eos_token_id must be an integer or a list of them, not str 'end'"),
     ({"eos_token_id": [1, None]}, "eos_token_id must be an integer or a list"),
     ({"eos_token_id": torch.tensor([1])}, "not a tensor of shape [1]"),
-    ({"speculate": None}, "speculate must be True, False or a list of them, not NoneType None"),
-    ({"speculate": [1]}, "speculate must be True, False or a list of them, not list [1]"),
+    ({"use_speculation": None}, "use_speculation must be True, False or a list of them, not NoneType None"),
+    ({"use_speculation": [1]}, "use_speculation must be True, False or a list of them, not list [1]"),
     ({"stop_strings": [3]}, "stop_strings must be a string or a list of strings, not list [3]"),
     ({"stop_strings": "x", "tokenizer": "gpt2"}, "need the tokenizer"),
     ({"stopping_criteria_list": len}, "stopping_criteria_list must be a list of callables"),
@@ -174,7 +174,7 @@ def test_padding_on_either_side_is_left_out() -> None:
     ("eos", "pad", "wanted"), [((), None, 0), ((3, 4), None, 3), ((3,), 5, 5)], ids=["zero", "eos", "pad"]
 )
 def test_rows_are_padded_with_the_checkpoint_s_pad_id(eos: tuple[int, ...], pad: int | None, wanted: int) -> None:
-    decoder = TableDecoder(TARGET, slots=2, reaches=(16,), eos=eos, pad=pad)
+    decoder = TableDecoder(TARGET, slots=2, kv_buckets=(16,), eos=eos, pad=pad)
     got = decoder.sample([[1, 2, 3], [4]], max_new_tokens=1)
     assert got[1, 2:].tolist() == [wanted, wanted]  # type: ignore[union-attr]
 
@@ -189,7 +189,7 @@ CONFIGURATION_ERRORS = [
     ({"exact": "no"}, "exact must be True or False, not 'no'"),
     ({"fused": 0}, "fused must be True, False or None, not 0"),
     ({"confidence": "0.5"}, "confidence must be a number from 0 (off) to 1, not '0.5'"),
-    ({"simulate_acceptance": "0.5"}, "alpha='0.5' of simulated acceptance is no probability"),
+    ({"synthetic_acceptance": "0.5"}, "alpha='0.5' of simulated acceptance is no probability"),
     ({"k": -1}, "k must be 0 or more drafted tokens per round, not -1"),
     ({"draft": "prefix"}, "no drafter is called 'prefix'; there are none, ngram, suffix"),
     ({"draft": 3}, "draft is a int; give a decoder, a drafter, a function"),
@@ -198,12 +198,12 @@ CONFIGURATION_ERRORS = [
     ({"k": 128}, "a window of 129 rows does not fit"),
     ({"draft": None, "acceptor": "reject"}, "acceptance by Reject needs a drafter"),
     ({"draft": None, "acceptor": "typical"}, "acceptance by Typical needs a drafter"),
-    ({"draft": "none", "simulate_acceptance": 0.5}, "acceptance by Simulated needs a drafter"),
+    ({"draft": "none", "synthetic_acceptance": 0.5}, "acceptance by Simulated needs a drafter"),
     ({"draft": None, "fused": True}, "fused=True needs a draft"),
     ({"confidence": 0.9}, "confidence is of a draft model, and draft holds no decoder"),
     ({"vocabulary": "intersection"}, "vocabulary is of a draft model"),
     ({"vocabulary": "anything"}, "vocabulary is of a draft model"),
-    ({"draft": ["suffix", "ngram"], "vocabulary": "re-encoding"}, "vocabulary is of a draft model"),
+    ({"draft": ["suffix", "ngram"], "vocabulary": "retokenize"}, "vocabulary is of a draft model"),
 ]
 
 
@@ -274,7 +274,7 @@ def test_what_was_asked_for_by_name_and_cannot_be_done_is_said(
 
 def test_a_depth_of_numpy_is_a_depth() -> None:
     made = SpeculativeGenerator("ngram", TableDecoder(TARGET), k=np.int64(3))  # type: ignore[arg-type]
-    assert made.drafter.outline.nodes == 3
+    assert made.drafter.draft_shape.num_draft_tokens == 3
 
 
 def test_a_width_below_the_proposal_is_refused() -> None:

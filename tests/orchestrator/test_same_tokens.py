@@ -23,8 +23,8 @@ MODES: dict[str, dict[str, object]] = {
 }
 
 
-def target(slots: int = 1, reaches: tuple[int, ...] = (64,), logits: torch.Tensor = TARGET) -> TableDecoder:
-    return TableDecoder(logits, slots=slots, reaches=reaches)
+def target(slots: int = 1, kv_buckets: tuple[int, ...] = (64,), logits: torch.Tensor = TARGET) -> TableDecoder:
+    return TableDecoder(logits, slots=slots, kv_buckets=kv_buckets)
 
 
 def run(generator: SpeculativeGenerator, prompts: list[list[int]], **asked: object) -> GenerationResult:
@@ -70,8 +70,8 @@ def test_caches_hold_the_text_whatever_a_draft_model_says(mode: str, k: int, slo
 def test_a_model_that_drafts_for_itself_is_always_accepted(acceptor: str, mode: str, k: int) -> None:
     generator = Checked(target(2), target(2), k=k, acceptor=acceptor)
     done = run(generator, PROMPTS, max_new_tokens=1 + 3 * (k + 1), **MODES[mode])
-    assert done.statistics.drafted > 0
-    assert done.statistics.accepted == done.statistics.drafted
+    assert done.statistics.num_draft_tokens > 0
+    assert done.statistics.num_accepted_tokens == done.statistics.num_draft_tokens
     assert done.statistics.tau == k + 1
 
 
@@ -88,7 +88,7 @@ def test_a_model_that_drafts_for_itself_is_accepted_across_the_borders_of_bucket
     generator = Checked(target(1, (16, 32, 64)), target(1, (16, 32, 64)), k=4)
     done = run(generator, [PROMPTS[0]], **MODES[mode])
     assert texts(done) == plain([PROMPTS[0]], **MODES[mode])
-    assert done.statistics.accepted == done.statistics.drafted
+    assert done.statistics.num_accepted_tokens == done.statistics.num_draft_tokens
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -102,7 +102,7 @@ def test_an_oracle_gains_k_tokens_a_round_and_its_opposite_none(k: int, mode: st
     wrong = lift(anti_oracle(wanted, k, vocab_size=V), k)
     done = run(Checked(wrong, target(2), k=k), PROMPTS, max_new_tokens=size, **MODES[mode])
     assert (texts(done), done.statistics.tau) == (wanted, 1.0)
-    assert done.statistics.accepted == 0 < done.statistics.drafted
+    assert done.statistics.num_accepted_tokens == 0 < done.statistics.num_draft_tokens
 
 
 @pytest.mark.parametrize(("alpha", "k", "golden"), [(0.6, 1, 1.60), (0.6, 4, 2.31), (0.8, 2, 2.44), (0.8, 5, 3.69)])
@@ -111,7 +111,7 @@ def test_a_coin_gains_what_the_formula_says(alpha: float, k: int, golden: float)
     assert mean == pytest.approx(golden, abs=0.005)
     square = sum((n + 1) ** 2 * alpha**n * (1 - alpha) for n in range(k)) + (k + 1) ** 2 * alpha**k
     long = 120 * (k + 1)
-    decoder = TableDecoder(TARGET, reaches=(long + 64,))
+    decoder = TableDecoder(TARGET, kv_buckets=(long + 64,))
     wanted = texts(run(SpeculativeGenerator(None, decoder), [[3, 1]], max_new_tokens=long, do_sample=True))
     source = lift(coin(wanted, k, vocab_size=V, alpha=alpha, seed=k), k)
     done = run(SpeculativeGenerator(source, decoder, k=k), [[3, 1]], max_new_tokens=long, do_sample=True)

@@ -21,8 +21,11 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8]]
 def test_tokens_a_round_follow_the_formula(alpha: float, heat: dict) -> None:
     """E = (1 - alpha^(k+1)) / (1 - alpha), for drafts of any quality."""
     k, wanted = 4, {0.0: 1.0, 0.6: 2.306, 1.0: 5.0}[alpha]
-    for draft in (TableDecoder(near(TARGET, seed=1, spread=0.6), slots=4, reaches=(512,)), lift(lambda _: [1] * k, k)):
-        target = TableDecoder(TARGET, slots=4, reaches=(512,))
+    for draft in (
+        TableDecoder(near(TARGET, seed=1, spread=0.6), slots=4, kv_buckets=(512,)),
+        lift(lambda _: [1] * k, k),
+    ):
+        target = TableDecoder(TARGET, slots=4, kv_buckets=(512,))
         made = Checked(draft, target, k=k, acceptor=SyntheticAcceptance(alpha))
         made.sample(PROMPTS, max_new_tokens=400, **heat)
         assert made.statistics.tau == pytest.approx(wanted, rel=0.12)

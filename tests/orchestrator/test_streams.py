@@ -200,17 +200,17 @@ def test_events_statistics_and_result_agree(slots: int, acceptor: str) -> None:
     assert ends == result.finish_reasons
     counts = one.statistics
     assert counts.new_tokens == sum(len(t) for t in tokens)
-    assert counts.accepted == sum(e.accepted for e in events) == sum(counts.accepted_per_position)
-    assert counts.drafted == sum(counts.drafted_per_position)
+    assert counts.num_accepted_tokens == sum(e.accepted for e in events) == sum(counts.num_accepted_tokens_per_pos)
+    assert counts.num_draft_tokens == sum(counts.num_draft_tokens_per_pos)
     own_cut = sum(1 for e in events if e.accepted == len(e.tokens))  # the target's own token fell behind a stop
     firsts = len(PROMPTS)
-    assert counts.new_tokens == firsts + counts.rounds + counts.accepted - own_cut
+    assert counts.new_tokens == firsts + counts.rounds + counts.num_accepted_tokens - own_cut
     assert counts.rounds == len(events) - firsts
-    assert counts.tau == pytest.approx(1 + sum(n / counts.rounds for n in counts.accepted_per_position))
-    assert counts.acceptance_rate == pytest.approx(counts.accepted / counts.drafted)
-    for few, many in zip(counts.accepted_per_position, counts.drafted_per_position, strict=True):
+    assert counts.tau == pytest.approx(1 + sum(n / counts.rounds for n in counts.num_accepted_tokens_per_pos))
+    assert counts.acceptance_rate == pytest.approx(counts.num_accepted_tokens / counts.num_draft_tokens)
+    for few, many in zip(counts.num_accepted_tokens_per_pos, counts.num_draft_tokens_per_pos, strict=True):
         assert 0 <= few <= many
-    assert sorted(counts.accepted_per_position, reverse=True) == counts.accepted_per_position
+    assert sorted(counts.num_accepted_tokens_per_pos, reverse=True) == counts.num_accepted_tokens_per_pos
     assert counts.to_dict()["tau"] == counts.tau
 
 
@@ -218,7 +218,7 @@ def test_events_statistics_and_result_agree(slots: int, acceptor: str) -> None:
 def test_plain_decoding_has_a_tau_of_one_and_drafts_nothing(k: int) -> None:
     one = SpeculativeGenerator(None, TableDecoder(TARGET), k=k)
     one.sample([PROMPTS[0]], max_new_tokens=5)
-    assert (one.statistics.rounds, one.statistics.drafted, one.statistics.tau) == (4, 0, 1.0)
+    assert (one.statistics.rounds, one.statistics.num_draft_tokens, one.statistics.tau) == (4, 0, 1.0)
     one.sample([PROMPTS[0]], max_new_tokens=1)
     assert (one.statistics.rounds, one.statistics.tau, one.statistics.acceptance_rate) == (0, 1.0, 0.0)
 

@@ -25,35 +25,35 @@ class Orchard:
     ``grown``: every proposal brings parents of its own. Checks the features it is given: as many as tokens.
     """
 
-    reach: int | None = None
+    max_positions: int | None = None
 
     def __init__(self, texts: Sequence[Sequence[int]], *, grown: bool, reads: FeatureSpec | None = None) -> None:
-        self.outline = DraftShape(len(TREE), 4, dynamic=True) if grown else tree.draft_shape(TREE)
+        self.draft_shape = DraftShape(len(TREE), 4, dynamic=True) if grown else tree.draft_shape(TREE)
         self.reads, self._texts, self._dice = reads, [list(text) for text in texts], random.Random(0)
         self._read: dict[int, list[int]] = {}
 
-    def admit(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         assert (features is None) == (self.reads is None)
         assert features is None or len(features) == len(prompt)
         self._read[slot] = list(prompt)
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         self._read.pop(slot, None)
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         assert (commit.features is None) == (self.reads is None)
         assert commit.features is None or commit.features.shape[:2] == commit.tokens.shape
         for slot, tokens in enumerate(commit.tokens.tolist()):
-            if slot in self._read and int(commit.start[slot]) == len(self._read[slot]):
+            if slot in self._read and int(commit.first_row[slot]) == len(self._read[slot]):
                 self._read[slot] += tokens[: int(commit.count[slot])]
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         rows, trees = [], []
         for slot in range(len(commit.tokens)):
-            parents = self._grow() if self.outline.dynamic else TREE
+            parents = self._grow() if self.draft_shape.dynamic else TREE
             rows.append(self._plant(slot, parents))
             trees.append(parents)
-        given = torch.tensor(trees, dtype=torch.int32) if self.outline.dynamic else TREE
+        given = torch.tensor(trees, dtype=torch.int32) if self.draft_shape.dynamic else TREE
         return Proposal(torch.tensor(rows, dtype=torch.int32), given)
 
     def _grow(self) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ def test_a_tree_never_changes_the_text(
         made = SpeculativeGenerator(orchard, target).sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
         assert torch.equal(made.sequences, plain.sequences)
         assert made.statistics.tau > 1.5
-        assert made.statistics.accepted_per_position[3] > 0
+        assert made.statistics.num_accepted_tokens_per_pos[3] > 0
 
 
 @pytest.mark.parametrize("grown", [False, True], ids=["static", "grown"])
@@ -127,10 +127,10 @@ def test_features_are_the_states_that_predicted_the_tokens(workshop: Workshop) -
     seen: list[tuple[int, Tensor]] = []
 
     class Watching(Orchard):
-        def observe(self, commit: Commit) -> None:
-            super().observe(commit)
+        def update(self, commit: Commit) -> None:
+            super().update(commit)
             assert commit.features is not None
-            seen.append((int(commit.start), commit.features[0, : int(commit.count)].clone()))
+            seen.append((int(commit.first_row), commit.features[0, : int(commit.count)].clone()))
 
     maker = SpeculativeGenerator(Watching([text], grown=False, reads=FeatureSpec((0, 1, 2))), target)
     assert maker.sample([PROMPTS[0]], max_new_tokens=24)[0].tolist() == text

@@ -93,7 +93,7 @@ def test_models_divided_over_ranks_keep_the_tokens(home: Path, hot: list[int]) -
 
 
 def test_simulated_acceptance_is_marked_everywhere(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    asked = ("--ngram", "--simulate-acceptance", 1, "--k", 3)
+    asked = ("--ngram", "--synthetic-acceptance", 1, "--k", 3)
     with caplog.at_level("WARNING", "paceline"):
         found = answer(home, *asked)
     assert "not real text" in caplog.text
@@ -145,9 +145,9 @@ def test_stop_strings(home: Path) -> None:
         (["--ngram", "--fused"], "cannot share a graph"),
         (["--ngram", "--confidence", 0.5], "--draft"),
         (["--ngram", "--vocabulary", "intersection"], "--draft"),
-        (["--simulate-acceptance", 0.5], "needs a drafter"),
-        (["--ngram", "--simulate-acceptance", 2], "no probability"),
-        (["--ngram", "--simulate-acceptance", 0.5, "--acceptor", "reject"], "one of them"),
+        (["--synthetic-acceptance", 0.5], "needs a drafter"),
+        (["--ngram", "--synthetic-acceptance", 2], "no probability"),
+        (["--ngram", "--synthetic-acceptance", 0.5, "--acceptor", "reject"], "one of them"),
         (["--draft", "no such folder"], "no such folder"),
         (["--prompt-file", "no such file"], "--prompt"),
         (["--amp", "f8"], "amp"),

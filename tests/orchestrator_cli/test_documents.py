@@ -46,4 +46,4 @@ def test_drafters_of_the_guide_keep_the_tokens(home: Path) -> None:
         for sampling in ({}, {"do_sample": True, "seed": 4}):
             ids = generator.sample(prompts, max_new_tokens=24, **sampling)
             assert torch.equal(ids, target.sample(prompts, max_new_tokens=24, **sampling))
-        assert generator.statistics.drafted
+        assert generator.statistics.num_draft_tokens

@@ -76,8 +76,8 @@ def test_a_right_backend_passes_the_selftest() -> None:
 class Off(TorchKernels):
     """Chooses the id behind the right one, now and then."""
 
-    def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = 0) -> Tensor:
-        found = super().choose(logits, positions, sampling, stream=stream)
+    def sample_tokens(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = 0) -> Tensor:
+        found = super().sample_tokens(logits, positions, sampling, stream=stream)
         return torch.where(positions % 7 == 6, (found + 1) % logits.shape[-1], found)
 
 

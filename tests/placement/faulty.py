@@ -49,19 +49,19 @@ class Faulty:
 
     def __init__(self, slots: int, k: int, *, faults: Sequence[str], rate: float, seed: int, slow: float) -> None:
         self._inner, self._nan = drafter(slots, k), drafter(slots, k, DRAFT * float("nan"))
-        self.outline, self.reach, self.reads = DraftShape.chain(k), self._inner.reach, None
+        self.draft_shape, self.max_positions, self.reads = DraftShape.chain(k), self._inner.max_positions, None
         self._dice, self._faults, self._rate, self._slow = random.Random(seed), faults, rate, slow
 
-    def admit(self, slot: int, prompt: Sequence[int], features: object = None) -> None:
-        self._inner.admit(slot, prompt)
-        self._nan.admit(slot, prompt)
+    def add_request(self, slot: int, prompt: Sequence[int], features: object = None) -> None:
+        self._inner.add_request(slot, prompt)
+        self._nan.add_request(slot, prompt)
 
-    def release(self, slot: int) -> None:
-        self._inner.release(slot)
-        self._nan.release(slot)
+    def finish_request(self, slot: int) -> None:
+        self._inner.finish_request(slot)
+        self._nan.finish_request(slot)
 
-    def observe(self, commit: Commit) -> None:
-        self._inner.observe(commit)
+    def update(self, commit: Commit) -> None:
+        self._inner.update(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         made = self._inner.propose(commit, sampling, bounds)

@@ -18,8 +18,10 @@ from tests.decoder.tiny import Workshop
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
 SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 4}
-PATIENCE = DraftTimeouts(deadline=2, hang=1.5, rest=0.01, longest=0.1)
-CARE = FaultPolicy(start=90, silence=20, room=30, patience=PATIENCE, makers=MAKERS)
+PATIENCE = DraftTimeouts(reply_timeout_s=2, hang_timeout_s=1.5, backoff_s=0.01, max_backoff_s=0.1)
+CARE = FaultPolicy(
+    startup_timeout_s=90, stall_timeout_s=20, placement_timeout_s=30, draft_timeouts=PATIENCE, makers=MAKERS
+)
 
 
 def entry(workshop: Workshop, name: str, role: str = "target", **more: object) -> dict[str, object]:

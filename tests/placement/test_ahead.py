@@ -86,12 +86,12 @@ class Texts:
             if end + 2 * (K + 1) > POSITIONS or (end == 0 and self._dice.random() < 0.5):
                 prompt = [self._dice.randrange(VOCABULARY) for _ in range(self._dice.randrange(1, 30))]
                 for one in (self.plain, self.ahead):
-                    one.admit(slot, prompt)
+                    one.add_request(slot, prompt)
                 self.ends[slot], found[slot] = len(prompt), [self._dice.randrange(VOCABULARY)]
             elif end and self._dice.random() < 0.02:
                 self.ends[slot] = 0
                 for one in (self.plain, self.ahead):
-                    one.release(slot)
+                    one.finish_request(slot)
         return found
 
     def committed(self) -> list[list[int]]:
@@ -124,7 +124,7 @@ class Texts:
         self.ends = [end + len(row) if end else 0 for end, row in zip(self.ends, rows, strict=True)]
         bounds = RoundLimits(torch.full((self._slots,), K, dtype=torch.int32), max(1, *self.ends))
         for one in (self.plain, self.ahead):
-            one.observe(commit)
+            one.update(commit)
         here, there = (d.propose(commit, sampling, bounds).tokens for d in (self.plain, self.ahead))
         for slot, end in enumerate(self.ends):
             assert end == 0 or torch.equal(here[slot], there[slot]), (slot, end, self.ahead.hit)
@@ -153,7 +153,7 @@ def test_second_choices_are_what_the_drafter_would_have_chosen_instead(workshop:
         torch.tensor([2, 1, 3, 2], dtype=torch.int32),
         torch.tensor([1, 9, 4, 2], dtype=torch.int32),
     )
-    texts = [[3] * int(start) for start in commit.start]
+    texts = [[3] * int(start) for start in commit.first_row]
     for slot, text in enumerate(texts):
         steps.prefill(decoder, slot, text)
     model = ModelDrafter(decoder, K, vocabulary=vocabulary)
@@ -162,7 +162,7 @@ def test_second_choices_are_what_the_drafter_would_have_chosen_instead(workshop:
     for slot, text in enumerate(texts):
         text += [*commit.tokens[slot, : commit.count[slot]].tolist(), *drafts[slot].tolist()]
         whole = torch.tensor([text], dtype=torch.int32)
-        one = SamplingTensors(sampling.knobs[slot : slot + 1], sampling.keys[slot : slot + 1])
+        one = SamplingTensors(sampling.params[slot : slot + 1], sampling.seeds[slot : slot + 1])
         reader = workshop.decoder("draft", slots=1).sibling()
         logits, _ = steps.window(reader, whole, torch.zeros(1, dtype=torch.int32), reach=POSITIONS)
         places = torch.arange(1, len(text) + 1, dtype=torch.int32).unsqueeze(0)

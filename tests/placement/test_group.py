@@ -33,19 +33,19 @@ def test_a_failed_restart_says_its_reason(monkeypatch: pytest.MonkeyPatch) -> No
     broken = Broken(made.instance, made.placements, FaultPolicy(), given=object())
     broken._actors["chat"] = seen = object()
     with pytest.raises(WorkerError, match=r"could not be started again \(its folder is gone\)"):
-        broken.revive("chat", seen)
+        broken.restart("chat", seen)
     mine = Process(77, 1)
     broken._running["chat"], broken._assigned["chat"], killed = mine, SimpleNamespace(node="here", cores=None), []
     monkeypatch.setattr(worker_group.nodes, "kill", lambda *process: killed.append(process))
     for _ in range(2):  # the number may be another process's by the second time
         with pytest.raises(WorkerError, match="could not be started again"):
-            broken.revive("chat", seen, hung=True)
+            broken.restart("chat", seen, hung=True)
     assert killed == [("here", mine)]
     broken._assigned.clear()
     models = Deployment(made, FaultPolicy(), [broken])
     assert models.cores() == {}  # nothing runs, and that is no error
     broken.stop()
-    for asked in (lambda: broken.actor("chat"), lambda: broken.revive("chat", seen), broken.begin):
+    for asked in (lambda: broken.actor("chat"), lambda: broken.restart("chat", seen), broken.launch):
         with pytest.raises(WorkerError, match="stopped"):
             asked()
 

@@ -58,14 +58,14 @@ def test_a_draft_has_the_graphs_of_every_bucket_before_it_is_called(tmp_path: Pa
     more = {"backend": "eager", "k": 4, "ahead": ahead, "clients": 1, "vocab_sizes": [VOCABULARY]}
     made = draft({**shape, **more, "folder": str(tmp_path / "draft")})
     (decoder,) = made._free
-    assert len(decoder.reaches) > 1
+    assert len(decoder.kv_buckets) > 1
     before = dict(decoder._steps)
     model = made.lend(Handshake(0, "a", 1, VOCABULARY))
     one = torch.ones(1, dtype=torch.int32)
     for length in (1, 70, 124, 128, 200, 290):
-        model.admit(0, [3] * length)
+        model.add_request(0, [3] * length)
         commit = Commit(torch.tensor([[7, -1, -1, -1, -1]], dtype=torch.int32), one, length * one)
-        model.observe(commit)
+        model.update(commit)
         model.propose(commit, sampling_tensors([Sampling()]), RoundLimits(4 * one, length + 1))
         while isinstance(model, LookaheadDrafter) and not model.idle:
             model.work()

@@ -10,11 +10,8 @@ import pytest
 ray = pytest.importorskip("ray")
 
 from paceline.core.errors import PlanError, WorkerError  # noqa: E402
-from paceline.placement import INSTANCES
-from paceline.placement.cluster import (
-    core_allocator,
-    nodes,
-)
+from paceline.placement import INSTANCES  # noqa: E402
+from paceline.placement.cluster import core_allocator, nodes  # noqa: E402
 from paceline.placement.cluster.core_allocator import CoreAllocator, CoreRequest, ask, end_unused, give_back  # noqa: E402
 from paceline.placement.planning.core_range import CoreRange  # noqa: E402
 from tests.simulation import check_nothing_left  # noqa: E402

@@ -75,7 +75,7 @@ def test_a_quota_is_in_the_plan_and_has_room_for_all_where_none_is_given(home: P
     names = ", ".join(f"t{index}" for index in range(20))
     call(home, *many, f"{{name: d, config: small.json, tp_degree: 1, draft_of: [{names}]}}")
     quota = read_models(home / "models.yaml")[-1].quota
-    assert quota.clients >= 20 and quota.slots >= 20
+    assert quota.max_targets >= 20 and quota.max_slots >= 20
 
 
 def cared(home: Path, care: str) -> Path:
@@ -86,7 +86,12 @@ def cared(home: Path, care: str) -> Path:
 
 def test_how_workers_are_looked_after_stands_in_the_file(home: Path) -> None:
     care = read_care(cared(home, "{start: 3600, retries: 0, ahead: true, patience: {deadline: 0.5, trips: 2}}"))
-    assert care == FaultPolicy(start=3600.0, retries=0, ahead=True, patience=DraftTimeouts(deadline=0.5, trips=2))
+    assert care == FaultPolicy(
+        startup_timeout_s=3600.0,
+        max_target_restarts=0,
+        draft_ahead=True,
+        draft_timeouts=DraftTimeouts(reply_timeout_s=0.5, max_failures=2),
+    )
     call(home, CHAT)
     assert read_care(home / "models.yaml") == FaultPolicy()
 

@@ -50,7 +50,8 @@ def test_a_core_has_one_owner_on_a_node() -> None:
 
 def test_cores_go_with_their_process() -> None:
     program = (
-        "from paceline.placement.host.core_locks import CoreLocks; from paceline.placement.planning.core_range import CoreRange; import time;"
+        "from paceline.placement.host.core_locks import CoreLocks; "
+        "from paceline.placement.planning.core_range import CoreRange; import time;"
         "CoreLocks(CoreRange(0, 1)).acquire(); print(flush=True); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
@@ -107,7 +108,7 @@ def test_a_model_in_a_process_of_its_own(
     with ExitStack() as stack:
         process = stack.enter_context(LocalProcess(given))
         terms = DrafterContract(nodes=4, slots=slots, vocab_size=VOCABULARY, reach=128)
-        patience = DraftTimeouts(deadline=2, rest=0.01)
+        patience = DraftTimeouts(reply_timeout_s=2, backoff_s=0.01)
         draft = stack.enter_context(
             closing(RemoteDrafter(terms, DrafterEndpoint(given.address, given.secret, process), patience=patience))
         )
@@ -116,9 +117,9 @@ def test_a_model_in_a_process_of_its_own(
         here = SpeculativeGenerator(fresh(workshop.checkpoint("draft"), batch_size=slots), target)
         assert here.sample(PROMPTS, **asked).tolist() == expected
         assert generator.sample(PROMPTS, **asked).tolist() == expected
-        health = generator.statistics.health
+        health = generator.statistics.drafter_health
         assert health is not None and health.answered > 0 == health.faults
-        assert generator.statistics.accepted == here.statistics.accepted
+        assert generator.statistics.num_accepted_tokens == here.statistics.num_accepted_tokens
         for _ in generator.stream(PROMPTS, **asked):  # type: ignore[arg-type]
             if not ahead or draft.health.ahead:
                 break
@@ -128,7 +129,7 @@ def test_a_model_in_a_process_of_its_own(
         assert generator.sample(PROMPTS, **asked).tolist() == expected
         assert draft.wait_until_up(60) and draft.health.restarts == draft.health.lost == 1
         assert generator.sample(PROMPTS, **asked).tolist() == expected
-        assert generator.statistics.health is not None and generator.statistics.health.answered > 0
+        assert generator.statistics.drafter_health is not None and generator.statistics.drafter_health.answered > 0
     end = time.monotonic() + 60
     while held():
         assert time.monotonic() < end
@@ -138,7 +139,8 @@ def test_a_model_in_a_process_of_its_own(
 def test_a_process_ends_with_its_parent(workshop: Workshop, tmp_path: Path) -> None:
     given = order(workshop, tmp_path, ahead=False, slots=1)
     program = (
-        "import sys; from paceline.placement.remote.local_process import LocalProcess, Order; from paceline.placement.remote.channel import "
+        "import sys; from paceline.placement.remote.local_process import LocalProcess, Order; "
+        "from paceline.placement.remote.channel import "
         "Address; import json, time;"
         "o = json.loads(sys.argv[1]);"
         "p = LocalProcess(Order(Address.parse(o['address']), bytes.fromhex(o['secret']), o['settings'], cores=(2, 3)));"

@@ -49,7 +49,7 @@ def test_faults_change_no_token(cluster: Cluster, workshop: Workshop, pair: Plan
     """
     asked = {"max_new_tokens": 60, **SAMPLED}
     expected = wanted(workshop, PROMPTS, **asked)
-    with launch(pair, care=replace(CARE, silence=1, retries=1)) as models:
+    with launch(pair, care=replace(CARE, stall_timeout_s=1, max_target_restarts=1)) as models:
         chat = models.group("chat").actor
         assert ray.get(chat("chat").wait_for_draft.remote(60))
         assert models.cores() == {"chat": CoreRange(0, 1), "chat-draft": CoreRange(2, 3)}
@@ -168,7 +168,10 @@ def test_a_divided_target_dies_with_its_ranks_and_comes_back(cluster: Cluster, w
     asked = {"max_new_tokens": 40, **SAMPLED}
     expected = wanted(workshop, PROMPTS, **asked)
     entries = entry(workshop, "chat"), entry(workshop, "chat-draft", "draft", draft_of="chat")
-    with launch(planned(*entries), care=FaultPolicy(start=90, silence=20, room=30, patience=PATIENCE)) as models:
+    with launch(
+        planned(*entries),
+        care=FaultPolicy(startup_timeout_s=90, stall_timeout_s=20, placement_timeout_s=30, draft_timeouts=PATIENCE),
+    ) as models:
         assert ray.get(models.group("chat").actor("chat").wait_for_draft.remote(60))
         for restarts, lost in enumerate(("worker", "rank"), 1):
             found = [list(prompt) for prompt in PROMPTS]
@@ -239,8 +242,8 @@ def test_a_draft_on_another_node_is_called_over_tcp(cluster: Cluster, workshop: 
     try:
         assert blocked.wait(10)
         with pytest.raises(PlanError, match=r"Care\.near"):
-            launch(apart, care=replace(CARE, room=2))
-        with launch(apart, care=replace(CARE, near=False)) as models:
+            launch(apart, care=replace(CARE, placement_timeout_s=2))
+        with launch(apart, care=replace(CARE, colocate=False)) as models:
             chat, draft = (models.group("chat").assignment(label) for label in ("chat", "chat-draft"))
             assert chat.node != draft.node == other.node_id and chat.address == draft.address
             assert draft.address is not None and draft.address.port and chat.secret not in str(draft).encode()

@@ -28,7 +28,9 @@ from tests.placement.served import serving
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3]]
 SAMPLED = {"do_sample": True, "temperature": 1.2, "top_p": 0.95}
-HASTE = DraftTimeouts(deadline=0.25, reread=5.0, hang=0.4, trips=3, rest=0.002, longest=0.02)
+HASTE = DraftTimeouts(
+    reply_timeout_s=0.25, resync_timeout_s=5.0, hang_timeout_s=0.4, max_failures=3, backoff_s=0.002, max_backoff_s=0.02
+)
 
 
 def remote(
@@ -66,14 +68,14 @@ def test_a_drafter_elsewhere_is_a_drafter_here(tmp_path: Path, stack: ExitStack,
     there = run(Checked(draft, target(slots)), PROMPTS, **calm)
     here = run(Checked(TableDecoder(DRAFT, slots=slots), target(slots)), PROMPTS, **calm)
     assert texts(there) == texts(here) == wanted(PROMPTS, **calm)
-    health = there.statistics.health
+    health = there.statistics.drafter_health
     assert health is not None and health.state == "up" and health.faults == 0 and health.answered == health.asked > 0
     if slots == len(PROMPTS):  # one of them alone never proposes less than the other
-        assert (there.statistics.accepted, there.statistics.rounds) == (
-            here.statistics.accepted,
+        assert (there.statistics.num_accepted_tokens, there.statistics.rounds) == (
+            here.statistics.num_accepted_tokens,
             here.statistics.rounds,
         )
-    assert there.statistics.accepted > 0
+    assert there.statistics.num_accepted_tokens > 0
 
 
 def test_proposals_of_many_lengths_travel_as_long_as_agreed(tmp_path: Path, stack: ExitStack) -> None:
@@ -83,9 +85,9 @@ def test_proposals_of_many_lengths_travel_as_long_as_agreed(tmp_path: Path, stac
     assert draft.wait_until_up(30)
     done = run(SpeculativeGenerator(draft, target()), PROMPTS, max_new_tokens=30)
     assert texts(done) == wanted(PROMPTS, max_new_tokens=30)
-    health = done.statistics.health
+    health = done.statistics.drafter_health
     assert health is not None and health.faults == 0 and health.answered == health.asked > 0
-    assert done.statistics.drafted > 0
+    assert done.statistics.num_draft_tokens > 0
 
 
 def test_a_target_that_drafts_for_itself_elsewhere_is_always_accepted(tmp_path: Path, stack: ExitStack) -> None:
@@ -126,7 +128,7 @@ def test_two_hundred_faults_change_no_token(tmp_path: Path, stack: ExitStack) ->
                 keeper.signal(dice.choice((signal.SIGKILL, signal.SIGSTOP)))
                 signals += 1
         assert found == wanted(prompts, **asked), (turn, draft.health)
-        health = generator.statistics.health
+        health = generator.statistics.drafter_health
         assert health is not None
         total = draft.health
         if total.faults >= 200:
@@ -145,7 +147,7 @@ def test_each_fault_is_counted_for_what_it_is(tmp_path: Path, stack: ExitStack, 
     generator = Checked(draft, target())
     asked = {"max_new_tokens": 12, "seed": 5, **SAMPLED}
     assert texts(run(generator, PROMPTS[:1], **asked)) == wanted(PROMPTS[:1], **asked)
-    health = generator.statistics.health
+    health = generator.statistics.drafter_health
     assert health is not None
     kinds = {"raise": "failed", "float": "failed", "drawn": "failed", "slow": "late", "die": "lost", "nan": "answered"}
     if fault == "slow":  # the first round of a request may take longer
@@ -167,7 +169,7 @@ def test_speculation_comes_back_within_a_request(tmp_path: Path, stack: ExitStac
             before = draft.health.answered
             keeper.signal(number)
         elif index == 7 and number == signal.SIGSTOP:
-            time.sleep(HASTE.hang)
+            time.sleep(HASTE.hang_timeout_s)
         elif index == 9:
             revived(draft)
     after = draft.health.answered
@@ -181,7 +183,7 @@ def test_a_drafter_that_never_comes_costs_no_token(tmp_path: Path, stack: ExitSt
     draft = stack.enter_context(closing(remote(keeper, wait=False)))
     done = run(SpeculativeGenerator(draft, target()), PROMPTS, max_new_tokens=9)
     assert texts(done) == wanted(PROMPTS, max_new_tokens=9)
-    health = done.statistics.health
+    health = done.statistics.drafter_health
     assert health is not None and health.state == "down" and health.asked == 0 < health.skipped
 
 
@@ -191,15 +193,15 @@ def test_a_drafter_that_fails_for_weeks_is_no_error(tmp_path: Path, stack: ExitS
     address = Address(path=str(tmp_path / "s"))
     failing = UnpooledDrafters(lambda hello: Faulty(hello.slots, 4, faults=["raise"], rate=1.0, seed=0, slow=0.0))
     stack.enter_context(serving(listen(address), failing))
-    patience = DraftTimeouts(trips=trips, rest=1e-9, longest=1e-9)
+    patience = DraftTimeouts(max_failures=trips, backoff_s=1e-9, max_backoff_s=1e-9)
     draft = stack.enter_context(
         closing(RemoteDrafter(DrafterContract(4, 1, V), DrafterEndpoint(address, SECRET), patience=patience))
     )
     assert draft.wait_until_up(30)
-    draft.admit(0, [1, 2])
+    draft.add_request(0, [1, 2])
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(torch.tensor([[3, -1, -1, -1, -1]], dtype=torch.int32), one, 2 * one)
-    draft.observe(commit)
+    draft.update(commit)
     for _ in range(1100):
         assert draft.propose(commit, sampling_tensors([Sampling()]), RoundLimits(4 * one, 3)).tokens.tolist() == [
             [-1] * 4
@@ -217,8 +219,10 @@ def test_drafting_ahead_changes_no_token(tmp_path: Path, stack: ExitStack, asked
         time.sleep(0.03)  # as long as a target takes: a table is read too fast for anything to be made meanwhile
     assert found == wanted(PROMPTS, **calm)
     here = run(Checked(TableDecoder(DRAFT), target()), PROMPTS, **calm)
-    assert there.statistics.accepted == here.statistics.accepted  # what was made ahead is what would be made now
-    assert there.statistics.health is not None and there.statistics.health.ahead > 0
+    assert (
+        there.statistics.num_accepted_tokens == here.statistics.num_accepted_tokens
+    )  # what was made ahead is what would be made now
+    assert there.statistics.drafter_health is not None and there.statistics.drafter_health.ahead > 0
 
 
 def test_a_target_says_how_long_it_was_at_work_and_not_how_long_nothing_was_asked(

@@ -17,7 +17,7 @@ from paceline.placement.remote.server import UnpooledDrafters
 from tests.placement.faulty import SECRET, V, drafter
 from tests.placement.served import serving
 
-PATIENCE = DraftTimeouts(rest=0.002, longest=0.05)
+PATIENCE = DraftTimeouts(backoff_s=0.002, max_backoff_s=0.05)
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Asked:
 
 def tables(address: Address, clients: int = 2) -> AbstractContextManager[None]:
     """Table models that draft four tokens, for so many targets."""
-    return serving(listen(address), UnpooledDrafters(lambda hello: drafter(hello.slots, 4)), Quota(clients=clients))
+    return serving(listen(address), UnpooledDrafters(lambda hello: drafter(hello.slots, 4)), Quota(max_targets=clients))
 
 
 def called(stack: ExitStack, address: Address, keeper: Asked, *, nodes: int = 4) -> RemoteDrafter:

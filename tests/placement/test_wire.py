@@ -67,8 +67,8 @@ def test_a_round_comes_out_as_it_went_in(slots: int, width: int) -> None:
         for shape in ((slots, width), *[(slots,)] * 3)
     )
     found, bounds = BlankRound(slots, width).fill(torch.cat((tokens.view(-1), *rest)).numpy().data, 7)
-    assert all(map(torch.equal, (found.tokens, found.count, found.start), (tokens, *rest[:2])))
-    assert torch.equal(bounds.limit, rest[2]) and bounds.rows == 7 and found.count.dtype == torch.int32
+    assert all(map(torch.equal, (found.tokens, found.count, found.first_row), (tokens, *rest[:2])))
+    assert torch.equal(bounds.max_accept, rest[2]) and bounds.max_rows == 7 and found.count.dtype == torch.int32
 
 
 def test_what_is_no_message_is_refused_and_nothing_else_happens() -> None:
@@ -128,13 +128,13 @@ class Slow:
     """Proposes zeros, and takes its time."""
 
     def __init__(self, seconds: float) -> None:
-        self.outline, self.reach, self.reads, self._seconds = DraftShape.chain(2), None, None, seconds
+        self.draft_shape, self.max_positions, self.reads, self._seconds = DraftShape.chain(2), None, None, seconds
 
-    def admit(self, slot: int, prompt: object, features: object = None) -> None: ...
+    def add_request(self, slot: int, prompt: object, features: object = None) -> None: ...
 
-    def release(self, slot: int) -> None: ...
+    def finish_request(self, slot: int) -> None: ...
 
-    def observe(self, commit: Commit) -> None: ...
+    def update(self, commit: Commit) -> None: ...
 
     def propose(self, commit: Commit, sampling: object, bounds: object) -> Proposal:
         time.sleep(self._seconds)
@@ -177,7 +177,7 @@ def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -
 
 def test_quotas_are_kept(tmp_path: Path, stack: ExitStack) -> None:
     address = Address(path=str(tmp_path / "s"))
-    with slow(address, Quota(clients=2, slots=4)):
+    with slow(address, Quota(max_targets=2, max_slots=4)):
         first, _ = hello(stack, address, "a")
         second, reply = hello(stack, address, "b")
         assert isinstance(reply, messages.HandshakeReply)
@@ -194,7 +194,7 @@ def test_quotas_are_kept(tmp_path: Path, stack: ExitStack) -> None:
 def test_turns_are_fair_and_shares_count(tmp_path: Path, stack: ExitStack) -> None:
     """A target that asks without pause, and whose drafts cost more, gets its share of the time and no more."""
     address = Address(path=str(tmp_path / "s"))
-    with slow(address, Quota(shares={"double": 2.0})):
+    with slow(address, Quota(weights={"double": 2.0})):
         channels = {
             name: hello(stack, address, name, cost=cost)[0] for name, cost in (("a", 4), ("b", 1), ("double", 1))
         }

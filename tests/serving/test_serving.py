@@ -72,7 +72,12 @@ def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
     with socket.socket() as link:
         link.bind(("127.0.0.1", 0))
         port = link.getsockname()[1]
-    care = FaultPolicy(start=90, silence=30, room=20, patience=DraftTimeouts(deadline=2))
+    care = FaultPolicy(
+        startup_timeout_s=90,
+        stall_timeout_s=30,
+        placement_timeout_s=20,
+        draft_timeouts=DraftTimeouts(reply_timeout_s=2),
+    )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:
         serve.run(application(made, care), name="paceline", route_prefix="/")

@@ -69,7 +69,7 @@ class Letters:
 def reencoding(slots: int) -> RetokenizingDrafter:
     words = list("hgfedcba")
     tokenizers = TokenizerPair(target=Letters(list("abcdefgh")), draft=Letters([*words, "cf", "ab"]))
-    draft = TableDecoder(table(len(words) + 2, seed=4), slots=slots, reaches=(24,))
+    draft = TableDecoder(table(len(words) + 2, seed=4), slots=slots, kv_buckets=(24,))
     return RetokenizingDrafter(draft, K, tokenizers=tokenizers)
 
 
@@ -91,4 +91,4 @@ def test_the_joint_law_stays_with_a_draft_of_another_tokenizer() -> None:
         assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) > 1e-3
         assert mean > 1.02
         for slot in range(slots):
-            source.release(slot)
+            source.finish_request(slot)

@@ -31,21 +31,21 @@ class Mislabelled:
     """A drafter that takes the argmax and says that it drew from its softmax."""
 
     inner: ModelDrafter
-    outline: DraftShape = CHAIN
+    draft_shape: DraftShape = CHAIN
     reads: FeatureSpec | None = None
-    reach: int | None = None
+    max_positions: int | None = None
 
-    def admit(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
-        self.inner.admit(slot, prompt)
+    def add_request(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
+        self.inner.add_request(slot, prompt)
 
-    def release(self, slot: int) -> None:
-        self.inner.release(slot)
+    def finish_request(self, slot: int) -> None:
+        self.inner.finish_request(slot)
 
-    def observe(self, commit: Commit) -> None:
-        self.inner.observe(commit)
+    def update(self, commit: Commit) -> None:
+        self.inner.update(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-        greedy = SamplingTensors(torch.zeros_like(sampling.knobs) + torch.tensor([0.0, 0.0, 1.0, 0.0]), sampling.keys)
+        greedy = SamplingTensors(torch.zeros_like(sampling.params) + torch.tensor([0.0, 0.0, 1.0, 0.0]), sampling.seeds)
         taken = self.inner.propose(commit, greedy, bounds).tokens
         claimed = torch.softmax(DRAFT[commit.tokens.clamp(min=0)[:, :1], taken[:, :1]], -1)  # any that is not one-hot
         return Proposal(taken, None, claimed.expand(-1, K, V))
@@ -58,21 +58,21 @@ class OtherKnobs:
     inner: ModelDrafter
     knobs: Sampling
     honest: bool = True
-    outline: DraftShape = CHAIN
+    draft_shape: DraftShape = CHAIN
     reads: FeatureSpec | None = None
-    reach: int | None = None
+    max_positions: int | None = None
 
-    def admit(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
-        self.inner.admit(slot, prompt)
+    def add_request(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
+        self.inner.add_request(slot, prompt)
 
-    def release(self, slot: int) -> None:
-        self.inner.release(slot)
+    def finish_request(self, slot: int) -> None:
+        self.inner.finish_request(slot)
 
-    def observe(self, commit: Commit) -> None:
-        self.inner.observe(commit)
+    def update(self, commit: Commit) -> None:
+        self.inner.update(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-        own = SamplingTensors(torch.tensor([param_row(self.knobs)]).expand(len(sampling.keys), 4), sampling.keys)
+        own = SamplingTensors(torch.tensor([param_row(self.knobs)]).expand(len(sampling.seeds), 4), sampling.seeds)
         made = self.inner.propose(commit, own, bounds)
         if self.honest:
             return made
@@ -90,17 +90,17 @@ class Foreign:
     """A drafter of someone else's, with more ids than the target: it draws from its law and reports it, all of it."""
 
     generator: torch.Generator
-    outline: DraftShape = CHAIN
+    draft_shape: DraftShape = CHAIN
     reads: FeatureSpec | None = None
-    reach: int | None = None
+    max_positions: int | None = None
 
-    def admit(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
+    def add_request(self, slot: int, prompt: list[int], features: torch.Tensor | None = None) -> None:
         """Nothing to read."""
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """Nothing to forget."""
 
-    def observe(self, commit: Commit) -> None:
+    def update(self, commit: Commit) -> None:
         """Nothing to see."""
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
@@ -167,7 +167,7 @@ def test_an_argmax_draft_that_claims_a_softmax_law_is_seen() -> None:
 
 def test_ids_out_of_range_leave_the_law_as_it_is_on_the_host_too() -> None:
     slots = 1500  # taken one by one there
-    target = TableDecoder(TARGET, slots=slots, reaches=(24,))
+    target = TableDecoder(TARGET, slots=slots, kv_buckets=(24,))
     verifier = HostVerifier(target, CHAIN, acceptor=Reject(), wide=True, processor=None)
     keys = torch.stack((torch.arange(slots, dtype=torch.int32), torch.full((slots,), 7, dtype=torch.int32)), 1)
     sampling = SamplingTensors(torch.tensor([param_row(Sampling(temperature=1.0))]).expand(slots, 4), keys)

@@ -30,7 +30,7 @@ DRAFT = near(TARGET, seed=1, spread=0.7)
 
 
 def model(slots: int = SLOTS, *, drawn: bool, confidence: float = 0.0) -> ModelDrafter:
-    decoder = TableDecoder(DRAFT, slots=slots, reaches=(24,))
+    decoder = TableDecoder(DRAFT, slots=slots, kv_buckets=(24,))
     return ModelDrafter(decoder, K, vocabulary=VocabMap(V, V), drawn=drawn, confidence=confidence)
 
 
@@ -51,14 +51,14 @@ def three_tokens(
 
     ``by_itself``: how deep a slot may go next depends on how much it gained last, as a controller would have it.
     """
-    target = TableDecoder(TARGET, slots=slots, reaches=(24,))
+    target = TableDecoder(TARGET, slots=slots, kv_buckets=(24,))
     bodies = [target.body] + ([source.decoder.body] if isinstance(source, ModelDrafter) else [])
     inner = getattr(source, "inner", source)
     for body in [*bodies, *([inner.decoder.body] if isinstance(inner, ModelDrafter) else [])]:
         body.cache[:, : len(PROMPT) - 1] = torch.tensor(PROMPT[:-1])
     if not isinstance(inner, ModelDrafter):
         for slot in range(slots):
-            inner.admit(slot, PROMPT[:-1])
+            inner.add_request(slot, PROMPT[:-1])
     rounds = WatchedRound(rounds_of(source, target, rule), bodies)
     rounds.truth.text[:, : len(PROMPT)] = torch.tensor(PROMPT)
     rounds.truth.length[:] = len(PROMPT)
@@ -71,7 +71,7 @@ def three_tokens(
     counts = []
     while int(rounds.truth.length.min()) < len(PROMPT) + 3:
         rows = int(rounds.truth.length.max())
-        limit = (commit.count + 1).clamp(max=K) - 1 if by_itself else ones * source.outline.nodes
+        limit = (commit.count + 1).clamp(max=K) - 1 if by_itself else ones * source.draft_shape.num_draft_tokens
         commit = rounds(commit, sampling, RoundLimits(limit.to(torch.int32), rows)).commit
         counts.append(float(commit.count.double().mean()))
     return rounds.truth.text[:, len(PROMPT) : len(PROMPT) + 3].numpy(), sum(counts) / len(counts)

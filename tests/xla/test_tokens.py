@@ -53,7 +53,7 @@ def test_heads(heads: str, workshop: Workshop, tmp_path: Path) -> None:
         found = [
             generator.sample([*PROMPTS, [7] * 5], max_new_tokens=30, return_dict=True, **LAWS[law]) for law in LAWS
         ]
-        seen.append([(one.sequences.tolist(), one.statistics.accepted_per_position) for one in found])
+        seen.append([(one.sequences.tolist(), one.statistics.num_accepted_tokens_per_pos) for one in found])
     assert seen[0] == seen[1]
     assert any(sum(accepted) for _, accepted in seen[0])
 
@@ -80,7 +80,7 @@ def test_a_depth_chosen_anew_every_round(workshop: Workshop, fused: bool | None)
     wanted = tokens(workshop.pair(slots=SLOTS)[1], **law)
     generator = SpeculativeGenerator(*workshop.pair(backend="xla", slots=SLOTS), k=ladder, fused=fused)
     assert tokens(generator, **law) == wanted
-    assert set(generator.statistics.rungs) == set(ladder)
+    assert set(generator.statistics.draft_lengths) == set(ladder)
 
 
 def test_typical_acceptance_gives_what_it_gives_in_eager(workshop: Workshop, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_typical_acceptance_gives_what_it_gives_in_eager(workshop: Workshop, tmp
         own = HEADED["medusa"](workshop.decoder(backend=backend, slots=SLOTS), tmp_path / backend)
         generator = SpeculativeGenerator(own.drafter, own.target, acceptor="typical")
         done = generator.sample(PROMPTS, max_new_tokens=24, return_dict=True, do_sample=True, seed=3, temperature=0.9)
-        seen.append((done.sequences.tolist(), done.statistics.accepted_per_position))
+        seen.append((done.sequences.tolist(), done.statistics.num_accepted_tokens_per_pos))
     assert seen[0] == seen[1]
 
 
@@ -109,7 +109,7 @@ def test_drafts_of_another_tokenizer(workshop: Workshop) -> None:
         source = RetokenizingDrafter(draft, 3, tokenizers=TokenizerPair(target=theirs, draft=ours))
         prompts = [theirs.encode(text) for text in CORPUS[:3]]
         done = SpeculativeGenerator(source, target).sample(prompts, max_new_tokens=20, return_dict=True)
-        made.append((done.sequences.tolist(), done.statistics.drafted_per_position))
+        made.append((done.sequences.tolist(), done.statistics.num_draft_tokens_per_pos))
     assert made[0] == made[1] and sum(made[0][1])
 
 

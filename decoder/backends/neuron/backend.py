@@ -40,7 +40,7 @@ class NeuronBackend:
     """Graphs on the first NeuronCores that this process sees, as many as the model is divided over."""
 
     name = "neuron"
-    keeps = True
+    device_state = True
 
     def __init__(self, degree: int = 1) -> None:
         self._chip = chip()
@@ -51,7 +51,7 @@ class NeuronBackend:
         self._shipped: Path | None = None
         self._folders: dict[Path, None] = {}  # of this decoder's graphs, in the order they were made or found
 
-    def reaches(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    def kv_buckets(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
         return wanted
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
@@ -82,7 +82,7 @@ class NeuronBackend:
 
         return partial(self._chip.run, self._chip.add(Entry(graph.name, traced, flags, folder)))
 
-    def value(self, state: Tensor) -> Tensor:
+    def read_state(self, state: Tensor) -> Tensor:
         return self._chip.value(state)
 
     def attach(self, decoder: CompiledDecoder, path: str) -> None:
