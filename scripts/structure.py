@@ -44,7 +44,7 @@ LOOP_IMPORTS = ("paceline.engine", "paceline.outputs")
 # and except what FENCED keeps to a few folders.
 EAGER: dict[str, frozenset[str]] = {
     "core": frozenset({"torch"}),
-    "orchestrator": frozenset({"torch", "numpy", "safetensors", "transformers", "typer", "rich"}),
+    "orchestrator": frozenset({"torch", "numpy", "safetensors", "transformers", "pydantic", "typer", "rich"}),
 }
 EAGER_ELSEWHERE = frozenset({"torch", "numpy", "safetensors"})
 FENCED: dict[str, tuple[str, ...]] = {"ray": ("placement/", "orchestrator/serving/")}

@@ -1,0 +1,159 @@
+"""What can be chosen by name, each a literal row with its capabilities: drafters and acceptance rules.
+
+Python, the command line, YAML, HTTP, the documents and the contract suite read these rows. A row names its class by a
+dotted path, so that reading the table imports nothing. Options of a row are the keyword-only parameters of its
+constructor (`options_of`). Model families and backends have their rows in `paceline.decoder`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterRow:
+    """A drafter.
+
+    name       in the grammar of `paceline.config`, or of its own kind where it has no place there
+    path       "module:Class" or "module:Class.method", what makes it
+    summary    one line for tables
+    given_as   name: by its name; folder: by a folder, which is recognised; vocabulary: by the option of a draft model;
+               list: by several drafters; object: a Python object; process: a model of its own with ``draft_of``
+    trees      can propose trees
+    draws      can report the probabilities its tokens were drawn from (acceptor="reject")
+    fused      can share a graph with the target
+    ladder     which of its drafts can be had at several lengths (k="auto")
+    listable   can be one of a list
+    """
+
+    name: str
+    path: str
+    summary: str
+    given_as: Literal["name", "folder", "vocabulary", "list", "object", "process"]
+    trees: bool = False
+    draws: bool = False
+    fused: bool = False
+    ladder: Literal["all", "chains", "none"] = "all"
+    listable: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RuleRow:
+    """An acceptance rule.
+
+    needs      what it decides from: the target's own choices, or its probabilities
+    lossless   the output follows the target's distribution
+    same_text  the output is that of plain decoding with the same seed
+    trees      can verify trees
+    on_host    can run on the host, where logits processors and scores need it
+    """
+
+    name: str
+    path: str
+    summary: str
+    needs: Literal["choices", "probs"]
+    lossless: bool = True
+    same_text: bool = False
+    trees: bool = True
+    on_host: bool = True
+
+
+DRAFTERS: dict[str, DrafterRow] = {
+    row.name: row
+    for row in (
+        DrafterRow("none", "paceline.draft.none:NoDrafter", "plain decoding", given_as="name"),
+        DrafterRow("ngram", "paceline.draft.ngram:NgramDrafter", "prompt lookup by n-grams", given_as="name"),
+        DrafterRow(
+            "suffix", "paceline.draft.suffix:SuffixDrafter", "longest repetition of the text's end", given_as="name"
+        ),
+        DrafterRow(
+            "model",
+            "paceline.draft.model:ModelDrafter",
+            "a smaller model with the target's tokenizer",
+            given_as="folder",
+            draws=True,
+            fused=True,
+        ),
+        DrafterRow(
+            "medusa",
+            "paceline.medusa.drafter:MedusaDrafter.from_pretrained",
+            "Medusa heads",
+            given_as="folder",
+            trees=True,
+            fused=True,
+            ladder="chains",
+            listable=False,
+        ),
+        DrafterRow(
+            "eagle",
+            "paceline.eagle.drafter:EagleDrafter.from_pretrained",
+            "an EAGLE-1, -2 or -3 head",
+            given_as="folder",
+            trees=True,
+            draws=True,
+            fused=True,
+            ladder="chains",
+            listable=False,
+        ),
+        DrafterRow(
+            "retokenizing",
+            "paceline.draft.retokenizing:RetokenizingDrafter",
+            "a model with another tokenizer (vocabulary=retokenize)",
+            given_as="vocabulary",
+        ),
+        DrafterRow(
+            "fallback",
+            "paceline.draft.fallback:FallbackDrafter",
+            "a list: the first that has a proposal drafts",
+            given_as="list",
+        ),
+        DrafterRow(
+            "function", "paceline.draft.function:FunctionDrafter", "a function from ids to ids", given_as="object"
+        ),
+        DrafterRow(
+            "remote",
+            "paceline.placement.remote.drafter:RemoteDrafter",
+            "a draft model in another process (draft_of)",
+            given_as="process",
+            ladder="none",
+            listable=False,
+        ),
+    )
+}
+
+ACCEPTANCE_RULES: dict[str, RuleRow] = {
+    row.name: row
+    for row in (
+        RuleRow(
+            "match",
+            "paceline.core.acceptance.match:Match",
+            "the target's own choice must be the drafted token",
+            needs="choices",
+            same_text=True,
+        ),
+        RuleRow(
+            "reject",
+            "paceline.core.acceptance.match:Reject",
+            "rejection sampling (Leviathan et al.)",
+            needs="probs",
+            trees=False,
+        ),
+        RuleRow(
+            "typical",
+            "paceline.core.acceptance.typical:Typical",
+            "what the target finds plausible (Medusa), LOSSY",
+            needs="probs",
+            lossless=False,
+            on_host=False,
+        ),
+        RuleRow(
+            "synthetic",
+            "paceline.core.acceptance.synthetic:SyntheticAcceptance",
+            "at random, to measure speed: NOT REAL TEXT",
+            needs="choices",
+            lossless=False,
+            on_host=False,
+        ),
+    )
+}

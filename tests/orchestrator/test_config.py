@@ -1,0 +1,154 @@
+"""The keys of `SpeculativeConfig` and the grammar of drafts: what is understood, and how what is not is refused."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from paceline.config import DraftSpec, RuleSpec, SpeculativeConfig, parse_draft, parse_k, parse_rule
+from paceline.core.errors import ConfigurationError
+
+NGRAM = DraftSpec("ngram", options=(("prompt_lookup_max", 4),))
+
+
+@pytest.mark.parametrize(
+    ("draft", "specs"),
+    [
+        (None, ()),
+        ("none", ()),
+        ([], ()),
+        ("ngram", (DraftSpec("ngram"),)),
+        ("ngram:prompt_lookup_max=4", (NGRAM,)),
+        ({"type": "ngram", "prompt_lookup_max": 4}, (NGRAM,)),
+        ('{"type": "ngram", "prompt_lookup_max": 4}', (NGRAM,)),
+        ("models/small", (DraftSpec(path="models/small"),)),
+        (Path("models/small"), (DraftSpec(path="models/small"),)),
+        ("./ngram", (DraftSpec(path="./ngram"),)),
+        ({"path": "ngram"}, (DraftSpec(path="ngram"),)),
+        ("models/small:k=3", (DraftSpec(path="models/small", k=3),)),
+        ({"path": "models/small", "k": 3}, (DraftSpec(path="models/small", k=3),)),
+        (r"C:\models\small:k=3", (DraftSpec(path=r"C:\models\small", k=3),)),
+        ("host:models", (DraftSpec(path="host:models"),)),
+        ({"path": "run:k=3"}, (DraftSpec(path="run:k=3"),)),
+        ("eagle:path=a/b", (DraftSpec("eagle", "a/b"),)),
+        ({"type": "eagle", "path": "a/b"}, (DraftSpec("eagle", "a/b"),)),
+        ("a:draft_tree=dynamic:16,4,4,k=4", (DraftSpec(path="a", k=4, options=(("draft_tree", "dynamic:16,4,4"),)),)),
+        (
+            "a:amp=f32,factor=2.5,flag=true,none=null,sizes=[1,2]",
+            (
+                DraftSpec(
+                    path="a",
+                    options=(("amp", "f32"), ("factor", 2.5), ("flag", True), ("none", None), ("sizes", (1, 2))),
+                ),
+            ),
+        ),
+        (["suffix", "ngram:k=2", {"path": "a"}], (DraftSpec("suffix"), DraftSpec("ngram", k=2), DraftSpec(path="a"))),
+        ('["suffix", "a:k=2"]', (DraftSpec("suffix"), DraftSpec(path="a", k=2))),
+        (["none", None, "ngram"], (DraftSpec("ngram"),)),
+        (("suffix", "ngram"), (DraftSpec("suffix"), DraftSpec("ngram"))),
+        ([("ngram", 2)], (DraftSpec("ngram", k=2),)),
+        ([len, (len, 3)], (DraftSpec(value=len), DraftSpec(k=3, value=len))),
+    ],
+)
+def test_a_draft_is_understood_however_it_is_written(draft: object, specs: tuple[DraftSpec, ...]) -> None:
+    assert parse_draft(draft) == specs
+    assert parse_draft(list(parse_draft(draft))) == specs
+
+
+@pytest.mark.parametrize("draft", ["ngram:prompt_lookup_max=4", "models/small:k=3,amp=f32", "eagle:path=a/b,k=2"])
+def test_a_spec_is_written_as_it_is_read(draft: str) -> None:
+    (spec,) = parse_draft(draft)
+    assert str(spec) == draft
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ("", "names neither a drafter nor a folder"),
+        (":k=3", "names neither a drafter nor a folder"),
+        (3, "says nothing about who drafts"),
+        ([True], "says nothing about who drafts"),
+        ({"k": 3}, "needs `type` .a name. or `path`"),
+        ({"type": "ngarm"}, "no drafter that can be asked for is called 'ngarm'; use one of none, ngram, suffix"),
+        ({"type": "function"}, "no drafter that can be asked for is called 'function'"),
+        ("medusa", "write medusa:path=DIR, or ./medusa"),
+        ("ngram:path=a", "the drafter 'ngram' has no folder"),
+        ("a:k=0", "k=0 of the draft a must be a whole number of at least 1"),
+        ("a:k=two", "k='two' of the draft a"),
+        ("a:k=true", "k=True of the draft a"),
+        ("a:k=2,k=3", "says k twice"),
+        ([("a:k=2", 3)], "says k twice"),
+        ("[1", "begins as JSON"),
+        ('{"type":', "begins as JSON"),
+    ],
+)
+def test_a_draft_that_is_not_understood_is_refused(draft: object, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        SpeculativeConfig(draft=draft)
+
+
+@pytest.mark.parametrize(
+    ("given", "k"),
+    [(None, None), ("auto", "auto"), (0, 0), (4, 4), ("4", 4), ("0,2,4", (0, 2, 4)), ([0, 2], (0, 2)), ((3,), 3)],
+)
+def test_draft_lengths(given: object, k: object) -> None:
+    assert parse_k(given) == k
+
+
+@pytest.mark.parametrize("given", [True, -1, 2.5, "x", "", "4,2", [2, 2], [], [1, None], (1, True)])
+def test_what_is_no_draft_length_is_refused(given: object) -> None:
+    with pytest.raises(ConfigurationError, match="ascending numbers"):
+        SpeculativeConfig(k=given)
+
+
+def test_lengths_to_choose_among() -> None:
+    auto = SpeculativeConfig(k="auto")
+    assert auto.max_k == 8
+    assert auto.draft_lengths(8) == (0, 1, 2, 4, 8)
+    assert auto.draft_lengths(3) == (0, 1, 2, 3)
+    assert SpeculativeConfig(k=(0, 3)).draft_lengths(3) == (0, 3)
+    assert SpeculativeConfig(k=3).draft_lengths(3) is None
+    assert SpeculativeConfig().max_k == 4
+
+
+def test_acceptance_rules() -> None:
+    assert parse_rule("match") == RuleSpec("match")
+    typical = RuleSpec("typical", (("epsilon", 0.1),))
+    assert parse_rule("typical:epsilon=0.1") == parse_rule({"type": "typical", "epsilon": 0.1}) == typical
+    assert parse_rule(len) == RuleSpec(value=len)
+    for wrong in ("typ", 3, None, int):
+        with pytest.raises(ConfigurationError, match="use one of match, reject, typical"):
+            SpeculativeConfig(draft="ngram", acceptor=wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"graph": 1}, "there is no option 'graph'; the options are draft, k, acceptor, exact, fused"),
+        ({"exact": 1}, "exact=1: .*boolean .Run every round"),
+        ({"fused": "yes"}, "fused='yes': .*boolean"),
+        ({"draft": "ngram", "confidence_threshold": 1.5}, "confidence_threshold=1.5: .*less than or equal to 1"),
+        ({"draft": "ngram", "confidence_threshold": True}, "confidence_threshold=True: "),
+        ({"draft": "ngram", "confidence_threshold": float("nan")}, "confidence_threshold=nan: "),
+        ({"draft": "ngram", "synthetic_acceptance": -0.1}, "synthetic_acceptance=-0.1: "),
+        ({"draft": "ngram", "vocabulary": "other"}, "vocabulary='other' is unknown; use 'same'"),
+        ({"draft": "ngram", "acceptor": "reject", "synthetic_acceptance": 0.5}, "takes the place of acceptor='reject'"),
+        ({"acceptor": "typical"}, "acceptor needs a drafter, and draft is None"),
+        ({"synthetic_acceptance": 0.5}, "synthetic_acceptance needs a drafter"),
+        ({"fused": True}, "fused needs a drafter"),
+        ({"confidence_threshold": 0.5}, "confidence_threshold needs a drafter"),
+        ({"draft": "none", "vocabulary": "intersection"}, "vocabulary needs a drafter"),
+    ],
+)
+def test_keys_that_are_unknown_or_contradict_each_other_are_refused(options: dict, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        SpeculativeConfig(**options)
+
+
+def test_it_is_a_value() -> None:
+    config = SpeculativeConfig(draft=["ngram", "a:k=2"], k="0,2", acceptor="reject", confidence_threshold=0.25)
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(ValueError, match="frozen"):
+        config.k = 3
