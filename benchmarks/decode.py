@@ -88,7 +88,7 @@ def graphs() -> dict[str, object]:
 
 def _verify(decoder: CompiledDecoder, width: int) -> Callable[[], object]:
     """A round's verification at a place in the middle of a text."""
-    verifier = CompiledVerifier(decoder, DraftShape.chain(width - 1), acceptor=Match(), wide=True)
+    verifier = CompiledVerifier(decoder, DraftShape.chain(width - 1), rule=Match(), wide=True)
     tokens = torch.full((1, width), -1, dtype=torch.int32)
     tokens[0, 0] = 7
     one = torch.ones(1, dtype=torch.int32)

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from paceline.core.acceptance.match import Match, Reject
+from paceline.core.acceptance.base import AcceptanceRule, keeps_tokens
+from paceline.core.acceptance.match import Match
+from paceline.core.acceptance.rejection import Reject
 from paceline.core.acceptance.synthetic import SyntheticAcceptance
 from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import ConfigurationError
@@ -31,7 +33,6 @@ from paceline.engine.engine import Engine, TimedRound
 from paceline.engine.rounds import FusedRound, MultiTokenRound, TwoGraphRound, UndraftedRound
 from paceline.target.autoregressive import AutoregressiveDecoder
 from paceline.target.host_verifier import HostVerifier, Processor
-from paceline.target.steps import Acceptor
 from paceline.target.verifier import CompiledVerifier
 
 log = logging.getLogger("paceline")
@@ -39,7 +40,7 @@ log = logging.getLogger("paceline")
 _RESTING = 5
 """Plain steps in one graph during a rest. More save little, and those behind the end of a text are for nothing."""
 
-ACCEPTORS: dict[str, Callable[[], Acceptor]] = {"match": Match, "reject": Reject, "typical": Typical}
+ACCEPTORS: dict[str, Callable[[], AcceptanceRule]] = {"match": Match, "reject": Reject, "typical": Typical}
 DRAFTERS: dict[str, Callable[[int], Drafter]] = {
     "none": lambda _k: NoDrafter(),
     "ngram": NgramDrafter,
@@ -78,13 +79,13 @@ def decoder(given: object) -> CompiledDecoder:
     )
 
 
-def acceptor(name: str | Acceptor, alpha: float | None = None) -> Acceptor:
+def acceptor(name: str | AcceptanceRule, alpha: float | None = None) -> AcceptanceRule:
     """The acceptance rule of that name, a rule with values of the user's own, or, with ``alpha``, a simulated one."""
     if alpha is not None:
         if name != "match":
             raise ConfigurationError(f"synthetic_acceptance takes the place of acceptor={name!r}; give one of them")
         return SyntheticAcceptance(alpha)
-    if isinstance(name, Match | Reject | Typical | SyntheticAcceptance):
+    if isinstance(name, AcceptanceRule) and not isinstance(name, type):
         return name
     if not isinstance(name, str) or name not in ACCEPTORS:
         raise ConfigurationError(f"acceptor={name!r} is unknown; use one of {', '.join(ACCEPTORS)}, or a rule's object")
@@ -96,7 +97,7 @@ def drafter(
     target: CompiledDecoder,
     *,
     k: int,
-    rule: Acceptor,
+    rule: AcceptanceRule,
     vocabulary: Vocabularies,
     confidence: float = 0.0,
 ) -> Drafter:
@@ -114,7 +115,7 @@ def drafter(
         if isinstance(between, TokenizerPair):
             eos = next(iter(target.config.eos_token_ids), None)
             return RetokenizingDrafter(draft, k, tokenizers=between, eos=eos, confidence=confidence)
-        return ModelDrafter(draft, k, vocabulary=between, drawn=isinstance(rule, Reject), confidence=confidence)
+        return ModelDrafter(draft, k, vocabulary=between, drawn=rule.draft_probs, confidence=confidence)
     if isinstance(draft, str):
         if draft not in DRAFTERS:
             raise ConfigurationError(
@@ -127,8 +128,11 @@ def drafter(
     if isinstance(draft, Drafter):
         return draft
     if isinstance(draft, Sequence):
-        if isinstance(rule, Reject):
-            raise ConfigurationError("a list of drafters goes with acceptor='match': none of them reports a law")
+        if rule.draft_probs:
+            raise ConfigurationError(
+                f"acceptor={rule.name!r} uses the probabilities that drafts were drawn with, and a list of drafters "
+                "reports none; use acceptor='match'"
+            )
         return FallbackDrafter(
             [
                 drafter(one, target, k=depth, rule=rule, confidence=confidence, vocabulary=vocabulary)
@@ -172,7 +176,7 @@ class Plan:
     steps   plain steps in one graph, where nothing is drafted at all
     """
 
-    rule: Acceptor
+    rule: AcceptanceRule
     exact: bool = True
     fused: bool | None = None
     pace: DraftLengthController | None = None
@@ -191,11 +195,13 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Cal
         steps: TimedRound = MultiTokenRound(AutoregressiveDecoder(target, plan.steps))
         return Engine(steps, target.batch_size, plan.steps - 1, plan.steps, None, target.kv_buckets)
     draft_shape = _outline(source, demands.width)
-    if isinstance(plan.rule, Reject) and not draft_shape.is_chain:
-        raise ConfigurationError("acceptor='reject' is for chains; this drafter proposes trees: use acceptor='match'")
-    if isinstance(plan.rule, Typical | SyntheticAcceptance) and not on_device:
+    if not plan.rule.trees and not draft_shape.is_chain:
         raise ConfigurationError(
-            f"acceptance by {type(plan.rule).__name__} decides on the device, without logits processors and scores; "
+            f"acceptor={plan.rule.name!r} is for chains; this drafter proposes trees: use acceptor='match'"
+        )
+    if not plan.rule.on_host and not on_device:
+        raise ConfigurationError(
+            f"acceptor={plan.rule.name!r} decides on the device, without logits processors and scores; "
             "leave them out, or use acceptor='match'"
         )
     # Where a row's bits depend on how many rows there are, every round of an exact generator has the same number.
@@ -207,7 +213,7 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Cal
             level = logging.WARNING if plan.fused else logging.INFO  # what was asked for by name is not done
             log.log(level, "processors and scores need the host at every token: two graphs of one depth, not one")
         host = HostVerifier(
-            target, draft_shape, acceptor=plan.rule, wide=wide, processor=demands.processor, reads=source.reads
+            target, draft_shape, rule=plan.rule, wide=wide, processor=demands.processor, reads=source.reads
         )
         steps, scores = TwoGraphRound(source, host), host if demands.scores else None
     else:
@@ -222,7 +228,7 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Cal
             room = depth + 1 if own else width
             depths = short.draft_lengths if isinstance(short, Varies) and not wide else ()
             verifier = CompiledVerifier(
-                target, seen, acceptor=plan.rule, wide=wide, reads=source.reads, width=room, depths=depths
+                target, seen, rule=plan.rule, wide=wide, reads=source.reads, width=room, depths=depths
             )
             return Stage(_round(short, verifier, fused=plan.fused, rests=depth == 0), room)
 
@@ -230,7 +236,7 @@ def engine(target: CompiledDecoder, source: Drafter, plan: Plan, *, demands: Cal
         if plan.pace is not None and source.draft_shape.num_draft_tokens:
             _check_ladder(plan.pace.ladder, source)
             rest = None
-            if not wide and source.reads is None and isinstance(plan.rule, Match):
+            if not wide and source.reads is None and keeps_tokens(plan.rule):
                 some = min(_RESTING, width)
                 room = some if own else width
                 rest = Stage(UndraftedRound(source, AutoregressiveDecoder(target, some, width=room)), room)

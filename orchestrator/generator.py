@@ -8,9 +8,8 @@ from functools import partial
 from numbers import Real
 
 from paceline import build, vocab_compat
-from paceline.core.acceptance.match import Match
+from paceline.core.acceptance.base import AcceptanceRule, keeps_tokens
 from paceline.core.acceptance.synthetic import SyntheticAcceptance
-from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine import draft_length as pacing
@@ -18,7 +17,6 @@ from paceline.engine import warmup
 from paceline.engine.engine import Engine, RequestQueue
 from paceline.outputs import ReportsHealth, RequestOutput, Statistics
 from paceline.sampler import Sampler
-from paceline.target.steps import Acceptor
 
 log = logging.getLogger("paceline")
 
@@ -57,7 +55,7 @@ class SpeculativeGenerator(Sampler):
         target: CompiledDecoder,
         *,
         k: int | Sequence[int] = 4,
-        acceptor: str | Acceptor = "match",
+        acceptor: str | AcceptanceRule = "match",
         exact: bool = True,
         fused: bool | None = None,
         confidence: float = 0.0,
@@ -68,9 +66,12 @@ class SpeculativeGenerator(Sampler):
         target = build.decoder(target)
         rule, depth, pace = build.acceptor(acceptor, synthetic_acceptance), *pacing.of(k)
         if isinstance(rule, SyntheticAcceptance):
-            log.warning("acceptance is simulated: what comes out is not real text")
-        if isinstance(rule, Typical):
-            log.warning("acceptor 'typical' is lossy: above temperature 0 the text does not follow the target's law")
+            log.warning("acceptance is synthetic: what comes out is not real text")
+        elif not rule.lossless:
+            log.warning(
+                "acceptor %r is lossy: above temperature 0 the text does not follow the target's distribution",
+                rule.name,
+            )
         steps = depth + 1 if draft is None else 1
         self.target, self._plan = target, build.Plan(rule, exact, fused, pace, steps)
         given = list(draft) if isinstance(draft, list | tuple) else [draft]
@@ -88,7 +89,7 @@ class SpeculativeGenerator(Sampler):
         warmup.up(self._engine(build.CallOptions()), self._decoders())
 
     def _fresh(self) -> Statistics:
-        return Statistics(acceptor=type(self._plan.rule).__name__.lower())
+        return Statistics(acceptor=self._plan.rule.name, lossy=not self._plan.rule.lossless)
 
     def _decoders(self) -> list[CompiledDecoder]:
         return self._parts
@@ -119,9 +120,9 @@ def _check_types(*, exact: object, fused: object, confidence: object) -> None:
 
 def _check(plan: build.Plan, *, drafts: bool) -> None:
     """Refuse what a plan without a drafter would only claim to do."""
-    if not drafts and not isinstance(plan.rule, Match):
+    if not drafts and not keeps_tokens(plan.rule):
         raise ConfigurationError(
-            f"acceptance by {type(plan.rule).__name__} needs a drafter, and draft is None; give one, or leave "
+            f"acceptor={plan.rule.name!r} needs a drafter, and draft is None; give one, or leave "
             "acceptor and synthetic_acceptance out"
         )
     if not drafts and plan.fused:

@@ -49,7 +49,8 @@ class Statistics:
                                        counted
     num_accepted_tokens_per_pos   the same, by place in the proposal (first = index 0)
     num_draft_tokens_per_pos    proposals that had this place
-    acceptor                the acceptance rule: "match", "reject", "typical" or "simulated"
+    acceptor                the acceptance rule: "match", "reject", "typical", "synthetic", or the name of another rule
+    lossy                   whether that rule lets the text leave the target's distribution
     draft_lengths                   depth chosen for every round of the batch, if it is chosen anew every time
     *_seconds               time in prefill, drafting, verification and everything else (host)
     drafter_health                  of a drafter in another process, during this call; None for one in this process
@@ -68,6 +69,7 @@ class Statistics:
     host_seconds: float = 0.0
     drafter_health: DrafterHealth | None = None
     acceptor: str = "match"
+    lossy: bool = False
 
     @property
     def tau(self) -> float:
@@ -79,19 +81,13 @@ class Statistics:
         """accepted / drafted; 0 if nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
-    @property
-    def lossy(self) -> bool:
-        """Whether the text may follow another law than the target's."""
-        return self.acceptor in ("typical", "simulated")
-
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON, ``tau``, ``acceptance_rate`` and ``lossy`` included."""
+        """Plain values for JSON, ``tau`` and ``acceptance_rate`` included."""
         names = [name for name in self.__slots__ if not name.startswith("_")]
         return {name: getattr(self, name) for name in names} | {
             "tau": self.tau,
             "acceptance_rate": self.acceptance_rate,
             "health": None if self.drafter_health is None else self.drafter_health.to_dict(),
-            "lossy": self.lossy,
         }
 
     def count(self, drafted: int, accepted: int, *, rounds: int = 1) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core import reduce, tree
-from paceline.core.acceptance.match import Match, Reject, committed
+from paceline.core.acceptance.base import AcceptanceRule, committed, keeps_tokens
 from paceline.core.errors import SamplingError
 from paceline.core.types import (
     PAD,
@@ -29,7 +29,7 @@ from paceline.core.types import (
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.steps import compact_path, prefill, window
-from paceline.target.steps import Acceptor, features_of, root_of
+from paceline.target.steps import features_of, pad_vocabulary, root_of, target_view
 from paceline.target.verifier import fitted
 from paceline.target.verify_mask import VerifyMask
 
@@ -53,13 +53,13 @@ class HostVerifier:
         decoder: CompiledDecoder,
         draft_shape: DraftShape,
         *,
-        acceptor: Acceptor,
+        rule: AcceptanceRule,
         wide: bool,
         processor: Processor | None,
         reads: FeatureSpec | None = None,
     ) -> None:
         decoder.check_width(draft_shape.num_draft_tokens + 1)
-        self.decoder, self.draft_shape, self._acceptor, self._reads = decoder, draft_shape, acceptor, reads
+        self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
         self.ends: Callable[[int, Sequence[int]], bool] = lambda _slot, _tokens: False
         self._processor, self._kernels = processor, TorchKernels()
@@ -103,12 +103,11 @@ class HostVerifier:
             one = SamplingTensors(sampling.params[slot : slot + 1], sampling.seeds[slot : slot + 1])
             if not text or int(row[slot]) != len(text) - 1:  # no request lives here
                 way, answer = list[int](), [0]
-            elif isinstance(self._acceptor, Match):
+            elif keeps_tokens(self._rule):
                 way, answer = self._match(slot, logits[slot], drafts[slot].tolist(), parents=lines[slot], sampling=one)
             else:
-                assert isinstance(self._acceptor, Reject), "nothing else is offered on the host"
                 part = Proposal(drafts[slot : slot + 1], None, _line(proposal, slot))
-                way, answer = self._reject(slot, logits[slot], part, acceptor=self._acceptor, sampling=one)
+                way, answer = self._decide(slot, logits[slot], part, sampling=one)
             paths.append(way + [PAD] * (self.draft_shape.depth - len(way)))
             answers.append(answer)
         path = torch.tensor(paths, dtype=torch.int32).view(len(row), self.draft_shape.depth)
@@ -141,10 +140,10 @@ class HostVerifier:
         self.logprobs[slot] = scores
         return path, tokens
 
-    def _reject(
-        self, slot: int, logits: Tensor, proposal: Proposal, *, acceptor: Reject, sampling: SamplingTensors
+    def _decide(
+        self, slot: int, logits: Tensor, proposal: Proposal, *, sampling: SamplingTensors
     ) -> tuple[list[int], list[int]]:
-        """As `_match`, by rejection sampling."""
+        """As `_match`, by calling the rule with a chain and the processed logits after each of its tokens."""
         text, size = self._texts[slot], self.decoder.config.vocab_size
         drafts = list(takewhile(lambda token: token != PAD, proposal.tokens[0].tolist()))
         legal = list(takewhile(lambda token: token < size, drafts))
@@ -153,16 +152,20 @@ class HostVerifier:
             drafts = drafts[: len(legal) + 1]
             lines.append(lines[-1])
         processed = torch.stack(lines)
-        laws = self._kernels.probabilities(processed.unsqueeze(0), sampling)
-        q = None
-        if proposal.draft_probs is not None:
-            q = torch.nn.functional.pad(
-                proposal.draft_probs[:, : len(drafts)], (0, laws.shape[-1] - proposal.draft_probs.shape[-1])
-            )
         positions = torch.arange(len(text), len(text) + len(lines), dtype=torch.int32).unsqueeze(0)
-        cut = Proposal(proposal.tokens[:, : len(drafts)], None, q)
-        verdict = acceptor(cut, laws, positions, sampling, choose=self._kernels.sample_tokens)
-        tokens = [t for t in committed(cut, verdict)[0].tolist() if t != PAD]
+        q = proposal.draft_probs
+        chain = Proposal(
+            proposal.tokens[:, : len(drafts)], None, None if q is None else pad_vocabulary(q[:, : len(drafts)], size)
+        )
+        view = target_view(
+            self._rule,
+            processed.unsqueeze(0),
+            positions,
+            sampling=sampling,
+            depth=len(drafts),
+            kernels=self._kernels,
+        )
+        tokens = [t for t in committed(chain, self._rule(chain, view))[0].tolist() if t != PAD]
         decided = enumerate(zip(processed, tokens, strict=False), start=len(text))
         self.logprobs[slot] = [_decided(line, token, length) for length, (line, token) in decided]
         text += tokens

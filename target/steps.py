@@ -5,17 +5,16 @@ Only ids and counts leave them, and features for drafters that read them. Who ru
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
-from paceline.core.acceptance.match import Match, Reject, committed
-from paceline.core.acceptance.synthetic import SyntheticAcceptance
-from paceline.core.acceptance.typical import Typical
-from paceline.core.types import PAD, DraftShape, FeatureSpec, Proposal, SamplingTensors
+from paceline.core.acceptance.base import AcceptanceRule, TargetView, committed
+from paceline.core.types import PAD, DraftShape, FeatureSpec, SamplingTensors
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
+from paceline.decoder.kernels.torch_kernels import Kernels
 from paceline.target.verify_mask import VerifyMask
-
-Acceptor = Match | Reject | Typical | SyntheticAcceptance
 
 
 class VerifyStep(nn.Module):
@@ -27,12 +26,12 @@ class VerifyStep(nn.Module):
         reach: int,
         *,
         draft_shape: DraftShape,
-        acceptor: Acceptor,
+        rule: AcceptanceRule,
         reads: FeatureSpec | None = None,
         width: int | None = None,
     ) -> None:
         super().__init__()
-        self.body, self._reach, self._acceptor, self._reads = body, reach, acceptor, reads
+        self.body, self._reach, self._rule, self._reads = body, reach, rule, reads
         self.draft_shape = draft_shape
         self.window = VerifyMask(draft_shape)
         self._unused = 0 if width is None else width - draft_shape.depth - 1
@@ -49,35 +48,43 @@ class VerifyStep(nn.Module):
         drafts = proposed.pop(0) if proposed else tokens[:, :0]
         parents = proposed.pop(0) if self.draft_shape.dynamic else None
         token, row = root_of(tokens, count, start)
-        view = self.window(drafts, parents, limit=limit)
-        read = torch.cat((token.unsqueeze(1), view.proposal.tokens), 1)
+        window = self.window(drafts, parents, limit=limit)
+        read = torch.cat((token.unsqueeze(1), window.proposal.tokens), 1)
         read = read.clamp(min=0, max=self.body.config.vocab_size - 1)
-        hidden, features = self.body.window(read, row, self._reach, tree=view.tree, reads=self._reads)
-        positions = row.unsqueeze(1) + 1 + view.depth
-        if isinstance(self._acceptor, Match):
-            choices = self.body.sample_tokens(hidden, positions.contiguous(), sampling)
-            verdict = self._acceptor(view.proposal, choices, self.draft_shape.depth)
-        elif isinstance(self._acceptor, SyntheticAcceptance):
-            choices = self.body.sample_tokens(hidden, positions.contiguous(), sampling)
-            nodes = (positions[:, 1:] - 1).contiguous()
-            verdict = self._acceptor(view.proposal, choices, nodes, sampling=sampling, depth=self.draft_shape.depth)
-        elif isinstance(self._acceptor, Typical):
-            logits = self.body.logits(hidden)
-            choices = self.body.kernels.sample_tokens(logits, positions.contiguous(), sampling)
-            law = self.body.kernels.probabilities(logits, sampling)
-            verdict = self._acceptor(view.proposal, law, choices, depth=self.draft_shape.depth)
+        hidden, features = self.body.window(read, row, self._reach, tree=window.tree, reads=self._reads)
+        positions = (row.unsqueeze(1) + 1 + window.depth).contiguous()
+        proposal = window.proposal
+        if self._rule.draft_probs and proposed:
+            proposal = replace(proposal, draft_probs=pad_vocabulary(proposed[0], self.body.config.vocab_size))
+        depth, kernels = self.draft_shape.depth, self.body.kernels
+        if self._rule.needs == "choices":  # a model divided over ranks need not put its logits together for these
+            choices = self.body.sample_tokens(hidden, positions, sampling)
+            seen = TargetView(positions, sampling, depth, choices, sample_tokens=kernels.sample_tokens)
         else:
-            kernels, logits = self.body.kernels, self.body.logits(hidden)
-            drawn = nn.functional.pad(proposed[0], (0, logits.shape[-1] - proposed[0].shape[-1])) if proposed else None
-            law = kernels.probabilities(logits, sampling)
-            chain = Proposal(view.proposal.tokens, None, drawn)
-            verdict = self._acceptor(chain, law, positions, sampling, choose=kernels.sample_tokens)
-        if view.tree is not None:
-            self.body.compact_path(row, verdict.path)
-        out = (nn.functional.pad(committed(view.proposal, verdict), (0, self._unused), value=PAD), verdict.count + 1)
+            logits = self.body.logits(hidden)
+            seen = target_view(self._rule, logits, positions, sampling=sampling, depth=depth, kernels=kernels)
+        accepted = self._rule(proposal, seen)
+        if window.tree is not None:
+            self.body.compact_path(row, accepted.path)
+        out = (nn.functional.pad(committed(proposal, accepted), (0, self._unused), value=PAD), accepted.count + 1)
         if features is None:
             return out
-        return (*out, nn.functional.pad(features_of(verdict.path, features), (0, 0, 0, self._unused)))
+        return (*out, nn.functional.pad(features_of(accepted.path, features), (0, 0, 0, self._unused)))
+
+
+def target_view(
+    rule: AcceptanceRule,
+    logits: Tensor,
+    positions: Tensor,
+    *,
+    sampling: SamplingTensors,
+    depth: int,
+    kernels: Kernels,
+) -> TargetView:
+    """What a rule needs of the target, from its logits. logits [B, T, V] float32, positions [B, T] int32."""
+    choices = None if rule.needs == "probs" else kernels.sample_tokens(logits, positions, sampling)
+    probs = None if rule.needs == "choices" else kernels.probabilities(logits, sampling)
+    return TargetView(positions, sampling, depth, choices, probs, kernels.sample_tokens)
 
 
 class FusedStep(nn.Module):
@@ -131,6 +138,11 @@ def root_of(tokens: Tensor, count: Tensor, start: Tensor) -> tuple[Tensor, Tenso
 def pad_law(law: Tensor, missing: int) -> Tensor:
     """The law of a chain, [B, N, V], filled up behind it."""
     return nn.functional.pad(law, (0, 0, 0, missing))
+
+
+def pad_vocabulary(draft_probs: Tensor, size: int) -> Tensor:
+    """The draft's distribution over the target's ids, which may be more, or fewer. [B, N, V'] -> [B, N, size]."""
+    return nn.functional.pad(draft_probs, (0, size - draft_probs.shape[-1]))
 
 
 def features_of(path: Tensor, features: Tensor) -> Tensor:

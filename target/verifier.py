@@ -14,9 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.core.acceptance.match import Reject
-from paceline.core.acceptance.synthetic import SyntheticAcceptance
-from paceline.core.acceptance.typical import Typical
+from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.protocols import TraceableDrafter
 from paceline.core.types import (
     PAD,
@@ -34,7 +32,7 @@ from paceline.decoder.backends.base import Again, Repeats
 from paceline.decoder.decoder import CompiledDecoder, FeatureBuffer, ModelWithCache
 from paceline.decoder.steps import prefill
 from paceline.target.multi_round import multi_round
-from paceline.target.steps import Acceptor, FusedStep, VerifyStep, pad_law
+from paceline.target.steps import FusedStep, VerifyStep, pad_law
 
 
 class CompiledVerifier:
@@ -50,7 +48,7 @@ class CompiledVerifier:
         decoder: CompiledDecoder,
         draft_shape: DraftShape,
         *,
-        acceptor: Acceptor,
+        rule: AcceptanceRule,
         wide: bool,
         reads: FeatureSpec | None = None,
         width: int | None = None,
@@ -62,7 +60,7 @@ class CompiledVerifier:
             draft_shape,
         )
         self._width = draft_shape.depth + 1 if width is None else width
-        self.decoder, self.draft_shape, self._acceptor, self._reads = decoder, draft_shape, acceptor, reads
+        self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
         self._names: dict[tuple[DraftShape, int, bool], str] = {}  # a round asks for one every time
         self._rounds: dict[tuple[TraceableDrafter, int, int, bool], Again] = {}  # the same, of fused ones
@@ -93,7 +91,7 @@ class CompiledVerifier:
             inputs.append(proposal.tokens)
             if isinstance(proposal.parents, Tensor):
                 inputs.append(proposal.parents)
-            drawn = proposal.draft_probs is not None and isinstance(self._acceptor, Reject)
+            drawn = proposal.draft_probs is not None and self._rule.draft_probs
             inputs += [proposal.draft_probs] if drawn and proposal.draft_probs is not None else []
         elif draft_shape.num_draft_tokens:
             inputs.append(self._nothing)
@@ -167,7 +165,7 @@ class CompiledVerifier:
 
     def _step(self, body: ModelWithCache, reach: int, *, draft_shape: DraftShape) -> VerifyStep:
         width = self._width
-        return VerifyStep(body, reach, draft_shape=draft_shape, acceptor=self._acceptor, reads=self._reads, width=width)
+        return VerifyStep(body, reach, draft_shape=draft_shape, rule=self._rule, reads=self._reads, width=width)
 
     def _name(self, draft_shape: DraftShape, width: int, *, drawn: bool = False) -> str:
         key = (draft_shape, width, drawn)
@@ -176,11 +174,6 @@ class CompiledVerifier:
         return self._names[key]
 
     def _described(self, draft_shape: DraftShape, width: int, drawn: bool) -> str:
-        kind = "reject" if isinstance(self._acceptor, Reject) else "match"
-        if isinstance(self._acceptor, SyntheticAcceptance):
-            kind = f"simulated {self._acceptor.alpha}"
-        if isinstance(self._acceptor, Typical):  # its numbers are part of the graph
-            kind = f"typical {self._acceptor.epsilon} {self._acceptor.alpha}"
         shape = (
             "tree"
             if draft_shape.dynamic
@@ -190,7 +183,7 @@ class CompiledVerifier:
         )
         reads = "" if self._reads is None else f",reads {self._reads.layers}"
         return (
-            f"verify[{draft_shape.num_draft_tokens + 1} {shape} of {draft_shape.depth},{kind}"
+            f"verify[{draft_shape.num_draft_tokens + 1} {shape} of {draft_shape.depth},{self._rule.cache_key}"
             f"{',drawn' if drawn else ''}"
             f",from {width} to {self._width}{reads}]"
         )

@@ -1,1 +1,1 @@
-"""Acceptance rules: which drafted tokens are kept, and the target's own token after them."""
+"""Acceptance rules: which drafted tokens are kept, and the target's own token after them. One file per rule."""

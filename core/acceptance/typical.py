@@ -1,21 +1,22 @@
 """Typical acceptance (Cai et al., arXiv 2401.10774): keep what the target finds plausible. LOSSY.
 
-A drafted token stands when its probability is above min(epsilon, alpha * exp(-H)), H being the entropy of the target's
-law at its place, so a token that the target would hardly ever choose can stand wherever it is unsure. The text does
-not follow the target's law and does not equal that of plain decoding, except at temperature 0, where the law is
-one-hot and the rule is `Match`. Nothing else in this package is lossy; what uses this rule says so.
-
-Pure, with static shapes; probabilities come from `paceline.core.probs`.
+A drafted token is accepted when its probability is above min(epsilon, alpha * exp(-H)), where H is the entropy of the
+target's distribution at its place. A token that the target would hardly ever choose can therefore be accepted wherever
+the target is unsure. The text does not follow the target's distribution, and does not equal that of decoding without a
+drafter, except at temperature 0: there the distribution is one-hot and the rule equals `Match`. Everything that uses
+this rule says that it is lossy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from paceline.core import reduce, tree
+from paceline.core.acceptance.base import Needs, TargetView
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Accepted, Proposal
 
@@ -25,14 +26,21 @@ _INSIDE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Typical:
-    """Keep the longest path of plausible tokens; of equally long ones the likeliest, of those the first.
+    """Keep the longest path of plausible tokens: of equally long ones the likeliest, of those the first. LOSSY.
 
-    epsilon  a token above this probability always stands
-    alpha    scales the bar where the target is unsure; Medusa takes the square root of epsilon
+    epsilon  a token above this probability is always accepted
+    alpha    scales the threshold where the target is unsure; Medusa takes the square root of epsilon
 
     Raises:
         ConfigurationError: a value is not between 0 and 1.
     """
+
+    name: ClassVar[str] = "typical"
+    needs: ClassVar[Needs] = "both"
+    draft_probs: ClassVar[bool] = False
+    lossless: ClassVar[bool] = False
+    trees: ClassVar[bool] = True
+    on_host: ClassVar[bool] = False
 
     epsilon: float = 0.09
     alpha: float = 0.3
@@ -46,23 +54,28 @@ class Typical:
                     "are epsilon=0.09 and alpha=0.3"
                 )
 
-    def __call__(self, proposal: Proposal, law: Tensor, choices: Tensor, *, depth: int) -> Accepted:
-        """Proposal of N nodes, law [B, N + 1, V] float32 and choices [B, N + 1] int32 after each row -> Verdict.
+    @property
+    def cache_key(self) -> str:
+        """Both numbers are part of the graph."""
+        return f"typical {self.epsilon} {self.alpha}"
 
-        ``depth``: most nodes that can be accepted. The token behind them is the target's own choice.
-        """
+    def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
+        """Accept the best plausible path; the token after it is the target's own choice."""
+        assert view.probs is not None
+        assert view.choices is not None
+        target, choices = view.probs, view.choices
         tokens = proposal.tokens
         slots, nodes = tokens.shape
         if not nodes:
             return Accepted(tokens, choices.new_zeros(slots), choices[:, 0])
         parents = tree.parents_of(proposal)
-        entropy = -(law * (law + _INSIDE).log()).sum(-1)
-        bar = (self.alpha * torch.exp(-entropy)).clamp(max=self.epsilon)  # [B, N + 1]
+        entropy = -(target * (target + _INSIDE).log()).sum(-1)
+        threshold = (self.alpha * torch.exp(-entropy)).clamp(max=self.epsilon)  # [B, N + 1]
         place = (parents + 1).to(torch.int64)
-        vocabulary = law.shape[-1]
+        vocabulary = target.shape[-1]
         ids = tokens.clamp(min=0, max=vocabulary - 1).to(torch.int64).unsqueeze(-1)
-        p = law.gather(1, place.unsqueeze(-1).expand(-1, -1, vocabulary)).gather(2, ids).squeeze(-1)
-        plausible = (p > bar.gather(1, place)) & (tokens >= 0) & (tokens < vocabulary)
+        p = target.gather(1, place.unsqueeze(-1).expand(-1, -1, vocabulary)).gather(2, ids).squeeze(-1)
+        plausible = (p > threshold.gather(1, place)) & (tokens >= 0) & (tokens < vocabulary)
         above = tree.ancestor_mask(parents)  # [B, N, N]
         alive = (above * (~plausible).to(torch.float32).unsqueeze(1)).sum(-1) == 0
         level = torch.where(alive, above.sum(-1), 0.0)
@@ -71,9 +84,9 @@ class Typical:
         longest = alive & (level == count.unsqueeze(-1))
         best = torch.where(longest, likely, reduce.NEGATIVE)
         first = torch.where(longest & (best == best.amax(-1, keepdim=True)), _rows(nodes, tokens), float(nodes + 1))
-        last = torch.where(count > 0, first.amin(-1), 0.0).to(torch.int64)  # row of the window; 0 = the root
+        last = torch.where(count > 0, first.amin(-1), 0.0).to(torch.int64)  # 0 = the root
         return Accepted(
-            _path(above, last, depth), count.to(torch.int32), choices.gather(1, last.unsqueeze(1)).squeeze(1)
+            _path(above, last, view.depth), count.to(torch.int32), choices.gather(1, last.unsqueeze(1)).squeeze(1)
         )
 
 
@@ -85,8 +98,8 @@ def _path(above: Tensor, last: Tensor, depth: int) -> Tensor:
     """Rows of the node in row ``last`` [B] (0 = none) and of its ancestors, from the root down. -> [B, depth] int32"""
     nodes = above.shape[1]
     node = (last - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, nodes)
-    mine = (above.gather(1, node).squeeze(1) > 0) & (last > 0).unsqueeze(-1)  # [B, N]
+    on_path = (above.gather(1, node).squeeze(1) > 0) & (last > 0).unsqueeze(-1)  # [B, N]
     levels = torch.arange(1, depth + 1, dtype=torch.float32, device=above.device).view(1, -1, 1)
-    at = mine.unsqueeze(1) & (above.sum(-1).unsqueeze(1) == levels)  # [B, depth, N]: one node at most
+    at = on_path.unsqueeze(1) & (above.sum(-1).unsqueeze(1) == levels)  # [B, depth, N]: one node at most
     rows = torch.where(at, _rows(nodes, above), 0.0).sum(-1)
     return torch.where(rows > 0, rows, float(PAD)).to(torch.int32)

@@ -165,7 +165,7 @@ def statistics_table(statistics: Statistics, seconds: float | None = None) -> Ta
 def not_the_target_s(acceptor: str) -> str | None:
     """What has to stand beside a text that does not follow the target's law; None if it does."""
     return {
-        "simulated": "NOT REAL TEXT: acceptance was simulated, to measure speed",
+        "synthetic": "NOT REAL TEXT: acceptance is synthetic, to measure speed",
         "typical": "LOSSY: above temperature 0 the text does not follow the target's law",
     }.get(acceptor)
 

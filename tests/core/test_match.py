@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.core import tree
-from paceline.core.acceptance.match import Match, committed
+from paceline.core.acceptance.base import committed
 from paceline.core.types import PAD, Accepted, Proposal
+from tests.core.deciding import matched
 
 
 def ints(*rows: list[int]) -> torch.Tensor:
@@ -47,7 +48,7 @@ def test_a_chain_stands_up_to_the_first_disagreement(case: tuple[list[list[int]]
     drafts, choices = case
     size = len(drafts[0])
     proposal = Proposal(ints(*drafts).view(len(drafts), size))
-    verdict = Match()(proposal, ints(*choices))
+    verdict = matched(proposal, ints(*choices))
     out = committed(proposal, verdict)
     for slot, line in enumerate(drafts):
         rows, token = walk(line, tree.chain(size), choices[slot])
@@ -76,7 +77,7 @@ def test_a_tree_without_twins_is_walked_from_the_root(
                 line[node] = PAD
             met.add((parents[node], token))
     proposal = Proposal(ints(*drafts), parents)
-    verdict = Match()(proposal, ints(*choices))
+    verdict = matched(proposal, ints(*choices))
     out = committed(proposal, verdict)
     for slot, line in enumerate(drafts):
         rows, token = walk(line, parents, choices[slot])
@@ -98,7 +99,7 @@ def test_twins_commit_what_the_target_chose_along_one_path(
             ways.append(first)
             chosen[node + 1] = chosen[first + 1]
     proposal = Proposal(ints(*drafts), parents)
-    verdict = Match()(proposal, ints(*choices))
+    verdict = matched(proposal, ints(*choices))
     out = committed(proposal, verdict)
     for slot, line in enumerate(drafts):
         merged = tuple(-1 if p < 0 else _first(parents, line, p) for p in parents)
@@ -118,21 +119,21 @@ def _first(parents: tuple[int, ...], line: list[int], node: int) -> int:
 
 def test_padding_is_never_accepted_and_id_zero_is() -> None:
     """A target that chooses id 0 (or, by accident, -1) must not find it in the padding of a short proposal."""
-    verdict = Match()(Proposal(ints([PAD, PAD], [0, PAD])), ints([0, 0, 0], [0, 0, 0]))
+    verdict = matched(Proposal(ints([PAD, PAD], [0, PAD])), ints([0, 0, 0], [0, 0, 0]))
     assert verdict.count.tolist() == [0, 1]
     assert verdict.token.tolist() == [0, 0]
-    assert Match()(Proposal(ints([PAD])), ints([PAD, 5])).count.tolist() == [0]
-    assert Match()(Proposal(ints([PAD, 3]), (-1, 0)), ints([PAD, 3, 4])).count.tolist() == [0]
+    assert matched(Proposal(ints([PAD])), ints([PAD, 5])).count.tolist() == [0]
+    assert matched(Proposal(ints([PAD, 3]), (-1, 0)), ints([PAD, 3, 4])).count.tolist() == [0]
 
 
 def test_accepted_ids_that_are_zero_are_counted() -> None:
-    verdict = Match()(Proposal(ints([0, 2, 3])), ints([0, 2, 3, 9]))
+    verdict = matched(Proposal(ints([0, 2, 3])), ints([0, 2, 3, 9]))
     assert verdict.count.tolist() == [3]
     assert verdict.token.tolist() == [9]
 
 
 def test_nothing_proposed_commits_the_target_s_own_token() -> None:
     proposal = Proposal(torch.empty(2, 0, dtype=torch.int32))
-    verdict = Match()(proposal, ints([4], [0]))
+    verdict = matched(proposal, ints([4], [0]))
     assert verdict.count.tolist() == [0, 0]
     assert committed(proposal, verdict).tolist() == [[4], [0]]

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from paceline.core import noise, probs
-from paceline.core.acceptance.match import Match, Reject, committed
+from paceline.core.acceptance.base import committed
+from paceline.core.acceptance.rejection import Reject
 from paceline.core.types import PAD, Accepted, Proposal, SamplingTensors
+from tests.core.deciding import decide, matched
 from tests.fakes import misfit
 
 TRIALS = 25_000
@@ -39,7 +41,7 @@ def one(p: Tensor, drafts: Tensor, q: Tensor | None, *, sampling: SamplingTensor
     """The verdict on one draft per trial; the row behind it has the same law."""
     count = len(drafts)
     proposal = Proposal(drafts, None, None if q is None else q.expand(count, 1, len(q)))
-    return Reject()(proposal, p.expand(count, 2, len(p)), places(count, 2), sampling)
+    return decide(Reject(), proposal, probs=p.expand(count, 2, len(p)), positions=places(count, 2), sampling=sampling)
 
 
 def first(proposal: Proposal, verdict: Accepted) -> np.ndarray:
@@ -89,7 +91,7 @@ def test_golden_acceptance_of_sample_and_match() -> None:
     sampling = trials()
     choices = probs.sample_tokens(P.log().expand(TRIALS, 2, 4), places(TRIALS, 2), sampling)
     for drafts, share in ((drawn(Q, sampling), 0.335), (torch.full((TRIALS, 1), 1, dtype=torch.int32), 0.40)):
-        verdict = Match()(Proposal(drafts), choices)
+        verdict = matched(Proposal(drafts), choices)
         assert float(verdict.count.double().mean()) == pytest.approx(share, abs=4 * math.sqrt(share / TRIALS))
         assert misfit(first(Proposal(drafts), verdict), P.double().numpy()) > 1e-3
 
@@ -98,7 +100,7 @@ def test_coupled_drafts_are_accepted_nearly_as_often_as_by_rejection() -> None:
     sampling = trials()
     choices = probs.sample_tokens(P.log().expand(TRIALS, 2, 4), places(TRIALS, 2), sampling)
     drafts = probs.sample_tokens(Q.log().expand(TRIALS, 1, 4), places(TRIALS, 1), sampling)
-    rate = float(Match()(Proposal(drafts), choices).count.double().mean())
+    rate = float(matched(Proposal(drafts), choices).count.double().mean())
     distance = 0.20  # total variation of P and Q
     assert (1 - distance) / (1 + distance) <= rate <= 1 - distance
 
@@ -186,7 +188,7 @@ def test_the_joint_law_of_a_chain_is_the_target_s() -> None:
     drafts[::3, 2] = PAD
     drafts[::7, 0] = PAD
     proposal = Proposal(drafts, None, q.expand(TRIALS, 3, 5))
-    verdict = Reject()(proposal, p.expand(TRIALS, 4, 5), where, sampling)
+    verdict = decide(Reject(), proposal, probs=p.expand(TRIALS, 4, 5), positions=where, sampling=sampling)
     out = committed(proposal, verdict).numpy()
     for size in (1, 2):
         enough = verdict.count.numpy() >= size  # what follows an accepted token is the target's own law
@@ -201,7 +203,13 @@ def test_two_drafts_are_judged_one_after_the_other() -> None:
     p, q = torch.tensor([1 / 3, 2 / 3]), torch.tensor([2 / 3, 1 / 3])
     sampling, where = trials(), places(TRIALS, 3)
     drafts = probs.sample_tokens(q.log().expand(TRIALS, 2, 2), where[:, :2], sampling, stream=noise.DRAFT)
-    verdict = Reject()(Proposal(drafts, None, q.expand(TRIALS, 2, 2)), p.expand(TRIALS, 3, 2), where, sampling)
+    verdict = decide(
+        Reject(),
+        Proposal(drafts, None, q.expand(TRIALS, 2, 2)),
+        probs=p.expand(TRIALS, 3, 2),
+        positions=where,
+        sampling=sampling,
+    )
     # Of one draft 2/3 stand, and of two 4/9.
     assert float(verdict.count.double().mean()) == pytest.approx(10 / 9, abs=4 * math.sqrt(62 / 81 / TRIALS))
     assert misfit(committed(Proposal(drafts), verdict)[:, :1].numpy(), p.double().numpy()) > 1e-3
@@ -210,6 +218,8 @@ def test_two_drafts_are_judged_one_after_the_other() -> None:
 def test_a_later_acceptance_behind_a_rejection_is_not_counted() -> None:
     sharp = torch.eye(4)[[1, 1, 1, 1]]
     drafts = torch.tensor([[2, 1, 1], [1, 2, 1], [1, 1, 1]], dtype=torch.int32)
-    verdict = Reject()(Proposal(drafts), sharp.expand(3, 4, 4), places(3, 4), trials(3))
+    verdict = decide(
+        Reject(), Proposal(drafts), probs=sharp.expand(3, 4, 4), positions=places(3, 4), sampling=trials(3)
+    )
     assert verdict.count.tolist() == [0, 1, 3]
     assert committed(Proposal(drafts), verdict).tolist() == [[1, -1, -1, -1], [1, 1, -1, -1], [1, 1, 1, 1]]

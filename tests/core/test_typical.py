@@ -12,11 +12,12 @@ from torch import Tensor
 
 from paceline.core import probs as laws
 from paceline.core import tree
-from paceline.core.acceptance.match import Match, committed
+from paceline.core.acceptance.base import committed
 from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Proposal
+from tests.core.deciding import decide, matched
 from tests.fakes import misfit
 
 V = 5
@@ -69,7 +70,7 @@ def test_the_longest_plausible_path_stands(
     nodes = len(drafts[0])
     line = parents if parents is not None else tree.chain(nodes)
     choices = torch.arange(len(drafts) * (nodes + 1), dtype=torch.int32).view(len(drafts), -1)
-    verdict = rule(Proposal(ints(*drafts), parents), law, choices, depth=max(tree.depths(line)))
+    verdict = decide(rule, Proposal(ints(*drafts), parents), probs=law, choices=choices)
     for slot, row in enumerate(drafts):
         expected = longest(row, line, law[slot].tolist(), rule)
         count = int(verdict.count[slot])
@@ -82,7 +83,7 @@ def test_the_longest_plausible_path_stands(
 def test_a_tree_of_its_own_for_every_slot() -> None:
     law = torch.full((2, 3, V), 1 / V)
     parents = ints([-1, -1], [-1, 0])
-    verdict = Typical()(Proposal(ints([1, 2], [1, 2]), parents), law, ints([0, 1, 2], [0, 1, 2]), depth=2)
+    verdict = decide(Typical(), Proposal(ints([1, 2], [1, 2]), parents), probs=law, choices=ints([0, 1, 2], [0, 1, 2]))
     assert verdict.path.tolist() == [[1, PAD], [1, 2]]
     assert verdict.token.tolist() == [1, 2]
 
@@ -91,10 +92,10 @@ def test_an_undecided_target_takes_everything_and_a_decided_one_its_own_choice_o
     drafts = ints([4, 3, 2, 1])
     choices = ints([0, 0, 0, 0, 0])
     flat = torch.full((1, 5, V), 1 / V)
-    assert Typical()(Proposal(drafts), flat, choices, depth=4).count.tolist() == [4]
+    assert decide(Typical(), Proposal(drafts), probs=flat, choices=choices).count.tolist() == [4]
     sure = torch.zeros(1, 5, V)
     sure[..., 4] = 1.0
-    verdict = Typical()(Proposal(drafts), sure, choices, depth=4)
+    verdict = decide(Typical(), Proposal(drafts), probs=sure, choices=choices)
     assert committed(Proposal(drafts), verdict).tolist() == [[4, 0, PAD, PAD, PAD]]
 
 
@@ -105,10 +106,8 @@ def test_at_temperature_0_it_is_match(case: tuple[tuple[int, ...] | None, list[l
     greedy = sampling_tensors([Sampling()] * len(drafts))
     one_hot = laws.probabilities(law.log(), greedy)
     choices = one_hot.argmax(-1).to(torch.int32)
-    line = parents if parents is not None else tree.chain(len(drafts[0]))
-    depth = max(tree.depths(line))
     proposal = Proposal(ints(*drafts), parents)
-    ours, theirs = Typical()(proposal, one_hot, choices, depth=depth), Match()(proposal, choices)
+    ours, theirs = decide(Typical(), proposal, probs=one_hot, choices=choices), matched(proposal, choices)
     assert ours.count.tolist() == theirs.count.tolist()
     assert committed(proposal, ours).tolist() == committed(proposal, theirs).tolist()
 
@@ -123,9 +122,9 @@ def test_the_law_of_the_text_shows_that_typical_is_lossy(rule: str, exact: bool)
     choices = laws.sample_tokens(logits, positions, sampling)
     proposal = Proposal(torch.zeros(count, 1, dtype=torch.int32))
     verdict = (
-        Match()(proposal, choices)
+        matched(proposal, choices)
         if rule == "match"
-        else Typical()(proposal, laws.probabilities(logits, sampling), choices, depth=1)
+        else decide(Typical(), proposal, probs=laws.probabilities(logits, sampling), choices=choices)
     )
     first = committed(proposal, verdict)[:, :1].numpy()
     p = misfit(first, torch.full((4,), 0.25).numpy())

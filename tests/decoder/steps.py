@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core import tree
-from paceline.core.acceptance.match import Match, Reject
+from paceline.core.acceptance.match import Match
+from paceline.core.acceptance.rejection import Reject
 from paceline.core.acceptance.typical import Typical
 from paceline.core.types import DraftShape, FeatureSpec
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
@@ -40,7 +41,7 @@ TREE = (-1, -1, 0, 0, 1)
 DYNAMIC = DraftShape(4, 2, dynamic=True)
 
 draft = partial(DraftStep, length=NODES, vocabulary=VocabMap(VOCABULARY, VOCABULARY))
-verify = partial(VerifyStep, acceptor=Match(), draft_shape=DraftShape.chain(NODES))
+verify = partial(VerifyStep, rule=Match(), draft_shape=DraftShape.chain(NODES))
 
 
 def fused(body: ModelWithCache, reach: int) -> nn.Module:
@@ -88,8 +89,8 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "keep": CompactPathStep,
     "verify": verify,
     "verify nothing": partial(verify, draft_shape=DraftShape.chain(0)),
-    "verify, reject, drawn": partial(verify, acceptor=Reject()),
-    "verify, typical": partial(verify, acceptor=Typical()),
+    "verify, reject, drawn": partial(verify, rule=Reject()),
+    "verify, typical": partial(verify, rule=Typical()),
     "verify, tree": partial(verify, draft_shape=tree.draft_shape(TREE)),
     "verify, dynamic tree": partial(verify, draft_shape=DYNAMIC),
     "draft": partial(draft, drawn=False),

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from paceline.core import tree
-from paceline.core.acceptance.match import Match, Reject
+from paceline.core.acceptance.match import Match
+from paceline.core.acceptance.rejection import Reject
 from paceline.core.types import DraftShape, FeatureSpec
 from paceline.decoder.steps import PrefillStep, WindowStep
 from paceline.draft.model import DraftStep
@@ -46,14 +47,14 @@ draft_step = partial(DraftStep, length=NODES, vocabulary=VocabMap(VOCABULARY, VO
 STEPS = {
     "prefill": PrefillStep,
     "window": WindowStep,
-    "verify": partial(VerifyStep, draft_shape=CHAIN, acceptor=Match()),
-    "verify nothing": partial(VerifyStep, draft_shape=DraftShape.chain(0), acceptor=Match()),
-    "verify, reject": partial(VerifyStep, draft_shape=CHAIN, acceptor=Reject()),
-    "verify, reject, drawn": partial(VerifyStep, draft_shape=CHAIN, acceptor=Reject()),
-    "verify, tree": partial(VerifyStep, draft_shape=tree.draft_shape(TREE), acceptor=Match(), reads=FeatureSpec()),
-    "verify, grown": partial(VerifyStep, draft_shape=GROWN, acceptor=Match(), reads=FeatureSpec((0, 2))),
+    "verify": partial(VerifyStep, draft_shape=CHAIN, rule=Match()),
+    "verify nothing": partial(VerifyStep, draft_shape=DraftShape.chain(0), rule=Match()),
+    "verify, reject": partial(VerifyStep, draft_shape=CHAIN, rule=Reject()),
+    "verify, reject, drawn": partial(VerifyStep, draft_shape=CHAIN, rule=Reject()),
+    "verify, tree": partial(VerifyStep, draft_shape=tree.draft_shape(TREE), rule=Match(), reads=FeatureSpec()),
+    "verify, grown": partial(VerifyStep, draft_shape=GROWN, rule=Match(), reads=FeatureSpec((0, 2))),
     "fused": lambda body, reach: FusedStep(
-        draft_step(body, reach, drawn=False), VerifyStep(body, reach, draft_shape=CHAIN, acceptor=Match())
+        draft_step(body, reach, drawn=False), VerifyStep(body, reach, draft_shape=CHAIN, rule=Match())
     ),
     "draft": partial(draft_step, drawn=False),
     "draft, drawn": partial(draft_step, drawn=True),

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from paceline.core import probs, tree
-from paceline.core.acceptance.match import Match, committed
+from paceline.core.acceptance.base import committed
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Proposal
 from paceline.medusa.tree import Choices
+from tests.core.deciding import matched
 from tests.fakes import misfit
 
 
@@ -34,7 +35,7 @@ def test_two_trees_of_six_rows_in_one_batch(temperature: float) -> None:
     sampling = sampling_tensors([Sampling(temperature=temperature, seed=seed) for seed in (1, 2)])
     choices = probs.sample_tokens(logits, torch.arange(7, 13, dtype=torch.int32).expand(2, 6), sampling)
     proposal = Proposal(ints([1, 2, 3, 4, 5], [8, 9, 10, 11, 12]), ints(*parents))
-    verdict = Match()(proposal, choices, 3)
+    verdict = matched(proposal, choices)
     assert verdict.path.tolist() == [[3, 4, 5], [4, 5, PAD]]  # theirs: [0, 3, 4, 5] and [6, 10, 11, -1], from 0 and 6
     assert verdict.count.tolist() == [3, 2]
     assert committed(proposal, verdict).tolist() == [[3, 4, 5, 18], [11, 12, 18, PAD]]
@@ -59,7 +60,7 @@ def test_three_walks_of_a_static_tree(planted: dict[int, int], expected: list[in
     tree = Choices.of([[0], [1], [2], [0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [2, 0], [0, 0, 0], [0, 1, 1], [1, 0, 0]])
     proposal = Proposal(ints(list(range(11, 23))), tree.parents)
     choices = ints([planted.get(row, 100 + row) for row in range(13)])
-    made = committed(proposal, Match()(proposal, choices))[0].tolist()
+    made = committed(proposal, matched(proposal, choices))[0].tolist()
     assert [token for token in made if token != PAD] == expected
 
 
@@ -78,7 +79,7 @@ def test_siblings_are_tried_without_a_change_of_the_law(children: list[int]) -> 
     at = torch.tensor([0, *tree.depths(parents)], dtype=torch.int32) + 9
     choices = probs.sample_tokens(laws.log().float().expand(count, -1, -1), at.expand(count, -1), sampling)
     proposal = Proposal(ints(nodes).expand(count, -1), parents)
-    out = committed(proposal, Match()(proposal, choices))
+    out = committed(proposal, matched(proposal, choices))
     assert misfit(out[:, :1].numpy(), p.numpy()) > 1e-3
     assert misfit(out[:, :1].numpy(), np.array([0.435, 0.287, 0.088, 0.145, 0.045])) < 1e-9
     for child in children:

@@ -30,7 +30,7 @@ def test_tokens_a_round_follow_the_formula(alpha: float, heat: dict) -> None:
         made.sample(PROMPTS, max_new_tokens=400, **heat)
         assert made.statistics.tau == pytest.approx(wanted, rel=0.12)
         assert made.statistics.lossy
-        assert made.statistics.to_dict()["acceptor"] == "simulated"
+        assert made.statistics.to_dict()["acceptor"] == "synthetic"
 
 
 def test_a_run_repeats_and_is_announced(caplog: pytest.LogCaptureFixture) -> None:
@@ -42,7 +42,7 @@ def test_a_run_repeats_and_is_announced(caplog: pytest.LogCaptureFixture) -> Non
 
 
 def test_what_it_cannot_do_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no probability"):
+    with pytest.raises(ConfigurationError, match="a probability"):
         SpeculativeGenerator("ngram", TableDecoder(TARGET), acceptor=SyntheticAcceptance(1.5))
     with pytest.raises(ConfigurationError, match="on the device"):
         SpeculativeGenerator("ngram", TableDecoder(TARGET), acceptor=SyntheticAcceptance(0.5)).sample(

@@ -98,7 +98,7 @@ def test_simulated_acceptance_is_marked_everywhere(home: Path, caplog: pytest.Lo
         found = answer(home, *asked)
     assert "not real text" in caplog.text
     assert next(iter(found)) == "warning" and "NOT REAL TEXT" in str(found["warning"])
-    assert found["statistics"]["acceptor"] == "simulated" and found["statistics"]["lossy"]  # type: ignore[index]
+    assert found["statistics"]["acceptor"] == "synthetic" and found["statistics"]["lossy"]  # type: ignore[index]
     done = generate(home, *asked, "--stats")
     assert done.stdout.startswith("NOT REAL TEXT") and "NOT REAL TEXT" in done.stderr
     assert "warning" not in answer(home, "--ngram")
@@ -146,7 +146,7 @@ def test_stop_strings(home: Path) -> None:
         (["--ngram", "--confidence", 0.5], "--draft"),
         (["--ngram", "--vocabulary", "intersection"], "--draft"),
         (["--synthetic-acceptance", 0.5], "needs a drafter"),
-        (["--ngram", "--synthetic-acceptance", 2], "no probability"),
+        (["--ngram", "--synthetic-acceptance", 2], "a probability"),
         (["--ngram", "--synthetic-acceptance", 0.5, "--acceptor", "reject"], "one of them"),
         (["--draft", "no such folder"], "no such folder"),
         (["--prompt-file", "no such file"], "--prompt"),

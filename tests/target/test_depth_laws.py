@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.core.acceptance.match import Match, Reject
+from paceline.core.acceptance.base import AcceptanceRule
+from paceline.core.acceptance.match import Match
+from paceline.core.acceptance.rejection import Reject
 from paceline.core.protocols import Drafter, Shortens
 from paceline.core.sampling import Sampling
 from paceline.core.types import DraftShape
@@ -13,7 +15,6 @@ from paceline.engine.adaptive import AdaptiveRound, Stage
 from paceline.engine.draft_length import DraftLengthController
 from paceline.engine.engine import TimedRound
 from paceline.engine.rounds import TwoGraphRound
-from paceline.target.steps import Acceptor
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, joint, misfit, table
 from tests.target.three_tokens import PROMPT, TARGET, K, model, one_depth, three_tokens
@@ -30,14 +31,14 @@ class Dice(DraftLengthController):
         return (self.ladder[-1], *self.ladder)[self.turn % (len(self.ladder) + 1)]
 
 
-def many_depths(source: Drafter, target: TableDecoder, rule: Acceptor) -> TimedRound:
+def many_depths(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> TimedRound:
     """Rungs of a ladder in turn, each with a verifier and commits of its own width."""
     assert isinstance(source, Shortens)
     rungs = {
         depth: Stage(
             TwoGraphRound(
                 source.shortened(depth) if depth else source,
-                CompiledVerifier(target, DraftShape.chain(depth), acceptor=rule, wide=False),
+                CompiledVerifier(target, DraftShape.chain(depth), rule=rule, wide=False),
             ),
             depth + 1,
         )

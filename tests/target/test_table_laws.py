@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from paceline.core import probs
-from paceline.core.acceptance.match import Match, Reject
+from paceline.core.acceptance.base import AcceptanceRule
+from paceline.core.acceptance.match import Match
+from paceline.core.acceptance.rejection import Reject
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, param_row, sampling_tensors
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
@@ -21,7 +23,6 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
 from paceline.target.host_verifier import HostVerifier
-from paceline.target.steps import Acceptor
 from tests.fakes import TableBody, TableDecoder, joint, misfit
 from tests.target.three_tokens import CHAIN, DRAFT, MANY, PROMPT, SLOTS, TARGET, K, V, model, three_tokens
 
@@ -80,7 +81,7 @@ class OtherKnobs:
         text = torch.cat((last, made.tokens), 1).long()
         body = self.inner.decoder.body
         assert isinstance(body, TableBody)
-        row = (commit.start + commit.count - 2).long().clamp(min=0)
+        row = (commit.first_row + commit.count - 2).long().clamp(min=0)
         before = torch.cat((body.cache[torch.arange(len(row)), row].unsqueeze(1), text[:, :-2]), 1)
         return Proposal(made.tokens, None, torch.softmax(DRAFT[before, text[:, :-1]], -1))
 
@@ -115,7 +116,7 @@ def follow(text: list[int]) -> list[int]:
     return [(text[-1] + step) % V for step in range(1, K + 1)]
 
 
-MODES: dict[str, tuple[Callable[[], Drafter], Acceptor]] = {
+MODES: dict[str, tuple[Callable[[], Drafter], AcceptanceRule]] = {
     "plain": (NoDrafter, Match()),
     "match, coupled draft": (lambda: model(MANY, drawn=False), Match()),
     "match, n-gram": (lambda: NgramDrafter(K), Match()),
@@ -168,7 +169,7 @@ def test_an_argmax_draft_that_claims_a_softmax_law_is_seen() -> None:
 def test_ids_out_of_range_leave_the_law_as_it_is_on_the_host_too() -> None:
     slots = 1500  # taken one by one there
     target = TableDecoder(TARGET, slots=slots, kv_buckets=(24,))
-    verifier = HostVerifier(target, CHAIN, acceptor=Reject(), wide=True, processor=None)
+    verifier = HostVerifier(target, CHAIN, rule=Reject(), wide=True, processor=None)
     keys = torch.stack((torch.arange(slots, dtype=torch.int32), torch.full((slots,), 7, dtype=torch.int32)), 1)
     sampling = SamplingTensors(torch.tensor([param_row(Sampling(temperature=1.0))]).expand(slots, 4), keys)
     target.body.cache[:, : len(PROMPT)] = torch.tensor(PROMPT)

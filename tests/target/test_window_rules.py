@@ -8,11 +8,12 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from paceline import SpeculativeGenerator, lift
-from paceline.core.acceptance.match import Match, Reject
+from paceline.core.acceptance.base import AcceptanceRule
+from paceline.core.acceptance.match import Match
+from paceline.core.acceptance.rejection import Reject
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits
 from paceline.target.host_verifier import HostVerifier
-from paceline.target.steps import Acceptor
 from tests.decoder.tiny import Workshop
 from tests.equality.laws import PROMPTS, plain, run, texts
 from tests.fakes import TableDecoder
@@ -45,12 +46,12 @@ def always(likely: float = 6.0) -> TableDecoder:
 @pytest.mark.parametrize(
     ("penalty", "wanted"), [(1.5, [LIKELY, OTHER]), (0.7, [LIKELY, LIKELY, OTHER])], ids=["strong", "weak"]
 )
-def test_the_golden_case_of_a_frequency_penalty(penalty: float, wanted: list[int], rule: Acceptor) -> None:
+def test_the_golden_case_of_a_frequency_penalty(penalty: float, wanted: list[int], rule: AcceptanceRule) -> None:
     """Rule C28, vLLM's case: text [2], drafts [1, 1, 1]; a draft counts for the rows behind it and a rejected one
     for none. 0.7 takes the third 1 (it stands 0.4 below 15 then), 1.5 the second.
     """
     penalise = FrequencyPenalty(penalty, prompt=1)
-    verifier = HostVerifier(always(), DraftShape.chain(3), acceptor=rule, wide=True, processor=penalise)
+    verifier = HostVerifier(always(), DraftShape.chain(3), rule=rule, wide=True, processor=penalise)
     greedy = sampling_tensors([Sampling()])
     assert verifier.prefill(0, [BEGIN], greedy).token == OWN
     one = torch.ones(1, dtype=torch.int32)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, param_row
 from paceline.core.types import PAD, Commit, DraftShape, RoundLimits, SamplingTensors
@@ -17,14 +18,13 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from paceline.engine.engine import TimedRound
 from paceline.engine.rounds import TwoGraphRound
-from paceline.target.steps import Acceptor
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, WatchedRound, near, table
 
 SLOTS, MANY, V, K = 50_000, 200_000, 8, 3
 PROMPT = [2, 5, 1, 2, 5]
 CHAIN = DraftShape.chain(K)
-Rounds = Callable[[Drafter, TableDecoder, Acceptor], TimedRound]
+Rounds = Callable[[Drafter, TableDecoder, AcceptanceRule], TimedRound]
 TARGET = table(V, seed=0, spread=1.2)
 DRAFT = near(TARGET, seed=1, spread=0.7)
 
@@ -34,13 +34,13 @@ def model(slots: int = SLOTS, *, drawn: bool, confidence: float = 0.0) -> ModelD
     return ModelDrafter(decoder, K, vocabulary=VocabMap(V, V), drawn=drawn, confidence=confidence)
 
 
-def one_depth(source: Drafter, target: TableDecoder, rule: Acceptor) -> TimedRound:
-    return TwoGraphRound(source, CompiledVerifier(target, CHAIN, acceptor=rule, wide=True))
+def one_depth(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> TimedRound:
+    return TwoGraphRound(source, CompiledVerifier(target, CHAIN, rule=rule, wide=True))
 
 
 def three_tokens(
     source: Drafter,
-    rule: Acceptor,
+    rule: AcceptanceRule,
     *,
     knobs: Sampling,
     slots: int = SLOTS,

@@ -1,0 +1,106 @@
+"""What an acceptance rule is, what it sees, and the commit that follows from its decision.
+
+A rule is a pure function of a proposal and of what the target says about it. It stays on the device and has static
+shapes, so that it compiles into the graph that verifies. Rules make no probabilities: those come from
+`paceline.core.probs`. Not here: the rules themselves, and the verifier that runs them (`paceline.target`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from paceline.core.probs import sample_tokens as _sample_tokens
+from paceline.core.types import PAD, Accepted, Proposal, SamplingTensors
+
+Needs = Literal["choices", "probs", "both"]
+
+
+class SampleTokens(Protocol):
+    """`paceline.core.probs.sample_tokens`, or a kernel that gives the same tokens."""
+
+    def __call__(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = ...) -> Tensor:
+        """logits [B, T, V] float32, positions [B, T] int32 -> [B, T] int32."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetView:
+    """What the target says about a proposal of N tokens. T = N + 1 rows: the root, then one for each proposed token.
+
+    positions      [B, T] int32, position in the text of the token that each row decides
+    sampling       how every slot samples
+    depth          D, how many proposed tokens can be accepted at most
+    choices        [B, T] int32, the target's own token after each row; None unless the rule needs choices
+    probs          [B, T, V] float32, the target's distribution after each row; None unless the rule needs them
+    sample_tokens  draws tokens from logits with the noise of their positions
+    """
+
+    positions: Tensor
+    sampling: SamplingTensors
+    depth: int
+    choices: Tensor | None = None
+    probs: Tensor | None = None
+    sample_tokens: SampleTokens = _sample_tokens
+
+
+@runtime_checkable
+class AcceptanceRule(Protocol):
+    """Decides how much of a proposal is kept. A frozen dataclass with these as class attributes is the usual form."""
+
+    @property
+    def name(self) -> str:
+        """What users call it, and what statistics show."""
+
+    @property
+    def needs(self) -> Needs:
+        """What the target computes for it: its own token after every row, its probabilities there, or both."""
+
+    @property
+    def draft_probs(self) -> bool:
+        """Whether it uses the distribution that drafted tokens were drawn from. Draft models report it only then."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the text follows the target's distribution."""
+
+    @property
+    def trees(self) -> bool:
+        """Whether it decides on trees; otherwise on chains alone."""
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it can be used with logits processors and scores, which decide position by position on the host.
+
+        There a lossless rule that needs choices keeps a drafted token where it equals the choice; any other rule is
+        called with one chain at a time.
+        """
+
+    @property
+    def cache_key(self) -> str:
+        """What compiled graphs depend on besides the source: the name, and every number that is part of the graph."""
+
+    def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
+        """Decide on a proposal of N tokens. ``proposal.draft_probs`` [B, N, V] is there if ``draft_probs`` is true and
+        the tokens were drawn. -> `Accepted`, whose path has ``view.depth`` entries.
+        """
+
+
+def keeps_tokens(rule: AcceptanceRule) -> bool:
+    """Whether the text is token for token that of decoding without a drafter, for the same seed."""
+    return rule.lossless and rule.needs == "choices"
+
+
+def committed(proposal: Proposal, accepted: Accepted) -> Tensor:
+    """Accepted tokens, then the target's own, then PAD. -> [B, D + 1] int32."""
+    depth = accepted.path.shape[1]
+    if not depth:
+        return accepted.token.unsqueeze(1)
+    nodes = (accepted.path - 1).clamp(min=0).to(torch.int64)
+    tokens = torch.nn.functional.pad(proposal.tokens.gather(1, nodes), (0, 1), value=PAD)
+    place = torch.arange(depth + 1, device=tokens.device)
+    count = accepted.count.unsqueeze(1)
+    after = torch.where(place == count, accepted.token.unsqueeze(1), PAD)
+    return torch.where(place < count, tokens, after).to(torch.int32)

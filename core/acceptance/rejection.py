@@ -1,0 +1,64 @@
+"""Rejection sampling (Leviathan et al., arXiv 2211.17192, algorithm 1).
+
+Keeps the target's distribution for chains whose tokens were drawn from a known distribution, and accepts more of them
+than `Match`, but the text is not token for token that of decoding without a drafter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from paceline.core import noise, reduce
+from paceline.core.acceptance.base import Needs, TargetView
+from paceline.core.types import PAD, Accepted, Proposal, SamplingTensors
+
+
+@dataclass(frozen=True, slots=True)
+class Reject:
+    """Rejection sampling on a chain. An `AcceptanceRule`.
+
+    A proposal without ``draft_probs`` counts as drawn from point masses. A token outside the vocabulary is refused
+    like one to which the target gives no mass; ``draft_probs`` is then cut to V, so that its rows may sum to less
+    than one.
+    """
+
+    name: ClassVar[str] = "reject"
+    needs: ClassVar[Needs] = "probs"
+    draft_probs: ClassVar[bool] = True
+    lossless: ClassVar[bool] = True
+    trees: ClassVar[bool] = False
+    on_host: ClassVar[bool] = True
+    cache_key: ClassVar[str] = "reject"
+
+    def __call__(self, proposal: Proposal, view: TargetView) -> Accepted:
+        """Accept each token with probability min(1, p / q); after the first rejection draw from the residual."""
+        assert view.probs is not None
+        drafts, target, sampling = proposal.tokens, view.probs, view.sampling
+        slots, nodes = drafts.shape
+        ids = torch.arange(target.shape[-1], dtype=torch.int32, device=target.device)
+        picked = ids == drafts.unsqueeze(-1)  # [B, N, V]; a PAD picks nothing
+        drawn = picked.to(torch.float32) if proposal.draft_probs is None else proposal.draft_probs
+        zero = torch.zeros((), device=target.device)
+        p = torch.where(picked, target[:, :nodes], zero).sum(-1)
+        q = torch.where(picked, drawn, zero).sum(-1)
+        u = noise.uniform(sampling.seeds, view.positions[:, :nodes], noise.ACCEPT)
+        accepted = (u * q < p) & (q > 0)  # u < p / q, strict, without dividing by zero
+        standing = (~accepted).to(torch.float32).cumsum(-1) == 0
+        count = standing.to(torch.float32).sum(-1).to(torch.int32)
+        here = torch.arange(nodes + 1, device=target.device) == count.unsqueeze(-1)  # [B, N + 1]
+        at = torch.where(here.unsqueeze(-1), target, zero).sum(1)  # p at the first rejected row
+        # A slot that proposed nothing at that row (PAD, or all accepted) takes nothing away from p.
+        proposed = torch.where((here[:, :nodes] & (drafts != PAD)).unsqueeze(-1), drawn, zero).sum(1)
+        residual = (at - proposed).clamp(min=0)
+        weights = torch.where(residual.sum(-1, keepdim=True) > 0, residual, at)
+        where = torch.where(here, view.positions, 0).sum(-1, keepdim=True, dtype=torch.int32)
+        scores = torch.where(weights > 0, weights.clamp(min=1e-38).log(), reduce.NEGATIVE)
+        hot = (sampling.params[:, :1] > 0).to(torch.float32)
+        unfiltered = torch.cat((hot, torch.zeros_like(hot), torch.ones_like(hot), torch.zeros_like(hot)), 1)
+        drawn_from = SamplingTensors(unfiltered, sampling.seeds)
+        token = view.sample_tokens(scores.unsqueeze(1), where, drawn_from, stream=noise.RESIDUAL).squeeze(1)
+        rows = torch.arange(1, nodes + 1, dtype=torch.int32, device=target.device).expand(slots, nodes)
+        return Accepted(torch.where(standing, rows, PAD), count, token)
