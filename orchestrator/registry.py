@@ -2,21 +2,26 @@
 
 Python, the command line, YAML, HTTP, the documents and the contract suite read these rows. A row names its class by a
 dotted path, so that reading the table imports nothing. Options of a row are the keyword-only parameters of its
-constructor (`options_of`). Model families and backends have their rows in `paceline.decoder`.
+constructor (`options_of`). Model families and backends have their rows in `paceline.decoder`. Not here: what is made of
+a row (`paceline.auto_drafter`).
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+Needs = Literal["choices", "probs", "both"]
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterRow:
     """A drafter.
 
-    name       in the grammar of `paceline.config`, or of its own kind where it has no place there
-    path       "module:Class" or "module:Class.method", what makes it
+    name       in the grammar of `paceline.draft_spec`, or of its own kind where it has no place there
+    path       "module:Class" or "module:Class.method", what makes it; its keyword-only parameters are the options
     summary    one line for tables
     given_as   name: by its name; folder: by a folder, which is recognised; vocabulary: by the option of a draft model;
                list: by several drafters; object: a Python object; process: a model of its own with ``draft_of``
@@ -25,6 +30,7 @@ class DrafterRow:
     fused      can share a graph with the target
     ladder     which of its drafts can be had at several lengths (k="auto")
     listable   can be one of a list
+    options    what its options are read from, where that is not ``path``
     """
 
     name: str
@@ -36,25 +42,26 @@ class DrafterRow:
     fused: bool = False
     ladder: Literal["all", "chains", "none"] = "all"
     listable: bool = True
+    options: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RuleRow:
     """An acceptance rule.
 
-    needs      what it decides from: the target's own choices, or its probabilities
-    lossless   the output follows the target's distribution
-    same_text  the output is that of plain decoding with the same seed
-    trees      can verify trees
-    on_host    can run on the host, where logits processors and scores need it
+    needs        what it decides from: the target's own choices, its probabilities, or both
+    draft_probs  reads the distribution that drafted tokens were drawn from
+    lossless     the output follows the target's distribution
+    trees        can verify trees
+    on_host      can run on the host, where logits processors and scores need it
     """
 
     name: str
     path: str
     summary: str
-    needs: Literal["choices", "probs"]
+    needs: Needs
+    draft_probs: bool = False
     lossless: bool = True
-    same_text: bool = False
     trees: bool = True
     on_host: bool = True
 
@@ -74,6 +81,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             given_as="folder",
             draws=True,
             fused=True,
+            options="paceline.auto:AutoDecoder.from_pretrained",
         ),
         DrafterRow(
             "medusa",
@@ -130,13 +138,13 @@ ACCEPTANCE_RULES: dict[str, RuleRow] = {
             "paceline.core.acceptance.match:Match",
             "the target's own choice must be the drafted token",
             needs="choices",
-            same_text=True,
         ),
         RuleRow(
             "reject",
             "paceline.core.acceptance.match:Reject",
             "rejection sampling (Leviathan et al.)",
             needs="probs",
+            draft_probs=True,
             trees=False,
         ),
         RuleRow(
@@ -157,3 +165,29 @@ ACCEPTANCE_RULES: dict[str, RuleRow] = {
         ),
     )
 }
+
+_GIVEN = frozenset(
+    {"batch_size", "confidence", "confidence_threshold", "drawn", "eos", "k", "progress", "tokenizers", "vocabulary"}
+)
+"""Keyword-only parameters that the target and the generator's own options settle."""
+
+
+def resolve(path: str) -> Any:
+    """What a row's path names."""
+    module, _, attributes = path.partition(":")
+    found: Any = importlib.import_module(module)
+    for attribute in attributes.split("."):
+        found = getattr(found, attribute)
+    return found
+
+
+def options_of(row: DrafterRow | RuleRow) -> dict[str, inspect.Parameter]:
+    """The options that a draft or a rule of this row may have, by name, ``k`` not counted."""
+    path = row.options if isinstance(row, DrafterRow) and row.options else row.path
+    parameters = inspect.signature(resolve(path)).parameters.values()
+    of_rule = isinstance(row, RuleRow)
+    return {
+        parameter.name: parameter
+        for parameter in parameters
+        if (of_rule or parameter.kind is parameter.KEYWORD_ONLY) and parameter.name not in _GIVEN
+    }

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import DraftSpec, RuleSpec, SpeculativeConfig, parse_draft, parse_k, parse_rule
+from paceline.config import SpeculativeConfig, parse_k
 from paceline.core.errors import ConfigurationError
+from paceline.draft_spec import DraftSpec, RuleSpec, parse_draft, parse_rule
 
 NGRAM = DraftSpec("ngram", options=(("prompt_lookup_max", 4),))
 

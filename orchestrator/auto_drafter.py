@@ -1,0 +1,278 @@
+"""From a `DraftSpec` to a drafter: which row of the registry it is, its options checked, its model or heads loaded.
+
+`make_drafter` is the one way from what was asked for to a drafter: generators, commands and workers use it.
+`AutoDrafter.from_pretrained` is for one folder. Not here: the grammar (`paceline.draft_spec`) and rounds
+(`paceline.build`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from paceline import vocab_compat
+from paceline.auto import AutoDecoder
+from paceline.config import SpeculativeConfig
+from paceline.core.errors import CheckpointError, ConfigurationError
+from paceline.core.protocols import Drafter, Shortens
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.json_fields import Fields, read_json_object
+from paceline.decoder.models.config import ModelConfig
+from paceline.draft.fallback import FallbackDrafter
+from paceline.draft.function import lift
+from paceline.draft.model import ModelDrafter
+from paceline.draft.none import NoDrafter
+from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
+from paceline.draft_spec import DraftSpec, RuleSpec
+from paceline.eagle import spec as eagle_spec
+from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of, resolve
+from paceline.target.steps import Acceptor
+
+LoadModel = Callable[..., CompiledDecoder]
+"""`AutoDecoder.from_pretrained`, or the same with a progress bar around it."""
+
+
+class AutoDrafter:
+    """Finds out from a folder's config.json what drafts: a model, Medusa heads or an EAGLE head."""
+
+    @staticmethod
+    def from_pretrained(
+        path: str | os.PathLike[str],
+        target: CompiledDecoder,
+        *,
+        k: int | None = None,
+        acceptor: object = "match",
+        confidence_threshold: float = 0.0,
+        vocabulary: str | TokenizerPair = "same",
+        **options: object,
+    ) -> Drafter:
+        """Load a drafter for ``target``.
+
+        path     folder of a decoder, Medusa heads or an EAGLE head
+        k        drafted tokens per round; default: 4, or what the tree of the heads says
+        options  of the row: those of `AutoDecoder.from_pretrained` for a model (default: the target's), ``draft_tree``
+                 for heads
+
+        Raises:
+            CheckpointError: the folder cannot be used.
+            PairingError: it does not fit the target.
+            ConfigurationError: an option is unknown or out of range.
+        """
+        config = SpeculativeConfig(
+            draft={"path": os.fspath(path), **options},
+            k=k,
+            acceptor=acceptor,
+            confidence_threshold=confidence_threshold,
+            vocabulary=vocabulary,
+        )
+        return make_drafter(config, target)[0]
+
+
+def make_drafter(
+    config: SpeculativeConfig, target: CompiledDecoder, *, load: LoadModel = AutoDecoder.from_pretrained
+) -> tuple[Drafter, list[CompiledDecoder]]:
+    """The drafter that ``config.draft`` asks for, and the draft models it is made of, loaded or given.
+
+    load  how a draft model is loaded
+
+    Raises:
+        CheckpointError: a folder cannot be used.
+        PairingError: a draft model or heads do not fit the target.
+        ConfigurationError: an option is unknown, out of range, or of a draft model where there is none.
+    """
+    if not config.draft or config.k == 0:
+        return NoDrafter(), []
+    makers = _Makers(config, target, load)
+    drafters = [makers.make(spec) for spec in config.draft]
+    for name, is_set in (
+        ("confidence_threshold", config.confidence_threshold != 0),
+        ("vocabulary", config.vocabulary != "same"),
+    ):
+        if is_set and not makers.decoders:
+            raise ConfigurationError(
+                f"{name} is an option of draft models, and draft holds none; leave it out (a drafter object has its "
+                "own)"
+            )
+    if len(drafters) == 1:
+        return drafters[0], makers.decoders
+    if makers.drawn:
+        raise ConfigurationError("a list of drafters goes with acceptor='match': none of them reports probabilities")
+    return FallbackDrafter(drafters), makers.decoders
+
+
+def make_rule(config: SpeculativeConfig) -> Acceptor:
+    """The acceptance rule of a configuration.
+
+    Raises:
+        ConfigurationError: an option of it is unknown or out of range.
+    """
+    spec = config.acceptor
+    if config.synthetic_acceptance is not None:
+        spec = RuleSpec("synthetic", (("alpha", config.synthetic_acceptance),))
+    if spec.name is None:
+        return cast("Acceptor", spec.value)
+    row = ACCEPTANCE_RULES[spec.name]
+    options = check_options(row, dict(spec.options), f"acceptor {spec.name!r}")
+    made: Acceptor = resolve(row.path)(**options)
+    return made
+
+
+def check_options(row: DrafterRow | RuleRow, options: Mapping[str, object], where: str) -> dict[str, Any]:
+    """Options of a row, as they are; those in ``options`` must be among its constructor's and of their types.
+
+    Raises:
+        ConfigurationError: one is unknown or of another type.
+    """
+    known = options_of(row)
+    for name, value in options.items():
+        if name not in known:
+            names = [*known, *(["k"] if isinstance(row, DrafterRow) else [])]
+            possible = f"it takes {', '.join(names)}" if names else "it takes none"
+            raise ConfigurationError(f"{where} has no option {name!r}; {possible}")
+        hint = _hints(row).get(name, Any)
+        try:
+            TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True, strict=True)).validate_python(value)
+        except ValidationError as error:
+            message = error.errors()[0]["msg"]
+            raise ConfigurationError(
+                f"{where}: {name}={value!r}: {message[0].lower()}{message[1:]} (it is declared as {known[name]})"
+            ) from error
+    return dict(options)
+
+
+def _hints(row: DrafterRow | RuleRow) -> dict[str, Any]:
+    """Types of the options; none where a module shows them to the type checker only."""
+    path = row.options if isinstance(row, DrafterRow) and row.options else row.path
+    maker = resolve(path)
+    try:
+        return get_type_hints(getattr(maker, "__init__") if isinstance(maker, type) else maker)  # noqa: B009
+    except NameError:
+        return {}
+
+
+def recognise(path: str) -> str:
+    """The row of the registry that a folder is for: ``model``, ``medusa`` or ``eagle``, by its config.json.
+
+    Raises:
+        CheckpointError: there is no such folder, or no config.json in it.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        names = ", ".join(row.name for row in DRAFTERS.values() if row.given_as == "name")
+        raise CheckpointError(f"draft {path!r} is neither a folder nor a drafter's name; the names are {names}")
+    fields = Fields(read_json_object(folder / "config.json"), str(folder / "config.json"))
+    if any(key.startswith("medusa_") for key in fields.values):
+        return "medusa"
+    architectures = fields.values.get("architectures")
+    names_eagle = isinstance(architectures, list) and any("eagle" in str(name).lower() for name in architectures)
+    marked = any(key in fields.values for key in ("paceline_eagle", "speculators_model_type", "draft_vocab_size"))
+    return "eagle" if marked or names_eagle else "model"
+
+
+class _Makers:
+    """Makes the drafters of one configuration. ``decoders`` are the draft models that were loaded or given."""
+
+    def __init__(self, config: SpeculativeConfig, target: CompiledDecoder, load: LoadModel) -> None:
+        self.config, self.target, self._load = config, target, load
+        rule = make_rule(config)
+        self.drawn = any(row.draft_probs and isinstance(rule, resolve(row.path)) for row in ACCEPTANCE_RULES.values())
+        self.decoders: list[CompiledDecoder] = []
+
+    def make(self, spec: DraftSpec) -> Drafter:
+        """The drafter of one entry."""
+        if spec.value is not None:
+            return self._given(spec, spec.value)
+        name = spec.name
+        if name is None:
+            assert spec.path is not None, "a spec names a drafter, a folder or an object"
+            name = recognise(spec.path)
+        row = DRAFTERS[name]
+        if len(self.config.draft) > 1 and not row.listable:
+            raise ConfigurationError(f"{spec} cannot be in a list of drafters ({row.summary}); use it alone")
+        if row.trees:
+            return self._heads(row, spec)
+        options = check_options(row, dict(spec.options), f"the draft {spec}")
+        if row.given_as == "folder":
+            return self._model(self._load_model(str(spec.path), options), self._k(spec))
+        made: Drafter = resolve(row.path)(*([] if name == "none" else [self._k(spec)]), **options)
+        return made
+
+    def _k(self, spec: DraftSpec) -> int:
+        return self.config.max_k if spec.k is None else spec.k
+
+    def _given(self, spec: DraftSpec, value: object) -> Drafter:
+        """A drafter from a Python object."""
+        if isinstance(value, CompiledDecoder):
+            return self._model(value, self._k(spec))
+        if isinstance(value, type) and hasattr(value, "propose"):
+            raise ConfigurationError(f"draft is the class {value.__name__}; give an object of it")
+        if isinstance(value, Drafter):
+            if spec.k is not None:
+                raise ConfigurationError(f"{type(value).__name__} has its own k; put it into the list by itself")
+            return value
+        if callable(value):
+            return lift(value, self._k(spec))
+        raise ConfigurationError(
+            f"draft is a {type(value).__name__}; give a drafter's name ('ngram', 'suffix'), a folder, a decoder, a "
+            "drafter, a function from ids to ids, a list of these, or None"
+        )
+
+    def _load_model(self, path: str, options: dict[str, Any]) -> CompiledDecoder:
+        """A draft model, with the target's options where it has none of its own."""
+        target = self.target
+        last = min(ModelConfig.from_pretrained(path).max_position_embeddings, target.n_positions)
+        defaults: dict[str, Any] = {
+            "batch_size": target.batch_size,
+            "n_positions": [*(bucket for bucket in target.options.kv_buckets if bucket < last), last],
+            "context_length_estimate": list(target.options.chunks),
+            "amp": target.options.amp,
+            "backend": target.backend.name,
+            "tp_degree": target.options.layout.degree,
+        }
+        return self._load(path, **(defaults | options))
+
+    def _model(self, decoder: CompiledDecoder, k: int) -> Drafter:
+        config, target = self.config, self.target
+        self.decoders.append(decoder)
+        between = vocab_compat.between(decoder, target, config.vocabulary)
+        confidence = config.confidence_threshold
+        if isinstance(between, TokenizerPair):
+            eos = next(iter(target.config.eos_token_ids), None)
+            return RetokenizingDrafter(decoder, k, tokenizers=between, eos=eos, confidence=confidence)
+        return ModelDrafter(decoder, k, vocabulary=between, drawn=self.drawn, confidence=confidence)
+
+    def _heads(self, row: DrafterRow, spec: DraftSpec) -> Drafter:
+        """Heads as deep as their tree, or as k says where that was asked for."""
+        options = dict(spec.options)
+        draft_tree = options.pop("draft_tree", None)
+        if options:
+            raise ConfigurationError(f"the draft {spec} has no option {min(options)!r}; it takes draft_tree and k")
+        maker = resolve(row.path)
+        if row.name == "medusa":
+            heads: Drafter = maker(spec.path, self.target, tree=draft_tree)
+        else:
+            growth = eagle_spec.growth(str(draft_tree or "chain"), k=self._k(spec), drawn=self.drawn)
+            heads = maker(spec.path, self.target, growth)
+        k = self.config.k if spec.k is None else spec.k
+        return _with_depth(heads, k, spec) if isinstance(k, int) else heads
+
+
+def _with_depth(heads: Drafter, k: int, spec: DraftSpec) -> Drafter:
+    """Heads that draft k tokens per round: a chain can be cut, a tree has one depth.
+
+    Raises:
+        ConfigurationError: they cannot draft so many.
+    """
+    shape = heads.draft_shape
+    if k == shape.depth:
+        return heads
+    if not shape.is_chain or not 0 < k < shape.depth or not isinstance(heads, Shortens):
+        possible = f"1 to {shape.depth}" if shape.is_chain else "that"
+        raise ConfigurationError(
+            f"the drafts of {spec} are {shape.depth} tokens deep, and k={k} says otherwise; give {possible}, or no k"
+        )
+    return heads.shortened(k)

@@ -1,0 +1,214 @@
+"""How a draft and an acceptance rule are written: one grammar for Python, the command line, YAML and HTTP.
+
+    ngram                           a drafter by its name (`paceline.registry.DRAFTERS`)
+    ngram:prompt_lookup_max=4       with options of its own
+    models/small                    a folder; its config.json says whether it is a model, Medusa heads or an EAGLE head
+    models/small:k=3,amp=f32        with options
+    {type: ngram, prompt_lookup_max: 4}, {path: models/small, k: 3}      the same as mappings, for any path
+    [ngram, models/small]           a list: in every slot the first that has a proposal drafts
+
+Text that begins with ``[`` or ``{`` is JSON. A folder called like a drafter is written as a path (``./ngram``) or as a
+mapping. Python also takes objects: decoders, drafters, functions from ids to ids, and pairs (object, k) in lists.
+
+Nothing is loaded or looked up on disk here; `paceline.auto_drafter` does that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+
+from paceline.core.errors import ConfigurationError
+from paceline.registry import ACCEPTANCE_RULES, DRAFTERS
+
+_FORMS = (
+    "write a name (ngram), a folder, either with options (ngram:prompt_lookup_max=4, DIR:k=3), a mapping with `type` "
+    "or `path`, or a list of these"
+)
+_OPTIONS = re.compile(r":(?=[A-Za-z_]\w*=)")  # the first colon that an option follows, so that paths may have others
+_COMMA = re.compile(r",(?=[A-Za-z_]\w*=)")  # values may have commas too
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSpec:
+    """One drafter, as it was asked for.
+
+    name     a row of `paceline.registry.DRAFTERS`; None: the folder's config.json says which, or ``value`` is given
+    path     folder of a draft model or of heads
+    k        drafted tokens per round; None: those of the generator, or of the heads' tree
+    options  (name, value) pairs of its own, checked by `paceline.registry.make_drafter`
+    value    a Python object in place of all these: a decoder, a drafter or a function
+    """
+
+    name: str | None = None
+    path: str | None = None
+    k: int | None = None
+    options: tuple[tuple[str, object], ...] = ()
+    value: object = None
+
+    def __str__(self) -> str:
+        """As in the grammar, for messages."""
+        source = type(self.value).__name__ if self.value is not None else self.name or str(self.path)
+        pairs: list[tuple[str, object]] = [("path", self.path)] if self.name and self.path else []
+        pairs += [("k", self.k)] if self.k is not None else []
+        text = ",".join(f"{name}={value}" for name, value in (*pairs, *self.options))
+        return f"{source}:{text}" if text else source
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSpec:
+    """An acceptance rule by its name in `paceline.registry.ACCEPTANCE_RULES`, with options; or an object."""
+
+    name: str | None = None
+    options: tuple[tuple[str, object], ...] = ()
+    value: object = None
+
+
+def parse_draft(draft: object) -> tuple[DraftSpec, ...]:
+    """The drafters that are asked for, in order; empty for plain decoding.
+
+    Raises:
+        ConfigurationError: it is not in the grammar, or names no drafter.
+    """
+    draft = _from_json(draft)
+    if isinstance(draft, list | tuple) and not _is_pair(draft):
+        return tuple(spec for entry in draft for spec in parse_draft(entry))
+    if draft is None:
+        return ()
+    spec = _parse_entry(draft)
+    return () if spec.name == "none" else (spec,)
+
+
+def _is_pair(entry: Sequence[object]) -> bool:
+    """Whether it is (drafter, k)."""
+    return isinstance(entry, tuple) and len(entry) == 2 and integer(entry[1]) is not None
+
+
+def _parse_entry(entry: object) -> DraftSpec:
+    if isinstance(entry, DraftSpec):
+        return entry
+    if isinstance(entry, str):
+        return _parse_text(entry)
+    if isinstance(entry, os.PathLike):
+        return _spec("path", os.fspath(entry), {})
+    if isinstance(entry, Mapping):
+        return _parse_mapping(entry)
+    if isinstance(entry, tuple):
+        spec = _parse_entry(entry[0])
+        if spec.k is not None:
+            raise ConfigurationError(f"the draft {spec} says k twice; say it once")
+        return DraftSpec(spec.name, spec.path, _entry_k(entry[1], spec), spec.options, spec.value)
+    if entry is None or isinstance(entry, bool | int | float | bytes | list):
+        raise ConfigurationError(f"draft {entry!r} says nothing about who drafts; {_FORMS}")
+    return DraftSpec(value=entry)
+
+
+def _parse_text(text: str) -> DraftSpec:
+    source, *rest = _OPTIONS.split(text, maxsplit=1)
+    if not source.strip():
+        raise ConfigurationError(f"draft {text!r} names neither a drafter nor a folder; {_FORMS}")
+    options = _parse_options(rest[0], f"draft {text!r}") if rest else {}
+    return _spec("type" if source in DRAFTERS else "path", source, options)
+
+
+def _parse_mapping(entry: Mapping[object, object]) -> DraftSpec:
+    options = {str(key): value for key, value in entry.items()}
+    kind = "type" if "type" in options else "path"
+    source = options.pop(kind, None)
+    if not isinstance(source, str) or not source:
+        raise ConfigurationError(f"the draft {dict(entry)!r} needs `type` (a name) or `path` (a folder); {_FORMS}")
+    return _spec(kind, source, options)
+
+
+def _spec(kind: str, source: str, options: dict[str, object]) -> DraftSpec:
+    """The checked value: a name that there is, a path where one is needed, k a number."""
+    path: object = source if kind == "path" else options.pop("path", None)
+    name = source if kind == "type" else None
+    if name is not None:
+        names = [row.name for row in DRAFTERS.values() if row.given_as in ("name", "folder")]
+        if name not in names:
+            raise ConfigurationError(
+                f"no drafter that can be asked for is called {name!r}; use one of {', '.join(names)}, or a folder"
+            )
+        needs_folder = DRAFTERS[name].given_as == "folder"
+        if needs_folder != (isinstance(path, str) and bool(path)):
+            if not needs_folder:
+                raise ConfigurationError(f"the drafter {name!r} has no folder; leave `path` out")
+            raise ConfigurationError(
+                f"the drafter {name!r} needs a folder; write {name}:path=DIR, or ./{name} for a folder called {name}"
+            )
+    spec = DraftSpec(name, str(path) if path else None)
+    k = _entry_k(options.pop("k"), spec) if "k" in options else None
+    return DraftSpec(name, spec.path, k, tuple((key, _frozen(value)) for key, value in options.items()))
+
+
+def _entry_k(value: object, spec: DraftSpec) -> int:
+    k = integer(value)
+    if k is None or k < 1:
+        raise ConfigurationError(f"k={value!r} of the draft {spec} must be a whole number of at least 1")
+    return k
+
+
+def _parse_options(text: str, where: str) -> dict[str, object]:
+    """``name=value,name=value``; values are JSON where they are valid JSON, else text."""
+    options: dict[str, object] = {}
+    for part in _COMMA.split(text):
+        name, _, value = part.partition("=")
+        if name in options:
+            raise ConfigurationError(f"{where} says {name} twice; say it once")
+        options[name] = _scalar(value)
+    return options
+
+
+def _scalar(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _from_json(value: object) -> object:
+    if not isinstance(value, str) or value[:1] not in ("[", "{"):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"draft {value!r} begins as JSON and cannot be read as such ({error})") from error
+
+
+def _frozen(value: object) -> object:
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def integer(value: object) -> int | None:
+    """The integer that it is, NumPy's included; None for anything else, also a truth value."""
+    return int(value) if not isinstance(value, bool) and isinstance(value, Integral) else None
+
+
+def parse_rule(rule: object) -> RuleSpec:
+    """An acceptance rule: ``"match"``, ``"typical:epsilon=0.09,alpha=0.3"``, ``{type: typical, ...}`` or an object.
+
+    Raises:
+        ConfigurationError: no rule is called that.
+    """
+    if isinstance(rule, RuleSpec):
+        return rule
+    options: dict[str, object] = {}
+    if isinstance(rule, Mapping):
+        options = {str(key): value for key, value in rule.items()}
+        rule = options.pop("type", None)
+    elif isinstance(rule, str):
+        where = f"acceptor {rule!r}"
+        rule, *rest = _OPTIONS.split(rule, maxsplit=1)
+        options = _parse_options(rest[0], where) if rest else {}
+    elif callable(rule) and not isinstance(rule, type):
+        return RuleSpec(value=rule)
+    if not isinstance(rule, str) or rule not in ACCEPTANCE_RULES:
+        raise ConfigurationError(
+            f"acceptor={rule!r} is unknown; use one of {', '.join(ACCEPTANCE_RULES)}, or a rule's object"
+        )
+    return RuleSpec(rule, tuple((key, _frozen(value)) for key, value in options.items()))
