@@ -53,10 +53,9 @@ class DraftSpec:
     def __str__(self) -> str:
         """As in the grammar, for messages."""
         source = type(self.value).__name__ if self.value is not None else self.name or str(self.path)
-        pairs: list[tuple[str, object]] = [("path", self.path)] if self.name and self.path else []
-        pairs += [("k", self.k)] if self.k is not None else []
-        text = ",".join(f"{name}={value}" for name, value in (*pairs, *self.options))
-        return f"{source}:{text}" if text else source
+        path = (("path", self.path),) if self.name and self.path else ()
+        k = (("k", self.k),) if self.k is not None else ()
+        return _written(source, (*path, *k, *self.options))
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,15 @@ class RuleSpec:
     name: str | None = None
     options: tuple[tuple[str, object], ...] = ()
     value: object = None
+
+    def __str__(self) -> str:
+        """As in the grammar."""
+        return _written(self.name or type(self.value).__name__, self.options)
+
+
+def _written(source: str, options: Sequence[tuple[str, object]]) -> str:
+    text = ",".join(f"{name}={value}" for name, value in options)
+    return f"{source}:{text}" if text else source
 
 
 def parse_draft(draft: object) -> tuple[DraftSpec, ...]:

@@ -17,7 +17,7 @@ from paceline.core.errors import PromptError
 from paceline.decoder.backends.base import BACKENDS
 from paceline.outputs import RequestOutput
 from paceline.text.tokenizer import IncrementalDetokenizer, load_tokenizer
-from tests.orchestrator_cli.calling import call
+from tests.cli.calling import call
 
 EAGER = ["--backend", "eager", "--amp", "f32", "--n-positions", "64", "--context-length-estimate", "16"]
 PROMPT = "def main"

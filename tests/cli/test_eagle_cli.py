@@ -10,8 +10,8 @@ import pytest
 import torch
 from click.testing import Result
 
+from tests.cli.calling import call, last, terminated
 from tests.decoder.tiny import VOCABULARY
-from tests.orchestrator_cli.calling import call, last, terminated
 
 EAGER = ["--backend", "eager", "--amp", "f32", "--context-length-estimate", 16]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cli.calling import call, last, terminated
 from tests.decoder.tiny import VOCABULARY
-from tests.orchestrator_cli.calling import call, last, terminated
 
 EAGER = ["--backend", "eager", "--amp", "f32"]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import paceline
-from tests.orchestrator_cli.calling import call
+from tests.cli.calling import call
 
 ROOT = Path(__file__).parents[2]
 
