@@ -33,7 +33,7 @@ from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, o
 from paceline.target.steps import Acceptor
 
 LoadModel = Callable[..., CompiledDecoder]
-"""`AutoDecoder.from_pretrained`, or the same with a progress bar around it."""
+"""Takes the path and the keywords of `AutoDecoder.from_pretrained`."""
 
 
 class AutoDrafter:
@@ -72,12 +72,22 @@ class AutoDrafter:
         return make_drafter(config, target)[0]
 
 
-def make_drafter(
-    config: SpeculativeConfig, target: CompiledDecoder, *, load: LoadModel = AutoDecoder.from_pretrained
-) -> tuple[Drafter, list[CompiledDecoder]]:
-    """The drafter that ``config.draft`` asks for, and the draft models it is made of, loaded or given.
+def load_draft_models(
+    config: SpeculativeConfig, target: CompiledDecoder, load: LoadModel = AutoDecoder.from_pretrained
+) -> SpeculativeConfig:
+    """The same configuration with decoders in place of folders of draft models. Heads stay folders.
 
-    load  how a draft model is loaded
+    load  `AutoDecoder.from_pretrained`, or the same with a progress bar around it
+
+    Raises:
+        CheckpointError: a folder cannot be used.
+        ConfigurationError: an option is unknown or out of range.
+    """
+    return config.model_copy(update={"draft": tuple(_with_model(spec, target, load) for spec in config.draft)})
+
+
+def make_drafter(config: SpeculativeConfig, target: CompiledDecoder) -> tuple[Drafter, list[CompiledDecoder]]:
+    """The drafter that ``config.draft`` asks for, and the draft models it is made of, loaded or given.
 
     Raises:
         CheckpointError: a folder cannot be used.
@@ -86,8 +96,8 @@ def make_drafter(
     """
     if not config.draft or config.k == 0:
         return NoDrafter(), []
-    makers = _Makers(config, target, load)
-    drafters = [makers.make(spec) for spec in config.draft]
+    makers = _Makers(config, target)
+    drafters = [makers.make(spec) for spec in load_draft_models(config, target).draft]
     for name, is_set in (
         ("confidence_threshold", config.confidence_threshold != 0),
         ("vocabulary", config.vocabulary != "same"),
@@ -173,11 +183,36 @@ def recognise(path: str) -> str:
     return "eagle" if marked or names_eagle else "model"
 
 
-class _Makers:
-    """Makes the drafters of one configuration. ``decoders`` are the draft models that were loaded or given."""
+def _row_name(spec: DraftSpec) -> str:
+    if spec.name is not None:
+        return spec.name
+    assert spec.path is not None, "a spec names a drafter, a folder or an object"
+    return recognise(spec.path)
 
-    def __init__(self, config: SpeculativeConfig, target: CompiledDecoder, load: LoadModel) -> None:
-        self.config, self.target, self._load = config, target, load
+
+def _with_model(spec: DraftSpec, target: CompiledDecoder, load: LoadModel) -> DraftSpec:
+    """The spec with its draft model loaded, if it is one: with the target's options where it has none of its own."""
+    if spec.value is not None or _row_name(spec) != "model":
+        return spec
+    path = str(spec.path)
+    options = check_options(DRAFTERS["model"], dict(spec.options), f"the draft {spec}")
+    last = min(ModelConfig.from_pretrained(path).max_position_embeddings, target.n_positions)
+    defaults: dict[str, Any] = {
+        "batch_size": target.batch_size,
+        "n_positions": [*(bucket for bucket in target.options.kv_buckets if bucket < last), last],
+        "context_length_estimate": list(target.options.chunks),
+        "amp": target.options.amp,
+        "backend": target.backend.name,
+        "tp_degree": target.options.layout.degree,
+    }
+    return DraftSpec(k=spec.k, value=load(path, **(defaults | options)))
+
+
+class _Makers:
+    """Makes the drafters of one configuration. ``decoders`` are the draft models among them."""
+
+    def __init__(self, config: SpeculativeConfig, target: CompiledDecoder) -> None:
+        self.config, self.target = config, target
         rule = make_rule(config)
         self.drawn = any(row.draft_probs and isinstance(rule, resolve(row.path)) for row in ACCEPTANCE_RULES.values())
         self.decoders: list[CompiledDecoder] = []
@@ -186,19 +221,13 @@ class _Makers:
         """The drafter of one entry."""
         if spec.value is not None:
             return self._given(spec, spec.value)
-        name = spec.name
-        if name is None:
-            assert spec.path is not None, "a spec names a drafter, a folder or an object"
-            name = recognise(spec.path)
-        row = DRAFTERS[name]
+        row = DRAFTERS[_row_name(spec)]
         if len(self.config.draft) > 1 and not row.listable:
             raise ConfigurationError(f"{spec} cannot be in a list of drafters ({row.summary}); use it alone")
         if row.trees:
             return self._heads(row, spec)
         options = check_options(row, dict(spec.options), f"the draft {spec}")
-        if row.given_as == "folder":
-            return self._model(self._load_model(str(spec.path), options), self._k(spec))
-        made: Drafter = resolve(row.path)(*([] if name == "none" else [self._k(spec)]), **options)
+        made: Drafter = resolve(row.path)(*([] if row.name == "none" else [self._k(spec)]), **options)
         return made
 
     def _k(self, spec: DraftSpec) -> int:
@@ -220,20 +249,6 @@ class _Makers:
             f"draft is a {type(value).__name__}; give a drafter's name ('ngram', 'suffix'), a folder, a decoder, a "
             "drafter, a function from ids to ids, a list of these, or None"
         )
-
-    def _load_model(self, path: str, options: dict[str, Any]) -> CompiledDecoder:
-        """A draft model, with the target's options where it has none of its own."""
-        target = self.target
-        last = min(ModelConfig.from_pretrained(path).max_position_embeddings, target.n_positions)
-        defaults: dict[str, Any] = {
-            "batch_size": target.batch_size,
-            "n_positions": [*(bucket for bucket in target.options.kv_buckets if bucket < last), last],
-            "context_length_estimate": list(target.options.chunks),
-            "amp": target.options.amp,
-            "backend": target.backend.name,
-            "tp_degree": target.options.layout.degree,
-        }
-        return self._load(path, **(defaults | options))
 
     def _model(self, decoder: CompiledDecoder, k: int) -> Drafter:
         config, target = self.config, self.target
