@@ -13,10 +13,10 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-xla check bench clean
+.PHONY: help setup demo test test-xla check bench measure charts clean
 
 help:
-	@echo "make setup | demo [MODE=...] | test | test-xla | check | bench | clean"
+	@echo "make setup | demo [MODE=...] | test | test-xla | check | bench | measure | charts | clean"
 
 setup: $(VENV)/.stamp
 
@@ -54,6 +54,13 @@ check: setup
 
 bench: setup
 	$(BIN)/python benchmarks/decode.py
+
+# docs/results.md: run every benchmark it shows (about an hour), then make its tables and charts.
+measure: setup
+	PYTHON=$(BIN)/python scripts/measure
+
+charts: setup
+	$(BIN)/python scripts/report.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

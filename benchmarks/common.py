@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoTokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -28,13 +31,45 @@ def prompt_ids(count: int) -> list[list[int]]:
 
 
 def facts() -> dict[str, object]:
-    """Date, commit and machine."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    """Date, commit, command, machine and versions: what `scripts/report.py` compares and shows."""
     return {
         "date": datetime.date.today().isoformat(),
-        "commit": commit.stdout.strip(),
-        "machine": [platform.machine(), torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()],
-        "torch": torch.__version__,
+        "commit": commit(),
+        "command": " ".join([str(Path(sys.argv[0]).resolve().relative_to(ROOT)), *sys.argv[1:]]),
+        "machine": machine(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def commit() -> str:
+    """The newest commit that changed what is measured; marked where files were changed since."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    sources = ("--", ".", *(f":!{path}" for path in ("benchmarks/results", "docs", "scripts", "tests", "*.md")))
+    changed = git("status", "--porcelain", "--untracked-files=no", *sources)
+    return git("log", "-1", "--format=%h", *sources) + ("-dirty" if changed else "")
+
+
+def machine() -> dict[str, object]:
+    """Processor, cores, the widest instructions that PyTorch uses, and memory."""
+    fields = {}
+    if (listing := Path("/proc/cpuinfo")).is_file():
+        first = listing.read_text().split("\n\n")[0].splitlines()
+        fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in first)}
+    name = fields.get("model name", platform.processor() or platform.machine())
+    kind = ", ".join(f"{key.removeprefix('cpu ')} {fields[key]}" for key in ("cpu family", "model") if key in fields)
+    special = [flag for flag in ("avx512_bf16", "amx_bf16") if flag in fields.get("flags", "").split()]
+    return {
+        "cpu": f"{name} ({kind})" if kind else name,
+        "cores": os.cpu_count(),
+        "instructions": ", ".join([torch.backends.cpu.get_cpu_capability(), *special]),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
     }
 
 

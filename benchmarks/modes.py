@@ -29,9 +29,9 @@ from paceline.eagle import spec
 from paceline.experiments.bench import Mode, generator_run, take_turns
 
 MODES = (
-    "plain; ngram 4; suffix 4; pair 1; pair 2; pair 3; fused 2; fused 3; "
-    "medusa tree-2; medusa tree-3; medusa tree-4; medusa tree-8; medusa tree-16; medusa tree-32; medusa tree-64; "
-    "eagle3 chain:1; eagle3 chain:2; eagle3 chain:3; eagle3 dynamic:4,3,2; eagle3 dynamic:8,4,3"
+    "plain; ngram 4; suffix 4; fused 2; fused 3; fused 4; pair 2; pair 3; "
+    "eagle3 chain:1; eagle3 chain:2; eagle3 chain:3; eagle3 dynamic:4,3,2; eagle3 dynamic:8,4,3; "
+    "medusa tree-2; medusa tree-8"
 )
 
 

@@ -14,7 +14,6 @@ drafter errs with a given probability. What is measured is therefore everything 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import secrets
 import signal
@@ -28,6 +27,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from common import publish
 from sleepers import K, SleepingDrafter, SleepingVerifier, V, truth
 from undivided import MAKERS
 
@@ -291,7 +291,7 @@ def main() -> None:
     parser.add_argument("--part", choices=list(PARTS), action="append")
     os.chdir(ROOT)  # so that the drafter's process finds this file
     torch.set_num_threads(1)
-    print(json.dumps({name: PARTS[name]() for name in parser.parse_args().part or USUAL}))
+    publish({name: PARTS[name]() for name in parser.parse_args().part or USUAL})
 
 
 if __name__ == "__main__":

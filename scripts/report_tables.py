@@ -1,0 +1,220 @@
+"""The tables of docs/results.md, from measurements. Pure text; `report.py` puts it into the page.
+
+A function takes the reports by name (see `report.COMMANDS`) and returns Markdown. What an older report does not hold
+is an empty cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Reports = Mapping[str, Mapping[str, Any]]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; None is an empty cell."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join("" if cell is None else str(cell) for cell in line) + " |" for line in lines)
+
+
+def number(value: float | None, places: int = 2, unit: str = "") -> str | None:
+    """A figure with that many decimals, or nothing."""
+    return None if value is None else f"{value:.{places}f}{unit}"
+
+
+def bold_best(values: Sequence[float | None]) -> list[str | None]:
+    """Figures, the largest in bold."""
+    best = max((value for value in values if value is not None), default=None)
+    return [f"**{value:.2f}**" if value is not None and value == best else number(value) for value in values]
+
+
+def label(mode: str) -> str:
+    """What a mode of benchmarks/modes.py is called: 'fused 2' -> 'draft model, k = 2'."""
+    kind, _, how = mode.partition(" ")
+    shape, _, size = how.partition(":")
+    names = {
+        "plain": "plain decoding",
+        "ngram": f"n-gram, k = {how}",
+        "suffix": f"suffix, k = {how}",
+        "pair": f"draft model, k = {how}, two graphs",
+        "fused": f"draft model, k = {how}",
+        "medusa": f"Medusa, tree of {how.removeprefix('tree-')}",
+        "eagle3": f"EAGLE-3, k = {size}" if shape == "chain" else f"EAGLE-3, dynamic tree {size}",
+    }
+    return names.get(kind, mode)
+
+
+def facts(reports: Reports) -> str:
+    """Machine, commit, date and versions."""
+    if not reports:
+        return "Not measured yet."
+    first = next(iter(reports.values()))
+    machine = first["machine"]
+    dates = sorted({report["date"] for report in reports.values()})
+    rows = [
+        ("machine", f"{machine['cores']} cores of an {machine['cpu']}, {machine['memory_gb']} GB of memory"),
+        ("instructions", machine["instructions"]),
+        ("commit", first["commit"]),
+        ("date", dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"),
+        ("versions", ", ".join(f"{name} {version}" for name, version in first["versions"].items())),
+    ]
+    return table(["", ""], rows)
+
+
+def modes(reports: Reports) -> str:
+    """One row for each way to decode."""
+    greedy, sampled = reports["modes"]["modes"], reports.get("modes-t1", {}).get("modes", {})
+    faster = bold_best([figures["over_plain"] for figures in greedy.values()])
+    faster_sampled = bold_best([sampled.get(name, {}).get("over_plain") for name in greedy])
+    rows = [
+        (
+            label(name),
+            number(figures.get("tokens_per_second"), 0),
+            faster[place],
+            faster_sampled[place],
+            number(figures.get("tau")),
+            number(figures.get("ms_per_round")),
+            " ".join(f"{share:.2f}".lstrip("0") for share in figures.get("acceptance_by_position", ())),
+        )
+        for place, (name, figures) in enumerate(greedy.items())
+    ]
+    head = [
+        "mode",
+        "tokens/s",
+        "speed-up",
+        "at temperature 1",
+        "acceptance length",
+        "ms a round",
+        "accepted, by position",
+    ]
+    return table(head, rows)
+
+
+def targets(reports: Reports) -> str:
+    """One row for each target and k."""
+    rows = []
+    for name, title in (("pair", "16 M (demo pair), real text"), ("30m", "30 M"), ("110m", "110 M")):
+        measured = reports.get(name, {}).get("modes", {})
+        for mode, fused in measured.items():
+            if not mode.startswith("fused"):
+                continue
+            host = [number(fused.get("outside_us"), 0, " us"), number(100 * fused.get("outside_share", 0), 1, " %")]
+            rows.append(
+                (
+                    title,
+                    mode.split("=")[1],
+                    number(fused["speed_up"]),
+                    number(measured.get(mode.replace("fused", "two steps"), {}).get("speed_up")),
+                    number(fused.get("tokens_per_round")),
+                    ", ".join(filter(None, host)),
+                    number(fused.get("of_formula_as_counted")),
+                )
+            )
+            title = ""  # once, above the rows of the other k
+    head = ["target", "k", "speed-up", "in two graphs", "acceptance length", "host time of a round", "of the formula"]
+    return table(head, rows)
+
+
+def adaptive(reports: Reports) -> str:
+    """The ladder beside every fixed k."""
+    rows = []
+    for name, title in (("adaptive", "the demo draft"), ("useless", "a draft that is always wrong")):
+        if name not in reports:
+            continue
+        report = reports[name]
+        fixed = [f"k = {m.removeprefix('k=')}: {f['speed_up']:.2f}" for m, f in report["modes"].items() if "k=" in m]
+        best = number(report.get("adaptive_over_best_fixed"))
+        rows.append((title, ", ".join(fixed), number(report["adaptive_over_plain"]), best))
+    return table(["draft", "speed-up at fixed k", "adaptive", "adaptive over the best fixed k"], rows)
+
+
+def copier(reports: Reports) -> str:
+    """Drafters alone and in lists."""
+    rows = [
+        (name, number(row["speed_up"]), number(row["tokens_per_round"]), number(row["round_ms"]))
+        for name, row in reports["copier"]["modes"].items()
+    ]
+    return table([f"drafters, up to k = {reports['copier']['k']}", "speed-up", "acceptance length", "ms a round"], rows)
+
+
+def graphs(reports: Reports) -> str:
+    """Compiled graphs against memory and transformers, and the host's part."""
+    report = reports["decode"]
+    graph, host, pair = report["graphs"], report["host"], report["pair"]
+    assisted = pair["speculative_over_transformers_assisted"]
+    rows = [
+        ("reading the weights once", f"{graph['read_ms']:.2f} ms", None),
+        ("`decode[1]`", f"{graph['decode1_ms']:.2f} ms", f"{graph['decode1_over_read']:.2f} x reading"),
+        ("`verify[5]`", f"{graph['verify5_ms']:.2f} ms", f"{graph['verify5_over_decode1']:.2f} x `decode[1]`"),
+        (
+            "transformers `generate`, per token",
+            f"{graph['transformers_generate_ms_per_token']:.2f} ms",
+            f"{graph['transformers_over_decode1']:.1f} x `decode[1]`",
+        ),
+        (
+            "host, in a round",
+            f"{host['host_us_per_round']:.0f} us",
+            f"{host['host_share_of_rounds']:.1%} of the round",
+        ),
+        ("host, in a call besides its rounds", f"{host['host_us_per_call']:.0f} us", None),
+        ("demo pair, best k, over transformers' assisted generation", None, f"{assisted:.1f} x"),
+    ]
+    return table(["", "time", "ratio"], rows)
+
+
+def placement(reports: Reports) -> str:
+    """Three tables: a round, drafting ahead, recovery."""
+    report = reports["placement"]
+    rows: list[Sequence[object]] = [
+        (name, f"{row['here_ms']:.2f} ms", f"{row['there_ms']:.2f} ms", f"{row['overhead_percent']:.1f} %")
+        for name, row in report.get("overhead", {}).items()
+    ]
+    tables = [table(["a round of", "drafter in this process", "in another process", "more"], rows)]
+    if "ahead" in report:
+        head = ["draft + verify, acceptance", "taking turns", "ahead, one outcome", "ahead, several", "ready in time"]
+        rows = [
+            (
+                name.replace("alpha ", ""),
+                *(number(row[f"{way}_ms_a_token"], 2, " ms a token") for way in ("turns", "one", "several")),
+                f"{row['several_hit_rate']:.0%}",
+            )
+            for name, row in report["ahead"].items()
+        ]
+        tables.append(table(head, rows))
+    if "recovery" in report:
+        names = {"SIGKILL": "is killed", "SIGSTOP": "hangs"}
+        rows = [
+            (names[name], ", ".join(f"{s:.1f} s" for s in row["seconds"]), f"{row['longest_round']:.2f} s")
+            for name, row in report["recovery"].items()
+        ]
+        tables.append(table(["the drafter", "until its next proposal", "longest round meanwhile"], rows))
+    return "\n\n".join(tables)
+
+
+def equality(reports: Reports) -> str:
+    """How often tokens differed where they must not."""
+    rows: list[Sequence[object]] = []
+    for name, temperature in (("modes", 0), ("modes-t1", 1)):
+        measured = reports.get(name, {}).get("modes", {})
+        counts = [row["texts_unlike_plain"] for row in measured.values() if "texts_unlike_plain" in row]
+        if counts:
+            texts = reports[name]["prompts"] * (len(counts) - 1)  # one of them is plain decoding itself
+            rows.append((f"every mode with plain decoding, temperature {temperature}", f"{texts} texts", sum(counts)))
+    for backend, row in reports.get("decode", {}).get("widths", {}).items():
+        pair = f"`verify[5]` with `decode[1]`, backend `{backend}`"
+        rows.append((pair, f"{row['tokens']} tokens", row["disagreements"]))
+    return table(["compared", "number", "different"], rows)
+
+
+# Name in the page: the measurements that the table shows (those there are), and what makes it.
+TABLES: dict[str, tuple[tuple[str, ...], Callable[[Reports], str]]] = {
+    "facts": ((), facts),
+    "modes": (("modes",), modes),
+    "targets": (("pair", "30m", "110m"), targets),
+    "adaptive": (("adaptive", "useless"), adaptive),
+    "copier": (("copier",), copier),
+    "graphs": (("decode",), graphs),
+    "placement": (("placement",), placement),
+    "equality": (("modes", "modes-t1", "decode"), equality),
+}
