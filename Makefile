@@ -13,10 +13,10 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-xla check bench measure charts clean
+.PHONY: help setup demo test test-xla check bench measure charts picture clean
 
 help:
-	@echo "make setup | demo [MODE=...] | test | test-xla | check | bench | measure | charts | clean"
+	@echo "make setup | demo [MODE=...] | test | test-xla | check | bench | measure | charts | picture | clean"
 
 setup: $(VENV)/.stamp
 
@@ -61,6 +61,10 @@ measure: setup
 
 charts: setup
 	$(BIN)/python scripts/report.py
+
+# The coloured text of the README, from a generation of the demo pair.
+picture: setup
+	$(BIN)/python scripts/picture.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
