@@ -13,10 +13,10 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-xla check bench measure charts picture clean
+.PHONY: help setup demo test test-xla check bench measure charts picture docs clean
 
 help:
-	@echo "make setup | demo [MODE=...] | test | test-xla | check | bench | measure | charts | picture | clean"
+	@echo "make setup | demo [MODE=...] | test | test-xla | check | bench | measure | charts | picture | docs | clean"
 
 setup: $(VENV)/.stamp
 
@@ -65,6 +65,14 @@ charts: setup
 # The coloured text of the README, from a generation of the demo pair.
 picture: setup
 	$(BIN)/python scripts/picture.py
+
+# The pages of docs/ and the API reference, in build/docs. Diagrams are drawn by the reader's browser.
+$(VENV)/.docs-stamp: pyproject.toml $(VENV)/.stamp
+	$(PIP) install -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/.docs-stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
