@@ -67,11 +67,7 @@ picture: setup
 	$(BIN)/python scripts/picture.py
 
 # The pages of docs/ and the API reference, in build/docs. Diagrams are drawn by the reader's browser.
-$(VENV)/.docs-stamp: pyproject.toml $(VENV)/.stamp
-	$(PIP) install -e ".[docs]"
-	@touch $@
-
-docs: $(VENV)/.docs-stamp
+docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 
 clean:

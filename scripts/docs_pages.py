@@ -1,8 +1,8 @@
 """MkDocs hooks: pages that are not files in docs/. Run by `make docs`, nowhere else.
 
 The API reference has one page for each package, written from the modules found. CHANGELOG and its like are taken from
-the root of the repository; links between them and docs/ work on GitHub as they stand, and are turned here. The sources are
-laid out below build/api as the package they are installed as, so that griffe finds them without importing anything.
+the root of the repository; links between them and docs/ work on GitHub as they stand, and are turned here. The sources
+are laid out below build/api as the package they are installed as: griffe finds them there and imports nothing.
 """
 
 from __future__ import annotations
