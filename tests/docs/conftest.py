@@ -1,5 +1,5 @@
 """The tiny pair that stands in for the demo's."""
 
-from tests.orchestrator_cli.conftest import home
+from tests.cli.conftest import home
 
 __all__ = ["home"]

@@ -9,7 +9,7 @@ import re
 import pytest
 
 from tests.docs.pages import CURRENT, ROOT, commands, prose, python, renaming, text
-from tests.orchestrator_cli.calling import call
+from tests.cli.calling import call
 
 
 def exists(name: str) -> bool:
