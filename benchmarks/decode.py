@@ -125,7 +125,7 @@ def host() -> dict[str, object]:
         ids = tokenizer(prompt).input_ids
         short, around = timed(ids, 1)
         wall, outside = timed(ids, 128)
-        rounds.append(1e6 * (outside - around) / generator.statistics.rounds)
+        rounds.append(1e6 * (outside - around) / generator.statistics.num_rounds)
         shares.append((outside - around) / (wall - short))
         calls.append(1e6 * around)
         whole.append(outside / wall)
@@ -153,7 +153,7 @@ def widths() -> dict[str, object]:
         differ = tokens = 0
         for prompt in prompts(count):
             ids = [tokenizer(prompt).input_ids]
-            narrow, wide = (target.sample(ids, max_new_tokens=new, width=width)[0].tolist() for width in (1, 5))
+            narrow, wide = (target.sample(ids, max_new_tokens=new, verify_width=width)[0].tolist() for width in (1, 5))
             same = next((i for i, (a, b) in enumerate(zip(narrow, wide, strict=False)) if a != b), None)
             tokens += (len(narrow) if same is None else same + 1) - len(ids[0])
             differ += same is not None

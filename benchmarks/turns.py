@@ -134,9 +134,9 @@ def _run(generator: SpeculativeGenerator, prompt: Sequence[int], new: int) -> Ru
     """
     call, _ = _wall(generator, prompt, 1)
     clock = Clock()
-    with clock.on(generator._decoders()):
+    with clock.on(generator.decoders):
         wall, done = _wall(generator, prompt, new)
-    return Run(wall - call, clock.seconds, done.new_tokens - 1, done.rounds, call)
+    return Run(wall - call, clock.seconds, done.new_tokens - 1, done.num_rounds, call)
 
 
 def _wall(generator: SpeculativeGenerator, prompt: Sequence[int], new: int) -> tuple[float, Statistics]:

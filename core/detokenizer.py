@@ -2,7 +2,7 @@
 
 A token may end inside a character (byte-level vocabularies split UTF-8), and what a token means may depend on the one
 before it (a leading space), so pieces are differences of two decodings. Not here: stop strings
-(`paceline.engine.stopping`), and loading tokenizers (`paceline.text.tokenizer`).
+(`paceline.text.stop_strings`), and loading tokenizers (`paceline.text.tokenizer`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tokenizer(Decodes, Protocol):
 
 
 class IncrementalDetokenizer:
-    """Text of a growing list of tokens, without special tokens. What is handed out is never taken back.
+    """Text of a growing list of tokens, by default without special tokens. What is handed out is never taken back.
 
     A token whose text ends in a replacement mark is held until a character is complete. That takes three tokens more
     at most; behind these the mark is what its bytes are. So the pieces add up to the text decoded at once, and a token
@@ -40,8 +40,8 @@ class IncrementalDetokenizer:
     byte turns all characters of its run of bytes into marks. Those that were handed out stay.
     """
 
-    def __init__(self, tokenizer: Decodes, prompt: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Decodes, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._context = list(prompt[-_CONTEXT:])
         self._held: list[int] = []
         # The text of both begins with what is known: handed out, or the prompt's. A mark that becomes a character is
@@ -97,9 +97,9 @@ class IncrementalDetokenizer:
         return [], "", self._decode(self._held)  # of a run of bytes, judged again
 
     def _decode(self, tokens: list[int]) -> str:
-        return plain_text(self._tokenizer, tokens)
+        return plain_text(self._tokenizer, tokens, skip_special_tokens=self._skip)
 
 
-def plain_text(tokenizer: Decodes, tokens: list[int]) -> str:
-    """The text of ids as it is, without special tokens."""
-    return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+def plain_text(tokenizer: Decodes, tokens: list[int], *, skip_special_tokens: bool = True) -> str:
+    """The text of ids as it is, without special tokens unless they are asked for."""
+    return tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

@@ -7,7 +7,7 @@ Plain decoding is the drafter that proposes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from paceline.core.types import (
     RoundResult,
     SamplingTensors,
 )
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""Hugging Face's logits processor: ids [1, length] int64, scores [1, V] float32 -> scores [1, V]."""
 
 
 @runtime_checkable
@@ -163,3 +166,19 @@ class Round(Protocol):
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
         """One round, or as many as ``bounds`` allows."""
+
+
+class HostText(Protocol):
+    """The text in a slot, for a verifier that decides it token by token on the host.
+
+    ``text`` is prompt and output so far; ``processor`` changes the logits of the next token.
+    """
+
+    @property
+    def text(self) -> list[int]: ...
+
+    @property
+    def processor(self) -> Processor | None: ...
+
+    def append(self, token: int) -> object:
+        """Add a token; something true if the text ends with it."""

@@ -20,8 +20,8 @@ from paceline import AutoDecoder, Chain, EagleDrafter, MedusaDrafter, PacelineEr
 from paceline.auto import SamplingDecoder
 from paceline.cli.console import TextView, by_position, err, out, say
 from paceline.cli.progress import bar, compiling, loading
+from paceline.generator import Sampler
 from paceline.outputs import GenerationResult
-from paceline.sampler import Sampler
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
 PAIR = Path(__file__).parent / "pycode"
@@ -150,7 +150,7 @@ def run(
     measured.texts, measured.total = [], Statistics()
     begin = perf_counter()
     for ids in prompts:
-        result = sampler.sample([ids], max_new_tokens=max_new_tokens, width=width, return_dict=True)
+        result = sampler.sample([ids], max_new_tokens=max_new_tokens, verify_width=width, return_dict=True)
         assert isinstance(result, GenerationResult)
         measured.texts.append(result.sequences[0].tolist())
         add(measured.total, result.statistics)

@@ -4,6 +4,7 @@ from paceline import AutoDecoder, SpeculativeGenerator
 """
 
 from paceline.auto import AutoDecoder
+from paceline.config import DRAFT_LENGTHS, SpeculativeConfig
 from paceline.core.acceptance.synthetic import SyntheticAcceptance
 from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import PacelineError
@@ -13,10 +14,11 @@ from paceline.draft.ngram import NgramDrafter
 from paceline.draft.retokenizing import TokenizerPair
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.tree import Chain, DynamicTree, StaticTree
-from paceline.engine.draft_length import DRAFT_LENGTHS
+from paceline.engine.request import SamplingParams
 from paceline.generator import SpeculativeGenerator
 from paceline.medusa.drafter import MedusaDrafter
 from paceline.outputs import GenerationResult, RequestOutput, Statistics
+from paceline.text.stop_strings import StopStrings
 
 __version__ = "0.1.0"
 
@@ -32,9 +34,12 @@ __all__ = [
     "NgramDrafter",
     "PacelineError",
     "RequestOutput",
+    "SamplingParams",
+    "SpeculativeConfig",
     "SpeculativeGenerator",
     "StaticTree",
     "Statistics",
+    "StopStrings",
     "SyntheticAcceptance",
     "TokenizerPair",
     "Typical",

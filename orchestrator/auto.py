@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from paceline import build
-from paceline.core.acceptance.match import Match
+from torch import Tensor
+
 from paceline.decoder import kv_memory
 from paceline.decoder.backends.base import make
 from paceline.decoder.decoder import CompiledDecoder
@@ -17,25 +18,62 @@ from paceline.decoder.options import decoder_options
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.sharding import GQA, Shard
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.draft.none import NoDrafter
-from paceline.engine import warmup
-from paceline.engine.engine import Engine
-from paceline.outputs import Statistics
-from paceline.sampler import Sampler
+from paceline.engine.request import InputIds, SamplingParams
+from paceline.outputs import GenerationResult, Statistics
+
+if TYPE_CHECKING:
+    from paceline.generator import OutputStream, SpeculativeGenerator
 
 
-class SamplingDecoder(CompiledDecoder, Sampler):
+class SamplingDecoder(CompiledDecoder):
     """A compiled decoder that decodes plainly by itself, and is a draft or a target of a `SpeculativeGenerator`."""
 
-    def compile(self, width: int | None = None) -> None:
-        """Make every graph plain decoding needs, so that no call has to wait for one."""
-        warmup.up(self._engine(build.CallOptions(width=width)), self._decoders())
+    _plain: SpeculativeGenerator | None = None
 
-    def _decoders(self) -> list[CompiledDecoder]:
-        return [self]
+    @property
+    def generator(self) -> SpeculativeGenerator:
+        """Plain decoding: a generator without a draft."""
+        if self._plain is None:
+            from paceline.generator import SpeculativeGenerator  # it imports this module
 
-    def _engine(self, demands: build.CallOptions) -> Engine:
-        return build.engine(self, NoDrafter(), build.Plan(Match()), demands=demands)
+            self._plain = SpeculativeGenerator(None, self, k=0)
+        return self._plain
+
+    @property
+    def statistics(self) -> Statistics:
+        """Of the last call."""
+        return self.generator.statistics
+
+    def sample(
+        self,
+        input_ids: InputIds,
+        sequence_length: int | None = None,
+        params: SamplingParams | None = None,
+        **keywords: Any,
+    ) -> Tensor | GenerationResult:
+        """As `SpeculativeGenerator.sample`."""
+        return self.generator.sample(input_ids, sequence_length, params, **keywords)
+
+    def stream(
+        self,
+        input_ids: InputIds,
+        sequence_length: int | None = None,
+        params: SamplingParams | None = None,
+        **keywords: Any,
+    ) -> OutputStream:
+        """As `SpeculativeGenerator.stream`."""
+        return self.generator.stream(input_ids, sequence_length, params, **keywords)
+
+    def compile(self, verify_width: int | None = None) -> None:
+        """Compile every graph that plain decoding needs, so that no call has to wait for one."""
+        self.generator.compile(verify_width)
+
+    def sibling(self) -> SamplingDecoder:
+        """As `CompiledDecoder.sibling`."""
+        made = super().sibling()
+        assert isinstance(made, SamplingDecoder)
+        made._plain = None
+        return made
 
 
 class AutoDecoder:
@@ -95,5 +133,5 @@ class AutoDecoder:
         weights = load_weights(path, config, options.dtype, progress=progress, shard=shard)
         decoder = SamplingDecoder(config, options, weights, backend=engine)
         engine.attach(decoder, os.fspath(path))
-        decoder.folder, decoder.statistics = Path(path), Statistics()
+        decoder.folder = Path(path)
         return decoder

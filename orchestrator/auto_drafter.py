@@ -17,6 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from paceline import vocab_compat
 from paceline.auto import AutoDecoder
 from paceline.config import SpeculativeConfig
+from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.core.protocols import Drafter, Shortens
 from paceline.decoder.decoder import CompiledDecoder
@@ -30,7 +31,6 @@ from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
 from paceline.draft_spec import DraftSpec, RuleSpec
 from paceline.eagle import spec as eagle_spec
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of, resolve
-from paceline.target.steps import Acceptor
 
 LoadModel = Callable[..., CompiledDecoder]
 """Takes the path and the keywords of `AutoDecoder.from_pretrained`."""
@@ -114,7 +114,7 @@ def make_drafter(config: SpeculativeConfig, target: CompiledDecoder) -> tuple[Dr
     return FallbackDrafter(drafters), makers.decoders
 
 
-def make_rule(config: SpeculativeConfig) -> Acceptor:
+def make_rule(config: SpeculativeConfig) -> AcceptanceRule:
     """The acceptance rule of a configuration.
 
     Raises:
@@ -124,10 +124,10 @@ def make_rule(config: SpeculativeConfig) -> Acceptor:
     if config.synthetic_acceptance is not None:
         spec = RuleSpec("synthetic", (("alpha", config.synthetic_acceptance),))
     if spec.name is None:
-        return cast("Acceptor", spec.value)
+        return cast("AcceptanceRule", spec.value)
     row = ACCEPTANCE_RULES[spec.name]
     options = check_options(row, dict(spec.options), f"acceptor {spec.name!r}")
-    made: Acceptor = resolve(row.path)(**options)
+    made: AcceptanceRule = resolve(row.path)(**options)
     return made
 
 
@@ -214,7 +214,7 @@ class _Makers:
     def __init__(self, config: SpeculativeConfig, target: CompiledDecoder) -> None:
         self.config, self.target = config, target
         rule = make_rule(config)
-        self.drawn = any(row.draft_probs and isinstance(rule, resolve(row.path)) for row in ACCEPTANCE_RULES.values())
+        self.drawn = rule.draft_probs
         self.decoders: list[CompiledDecoder] = []
 
     def make(self, spec: DraftSpec) -> Drafter:

@@ -3,138 +3,212 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
-from functools import partial
-from numbers import Real
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, overload
 
-from paceline import build, vocab_compat
-from paceline.core.acceptance.base import AcceptanceRule, keeps_tokens
-from paceline.core.acceptance.synthetic import SyntheticAcceptance
+from torch import Tensor
+
+from paceline import build
+from paceline.auto import SamplingDecoder
+from paceline.auto_drafter import make_drafter, make_rule
+from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.engine import draft_length as pacing
 from paceline.engine import warmup
-from paceline.engine.engine import Engine, RequestQueue
-from paceline.outputs import ReportsHealth, RequestOutput, Statistics
-from paceline.sampler import Sampler
+from paceline.engine.engine import CallOptions
+from paceline.engine.queue import ListQueue, RequestQueue
+from paceline.engine.request import InputIds, Request, SamplingParams, TargetLimits
+from paceline.outputs import GenerationResult, ReportsHealth, RequestOutput, Statistics
+from paceline.text import streamers
+from paceline.text.streamers import Streamer
 
 log = logging.getLogger("paceline")
 
 
-class SpeculativeGenerator(Sampler):
+class SpeculativeGenerator:
     """Decodes several tokens in a round.
 
     The tokens are those of plain decoding with the same seed, at any temperature, whatever the draft
-    (``acceptor="match"``); ``acceptor="reject"`` keeps the law but not the tokens, and accepts a little more.
-    ``acceptor="typical"`` is LOSSY: it keeps neither, above temperature 0.
+    (``acceptor="match"``); ``acceptor="reject"`` preserves the target distribution but not the tokens, and accepts a
+    little more. ``acceptor="typical"`` is LOSSY: above temperature 0 it preserves neither.
 
-    draft     a decoder, any drafter, a function from ids to ids, "ngram", "suffix", None (plain decoding), or a list
-              of these, of which the first that has something to say proposes
-    target    the decoder whose text it is
-    k         drafted tokens per round, not counting the target's own; a drafter object brings its own number. A
-              sequence of depths, such as `paceline.DRAFT_LENGTHS`, lets rounds choose among them. Without a draft, k +
-              1 plain steps run in one graph
-    acceptor  "match", "reject", "typical", or a rule with values of its own: `Typical(epsilon=0.09, alpha=0.3)`,
-              or `Simulated(alpha)`, by which drafts stand at random, to measure speed: NOT REAL TEXT comes out
-    exact     run every round through one graph width, so that no rounding depends on what was proposed; False
-              lets rounds without a proposal take a narrower graph
-    confidence  a draft model stops proposing where its largest probability falls below this; 0 = never
-    vocabulary  "same": the draft must have the target's tokenizer; "intersection": it drafts only what both have;
-              "retokenize": they exchange text, by the tokenizers in their folders or those of a `Reencoding`
-    fused     draft and verify in one graph; None (default) = wherever it can be done, False = never
-    synthetic_acceptance  alpha: the same as acceptor=Simulated(alpha)
+    draft    who drafts, in the one grammar of `paceline.config`: a name with options ("ngram:prompt_lookup_max=4"), a
+             folder, a mapping, a list of these; or an object: a decoder, a drafter, a function from ids to ids. None
+             drafts nothing: plain decoding, with k + 1 steps in one graph
+    target   the decoder whose text it is
+    options  the fields of `paceline.config.SpeculativeConfig`: k, acceptor, exact, fused, ...
 
     Raises:
         PairingError: draft and target have different tokenizers or batch sizes.
         ConfigurationError: an option is out of range, or says something about a draft that is not there.
     """
 
-    def __init__(
-        self,
-        draft: build.DraftLike,
-        target: CompiledDecoder,
-        *,
-        k: int | Sequence[int] = 4,
-        acceptor: str | AcceptanceRule = "match",
-        exact: bool = True,
-        fused: bool | None = None,
-        confidence: float = 0.0,
-        vocabulary: vocab_compat.VocabularyLike = "same",
-        synthetic_acceptance: float | None = None,
-    ) -> None:
-        _check_types(exact=exact, fused=fused, confidence=confidence)
-        target = build.decoder(target)
-        rule, depth, pace = build.acceptor(acceptor, synthetic_acceptance), *pacing.of(k)
-        if isinstance(rule, SyntheticAcceptance):
-            log.warning("acceptance is synthetic: what comes out is not real text")
-        elif not rule.lossless:
-            log.warning(
-                "acceptor %r is lossy: above temperature 0 the text does not follow the target's distribution",
-                rule.name,
-            )
-        steps = depth + 1 if draft is None else 1
-        self.target, self._plan = target, build.Plan(rule, exact, fused, pace, steps)
-        given = list(draft) if isinstance(draft, list | tuple) else [draft]
-        models = build.models(draft)
-        _check(self._plan, drafts=any(one not in (None, "none") for one in given))
-        _check_of_models(models, confidence=confidence, vocabulary=vocabulary)
-        between = partial(vocab_compat.between, target=target, kind=vocabulary)
-        self.drafter = build.drafter(draft, target, k=depth, rule=rule, confidence=confidence, vocabulary=between)
-        target.check_width(self.drafter.draft_shape.num_draft_tokens + 1)
-        self._parts = [target, *models]
-        self.statistics = self._fresh()
-
-    def compile(self) -> None:
-        """Make every graph a call without host-side processors needs, so that no call has to wait for one."""
-        warmup.up(self._engine(build.CallOptions()), self._decoders())
-
-    def _fresh(self) -> Statistics:
-        return Statistics(acceptor=self._plan.rule.name, lossy=not self._plan.rule.lossless)
-
-    def _decoders(self) -> list[CompiledDecoder]:
-        return self._parts
-
-    def _engine(self, demands: build.CallOptions) -> Engine:
-        return build.engine(self.target, self.drafter, self._plan, demands=demands)
-
-    def _hold(self, engine: Engine, door: RequestQueue) -> Generator[RequestOutput | None, None, None]:
-        told = self.drafter if isinstance(self.drafter, ReportsHealth) else None
-        before = None if told is None else told.health
-        try:
-            yield from super()._hold(engine, door)
-        finally:
-            now = None if told is None else told.health
-            if before is not None and now is not None:
-                self.statistics.drafter_health = now.since(before)
-
-
-def _check_types(*, exact: object, fused: object, confidence: object) -> None:
-    """Refuse what Python would take for a truth value, or compare with a number and fail."""
-    if not isinstance(exact, bool):
-        raise ConfigurationError(f"exact must be True or False, not {exact!r}")
-    if fused is not None and not isinstance(fused, bool):
-        raise ConfigurationError(f"fused must be True, False or None, not {fused!r}")
-    if isinstance(confidence, bool) or not isinstance(confidence, Real):
-        raise ConfigurationError(f"confidence must be a number from 0 (off) to 1, not {confidence!r}")
-
-
-def _check(plan: build.Plan, *, drafts: bool) -> None:
-    """Refuse what a plan without a drafter would only claim to do."""
-    if not drafts and not keeps_tokens(plan.rule):
-        raise ConfigurationError(
-            f"acceptor={plan.rule.name!r} needs a drafter, and draft is None; give one, or leave "
-            "acceptor and synthetic_acceptance out"
-        )
-    if not drafts and plan.fused:
-        raise ConfigurationError("fused=True needs a draft to fuse with the target, and draft is None; leave it unset")
-
-
-def _check_of_models(
-    models: Sequence[CompiledDecoder], *, confidence: float, vocabulary: vocab_compat.VocabularyLike
-) -> None:
-    """Refuse options of draft models where there is none to heed them."""
-    for name, asked in (("confidence", confidence != 0), ("vocabulary", vocabulary != "same")):
-        if asked and not models:
+    def __init__(self, draft: object, target: CompiledDecoder, **options: Any) -> None:
+        if not isinstance(target, CompiledDecoder):
             raise ConfigurationError(
-                f"{name} is of a draft model, and draft holds no decoder; leave it out (a drafter object has its own)"
+                f"target is a {type(target).__name__} and no decoder; load one with AutoDecoder.from_pretrained"
             )
+        self.target, self.config = target, SpeculativeConfig(draft=draft, **options)
+        self._rule = make_rule(self.config)
+        self.drafter, drafts = make_drafter(self.config, target)
+        self.decoders: list[CompiledDecoder] = [target, *drafts]
+        self.engine = build.engine(target, self.drafter, self.config, rule=self._rule)
+        self.limits = TargetLimits(target.config.vocab_size, target.n_positions, tuple(target.config.eos_token_ids))
+        self.statistics = self._new_statistics()
+        if not self._rule.lossless:
+            log.warning("acceptor %r is lossy: the text does not follow the target's distribution", self._rule.name)
+
+    @overload
+    def sample(
+        self,
+        input_ids: InputIds,
+        sequence_length: int | None = None,
+        params: SamplingParams | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        streamer: Streamer | None = None,
+        return_dict: Literal[False] = False,
+        **overrides: Any,
+    ) -> Tensor: ...
+
+    @overload
+    def sample(
+        self,
+        input_ids: InputIds,
+        sequence_length: int | None = None,
+        params: SamplingParams | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        streamer: Streamer | None = None,
+        return_dict: Literal[True],
+        **overrides: Any,
+    ) -> GenerationResult: ...
+
+    def sample(
+        self,
+        input_ids: InputIds,
+        sequence_length: int | None = None,
+        params: SamplingParams | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        streamer: Streamer | None = None,
+        return_dict: bool = False,
+        **overrides: Any,
+    ) -> Tensor | GenerationResult:
+        """Continue prompts.
+
+        input_ids        LongTensor [B, S], or lists of ids of unequal lengths; more prompts than slots queue
+        sequence_length  as in `SamplingParams`
+        params           how to sample; ``overrides`` replace some of its fields, or give them without it
+        attention_mask   [B, S], 0 where ``input_ids`` is padding (left or right); without it every id is real
+        streamer         Hugging Face streamer, for one prompt
+
+        Returns LongTensor [B, <= sequence_length], or a `GenerationResult` with ``return_dict``. Raises PromptError,
+        SamplingError or ConfigurationError before any work starts; DecoderBusyError if a decoder is in use.
+        """
+        params = _merged(params, sequence_length, overrides)
+        requests = Request.batch(input_ids, params, self.limits, attention_mask)
+        streamers.check(streamer, len(requests))
+        with self._held() as statistics:
+            options = CallOptions.of(requests, params.verify_width)
+            outputs: Iterator[RequestOutput] = self.engine.run(ListQueue(requests), options, statistics)
+            if streamer is not None:
+                outputs = streamers.feed(streamer, requests[0], outputs)
+            pad = self._pad_token_id if params.pad_token_id is None else params.pad_token_id
+            result = GenerationResult.collect(requests, outputs, pad_token_id=pad, statistics=statistics)
+        return result if return_dict else result.sequences
+
+    def stream(
+        self,
+        input_ids: InputIds,
+        sequence_length: int | None = None,
+        params: SamplingParams | None = None,
+        *,
+        attention_mask: Tensor | None = None,
+        **overrides: Any,
+    ) -> OutputStream:
+        """The tokens of `sample`, as they are committed; `statistics` is complete when the stream is at its end.
+
+        Bad input and a busy decoder raise here, not at the first output. The decoders are held from here on until the
+        stream is at its end, closed or dropped.
+        """
+        params = _merged(params, sequence_length, overrides)
+        requests = Request.batch(input_ids, params, self.limits, attention_mask)
+        return self.serve(ListQueue(requests), CallOptions.of(requests, params.verify_width))
+
+    def serve(self, queue: RequestQueue, options: CallOptions) -> OutputStream:
+        """Serve a queue until it is empty and every request has finished.
+
+        Requests that join later share rounds with those that are there, and get the same tokens as alone.
+        """
+        return OutputStream(self, queue, options)
+
+    def compile(self, verify_width: int | None = None) -> None:
+        """Compile every graph that a call without logits processors needs, so that no call has to wait for one."""
+        warmup.compile_graphs(self.engine, CallOptions(verify_width=verify_width), self.decoders)
+
+    @contextmanager
+    def _held(self) -> Iterator[Statistics]:
+        """Hold the decoders for one call. -> its statistics"""
+        holder = object()
+        with ExitStack() as stack:
+            for decoder in self.decoders:
+                stack.enter_context(decoder.held_by(holder))
+            self.statistics = statistics = self._new_statistics()
+            reporter = self.drafter if isinstance(self.drafter, ReportsHealth) else None
+            before = None if reporter is None else reporter.health
+            try:
+                yield statistics
+            finally:
+                after = None if reporter is None else reporter.health
+                if before is not None and after is not None:
+                    statistics.drafter_health = after.since(before)
+
+    @property
+    def _pad_token_id(self) -> int:
+        config = self.target.config
+        return config.pad_token_id if config.pad_token_id is not None else (*config.eos_token_ids, 0)[0]
+
+    def _new_statistics(self) -> Statistics:
+        return Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
+
+
+Sampler = SpeculativeGenerator | SamplingDecoder
+"""What continues prompts."""
+
+
+class OutputStream(Iterator[RequestOutput]):
+    """Outputs of a call. It holds the generator's decoders until it is at its end, closed or dropped."""
+
+    def __init__(self, generator: SpeculativeGenerator, queue: RequestQueue, options: CallOptions) -> None:
+        self._resources = ExitStack()
+        statistics = self._resources.enter_context(generator._held())
+        try:
+            generator.engine.variant(options)  # what cannot be done is refused now
+        except BaseException:
+            self._resources.close()
+            raise
+        self._outputs: Generator[RequestOutput, None, None] = generator.engine.run(queue, options, statistics)
+
+    def __next__(self) -> RequestOutput:
+        try:
+            return next(self._outputs)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End the call; its requests are given up."""
+        self._outputs.close()
+        self._resources.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_outputs"):
+            self.close()
+
+
+def _merged(params: SamplingParams | None, sequence_length: int | None, overrides: dict[str, Any]) -> SamplingParams:
+    if sequence_length is not None:
+        overrides["sequence_length"] = sequence_length
+    return SamplingParams.merge(params, overrides)

@@ -1,13 +1,19 @@
-"""What a generation gives back: events while it runs, a result and statistics when it is done."""
+"""What a generation gives back: outputs while it runs, a result and statistics when it is done."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from paceline.core.drafter_health import DrafterHealth
+
+if TYPE_CHECKING:
+    from paceline.engine.request import Request
 
 FinishReason = Literal["stop", "length", "time", "criteria"]
 
@@ -16,11 +22,11 @@ FinishReason = Literal["stop", "length", "time", "criteria"]
 class RequestOutput:
     """Tokens that one request gained in one round.
 
-    index          of the request
+    index          of the request in its call
     tokens         in order; never padding, never past a stop
     accepted       how many of them, from the first on, were drafted; the rest is the target's own
-    finish_reason  set on the last event of a request
-    logprobs       one for every token, if scores were asked for
+    finish_reason  set on the last output of a request
+    logprobs       one for every token, if ``output_scores`` was set
     """
 
     index: int
@@ -40,27 +46,29 @@ class ReportsHealth(Protocol):
 
 @dataclass(slots=True)
 class Statistics:
-    """Counts over all requests of a call, and where its time went.
+    """Counts over all requests of a call, and where its time went. Names follow vLLM's speculative decoding metrics.
 
-    rounds                  verifications, counted for every request that took part in one; several plain steps in
-                            one graph are as many
-    num_draft_tokens                 tokens proposed
-    num_accepted_tokens                proposed tokens that are in the output; those accepted but cut by a stop are not
-                                       counted
-    num_accepted_tokens_per_pos   the same, by place in the proposal (first = index 0)
-    num_draft_tokens_per_pos    proposals that had this place
-    acceptor                the acceptance rule: "match", "reject", "typical", "synthetic", or the name of another rule
-    lossy                   whether that rule lets the text leave the target's distribution
-    draft_lengths                   depth chosen for every round of the batch, if it is chosen anew every time
-    *_seconds               time in prefill, drafting, verification and everything else (host)
-    drafter_health                  of a drafter in another process, during this call; None for one in this process
+    num_rounds                   verifications, counted for every request that took part in one; several plain steps in
+                                 one graph are as many
+    num_drafts                   those of them in which something was drafted for the request
+    num_draft_tokens             tokens proposed
+    num_accepted_tokens          proposed tokens that are in the output; those behind a stop are not counted
+    num_draft_tokens_per_pos     drafts that had a token at this position (first = index 0)
+    num_accepted_tokens_per_pos  drafts whose token at this position was accepted
+    draft_lengths                length chosen for every round of the batch, where it is chosen anew every time
+    new_tokens                   tokens of all outputs
+    *_seconds                    time in prefill, drafting, verification and everything else (host)
+    drafter_health               of a drafter in another process, during this call; None for one in this process
+    acceptor                     name of the acceptance rule: "match", "reject", "typical", "synthetic" or a user's own
+    lossless                     whether the acceptance rule preserves the target distribution
     """
 
-    rounds: int = 0
+    num_rounds: int = 0
+    num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     draft_lengths: list[int] = field(default_factory=list)
     new_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -69,30 +77,51 @@ class Statistics:
     host_seconds: float = 0.0
     drafter_health: DrafterHealth | None = None
     acceptor: str = "match"
-    lossy: bool = False
+    lossless: bool = True
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Mean tokens of a round, the target's own included: 1 + num_accepted_tokens / num_rounds."""
+        return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else 1.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Mean tokens of a round in which something was drafted: 1 + num_accepted_tokens / num_drafts, as in vLLM."""
+        return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
     def tau(self) -> float:
-        """Mean tokens per round, the target's own one included: 1 + accepted / rounds. 1 without rounds."""
-        return 1 + self.num_accepted_tokens / self.rounds if self.rounds else 1.0
+        """The papers' name for `mean_acceptance_length`."""
+        return self.mean_acceptance_length
 
     @property
     def acceptance_rate(self) -> float:
-        """accepted / drafted; 0 if nothing was drafted."""
+        """num_accepted_tokens / num_draft_tokens; 0 if nothing was drafted."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """How many drafts had 0, 1, 2, ... tokens accepted. Accepted tokens are always the first of a draft."""
+        at_least = [self.num_drafts, *self.num_accepted_tokens_per_pos, 0]
+        return [more - fewer for more, fewer in pairwise(at_least)]
+
     def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON, ``tau`` and ``acceptance_rate`` included."""
+        """Plain values for JSON, the derived ones included."""
         names = [name for name in self.__slots__ if not name.startswith("_")]
         return {name: getattr(self, name) for name in names} | {
-            "tau": self.tau,
+            "tokens_per_round": self.tokens_per_round,
+            "mean_acceptance_length": self.mean_acceptance_length,
             "acceptance_rate": self.acceptance_rate,
-            "health": None if self.drafter_health is None else self.drafter_health.to_dict(),
+            "acceptance_histogram": self.acceptance_histogram,
+            "drafter_health": None if self.drafter_health is None else self.drafter_health.to_dict(),
         }
 
     def count(self, drafted: int, accepted: int, *, rounds: int = 1) -> None:
-        """One round of one request, or several plain ones that ran in one graph."""
-        self.rounds += rounds
+        """Add one round of one request, or several plain ones that ran in one graph."""
+        self.num_rounds += rounds
+        if not drafted:
+            return
+        self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
         proposed, stood = self.num_draft_tokens_per_pos, self.num_accepted_tokens_per_pos
@@ -122,3 +151,23 @@ class GenerationResult:
     finish_reasons: list[FinishReason]
     logprobs: list[list[float]] | None
     statistics: Statistics
+
+    @classmethod
+    def collect(
+        cls, requests: Sequence[Request], outputs: Iterable[RequestOutput], *, pad_token_id: int, statistics: Statistics
+    ) -> GenerationResult:
+        """Put the outputs of all requests together; ``statistics`` are complete when they are at an end."""
+        texts = [list(request.prompt) for request in requests]
+        logprobs: list[list[float]] = [[] for _ in requests]
+        reasons: list[FinishReason] = ["length"] * len(requests)
+        for output in outputs:
+            texts[output.index] += output.tokens
+            if output.logprobs is not None:
+                logprobs[output.index] += output.logprobs
+            if output.finish_reason is not None:
+                reasons[output.index] = output.finish_reason
+        lengths = [len(text) for text in texts]
+        longest = max(lengths)
+        rows = torch.tensor([text + [pad_token_id] * (longest - len(text)) for text in texts])
+        scores = logprobs if requests[0].output_scores else None
+        return cls(rows, lengths, reasons, scores, statistics)

@@ -141,7 +141,7 @@ ACCEPTANCE_RULES: dict[str, RuleRow] = {
         ),
         RuleRow(
             "reject",
-            "paceline.core.acceptance.match:Reject",
+            "paceline.core.acceptance.rejection:Reject",
             "rejection sampling (Leviathan et al.)",
             needs="probs",
             draft_probs=True,

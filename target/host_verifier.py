@@ -7,7 +7,7 @@ behind the end leaves a trace, even in a processor with a memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from paceline.core import reduce, tree
 from paceline.core.acceptance.base import AcceptanceRule, committed, keeps_tokens
 from paceline.core.errors import SamplingError
+from paceline.core.protocols import HostText
 from paceline.core.types import (
     PAD,
     Commit,
@@ -33,9 +34,6 @@ from paceline.target.steps import features_of, pad_vocabulary, root_of, target_v
 from paceline.target.verifier import fitted
 from paceline.target.verify_mask import VerifyMask
 
-Processor = Callable[[Tensor, Tensor], Tensor]
-"""Hugging Face's interface: ids [1, length] int64, scores [1, V] float32 -> scores [1, V]."""
-
 _FORCED = 1e15
 """For a score of infinity: above any logit, and still a number over the least temperature."""
 
@@ -43,7 +41,7 @@ _FORCED = 1e15
 class HostVerifier:
     """Takes logits to the host and decides there, position by position.
 
-    ``ends`` says whether a text, given its slot and the tokens of this round, is at its end.
+    ``slots`` holds the text of every slot, or None; the engine, which adds what is committed to it, shares that list.
     ``logprobs`` holds, for every slot, the log-probability of each token of the last call (softmax of the processed
     logits at temperature 1, no filters), when ``scores`` is asked for.
     """
@@ -55,29 +53,26 @@ class HostVerifier:
         *,
         rule: AcceptanceRule,
         wide: bool,
-        processor: Processor | None,
+        slots: Sequence[HostText | None],
         reads: FeatureSpec | None = None,
     ) -> None:
         decoder.check_width(draft_shape.num_draft_tokens + 1)
         self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
-        self.ends: Callable[[int, Sequence[int]], bool] = lambda _slot, _tokens: False
-        self._processor, self._kernels = processor, TorchKernels()
-        self._texts: list[list[int]] = [[] for _ in range(decoder.batch_size)]
+        self._slots, self._kernels = slots, TorchKernels()
         self.logprobs: list[list[float]] = [[] for _ in range(decoder.batch_size)]
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt and pick the first token; see the protocol."""
         made, features = prefill(self.decoder, slot, prompt, reads=self._reads)
-        logits = self._processed(list(prompt), made[0, 0])
+        logits = _processed(self._slots[slot], list(prompt), made[0, 0])
         token = self._choose(logits, len(prompt), sampling)
-        self._texts[slot] = [*prompt, token]
-        self.logprobs[slot] = [_decided(logits, token, len(prompt))]
+        self.logprobs[slot] = [_logprob(logits, token, len(prompt))]
         return PrefillResult(token, features)
 
     def finish_request(self, slot: int) -> None:
-        """Forget the slot's text."""
-        self._texts[slot], self.logprobs[slot] = [], []
+        """Forget the slot's scores."""
+        self.logprobs[slot] = []
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, bounds: RoundLimits
@@ -99,15 +94,19 @@ class HostVerifier:
         lines = [chains] * len(row) if view.proposal.parents is None else view.proposal.parents.tolist()
         paths: list[list[int]] = []
         answers: list[list[int]] = []
-        for slot, text in enumerate(self._texts):
+        for slot, text in enumerate(self._slots):
             one = SamplingTensors(sampling.params[slot : slot + 1], sampling.seeds[slot : slot + 1])
-            if not text or int(row[slot]) != len(text) - 1:  # no request lives here
+            if text is None or int(row[slot]) != len(text.text) - 1:  # no request takes part in this round
                 way, answer = list[int](), [0]
+                scores = self.logprobs[slot]
             elif keeps_tokens(self._rule):
-                way, answer = self._match(slot, logits[slot], drafts[slot].tolist(), parents=lines[slot], sampling=one)
+                way, answer, scores = self._match(
+                    text, logits[slot], drafts[slot].tolist(), parents=lines[slot], sampling=one
+                )
             else:
                 part = Proposal(drafts[slot : slot + 1], None, _line(proposal, slot))
-                way, answer = self._decide(slot, logits[slot], part, sampling=one)
+                way, answer, scores = self._decide(text, logits[slot], part, sampling=one)
+            self.logprobs[slot] = scores
             paths.append(way + [PAD] * (self.draft_shape.depth - len(way)))
             answers.append(answer)
         path = torch.tensor(paths, dtype=torch.int32).view(len(row), self.draft_shape.depth)
@@ -119,40 +118,42 @@ class HostVerifier:
         return Commit(torch.tensor(padded, dtype=torch.int32), count, row + 1, kept)
 
     def _match(
-        self, slot: int, logits: Tensor, drafts: list[int], *, parents: Sequence[int], sampling: SamplingTensors
-    ) -> tuple[list[int], list[int]]:
-        """Walk down from the root, one processed choice after the other. -> rows of the path, tokens committed."""
-        text, scores = self._texts[slot], []
+        self, text: HostText, logits: Tensor, drafts: list[int], *, parents: Sequence[int], sampling: SamplingTensors
+    ) -> tuple[list[int], list[int], list[float]]:
+        """Walk down from the root, one processed choice after the other.
+
+        -> rows of the path, tokens that are committed, and their log-probabilities
+        """
         path: list[int] = []
         tokens: list[int] = []
+        scores: list[float] = []
         row: int | None = 0
         while row is not None:
-            processed = self._processed(text, logits[row])
-            token = self._choose(processed, len(text), sampling)
-            scores.append(_decided(processed, token, len(text)))
-            text.append(token)
+            length = len(text.text)
+            processed = _processed(text, text.text, logits[row])
+            token = self._choose(processed, length, sampling)
+            scores.append(_logprob(processed, token, length))
             tokens.append(token)
-            if self.ends(slot, tokens):
+            if text.append(token):  # the text ends here: processors must not see what follows
                 break
             nodes = enumerate(zip(drafts, parents, strict=True), start=1)
             row = next((node for node, (draft, parent) in nodes if parent + 1 == row and draft == token), None)
             path += [] if row is None else [row]
-        self.logprobs[slot] = scores
-        return path, tokens
+        return path, tokens, scores
 
     def _decide(
-        self, slot: int, logits: Tensor, proposal: Proposal, *, sampling: SamplingTensors
-    ) -> tuple[list[int], list[int]]:
+        self, text: HostText, logits: Tensor, proposal: Proposal, *, sampling: SamplingTensors
+    ) -> tuple[list[int], list[int], list[float]]:
         """As `_match`, by calling the rule with a chain and the processed logits after each of its tokens."""
-        text, size = self._texts[slot], self.decoder.config.vocab_size
+        ids, size = text.text, self.decoder.config.vocab_size
         drafts = list(takewhile(lambda token: token != PAD, proposal.tokens[0].tolist()))
         legal = list(takewhile(lambda token: token < size, drafts))
-        lines = [self._processed(text + legal[:i], line) for i, line in enumerate(logits[: len(legal) + 1])]
+        lines = [_processed(text, ids + legal[:i], line) for i, line in enumerate(logits[: len(legal) + 1])]
         if len(legal) < len(drafts):  # an id out of range counts as drawn; it is refused, so the row behind it is idle
             drafts = drafts[: len(legal) + 1]
             lines.append(lines[-1])
         processed = torch.stack(lines)
-        positions = torch.arange(len(text), len(text) + len(lines), dtype=torch.int32).unsqueeze(0)
+        positions = torch.arange(len(ids), len(ids) + len(lines), dtype=torch.int32).unsqueeze(0)
         q = proposal.draft_probs
         chain = Proposal(
             proposal.tokens[:, : len(drafts)], None, None if q is None else pad_vocabulary(q[:, : len(drafts)], size)
@@ -166,29 +167,31 @@ class HostVerifier:
             kernels=self._kernels,
         )
         tokens = [t for t in committed(chain, self._rule(chain, view))[0].tolist() if t != PAD]
-        decided = enumerate(zip(processed, tokens, strict=False), start=len(text))
-        self.logprobs[slot] = [_decided(line, token, length) for length, (line, token) in decided]
-        text += tokens
-        return list(range(1, len(tokens))), tokens
+        decided = enumerate(zip(processed, tokens, strict=False), start=len(ids))
+        scores = [_logprob(line, token, length) for length, (line, token) in decided]
+        return list(range(1, len(tokens))), tokens, scores
 
     def _choose(self, logits: Tensor, position: int, sampling: SamplingTensors) -> int:
         where = torch.tensor([[position]], dtype=torch.int32)
         return int(self._kernels.sample_tokens(logits.view(1, 1, -1), where, sampling))
 
-    def _processed(self, ids: list[int], logits: Tensor) -> Tensor:
-        if self._processor is None:
-            return logits
-        # A copy: processors may write into what they get.
-        made: object = self._processor(torch.tensor([ids]), logits.unsqueeze(0).clone())
-        if not isinstance(made, Tensor) or made.shape != (1, len(logits)):
-            found = f"a tensor of shape {list(made.shape)}" if isinstance(made, Tensor) else f"a {type(made).__name__}"
-            raise SamplingError(f"a logits processor returned {found}; it must return scores [1, {len(logits)}]")
-        if bool(made.isnan().any()):
-            raise SamplingError(f"a logits processor returned NaN for the text of {len(ids)} tokens; no token follows")
-        return made[0].clamp(min=reduce.NEGATIVE, max=_FORCED)
+
+def _processed(text: HostText | None, ids: list[int], logits: Tensor) -> Tensor:
+    """The logits [V] that follow ``ids``, after the text's logits processor."""
+    processor = None if text is None else text.processor
+    if processor is None:
+        return logits
+    # A copy: processors may write into what they get.
+    scores: object = processor(torch.tensor([ids]), logits.unsqueeze(0).clone())
+    if not isinstance(scores, Tensor) or scores.shape != (1, len(logits)):
+        kind = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+        raise SamplingError(f"a logits processor returned {kind}; it must return scores [1, {len(logits)}]")
+    if bool(scores.isnan().any()):
+        raise SamplingError(f"a logits processor returned NaN for the text of {len(ids)} tokens; no token follows")
+    return scores[0].clamp(min=reduce.NEGATIVE, max=_FORCED)
 
 
-def _decided(logits: Tensor, token: int, length: int) -> float:
+def _logprob(logits: Tensor, token: int, length: int) -> float:
     """The log-probability of a token that is to stand behind ``length`` others; ``logits`` [V] as processed.
 
     Not of every processed line: what a processor says of drafts that it forbids itself decides nothing.

@@ -8,7 +8,7 @@ every row it may look at holds the committed token, or one that was fed in the s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,15 +17,16 @@ from torch import Tensor, nn
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.build import CallOptions
 from paceline.core.types import Commit, FeatureSpec, PrefillResult, RoundLimits, RoundResult, SamplingTensors
 from paceline.decoder.backends.base import Step
 from paceline.decoder.backends.eager import EagerBackend
+from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.torch_kernels import CachePosition, TorchKernels, Tree
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import RopeConfig
 from paceline.decoder.options import DecoderOptions
-from paceline.engine.engine import Engine, TimedRound
+from paceline.engine.batch import Slot
+from paceline.engine.engine import CallOptions, Engine, TimedRound, Variant, VariantBuilder
 from paceline.target.steps import FusedStep
 
 EMPTY = -7  # a cache row that nobody has written
@@ -204,13 +205,13 @@ class WatchedRound:
     def __init__(self, inner: TimedRound, bodies: Sequence[TableBody]) -> None:
         self._inner, self._bodies = inner, bodies
         self.truth = Truth(*bodies[0].cache.shape)
-        for body in bodies:
-            body.truth = self.truth
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+        for body in self._bodies:
+            body.truth = self.truth
         self.truth.rounds += 1
         self.truth.admit(slot, prompt)
         first = self._inner.start(slot, prompt, sampling)
@@ -228,9 +229,37 @@ class WatchedRound:
 class Checked(SpeculativeGenerator):
     """A generator over table decoders whose caches are checked at every forward."""
 
-    def _engine(self, demands: CallOptions) -> Engine:
-        engine = super()._engine(demands)
-        return replace(engine, round=WatchedRound(engine.round, [part.body for part in self._parts]))
+    def __init__(self, draft: object, target: CompiledDecoder, **options: object) -> None:
+        super().__init__(draft, target, **options)  # type: ignore[arg-type]
+        bodies = [decoder.body for decoder in self.decoders]
+        watch_rounds(self, lambda round_: WatchedRound(round_, bodies))  # type: ignore[arg-type]
+
+
+def watch_rounds(generator: SpeculativeGenerator, wrap: Callable[[TimedRound], TimedRound]) -> None:
+    """Put something around the rounds of a generator."""
+    generator.engine = Engine(generator.engine.num_slots, Wrapped(generator.engine.build, wrap))
+
+
+def rebuild(generator: SpeculativeGenerator, **changes: object) -> None:
+    """Have the rounds of a generator built with other settings: ``controller``, ``exact``, ..."""
+    build = generator.engine.build
+    if isinstance(build, Wrapped):
+        build = replace(build, inner=replace(build.inner, **changes))  # type: ignore[type-var, arg-type]
+    else:
+        build = replace(build, **changes)  # type: ignore[type-var, arg-type]
+    generator.engine = Engine(generator.engine.num_slots, build)
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """A builder of variants with something around their rounds."""
+
+    inner: VariantBuilder
+    wrap: Callable[[TimedRound], TimedRound]
+
+    def __call__(self, options: CallOptions, slots: Sequence[Slot | None]) -> Variant:
+        variant = self.inner(options, slots)
+        return replace(variant, round=self.wrap(variant.round))
 
 
 # ---- laws

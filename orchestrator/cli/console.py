@@ -138,7 +138,7 @@ def statistics_table(statistics: Statistics, seconds: float | None = None) -> Ta
     table = Table("what", "value", title="statistics")
     rows = {
         "new tokens": str(statistics.new_tokens),
-        "rounds": str(statistics.rounds),
+        "rounds": str(statistics.num_rounds),
         "drafted, accepted": (
             f"{statistics.num_draft_tokens}, {statistics.num_accepted_tokens} ({statistics.acceptance_rate:.0%})"
         ),

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.auto import AutoDecoder, SamplingDecoder
+from paceline.generator import Sampler
 from paceline.core import noise
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.backends.base import BACKENDS, Graph, make
 from paceline.diagnostics import doctor
 from paceline.generator import SpeculativeGenerator
 from paceline.outputs import GenerationResult
-from paceline.sampler import Sampler
 
 VOCABULARY, POSITIONS = 512, 256
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18, 28]]

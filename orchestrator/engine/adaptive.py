@@ -1,8 +1,8 @@
-"""A round whose depth is chosen anew every time, among depths whose graphs are all compiled."""
+"""A round whose draft length is chosen anew every time, among lengths whose graphs are all compiled."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from paceline.engine.engine import TimedRound
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A round of one depth. ``width``: tokens that the commits it reads and makes have room for."""
+    """A round of one draft length. ``width``: W of the commits it reads and makes."""
 
     round: TimedRound
     width: int
@@ -25,98 +25,105 @@ class Stage:
 class AdaptiveRound:
     """Runs one of several rounds, all over the same decoders.
 
-    ``rungs`` maps a depth to the round that drafts so many tokens; at depth 0 nothing of the drafter runs but the note
-    it takes of every commit, so that it has no gap when its turn comes. ``rung`` is the depth of the last round.
-    ``drafter`` is that of all rungs.
-    ``rest``: a round of several plain steps, which takes the place of depth 0 while every text has room for them.
+    stages        for every draft length the round that drafts so many tokens. At length 0 the drafter only notes every
+                  commit, so that it can go on later
+    controller    chooses the length
+    drafter       that of all stages
+    rest          a round of several plain steps, in place of length 0 while every text has room for them
+    draft_length  that of the last round
 
-    A rung reads commits as wide as its own: a drafter reads every row of them, those with no token too. What another
-    rung has committed beyond that is a commit of its own, which is observed before the round.
+    A stage reads commits of its own width, because a drafter reads every row of them. Tokens that another stage has
+    committed beyond that width become a commit of their own, which the drafter sees before the round.
     """
 
     def __init__(
-        self, rungs: Mapping[int, Stage], pace: DraftLengthController, *, drafter: Drafter, rest: Stage | None = None
+        self,
+        stages: Mapping[int, Stage],
+        controller: DraftLengthController,
+        *,
+        drafter: Drafter,
+        rest: Stage | None = None,
     ) -> None:
-        self.stages, self._pace, self._drafter, self.rest = dict(rungs), pace, drafter, rest
-        self._one = next(iter(self.stages.values())).round  # they share both sides: one reads prompts for all
-        self._seated: set[int] = set()
+        self.stages, self.rest = dict(stages), rest
+        self._controller, self._drafter = controller, drafter
+        self._rounds = [stage.round for stage in (*self.stages.values(), *([rest] if rest is not None else []))]
         self.draft_length: int | None = None
-        self._nothing: Tensor | None = None  # limits of a round at depth 0
-        self._seen: tuple[Tensor, list[int]] | None = None  # the last limits: mostly the same object again
-        self._behind: set[int] = set()  # slots of which the drafter has commits to read
-
-    def __iter__(self) -> Iterator[Stage]:
-        """All that can be taken."""
-        yield from self.stages.values()
-        if self.rest is not None:
-            yield self.rest
+        self._seated: set[int] = set()
+        self._lagging: set[int] = set()  # slots with commits that the drafter has not read
+        self._no_draft: Tensor | None = None  # limits of a round at length 0
+        self._last_limits: tuple[Tensor, list[int]] | None = None  # mostly the same object again
 
     @property
     def prefill_seconds(self) -> float:
-        return sum(one.round.prefill_seconds for one in self)
+        return sum(one.prefill_seconds for one in self._rounds)
 
     @property
     def draft_seconds(self) -> float:
-        return sum(one.round.draft_seconds for one in self)
+        return sum(one.draft_seconds for one in self._rounds)
 
     @property
     def verify_seconds(self) -> float:
-        return sum(one.round.verify_seconds for one in self)
+        return sum(one.verify_seconds for one in self._rounds)
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
-        """Read a prompt on both sides."""
-        self._behind.discard(slot)
+        """Read a prompt on both sides, which all stages share."""
+        self._lagging.discard(slot)
         self._seated.add(slot)
-        return self._one.start(slot, prompt, sampling)
+        return self._rounds[0].start(slot, prompt, sampling)
 
     def finish_request(self, slot: int) -> None:
-        """A request is gone from a slot."""
+        """A request has left its slot."""
         self._seated.discard(slot)
-        self._one.finish_request(slot)
+        self._rounds[0].finish_request(slot)
 
-    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
-        """One round, or some at the same depth."""
-        if self._seen is None or self._seen[0] is not bounds.max_accept:
-            self._seen = (bounds.max_accept, bounds.max_accept.tolist())
-        limits = self._seen[1]
-        rung = self.draft_length = self._pace.choose(max(limits))
-        taken = self.stages[rung]
-        if rung == 0 and self.rest is not None and all(limits[slot] for slot in self._seated):
-            taken = self.rest
-        elif rung == 0 and any(limits):
-            self._nothing = torch.zeros_like(bounds.max_accept) if self._nothing is None else self._nothing
-            bounds = RoundLimits(self._nothing, bounds.max_rows)
+    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
+        """One round, or some of the same length."""
+        if self._last_limits is None or self._last_limits[0] is not limits.max_accept:
+            self._last_limits = (limits.max_accept, limits.max_accept.tolist())
+        max_accept = self._last_limits[1]
+        length = self.draft_length = self._controller.choose(max(max_accept))
+        stage = self.stages[length]
+        if length == 0 and self.rest is not None and all(max_accept[slot] for slot in self._seated):
+            stage = self.rest
+        elif length == 0 and any(max_accept):
+            self._no_draft = torch.zeros_like(limits.max_accept) if self._no_draft is None else self._no_draft
+            limits = RoundLimits(self._no_draft, limits.max_rows)
         early = None
-        if commit.tokens.shape[1] != taken.width:  # another rung's
-            early, commit = fitted(commit, taken.width)
+        if commit.tokens.shape[1] != stage.width:  # another stage made it
+            early, commit = fitted(commit, stage.width)
             if early is not None:
                 self._drafter.update(early)
-        if bounds.multi_round is not None:
-            room = MultiRoundLimits(bounds.multi_round.remaining, bounds.multi_round.end_ids, self._pace.rounds)
-            bounds = RoundLimits(bounds.max_accept, bounds.max_rows, room)
-        done = taken.round(commit, sampling, bounds)
-        self._record(
-            rung,
-            limits,
-            done,
-            left=bounds.multi_round.remaining if bounds.multi_round else limits,
-            early=early is not None,
-        )
-        return done
+        multi = limits.multi_round
+        if multi is not None:
+            limits = RoundLimits(
+                limits.max_accept,
+                limits.max_rows,
+                MultiRoundLimits(multi.remaining, multi.end_ids, self._controller.rounds),
+            )
+        result = stage.round(commit, sampling, limits)
+        remaining = max_accept if multi is None else multi.remaining
+        self._record(length, max_accept, result, remaining=remaining, early=early is not None)
+        return result
 
-    def _record(self, rung: int, limits: list[int], done: RoundResult, *, left: list[int], early: bool) -> None:
-        """What rounds at this rung did. To read what was committed before is not what the first one takes."""
-        for number, told in enumerate(done.reports):
-            asked = [min(rung, limit, max(0, room)) for limit, room in zip(limits, left, strict=True)]
-            late = any(asked[slot] for slot in self._behind) or (early and rung > 0 and number == 0)
-            if any(asked) or rung == 0:
-                accepted = [len(tokens) - 1 for tokens in told.tokens]
-                self._pace.record(rung, asked=asked, accepted=accepted, seconds=None if late else told.seconds)
-            if rung == 0:
-                self._behind = set(range(len(asked)))
-            elif self._behind:
-                self._behind = {slot for slot in self._behind if not asked[slot]}
-            left = [room - len(tokens) for room, tokens in zip(left, told.tokens, strict=True)]
+    def _record(
+        self, length: int, max_accept: list[int], result: RoundResult, *, remaining: list[int], early: bool
+    ) -> None:
+        """Tell the controller what rounds of this length did.
+
+        The time of a round that also read earlier commits is not that of its length.
+        """
+        for number, report in enumerate(result.reports):
+            asked = [min(length, limit, max(0, left)) for limit, left in zip(max_accept, remaining, strict=True)]
+            catches_up = any(asked[slot] for slot in self._lagging) or (early and length > 0 and number == 0)
+            if any(asked) or length == 0:
+                accepted = [len(tokens) - 1 for tokens in report.tokens]
+                seconds = None if catches_up else report.seconds
+                self._controller.record(length, asked=asked, accepted=accepted, seconds=seconds)
+            if length == 0:
+                self._lagging = set(range(len(asked)))
+            elif self._lagging:
+                self._lagging = {slot for slot in self._lagging if not asked[slot]}
+            remaining = [left - len(tokens) for left, tokens in zip(remaining, report.tokens, strict=True)]
 
 
 def fitted(commit: Commit, width: int) -> tuple[Commit | None, Commit]:
@@ -124,11 +131,9 @@ def fitted(commit: Commit, width: int) -> tuple[Commit | None, Commit]:
 
     The latter has ``count`` and ``start`` 0 in slots that need none, and is None if no slot needs one.
     """
-    room = commit.tokens.shape[1]
-    if width > room:
-        return None, Commit(
-            nn.functional.pad(commit.tokens, (0, width - room), value=PAD), commit.count, commit.first_row
-        )
+    missing = width - commit.tokens.shape[1]
+    if missing > 0:
+        return None, Commit(nn.functional.pad(commit.tokens, (0, missing), value=PAD), commit.count, commit.first_row)
     counts = commit.count.tolist()
     if max(counts) <= width:
         tokens = commit.tokens[:, :width].clone(memory_format=torch.contiguous_format)

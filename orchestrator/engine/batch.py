@@ -1,6 +1,6 @@
-"""Slots and the texts in them. Requests join and leave between rows of rounds; shapes never change.
+"""Slots and the texts in them. Requests join and leave between rounds; shapes never change.
 
-Holds the only lengths the host knows, all of them derived from commits. Knows no model and no drafter.
+Holds the only lengths that the host knows, all of them derived from commits. Knows no model and no drafter.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from paceline.core.protocols import Processor
 from paceline.core.sampling import Sampling, param_row, sampling_tensors
 from paceline.core.types import (
     IDLE,
@@ -26,161 +27,197 @@ from paceline.core.types import (
 )
 from paceline.engine.request import Request
 from paceline.engine.stopping import StopChecker
-from paceline.outputs import RequestOutput, Statistics
+from paceline.outputs import FinishReason, RequestOutput, Statistics
 
-MOST_ROUNDS = 32
-"""One behind the other, before requests may come and go."""
+MAX_CONSECUTIVE_ROUNDS = 32
+"""Rounds without a look at the queue: a request that comes meanwhile waits for them."""
+
+_GREEDY = torch.tensor(param_row(Sampling()))
 
 
 @dataclass(slots=True)
 class Slot:
-    """A request at work."""
+    """A request that is being served. A `paceline.core.protocols.HostText`."""
 
     request: Request
-    watch: StopChecker
+    checker: StopChecker
+
+    @property
+    def text(self) -> list[int]:
+        return self.checker.text
+
+    @property
+    def processor(self) -> Processor | None:
+        return self.request.processor
+
+    def append(self, token: int) -> FinishReason | None:
+        """Add a token; the reason if the text ends with it."""
+        return self.checker.append(token)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundShape:
+    """What a batch must know of the rounds it is served by.
+
+    max_accept     most proposed tokens that a round can accept
+    width          most tokens that a round commits: W of its commits
+    max_positions  positions that the drafter can follow; None = all
+    kv_buckets     lengths of the target's cache, ascending; the rows of a round never cross the end of a bucket
+    """
+
+    max_accept: int
+    width: int
+    max_positions: int | None = None
+    kv_buckets: tuple[int, ...] = ()
 
 
 class Batch:
-    """Commit, sampling and bounds of all slots, and the texts behind them.
+    """Commit, sampling and limits of all slots, and the texts in them.
 
-    A round accepts ``depth`` nodes at most; ``reach`` positions are what the drafter follows, None = all; no window
-    crosses the border of one of the cache's ``buckets``, ascending.
+    ``slots`` holds the request of every slot or None; the list is shared with who decides on the host.
     """
 
-    def __init__(
-        self,
-        size: int,
-        width: int,
-        statistics: Statistics,
-        *,
-        depth: int,
-        reach: int | None,
-        buckets: Sequence[int],
-    ) -> None:
-        self.slots: list[Slot | None] = [None] * size
+    def __init__(self, slots: list[Slot | None], shape: RoundShape, statistics: Statistics) -> None:
+        size = len(slots)
+        slots[:] = [None] * size
+        self.slots, self._shape, self._statistics = slots, shape, statistics
         self.active: list[int] = []  # slots that hold a request, ascending; changes in place
-        self.sampling = sampling_tensors([Sampling()] * size)  # as `_rest` leaves them, and so is the commit
-        tokens = torch.tensor([[0] + [PAD] * (width - 1)] * size, dtype=torch.int32)
-        ones, zeros = torch.ones(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int32)
-        self.commit = Commit(tokens, ones, zeros)
-        self._depth, self._reach, self._buckets = depth, reach, buckets
-        self._limits, self._limit = [0] * size, zeros.clone()
-        self._depths = [0] * size
-        self._left = [-1] * size  # room in every slot; below 0: to be worked out
-        self._ends: frozenset[int] | None = frozenset()  # ids with which a text may end; None: with others too
-        self._statistics = statistics
+        self.sampling = sampling_tensors([Sampling()] * size)
+        tokens = torch.full((size, shape.width), PAD, dtype=torch.int32)
+        tokens[:, 0] = 0
+        zeros = torch.zeros(size, dtype=torch.int32)
+        self.commit = Commit(tokens, torch.ones_like(zeros), zeros)
+        self._limits = RoundLimits(zeros.clone(), 1)
+        self._max_accept = [0] * size  # in every slot, as of the last round
+        self._remaining = [-1] * size  # nodes each slot could accept; below 0: to be worked out anew
+        self._requests_changed()
 
     @property
-    def free(self) -> int | None:
+    def free_slot(self) -> int | None:
         """A slot without a request."""
         return None if len(self.active) == len(self.slots) else self.slots.index(None)
 
-    def join(
-        self, slot: int, request: Request, row: SamplingTensors, *, first: PrefillResult, logprobs: list[float] | None
-    ) -> RequestOutput:
-        """Seat a request whose prompt is read and whose first token is known; ``row`` is how it samples."""
-        self.sampling.params[slot], self.sampling.seeds[slot] = row.params[0], row.seeds[0]
+    def seat(self, slot: int, request: Request) -> None:
+        """Give a slot to a request whose prompt is about to be read."""
         self.slots[slot] = Slot(request, StopChecker(request.stopping, request.prompt))
+
+    def join(
+        self, slot: int, row: SamplingTensors, first: PrefillResult, *, logprobs: list[float] | None
+    ) -> RequestOutput:
+        """Let the request in a slot take part in rounds: its prompt is read, and its first token is known.
+
+        ``row`` is how it samples.
+        """
+        seated = self.slots[slot]
+        assert seated is not None
+        self.sampling.params[slot], self.sampling.seeds[slot] = row.params[0], row.seeds[0]
         insort(self.active, slot)
-        self._reseated()
+        self._requests_changed()
         self.commit.tokens[slot] = PAD
         self.commit.tokens[slot, 0] = first.token
         self.commit.count[slot] = 1
-        self.commit.first_row[slot] = len(request.prompt)
+        self.commit.first_row[slot] = len(seated.request.prompt)
         if first.features is not None:
             self._features(first.features)[slot, 0] = first.features[-1]
-        return self._append(slot, [first.token], accepted=0, logprobs=logprobs)
+        return self._append(slot, seated, [first.token], accepted=0, logprobs=logprobs)
 
-    def apply(self, done: RoundResult, logprobs: list[list[float]] | None) -> list[RequestOutput]:
-        """Take over what rounds committed; one event for every request and round."""
-        self.commit = commit = done.commit
+    def apply(self, result: RoundResult, logprobs: list[list[float]] | None) -> list[RequestOutput]:
+        """Take over what rounds committed; one output for every request and round."""
+        self.commit = commit = result.commit
         if len(self.active) < len(self.slots):
             idle = [index for index, slot in enumerate(self.slots) if slot is None]
             commit.first_row[idle] = 0  # the round moved them on, as it did the others
-        events = []
-        for told in done.reports:
-            for slot in list(self.active):
-                tokens, drafted = told.tokens[slot], told.drafted[slot]
-                self._left[slot] -= len(tokens)
-                accepted = min(len(tokens) - 1, drafted)  # several plain steps commit tokens that nobody drafted
-                event = self._append(slot, tokens, accepted=accepted, logprobs=logprobs[slot] if logprobs else None)
-                self._statistics.count(drafted, event.accepted, rounds=len(tokens) - accepted)
-                events.append(event)
-        return events
+        outputs = []
+        for report in result.reports:
+            for slot in tuple(self.active):
+                seated = self.slots[slot]
+                assert seated is not None
+                tokens, drafted = report.tokens[slot], report.drafted[slot]
+                self._remaining[slot] -= len(tokens)
+                # Several plain steps in one graph commit tokens that nobody drafted.
+                accepted = min(len(tokens) - 1, drafted)
+                output = self._append(
+                    slot, seated, tokens, accepted=accepted, logprobs=logprobs[slot] if logprobs else None
+                )
+                self._statistics.count(drafted, output.accepted, rounds=len(tokens) - accepted)
+                outputs.append(output)
+        return outputs
 
-    def drop(self, indices: Collection[int]) -> None:
-        """Free the slots of these requests, where they are."""
-        for slot in list(self.active):
-            seat = self.slots[slot]
-            if seat is not None and seat.request.index in indices:
-                self._rest(slot)
+    def abort(self, indices: Collection[int]) -> None:
+        """Free the slots of these requests, where they have one."""
+        for slot in tuple(self.active):
+            seated = self.slots[slot]
+            if seated is not None and seated.request.index in indices:
+                self._free(slot)
 
-    def ends(self, slot: int, tokens: Sequence[int]) -> bool:
-        """Whether the text in a slot would end with these tokens; see `paceline.engine.stopping.StopChecker.ends`."""
-        seat = self.slots[slot]
-        return seat is not None and seat.watch.ends(tokens)
-
-    def bounds(self) -> RoundLimits:
+    def limits(self) -> RoundLimits:
         """What the next round may do."""
-        longest = max((len(slot.watch.text) for slot in self.slots if slot is not None), default=1)
-        if min(self._left) < 0:
-            self._left = self._room(longest)
-        limits = [min(depth, left) for depth, left in zip(self._depths, self._left, strict=True)]
-        if limits != self._limits:  # a new tensor costs more than all the rest
-            self._limits, self._limit = limits, torch.tensor(limits, dtype=torch.int32)
-        return RoundLimits(
-            self._limit, longest, None if self._ends is None else MultiRoundLimits(self._left, self._ends, MOST_ROUNDS)
+        longest = max((len(slot.checker.text) for slot in self.slots if slot is not None), default=1)
+        if min(self._remaining) < 0:
+            self._remaining = self._acceptable(longest)
+        deepest = [min(both) for both in zip(self._depths, self._remaining, strict=True)]
+        tensor = self._limits.max_accept
+        if deepest != self._max_accept:  # a new tensor costs more than all the rest
+            self._max_accept, tensor = deepest, torch.tensor(deepest, dtype=torch.int32)
+        multi_round = self._end_ids
+        self._limits = RoundLimits(
+            tensor,
+            longest,
+            None if multi_round is None else MultiRoundLimits(self._remaining, multi_round, MAX_CONSECUTIVE_ROUNDS),
         )
+        return self._limits
 
-    def _room(self, longest: int) -> list[int]:
-        """How many nodes every slot could accept in a round of any depth."""
-        reach, buckets = self._reach, self._buckets
+    def _acceptable(self, longest: int) -> list[int]:
+        """How many nodes every slot could accept in a round that is deep enough."""
+        max_positions, buckets = self._shape.max_positions, self._shape.kv_buckets
         border = buckets[min(bisect_left(buckets, longest), len(buckets) - 1)] if buckets else sys.maxsize
-        found = []
+        acceptable = []
         for slot in self.slots:
             if slot is None:
-                found.append(IDLE)
+                acceptable.append(IDLE)
                 continue
-            length = len(slot.watch.text)
-            rooms = [slot.watch.left - 1, border - length]
-            if reach is not None and slot.request.use_speculation:
-                rooms.append(max(0, reach - length + 1))
-            found.append(max(0, min(rooms)))
-        return found
+            length = len(slot.checker.text)
+            most = min(slot.checker.remaining - 1, border - length)
+            if max_positions is not None and slot.request.use_speculation:
+                most = min(most, max_positions - length + 1)
+            acceptable.append(max(0, most))
+        return acceptable
 
-    def _reseated(self) -> None:
-        """A request came or went: what was worked out for all of them holds no longer."""
+    def _requests_changed(self) -> None:
+        """Work out again what depends on which requests are there."""
         seated = [slot for slot in self.slots if slot is not None]
-        self._left = [-1] * len(self.slots)
-        self._depths = [self._depth if slot is not None and slot.request.use_speculation else 0 for slot in self.slots]
-        ends = frozenset[int]().union(*(slot.request.stopping.eos for slot in seated))
-        self._ends = None if any(slot.watch.watchful for slot in seated) else ends
+        self._remaining = [-1] * len(self.slots)
+        depth = self._shape.max_accept
+        self._depths = [depth if slot is not None and slot.request.use_speculation else 0 for slot in self.slots]
+        end_ids = frozenset[int]().union(*(slot.request.stopping.eos for slot in seated))
+        # None: a text may end for another reason than an id, so the host looks at every round.
+        self._end_ids = None if any(slot.checker.checks_each_token for slot in seated) else end_ids
 
     def _features(self, example: Tensor) -> Tensor:
         """Features of the commit, to write into; made when the first prompt that has some is read."""
-        found = self.commit.states
-        if found is None:
-            found = example.new_zeros(*self.commit.tokens.shape, example.shape[-1])
-        self.commit = replace(self.commit, features=found)
-        return found
+        features = self.commit.states
+        if features is None:
+            features = example.new_zeros(*self.commit.tokens.shape, example.shape[-1])
+        self.commit = replace(self.commit, features=features)
+        return features
 
-    def _append(self, slot: int, tokens: list[int], *, accepted: int, logprobs: list[float] | None) -> RequestOutput:
-        seat = self.slots[slot]
-        assert seat is not None
-        kept, reason = seat.watch.extend(tokens)
+    def _append(
+        self, slot: int, seated: Slot, tokens: Sequence[int], *, accepted: int, logprobs: list[float] | None
+    ) -> RequestOutput:
+        kept, reason = seated.checker.extend(tokens)
         self._statistics.new_tokens += kept
         if reason is not None:
-            self._rest(slot)
-        scores = None if logprobs is None else tuple(logprobs[:kept])
-        return RequestOutput(seat.request.index, tuple(tokens[:kept]), min(accepted, kept), reason, scores)
+            self._free(slot)
+        scores = tuple(logprobs[:kept]) if logprobs is not None and seated.request.output_scores else None
+        return RequestOutput(seated.request.index, tuple(tokens[:kept]), min(accepted, kept), reason, scores)
 
-    def _rest(self, slot: int) -> None:
-        """Free a slot; it then computes harmless tokens from row 0 of its own cache on."""
+    def _free(self, slot: int) -> None:
+        """Take a request out of its slot, which then computes harmless tokens from row 0 of its cache on."""
         self.slots[slot] = None
         self.active.remove(slot)
-        self._reseated()
+        self._requests_changed()
         self.commit.tokens[slot] = PAD
         self.commit.tokens[slot, 0] = 0
         self.commit.count[slot] = 1
         self.commit.first_row[slot] = 0
-        self.sampling.params[slot] = torch.tensor(param_row(Sampling()))  # greedy: the cheapest law
+        self.sampling.params[slot] = _GREEDY  # the cheapest kind of sampling

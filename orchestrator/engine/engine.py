@@ -1,25 +1,29 @@
-"""The loop: requests in, events out. Seats requests in free slots, runs rounds, hands out what was committed.
+"""The engine: requests in, outputs out. Seats requests in free slots, runs rounds, hands out what was committed.
 
-Requests come through a door, which is asked between rows of rounds: for those that come, and those that were given up.
+It is built once for a generator. What a call asks of the rounds beyond the choice of tokens (`CallOptions`) selects a
+variant, which is built at its first use and kept. Knows no model, no drafter and no backend.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
 from paceline.core.sampling import sampling_tensors
 from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingTensors
-from paceline.engine.batch import Batch
+from paceline.engine.batch import Batch, RoundShape, Slot
+from paceline.engine.queue import RequestQueue
 from paceline.engine.request import Request
 from paceline.outputs import RequestOutput, Statistics
 
 
 class TimedRound(Protocol):
-    """A `paceline.core.protocols.Round` that says where its time went, and the depth it chose, if it chooses."""
+    """A `paceline.core.protocols.Round` that says where its time went, and the draft length it chose, if it chooses.
+
+    Seconds add up over all rounds since it was built.
+    """
 
     draft_length: int | None
 
@@ -36,127 +40,135 @@ class TimedRound(Protocol):
 
     def finish_request(self, slot: int) -> None: ...
 
-    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult: ...
+    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult: ...
 
 
-class RequestQueue(Protocol):
-    """Where requests come from and go. Asked between rows of rounds, in the thread that runs them."""
-
-    def pop(self) -> Request | None:
-        """The next request that waits for a slot; None: nobody waits. Its index is like no other's in this run."""
-
-    def take_aborted(self) -> Collection[int]:
-        """Requests, by index, that nobody wants any more since this was last asked."""
-
-
-class ListQueue:
-    """A door for requests that are all there from the beginning."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        self._waiting = deque(requests)
-
-    def pop(self) -> Request | None:
-        """In their order."""
-        return self._waiting.popleft() if self._waiting else None
-
-    def take_aborted(self) -> Collection[int]:
-        """None of them."""
-        return ()
-
-
-class Scored(Protocol):
+class HasLogprobs(Protocol):
     """Where the log-probabilities of the last tokens of every slot are found."""
 
     logprobs: list[list[float]]
 
 
-class StopDecider(Protocol):
-    """Goes from token to token on the host, and is told by ``ends`` (slot, tokens of this round) where a text ends."""
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What a call asks of the rounds beyond the choice of tokens.
 
-    ends: Callable[[int, Sequence[int]], bool]
+    on_host       every token is decided on the host, for logits processors or scores
+    verify_width  rows of the verifying graph; None = as the drafter needs
+    """
+
+    on_host: bool = False
+    verify_width: int | None = None
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], verify_width: int | None = None) -> CallOptions:
+        """Of a call whose requests came together and so ask for the same."""
+        first = requests[0]
+        return cls(first.processor is not None or first.output_scores, verify_width)
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """A round and what the loop must know of it.
-
-    depth    most proposed tokens a round can accept
-    width    most tokens a round commits
-    max_positions    positions the drafter follows; None = all
-    kv_buckets  borders of the target's cache lengths, ascending; a window crosses none
-    scores   log-probabilities, if they are asked for
-    stop_decider   what decides on the host, if something does
-    """
+class Variant:
+    """A round and what the engine must know of it; ``logprobs`` if it decides on the host."""
 
     round: TimedRound
-    slots: int
-    depth: int
-    width: int
-    max_positions: int | None
-    kv_buckets: tuple[int, ...]
-    scores: Scored | None = None
-    stop_decider: StopDecider | None = None
+    shape: RoundShape
+    logprobs: HasLogprobs | None = None
 
 
-def run(engine: Engine, door: RequestQueue, statistics: Statistics) -> Iterator[RequestOutput]:
-    """Serve until nobody waits and no slot is taken; yields at most one event for a request and round."""
-    begin = perf_counter()
-    batch = Batch(
-        engine.slots,
-        engine.width,
-        statistics,
-        depth=engine.depth,
-        reach=engine.max_positions,
-        buckets=engine.kv_buckets,
-    )
-    if engine.stop_decider is not None:
-        engine.stop_decider.ends = batch.ends
-    away = 0.0  # time the consumer of the events spent
-    held: set[int] = set()  # slots that the round knows a request in
-    try:
-        while True:
-            if gone := door.take_aborted():
-                batch.drop(gone)
-                _release(engine.round, held, batch.active)
-            events = []
-            for _ in range(engine.slots):  # no more: where texts end at once there is always room, and others wait
-                if (slot := batch.free) is None or (request := door.pop()) is None:
+VariantBuilder = Callable[[CallOptions, Sequence[Slot | None]], Variant]
+"""Builds a variant. It may keep the sequence: there it finds, during a run, the request of every slot."""
+
+
+@dataclass(slots=True)
+class Engine:
+    """Serves requests on ``num_slots`` slots, one run at a time."""
+
+    num_slots: int
+    build: VariantBuilder
+    _slots: list[Slot | None] = field(init=False)
+    _variants: dict[CallOptions, Variant] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._slots = [None] * self.num_slots
+
+    def variant(self, options: CallOptions) -> Variant:
+        """The variant for these options.
+
+        Raises:
+            ConfigurationError: no rounds can do what they ask for.
+        """
+        variant = self._variants.get(options)
+        if variant is None:
+            variant = self._variants[options] = self.build(options, self._slots)
+        return variant
+
+    def run(
+        self, queue: RequestQueue, options: CallOptions, statistics: Statistics
+    ) -> Generator[RequestOutput, None, None]:
+        """Run until the queue is empty and every request has finished; at most one output for a request and round."""
+        variant = self.variant(options)
+        rounds, logprobs = variant.round, variant.logprobs
+        clock = _Clock(rounds)
+        batch = Batch(self._slots, variant.shape, statistics)
+        held: set[int] = set()  # slots whose request the round knows
+        try:
+            while True:
+                if aborted := queue.take_aborted():
+                    batch.abort(aborted)
+                    _finish(rounds, held, batch.active)
+                outputs = []
+                for _ in range(self.num_slots):  # no more: where texts end at once there is always a free slot
+                    if (slot := batch.free_slot) is None or (request := queue.pop()) is None:
+                        break
+                    held.add(slot)
+                    batch.seat(slot, request)
+                    row = sampling_tensors([request.sampling])
+                    first = rounds.start(slot, request.prompt, row)
+                    scores = list(logprobs.logprobs[slot]) if logprobs is not None else None
+                    outputs.append(batch.join(slot, row, first, logprobs=scores))
+                    _finish(rounds, held, batch.active)
+                if not outputs and not batch.active:
                     break
-                held.add(slot)
-                row = sampling_tensors([request.sampling])
-                first = engine.round.start(slot, request.prompt, row)
-                scores = list(engine.scores.logprobs[slot]) if engine.scores else None
-                events.append(batch.join(slot, request, row, first=first, logprobs=scores))
-                _release(engine.round, held, batch.active)
-            if not events and not batch.active:
-                break
-            if batch.active:
-                done = engine.round(batch.commit, batch.sampling, batch.bounds())
-                if engine.round.draft_length is not None:
-                    statistics.draft_lengths += [engine.round.draft_length] * len(done.reports)
-                events += batch.apply(done, engine.scores.logprobs if engine.scores else None)
-                _release(engine.round, held, batch.active)
-            for event in events:
-                left = perf_counter()
-                yield event
-                away += perf_counter() - left
-    finally:
-        _release(engine.round, held, [])
-    _book(engine.round, statistics, perf_counter() - begin - away)
+                if batch.active:
+                    result = rounds(batch.commit, batch.sampling, batch.limits())
+                    if rounds.draft_length is not None:
+                        statistics.draft_lengths += [rounds.draft_length] * len(result.reports)
+                    outputs += batch.apply(result, logprobs.logprobs if logprobs is not None else None)
+                    _finish(rounds, held, batch.active)
+                for output in outputs:
+                    left = perf_counter()
+                    yield output
+                    clock.away += perf_counter() - left
+        finally:
+            _finish(rounds, held, ())
+            clock.book(statistics)
 
 
-def _release(known: TimedRound, held: set[int], active: Sequence[int]) -> None:
+class _Clock:
+    """Where the time of one run goes. ``away``: seconds that the consumer of the outputs spent."""
+
+    def __init__(self, rounds: TimedRound) -> None:
+        self._rounds, self.away = rounds, 0.0
+        self._before = (rounds.prefill_seconds, rounds.draft_seconds, rounds.verify_seconds)
+        self._begin = perf_counter()
+
+    def book(self, statistics: Statistics) -> None:
+        """Add the times of this run to the statistics."""
+        rounds, (prefill, draft, verify) = self._rounds, self._before
+        prefill, draft = rounds.prefill_seconds - prefill, rounds.draft_seconds - draft
+        verify = rounds.verify_seconds - verify
+        statistics.prefill_seconds += prefill
+        statistics.draft_seconds += draft
+        statistics.verify_seconds += verify
+        wall = perf_counter() - self._begin - self.away
+        statistics.host_seconds += max(0.0, wall - prefill - draft - verify)
+
+
+def _finish(rounds: TimedRound, held: set[int], active: Sequence[int]) -> None:
     """Tell the round which requests have left their slots."""
-    if len(held) == len(active):  # nobody is seated without being held
+    if len(held) == len(active):  # no slot is active without being held
         return
     for slot in sorted(held.difference(active)):
         held.discard(slot)
-        known.finish_request(slot)
-
-
-def _book(done: TimedRound, statistics: Statistics, wall: float) -> None:
-    statistics.prefill_seconds += done.prefill_seconds
-    statistics.draft_seconds += done.draft_seconds
-    statistics.verify_seconds += done.verify_seconds
-    busy = done.prefill_seconds + done.draft_seconds + done.verify_seconds
-    statistics.host_seconds += max(0.0, wall - busy)
+        rounds.finish_request(slot)

@@ -1,26 +1,176 @@
-"""From the keywords a user writes to checked values: prompts, sampling, stopping. All refusals happen here, first."""
+"""What a call asks for: `SamplingParams`, and the requests made of them. Everything is refused here, before any work.
+
+The keywords of `sample` are the fields of `SamplingParams`, and nowhere written again: commands, HTTP and workers
+build the same value.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ContextError, PromptError, SamplingError
+from paceline.core.protocols import Processor
 from paceline.core.sampling import Sampling
 from paceline.engine import validation
-from paceline.engine.stopping import Criterion, InNewText, Stopping, StopStrings
+from paceline.engine.stopping import Criterion, Stopping
+from paceline.text.processors import processor_list
+from paceline.text.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from transformers.generation.logits_process import LogitsProcessor
 
 InputIds = Tensor | Sequence[Sequence[int]]
+
+_IN_PROCESS = {"in_process": True}  # objects that stay in this process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How a call samples and when its texts end; the names are those of Hugging Face's `generate`.
+
+    sequence_length         most tokens of a text, prompt included; the smaller of this and ``max_new_tokens`` holds
+    max_new_tokens          most tokens behind the prompt; default: as many as the decoder has positions for
+    do_sample               False (default): greedy, whatever the next four say
+    temperature, top_k, top_p, min_p   as in Hugging Face; None switches a filter off
+    seed                    row b draws with seed + b; or one seed for every row
+    eos_token_id            ids that end a text; default: the checkpoint's; [] for none
+    pad_token_id            fills shorter rows of the result; default: the checkpoint's, else its first eos id, else 0
+    stop_strings            texts that end a text, as Hugging Face's; need ``tokenizer``; `StopStrings` says more
+    stopping_criteria_list  Hugging Face criteria, called once per new token with ids [1, length]
+    logits_processor        Hugging Face processors, called once per decided token, on the host
+    no_repeat_ngram_size, repetition_penalty   as in Hugging Face; they run as processors
+    output_scores           also give the log-probability of every new token
+    use_speculation         False, or one entry for every prompt: draft nothing for it
+    verify_width            rows of the verifying graph, at least k + 1; to compare runs at equal width
+
+    Raises:
+        SamplingError: a value has the wrong type or is out of range.
+    """
+
+    sequence_length: int | None = None
+    max_new_tokens: int | None = None
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | Sequence[int] = 0
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
+    stop_strings: str | Sequence[str] | StopStrings | None = None
+    tokenizer: Decodes | None = field(default=None, metadata=_IN_PROCESS)
+    stopping_criteria_list: Sequence[Criterion] | None = field(default=None, metadata=_IN_PROCESS)
+    logits_processor: Sequence[LogitsProcessor] | None = field(default=None, metadata=_IN_PROCESS)
+    no_repeat_ngram_size: int | None = None
+    repetition_penalty: float | None = None
+    output_scores: bool = False
+    use_speculation: bool | Sequence[bool] = True
+    verify_width: int | None = None
+
+    def __post_init__(self) -> None:
+        validation.check_types(self, _TYPES)
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise SamplingError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+
+    @classmethod
+    def merge(cls, params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
+        """``params`` with some fields replaced; None stands for the defaults.
+
+        Raises:
+            SamplingError: a keyword that does not exist, or a wrong value.
+        """
+        if params is not None and not isinstance(params, cls):
+            raise SamplingError(f"params is a {type(params).__name__}; give SamplingParams, or keywords alone")
+        unknown = [name for name in overrides if name not in cls.__dataclass_fields__]
+        if unknown:
+            names = ", ".join(one.name for one in fields(cls))
+            raise SamplingError(f"{unknown[0]!r} is no sampling parameter; there are {names}")
+        if params is None:
+            return cls(**overrides)
+        return replace(params, **overrides) if overrides else params
+
+    @classmethod
+    def in_process_fields(cls) -> frozenset[str]:
+        """Fields that hold objects of this process and cannot be sent to another one."""
+        return frozenset(one.name for one in fields(cls) if one.metadata == _IN_PROCESS)
+
+    def sampling_of(self, row: int) -> Sampling:
+        """How one row draws. All values are checked, also where the row is greedy and none of them is used."""
+        seed = self.seed[row] if isinstance(self.seed, Sequence) else self.seed + row
+        drawn = Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            seed=int(seed),
+        )
+        return drawn if self.do_sample else Sampling(seed=int(seed))
+
+    def max_length(self, prompt: int, n_positions: int) -> int:
+        """How long a text with a prompt of so many tokens may become, prompt included.
+
+        Raises:
+            ContextError: the prompt leaves no room for a token.
+            PromptError: more is asked for than there is.
+        """
+        limit = n_positions if self.sequence_length is None else self.sequence_length
+        if limit > n_positions:
+            raise PromptError(
+                f"sequence_length={limit} is more than the {n_positions} positions this decoder was loaded with "
+                "(n_positions); ask for less or load it with more"
+            )
+        if prompt >= limit:
+            raise ContextError(
+                f"a prompt of {prompt} tokens leaves no room in {limit} positions; shorten it, raise "
+                "sequence_length, or load the decoder with more n_positions"
+            )
+        return limit if self.max_new_tokens is None else min(limit, prompt + self.max_new_tokens)
+
+
+_TYPES: dict[str, validation.Check] = {
+    "sequence_length": validation.integer,
+    "max_new_tokens": validation.integer,
+    "do_sample": validation.flag,
+    "temperature": validation.number,
+    "top_k": validation.integer,
+    "top_p": validation.optional_number,
+    "min_p": validation.optional_number,
+    "seed": validation.integers,
+    "eos_token_id": validation.optional_integers,
+    "pad_token_id": validation.integer,
+    "stop_strings": validation.strings,
+    "stopping_criteria_list": validation.callables,
+    "logits_processor": validation.callables,
+    "no_repeat_ngram_size": validation.integer,
+    "repetition_penalty": validation.optional_number,
+    "output_scores": validation.flag,
+    "use_speculation": validation.flags,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TargetLimits:
+    """What a target can take: size of its vocabulary, longest text, and the ids that end one by default."""
+
+    vocab_size: int
+    n_positions: int
+    eos_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One text to continue. ``index`` is its place in the call; ``use_speculation``: whether anything is drafted for
-    it.
+    """One text to continue.
+
+    index            its place in the call
+    use_speculation  whether anything is drafted for it
+    processor        Hugging Face logits processors, as one; they run on the host
+    output_scores    whether log-probabilities are wanted
     """
 
     index: int
@@ -28,14 +178,59 @@ class Request:
     sampling: Sampling
     stopping: Stopping
     use_speculation: bool = True
+    processor: Processor | None = None
+    output_scores: bool = False
+
+    @classmethod
+    def batch(
+        cls,
+        input_ids: InputIds,
+        params: SamplingParams,
+        limits: TargetLimits,
+        attention_mask: Tensor | None = None,
+    ) -> list[Request]:
+        """Checked requests, in row order.
+
+        input_ids       LongTensor [B, S], or lists of ids of unequal lengths
+        attention_mask  [B, S], 0 where ``input_ids`` is padding (left or right); without it every id is real
+
+        Raises:
+            PromptError, ContextError, SamplingError: something cannot be served.
+        """
+        rows = _prompts(input_ids, attention_mask, vocab_size=limits.vocab_size)
+        speculation = _per_row("use_speculation", params.use_speculation, len(rows))
+        _per_row("seed", params.seed, len(rows))
+        stop_strings = StopStrings.of(params.stop_strings)
+        if stop_strings is not None and not hasattr(params.tokenizer, "decode"):
+            raise SamplingError("stop_strings need the tokenizer: pass tokenizer=..., which has a method decode(ids)")
+        eos = params.eos_token_id
+        eos_ids = limits.eos_token_ids if eos is None else eos if isinstance(eos, Sequence) else (eos,)
+        processor: Processor | None = processor_list(  # type: ignore[assignment]  # its call is annotated wider
+            params.logits_processor,
+            repetition_penalty=params.repetition_penalty,
+            no_repeat_ngram_size=params.no_repeat_ngram_size,
+        )
+        criteria = tuple(params.stopping_criteria_list or ())
+        requests = []
+        for index, prompt in enumerate(rows):
+            length = params.max_length(len(prompt), limits.n_positions)
+            stopping = Stopping(length, frozenset(map(int, eos_ids)), stop_strings, params.tokenizer, criteria)
+            sampling = params.sampling_of(index)
+            requests.append(cls(index, prompt, sampling, stopping, speculation[index], processor, params.output_scores))
+        return requests
 
 
-def prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: int) -> list[tuple[int, ...]]:
-    """Prompts as tuples of ids, padding left out.
+def _per_row(name: str, value: Any, rows: int) -> list[Any]:
+    """One entry for every row, from one value or a sequence of as many."""
+    if not isinstance(value, Sequence):
+        return [value] * rows
+    if len(value) != rows:
+        raise SamplingError(f"{name} has {len(value)} entries for {rows} prompts; give one for each, or a single value")
+    return list(value)
 
-    Raises:
-        PromptError: no prompt, an empty one, a wrong type or shape, an id out of range.
-    """
+
+def _prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: int) -> list[tuple[int, ...]]:
+    """Prompts as tuples of ids, without padding."""
     validation.prompts(input_ids)
     validation.mask(attention_mask)
     rows = _rows(input_ids)
@@ -46,83 +241,13 @@ def prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: i
     for index, row in enumerate(rows):
         if not row:
             raise PromptError(f"prompt {index} is empty; give at least one token, such as the bos id")
-        bad = next((token for token in row if not 0 <= token < vocab_size), None)
-        if bad is not None:
+        if min(row) < 0 or max(row) >= vocab_size:
+            bad = next(token for token in row if not 0 <= token < vocab_size)
             raise PromptError(
                 f"prompt {index} holds id {bad}, outside the vocabulary of {vocab_size}; was it made by another "
                 "tokenizer, or padded without an attention_mask?"
             )
     return [tuple(row) for row in rows]
-
-
-def total_length(prompt: int, sequence_length: int | None, max_new_tokens: int | None, *, n_positions: int) -> int:
-    """How long a text may become, prompt included.
-
-    Raises:
-        ContextError: the prompt leaves no room for a token.
-        PromptError: more is asked for than there is.
-        SamplingError: a limit is not positive.
-    """
-    if max_new_tokens is not None and max_new_tokens < 1:
-        raise SamplingError(f"max_new_tokens must be at least 1, not {max_new_tokens}")
-    if sequence_length is not None and sequence_length > n_positions:
-        raise PromptError(
-            f"sequence_length={sequence_length} is more than the {n_positions} positions this decoder was loaded with "
-            "(n_positions); ask for less or load it with more"
-        )
-    limit = n_positions if sequence_length is None else sequence_length
-    if prompt >= limit:
-        raise ContextError(
-            f"a prompt of {prompt} tokens leaves no room in {limit} positions; shorten it, raise "
-            "sequence_length, or load the decoder with more n_positions"
-        )
-    return limit if max_new_tokens is None else min(limit, prompt + max_new_tokens)
-
-
-def sampling(
-    row: int,
-    *,
-    do_sample: bool,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    min_p: float | None,
-    seed: int | Sequence[int],
-) -> Sampling:
-    """Sampling of one row. An integer seed means seed + row, so that rows of a batch differ."""
-    own = int(seed[row]) if isinstance(seed, Sequence) else int(seed) + row
-    made = Sampling(  # also where it is greedy, and nothing of it is used: what is no value is a slip
-        temperature=temperature,
-        top_k=0 if top_k is None else top_k,
-        top_p=1.0 if top_p is None else top_p,
-        min_p=0.0 if min_p is None else min_p,
-        seed=own,
-    )
-    return made if do_sample else Sampling(seed=own)
-
-
-def stopping(
-    length: int,
-    *,
-    eos: int | Sequence[int] | None,
-    default_eos: Sequence[int],
-    stop_strings: StopStrings,
-    tokenizer: Decodes | None,
-    criteria: Sequence[Criterion] | None,
-) -> Stopping:
-    """Stopping of one row.
-
-    Raises:
-        SamplingError: stop strings without a tokenizer, or one that no text can hold.
-    """
-    in_new_text = isinstance(stop_strings, InNewText)
-    if isinstance(stop_strings, InNewText):
-        stop_strings = stop_strings.strings
-    strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ())
-    if strings and not hasattr(tokenizer, "decode"):
-        raise SamplingError("stop_strings need the tokenizer: pass tokenizer=..., which has a method decode(ids)")
-    ids = default_eos if eos is None else eos if isinstance(eos, Sequence) else [eos]
-    return Stopping(length, frozenset(map(int, ids)), strings, tokenizer, tuple(criteria or ()), in_new_text)
 
 
 def _rows(input_ids: InputIds) -> list[list[int]]:
@@ -131,7 +256,8 @@ def _rows(input_ids: InputIds) -> list[list[int]]:
             raise PromptError(
                 f"input_ids must be an integer tensor [B, S], not {input_ids.dtype} of shape {list(input_ids.shape)}"
             )
-        return [[int(token) for token in row] for row in input_ids.tolist()]
+        rows: list[list[int]] = input_ids.tolist()
+        return rows
     for index, row in enumerate(input_ids):
         bad = next((token for token in row if not validation.is_integer(token)), None)
         if bad is not None:
@@ -143,10 +269,10 @@ def _unpadded(rows: list[list[int]], mask: Tensor) -> list[list[int]]:
     marks = mask.tolist()
     if [len(row) for row in marks] != [len(row) for row in rows]:
         raise PromptError(f"attention_mask of shape {list(mask.shape)} does not fit input_ids")
-    found = []
+    unpadded = []
     for index, (row, kept) in enumerate(zip(rows, marks, strict=True)):
         places = [i for i, mark in enumerate(kept) if mark]
         if places and places[-1] - places[0] + 1 != len(places):
             raise PromptError(f"attention_mask of prompt {index} has a hole; only padding at its ends can be left out")
-        found.append([row[i] for i in places])
-    return found
+        unpadded.append([row[i] for i in places])
+    return unpadded

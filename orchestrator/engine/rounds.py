@@ -10,15 +10,15 @@ from paceline.core.protocols import AutoregressiveTarget, Drafter, FusedVerifier
 from paceline.core.types import Commit, PrefillResult, Proposal, RoundLimits, RoundResult, SamplingTensors
 
 MULTI_ROUND_BUDGET_S = 1 / 30
-"""Seconds. As many fused rounds as fit run one behind the other before the host looks at what they made: behind a pass
-over the weights its code and data are cold, so that it takes nearly as long for one round as for some. No longer, for
-who reads along, and for who waits for a slot.
+"""Time budget for consecutive fused rounds. Each return to Python costs about 100 us, because a pass over the weights
+evicts its code and data from the caches. A larger budget delays streaming and admission.
 """
 
 
 class RoundBase:
-    """What all rounds have: reading a prompt on both sides, and seconds, which add up over all rounds. ``rung`` is the
-    depth that was chosen for the last one, where there is a choice.
+    """What all rounds have: reading a prompt on both sides, and seconds, which add up over all rounds.
+
+    ``draft_length`` is the one that was chosen for the last round, where there is a choice.
     """
 
     draft_length: int | None = None
@@ -31,13 +31,13 @@ class RoundBase:
         """Read a prompt on both sides."""
         begin = perf_counter()
         drafter, verifier = self._sides
-        reading = verifier.prefill(slot, prompt, sampling)
-        drafter.add_request(slot, prompt, reading.features)
+        first = verifier.prefill(slot, prompt, sampling)
+        drafter.add_request(slot, prompt, first.features)
         self.prefill_seconds += perf_counter() - begin
-        return reading
+        return first
 
     def finish_request(self, slot: int) -> None:
-        """A request is gone from a slot, on both sides."""
+        """A request has left its slot: tell both sides."""
         for side in self._sides:
             side.finish_request(slot)
 
@@ -49,52 +49,54 @@ class TwoGraphRound(RoundBase):
         super().__init__(drafter, verifier)
         self.drafter, self.verifier = drafter, verifier
 
-    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
+    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round."""
         begin = perf_counter()
         self.drafter.update(commit)
-        limits = bounds.max_accept.tolist()
-        proposal = self.drafter.propose(commit, sampling, bounds) if any(limits) else None
-        drafted = [0] * len(limits) if proposal is None else reached(proposal, limits)
+        max_accept = limits.max_accept.tolist()
+        proposal = self.drafter.propose(commit, sampling, limits) if any(max_accept) else None
+        drafted = [0] * len(max_accept) if proposal is None else drafted_depths(proposal, max_accept)
         if not any(drafted):
             proposal = None
         middle = perf_counter()
-        committed = self.verifier(commit, proposal, sampling, bounds)
+        next_commit = self.verifier(commit, proposal, sampling, limits)
         end = perf_counter()
         self.draft_seconds += middle - begin
         self.verify_seconds += end - middle
-        return RoundResult.single(committed, drafted, end - begin)
+        return RoundResult.single(next_commit, drafted, end - begin)
 
 
 class FusedRound(RoundBase):
     """Draft and verify in one graph: one call a round, and only ids and counts come back.
 
-    ``verify_seconds`` counts the whole call; ``draft_seconds`` what the drafter still does outside of it.
-    ``alone``: where no slot can accept anything, the verifier runs by itself. Not so where features stay on a device:
-    it would bring them to the host, from a graph of its own.
+    ``verify_seconds`` counts the whole call, ``draft_seconds`` what the drafter still does outside of it.
+    ``alone``: where no slot can accept anything, the verifier runs without the drafter's step. Not so where features
+    stay on the device: the verifier's own graph would bring them to the host.
     """
 
     def __init__(self, drafter: TraceableDrafter, verifier: FusedVerifier, *, alone: bool = True) -> None:
         super().__init__(drafter, verifier)
         self.drafter, self.verifier, self._alone = drafter, verifier, alone
 
-    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
-        """One round, or several in a row."""
+    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
+        """One round, or several consecutive ones."""
         begin = perf_counter()
         self.drafter.update(commit)
-        limits = bounds.max_accept.tolist()
-        beyond = self.drafter.max_positions is not None and bounds.max_rows > self.drafter.max_positions
-        if not any(limits) and (self._alone or beyond):
-            committed = self.verifier(commit, None, sampling, bounds)
+        max_accept = limits.max_accept.tolist()
+        too_long = self.drafter.max_positions is not None and limits.max_rows > self.drafter.max_positions
+        if not any(max_accept) and (self._alone or too_long):
+            next_commit = self.verifier(commit, None, sampling, limits)
             seconds = perf_counter() - begin
             self.verify_seconds += seconds
-            return RoundResult.single(committed, [0] * len(limits), seconds)
+            return RoundResult.single(next_commit, [0] * len(max_accept), seconds)
         self.drafter.catch_up()
         middle = perf_counter()
-        done = self.verifier.fused(self.drafter, commit, sampling=sampling, bounds=bounds, seconds=MULTI_ROUND_BUDGET_S)
+        result = self.verifier.fused(
+            self.drafter, commit, sampling=sampling, bounds=limits, seconds=MULTI_ROUND_BUDGET_S
+        )
         self.draft_seconds += middle - begin
         self.verify_seconds += perf_counter() - middle
-        return done
+        return result
 
 
 class MultiTokenRound:
@@ -110,46 +112,46 @@ class MultiTokenRound:
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt."""
         begin = perf_counter()
-        reading = self._target.prefill(slot, prompt, sampling)
+        first = self._target.prefill(slot, prompt, sampling)
         self.prefill_seconds += perf_counter() - begin
-        return reading
+        return first
 
     def finish_request(self, slot: int) -> None:
         """Nothing to forget."""
 
-    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
+    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round."""
         begin = perf_counter()
-        made = self._target(commit, sampling, bounds)
+        next_commit = self._target(commit, sampling, limits)
         seconds = perf_counter() - begin
         self.verify_seconds += seconds
-        return RoundResult.single(made, [0] * len(made.count), seconds)
+        return RoundResult.single(next_commit, [0] * len(next_commit.count), seconds)
 
 
 class UndraftedRound(MultiTokenRound):
-    """The same beside a drafter that is not asked: it is told of every commit, so that it has no gap when it is."""
+    """The same with a drafter that proposes nothing meanwhile: it sees every commit, so that it can go on later."""
 
     def __init__(self, drafter: Drafter, target: AutoregressiveTarget) -> None:
         super().__init__(target)
         self._drafter = drafter
 
-    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
+    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round."""
         self._drafter.update(commit)
-        return super().__call__(commit, sampling, bounds)
+        return super().__call__(commit, sampling, limits)
 
 
-def reached(proposal: Proposal, limits: list[int]) -> list[int]:
-    """How deep a proposal goes in every slot without a gap and within the limits."""
+def drafted_depths(proposal: Proposal, max_accept: list[int]) -> list[int]:
+    """How deep a proposal goes in every slot, without a gap and within the limits."""
     parents = proposal.parents
-    given = None if parents is None else parents if isinstance(parents, tuple) else parents.tolist()
-    found = []
-    for slot, (row, limit) in enumerate(zip(proposal.tokens.tolist(), limits, strict=True)):
-        line = tree.chain(len(row)) if given is None else given if isinstance(given, tuple) else given[slot]
-        depth: list[int] = []  # of every node; 0 = cut off
-        for token, parent in zip(row, line, strict=True):
-            above = 0 if parent == tree.ROOT else depth[parent]
+    static = None if parents is None else parents if isinstance(parents, tuple) else parents.tolist()
+    depths = []
+    for slot, (row, limit) in enumerate(zip(proposal.tokens.tolist(), max_accept, strict=True)):
+        own = tree.chain(len(row)) if static is None else static if isinstance(static, tuple) else static[slot]
+        depth_of: list[int] = []  # of every node; 0 = cut off
+        for token, parent in zip(row, own, strict=True):
+            above = 0 if parent == tree.ROOT else depth_of[parent]
             cut = token < 0 or above >= limit or (parent != tree.ROOT and not above)
-            depth.append(0 if cut else above + 1)
-        found.append(max(depth, default=0))
-    return found
+            depth_of.append(0 if cut else above + 1)
+        depths.append(max(depth_of, default=0))
+    return depths

@@ -1,66 +1,87 @@
-"""Whether the keywords of a call are of the right type, so that a slip is named before anything is computed with it.
+"""Whether keywords have the right type, so that a slip is named before anything is computed with it.
 
 Not whether they are in range: that is said where they are used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
 
 from torch import Tensor
 
 from paceline.core.errors import PromptError, SamplingError
 
+Check = Callable[[str, object], None]
+"""Takes a keyword's name and value; raises SamplingError for a wrong type."""
+
+
+def check_types(params: object, checks: Mapping[str, Check]) -> None:
+    """Run the check of every field."""
+    for name, check in checks.items():
+        check(name, getattr(params, name))
+
 
 def integer(name: str, value: object) -> None:
-    """Raise SamplingError unless it is None or an integer."""
+    """None or an integer."""
     if value is not None and not is_integer(value):
         raise SamplingError(f"{name} must be an integer or None, not {_shown(value)}")
 
 
-def number(name: str, value: object, *, optional: bool = True) -> None:
-    """Raise SamplingError unless it is a number (or None, if that is a choice)."""
-    if optional and value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, Real) or not _floats(value):
-        raise SamplingError(f"{name} must be a number{' or None' if optional else ''}, not {_shown(value)}")
+def number(name: str, value: object) -> None:
+    """A number."""
+    if not _is_number(value):
+        raise SamplingError(f"{name} must be a number, not {_shown(value)}")
 
 
-def integers(name: str, value: object, *, optional: bool) -> None:
-    """Raise SamplingError unless it is an integer or a sequence of them (or None, if that is a choice)."""
-    if is_integer(value) or (optional and value is None):
+def optional_number(name: str, value: object) -> None:
+    """None or a number."""
+    if value is not None and not _is_number(value):
+        raise SamplingError(f"{name} must be a number or None, not {_shown(value)}")
+
+
+def integers(name: str, value: object) -> None:
+    """An integer or a sequence of them."""
+    if is_integer(value):
         return
-    if not isinstance(value, (list, tuple)) or not all(is_integer(one) for one in value):
+    if not isinstance(value, (list, tuple)) or not all(is_integer(entry) for entry in value):
         raise SamplingError(f"{name} must be an integer or a list of them, not {_shown(value)}")
 
 
+def optional_integers(name: str, value: object) -> None:
+    """None, an integer or a sequence of them."""
+    if value is not None:
+        integers(name, value)
+
+
 def strings(name: str, value: object) -> None:
-    """Raise SamplingError unless it is None, a string or a sequence of them."""
+    """None, a string, a sequence of strings, or a value that holds some."""
+    value = getattr(value, "strings", value)
     if value is None or isinstance(value, str):
         return
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in value):
+    if not isinstance(value, (list, tuple)) or not all(isinstance(entry, str) for entry in value):
         raise SamplingError(f"{name} must be a string or a list of strings, not {_shown(value)}")
 
 
 def flag(name: str, value: object) -> None:
-    """Raise SamplingError unless it is a truth value."""
+    """A truth value."""
     if not isinstance(value, bool):
         raise SamplingError(f"{name} must be True or False, not {_shown(value)}")
 
 
 def flags(name: str, value: object) -> None:
-    """Raise SamplingError unless it is a truth value or a sequence of them."""
-    if isinstance(value, bool) or (isinstance(value, (list, tuple)) and all(isinstance(one, bool) for one in value)):
+    """A truth value or a sequence of them."""
+    if isinstance(value, bool):
         return
-    raise SamplingError(f"{name} must be True, False or a list of them, not {_shown(value)}")
+    if not isinstance(value, (list, tuple)) or not all(isinstance(entry, bool) for entry in value):
+        raise SamplingError(f"{name} must be True, False or a list of them, not {_shown(value)}")
 
 
 def callables(name: str, value: object) -> None:
-    """Raise SamplingError unless it is None or a sequence of things that can be called."""
+    """None or a sequence of things that can be called."""
     if value is None:
         return
-    if not isinstance(value, (list, tuple)) or not all(callable(one) for one in value):
+    if not isinstance(value, (list, tuple)) or not all(callable(entry) for entry in value):
         raise SamplingError(f"{name} must be a list of callables, not {_shown(value)}; put a single one into a list")
 
 
@@ -85,7 +106,7 @@ def prompts(value: object) -> None:
         )
 
 
-def whole(value: object) -> int | None:
+def as_integer(value: object) -> int | None:
     """The integer it is, if it is one."""
     return int(value) if not isinstance(value, bool) and isinstance(value, Integral) else None
 
@@ -96,8 +117,13 @@ def is_integer(value: object) -> bool:
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
-def _floats(value: Real) -> bool:
-    """Whether floats have room for it."""
+def _is_number(value: object) -> bool:
+    if type(value) is float or type(value) is int:
+        return _fits_a_float(value)
+    return not isinstance(value, bool) and isinstance(value, Real) and _fits_a_float(value)
+
+
+def _fits_a_float(value: Real | float) -> bool:
     try:
         float(value)
     except OverflowError:

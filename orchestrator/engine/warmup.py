@@ -1,4 +1,4 @@
-"""Makes graphs ahead of their first use, by running each once on tokens that mean nothing."""
+"""Compiles graphs ahead of their first use, by running each once on tokens that mean nothing."""
 
 from __future__ import annotations
 
@@ -13,47 +13,51 @@ from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine.adaptive import AdaptiveRound, fitted
 from paceline.engine.batch import Batch
-from paceline.engine.engine import Engine, TimedRound
+from paceline.engine.engine import CallOptions, Engine, TimedRound, Variant
 from paceline.engine.rounds import TwoGraphRound
 from paceline.outputs import Statistics
 from paceline.target.verifier import CompiledVerifier
 
 
-def up(engine: Engine, decoders: Sequence[CompiledDecoder]) -> None:
-    """Make the prefill graphs of all decoders, and those of a round with a proposal and without, in all buckets."""
-    target = decoders[0]
+def compile_graphs(engine: Engine, options: CallOptions, decoders: Sequence[CompiledDecoder]) -> None:
+    """Compile the prefill graphs of all decoders, and those of a round with a proposal and without, in all buckets.
+
+    decoders  the target first
+    """
+    variant, target, holder = engine.variant(options), decoders[0], object()
+    slots, width = engine.num_slots, variant.shape.width
     with ExitStack() as stack:
         for decoder in decoders:
-            stack.enter_context(decoder.held_by(engine))
+            stack.enter_context(decoder.held_by(holder))
         for decoder in decoders[1:]:
             for start, size in gaps(decoder):
                 steps.prefill(decoder, 0, [0] * size, start=start, chunks=decoder.options.draft_chunks)
-        batch = Batch(engine.slots, engine.width, Statistics(), depth=0, reach=None, buckets=())
+        batch = Batch([None] * slots, replace(variant.shape, max_accept=0), Statistics())
         commit = batch.commit
         sampling = SamplingTensors(batch.sampling.params[:1], batch.sampling.seeds[:1])
         for start, size in chunks(target):
             # Through the round, which knows what the drafter reads of the target.
-            seen = engine.round.start(0, [0] * (start + size), sampling).features
-            if seen is not None:
-                commit = replace(commit, features=seen.new_zeros(engine.slots, engine.width, seen.shape[-1]))
-            engine.round.finish_request(0)
-        for one, width, limits in _rounds(engine):
-            own = commit if width == engine.width else fitted(commit, width)[1]
+            features = variant.round.start(0, [0] * (start + size), sampling).features
+            if features is not None:
+                commit = replace(commit, features=features.new_zeros(slots, width, features.shape[-1]))
+            variant.round.finish_request(0)
+        for one, own_width, limits in _rounds(variant):
+            own = commit if own_width == width else fitted(commit, own_width)[1]
             for rows in lengths(target):
                 _run(one, own, sampling=batch.sampling, rows=rows, limits=limits)
 
 
-def _rounds(engine: Engine) -> Iterator[tuple[TimedRound, int, list[int]]]:
+def _rounds(variant: Variant) -> Iterator[tuple[TimedRound, int, list[int]]]:
     """Every round, the width of its commits, and limits that lead to all of its graphs."""
-    known = engine.round
+    known, shape = variant.round, variant.shape
     if not isinstance(known, AdaptiveRound):
-        yield known, engine.width, [0, engine.depth]
+        yield known, shape.width, [0, shape.max_accept]
         return
-    lowest = min(known.stages)  # of all rungs, the one that is taken where nothing can be accepted
-    for depth, rung in known.stages.items():
-        yield rung.round, rung.width, [depth] if depth != lowest else [0, depth] if depth else [0]
+    lowest = min(known.stages)  # of all stages, the one that is taken where nothing can be accepted
+    for depth, stage in known.stages.items():
+        yield stage.round, stage.width, [depth] if depth != lowest else [0, depth] if depth else [0]
     if known.rest is not None:
-        yield known.rest.round, known.rest.width, [engine.depth]
+        yield known.rest.round, known.rest.width, [shape.max_accept]
 
 
 def _run(one: TimedRound, commit: Commit, *, sampling: SamplingTensors, rows: int, limits: list[int]) -> None:

@@ -17,9 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.cli.load import Loading
-from paceline.generator import SpeculativeGenerator
+from paceline.generator import Sampler, SpeculativeGenerator
 from paceline.outputs import GenerationResult, Statistics
-from paceline.sampler import Sampler
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
 
 Run = Callable[[list[int]], "Outcome"]
@@ -53,12 +52,15 @@ class Mode:
         found: dict[str, object] = {"tokens_per_second": round(self.tokens_per_second(), 2)}
         counted = [[s for outcome in repeats if (s := outcome.statistics)] for repeats in self.seen]
         firsts = [repeats[0] for repeats in counted if repeats]
-        rounds = sum(s.rounds for s in firsts)
+        rounds = sum(s.num_rounds for s in firsts)
         if rounds:
             found["tau"] = round(1 + sum(s.num_accepted_tokens for s in firsts) / rounds, 3)
             found["acceptance_by_position"] = _by_position(firsts)
             times = [
-                (s.draft_seconds + s.verify_seconds) / s.rounds for repeats in counted for s in repeats if s.rounds
+                (s.draft_seconds + s.verify_seconds) / s.num_rounds
+                for repeats in counted
+                for s in repeats
+                if s.num_rounds
             ]
             found["ms_per_round"] = round(1e3 * statistics.median(times), 3)
         return found

@@ -14,7 +14,6 @@ from typing import Any
 
 import ray
 
-from paceline.engine.stopping import InNewText
 from paceline.placement.cluster.actors import STREAMS
 from paceline.placement.cluster.calls import Stream
 from paceline.placement.cluster.deployment import Deployment
@@ -26,6 +25,7 @@ from paceline.serving.errors import refusal
 from paceline.serving.protocol import CompletionRequest, RefusedError
 from paceline.serving.responses import Failed, Opening, TextPiece
 from paceline.serving.stop_filter import StopStringFilter
+from paceline.text.stop_strings import StopStrings
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
 Item = Opening | TextPiece | Failed
@@ -81,7 +81,7 @@ def keywords(ask: CompletionRequest) -> dict[str, object]:
         "top_p": ask.top_p, "top_k": ask.top_k, "min_p": ask.min_p,
     }  # fmt: skip
     if ask.stop:
-        given["stop_strings"] = InNewText(ask.stop)
+        given["stop_strings"] = StopStrings(ask.stop, scope="output")
     return given
 
 

@@ -142,7 +142,7 @@ class TargetHost:
         A draft in another process may have nothing to propose yet, so the graph of a full window is asked for by width.
         """
         if nodes := self._generator.drafter.draft_shape.num_draft_tokens:
-            self._target.compile(width=nodes + 1)
+            self._target.compile(verify_width=nodes + 1)
         self._generator.compile()
 
     def _text(self) -> Tokenizer:

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from paceline.build import CallOptions
 from paceline.core.detokenizer import Decodes
 from paceline.core.errors import CheckpointError
+from paceline.engine.engine import CallOptions
 from paceline.engine.request import Request
+from paceline.generator import Sampler
 from paceline.outputs import RequestOutput
-from paceline.sampler import Sampler
 from paceline.target.host_verifier import Processor
 from paceline.workers.replay import Replay
 

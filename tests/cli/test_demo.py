@@ -57,7 +57,7 @@ def test_a_text_that_differs_ends_it_with_status_1(
 
     def run(sampler: object, prompts: object, measured: object, **asked: object) -> None:
         honest(sampler, prompts, measured, **asked)
-        if asked.get("width"):
+        if asked.get("verify_width"):
             measured.texts[1][-1] ^= 1  # type: ignore[attr-defined]
 
     monkeypatch.setattr(demo, "run", run)

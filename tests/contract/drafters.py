@@ -169,7 +169,7 @@ ROWS: dict[str, Row] = {
     "model": Row(_given("draft", fused=False), depths=SPAN),
     "model, fused": Row(_given("draft", fused=True), depths=SPAN[1:]),
     "model, any width": Row(_given("draft", exact=False)),
-    "model, in doubt": Row(_given("draft", confidence=0.3)),
+    "model, in doubt": Row(_given("draft", confidence_threshold=0.3)),
     "list: suffix, ngram, model": Row(_given(["suffix", "ngram", "draft"])),
     "list: model, function": Row(_given(["draft", again])),
     "intersection": Row(_intersection),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,11 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.pending import PendingCommits
 from paceline.core.protocols import Drafter
 from paceline.engine.draft_length import DraftLengthController
-from paceline.sampler import Sampler
+from paceline.generator import Sampler
 from tests.contract.drafters import ROWS, Depth, Home, Row
 from tests.decoder.tiny import Workshop
 from tests.draft.tokenizers_of_two import CORPUS, bytes_merged
+from tests.fakes import rebuild
 
 Asked = dict[str, Any]
 Make = Callable[..., tuple[SpeculativeGenerator, Sampler]]
@@ -150,20 +150,20 @@ class Dice(DraftLengthController):
 
     def choose(self, deepest: int) -> int:
         self.turn = getattr(self, "turn", 6) + 1
-        return random.Random(self.turn).choice(self.ladder)
+        return random.Random(self.turn).choice(self.draft_lengths)
 
 
 def test_the_depth_may_change_in_every_round(make: Make, row: Row, monkeypatch: pytest.MonkeyPatch) -> None:
     """At random, off and on again: no gap is left and no token changes. What has one depth says so."""
-    monkeypatch.setattr("paceline.engine.draft_length.Pace", Dice)
-    if not row.ladder:
+    monkeypatch.setattr("paceline.build.DraftLengthController", Dice)
+    if not row.draft_lengths:
         if row.drafts:
             with pytest.raises(ConfigurationError, match="one depth"):
                 run(make((0, 1, row.depths[-1]))[0], PROMPTS, {})
         return
     generator, target = make(DRAFT_LENGTHS)
     for law, exact in ((LAWS["greedy"], True), (LAWS["hot"], True), (LAWS["hot"], False)):
-        generator._plan = replace(generator._plan, exact=exact)  # else every rung has commits of its own width
+        rebuild(generator, exact=exact)  # else every rung has commits of its own width
         long = {**law, "max_new_tokens": 20}
         assert texts(run(generator, PROMPTS, long)) == plain(target, PROMPTS, long)
         assert len(set(generator.statistics.draft_lengths)) > 2

@@ -8,7 +8,7 @@ Decoders are shared, so that each configuration finds caches that others have le
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from hypothesis import given, settings
@@ -20,9 +20,9 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.vocab_map import IntersectionVocabMap
 from paceline.engine.draft_length import DraftLengthController
-from paceline.sampler import Sampler
+from paceline.generator import Sampler
 from tests.draft.tokenizers_of_two import bytes_merged
-from tests.fakes import TableDecoder, near, table
+from tests.fakes import TableDecoder, near, rebuild, table
 
 V = 9
 TARGET = table(V, seed=0, spread=1.5)
@@ -66,7 +66,7 @@ CASES = st.builds(
     buckets=st.sampled_from([(32,), (16, 32)]),
     fused=st.sampled_from([None, False]),
     exact=st.booleans(),
-    confidence=st.sampled_from([0.0, 0.0, 0.4]),
+    confidence_threshold=st.sampled_from([0.0, 0.0, 0.4]),
 )
 CALLS = st.fixed_dictionaries(
     {
@@ -83,7 +83,7 @@ class Dice(DraftLengthController):
 
     def choose(self, deepest: int) -> int:
         self.turn = getattr(self, "turn", 0) + 1
-        return random.Random(self.turn).choice(self.ladder)
+        return random.Random(self.turn).choice(self.draft_lengths)
 
 
 @cache
@@ -123,11 +123,11 @@ def made(case: Case) -> SpeculativeGenerator:
         k=case.k,
         fused=case.fused,
         exact=case.exact,
-        confidence=case.confidence if any(isinstance(one, CompiledDecoder) for one in sources) else 0.0,
+        confidence_threshold=case.confidence if any(isinstance(one, CompiledDecoder) for one in sources) else 0.0,
         vocabulary=TOKENIZERS if "retokenize" in names else "same",
     )
     if case.dice and not isinstance(case.k, int):
-        maker._plan = replace(maker._plan, pace=Dice(case.k))
+        rebuild(maker, controller=Dice(case.k))
     return maker
 
 

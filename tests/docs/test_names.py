@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from tests.docs.pages import CURRENT, ROOT, commands, prose, python, renaming, text
 from tests.cli.calling import call
+from tests.docs.pages import CURRENT, ROOT, commands, prose, python, renaming, text
 
 
 def exists(name: str) -> bool:

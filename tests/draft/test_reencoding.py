@@ -117,7 +117,7 @@ def test_a_text_longer_than_the_draft_s_context_goes_on_without_it(heat: dict) -
     made = SpeculativeGenerator(source, target).sample(prompts, return_dict=True, **asked)
     assert isinstance(made, GenerationResult)
     assert torch.equal(made.sequences, target.sample(prompts, **asked))
-    assert 0 < made.statistics.num_draft_tokens_per_pos[0] < made.statistics.rounds
+    assert 0 < made.statistics.num_draft_tokens_per_pos[0] < made.statistics.num_rounds
 
 
 @settings(deadline=None, max_examples=200)

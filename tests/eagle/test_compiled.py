@@ -29,5 +29,5 @@ def test_compiled_rounds_give_the_tokens_and_drafts_of_eager_ones(workshop: Work
         for backend, generator in generators.items():
             made = generator.sample(PROMPTS, max_new_tokens=20, **sampling)
             assert torch.equal(made, wanted), (backend, sampling)
-            accepted.append((generator.statistics.rounds, generator.statistics.num_accepted_tokens))
+            accepted.append((generator.statistics.num_rounds, generator.statistics.num_accepted_tokens))
         assert accepted[0] == accepted[1], "the compiled head drafts what the eager one drafts"

@@ -117,7 +117,7 @@ def test_where_depths_change_the_cache_is_that_of_one_pass(
             self.turn = getattr(self, "turn", -1) + 1
             return (4, 0, 0, 1, 0, 4)[self.turn % 6]
 
-    monkeypatch.setattr("paceline.engine.draft_length.Pace", Turns)
+    monkeypatch.setattr("paceline.build.DraftLengthController", Turns)
     target = workshop.decoder(slots=1)
     for version in (1, 3):
         made, other = (drafter(tmp_path, target, version, Chain(4)) for _ in range(2))
@@ -171,7 +171,7 @@ def test_a_round_is_one_graph(workshop: Workshop, tmp_path: Path) -> None:
         generator = SpeculativeGenerator(drafter(tmp_path, target, 3, growth), target)
         generator.sample(PROMPTS[:1], max_new_tokens=20)
         rounds = [name for name in calls if "verify" in name]
-        assert len(rounds) == generator.statistics.rounds > 5
+        assert len(rounds) == generator.statistics.num_rounds > 5
         assert len({name for name in rounds if name.startswith("eagle3[")}) == 1
         assert sum(not name.startswith("eagle3[") for name in rounds) <= 1, "nothing is drafted behind the last token"
         assert all("prefill" in name or "reads" in name for name in calls if name not in rounds)

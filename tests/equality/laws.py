@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers.generation.logits_process import LogitsProcessor
 
 from paceline import GenerationResult
-from paceline.auto import SamplingDecoder
-from paceline.sampler import Sampler
+from paceline.generator import Sampler, SamplingDecoder
 from tests.decoder.tiny import VOCABULARY
 
 Law = dict[str, object]
@@ -64,7 +63,7 @@ def plain(
     target: SamplingDecoder, law: Law, *, width: int | None = None, prompts: list[list[int]] = PROMPTS, new: int = NEW
 ) -> list[list[int]]:
     """Plain decoding."""
-    return texts(run(target, {**law, "width": width}, prompts=prompts, new=new))
+    return texts(run(target, {**law, "verify_width": width}, prompts=prompts, new=new))
 
 
 def stumbling(known: list[list[int]], *, every: int = 3) -> Callable[[list[int]], list[int]]:

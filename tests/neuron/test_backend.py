@@ -107,7 +107,7 @@ def test_features_stay_on_the_device(
         generator = SMALL[heads](target, tmp_path / backend)
         # Three prompts for two slots: when the third one comes in, the features of the other slot are fetched.
         done = generator.sample([*PROMPTS, [7] * 5], return_dict=True, **asked)
-        seen.append((done.sequences.tolist(), done.statistics.rounds, done.statistics.num_accepted_tokens_per_pos))
+        seen.append((done.sequences.tolist(), done.statistics.num_rounds, done.statistics.num_accepted_tokens_per_pos))
     assert seen[0] == seen[1] and sum(seen[0][2])
     depth, slots = generator.drafter.draft_shape.depth, 2
     # Every round, the last one of a text too, where nothing can be accepted.

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 
 from paceline import DRAFT_LENGTHS, SpeculativeGenerator
-from paceline.build import CallOptions
 from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.core.types import PAD, Commit
+from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine.adaptive import fitted
 from paceline.engine.draft_length import DraftLengthController
-from paceline.engine.engine import Engine
 from tests.decoder.tiny import Workshop
-from tests.fakes import Checked, TableDecoder, near, table
+from tests.fakes import Checked, TableDecoder, near, rebuild, table
 
 V = 12
 TARGET = table(V, seed=0, spread=2.0)
@@ -39,12 +37,8 @@ def test_the_time_of_reading_what_a_rest_has_left_is_no_rungs() -> None:
     pace = Told((0, 2))
     pace.plan, pace.heard = [2, 2, 0, 0, 2, 2, 0, 2], []
 
-    class Shown(Checked):
-        def _engine(self, demands: CallOptions) -> Engine:
-            self._plan = replace(self._plan, pace=pace)
-            return super()._engine(demands)
-
-    maker = Shown(TableDecoder(DRAFT), TableDecoder(TARGET), k=(0, 2))
+    maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=(0, 2))
+    rebuild(maker, controller=pace)
     stream = maker.stream([[1, 2, 3]], max_new_tokens=60)
     while pace.plan:
         next(stream)
@@ -55,7 +49,7 @@ def test_the_time_of_reading_what_a_rest_has_left_is_no_rungs() -> None:
 
 @pytest.mark.parametrize("fused", [None, False])
 def test_every_rung_is_tried_with_a_draft_that_has_little_to_say(fused: bool | None) -> None:
-    maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=DRAFT_LENGTHS, confidence=0.9, fused=fused)
+    maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=DRAFT_LENGTHS, confidence_threshold=0.9, fused=fused)
     maker.sample([[1, 2, 3]], max_new_tokens=40)
     assert set(maker.statistics.draft_lengths) == set(DRAFT_LENGTHS)
 
@@ -67,15 +61,15 @@ class Dice(DraftLengthController):
         self.turn = getattr(self, "turn", -1) + 1
         dice = random.Random(self.turn)
         self.rounds = dice.randint(1, 5)
-        return dice.choice(self.ladder)
+        return dice.choice(self.draft_lengths)
 
 
 class Random(Checked):
     """Rungs at random, over caches that check themselves."""
 
-    def _engine(self, demands: CallOptions) -> Engine:
-        self._plan = replace(self._plan, pace=Dice(DRAFT_LENGTHS))
-        return super()._engine(demands)
+    def __init__(self, draft: object, target: CompiledDecoder, **options: object) -> None:
+        super().__init__(draft, target, **options)
+        rebuild(self, controller=Dice(DRAFT_LENGTHS))
 
 
 @pytest.mark.parametrize("fused", [None, False])
@@ -85,7 +79,7 @@ def test_rungs_at_random_leave_no_gap_and_change_no_token(
     acceptor: str, exact: bool, heat: dict, fused: bool | None
 ) -> None:
     """Not exact: depth 0 takes several plain steps in one graph."""
-    own = {"slots": 2, "reaches": (32, 64)}
+    own = {"slots": 2, "kv_buckets": (32, 64)}
     plain = TableDecoder(TARGET, **own).sample(PROMPTS, max_new_tokens=40, **heat)
     how = {"k": DRAFT_LENGTHS, "acceptor": acceptor, "exact": exact, "fused": fused}
     maker = Random(TableDecoder(DRAFT, **own), TableDecoder(TARGET, **own), **how)
@@ -121,7 +115,7 @@ def test_a_ladder_takes_the_graphs_of_its_depths_and_makes_them_ahead(workshop: 
     target = target.sibling()  # with graphs of its own
     plain = target.sample(PROMPTS, max_new_tokens=40)
     maker = SpeculativeGenerator(draft, target, k=DRAFT_LENGTHS, exact=False)
-    maker._plan = replace(maker._plan, pace=Dice(DRAFT_LENGTHS))
+    rebuild(maker, controller=Dice(DRAFT_LENGTHS))
     maker.compile()
     made = {name for name, _ in target._steps}
     widths = {name.split("from ")[1].split("]")[0] for name in made if "from " in name}
@@ -142,14 +136,14 @@ def test_compiled_models_on_a_ladder(workshop: Workshop) -> None:
 @pytest.mark.parametrize("heat", [{}, {"do_sample": True, "seed": 4, "top_p": 0.9}])
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_several_plain_steps_in_one_graph_are_plain_decoding(k: int, heat: dict) -> None:
-    own = {"slots": 2, "reaches": (32, 64)}
+    own = {"slots": 2, "kv_buckets": (32, 64)}
     call = {"max_new_tokens": 45, "eos_token_id": [3], "pad_token_id": 0, **heat}
     plain = TableDecoder(TARGET, **own).sample(PROMPTS, **call)
     maker = Checked(None, TableDecoder(TARGET, **own), k=k)
     assert torch.equal(maker.sample(PROMPTS, **call), plain)
     done = maker.statistics
     assert (done.num_draft_tokens, done.num_accepted_tokens, done.tau) == (0, 0, 1.0)
-    assert done.rounds >= done.new_tokens - len(PROMPTS)  # steps; some ran past an end
+    assert done.num_rounds >= done.new_tokens - len(PROMPTS)  # steps; some ran past an end
     assert max(len(event.tokens) for event in maker.stream(PROMPTS, max_new_tokens=45)) == k + 1
 
 
@@ -161,15 +155,11 @@ class Rests(DraftLengthController):
 
 
 def test_a_rest_takes_several_plain_steps_at_once_unless_a_text_has_no_room_for_them() -> None:
-    own = {"slots": 2, "reaches": (32, 64)}
+    own = {"slots": 2, "kv_buckets": (32, 64)}
     plain = TableDecoder(TARGET, **own).sample(PROMPTS, max_new_tokens=41)
 
-    class Resting(Checked):
-        def _engine(self, demands: CallOptions) -> Engine:
-            self._plan = replace(self._plan, pace=Rests(DRAFT_LENGTHS))
-            return super()._engine(demands)
-
-    maker = Resting(TableDecoder(DRAFT, **own), TableDecoder(TARGET, **own), k=DRAFT_LENGTHS, exact=False)
+    maker = Checked(TableDecoder(DRAFT, **own), TableDecoder(TARGET, **own), k=DRAFT_LENGTHS, exact=False)
+    rebuild(maker, controller=Rests(DRAFT_LENGTHS))
     assert torch.equal(maker.sample(PROMPTS, max_new_tokens=41), plain)
     done = maker.statistics
     assert (done.num_draft_tokens, done.tau) == (0, 1.0) and len(done.draft_lengths) < 41
@@ -207,11 +197,11 @@ def test_a_draft_in_doubt_stops(fused: bool | None) -> None:
     drafted, rates = [], []
     for confidence in (0.0, 0.5, 0.9, 1.0):
         draft, target = TableDecoder(DRAFT, slots=2), TableDecoder(TARGET, slots=2)
-        maker = Checked(draft, target, k=4, confidence=confidence, fused=fused)
+        maker = Checked(draft, target, k=4, confidence_threshold=confidence, fused=fused)
         assert torch.equal(maker.sample(PROMPTS, max_new_tokens=30), plain)
         drafted.append(maker.statistics.num_draft_tokens)
         rates.append(maker.statistics.acceptance_rate)
     assert drafted == sorted(drafted, reverse=True) and drafted[0] > drafted[2] and drafted[3] == 0
     assert rates[2] > rates[0]
     with pytest.raises(ConfigurationError, match="no probability"):
-        SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), confidence=2)
+        SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), confidence_threshold=2)

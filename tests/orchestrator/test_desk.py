@@ -217,7 +217,7 @@ def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool
     plain = fresh(workshop.checkpoint(), batch_size=2)
     asks = [{"max_new_tokens": 25 + i, "do_sample": True, "temperature": 1.2, "seed": [i]} for i in range(4)]
     expected = [
-        plain.sample([p], width=5, **a)[0, len(p) :].tolist()  # type: ignore[arg-type,call-overload]
+        plain.sample([p], verify_width=5, **a)[0, len(p) :].tolist()  # type: ignore[arg-type,call-overload]
         for p, a in zip(PROMPTS[:4], asks, strict=True)
     ]
 

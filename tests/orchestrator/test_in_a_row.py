@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from paceline import SpeculativeGenerator
 from paceline.core.types import RoundResult
 from paceline.engine import rounds
-from paceline.engine.batch import MOST_ROUNDS
+from paceline.engine.batch import MAX_CONSECUTIVE_ROUNDS
 from paceline.outputs import GenerationResult
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import Checked, Pieces, TableDecoder, near, table
@@ -32,7 +32,7 @@ def counts(done: GenerationResult) -> tuple[object, ...]:
     """All that a result holds but times."""
     s = done.statistics
     places = (s.num_draft_tokens_per_pos, s.num_accepted_tokens_per_pos)
-    return done.sequences.tolist(), done.lengths, done.finish_reasons, s.rounds, s.new_tokens, places
+    return done.sequences.tolist(), done.lengths, done.finish_reasons, s.num_rounds, s.new_tokens, places
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_rounds_run_in_a_row_until_the_host_is_needed(calls: list[RoundResult]) 
     generator = SpeculativeGenerator(TableDecoder(DRAFT), TableDecoder(TARGET), k=2)
     done = run(generator, [[1, 2, 3]], 60.0, max_new_tokens=50)
     assert len(calls) == 1, "all rounds but the last, which has nothing to draft"
-    assert done.statistics.rounds in (len(calls[0].reports), len(calls[0].reports) + 1)
+    assert done.statistics.num_rounds in (len(calls[0].reports), len(calls[0].reports) + 1)
     calls.clear()
     run(generator, [[1, 2, 3]], 0.0, max_new_tokens=50)
     assert {len(one.reports) for one in calls} == {1} and len(calls) > 10, "there is no time for a second round"
@@ -89,7 +89,7 @@ def test_rounds_run_in_a_row_until_the_host_is_needed(calls: list[RoundResult]) 
 def test_no_more_than_the_most(calls: list[RoundResult]) -> None:
     target = TableDecoder(TARGET, kv_buckets=(256,))
     run(SpeculativeGenerator(TableDecoder(DRAFT, kv_buckets=(256,)), target, k=1), [[1]], 60.0, max_new_tokens=200)
-    assert max(len(one.reports) for one in calls) == MOST_ROUNDS
+    assert max(len(one.reports) for one in calls) == MAX_CONSECUTIVE_ROUNDS
 
 
 def test_who_watches_every_token_is_asked_after_every_round(calls: list[RoundResult]) -> None:

@@ -66,7 +66,7 @@ def test_the_same_trace_gives_the_same_choices_and_the_first_time_of_a_rung_does
     pace = DraftLengthController((0, 2))
     pace.record(2, asked=[2], accepted=[2], seconds=100.0)  # compiling
     pace.record(2, asked=[2], accepted=[2], seconds=1.0)
-    assert pace.choose(0) == 0 and pace._costs.typical[2] == 1.0
+    assert pace.choose(0) == 0 and pace._step_times.typical[2] == 1.0
 
 
 def test_a_time_taken_while_the_machine_was_slow_does_not_keep_a_rung_away() -> None:
@@ -129,4 +129,4 @@ def test_each_of_several_plain_steps_is_a_round_to_the_pace() -> None:
     pace = DraftLengthController((0, 1))
     for _ in range(2):
         pace.record(0, asked=[0, 0], accepted=[4, 0], seconds=5.0)
-    assert pace.choose(1) == 1 and pace._costs.typical[0] == 1.0 and pace._idle == 10
+    assert pace.choose(1) == 1 and pace._step_times.typical[0] == 1.0 and pace._idle == 10

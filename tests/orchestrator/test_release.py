@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from paceline import NgramDrafter, SpeculativeGenerator, lift
-from paceline.build import CallOptions
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
-from paceline.engine.engine import Engine
+from paceline.engine.engine import CallOptions
 from tests.fakes import TableDecoder, near, table
 
 V = 12
@@ -90,16 +89,6 @@ def test_a_request_that_fails_is_released() -> None:
     assert drafter.seated == set()
 
 
-class Kept(SpeculativeGenerator):
-    """Keeps its last engine for a look inside."""
-
-    last: Engine
-
-    def _engine(self, demands: CallOptions) -> Engine:
-        self.last = super()._engine(demands)
-        return self.last
-
-
 @pytest.mark.parametrize("kind", ["ngram", "lift"])
 def test_what_a_drafter_keeps_is_bounded_by_the_texts_at_work(kind: str) -> None:
     """Idle slots get commits too: while one long text goes on, nothing is added for those that are done."""
@@ -121,8 +110,9 @@ def _short_ones(ids: torch.Tensor, _scores: object) -> bool:
 
 
 def test_the_host_verifier_forgets_texts_and_scores() -> None:
-    one = Kept(TableDecoder(near(TARGET, seed=1, spread=0.5), slots=2), TableDecoder(TARGET, slots=2))
+    draft = TableDecoder(near(TARGET, seed=1, spread=0.5), slots=2)
+    one = SpeculativeGenerator(draft, TableDecoder(TARGET, slots=2))
     one.sample(PROMPTS, max_new_tokens=6, output_scores=True)
-    verifier = one.last.scores
+    verifier = one.engine.variant(CallOptions(on_host=True)).logprobs
     assert verifier is not None
-    assert verifier.logprobs == verifier._texts == [[], []]  # type: ignore[attr-defined]
+    assert verifier.logprobs == [[], []] and one.engine._slots == [None, None]

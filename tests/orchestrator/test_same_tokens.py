@@ -98,7 +98,7 @@ def test_an_oracle_gains_k_tokens_a_round_and_its_opposite_none(k: int, mode: st
     wanted = plain(PROMPTS, max_new_tokens=size, **MODES[mode])
     done = run(Checked(lift(oracle(wanted, k), k), target(2), k=k), PROMPTS, max_new_tokens=size, **MODES[mode])
     assert (texts(done), done.statistics.tau) == (wanted, k + 1)
-    assert done.statistics.rounds == 4 * len(PROMPTS)
+    assert done.statistics.num_rounds == 4 * len(PROMPTS)
     wrong = lift(anti_oracle(wanted, k, vocab_size=V), k)
     done = run(Checked(wrong, target(2), k=k), PROMPTS, max_new_tokens=size, **MODES[mode])
     assert (texts(done), done.statistics.tau) == (wanted, 1.0)
@@ -116,7 +116,7 @@ def test_a_coin_gains_what_the_formula_says(alpha: float, k: int, golden: float)
     source = lift(coin(wanted, k, vocab_size=V, alpha=alpha, seed=k), k)
     done = run(SpeculativeGenerator(source, decoder, k=k), [[3, 1]], max_new_tokens=long, do_sample=True)
     assert texts(done) == wanted
-    sigma = ((square - mean**2) / done.statistics.rounds) ** 0.5
+    sigma = ((square - mean**2) / done.statistics.num_rounds) ** 0.5
     assert done.statistics.tau == pytest.approx(mean, abs=3 * sigma)
 
 
@@ -125,7 +125,7 @@ def test_a_coin_gains_what_the_formula_says(alpha: float, k: int, golden: float)
 @pytest.mark.parametrize("acceptor", ["match", "reject"])
 def test_a_wider_window_than_the_proposal_changes_nothing(exact: bool, scores: bool, acceptor: str) -> None:
     """The n-gram drafter proposes nothing at first and two tokens later: both must fit the graph of eight rows."""
-    asked = {"max_new_tokens": 30, "width": 8, "output_scores": scores}
+    asked = {"max_new_tokens": 30, "verify_width": 8, "output_scores": scores}
     prompt = [[3, 1, 4] * 4]
     for source in (NgramDrafter(2), target(logits=DRAFT)):
         done = run(SpeculativeGenerator(source, target(), k=2, acceptor=acceptor, exact=exact), prompt, **asked)

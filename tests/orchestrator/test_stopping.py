@@ -18,8 +18,9 @@ from transformers import (
 )
 
 from paceline import SpeculativeGenerator, lift
-from paceline.engine.stopping import InNewText, StopChecker, Stopping
+from paceline.engine.stopping import StopChecker, Stopping
 from paceline.outputs import GenerationResult
+from paceline.text.stop_strings import StopStrings
 from tests.draft.tokenizers_of_two import every_byte
 from tests.fakes import Checked, Pieces, TableDecoder, scripted
 from tests.orchestrator.drafting import anti_oracle, oracle
@@ -119,11 +120,11 @@ def test_in_new_text_alone_a_stop_string_does_not_begin_in_the_prompt(k: int) ->
     """As in the answers of OpenAI's service; the second one is all new. A character may lie across the border."""
     names = [b"", b"st", b"op", b" go", b" st", b"op", b"."] + [b"z"] * V
     script = [1, 2, 3, 4, 5, 6]
-    asked = {"stop_strings": InNewText(("stop",)), "tokenizer": Pieces(names), "max_new_tokens": 5}
+    asked = {"stop_strings": StopStrings(("stop",), scope="output"), "tokenizer": Pieces(names), "max_new_tokens": 5}
     assert run(generator(k, script=script), [1], **asked)[:2] == ([1, 2, 3, 4, 5], "stop")
     assert run(generator(k, script=script), [1, 2, 3, 4], **{**asked, "max_new_tokens": 2})[:2] == (script, "length")
     names = [b"", b"x" + E9, ACCENT + b"t", b"."] + [b"z"] * V
-    asked = {"stop_strings": InNewText(("\u00e9t",)), "tokenizer": Pieces(names), "max_new_tokens": 2}
+    asked = {"stop_strings": StopStrings(("\u00e9t",), scope="output"), "tokenizer": Pieces(names), "max_new_tokens": 2}
     assert run(generator(k, script=[1, 2, 3]), [1], **asked)[:2] == ([1, 2], "stop")
 
 

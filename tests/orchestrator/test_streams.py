@@ -13,10 +13,10 @@ import torch
 from transformers import TextIteratorStreamer, TextStreamer
 
 from paceline import NgramDrafter, RequestOutput, SpeculativeGenerator
-from paceline.build import CallOptions
 from paceline.core.errors import DecoderBusyError, SamplingError
-from paceline.engine.ask import Ask
-from paceline.engine.engine import ListQueue
+from paceline.engine.engine import CallOptions
+from paceline.engine.queue import ListQueue
+from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import GenerationResult
 from tests.fakes import Checked, TableDecoder, near, table
 
@@ -154,7 +154,7 @@ def test_a_stream_that_never_begins_frees_its_decoders() -> None:
 
 def test_a_pair_that_is_half_busy_frees_the_other_half() -> None:
     one = generator()
-    draft = one._decoders()[1]
+    draft = one.decoders[1]
     other = SpeculativeGenerator(None, draft)
     events = other.stream([PROMPTS[0]])
     with pytest.raises(DecoderBusyError):
@@ -166,8 +166,8 @@ def test_a_pair_that_is_half_busy_frees_the_other_half() -> None:
 
 @pytest.mark.parametrize("nested", [lambda draft: [(draft, 2)], lambda draft: ["ngram", ["suffix", draft]]])
 def test_a_draft_inside_a_list_is_held_too(nested: Callable[[object], list[object]]) -> None:
-    target, draft = generator()._decoders()
-    one = SpeculativeGenerator(nested(draft), target, confidence=0.01)
+    target, draft = generator().decoders
+    one = SpeculativeGenerator(nested(draft), target, confidence_threshold=0.01)
     events = one.stream([PROMPTS[0]])
     with pytest.raises(DecoderBusyError):
         SpeculativeGenerator(None, draft).sample([PROMPTS[0]])
@@ -204,9 +204,9 @@ def test_events_statistics_and_result_agree(slots: int, acceptor: str) -> None:
     assert counts.num_draft_tokens == sum(counts.num_draft_tokens_per_pos)
     own_cut = sum(1 for e in events if e.accepted == len(e.tokens))  # the target's own token fell behind a stop
     firsts = len(PROMPTS)
-    assert counts.new_tokens == firsts + counts.rounds + counts.num_accepted_tokens - own_cut
-    assert counts.rounds == len(events) - firsts
-    assert counts.tau == pytest.approx(1 + sum(n / counts.rounds for n in counts.num_accepted_tokens_per_pos))
+    assert counts.new_tokens == firsts + counts.num_rounds + counts.num_accepted_tokens - own_cut
+    assert counts.num_rounds == len(events) - firsts
+    assert counts.tau == pytest.approx(1 + sum(n / counts.num_rounds for n in counts.num_accepted_tokens_per_pos))
     assert counts.acceptance_rate == pytest.approx(counts.num_accepted_tokens / counts.num_draft_tokens)
     for few, many in zip(counts.num_accepted_tokens_per_pos, counts.num_draft_tokens_per_pos, strict=True):
         assert 0 <= few <= many
@@ -218,9 +218,9 @@ def test_events_statistics_and_result_agree(slots: int, acceptor: str) -> None:
 def test_plain_decoding_has_a_tau_of_one_and_drafts_nothing(k: int) -> None:
     one = SpeculativeGenerator(None, TableDecoder(TARGET), k=k)
     one.sample([PROMPTS[0]], max_new_tokens=5)
-    assert (one.statistics.rounds, one.statistics.num_draft_tokens, one.statistics.tau) == (4, 0, 1.0)
+    assert (one.statistics.num_rounds, one.statistics.num_draft_tokens, one.statistics.tau) == (4, 0, 1.0)
     one.sample([PROMPTS[0]], max_new_tokens=1)
-    assert (one.statistics.rounds, one.statistics.tau, one.statistics.acceptance_rate) == (0, 1.0, 0.0)
+    assert (one.statistics.num_rounds, one.statistics.tau, one.statistics.acceptance_rate) == (0, 1.0, 0.0)
 
 
 def test_statistics_are_those_of_the_last_call() -> None:
@@ -235,7 +235,7 @@ def test_texts_that_end_at_once_do_not_hold_up_one_that_goes_on() -> None:
     made = generator(2)
     requests = [
         replace(
-            Ask(input_ids=[PROMPTS[0]], max_new_tokens=size, eos_token_id=[]).requests(TableDecoder(TARGET))[0], index=i
+            Request.batch([PROMPTS[0]], SamplingParams(max_new_tokens=size, eos_token_id=[]), made.limits)[0], index=i
         )
         for i, size in enumerate((60, *[1] * 8))
     ]

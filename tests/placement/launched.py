@@ -36,7 +36,7 @@ def planned(*entries: dict[str, object]) -> Plan:
 def wanted(workshop: Workshop, prompts: list[list[int]], **asked: object) -> list[list[int]]:
     """What the target says in this process, plainly."""
     decoder = AutoDecoder.from_pretrained(workshop.checkpoint(), n_positions=128, amp="f32", backend="eager")
-    result = decoder.sample(prompts, width=5, return_dict=True, **asked)  # type: ignore[arg-type]
+    result = decoder.sample(prompts, verify_width=5, return_dict=True, **asked)  # type: ignore[arg-type]
     assert isinstance(result, GenerationResult)
     return [row[:size].tolist() for row, size in zip(result.sequences, result.lengths, strict=True)]
 

@@ -71,9 +71,9 @@ def test_a_drafter_elsewhere_is_a_drafter_here(tmp_path: Path, stack: ExitStack,
     health = there.statistics.drafter_health
     assert health is not None and health.state == "up" and health.faults == 0 and health.answered == health.asked > 0
     if slots == len(PROMPTS):  # one of them alone never proposes less than the other
-        assert (there.statistics.num_accepted_tokens, there.statistics.rounds) == (
+        assert (there.statistics.num_accepted_tokens, there.statistics.num_rounds) == (
             here.statistics.num_accepted_tokens,
-            here.statistics.rounds,
+            here.statistics.num_rounds,
         )
     assert there.statistics.num_accepted_tokens > 0
 

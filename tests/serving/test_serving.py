@@ -94,7 +94,7 @@ def said(home: Path, prompt: str, **asked: object) -> str:
     """What the target says in this process."""
     decoder = AutoDecoder.from_pretrained(home / "target", n_positions=128, amp="f32", backend="eager")
     ids = [ord(letter) - 32 for letter in prompt]
-    (row,) = decoder.sample([ids], width=5, **asked).tolist()  # type: ignore[arg-type]
+    (row,) = decoder.sample([ids], verify_width=5, **asked).tolist()  # type: ignore[arg-type]
     return "".join(chr(32 + token) for token in row[len(ids) :])
 
 

@@ -28,7 +28,7 @@ class Dice(DraftLengthController):
 
     def choose(self, deepest: int) -> int:
         self.turn = getattr(self, "turn", -1) + 1
-        return (self.ladder[-1], *self.ladder)[self.turn % (len(self.ladder) + 1)]
+        return (self.draft_lengths[-1], *self.draft_lengths)[self.turn % (len(self.draft_lengths) + 1)]
 
 
 def many_depths(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> TimedRound:
@@ -78,7 +78,7 @@ def reencoding(slots: int) -> RetokenizingDrafter:
 def test_the_joint_law_stays_where_depths_change(drawn: bool, confidence: float) -> None:
     """From round to round by the ladder, from slot to slot by what was gained, and where the draft is in doubt."""
     rule = Reject() if drawn else Match()
-    source = model(SLOTS, drawn=drawn, confidence=confidence)
+    source = model(SLOTS, drawn=drawn, confidence_threshold=confidence)
     tokens, mean = three_tokens(source, rule, knobs=RAW, slots=SLOTS, rounds_of=many_depths, by_itself=True)
     assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) > 1e-3
     assert mean > 1.1
