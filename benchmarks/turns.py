@@ -100,7 +100,7 @@ class Clock:
         try:
             for decoder in decoders:
                 decoder._steps = {
-                    name: step if "prefill" in name[0] else self.timed(step) for name, step in decoder._steps.items()
+                    key: step if key[0].is_prompt else self.timed(step) for key, step in decoder._steps.items()
                 }
             yield
         finally:

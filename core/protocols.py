@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline.core.types import (
     Commit,
+    DraftKey,
     DraftShape,
     FeatureSpec,
     PrefillResult,
@@ -98,12 +99,13 @@ class TraceableDrafter(Drafter, Protocol):
     def step(self, bucket: int) -> nn.Module:
         """The step of a bucket.
 
-        forward(tokens, count, start, knobs, keys, *features) -> (drafts [B, N],), with parents [B, N] behind them for
-        a dynamic draft shape and the law [B, N, V] if they are drawn. Its state are its parameters and buffers.
+        forward(tokens, count, first_row, params, seeds, *features) -> (drafts [B, N],), followed by parents [B, N] for
+        a dynamic draft shape, and by the probabilities [B, N, V] if they are drawn. Its parameters and buffers are
+        its state.
         """
 
-    def name(self, bucket: int) -> str:
-        """What tells this step from every other step of this drafter, its bucket included."""
+    def step_key(self, bucket: int) -> DraftKey:
+        """What tells the step of a bucket from every other step of this drafter."""
 
     def cache_key(self) -> dict[str, object]:
         """All that a graph with this step in it depends on besides the source."""

@@ -60,6 +60,37 @@ class DraftShape:
     def is_chain(self) -> bool:
         return self.parents is None and not self.dynamic
 
+    def __str__(self) -> str:
+        """For people, such as ``chain of 4``."""
+        if self.is_chain:
+            return f"chain of {self.depth}"
+        kind = "dynamic tree" if self.dynamic else "tree"
+        return f"{kind} of {self.num_draft_tokens}, depth {self.depth}"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftKey:
+    """What tells a drafter's step from every other step of that drafter.
+
+    kind     of drafter: "draft" (a model), "medusa", ...
+    shape    of its proposals
+    bucket   cache rows that the step looks at; None = it has no cache
+    drawn    whether it draws tokens and reports the probabilities
+    variant  every other choice that is part of the step
+    """
+
+    kind: str
+    shape: DraftShape
+    bucket: int | None = None
+    drawn: bool = False
+    variant: str = ""
+
+    def __str__(self) -> str:
+        """For people."""
+        parts = [str(self.shape), "drawn" if self.drawn else "", self.variant]
+        place = "" if self.bucket is None else f"@{self.bucket}"
+        return f"{self.kind}[{', '.join(part for part in parts if part)}]{place}"
+
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:

@@ -11,6 +11,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from paceline.core.errors import ArtefactError, ConfigurationError, DecoderBusyError
 from paceline.core.types import FeatureSpec, SamplingTensors
 from paceline.decoder.backends.base import Backend, Graph, Step
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.torch_kernels import CachePosition, Kernels, Tree
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
@@ -71,7 +73,7 @@ class ModelWithCache(nn.Module):
         return hidden, features
 
     def window(
-        self, tokens: Tensor, row: Tensor, reach: int, *, tree: Tree | None = None, reads: FeatureSpec | None = None
+        self, tokens: Tensor, row: Tensor, bucket: int, *, tree: Tree | None = None, reads: FeatureSpec | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states and features of a window of real tokens in every slot. tokens [B, T], row [B].
 
@@ -79,7 +81,7 @@ class ModelWithCache(nn.Module):
         """
         row = row.clamp(max=self.options.n_positions - 1)
         count = torch.full_like(row, tokens.shape[1])
-        return self(tokens, CachePosition(row, count, self.get_buffer("slots"), reach, tree=tree), reads)  # type: ignore[no-any-return]
+        return self(tokens, CachePosition(row, count, self.get_buffer("slots"), bucket, tree=tree), reads)  # type: ignore[no-any-return]
 
     def compact_path(self, row: Tensor, path: Tensor) -> None:
         """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]; `Kernels.compact_path`."""
@@ -137,7 +139,7 @@ class CompiledDecoder:
         self.body = ModelWithCache(config, options, weights, kernels=backend.kernels, group=backend.group).eval()
         self.announce: Announce = log.warning  # a first use may take long, and silence would look like a hang
         self.folder: Path | None = None
-        self._steps: dict[tuple[str, int], Step] = {}
+        self._steps: dict[tuple[GraphKey, int], Step] = {}
         self._owners: dict[int, object] = {}  # kept, so that no other object gets the same id
         self._used: list[Graph] = []
         self._carries: dict[tuple[int, ...], FeatureBuffer] = {}
@@ -157,28 +159,26 @@ class CompiledDecoder:
 
     def graph(
         self,
-        name: str,
+        key: GraphKey,
         make: StepMaker,
         example: Sequence[Tensor],
         *,
-        reach: int,
         guest: Callable[[], dict[str, object]] | None = None,
         owner: object | None = None,
     ) -> Step:
-        """The step ``make(body, reach)``, compiled for the shapes of ``example``. Made once for a name and reach.
+        """The step ``make(body, key.bucket)``, compiled for the shapes of ``example``. Made once for a key and owner.
 
-        ``guest`` says the facts of another model in the same step, ``owner`` is whose model that is: two of one shape
-        have one artefact, and steps of their own.
+        ``guest`` says what another model in the same step makes it depend on, and ``owner`` whose model that is: two
+        models of one shape share an artefact and have steps of their own.
         """
-        full = f"{name}@{reach}"
-        self._owners[id(owner)] = owner
-        step = self._steps.get((full, id(owner)))
+        step = self._steps.get((key, id(owner)))
         if step is None:
+            self._owners[id(owner)] = owner
             facts = self.cache_key() if guest is None else {**self.cache_key(), "guest": guest()}
             shapes = [[str(x.dtype), list(x.shape)] for x in example]
-            facts = {"graph": full, "inputs": shapes, **facts}
-            graph = Graph(full, make(self.body, reach), tuple(example), facts)
-            step = self._steps[full, id(owner)] = self.backend.compile(graph, self.announce)
+            facts = {"graph": asdict(key), "inputs": shapes, **facts}
+            graph = Graph(key, make(self.body, key.bucket), tuple(example), facts)
+            step = self._steps[key, id(owner)] = self.backend.compile(graph, self.announce)
             self._used.append(graph)  # what failed is not to be saved
         return step
 
@@ -187,10 +187,6 @@ class CompiledDecoder:
         if shape not in self._carries:
             self._carries[shape] = FeatureBuffer(shape)
         return self._carries[shape]
-
-    def is_ready(self, name: str, reach: int) -> bool:
-        """Whether that graph is already in this process."""
-        return (f"{name}@{reach}", id(None)) in self._steps
 
     def save(self, folder: str | Path) -> None:
         """Copy the compiled graphs made so far into ``folder``, to ship them.

@@ -96,8 +96,8 @@ def _ascending(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
 def _powers(last: int) -> tuple[int, ...]:
     """128, 256, 512, ... and the last one itself."""
     found = []
-    reach = 128
-    while reach < last:
-        found.append(reach)
-        reach *= 2
+    bucket = 128
+    while bucket < last:
+        found.append(bucket)
+        bucket *= 2
     return (*found, last)

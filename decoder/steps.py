@@ -10,21 +10,22 @@ from torch import Tensor, nn
 
 from paceline.core.types import FeatureSpec
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.torch_kernels import CachePosition, Tree
 
 
 class PrefillStep(nn.Module):
     """Read a chunk of a prompt into one slot."""
 
-    def __init__(self, body: ModelWithCache, reach: int, reads: FeatureSpec | None = None) -> None:
+    def __init__(self, body: ModelWithCache, bucket: int, reads: FeatureSpec | None = None) -> None:
         super().__init__()
-        self.body, self._reach, self._reads = body, reach, reads
+        self.body, self._bucket, self._reads = body, bucket, reads
 
     def forward(self, tokens: Tensor, row: Tensor, count: Tensor, slot: Tensor) -> tuple[Tensor, ...]:
         """tokens [1, chunk] int32; row, count, slot [1] int32 -> logits [1, 1, V] of the last real token, and the
         features [1, chunk, F] if they are read.
         """
-        hidden, features = self.body(tokens, CachePosition(row, count, slot, self._reach, padded=True), self._reads)
+        hidden, features = self.body(tokens, CachePosition(row, count, slot, self._bucket, padded=True), self._reads)
         last = (count - 1).to(torch.int64).view(1, 1, 1).expand(1, 1, hidden.shape[-1])
         logits = self.body.logits(hidden.gather(1, last))
         return (logits,) if features is None else (logits, features)
@@ -33,16 +34,16 @@ class PrefillStep(nn.Module):
 class WindowStep(nn.Module):
     """Logits of a window in every slot."""
 
-    def __init__(self, body: ModelWithCache, reach: int, reads: FeatureSpec | None = None) -> None:
+    def __init__(self, body: ModelWithCache, bucket: int, reads: FeatureSpec | None = None) -> None:
         super().__init__()
-        self.body, self._reach, self._reads = body, reach, reads
+        self.body, self._bucket, self._reads = body, bucket, reads
 
     def forward(self, tokens: Tensor, row: Tensor, *parents: Tensor) -> tuple[Tensor, ...]:
         """tokens [B, T] int32, row [B] int32 and, for a tree, parents [B, T] int32 (rows of the window)
         -> logits [B, T, V] float32, and features [B, T, F] if they are read.
         """
         tree = Tree.of(*parents) if parents else None
-        hidden, features = self.body.window(tokens, row, self._reach, tree=tree, reads=self._reads)
+        hidden, features = self.body.window(tokens, row, self._bucket, tree=tree, reads=self._reads)
         logits = self.body.logits(hidden)
         return (logits,) if features is None else (logits, features)
 
@@ -50,7 +51,7 @@ class WindowStep(nn.Module):
 class CompactPathStep(nn.Module):
     """Make an accepted path of a tree consecutive in the cache."""
 
-    def __init__(self, body: ModelWithCache, _reach: int) -> None:
+    def __init__(self, body: ModelWithCache, _bucket: int) -> None:
         super().__init__()
         self.body = body
 
@@ -75,18 +76,16 @@ def prefill(
     """
     done, logits, features = 0, None, []
     chunks = decoder.options.chunks if chunks is None else chunks
-    suffix = "" if reads is None else f",{reads.layers}"
+    layers = None if reads is None else reads.layers
     while done < len(prompt):
         left = len(prompt) - done
         chunk = next((c for c in chunks if c >= left), chunks[-1])
         part = list(prompt[done : done + chunk])
         tokens = torch.tensor([part + [0] * (chunk - len(part))], dtype=torch.int32)
         numbers = [torch.tensor([n], dtype=torch.int32) for n in (start + done, len(part), slot)]
-        reach = decoder.bucket_for(start + done + chunk)
-        make = partial(PrefillStep, reads=reads)
-        logits, *more = decoder.graph(f"prefill[{chunk}{suffix}]", make, (tokens, *numbers), reach=reach)(
-            tokens, *numbers
-        )
+        key = GraphKey("prefill", chunk, decoder.bucket_for(start + done + chunk), features=layers)
+        step = decoder.graph(key, partial(PrefillStep, reads=reads), (tokens, *numbers))
+        logits, *more = step(tokens, *numbers)
         features += [one[0, : len(part)] for one in more]
         done += len(part)
     assert logits is not None, "an empty prompt is refused before this"
@@ -98,7 +97,7 @@ def window(
     tokens: Tensor,
     row: Tensor,
     *,
-    reach: int,
+    bucket: int,
     parents: Tensor | None = None,
     reads: FeatureSpec | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -106,12 +105,13 @@ def window(
     -> [B, T, V] float32 and [B, T, F] or None.
     """
     inputs = (tokens, row) if parents is None else (tokens, row, parents)
-    name = f"window[{tokens.shape[1]}{'' if parents is None else ',tree'}{'' if reads is None else f',{reads.layers}'}]"
-    out = decoder.graph(name, partial(WindowStep, reads=reads), inputs, reach=reach)(*inputs)
+    layers, variant = None if reads is None else reads.layers, "" if parents is None else "tree"
+    key = GraphKey("window", tokens.shape[1], bucket, features=layers, variant=variant)
+    out = decoder.graph(key, partial(WindowStep, reads=reads), inputs)(*inputs)
     return out[0], out[1] if reads is not None else None
 
 
 def compact_path(decoder: CompiledDecoder, row: Tensor, path: Tensor) -> None:
     """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32."""
-    reach = decoder.kv_buckets[-1]
-    decoder.graph(f"keep[{path.shape[1]}]", CompactPathStep, (row, path), reach=reach)(row, path)
+    key = GraphKey("compact", path.shape[1], decoder.kv_buckets[-1])
+    decoder.graph(key, CompactPathStep, (row, path))(row, path)

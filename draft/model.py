@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from paceline.core import noise, probs
 from paceline.core.errors import ConfigurationError
 from paceline.core.pending import PendingCommits
-from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.core.types import PAD, Commit, DraftKey, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.steps import prefill
 from paceline.draft.vocab_map import VocabMap
 
@@ -97,8 +98,7 @@ class ModelDrafter:
         decoder.check_width(length + 1)
         self._confidence = confidence
         self.decoder, self._drawn = decoder, drawn
-        self._kind = f"{',drawn' if drawn else ''}{f',confidence {confidence}' if confidence else ''}"
-        self._kind += f",vocabulary {vocabulary.name}"
+        self._variant = f"vocabulary {vocabulary.name}{f', confidence {confidence}' if confidence else ''}"
         self.draft_shape = DraftShape.chain(length)
         self.vocabulary = vocabulary
         self.max_positions: int | None = decoder.n_positions
@@ -140,8 +140,9 @@ class ModelDrafter:
         self.catch_up()
         inputs = (commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds)
         bucket = self.bucket(bounds.max_rows)
-        name = f"{self.name(bucket)},from {commit.tokens.shape[1]}"
-        out = self.decoder.graph(name, self._make, inputs, reach=bucket)(*inputs)
+        width = commit.tokens.shape[1]
+        key = GraphKey("draft", width, bucket, commit_width=width, draft=self.step_key(bucket))
+        out = self.decoder.graph(key, self._make, inputs)(*inputs)
         return Proposal(out[0], None, out[1] if self._drawn else None)
 
     @property
@@ -157,9 +158,9 @@ class ModelDrafter:
         """See the protocol."""
         return self._make(self.decoder.body, bucket)
 
-    def name(self, bucket: int) -> str:
+    def step_key(self, bucket: int) -> DraftKey:
         """See the protocol."""
-        return f"draft[{self.draft_shape.num_draft_tokens}{self._kind}]@{bucket}"
+        return DraftKey("draft", self.draft_shape, bucket, self._drawn, self._variant)
 
     def cache_key(self) -> dict[str, object]:
         """See the protocol."""

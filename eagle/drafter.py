@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.pending import PendingCommits
-from paceline.core.types import Commit, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.core.types import Commit, DraftKey, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.torch_kernels import CachePosition
 from paceline.decoder.weights.files import check_finite
 from paceline.eagle import checkpoint
@@ -174,15 +175,10 @@ class EagleDrafter:
         states = commit.states
         assert states is not None, "commits carry the features that `reads` asks for"
         inputs = (commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds, states)
-        reach = self.bucket(bounds.max_rows)
-        name = f"{self.name(reach)},from {commit.tokens.shape[1]}"
+        bucket, width = self.bucket(bounds.max_rows), commit.tokens.shape[1]
+        key = GraphKey("draft", width, bucket, commit_width=width, draft=self.step_key(bucket))
         step = self.target.graph(
-            name,
-            lambda _body, bucket: self.step(bucket),
-            inputs,
-            reach=reach,
-            guest=self.cache_key,
-            owner=self.state,
+            key, lambda _body, rows: self.step(rows), inputs, guest=self.cache_key, owner=self.state
         )
         out = step(*inputs)
         if self.draft_shape.dynamic:
@@ -202,12 +198,12 @@ class EagleDrafter:
         """See the protocol."""
         return EagleStep(self.head, self.growth, bucket)
 
-    def name(self, bucket: int) -> str:
+    def step_key(self, bucket: int) -> DraftKey:
         """See the protocol."""
-        return f"eagle{self.head.config.version}[{self.growth.name}]@{bucket}"
+        return DraftKey(f"eagle{self.head.config.version}", self.draft_shape, bucket, variant=self.growth.name)
 
     def cache_key(self) -> dict[str, object]:
-        """See the protocol. The growth is in `name`: graphs that only read a text do not depend on it."""
+        """See the protocol. The growth is in `step_key`: graphs that only read a text do not depend on it."""
         own = self.head.embedding is not self.target.body.model.embedding
         config: dict[str, object] = json.loads(json.dumps(asdict(self.head.config)))
         return {"eagle": config, "own embedding": own}
@@ -223,15 +219,10 @@ class EagleDrafter:
             known = nn.functional.pad(features[done : done + count], (0, 0, 0, chunk - count))
             numbers = [torch.tensor([n], dtype=torch.int32) for n in (row + done, count, slot)]
             inputs = (torch.tensor([part], dtype=torch.int32), known.unsqueeze(0), *numbers)
-            reach = self.target.bucket_for(row + done + chunk)
-            name = f"eagle{self.head.config.version} reads[{chunk}]"
+            bucket = self.target.bucket_for(row + done + chunk)
+            key = GraphKey("read", chunk, bucket, variant=f"eagle{self.head.config.version}")
             self.target.graph(
-                name,
-                lambda _body, r: ReadStep(self.head, r),
-                inputs,
-                reach=reach,
-                guest=self.cache_key,
-                owner=self.state,
+                key, lambda _body, r: ReadStep(self.head, r), inputs, guest=self.cache_key, owner=self.state
             )(*inputs)
             done += count
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from paceline.core import reduce, tree
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Commit, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.core.types import Commit, DraftKey, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.torch_kernels import Kernels
 from paceline.medusa import checkpoint
 from paceline.medusa.network import Heads
@@ -91,8 +92,8 @@ class MedusaDrafter:
         self.draft_shape = tree.draft_shape(choices.parents)
         self.reads: FeatureSpec | None = FeatureSpec()
         self._step = MedusaStep(heads, target.body.kernels, choices)
-        kind = hashlib.sha256(json.dumps(self.cache_key()).encode()).hexdigest()[:12]
-        self._name = f"medusa[{len(choices)} nodes,{kind}]"
+        ranks = hashlib.sha256(json.dumps(self.cache_key()).encode()).hexdigest()[:12]
+        self._key = DraftKey("medusa", self.draft_shape, variant=ranks)
 
     @classmethod
     def from_pretrained(
@@ -151,10 +152,10 @@ class MedusaDrafter:
                 "SpeculativeGenerator with the target it was loaded for"
             )
         inputs = (commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds, states)
-        reach = self.bucket(bounds.max_rows)
-        name = f"{self.name(reach)},from {commit.tokens.shape[1]}"
+        bucket = self.bucket(bounds.max_rows)
+        key = GraphKey("draft", 1, bucket, commit_width=commit.tokens.shape[1], draft=self.step_key(bucket))
         (tokens,) = self.target.graph(
-            name, lambda _b, _r: self._step, inputs, reach=reach, guest=self.cache_key, owner=self.state
+            key, lambda _body, _bucket: self._step, inputs, guest=self.cache_key, owner=self.state
         )(*inputs)
         return Proposal(tokens, None if self.draft_shape.is_chain else self.choices.parents)
 
@@ -171,9 +172,9 @@ class MedusaDrafter:
         """See the protocol; the same for every length."""
         return self._step
 
-    def name(self, bucket: int) -> str:
-        """See the protocol."""
-        return self._name
+    def step_key(self, bucket: int) -> DraftKey:
+        """See the protocol; the heads have no cache of their own."""
+        return self._key
 
     def cache_key(self) -> dict[str, object]:
         """See the protocol."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.core.types import PAD, Commit, PrefillResult, RoundLimits, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.steps import prefill
 from paceline.target.steps import root_of
 
@@ -17,9 +18,9 @@ from paceline.target.steps import root_of
 class AutoregressiveStep(nn.Module):
     """``steps`` target passes over one token each, unrolled; ``width``, no less, is that of a commit."""
 
-    def __init__(self, body: ModelWithCache, reach: int, *, steps: int, width: int) -> None:
+    def __init__(self, body: ModelWithCache, bucket: int, *, steps: int, width: int) -> None:
         super().__init__()
-        self.body, self._reach, self._steps, self._unused = body, reach, steps, width - steps
+        self.body, self._bucket, self._steps, self._unused = body, bucket, steps, width - steps
 
     def forward(
         self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor
@@ -32,7 +33,7 @@ class AutoregressiveStep(nn.Module):
         token = token.clamp(min=0).unsqueeze(1)
         made: list[Tensor] = []
         for step in range(self._steps):
-            hidden, _ = self.body.window(made[-1] if made else token, row + step, self._reach)
+            hidden, _ = self.body.window(made[-1] if made else token, row + step, self._bucket)
             position = (row + step + 1).unsqueeze(1)
             made.append(self.body.sample_tokens(hidden, position, sampling))
         place = torch.arange(self._steps, dtype=torch.int32, device=tokens.device)
@@ -60,6 +61,7 @@ class AutoregressiveDecoder:
         """Up to ``bounds.limit + 1`` tokens in every slot."""
         inputs = [commit.tokens, commit.count, commit.first_row, bounds.max_accept, sampling.params, sampling.seeds]
         make = partial(AutoregressiveStep, steps=self.steps, width=self._width)
-        name = f"plain[{self.steps},from {commit.tokens.shape[1]} to {self._width}]"
-        tokens, count = self.decoder.graph(name, make, inputs, reach=self.decoder.bucket_for(bounds.max_rows))(*inputs)
+        bucket, width = self.decoder.bucket_for(bounds.max_rows), commit.tokens.shape[1]
+        key = GraphKey("autoregressive", self.steps, bucket, commit_width=width, next_width=self._width)
+        tokens, count = self.decoder.graph(key, make, inputs)(*inputs)
         return Commit(tokens, count, commit.first_row + commit.count)

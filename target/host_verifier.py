@@ -88,8 +88,8 @@ class HostVerifier:
         drafts = view.proposal.tokens
         tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0, max=self.decoder.config.vocab_size - 1)
         rows = None if view.tree is None else view.tree.parents
-        reach = self.decoder.bucket_for(bounds.max_rows)
-        logits, features = window(self.decoder, tokens, row, reach=reach, parents=rows, reads=self._reads)
+        bucket = self.decoder.bucket_for(bounds.max_rows)
+        logits, features = window(self.decoder, tokens, row, bucket=bucket, parents=rows, reads=self._reads)
         chains = tree.chain(draft_shape.num_draft_tokens)
         lines = [chains] * len(row) if view.proposal.parents is None else view.proposal.parents.tolist()
         paths: list[list[int]] = []

@@ -23,7 +23,7 @@ class VerifyStep(nn.Module):
     def __init__(
         self,
         body: ModelWithCache,
-        reach: int,
+        bucket: int,
         *,
         draft_shape: DraftShape,
         rule: AcceptanceRule,
@@ -31,7 +31,7 @@ class VerifyStep(nn.Module):
         width: int | None = None,
     ) -> None:
         super().__init__()
-        self.body, self._reach, self._rule, self._reads = body, reach, rule, reads
+        self.body, self._bucket, self._rule, self._reads = body, bucket, rule, reads
         self.draft_shape = draft_shape
         self.window = VerifyMask(draft_shape)
         self._unused = 0 if width is None else width - draft_shape.depth - 1
@@ -51,7 +51,7 @@ class VerifyStep(nn.Module):
         window = self.window(drafts, parents, limit=limit)
         read = torch.cat((token.unsqueeze(1), window.proposal.tokens), 1)
         read = read.clamp(min=0, max=self.body.config.vocab_size - 1)
-        hidden, features = self.body.window(read, row, self._reach, tree=window.tree, reads=self._reads)
+        hidden, features = self.body.window(read, row, self._bucket, tree=window.tree, reads=self._reads)
         positions = (row.unsqueeze(1) + 1 + window.depth).contiguous()
         proposal = window.proposal
         if self._rule.draft_probs and proposed:

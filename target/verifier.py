@@ -30,6 +30,7 @@ from paceline.core.types import (
 )
 from paceline.decoder.backends.base import Again, Repeats
 from paceline.decoder.decoder import CompiledDecoder, FeatureBuffer, ModelWithCache
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.steps import prefill
 from paceline.target.multi_round import multi_round
 from paceline.target.steps import FusedStep, VerifyStep, pad_law
@@ -62,7 +63,7 @@ class CompiledVerifier:
         self._width = draft_shape.depth + 1 if width is None else width
         self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
-        self._names: dict[tuple[DraftShape, int, bool], str] = {}  # a round asks for one every time
+        self._keys: dict[tuple[DraftShape, int, int, bool], GraphKey] = {}  # every round asks for one
         self._rounds: dict[tuple[TraceableDrafter, int, int, bool], Again] = {}  # the same, of fused ones
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
 
@@ -95,9 +96,8 @@ class CompiledVerifier:
             inputs += [proposal.draft_probs] if drawn and proposal.draft_probs is not None else []
         elif draft_shape.num_draft_tokens:
             inputs.append(self._nothing)
-        name = self._name(draft_shape, commit.tokens.shape[1], drawn=drawn)
-        make = partial(self._step, draft_shape=draft_shape)
-        step = self.decoder.graph(name, make, inputs, reach=self.decoder.bucket_for(bounds.max_rows))
+        key = self._key(draft_shape, commit.tokens.shape[1], self.decoder.bucket_for(bounds.max_rows), drawn=drawn)
+        step = self.decoder.graph(key, partial(self._step, draft_shape=draft_shape), inputs)
         tokens, count, *features = step(*inputs)
         return Commit(tokens, count, commit.first_row + commit.count, features[0] if features else None)
 
@@ -118,16 +118,21 @@ class CompiledVerifier:
             carry, kept = self._carry(commit, self._reads), isinstance(commit.features, DeviceFeatures)
             inputs += [commit.features] if isinstance(commit.features, Tensor) else []
         room = None if carry is not None and not kept else bounds.multi_round  # the next round would have another graph
-        reach, bucket = self.decoder.bucket_for(bounds.max_rows), drafter.bucket(bounds.max_rows)
+        bucket, draft_bucket = self.decoder.bucket_for(bounds.max_rows), drafter.bucket(bounds.max_rows)
         if room is not None:
             rounds = room.max_rounds
-            while rounds > 1 and drafter.bucket(min(bounds.max_rows + (rounds - 1) * self._width, reach)) != bucket:
+            while rounds > 1:
+                last = drafter.bucket(min(bounds.max_rows + (rounds - 1) * self._width, bucket))
+                if last == draft_bucket:
+                    break
                 rounds //= 2  # all in one graph of the draft's
             room = room if rounds == room.max_rounds else replace(room, max_rounds=rounds)
-        key = (drafter, bucket, reach, kept)
+        key = (drafter, draft_bucket, bucket, kept)
         again = self._rounds.get(key)
         if again is None:
-            again = self._rounds[key] = self._again(drafter, bucket, inputs, reach=reach, carry=carry, kept=kept)
+            again = self._rounds[key] = self._again(
+                drafter, draft_bucket, inputs, bucket=bucket, carry=carry, kept=kept
+            )
         told, made = again(inputs, seconds, room)
         features: Tensor | DeviceFeatures | None = made[3] if len(made) > 3 else None
         if carry is not None:
@@ -137,22 +142,22 @@ class CompiledVerifier:
     def _again(
         self,
         drafter: TraceableDrafter,
-        bucket: int,
+        draft_bucket: int,
         inputs: list[Tensor],
         *,
-        reach: int,
+        bucket: int,
         carry: FeatureBuffer | None,
         kept: bool,
     ) -> Again:
         """What runs a drafter's step and that of this verifier in one graph."""
         lean = self.decoder.backend.device_state
 
-        def make(body: ModelWithCache, reach: int) -> nn.Module:
-            verify = self._step(body, reach, draft_shape=self.draft_shape)
-            return FusedStep(drafter.step(bucket), verify, carry, lean=lean)
+        def make(body: ModelWithCache, bucket: int) -> nn.Module:
+            verify = self._step(body, bucket, draft_shape=self.draft_shape)
+            return FusedStep(drafter.step(draft_bucket), verify, carry, lean=lean)
 
-        name = f"{drafter.name(bucket)}+{self._name(self.draft_shape, self._width)}{',kept' if kept else ''}"
-        step = self.decoder.graph(name, make, inputs, reach=reach, guest=drafter.cache_key, owner=drafter.state)
+        key = replace(self._key(self.draft_shape, self._width, bucket), kept=kept, draft=drafter.step_key(draft_bucket))
+        step = self.decoder.graph(key, make, inputs, guest=drafter.cache_key, owner=drafter.state)
         given: object = step  # mypy takes no function for an object with methods
         return given.again if isinstance(given, Repeats) else multi_round(step, lean=lean)
 
@@ -163,30 +168,26 @@ class CompiledVerifier:
         width = self.decoder.config.hidden_size * max(1, len(reads.layers))
         return self.decoder.carry(*commit.tokens.shape, width)
 
-    def _step(self, body: ModelWithCache, reach: int, *, draft_shape: DraftShape) -> VerifyStep:
+    def _step(self, body: ModelWithCache, bucket: int, *, draft_shape: DraftShape) -> VerifyStep:
         width = self._width
-        return VerifyStep(body, reach, draft_shape=draft_shape, rule=self._rule, reads=self._reads, width=width)
+        return VerifyStep(body, bucket, draft_shape=draft_shape, rule=self._rule, reads=self._reads, width=width)
 
-    def _name(self, draft_shape: DraftShape, width: int, *, drawn: bool = False) -> str:
-        key = (draft_shape, width, drawn)
-        if key not in self._names:
-            self._names[key] = self._described(*key)
-        return self._names[key]
-
-    def _described(self, draft_shape: DraftShape, width: int, drawn: bool) -> str:
-        shape = (
-            "tree"
-            if draft_shape.dynamic
-            else "chain"
-            if draft_shape.is_chain
-            else f"tree{list(draft_shape.parents or ())}"
-        )
-        reads = "" if self._reads is None else f",reads {self._reads.layers}"
-        return (
-            f"verify[{draft_shape.num_draft_tokens + 1} {shape} of {draft_shape.depth},{self._rule.cache_key}"
-            f"{',drawn' if drawn else ''}"
-            f",from {width} to {self._width}{reads}]"
-        )
+    def _key(self, draft_shape: DraftShape, width: int, bucket: int, *, drawn: bool = False) -> GraphKey:
+        """Of the graph that verifies proposals of a shape, after commits of ``width`` tokens."""
+        wanted = (draft_shape, width, bucket, drawn)
+        if wanted not in self._keys:
+            self._keys[wanted] = GraphKey(
+                "verify",
+                draft_shape.num_draft_tokens + 1,
+                bucket,
+                draft_shape=draft_shape,
+                rule=self._rule.cache_key,
+                drawn=drawn,
+                features=None if self._reads is None else self._reads.layers,
+                commit_width=width,
+                next_width=self._width,
+            )
+        return self._keys[wanted]
 
 
 def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:

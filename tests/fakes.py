@@ -21,6 +21,7 @@ from paceline.core.types import Commit, FeatureSpec, PrefillResult, RoundLimits,
 from paceline.decoder.backends.base import Step
 from paceline.decoder.backends.eager import EagerBackend
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.torch_kernels import CachePosition, TorchKernels, Tree
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import RopeConfig
@@ -138,24 +139,23 @@ class TableDecoder(SamplingDecoder):
         self.backend, self.kv_buckets = EagerBackend(), kv_buckets
         self.body = TableBody(logits, self.config, slots=slots, positions=kv_buckets[-1], slack=128)
         self.announce, self.folder = print, None
-        self._made: dict[tuple[str, object], tuple[list[torch.Size], Step]] = {}
+        self._made: dict[tuple[GraphKey, object], tuple[list[torch.Size], Step]] = {}
         self._holder = None
 
     def graph(
         self,
-        name: str,
+        key: GraphKey,
         make: Callable[[TableBody, int], nn.Module],
         example: Sequence[Tensor],
         *,
-        reach: int,
         guest: dict[str, object] | None = None,
         owner: object | None = None,
     ) -> Step:
         """As the real one, and strict about what a compiled graph is strict about: its shapes."""
         shapes = [x.shape for x in example]
-        full = (f"{name}@{reach}", owner)
+        full = (key, owner)
         if full not in self._made:
-            module = make(self.body, reach)
+            module = make(self.body, key.bucket)
 
             def run(*inputs: Tensor) -> list[Tensor]:
                 if isinstance(module, FusedStep) and self.body.truth is not None:

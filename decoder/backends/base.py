@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import MultiRoundLimits, RoundReport
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.torch_kernels import Kernels
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 
@@ -58,16 +59,21 @@ class Repeats(Protocol):
 class Graph:
     """One thing to compile.
 
-    name     of this graph among those of its decoder, with its bucket
+    key      which graph of its decoder this is
     module   the step; its parameters and buffers are the state, shared by all graphs of a decoder
     example  inputs of the shapes and types it will always get
     facts    all it depends on besides the source: model, options, shapes
     """
 
-    name: str
+    key: GraphKey
     module: nn.Module
     example: tuple[Tensor, ...]
     facts: dict[str, object]
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return str(self.key)
 
 
 class Backend(Protocol):

@@ -51,7 +51,7 @@ class CachePosition:
     row    [b] int32, cache row of the first token of each line
     count  [b] int32, how many of a line's tokens are real; the rest is padding
     slots  [b] int32, which slot of the cache each line is
-    reach  how many cache rows the graph looks at (its bucket)
+    bucket  how many cache rows the graph looks at (its bucket)
     padded whether ``count`` may be smaller than the window: then padding need not be computed
     tree   set where the window is a tree and not a run of consecutive tokens
     """
@@ -59,7 +59,7 @@ class CachePosition:
     row: Tensor
     count: Tensor
     slots: Tensor
-    reach: int
+    bucket: int
     padded: bool = False
     tree: Tree | None = None
 
@@ -183,7 +183,7 @@ class TorchKernels:
             store(c, x.to(c.dtype), slots=place.slots, rows=rows) for c, x in zip(cache, (k, v), strict=True)
         )
         # Nodes of a tree may lie behind the bucket: more of them are tried than can be accepted.
-        extent = place.reach if place.tree is None else min(place.reach + window, keys.shape[2])
+        extent = place.bucket if place.tree is None else min(place.bucket + window, keys.shape[2])
         key_blocks, value_blocks = _blocks(keys, extent), _blocks(values, extent)
         query = q.view(lines, window, groups, heads // groups, width).transpose(1, 2).flatten(2, 3)
         query = query * (1 / math.sqrt(width))

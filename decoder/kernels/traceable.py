@@ -43,7 +43,7 @@ class TraceableKernels:
         groups, share = k.shape[2], heads // k.shape[2]
         rows = place.row.unsqueeze(1) + torch.arange(window, dtype=torch.int32, device=q.device)  # [b, T]
         # Nodes of a tree may lie behind the bucket: more of them are tried than can be accepted.
-        extent = place.reach if place.tree is None else min(place.reach + window, cache[0].shape[2])
+        extent = place.bucket if place.tree is None else min(place.bucket + window, cache[0].shape[2])
         for part, new in zip(cache, (k, v), strict=True):
             store(part, new.transpose(1, 2).to(part.dtype), slots=place.slots, rows=rows)
         keys, values = (read(part, place.slots, extent).to(torch.float32) for part in cache)

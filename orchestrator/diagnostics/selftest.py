@@ -22,6 +22,7 @@ from paceline.generator import Sampler
 from paceline.core import noise
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.backends.base import BACKENDS, Graph, make
+from paceline.decoder.graph_key import GraphKey
 from paceline.diagnostics import doctor
 from paceline.generator import SpeculativeGenerator
 from paceline.outputs import GenerationResult
@@ -113,9 +114,8 @@ def _noise(backend: str) -> tuple[bool, str]:
     keys = torch.tensor([[1, -7], [-(1 << 31), 5]], dtype=torch.int32)
     positions = torch.tensor([[0, 1, 4095], [77, 1 << 20, 3]], dtype=torch.int32)
     step = NoiseStep()
-    words, values = make(backend).compile(Graph("selftest noise", step, (keys, positions), {"graph": "noise"}), _quiet)(
-        keys, positions
-    )
+    graph = Graph(GraphKey("selftest noise"), step, (keys, positions), {"graph": "noise"})
+    words, values = make(backend).compile(graph, _quiet)(keys, positions)
     wanted, wanted_values = step(keys, positions)
     wrong = int((words != wanted).sum()), int((values != wanted_values).sum())
     return wrong == (0, 0), f"{wrong[0]} of {words.numel()} words differ, {wrong[1]} values"

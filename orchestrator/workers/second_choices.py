@@ -54,5 +54,5 @@ class SecondChoices:
     def _window(self, tokens: Tensor, row: Tensor, rows: int) -> Tensor:
         """tokens [B, T] and row [B] of the first -> logits [B, T, V] over the target's ids."""
         reach = self._decoder.bucket_for(rows + tokens.shape[1])
-        logits, _ = steps.window(self._decoder, self._vocabulary.known(tokens), row, reach=reach)
+        logits, _ = steps.window(self._decoder, self._vocabulary.known(tokens), row, bucket=reach)
         return self._vocabulary.logits(logits)

@@ -15,6 +15,7 @@ import torch
 from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.compile import cache
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.native import build
 from tests.decoder.tiny import Workshop, fresh
 
@@ -169,8 +170,8 @@ def test_a_graph_that_did_not_compile_is_not_saved(workshop: Workshop, monkeypat
     def fails(graph: Graph, announce: Callable[[str], None]) -> Step:
         raise BackendError("no compiler today")
 
-    def ask(name: str) -> None:
-        decoder.graph(name, lambda _body, _reach: torch.nn.Identity(), [torch.zeros(1)], reach=decoder.n_positions)
+    def ask(kind: str) -> None:
+        decoder.graph(GraphKey(kind), lambda _body, _bucket: torch.nn.Identity(), [torch.zeros(1)])
 
     monkeypatch.setattr(decoder.backend, "compile", fails)
     with pytest.raises(BackendError, match="no compiler today"):
@@ -178,10 +179,10 @@ def test_a_graph_that_did_not_compile_is_not_saved(workshop: Workshop, monkeypat
     with pytest.raises(ArtefactError, match="no graph is compiled yet"):
         decoder.save("graphs")
     monkeypatch.setattr(decoder.backend, "compile", compiled)
-    monkeypatch.setattr(decoder.backend, "save", lambda graphs, _folder: saved.extend(g.name for g in graphs))
+    monkeypatch.setattr(decoder.backend, "save", lambda graphs, _folder: saved.extend(g.key for g in graphs))
     ask("good")
     decoder.save("graphs")
-    assert saved == [f"good@{decoder.n_positions}"]
+    assert saved == [GraphKey("good")]
 
 
 def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

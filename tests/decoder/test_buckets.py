@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.decoder.backends.base import Step
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.torch_kernels import CachePosition, TorchKernels, Tree
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
@@ -25,18 +26,16 @@ class Guard:
     def __init__(self, decoder: SamplingDecoder) -> None:
         self._graph, self.kv_buckets = decoder.graph, set[int]()
 
-    def __call__(
-        self, name: str, make: type[nn.Module], example: Sequence[Tensor], *, reach: int, **whose: object
-    ) -> Step:
-        step = self._graph(name, make, example, reach=reach, **whose)
-        if "verify" not in name:  # alone or behind a draft in one graph
+    def __call__(self, key: GraphKey, make: type[nn.Module], example: Sequence[Tensor], **whose: object) -> Step:
+        step = self._graph(key, make, example, **whose)
+        if key.kind != "verify":  # with a draft in the same graph or without
             return step
 
         def run(*inputs: Tensor) -> list[Tensor]:
             _tokens, count, start, limit = inputs[:4]
             root = start + count - 1
-            assert bool((root + limit < reach).all()), f"rows {(root + limit).tolist()} in a graph of {reach}"
-            self.kv_buckets.add(reach)
+            assert bool((root + limit < key.bucket).all()), f"rows {(root + limit).tolist()} in a graph of {key.bucket}"
+            self.kv_buckets.add(key.bucket)
             return step(*inputs)
 
         return run
@@ -92,16 +91,16 @@ def test_what_a_draft_missed_is_read_in_small_graphs_from_any_row_on(
     single = [target.sample([prompt], max_new_tokens=60).tolist() for prompt in prompts]
     maker = SpeculativeGenerator(["suffix", (draft, 2)], target, k=6)
     maker.compile()
-    made, asked, graph = dict(draft._steps), list[str](), draft.graph
+    made, asked, graph = dict(draft._steps), list[GraphKey](), draft.graph
 
-    def counted(name: str, *given: object, reach: int, **whose: object) -> Step:
-        asked.append(name)
-        return graph(name, *given, reach=reach, **whose)  # type: ignore[arg-type]
+    def counted(key: GraphKey, *rest: object, **whose: object) -> Step:
+        asked.append(key)
+        return graph(key, *rest, **whose)  # type: ignore[arg-type]
 
     monkeypatch.setattr(draft, "graph", counted)
     assert [maker.sample([prompt], max_new_tokens=60).tolist() for prompt in prompts] == single
-    caught_up = [name for name in asked if "prefill" in name]
-    assert caught_up.count("prefill[16]") > len(prompts) and caught_up.count("prefill[64]") == 2, caught_up
+    caught_up = [key.rows for key in asked if key.is_prompt]
+    assert caught_up.count(16) > len(prompts) and caught_up.count(64) == 2, caught_up
     reader = ModelDrafter(draft, 2, vocabulary=VocabMap(96, 96))
     for start in range(128):
         for count in (1, 16, 17, 64, 70):

@@ -14,6 +14,7 @@ from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.backends.inductor import InductorBackend
 from paceline.decoder.compile import cache
+from paceline.decoder.graph_key import GraphKey
 from tests.decoder.tiny import Workshop, fresh
 from tests.equality.laws import PROMPTS, plain, run, texts
 
@@ -37,7 +38,7 @@ class Looking(nn.Module):
 
 
 def graph(module: nn.Module, name: str = "step") -> Graph:
-    return Graph(name, module, (torch.ones(4),), {"graph": name, "config": "c"})
+    return Graph(GraphKey(name), module, (torch.ones(4),), {"graph": name, "config": "c"})
 
 
 def refuse(line: str) -> None:

@@ -22,6 +22,7 @@ from paceline.auto import SamplingDecoder
 from paceline.core.errors import CheckpointError, ConfigurationError, RankError
 from paceline.decoder import steps
 from paceline.decoder.backends.ranked import RankedBackend
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.parallel.ranks import Ranks
 from paceline.eagle.tree import Chain, DraftTree, DynamicTree
 from paceline.medusa import checkpoint as medusa
@@ -155,7 +156,7 @@ def test_what_could_not_be_sent_is_sent_with_the_next_step(target: SamplingDecod
     step, example = Scale(lambda: None), [torch.ones(2)]
 
     def ask() -> list[torch.Tensor]:
-        return list(target.graph("scale", lambda _body, _reach: step, example, reach=target.n_positions)(*example))
+        return list(target.graph(GraphKey("scale"), lambda _body, _bucket: step, example)(*example))
 
     with pytest.raises(ConfigurationError, match="cannot be sent to the other ranks"):
         ask()
@@ -270,5 +271,5 @@ def test_a_step_that_cannot_be_sent_is_refused_and_harms_nothing(target: Samplin
             return (x,)
 
     with pytest.raises(ConfigurationError, match="cannot be sent to the other ranks"):
-        target.graph("local", lambda _body, _reach: Local(), [torch.ones(1)], reach=target.kv_buckets[-1])
+        target.graph(GraphKey("local"), lambda _body, _bucket: Local(), [torch.ones(1)])
     assert tokens(target) == tokens(target)

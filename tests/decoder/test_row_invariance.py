@@ -31,7 +31,7 @@ def ids(seed: int, *shape: int) -> Tensor:
 def window(decoder: SamplingDecoder, tokens: Tensor, row: Tensor | int) -> Tensor:
     """Logits of a copy: the graph may give back the same memory at the next call."""
     start = row if isinstance(row, Tensor) else torch.full((len(tokens),), row, dtype=torch.int32)
-    return steps.window(decoder, tokens.contiguous(), start, reach=decoder.n_positions)[0].clone()
+    return steps.window(decoder, tokens.contiguous(), start, bucket=decoder.n_positions)[0].clone()
 
 
 def read(decoder: SamplingDecoder, text: Tensor) -> Tensor:

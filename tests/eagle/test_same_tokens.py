@@ -13,6 +13,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, TraceableDrafter
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.graph_key import GraphKey
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.tree import Chain, DraftTree, DynamicTree, LastPair, StaticTree
 from paceline.engine.draft_length import DraftLengthController
@@ -158,23 +159,23 @@ def test_the_law_of_a_drawn_chain_is_what_it_was_drawn_from(workshop: Workshop, 
 
 def test_a_round_is_one_graph(workshop: Workshop, tmp_path: Path) -> None:
     """Reading the commit, drafting, the target's pass, acceptance and keep are one call in each round."""
-    target, calls = fresh(workshop.checkpoint()), list[str]()
+    target, calls = fresh(workshop.checkpoint()), list[GraphKey]()
     compile_ = target.backend.compile
 
     def counted(graph: Graph, announce: Callable[[str], None]) -> Step:
         step = compile_(graph, announce)
-        return lambda *inputs: (calls.append(graph.name), step(*inputs))[1]
+        return lambda *inputs: (calls.append(graph.key), step(*inputs))[1]
 
     target.backend.compile = counted  # type: ignore[method-assign]
     for growth in GROWTHS:
         calls.clear()
         generator = SpeculativeGenerator(drafter(tmp_path, target, 3, growth), target)
         generator.sample(PROMPTS[:1], max_new_tokens=20)
-        rounds = [name for name in calls if "verify" in name]
+        rounds = [key for key in calls if key.is_round]
         assert len(rounds) == generator.statistics.num_rounds > 5
-        assert len({name for name in rounds if name.startswith("eagle3[")}) == 1
-        assert sum(not name.startswith("eagle3[") for name in rounds) <= 1, "nothing is drafted behind the last token"
-        assert all("prefill" in name or "reads" in name for name in calls if name not in rounds)
+        assert len({key for key in rounds if key.draft is not None}) == 1
+        assert sum(key.draft is None for key in rounds) <= 1, "nothing is drafted behind the last token"
+        assert all(key.is_prompt or key.kind == "read" for key in calls if key not in rounds)
 
 
 def test_drawn_chains_go_with_reject_and_drawn_trees_are_refused(workshop: Workshop, tmp_path: Path) -> None:
@@ -199,8 +200,8 @@ def test_graphs_that_read_a_text_are_those_of_every_growth(workshop: Workshop, t
     target = fresh(workshop.checkpoint())
     for growth in (Chain(2), DynamicTree(8, depth=3, width=3)):
         drafter(tmp_path, target, 3, growth).add_request(0, PROMPTS[0], torch.zeros(len(PROMPTS[0]), 96))
-    names = [graph.name for graph in target._used]
-    assert names == [names[0]] * 2 and "reads" in names[0]
+    keys = [graph.key for graph in target._used]
+    assert keys == [keys[0]] * 2 and keys[0].kind == "read"
     assert target._used[0].facts == target._used[1].facts
 
 

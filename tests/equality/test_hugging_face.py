@@ -119,6 +119,6 @@ def test_logits_of_every_row_are_close(workshop: Workshop) -> None:
         with torch.no_grad():
             expected = model(text).logits[0]
         rows = text.expand(4, -1).to(torch.int32).contiguous()
-        made = steps.window(target, rows, torch.zeros(4, dtype=torch.int32), reach=target.n_positions)[0]
+        made = steps.window(target, rows, torch.zeros(4, dtype=torch.int32), bucket=target.n_positions)[0]
         for line in made:
             torch.testing.assert_close(line, expected, rtol=1e-5, atol=2e-5)

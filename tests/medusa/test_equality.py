@@ -17,6 +17,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, TraceableDrafter
 from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.graph_key import GraphKey
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.corpus import FrozenTarget
 from paceline.medusa.network import fresh
@@ -97,20 +98,20 @@ def test_a_round_is_one_graph(workshop: Workshop, heads_folder: Path) -> None:
     """Heads, tree, target pass, acceptance and keep are one call in each round; other graphs only read the prompt."""
     target = fresh_decoder(workshop.checkpoint("target"))
     generator = SpeculativeGenerator(MedusaDrafter.from_pretrained(heads_folder, target), target)
-    calls: list[str] = []
+    calls: list[GraphKey] = []
     compile_ = target.backend.compile
 
     def counted(graph: Graph, announce: Callable[[str], None]) -> Step:
         step = compile_(graph, announce)
-        return lambda *inputs: (calls.append(graph.name), step(*inputs))[1]
+        return lambda *inputs: (calls.append(graph.key), step(*inputs))[1]
 
     target.backend.compile = counted  # type: ignore[method-assign]
     result = run(generator, {}, prompts=PROMPTS[:1])
-    rounds = [name for name in calls if "medusa" in name or "verify" in name]
+    rounds = [key for key in calls if key.is_round]
     assert len(rounds) == result.statistics.num_rounds > 3
-    fused = {name for name in rounds if "medusa" in name and "verify" in name}
+    fused = {key for key in rounds if key.draft is not None and key.draft.kind == "medusa"}
     assert len(fused) == 1 and rounds.count(fused.pop()) >= len(rounds) - 1, "nothing is drafted behind the last token"
-    assert all("prefill" in name for name in set(calls) - set(rounds))
+    assert all(key.is_prompt for key in set(calls) - set(rounds))
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
@@ -211,11 +212,13 @@ def test_it_is_a_drafter_that_can_be_fused(workshop: Workshop, heads_folder: Pat
     drafter = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder())
     assert isinstance(drafter, TraceableDrafter)
     other = MedusaDrafter.from_pretrained(heads_folder, workshop.decoder(), tree=[[0]])
-    assert drafter.name(1) != other.name(1)
+    assert drafter.step_key(1) != other.step_key(1)
     assert drafter.cache_key() != other.cache_key()
     drafter.heads.config = replace(drafter.heads.config, base="somewhere/else")
     alike = MedusaDrafter(drafter.heads, drafter.target, drafter.choices)
-    assert alike.name(1) == drafter.name(1), "heads of one shape have one artefact, wherever their target came from"
+    assert alike.step_key(1) == drafter.step_key(1), (
+        "heads of one shape share artefacts, whatever target they came with"
+    )
     assert not any(p.requires_grad for p in drafter.step(1).parameters())
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.backends.neuron import backend
+from paceline.decoder.graph_key import GraphKey
 from tests.neuron.conftest import SDK, forget
 
 
@@ -30,7 +31,7 @@ class Cache:
         self._site, self._patch = site, patch
 
     def compiled(
-        self, *, name: str = "verify[3]", by: float = 2.0, target: str = "trn2", logical: str = "2", **versions: str
+        self, *, kind: str = "verify", by: float = 2.0, target: str = "trn2", logical: str = "2", **versions: str
     ) -> list[str]:
         """The flags of what this process compiles for one graph; nothing if it finds the graph."""
         forget()
@@ -42,7 +43,7 @@ class Cache:
             info = self._site / f"{package.replace('-', '_')}-{SDK[package]}.dist-info"
             (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
         step = backend.NeuronBackend().compile(
-            Graph(name, Scale(by), (torch.ones(2),), {"graph": "the same"}), lambda _line: None
+            Graph(GraphKey(kind), Scale(by), (torch.ones(2),), {"graph": "the same"}), lambda _line: None
         )
         assert step(torch.ones(2))[0].tolist() == [by, by]
         import torch_neuronx
@@ -67,7 +68,7 @@ def test_the_key_holds_versions_chip_flags_and_the_graph(cache: Cache) -> None:
         {"target": "trn1", "logical": "1"},
         {"logical": "1"},
         {"by": 3.0},
-        {"name": "prefill[16]"},  # the same graph, with the flags of one that reads a prompt
+        {"kind": "prefill"},  # the same graph, with the flags of one that reads a prompt
     ]
     flags = [cache.compiled(**change) for change in changes]
     assert [len(one) for one in flags] == [1] * len(changes), "each is compiled by itself"

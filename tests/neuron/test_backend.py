@@ -15,6 +15,7 @@ from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
 from paceline.decoder.backends.neuron import backend as neuron
 from paceline.decoder.compile import cache
+from paceline.decoder.graph_key import GraphKey
 from paceline.engine.rounds import FusedRound
 from tests.decoder.headed import SMALL
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
@@ -184,7 +185,7 @@ def test_inputs_that_lie_in_memory_in_another_order(install: Any) -> None:
 
     install()
     turned, dense = torch.arange(6.0).view(2, 3).T, torch.arange(6.0).view(3, 2)
-    step = neuron.NeuronBackend().compile(Graph("flat", Flat(), (dense,), {}), print)
+    step = neuron.NeuronBackend().compile(Graph(GraphKey("flat"), Flat(), (dense,), {}), print)
     assert torch.equal(step(turned)[0], turned.reshape(-1) * 2)
     assert torch.equal(step(dense)[0], dense.reshape(-1) * 2)
 
@@ -198,7 +199,7 @@ def test_a_graph_that_breaks_a_rule_is_refused_before_the_compiler_sees_it(insta
 
     install()
     with pytest.raises(BackendError, match="cannot be compiled for Neuron: operator"):
-        neuron.NeuronBackend().compile(Graph("sorting", Sorting(), (torch.randn(3),), {}), print)
+        neuron.NeuronBackend().compile(Graph(GraphKey("sorting"), Sorting(), (torch.randn(3),), {}), print)
 
 
 @pytest.mark.parametrize("gqa", ["replicated-heads", "all-gather-heads"])

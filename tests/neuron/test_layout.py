@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
+from paceline.core.types import DraftKey, DraftShape
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.backends.neuron import backend as neuron
+from paceline.decoder.graph_key import GraphKey
 
 
 class Products(nn.Module):
@@ -44,27 +47,28 @@ def test_every_graph_is_compiled_for_the_largest_round(
     backend, state, (target, draft, table) = neuron.NeuronBackend(), torch.zeros(1), weights(3)
     steps, flags = {}, runtime().compiled
 
-    def check(name: str, own: list[nn.Parameter], calls: int) -> None:
+    def check(key: GraphKey, own: list[nn.Parameter], calls: int) -> None:
         x = torch.randn(2, 4)
-        if name not in steps:
-            steps[name] = backend.compile(Graph(name, Products(own, state), (x,), {"graph": name}), print)
-        found, count = steps[name](x)
+        if key not in steps:
+            steps[key] = backend.compile(Graph(key, Products(own, state), (x,), {"graph": str(key)}), print)
+        found, count = steps[key](x)
         wanted = x
         for weight in own:
             wanted = wanted @ weight
         torch.testing.assert_close(found, wanted)
         assert count.item() == calls
 
-    check("prefill[16]@64", [target, table], 1)
+    prompt, verify = GraphKey("prefill", 16, 64), GraphKey("verify", 3, 64, draft_shape=DraftShape.chain(2))
+    check(prompt, [target, table], 1)
     assert not laid()  # there is no round yet
-    check("verify[3 chain of 2]@64", [target], 2)
+    check(verify, [target], 2)
     assert len(laid()) == 1 and len(flags) == 3  # the prompt's graph again, for the round's layout
-    check("draft[2]+verify[3 chain of 2]@64", [target, draft], 3)
+    check(replace(verify, draft=DraftKey("draft", DraftShape.chain(2))), [target, draft], 3)
     assert len(laid()) == 2 and len(flags) == 6  # a larger round: it leads, the other two follow
-    check("keep[2]@64", [table], 4)
+    check(GraphKey("compact", 2, 64), [table], 4)
     assert len(laid()) == 2 and len(flags) == 7  # a weight of its own stays as it is
-    for name, own in (("prefill[16]@64", [target, table]), ("verify[3 chain of 2]@64", [target])):
-        check(name, own, 5 if name.startswith("prefill") else 6)
+    for key, own in ((prompt, [target, table]), (verify, [target])):
+        check(key, own, 5 if key.is_prompt else 6)
     assert len(flags) == 7
 
 
@@ -73,9 +77,9 @@ def test_a_start_finds_all_layouts_in_the_cache(install: Any, runtime: Any, monk
     for _ in range(2):
         backend, own = neuron.NeuronBackend(), weights(2)
         seen = len(runtime().compiled)
-        for name in ("verify[2 chain of 1]@64", "prefill[16]@64"):
+        for key in (GraphKey("verify", 2, 64), GraphKey("prefill", 16, 64)):
             step = backend.compile(
-                Graph(name, Products(own, torch.zeros(1)), (torch.ones(2, 4),), {"graph": name}), print
+                Graph(key, Products(own, torch.zeros(1)), (torch.ones(2, 4),), {"graph": str(key)}), print
             )
             torch.testing.assert_close(step(torch.ones(2, 4))[0], torch.ones(2, 4) @ own[0] @ own[1])
         assert len(laid()) == 2

@@ -88,7 +88,7 @@ def test_the_cache_after_accepted_and_rejected_drafts_is_that_of_the_text(
     exact = logits_of(judge, text)
     for at in (len(text) - 1, len(text) - 6, len(prompt) + 1):  # from the end, since reading writes
         tokens = torch.tensor([text[at : at + 1]], dtype=torch.int32)
-        got = steps.window(target, tokens, torch.tensor([at], dtype=torch.int32), reach=target.bucket_for(at + 1))[0]
+        got = steps.window(target, tokens, torch.tensor([at], dtype=torch.int32), bucket=target.bucket_for(at + 1))[0]
         torch.testing.assert_close(got[0, 0], exact[at], atol=2e-4, rtol=1e-4)
 
 
@@ -100,7 +100,7 @@ def test_the_draft_s_cache_is_that_of_the_text_too(folders: tuple[Path, Path]) -
     exact = logits_of(LlamaForCausalLM.from_pretrained(folders[1]).eval(), text)
     at = len(text) - 8  # what the very last rounds committed is never read by a draft
     tokens = torch.tensor([text[at : at + 1]], dtype=torch.int32)
-    got = steps.window(draft, tokens, torch.tensor([at], dtype=torch.int32), reach=draft.bucket_for(at + 1))[0]
+    got = steps.window(draft, tokens, torch.tensor([at], dtype=torch.int32), bucket=draft.bucket_for(at + 1))[0]
     torch.testing.assert_close(got[0, 0], exact[at], atol=2e-4, rtol=1e-4)
 
 

@@ -164,7 +164,7 @@ def test_second_choices_are_what_the_drafter_would_have_chosen_instead(workshop:
         whole = torch.tensor([text], dtype=torch.int32)
         one = SamplingTensors(sampling.params[slot : slot + 1], sampling.seeds[slot : slot + 1])
         reader = workshop.decoder("draft", slots=1).sibling()
-        logits, _ = steps.window(reader, whole, torch.zeros(1, dtype=torch.int32), reach=POSITIONS)
+        logits, _ = steps.window(reader, whole, torch.zeros(1, dtype=torch.int32), bucket=POSITIONS)
         places = torch.arange(1, len(text) + 1, dtype=torch.int32).unsqueeze(0)
         scores = probs.apply_temperature(logits, one)
         if temperature:

@@ -14,6 +14,7 @@ from paceline.decoder.backends import xla
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.compile import hlo_lint
 from paceline.decoder.decoder import ModelWithCache
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel import sharding
@@ -61,7 +62,9 @@ def test_no_finding_and_one_module_for_all_ranks(workshop: Workshop, name: str, 
             config, options, weights, kernels=TraceableKernels(), rank=rank, group=DeviceGroup(DEGREE)
         ).eval()
         with torch.no_grad():
-            texts.append(xla.hlo(Graph(name, STEPS[name](body, 128), inputs(name, 1), {}), ranks=Collecting()))
+            texts.append(
+                xla.hlo(Graph(GraphKey(name), STEPS[name](body, 128), inputs(name, 1), {}), ranks=Collecting())
+            )
     found, census = hlo_lint.lint(texts[0], budget=BUDGETS[name]), hlo_lint.census(texts[0])
     print(f"{name}, {gqa}: {sum(census.values())} instructions, {len(found)} findings")
     assert found == []

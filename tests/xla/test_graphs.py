@@ -10,6 +10,7 @@ from torch import nn
 from paceline.decoder.backends import xla
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.compile import hlo_lint
+from paceline.decoder.graph_key import GraphKey
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import KINDS, Workshop
 
@@ -30,7 +31,7 @@ def graph(request: pytest.FixtureRequest, workshop: Workshop) -> tuple[str, nn.M
     body = workshop.decoder(backend="xla").body
     name = request.param
     step = STEPS[name](body, 128)
-    return name, step, xla.hlo(Graph(name, step, inputs(name, 1), {}))
+    return name, step, xla.hlo(Graph(GraphKey(name), step, inputs(name, 1), {}))
 
 
 Made = tuple[str, nn.Module, str]
@@ -48,7 +49,7 @@ def test_no_finding(graph: Made) -> None:
 
 def test_other_values_give_the_same_module(graph: Made) -> None:
     name, step, text = graph
-    other = xla.hlo(Graph(name, step, inputs(name, 2), {}))
+    other = xla.hlo(Graph(GraphKey(name), step, inputs(name, 2), {}))
     assert hashlib.sha256(other.encode()).digest() == hashlib.sha256(text.encode()).digest()
 
 
@@ -77,5 +78,5 @@ def test_other_kinds_of_models_have_no_finding_either(workshop: Workshop, kind: 
     """Biases, tied tables, scaled positions, one K/V head, and weights and caches of 16 bits."""
     body = workshop.decoder(backend="xla", kind=kind, amp=amp).body
     for name in ("prefill", "window, tree"):
-        found = xla.hlo(Graph(name, STEPS[name](body, 128), inputs(name, 1), {}))
+        found = xla.hlo(Graph(GraphKey(name), STEPS[name](body, 128), inputs(name, 1), {}))
         assert hlo_lint.lint(found, budget=BUDGETS[name]) == []

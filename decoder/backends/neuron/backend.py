@@ -67,7 +67,7 @@ class NeuronBackend:
         traced = self._chip.trace(
             Stateful(lowered, self._chip.names.of(graph.module, lowered), self._chip.ranks), graph
         )
-        flags = self._chip.sdk.flags(prompt=graph.name.startswith("prefill"))
+        flags = self._chip.sdk.flags(prompt=graph.key.is_prompt)
         facts = self._facts({**graph.facts, "hlo": _digest(traced.hlo.SerializeToString()), "flags": flags})
 
         def folder(more: dict[str, object], build: Callable[[Path], None]) -> Path:
@@ -80,7 +80,7 @@ class NeuronBackend:
             self._folders[found] = None
             return found
 
-        return partial(self._chip.run, self._chip.add(Entry(graph.name, traced, flags, folder)))
+        return partial(self._chip.run, self._chip.add(Entry(graph.key, traced, flags, folder)))
 
     def read_state(self, state: Tensor) -> Tensor:
         return self._chip.value(state)

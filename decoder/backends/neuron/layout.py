@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import BackendError
+from paceline.decoder.graph_key import GraphKey
 
 NEFF = "graph.neff"
 _WRAPPED, _TRANSFORMER = "layout.hlo", "transformer"
-_ROUNDS = ("verify[", "plain[")  # in the names of graphs that run for every few tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Entry:
     folder  its place in the cache for facts more than its own; filled by the function if it is not there
     """
 
-    name: str
+    key: GraphKey
     traced: Any
     flags: str
     folder: Callable[[dict[str, object], Callable[[Path], None]], Path]
@@ -66,7 +66,7 @@ class Compiler:
         Raises:
             BackendError: the compiler refuses a graph.
         """
-        rounds = [key for key, entry in graphs.items() if any(kind in entry.name for kind in _ROUNDS)]
+        rounds = [key for key, entry in graphs.items() if entry.key.is_round]
         if not self.layout or not rounds:
             return Arrangement({key: (_anew(entry.traced), self.plain(entry)) for key, entry in graphs.items()})
         first = max(rounds, key=lambda key: len(graphs[key].traced.weight_name_to_idx))
@@ -121,7 +121,7 @@ def _work(folder: Path, entry: Entry) -> Iterator[str]:
     try:
         yield str(work)
     except Exception as error:
-        raise BackendError(f"neuronx-cc refused {entry.name} ({entry.flags}): {error}") from error
+        raise BackendError(f"neuronx-cc refused {entry.key} ({entry.flags}): {error}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
