@@ -16,7 +16,7 @@ from torch import Tensor
 
 from paceline import SpeculativeGenerator
 from paceline.core.types import RoundReport
-from paceline.decoder.backends.base import Repeats
+from paceline.decoder.backends.base import MultiRoundStep
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.outputs import Statistics
 
@@ -77,14 +77,14 @@ class _Timed:
         return out
 
 
-class _TimedAgain(_Timed):
-    """One that can run again by itself, and says how long each of its rounds took."""
+class _TimedRounds(_Timed):
+    """One that runs several rounds in a call, and says how long each of them took."""
 
-    def again(self, *given: Any) -> tuple[list[RoundReport], list[Tensor]]:
-        assert isinstance(self._step, Repeats)
-        told, made = self._step.again(*given)
-        self._clock.seconds += sum(one.seconds for one in told)
-        return told, made
+    def run_rounds(self, *given: Any) -> tuple[list[RoundReport], list[Tensor]]:
+        assert isinstance(self._step, MultiRoundStep)
+        reports, made = self._step.run_rounds(*given)
+        self._clock.seconds += sum(report.seconds for report in reports)
+        return reports, made
 
 
 class Clock:
@@ -109,7 +109,7 @@ class Clock:
 
     def timed(self, step: Callable[..., object]) -> Callable[..., object]:
         """The same step, timed."""
-        return _TimedAgain(step, self) if isinstance(step, Repeats) else _Timed(step, self)
+        return _TimedRounds(step, self) if isinstance(step, MultiRoundStep) else _Timed(step, self)
 
 
 def measure(modes: dict[str, Mode], prompts: Sequence[Sequence[int]], *, new: int, repeats: int) -> None:

@@ -11,8 +11,9 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from paceline.core.errors import ArtefactError, ConfigurationError, DecoderBusyE
 from paceline.core.types import FeatureSpec, SamplingTensors
 from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.kernels.torch_kernels import CachePosition, Kernels, Tree
+from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import MAX_WIDTH, DecoderOptions
@@ -30,7 +31,6 @@ from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
 
 log = logging.getLogger("paceline")
-Announce = Callable[[str], None]
 StepMaker = Callable[["ModelWithCache", int], nn.Module]
 
 
@@ -114,6 +114,26 @@ class ModelWithCache(nn.Module):
         )
 
 
+@dataclass(frozen=True, slots=True)
+class GraphEvent:
+    """A decoder begins to compile a graph, or has it.
+
+    key      which graph
+    message  what is being done, for people; "" once the graph is there
+    seconds  that it took to make or find it; 0 at the beginning
+    """
+
+    key: GraphKey
+    message: str = ""
+    seconds: float = 0.0
+
+
+def log_compilation(event: GraphEvent) -> None:
+    """Say what is compiled: it may take long, and silence would look like a hang."""
+    if event.message:
+        log.warning(event.message)
+
+
 class FeatureBuffer(nn.Module):
     """Features between two rounds, as a state that graphs share. [B, W, F] float32"""
 
@@ -127,8 +147,8 @@ class FeatureBuffer(nn.Module):
 class CompiledDecoder:
     """One model on one backend.
 
-    ``graph`` compiles (or finds in the cache) a step for a bucket of the cache length; ``announce`` is told before
-    anything that takes long.
+    ``graph`` compiles a step for a bucket of the cache length, or finds it in the cache. ``on_graph`` is called when
+    a compiler begins, and once more when a graph is there, compiled or found.
     """
 
     def __init__(
@@ -137,7 +157,7 @@ class CompiledDecoder:
         self.config, self.options, self.backend = config, options, backend
         self.kv_buckets = backend.kv_buckets(options.kv_buckets)
         self.body = ModelWithCache(config, options, weights, kernels=backend.kernels, group=backend.group).eval()
-        self.announce: Announce = log.warning  # a first use may take long, and silence would look like a hang
+        self.on_graph: Callable[[GraphEvent], None] = log_compilation
         self.folder: Path | None = None
         self._steps: dict[tuple[GraphKey, int], Step] = {}
         self._owners: dict[int, object] = {}  # kept, so that no other object gets the same id
@@ -178,8 +198,11 @@ class CompiledDecoder:
             shapes = [[str(x.dtype), list(x.shape)] for x in example]
             facts = {"graph": asdict(key), "inputs": shapes, **facts}
             graph = Graph(key, make(self.body, key.bucket), tuple(example), facts)
-            step = self._steps[key, id(owner)] = self.backend.compile(graph, self.announce)
+            begin = perf_counter()
+            step = self.backend.compile(graph, lambda message: self.on_graph(GraphEvent(key, message)))
+            self._steps[key, id(owner)] = step
             self._used.append(graph)  # what failed is not to be saved
+            self.on_graph(GraphEvent(key, seconds=perf_counter() - begin))
         return step
 
     def carry(self, *shape: int) -> FeatureBuffer:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from paceline.core.types import FeatureSpec
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.kernels.torch_kernels import CachePosition, Tree
+from paceline.decoder.kernels.protocol import CachePosition, Tree
 
 
 class PrefillStep(nn.Module):

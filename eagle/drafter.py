@@ -22,7 +22,7 @@ from paceline.core.pending import PendingCommits
 from paceline.core.types import Commit, DraftKey, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.kernels.torch_kernels import CachePosition
+from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.weights.files import check_finite
 from paceline.eagle import checkpoint
 from paceline.eagle.head import EagleHead

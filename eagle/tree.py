@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from paceline.core import noise, reduce, tree
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape, SamplingTensors
-from paceline.decoder.kernels.torch_kernels import Tree
+from paceline.decoder.kernels.protocol import Tree
 from paceline.eagle.head import EagleHead, Qkv
 
 

@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.types import Commit, DraftKey, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.kernels.torch_kernels import Kernels
+from paceline.decoder.kernels.protocol import Kernels
 from paceline.medusa import checkpoint
 from paceline.medusa.network import Heads
 from paceline.medusa.tree import Choices

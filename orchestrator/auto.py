@@ -132,6 +132,6 @@ class AutoDecoder:
             kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
         weights = load_weights(path, config, options.dtype, progress=progress, shard=shard)
         decoder = SamplingDecoder(config, options, weights, backend=engine)
-        engine.attach(decoder, os.fspath(path))
+        engine.attach(decoder.body, os.fspath(path))
         decoder.folder = Path(path)
         return decoder

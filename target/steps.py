@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from paceline.core.acceptance.base import AcceptanceRule, TargetView, committed
 from paceline.core.types import PAD, DraftShape, FeatureSpec, SamplingTensors
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
-from paceline.decoder.kernels.torch_kernels import Kernels
+from paceline.decoder.kernels.protocol import Kernels
 from paceline.target.verify_mask import VerifyMask
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +27,14 @@ from paceline.core.types import (
     PrefillResult,
     Proposal,
     RoundLimits,
+    RoundReport,
     RoundResult,
     SamplingTensors,
 )
-from paceline.decoder.backends.base import Again, Repeats
+from paceline.decoder.backends.base import MultiRoundStep, Step
 from paceline.decoder.decoder import CompiledDecoder, FeatureBuffer, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.steps import prefill
-from paceline.target.multi_round import multi_round
 from paceline.target.steps import FusedStep, VerifyStep, pad_law
 
 
@@ -64,7 +66,7 @@ class CompiledVerifier:
         self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
         self._keys: dict[tuple[DraftShape, int, int, bool], GraphKey] = {}  # every round asks for one
-        self._rounds: dict[tuple[TraceableDrafter, int, int, bool], Again] = {}  # the same, of fused ones
+        self._fused_keys: dict[tuple[TraceableDrafter, int, int, bool], GraphKey] = {}
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
@@ -117,49 +119,35 @@ class CompiledVerifier:
         if self._reads is not None:
             carry, kept = self._carry(commit, self._reads), isinstance(commit.features, DeviceFeatures)
             inputs += [commit.features] if isinstance(commit.features, Tensor) else []
-        room = None if carry is not None and not kept else bounds.multi_round  # the next round would have another graph
+        limits = None if carry is not None and not kept else bounds.multi_round  # the next round has another graph
         bucket, draft_bucket = self.decoder.bucket_for(bounds.max_rows), drafter.bucket(bounds.max_rows)
-        if room is not None:
-            rounds = room.max_rounds
+        if limits is not None:
+            rounds = limits.max_rounds
             while rounds > 1:
                 last = drafter.bucket(min(bounds.max_rows + (rounds - 1) * self._width, bucket))
                 if last == draft_bucket:
                     break
                 rounds //= 2  # all in one graph of the draft's
-            room = room if rounds == room.max_rounds else replace(room, max_rounds=rounds)
-        key = (drafter, draft_bucket, bucket, kept)
-        again = self._rounds.get(key)
-        if again is None:
-            again = self._rounds[key] = self._again(
-                drafter, draft_bucket, inputs, bucket=bucket, carry=carry, kept=kept
-            )
-        told, made = again(inputs, seconds, room)
-        features: Tensor | DeviceFeatures | None = made[3] if len(made) > 3 else None
-        if carry is not None:
-            features = DeviceFeatures(partial(self.decoder.backend.read_state, carry.features))
-        return RoundResult(Commit(made[0], made[1], made[2], features), told)
-
-    def _again(
-        self,
-        drafter: TraceableDrafter,
-        draft_bucket: int,
-        inputs: list[Tensor],
-        *,
-        bucket: int,
-        carry: FeatureBuffer | None,
-        kept: bool,
-    ) -> Again:
-        """What runs a drafter's step and that of this verifier in one graph."""
-        lean = self.decoder.backend.device_state
+            limits = limits if rounds == limits.max_rounds else replace(limits, max_rounds=rounds)
+        which = (drafter, draft_bucket, bucket, kept)
+        if which not in self._fused_keys:
+            alone = self._key(self.draft_shape, self._width, bucket)
+            self._fused_keys[which] = replace(alone, kept=kept, draft=drafter.step_key(draft_bucket))
 
         def make(body: ModelWithCache, bucket: int) -> nn.Module:
             verify = self._step(body, bucket, draft_shape=self.draft_shape)
-            return FusedStep(drafter.step(draft_bucket), verify, carry, lean=lean)
+            return FusedStep(drafter.step(draft_bucket), verify, carry, lean=self.decoder.backend.device_state)
 
-        key = replace(self._key(self.draft_shape, self._width, bucket), kept=kept, draft=drafter.step_key(draft_bucket))
-        step = self.decoder.graph(key, make, inputs, guest=drafter.cache_key, owner=drafter.state)
-        given: object = step  # mypy takes no function for an object with methods
-        return given.again if isinstance(given, Repeats) else multi_round(step, lean=lean)
+        key = self._fused_keys[which]
+        step: object = self.decoder.graph(key, make, inputs, guest=drafter.cache_key, owner=drafter.state)
+        if isinstance(step, MultiRoundStep):
+            reports, made = step.run_rounds(inputs, seconds, limits)
+        else:
+            reports, made = _one_round(cast(Step, step), inputs, lean=self.decoder.backend.device_state)
+        features: Tensor | DeviceFeatures | None = made[3] if len(made) > 3 else None
+        if carry is not None:
+            features = DeviceFeatures(partial(self.decoder.backend.read_state, carry.features))
+        return RoundResult(Commit(made[0], made[1], made[2], features), reports)
 
     def _carry(self, commit: Commit, reads: FeatureSpec) -> FeatureBuffer | None:
         """Where features stay between rounds, if they had better not come to the host."""
@@ -188,6 +176,15 @@ class CompiledVerifier:
                 next_width=self._width,
             )
         return self._keys[wanted]
+
+
+def _one_round(step: Step, inputs: list[Tensor], *, lean: bool) -> tuple[list[RoundReport], list[Tensor]]:
+    """As `MultiRoundStep.run_rounds`, of a step that runs one round a call. ``lean``: whether the `FusedStep` is."""
+    begin = perf_counter()
+    packed, *made = step(*inputs)
+    if lean:
+        made = [packed[:, :-2].contiguous(), packed[:, -2].contiguous(), inputs[2] + inputs[1], *made]
+    return [RoundReport.of(packed.tolist(), perf_counter() - begin)], made
 
 
 def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from paceline.core import tree
 from paceline.core.types import PAD, DraftShape, Proposal
-from paceline.decoder.kernels.torch_kernels import Tree
+from paceline.decoder.kernels.protocol import Tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,18 +17,28 @@ from torch import Tensor, nn
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.core.types import Commit, FeatureSpec, PrefillResult, RoundLimits, RoundResult, SamplingTensors
+from paceline.core.types import (
+    Commit,
+    FeatureSpec,
+    MultiRoundLimits,
+    PrefillResult,
+    RoundLimits,
+    RoundReport,
+    RoundResult,
+    SamplingTensors,
+)
 from paceline.decoder.backends.base import Step
 from paceline.decoder.backends.eager import EagerBackend
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.kernels.torch_kernels import CachePosition, TorchKernels, Tree
+from paceline.decoder.kernels.protocol import CachePosition, Tree
+from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import RopeConfig
 from paceline.decoder.options import DecoderOptions
 from paceline.engine.batch import Slot
 from paceline.engine.engine import CallOptions, Engine, TimedRound, Variant, VariantBuilder
-from paceline.target.steps import FusedStep
+from tests.target.many_rounds import run_rounds
 
 EMPTY = -7  # a cache row that nobody has written
 
@@ -138,7 +148,7 @@ class TableDecoder(SamplingDecoder):
         self.options = DecoderOptions(slots, kv_buckets, (8, 16), "f32")
         self.backend, self.kv_buckets = EagerBackend(), kv_buckets
         self.body = TableBody(logits, self.config, slots=slots, positions=kv_buckets[-1], slack=128)
-        self.announce, self.folder = print, None
+        self.folder = None
         self._made: dict[tuple[GraphKey, object], tuple[list[torch.Size], Step]] = {}
         self._holder = None
 
@@ -156,15 +166,26 @@ class TableDecoder(SamplingDecoder):
         full = (key, owner)
         if full not in self._made:
             module = make(self.body, key.bucket)
-
-            def run(*inputs: Tensor) -> list[Tensor]:
-                if isinstance(module, FusedStep) and self.body.truth is not None:
-                    self.body.truth.go_on(Commit(*inputs[:3]))
-                return list(module(*inputs))
-
-            self._made[full] = (shapes, run)
+            self._made[full] = (shapes, FusedTableStep(self.body, module) if key.draft and key.is_round else module)
         assert self._made[full][0] == shapes, f"{full} was compiled for {self._made[full][0]} and is given {shapes}"
         return self._made[full][1]
+
+
+class FusedTableStep:
+    """A fused round over table models. Like native code it runs several rounds in one call."""
+
+    def __init__(self, body: TableBody, module: nn.Module) -> None:
+        self._body, self._module = body, module
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        if self._body.truth is not None:
+            self._body.truth.go_on(Commit(*inputs[:3]))
+        return list(self._module(*inputs))
+
+    def run_rounds(
+        self, inputs: list[Tensor], seconds: float, limits: MultiRoundLimits | None
+    ) -> tuple[list[RoundReport], list[Tensor]]:
+        return run_rounds(self, inputs, seconds, limits)
 
 
 class Truth:

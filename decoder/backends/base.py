@@ -1,4 +1,4 @@
-"""The contract of a backend and what it compiles; `make` picks one by name."""
+"""The contract of a backend, what it compiles, and the table of backends. A backend is one file and one row."""
 
 from __future__ import annotations
 
@@ -6,53 +6,80 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
-from paceline.core.errors import ConfigurationError
+from paceline.core.errors import ArtefactError, ConfigurationError
 from paceline.core.types import MultiRoundLimits, RoundReport
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.kernels.torch_kernels import Kernels
+from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 
-if TYPE_CHECKING:
-    from paceline.decoder.decoder import CompiledDecoder
 
-BACKENDS = {
-    "eager": ("paceline.decoder.backends.eager", "EagerBackend"),
-    "inductor": ("paceline.decoder.backends.inductor", "InductorBackend"),
-    "xla": ("paceline.decoder.backends.xla", "XlaBackend"),
-    "neuron": ("paceline.decoder.backends.neuron.backend", "NeuronBackend"),
+@dataclass(frozen=True, slots=True)
+class BackendRow:
+    """A backend and what it can do.
+
+    name     as in ``AutoDecoder.from_pretrained(backend=...)``
+    path     "module:Class", which takes no arguments
+    summary  one line for tables
+    divided  "module:Class" for a model divided over ranks, which takes their number; "" = it runs one rank only
+    saves    whether compiled graphs can be saved and loaded
+    """
+
+    name: str
+    path: str
+    summary: str
+    divided: str = ""
+    saves: bool = False
+
+
+BACKENDS: dict[str, BackendRow] = {
+    row.name: row
+    for row in (
+        BackendRow(
+            "eager",
+            "paceline.decoder.backends.eager:EagerBackend",
+            "plain PyTorch, nothing is compiled",
+            divided="paceline.decoder.backends.ranked:RankedBackend",
+        ),
+        BackendRow(
+            "inductor",
+            "paceline.decoder.backends.inductor:InductorBackend",
+            "compiled graphs and native kernels on the CPU",
+            saves=True,
+        ),
+        BackendRow("xla", "paceline.decoder.backends.xla:XlaBackend", "graphs of torch_xla, to try them out"),
+        BackendRow(
+            "neuron",
+            "paceline.decoder.backends.neuron.backend:NeuronBackend",
+            "AWS Neuron",
+            divided="paceline.decoder.backends.neuron.backend:NeuronBackend",
+            saves=True,
+        ),
+    )
 }
-DIVIDED = {
-    "eager": ("paceline.decoder.backends.ranked", "RankedBackend"),
-    "neuron": ("paceline.decoder.backends.neuron.backend", "NeuronBackend"),
-}
-"""Backends that can run a model divided over ranks, of which they are told the number."""
 
 Step = Callable[..., list[Tensor]]
 """A compiled step: tensors in, a list of tensors out; state (weights, caches) stays inside."""
 
 
-Again = Callable[[list[Tensor], float, MultiRoundLimits | None], tuple[list[RoundReport], list[Tensor]]]
-"""Rounds of a fused step one behind the other: its inputs, seconds that they have to fit into (the first runs anyway),
-and what lets another one follow (None: nothing) -> what each of them did, and what the last one made.
-"""
-
-
 @runtime_checkable
-class Repeats(Protocol):
-    """A step that can run again on what it made without coming back in between, if it is a fused one.
+class MultiRoundStep(Protocol):
+    """A fused step that can run several rounds in one call, each on what the one before it committed.
 
-    Its inputs are tokens, count and start of a commit, limits, knobs, keys, and features if there are any; its outputs
-    what the host is told of a round, then tokens, count, start and features of the next commit, of the same shapes.
+    Its inputs are tokens, count and first row of a commit, limits, sampling params, seeds, and features if there are
+    any. Its outputs are what the host is told about a round, then tokens, count, first row and features of the next
+    commit, of the same shapes. Steps without this method run one round a call.
     """
 
-    def again(
-        self, inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
+    def run_rounds(
+        self, inputs: list[Tensor], seconds: float, limits: MultiRoundLimits | None
     ) -> tuple[list[RoundReport], list[Tensor]]:
-        """An `Again`. What the last round makes is overwritten by the call after the next."""
+        """Run one round, and further ones as long as ``limits`` allows (None: no further one) and they fit into so many
+        seconds. -> a report of each round, and what the last one committed; the call after the next overwrites that.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +89,7 @@ class Graph:
     key      which graph of its decoder this is
     module   the step; its parameters and buffers are the state, shared by all graphs of a decoder
     example  inputs of the shapes and types it will always get
-    facts    all it depends on besides the source: model, options, shapes
+    facts    everything it depends on besides the source: key, model, options, shapes
     """
 
     key: GraphKey
@@ -91,19 +118,21 @@ class Backend(Protocol):
 
     @property
     def device_state(self) -> bool:
-        """Whether inputs and outputs are copied, so that what only the next graph reads had better be a state."""
+        """Whether inputs and outputs are copied to and from a device: what only the next graph reads is then kept
+        there.
+        """
 
     def read_state(self, state: Tensor) -> Tensor:
-        """What a state of its graphs holds now, copied."""
+        """A copy of what a state of its graphs holds now."""
 
-    def kv_buckets(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        """The buckets of the cache length this backend makes graphs for, out of those wanted."""
+    def kv_buckets(self, requested: tuple[int, ...]) -> tuple[int, ...]:
+        """The buckets of the cache length that this backend makes graphs for, out of the requested ones."""
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
-        """Compile, or take from the cache. ``announce`` is called before anything slow."""
+        """Compile a graph, or take it from the cache. ``announce`` is called before anything slow."""
 
-    def attach(self, decoder: CompiledDecoder, path: str) -> None:
-        """Told once, before the first graph, whose graphs it compiles, and where the other ranks find their parts."""
+    def attach(self, body: nn.Module, path: str) -> None:
+        """Called once, before the first graph, with rank 0's `ModelWithCache` and the folder of the checkpoint."""
 
     def close(self) -> None:
         """Give back what is held outside of this process."""
@@ -115,41 +144,55 @@ class Backend(Protocol):
         """Take compiled graphs from a folder; ``facts`` are those of the decoder."""
 
 
-class OnHost:
-    """What a backend has to say whose graphs work on the host's own tensors."""
+class LocalBackend:
+    """Defaults: one rank, whose graphs work on this process's own tensors, and nothing to save.
 
+    A backend on top of it has a ``name``, ``kernels`` and ``compile``.
+    """
+
+    name = "local"
+    group: Collectives = SingleRank()
     device_state = False
 
     def read_state(self, state: Tensor) -> Tensor:
         return state.clone()
 
+    def kv_buckets(self, requested: tuple[int, ...]) -> tuple[int, ...]:
+        return requested
 
-class OneRank:
-    """What a backend of one rank has to say about ranks."""
-
-    group: Collectives = SingleRank()
-
-    def attach(self, decoder: CompiledDecoder, path: str) -> None:
-        """There are no others."""
+    def attach(self, body: nn.Module, path: str) -> None:
+        """There are no other ranks."""
 
     def close(self) -> None:
         """Nothing is held elsewhere."""
+
+    def save(self, graphs: Sequence[Graph], folder: Path) -> None:
+        raise ArtefactError(f"backend={self.name!r} has no compiled graphs to save; use one that has: {_savers()}")
+
+    def load(self, folder: Path, facts: dict[str, object]) -> None:
+        raise ArtefactError(f"backend={self.name!r} cannot load compiled graphs; use one that can: {_savers()}")
 
 
 def make(name: str, degree: int = 1) -> Backend:
     """A new backend, for a model on so many ranks.
 
     Raises:
-        ConfigurationError: no backend has this name, or it has one rank only.
+        ConfigurationError: no backend has this name, or it runs one rank only.
     """
     if not isinstance(name, str) or name not in BACKENDS:
         raise ConfigurationError(f"backend={name!r} is unknown; use one of {', '.join(BACKENDS)}")
-    if degree > 1 and name not in DIVIDED:
+    row = BACKENDS[name]
+    if degree > 1 and not row.divided:
+        able = ", ".join(row.name for row in BACKENDS.values() if row.divided)
         raise ConfigurationError(
             f"backend={name!r} runs on one rank: its compiled graphs call kernels that know no other; for tp_degree="
-            f"{degree} use one of {', '.join(DIVIDED)}"
+            f"{degree} use one of {able}"
         )
-    module, attribute = BACKENDS[name] if degree == 1 else DIVIDED[name]
+    module, _, attribute = (row.divided if degree > 1 else row.path).partition(":")
     kind = getattr(importlib.import_module(module), attribute)
-    made: Backend = kind() if degree == 1 else kind(degree)
-    return made
+    backend: Backend = kind(degree) if degree > 1 else kind()
+    return backend
+
+
+def _savers() -> str:
+    return ", ".join(row.name for row in BACKENDS.values() if row.saves)

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from paceline.core.errors import ArtefactError
-from paceline.decoder.backends.base import Graph, OneRank, OnHost, Step
-from paceline.decoder.kernels.torch_kernels import Kernels, TorchKernels
+from paceline.decoder.backends.base import Graph, LocalBackend, Step
+from paceline.decoder.kernels.protocol import Kernels
+from paceline.decoder.kernels.torch_kernels import TorchKernels
 
 
-class EagerBackend(OneRank, OnHost):
-    """Runs steps directly; there is nothing to save."""
+class EagerBackend(LocalBackend):
+    """Runs steps directly."""
 
     name = "eager"
 
     def __init__(self) -> None:
         self.kernels: Kernels = TorchKernels()
-
-    def kv_buckets(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        return wanted
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         def run(*inputs: Tensor) -> list[Tensor]:
@@ -30,9 +26,3 @@ class EagerBackend(OneRank, OnHost):
                 return list(graph.module(*inputs))
 
         return run
-
-    def save(self, graphs: Sequence[Graph], folder: Path) -> None:
-        raise ArtefactError("backend='eager' compiles nothing, so there is nothing to save; use 'inductor'")
-
-    def load(self, folder: Path, facts: dict[str, object]) -> None:
-        raise ArtefactError("backend='eager' compiles nothing, so there is nothing to load; use 'inductor'")

@@ -18,9 +18,9 @@ from torch import Tensor
 from paceline.core.errors import ArtefactError, BackendError
 from paceline.core.types import MultiRoundLimits, RoundReport
 from paceline.decoder import environment
-from paceline.decoder.backends.base import Graph, OneRank, OnHost, Step
+from paceline.decoder.backends.base import Graph, LocalBackend, Step
 from paceline.decoder.compile import cache
-from paceline.decoder.kernels.torch_kernels import Kernels
+from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native, c_shims
 from paceline.decoder.native.rounds import Rounds
@@ -28,7 +28,7 @@ from paceline.decoder.native.rounds import Rounds
 _PACKAGE = "graph.pt2"
 
 
-class InductorBackend(OneRank, OnHost):
+class InductorBackend(LocalBackend):
     """Compiled CPU graphs."""
 
     name = "inductor"
@@ -39,9 +39,9 @@ class InductorBackend(OneRank, OnHost):
         self._root = environment.cache_root() / "inductor"
         self._shipped: Path | None = None
 
-    def kv_buckets(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
+    def kv_buckets(self, requested: tuple[int, ...]) -> tuple[int, ...]:
         """One: the attention kernel reads the rows that are there, so a shorter bucket would gain nothing."""
-        return wanted[-1:]
+        return requested[-1:]
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         facts = self._facts(graph.facts)
@@ -101,7 +101,7 @@ def _compile(graph: Graph, folder: Path) -> None:
 
 
 class _Package:
-    """A compiled graph with the decoder's own tensors in it. A `Step`, and one that `Repeats`."""
+    """A compiled graph with the decoder's own tensors in it. A `Step`, and a `MultiRoundStep` if the step is fused."""
 
     def __init__(self, folder: Path, graph: Graph) -> None:
         try:
@@ -117,13 +117,13 @@ class _Package:
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         return self._run(list(inputs))
 
-    def again(
-        self, inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
+    def run_rounds(
+        self, inputs: list[Tensor], seconds: float, limits: MultiRoundLimits | None
     ) -> tuple[list[RoundReport], list[Tensor]]:
-        """See `paceline.decoder.backends.base.Repeats`."""
+        """See `paceline.decoder.backends.base.MultiRoundStep`."""
         if self._rounds is None:
             self._rounds = Rounds(self._path, self.keep, self._example)
-        return self._rounds(inputs, seconds, room)
+        return self._rounds(inputs, seconds, limits)
 
 
 def _open(folder: Path) -> torch._C._aoti.AOTIModelPackageLoader:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,16 +18,16 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from paceline.core.errors import ArtefactError, BackendError
+from paceline.core.errors import BackendError
 from paceline.decoder import environment
-from paceline.decoder.backends.base import Graph, OneRank, Step
+from paceline.decoder.backends.base import Graph, LocalBackend, Step
 from paceline.decoder.compile.lowering import Lowered, lower, state_of
-from paceline.decoder.kernels.torch_kernels import Kernels
+from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.parallel.collectives import Collectives
 
 
-class XlaBackend(OneRank):
+class XlaBackend(LocalBackend):
     """Graphs compiled by XLA. Nothing is saved: XLA's CPU executables belong to the process."""
 
     name = "xla"
@@ -38,21 +37,12 @@ class XlaBackend(OneRank):
         self._device = device()
         self.kernels: Kernels = TraceableKernels()
 
-    def kv_buckets(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        return wanted
-
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         announce(f"compiling {graph.name}")
         return _Executable(graph, self._device)
 
     def read_state(self, state: Tensor) -> Tensor:
         return self._device.copy_of(state).cpu()
-
-    def save(self, graphs: Sequence[Graph], folder: Path) -> None:
-        raise ArtefactError("backend='xla' keeps its graphs in the process, so there is nothing to save")
-
-    def load(self, folder: Path, facts: dict[str, object]) -> None:
-        raise ArtefactError("backend='xla' keeps its graphs in the process, so there is nothing to load")
 
 
 class Device:
@@ -178,7 +168,7 @@ def traced(
         changed, outputs = lowered.run(state, inputs, ranks=ranks)
     if strange := home.fallbacks():
         raise BackendError(
-            f"torch_xla has no lowering for {', '.join(sorted(strange))}; rewrite it in decoder/rewrites.py"
+            f"torch_xla has no lowering for {', '.join(sorted(strange))}; rewrite it in decoder/compile/rewrites.py"
         )
     return [*changed.values(), *outputs]
 

@@ -1,169 +1,29 @@
-"""The operations of a decoder that decide its speed, as a contract, and their plain PyTorch form.
+"""The kernels of a decoder in plain PyTorch: what tests and debugging run on, and what other kernels are compared with.
 
-`TorchKernels` is what tests and debugging run on and what the native kernels are compared with. It promises that a
-row's result does not depend on its place in the window or on the other rows; it makes no promise about speed. Not
-here: normalisation, rotation, activation, which a backend compiles from plain PyTorch
-(`paceline.decoder.models.llama`) unless its kernels know whole halves of a layer (`LayerKernels`).
+A row's result does not depend on its place in the window or on the other rows. Not made for speed.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import reduce as fold
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from paceline.core import noise, probs, reduce, tree
+from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
+from paceline.decoder.kernels.protocol import CachePosition
 
 _BY_ROW = 128  # up to so many rows (every window, no large prefill chunk) `TorchKernels.linear` goes row by row
 _BLOCK = 128  # columns of the cache that `TorchKernels.attend` takes at a time
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """A window whose rows are nodes of a tree: each attends to the committed rows and to its own ancestors.
-
-    parents  [b, T] int32, the row of the window each row hangs on; -1 for the root, row 0
-    seen     [b, T, T] float32, 1 where row j is row i or an ancestor of it
-    """
-
-    parents: Tensor
-    seen: Tensor
-
-    @classmethod
-    def of(cls, parents: Tensor) -> Tree:
-        return cls(parents, tree.ancestor_mask(parents))
-
-    @property
-    def depth(self) -> Tensor:
-        """How far each row is from the root. [b, T] int32"""
-        return self.seen.sum(-1).to(torch.int32) - 1
-
-
-@dataclass(frozen=True, slots=True)
-class CachePosition:
-    """Where in the cache the rows of a call belong.
-
-    row    [b] int32, cache row of the first token of each line
-    count  [b] int32, how many of a line's tokens are real; the rest is padding
-    slots  [b] int32, which slot of the cache each line is
-    bucket  how many cache rows the graph looks at (its bucket)
-    padded whether ``count`` may be smaller than the window: then padding need not be computed
-    tree   set where the window is a tree and not a run of consecutive tokens
-    """
-
-    row: Tensor
-    count: Tensor
-    slots: Tensor
-    bucket: int
-    padded: bool = False
-    tree: Tree | None = None
-
-    def positions(self, window: int) -> Tensor:
-        """Position in the text of every token of a window. [b, T] int32"""
-        steps = torch.arange(window, dtype=torch.int32, device=self.row.device)
-        return self.row.unsqueeze(1) + (steps if self.tree is None else self.tree.depth)
-
-    @property
-    def real(self) -> Tensor | None:
-        """``count`` if it says something."""
-        return self.count if self.padded else None
-
-
-@runtime_checkable
-class Kernels(Protocol):
-    """Lines b, tokens T of a line, heads H, key-value heads G, head width D, cache rows R.
-
-    Activations are float32; weights and caches have the type that ``amp`` names.
-    ``batch_invariant``: a row's bits do not depend on the number of rows of its window.
-    """
-
-    batch_invariant: bool
-
-    @property
-    def halves(self) -> LayerKernels | None:
-        """The same kernels where they know whole halves of a layer as well; a divided model has no use for those."""
-
-    def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
-        """x [b, T, in] @ weight [out, in].T -> [b, T, out]; rows from ``count`` [b] on may hold anything finite."""
-
-    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: CachePosition) -> Tensor:
-        """Write keys and values to their rows, then attend to all rows up to a token's own.
-
-        In a tree, instead: to all rows before the window and to the token's own ancestors.
-        q [b, T, H, D], k and v [b, T, G, D], cache twice [slots, G, R, D] (changed in place) -> [b, T, H * D]
-        """
-
-    def compact_path(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
-        """Move the rows of an accepted path to where a chain would have put them, in place.
-
-        cache twice [slots, G, R, D]; row [b] int32, of the window's root; path [b, D] int32, rows of the window in
-        ascending order, PAD behind the last
-        """
-
-    def sample_tokens(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
-    ) -> Tensor:
-        """As `paceline.core.probs.sample_tokens`."""
-
-    def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
-        """As `paceline.core.probs.probabilities`, up to float32's rounding: the law that `choose` draws from."""
-
-    def cuts(self, sampling: SamplingTensors) -> bool:
-        """Whether top-k, top-p or min-p may be on in any row. A graph, which knows no values, says yes."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionWeights:
-    """Of the first half of a layer: norm [H], q, k and v in one matrix [(heads + 2 G) D, H], output [H, heads D]."""
-
-    norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    out: Tensor
-    out_bias: Tensor | None
-    eps: float
-
-
-@dataclass(frozen=True, slots=True)
-class MlpWeights:
-    """Of the second half: norm [H], gate and up in one matrix [2 F, H], down [H, F]."""
-
-    norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
-    eps: float
-
-
-class LayerKernels(Protocol):
-    """Attention and MLP of a layer, each with its norm and its sum onto the stream."""
-
-    def attention(
-        self,
-        hidden: Tensor,
-        weights: AttentionWeights,
-        place: CachePosition,
-        *,
-        cache: tuple[Tensor, Tensor],
-        rotation: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        """hidden [b, T, H], cos and sin [b, T, 1, D] -> hidden [b, T, H]; rows from ``count`` on pass through."""
-
-    def mlp(self, hidden: Tensor, weights: MlpWeights, count: Tensor | None = None) -> Tensor:
-        """hidden [b, T, H] -> [b, T, H]; rows from ``count`` [b] on pass through."""
 
 
 class TorchKernels:
     """Plain PyTorch on one device, eager."""
 
     batch_invariant = False  # matrix products of attention sum in an order that may depend on the number of rows
-    halves = None
+    layers = None
 
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         weight = weight.float()

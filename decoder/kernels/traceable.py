@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.core import noise, probs, reduce
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels.torch_kernels import CachePosition
+from paceline.decoder.kernels.protocol import CachePosition
 
 MAX_EXACT = 1 << 24
 """Integers below this survive a compiler that computes them in float32."""
@@ -26,7 +26,7 @@ class TraceableKernels:
     """Plain operations of static shape."""
 
     batch_invariant = False  # a compiler may order a row's sums by the number of rows
-    halves = None
+    layers = None
 
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         """As `Kernels.linear`; padding is computed like everything else."""

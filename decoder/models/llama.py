@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.types import FeatureSpec
-from paceline.decoder.kernels.torch_kernels import AttentionWeights, CachePosition, Kernels, MlpWeights
+from paceline.decoder.kernels.protocol import AttentionWeights, CachePosition, Kernels, MlpWeights
 from paceline.decoder.models.rope import apply_rope, rope_tables
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.sharding import Shard
@@ -103,8 +103,8 @@ class LlamaLayer(nn.Module):
         weights = AttentionWeights(
             self.attention_norm, self.qkv, self.qkv_bias, self.out, self.out_bias, self.config.rms_norm_eps
         )
-        if self._kernels.halves is not None:
-            hidden = self._kernels.halves.attention(hidden, weights, place, cache=cache, rotation=rotation)
+        if self._kernels.layers is not None:
+            hidden = self._kernels.layers.attention(hidden, weights, place, cache=cache, rotation=rotation)
         else:
             x = rms_norm(hidden, self.attention_norm, weights.eps)
             hidden = hidden + self._attention(x, place, cache=cache, rotation=rotation)
@@ -136,8 +136,8 @@ def gated_mlp(
     hidden: Tensor, weights: MlpWeights, real: Tensor | None = None, *, kernels: Kernels, group: Collectives
 ) -> Tensor:
     """The second half of a layer: hidden [b, T, H] + MLP(norm(hidden)), summed over the ranks of ``group``."""
-    if kernels.halves is not None:
-        return kernels.halves.mlp(hidden, weights, real)
+    if kernels.layers is not None:
+        return kernels.layers.mlp(hidden, weights, real)
     x = rms_norm(hidden, weights.norm, weights.eps)
     gate, up = _biased(kernels.linear(x, weights.gate_up, real), weights.gate_up_bias).chunk(2, dim=-1)
     made = kernels.linear(nn.functional.silu(gate) * up, weights.down, real)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from paceline.decoder.kernels.torch_kernels import Kernels
+from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.sharding import Shard
 

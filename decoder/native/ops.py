@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.core import noise
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels.torch_kernels import AttentionWeights, CachePosition, MlpWeights
+from paceline.decoder.kernels.protocol import AttentionWeights, CachePosition, MlpWeights
 from paceline.decoder.native import build
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -41,7 +41,7 @@ class Native:
 
     def __init__(self) -> None:
         register()
-        self.halves = self
+        self.layers = self
 
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         ops = torch.ops.paceline

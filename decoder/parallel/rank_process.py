@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError, RankError
 from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.kernels.torch_kernels import Kernels, TorchKernels
+from paceline.decoder.kernels.protocol import Kernels
+from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import GlooGroup, join

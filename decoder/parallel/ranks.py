@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.core.errors import ConfigurationError, RankError
 from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.kernels.torch_kernels import Kernels
+from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import GlooGroup, join, leave

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels.torch_kernels import Kernels
+from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel.collectives import Collectives
 
 

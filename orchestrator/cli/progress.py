@@ -1,6 +1,6 @@
 """Progress of long work: loading weights, compiling graphs, generating. A bar on a terminal, lines elsewhere.
 
-Not here: what is loaded or compiled. Graphs are watched from outside, by a backend around the backend.
+Not here: what is loaded or compiled. Decoders report their graphs (`CompiledDecoder.on_graph`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
-from torch import Tensor
 
-from paceline.decoder.backends.base import Backend, Graph, Step
-from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.decoder import CompiledDecoder, GraphEvent
+from paceline.decoder.graph_key import GraphKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,57 +83,27 @@ def loading(console: Console, folder: Path) -> Iterator[Callable[[int, int], Non
         yield shown.reach
 
 
-class Watched:
-    """A backend that tells when a graph is begun and made."""
-
-    def __init__(self, inner: Backend, owner: str, *, shown: Bar, made: list[GraphTime]) -> None:
-        self.inner, self._owner, self._bar, self._made = inner, owner, shown, made
-        self.name, self.kernels, self.group, self.device_state = (
-            inner.name,
-            inner.kernels,
-            inner.group,
-            inner.device_state,
-        )
-
-    def kv_buckets(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        return self.inner.kv_buckets(wanted)
-
-    def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
-        slow: list[str] = []
-
-        def told(what: str) -> None:
-            slow.append(what)
-            self._bar.step(f"{what} of the {self._owner}")
-
-        begin = perf_counter()
-        step = self.inner.compile(graph, told)
-        self._made.append(GraphTime(self._owner, graph.name, perf_counter() - begin, bool(slow)))
-        self._bar.advance()
-        return step
-
-    def read_state(self, state: Tensor) -> Tensor:
-        return self.inner.read_state(state)
-
-    def attach(self, decoder: CompiledDecoder, path: str) -> None:
-        self.inner.attach(decoder, path)
-
-    def close(self) -> None:
-        self.inner.close()
-
-    def save(self, graphs: Sequence[Graph], folder: Path) -> None:
-        self.inner.save(graphs, folder)
-
-    def load(self, folder: Path, facts: dict[str, object]) -> None:
-        self.inner.load(folder, facts)
-
-
 @contextmanager
 def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, made: list[GraphTime]) -> Iterator[None]:
     """Show every graph that these decoders make inside the block, and note it in ``made``."""
+
+    def observer(owner: str) -> Callable[[GraphEvent], None]:
+        compiling: set[GraphKey] = set()
+
+        def observe(event: GraphEvent) -> None:
+            if event.message:
+                compiling.add(event.key)
+                shown.step(f"{event.message} of the {owner}")
+                return
+            made.append(GraphTime(owner, str(event.key), event.seconds, event.key in compiling))
+            shown.advance()
+
+        return observe
+
     with ExitStack() as stack:
         for owner, decoder in decoders.items():
-            stack.callback(setattr, decoder, "backend", decoder.backend)
-            decoder.backend = Watched(decoder.backend, owner, shown=shown, made=made)
+            stack.callback(setattr, decoder, "on_graph", decoder.on_graph)
+            decoder.on_graph = observer(owner)
         stack.enter_context(warnings.catch_warnings())
         # Torch's own exporter and loader warn about themselves, once for every graph.
         warnings.filterwarnings("ignore", message=r"`isinstance\(treespec", category=FutureWarning)

@@ -7,7 +7,7 @@ room (`paceline.placement.planning.planner`, `ledger`), or whether a worker's ma
 from __future__ import annotations
 
 from paceline.core.errors import ConfigurationError, PlanError
-from paceline.decoder.backends.base import DIVIDED
+from paceline.decoder.backends.base import BACKENDS
 from paceline.decoder.models.rope import check_positions
 from paceline.decoder.options import MAX_WIDTH
 from paceline.placement.planning.plan import Plan
@@ -38,8 +38,9 @@ def check(plan: Plan) -> None:
                 f"{item.name} was planned with k={model.k}, and a target verifies at most {MAX_WIDTH - 1} drafted "
                 "tokens a round; ask for fewer"
             )
-        if degree > 1 and model.backend not in DIVIDED:
+        if degree > 1 and not BACKENDS[model.backend].divided:
+            able = ", ".join(row.name for row in BACKENDS.values() if row.divided)
             raise PlanError(
                 f"{item.name} was planned on {degree} cores, and backend={model.backend!r} runs a model on one; give "
-                f"`tp_degree: 1`, or a backend that divides a model: {', '.join(DIVIDED)}"
+                f"`tp_degree: 1`, or a backend that divides a model: {able}"
             )

@@ -12,7 +12,8 @@ from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.decoder.backends.base import Step
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.kernels.torch_kernels import CachePosition, TorchKernels, Tree
+from paceline.decoder.kernels.protocol import CachePosition, Tree
+from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from tests.decoder.test_decoder import loaded

@@ -14,6 +14,7 @@ from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.backends.inductor import InductorBackend
 from paceline.decoder.compile import cache
+from paceline.decoder.decoder import GraphEvent
 from paceline.decoder.graph_key import GraphKey
 from tests.decoder.tiny import Workshop, fresh
 from tests.equality.laws import PROMPTS, plain, run, texts
@@ -43,6 +44,11 @@ def graph(module: nn.Module, name: str = "step") -> Graph:
 
 def refuse(line: str) -> None:
     raise AssertionError(f"nothing has to be done, but: {line}")
+
+
+def refuse_compiling(event: GraphEvent) -> None:
+    if event.message:
+        refuse(event.message)
 
 
 @pytest.fixture
@@ -120,7 +126,7 @@ def test_the_graphs_of_a_decoder_share_its_weights_and_its_cache(workshop: Works
 def test_checkpoints_of_one_shape_share_packages(workshop: Workshop) -> None:
     known = plain(workshop.decoder(backend="inductor"), {})
     other = fresh(workshop.checkpoint("target", seed=1), backend="inductor", batch_size=4)
-    other.announce = refuse
+    other.on_graph = refuse_compiling
     assert plain(other, {}) == plain(workshop.decoder(seed=1), {}) != known
 
 
@@ -141,7 +147,7 @@ def test_saved_graphs_run_where_nothing_was_compiled(
     root = empty_cache("elsewhere")
     moved = fresh(workshop.checkpoint(), backend="inductor", batch_size=4)
     moved.load(tmp_path / "shipped")
-    moved.announce = refuse
+    moved.on_graph = refuse_compiling
     assert plain(moved, {}) == known
     assert not list(root.rglob("graph.pt2"))
     moved.save(tmp_path / "again")  # what was loaded can be shipped on

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.decoder.kernels.torch_kernels import CachePosition, TorchKernels
+from paceline.decoder.kernels.protocol import CachePosition
+from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.native.ops import Native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -14,9 +14,9 @@ from paceline.core.types import MultiRoundLimits, RoundReport
 from paceline.decoder.backends.inductor import _Package
 from paceline.decoder.native.rounds import Rounds
 from paceline.engine import rounds
-from paceline.target.multi_round import multi_round
 from tests.decoder.tiny import Workshop, fresh
 from tests.equality.laws import PROMPTS, run
+from tests.target.many_rounds import run_rounds
 
 
 @pytest.mark.parametrize("ends", [[], [5, 17, 40]])
@@ -25,14 +25,14 @@ def test_the_same_rounds(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, law: dict[str, object], ends: list[int]
 ) -> None:
     """More texts than slots, of unequal lengths, so that slots idle, limits shrink, and rows of rounds end early."""
-    native, rows = _Package.again, list[int]()
+    native, rows = _Package.run_rounds, list[int]()
 
     def both(
         step: _Package, inputs: list[Tensor], seconds: float, room: MultiRoundLimits | None
     ) -> tuple[list[RoundReport], list[Tensor]]:
         told, made = native(step, inputs, seconds, room)
         # Once more over the same cache: what it overwrites is what it read.
-        expected, last = multi_round(step, lean=False)(inputs, seconds, room)
+        expected, last = run_rounds(step, inputs, seconds, room)
         assert [(one.tokens, one.drafted) for one in told] == [(one.tokens, one.drafted) for one in expected]
         assert all(one.seconds > 0 for one in told)
         assert len(made) == len(last) == 3
@@ -40,7 +40,7 @@ def test_the_same_rounds(
         rows.append(len(told))
         return told, made
 
-    monkeypatch.setattr(_Package, "again", both)
+    monkeypatch.setattr(_Package, "run_rounds", both)
     monkeypatch.setattr(rounds, "MULTI_ROUND_BUDGET_S", 60.0)
     generator = SpeculativeGenerator(*workshop.pair(backend="inductor"), k=4)
     prompts = [*PROMPTS, PROMPTS[0][:3]]

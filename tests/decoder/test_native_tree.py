@@ -12,7 +12,8 @@ from torch import Tensor
 
 from paceline.core import tree
 from paceline.core.types import PAD
-from paceline.decoder.kernels.torch_kernels import CachePosition, Kernels, TorchKernels, Tree
+from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
+from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.native.ops import Native
 from tests.decoder.test_native_attend import DTYPES, HEADS, Case, case
 

@@ -96,7 +96,7 @@ class Workshop:
         wishes = (role, backend, amp, slots, kind, seed)
         if wishes not in self._made:
             made = fresh(self.checkpoint(role, kind, seed=seed), backend=backend, amp=amp, batch_size=slots)
-            made.announce = lambda _line: None
+            made.on_graph = lambda _event: None
             self._made[wishes] = made
         return self._made[wishes]
 

@@ -39,7 +39,7 @@ def pairs(compile_cache: None) -> dict[str, Pair]:
             )
             for role in ("draft", "target")
         )
-        draft.announce = target.announce = lambda _line: None
+        draft.on_graph = target.on_graph = lambda _event: None
         made[amp] = (draft, target)
     return made
 

@@ -32,7 +32,7 @@ def pair(workshop: Workshop, backend: str, slots: int = 2) -> tuple[Any, Any]:
         fresh(workshop.checkpoint(role), backend=backend, amp="f32", batch_size=slots) for role in ("draft", "target")
     ]
     for decoder in made:
-        decoder.announce = lambda _line: None
+        decoder.on_graph = lambda _event: None
     return made[0], made[1]
 
 
@@ -220,7 +220,7 @@ def test_a_divided_model_on_several_cores(workshop: Workshop, runtime: Runtime, 
         for role in (("draft", "target") if gqa == "all-gather-heads" else ("target",))
     ]
     for decoder in made:
-        decoder.announce = lambda _line: None
+        decoder.on_graph = lambda _event: None
     source = SpeculativeGenerator(*made, k=2) if len(made) > 1 else made[0]
     done = source.sample(PROMPTS, return_dict=True, **asked)
     assert done.sequences.tolist() == wanted

@@ -117,11 +117,10 @@ def test_a_ladder_takes_the_graphs_of_its_depths_and_makes_them_ahead(workshop: 
     maker = SpeculativeGenerator(draft, target, k=DRAFT_LENGTHS, exact=False)
     rebuild(maker, controller=Dice(DRAFT_LENGTHS))
     maker.compile()
-    made = {name for name, _ in target._steps}
-    widths = {name.split("from ")[1].split("]")[0] for name in made if "from " in name}
-    assert widths == {"1 to 1", "2 to 2", "3 to 3", "5 to 5", "9 to 9"}
+    made = {key for key, _ in target._steps}
+    assert {(key.commit_width, key.next_width) for key in made if key.is_round} == {(w, w) for w in (1, 2, 3, 5, 9)}
     assert torch.equal(maker.sample(PROMPTS, max_new_tokens=40), plain)
-    assert set(maker.statistics.draft_lengths) == set(DRAFT_LENGTHS) and {name for name, _ in target._steps} == made
+    assert set(maker.statistics.draft_lengths) == set(DRAFT_LENGTHS) and {key for key, _ in target._steps} == made
 
 
 def test_compiled_models_on_a_ladder(workshop: Workshop) -> None:

@@ -28,8 +28,8 @@ from paceline.decoder.backends.neuron.layout import NEFF, Compiler, Entry
 from paceline.decoder.backends.neuron.state import Names
 from paceline.decoder.compile import cache, graph_lint
 from paceline.decoder.compile.lowering import Lowered, lower
-from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.kernels.torch_kernels import Kernels
+from paceline.decoder.decoder import ModelWithCache
+from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.parallel.collectives import Collectives, DeviceGroup, SingleRank
 
@@ -51,8 +51,8 @@ class NeuronBackend:
         self._shipped: Path | None = None
         self._folders: dict[Path, None] = {}  # of this decoder's graphs, in the order they were made or found
 
-    def kv_buckets(self, wanted: tuple[int, ...]) -> tuple[int, ...]:
-        return wanted
+    def kv_buckets(self, requested: tuple[int, ...]) -> tuple[int, ...]:
+        return requested
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         """Trace, and compile unless the cache has it. The device takes it in at the next call of any graph.
@@ -85,10 +85,11 @@ class NeuronBackend:
     def read_state(self, state: Tensor) -> Tensor:
         return self._chip.value(state)
 
-    def attach(self, decoder: CompiledDecoder, path: str) -> None:
-        """Load the other cores' parts of the decoder's model."""
+    def attach(self, body: nn.Module, path: str) -> None:
+        """Load the other cores' parts of the model."""
+        assert isinstance(body, ModelWithCache)
         if self.group.degree > 1:
-            self._chip.names.divide(decoder.body, neuron_ranks.others(decoder, path))
+            self._chip.names.divide(body, neuron_ranks.others(body, path))
 
     def close(self) -> None:
         """Cores are this process's until it ends."""

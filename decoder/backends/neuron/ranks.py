@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
+from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
 
@@ -42,13 +42,11 @@ def tracing(degree: int) -> AbstractContextManager[Any]:
     return made
 
 
-def others(decoder: CompiledDecoder, path: str) -> list[ModelWithCache]:
-    """The bodies of ranks 1 and up, in order. With rank 0's they hold every divided tensor once."""
-    config, options, found = decoder.config, decoder.options, []
+def others(first: ModelWithCache, path: str) -> list[ModelWithCache]:
+    """The bodies of ranks 1 and up, in order; ``first`` is rank 0's. Together they hold every divided tensor once."""
+    config, options, bodies = first.config, first.options, []
     for rank in range(1, options.layout.degree):
         weights = load_weights(path, config, options.dtype, shard=Shard(config, options.layout, rank))
-        body = ModelWithCache(
-            config, options, weights, kernels=decoder.body.kernels, rank=rank, group=decoder.body.group
-        )
-        found.append(body.eval())
-    return found
+        body = ModelWithCache(config, options, weights, kernels=first.kernels, rank=rank, group=first.group)
+        bodies.append(body.eval())
+    return bodies
