@@ -1,4 +1,4 @@
-"""Several drafters in order: in every slot, the first that has something to say proposes.
+"""Several drafters in order: in every slot, the first that has something to propose does.
 
 A free drafter (n-grams, suffixes) in front of a model costs nothing where the text does not repeat, and spares the
 model where it does. The model runs only in rounds in which some slot is left over.
@@ -18,86 +18,92 @@ from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, Round
 
 
 class FallbackDrafter:
-    """``drafters`` of chains that report no law; each proposes where all before it proposed nothing."""
+    """``drafters`` of chains that report no draft probabilities; each proposes where all before it proposed nothing.
+
+    Raises:
+        ConfigurationError: there is none, or one proposes trees or reads the target's states.
+    """
 
     reads: FeatureSpec | None = None
 
     def __init__(self, drafters: Sequence[Drafter]) -> None:
         if not drafters:
-            raise ConfigurationError("a chain of drafters needs at least one")
-        for one in drafters:
-            if not one.draft_shape.is_chain or one.reads is not None:
+            raise ConfigurationError("a list of drafters needs at least one")
+        for drafter in drafters:
+            if not drafter.draft_shape.is_chain or drafter.reads is not None:
                 raise ConfigurationError(
-                    f"{type(one).__name__} cannot stand in a chain of drafters, since it proposes trees or reads the "
+                    f"{type(drafter).__name__} cannot be in a list of drafters, because it proposes trees or reads the "
                     "target's states; use it alone"
                 )
-        self._drafters = tuple(
-            one for one in drafters if one.draft_shape.num_draft_tokens
-        )  # others never have something to say
-        self._guess = [one if isinstance(one, Guesses) else None for one in self._drafters]
-        own = [
-            one.draft_lengths if isinstance(one, Varies) else (one.draft_shape.num_draft_tokens,)
-            for one in self._drafters
-        ]
-        self.draft_lengths = tuple(sorted({depth for each in own for depth in each})) or (0,)
+        # A drafter of no tokens never has anything to propose.
+        self._drafters = tuple(drafter for drafter in drafters if drafter.draft_shape.num_draft_tokens)
+        # Asked for every drafter once: `isinstance` of a protocol is slow.
+        self._guesses = [drafter if isinstance(drafter, Guesses) else None for drafter in self._drafters]
+        lengths = {length for drafter in self._drafters for length in _draft_lengths(drafter)}
+        self.draft_lengths = tuple(sorted(lengths)) or (0,)
         self.draft_shape = DraftShape.chain(self.draft_lengths[-1])
-        # As far as the one that follows longest; the others are asked only as far as each of them follows.
-        reaches = [one.max_positions for one in self._drafters]
-        self.max_positions = (
-            None if None in reaches else max((reach for reach in reaches if reach is not None), default=None)
-        )
+        # As far as the drafter that follows longest; the others are asked only as far as each of them follows.
+        ends = [drafter.max_positions for drafter in self._drafters]
+        self.max_positions = None if None in ends else max((end for end in ends if end is not None), default=None)
 
     def shortened(self, length: int) -> FallbackDrafter:
-        """See `paceline.core.protocols.Shortens`. Each is shortened that proposes more.
+        """See `paceline.core.protocols.Shortens`. Each drafter that proposes more is shortened.
 
         Raises:
-            ConfigurationError: one of them has one depth only.
+            ConfigurationError: one of them has one length only.
         """
         return FallbackDrafter(
-            [one if one.draft_shape.num_draft_tokens <= length else _shortened(one, length) for one in self._drafters]
+            [
+                drafter if drafter.draft_shape.num_draft_tokens <= length else _shortened(drafter, length)
+                for drafter in self._drafters
+            ]
         )
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        for one in self._drafters:
-            one.add_request(slot, prompt)
+        for drafter in self._drafters:
+            drafter.add_request(slot, prompt)
 
     def finish_request(self, slot: int) -> None:
-        for one in self._drafters:
-            one.finish_request(slot)
+        for drafter in self._drafters:
+            drafter.finish_request(slot)
 
     def update(self, commit: Commit) -> None:
-        for one in self._drafters:
-            one.update(commit)
+        for drafter in self._drafters:
+            drafter.update(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         limits = bounds.max_accept.tolist()
-        rows: list[list[int]] = [[] for _ in limits]  # of the slots in which somebody had something to say
-        for one, guesses in zip(self._drafters, self._guess, strict=True):
-            asked = [0 if row else limit for row, limit in zip(rows, limits, strict=True)]
-            if one.max_positions is not None and bounds.max_rows + max(asked) > one.max_positions + 1:
+        rows: list[list[int]] = [[] for _ in limits]
+        for drafter, guesses in zip(self._drafters, self._guesses, strict=True):
+            open_limits = [0 if row else limit for row, limit in zip(rows, limits, strict=True)]
+            end = drafter.max_positions
+            if end is not None and bounds.max_rows + max(open_limits) > end + 1:
                 lengths = (commit.first_row + commit.count).tolist()
-                room = [max(0, one.max_positions + 1 - length) for length in lengths]
-                asked = [min(both) for both in zip(asked, room, strict=True)]
-            if not any(asked):
+                room = [max(0, end + 1 - length) for length in lengths]
+                open_limits = [min(both) for both in zip(open_limits, room, strict=True)]
+            if not any(open_limits):
                 continue
             if guesses is not None:
-                found = guesses.guess(asked)
+                chains = guesses.guess(open_limits)
             else:
-                limit = bounds.max_accept if asked == limits else torch.tensor(asked, dtype=torch.int32)
-                found = _proposed(one, commit, sampling=sampling, bounds=RoundLimits(limit, bounds.max_rows))
-            rows = [row or said[:most] for row, said, most in zip(rows, found, asked, strict=True)]
+                limit = bounds.max_accept if open_limits == limits else torch.tensor(open_limits, dtype=torch.int32)
+                chains = _chains(drafter.propose(commit, sampling, RoundLimits(limit, bounds.max_rows)))
+            rows = [row or chain[:most] for row, chain, most in zip(rows, chains, open_limits, strict=True)]
         return Proposal.chains(rows, self.draft_lengths)
 
 
-def _proposed(one: Drafter, commit: Commit, *, sampling: SamplingTensors, bounds: RoundLimits) -> list[list[int]]:
+def _draft_lengths(drafter: Drafter) -> tuple[int, ...]:
+    return drafter.draft_lengths if isinstance(drafter, Varies) else (drafter.draft_shape.num_draft_tokens,)
+
+
+def _chains(proposal: Proposal) -> list[list[int]]:
     """The chains of a drafter that gives tensors only."""
-    found = one.propose(commit, sampling, bounds)
-    if found.draft_probs is not None:
-        raise ConfigurationError("drafters in a chain must not draw; use acceptor='match'")
-    return [list(takewhile(lambda token: token >= 0, row)) for row in found.tokens.tolist()]
+    if proposal.draft_probs is not None:
+        raise ConfigurationError("drafters in a list must not draw from probabilities; use acceptor='match'")
+    return [list(takewhile(lambda token: token >= 0, row)) for row in proposal.tokens.tolist()]
 
 
-def _shortened(one: Drafter, length: int) -> Drafter:
-    if not isinstance(one, Shortens):
-        raise ConfigurationError(f"{type(one).__name__} in a chain has one depth only; give one number as k")
-    return one.shortened(length)
+def _shortened(drafter: Drafter, length: int) -> Drafter:
+    if not isinstance(drafter, Shortens):
+        raise ConfigurationError(f"{type(drafter).__name__} in a list has one length only; give one number as k")
+    return drafter.shortened(length)

@@ -87,19 +87,21 @@ class ModelDrafter:
     def __init__(
         self,
         decoder: CompiledDecoder,
-        length: int,
+        k: int,
         *,
         vocabulary: VocabMap,
         drawn: bool = False,
-        confidence: float = 0.0,
+        confidence_threshold: float = 0.0,
     ) -> None:
-        if not isinstance(confidence, (int, float)) or not 0 <= confidence <= 1:
-            raise ConfigurationError(f"confidence={confidence!r} is no probability; 0 (off) to 1")
-        decoder.check_width(length + 1)
-        self._confidence = confidence
+        if not isinstance(confidence_threshold, (int, float)) or not 0 <= confidence_threshold <= 1:
+            raise ConfigurationError(
+                f"confidence_threshold={confidence_threshold!r} is not a probability; give 0 (off) to 1"
+            )
+        decoder.check_width(k + 1)
+        self._confidence = confidence = confidence_threshold
         self.decoder, self._drawn = decoder, drawn
         self._variant = f"vocabulary {vocabulary.name}{f', confidence {confidence}' if confidence else ''}"
-        self.draft_shape = DraftShape.chain(length)
+        self.draft_shape = DraftShape.chain(k)
         self.vocabulary = vocabulary
         self.max_positions: int | None = decoder.n_positions
         self._backlog = PendingCommits()

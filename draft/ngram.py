@@ -6,23 +6,20 @@ The longest match wins; among equals the most recent one, or the first (``prefer
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Literal
 
-from torch import Tensor
-
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.draft.base import TextDrafter
 
 
 class NgramIndex:
-    """One text and, for every n-gram in it, where what follows begins."""
+    """One text and, for every n-gram in it, where its continuation begins."""
 
     def __init__(self, sizes: range, *, first: bool) -> None:
         self._sizes, self._first = sizes, first
         self.tokens: list[int] = []
-        self._after: dict[tuple[int, ...], int] = {}
+        self._continuation: dict[tuple[int, ...], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append to the text. An n-gram is entered when the token after it is known."""
@@ -30,11 +27,11 @@ class NgramIndex:
             end = len(self.tokens)
             for size in self._sizes:
                 if size <= end:
-                    gram = tuple(self.tokens[end - size : end])
+                    ngram = tuple(self.tokens[end - size : end])
                     if self._first:
-                        self._after.setdefault(gram, end)
+                        self._continuation.setdefault(ngram, end)
                     else:
-                        self._after[gram] = end
+                        self._continuation[ngram] = end
             self.tokens.append(token)
 
     def lookup(self, length: int) -> list[int]:
@@ -42,58 +39,44 @@ class NgramIndex:
         for size in reversed(self._sizes):
             if size > len(self.tokens):
                 continue
-            at = self._after.get(tuple(self.tokens[-size:]))
-            if at is not None:
-                return self.tokens[at : at + length]
+            start = self._continuation.get(tuple(self.tokens[-size:]))
+            if start is not None:
+                return self.tokens[start : start + length]
         return []
 
 
-class NgramDrafter:
-    """Drafts chains of ``length`` tokens from n-grams of ``shortest`` to ``longest`` tokens."""
+class NgramDrafter(TextDrafter[NgramIndex]):
+    """Drafts chains of ``k`` tokens after n-grams of ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens.
 
-    reads: FeatureSpec | None = None
-    max_positions: int | None = None
+    Raises:
+        ConfigurationError: a number is out of range, or ``prefer`` is unknown.
+    """
 
     def __init__(
         self,
-        length: int,
+        k: int,
         *,
-        longest: int = 3,
-        shortest: int = 1,
+        prompt_lookup_max: int = 3,
+        prompt_lookup_min: int = 1,
         prefer: Literal["recent", "first"] = "recent",
     ) -> None:
-        if not 1 <= shortest <= longest:
+        super().__init__(k)
+        if not 1 <= prompt_lookup_min <= prompt_lookup_max:
             raise ConfigurationError(
-                f"n-grams of {shortest} to {longest} tokens make no sense; 1 <= shortest <= longest"
+                f"prompt_lookup_min={prompt_lookup_min} and prompt_lookup_max={prompt_lookup_max} do not fit; "
+                "1 <= prompt_lookup_min <= prompt_lookup_max"
             )
         if prefer not in ("recent", "first"):
             raise ConfigurationError(f"prefer={prefer!r} is unknown; use 'recent' or 'first'")
-        self.draft_shape = DraftShape.chain(length)
-        self._sizes, self._first = range(shortest, longest + 1), prefer == "first"
-        self._texts: dict[int, NgramIndex] = {}
+        self._sizes, self._first = range(prompt_lookup_min, prompt_lookup_max + 1), prefer == "first"
 
-    def shortened(self, length: int) -> NgramDrafter:
-        """See `paceline.core.protocols.Shortens`."""
-        made = copy.copy(self)
-        made.draft_shape = DraftShape.chain(length)
-        return made
+    def new_text(self, prompt: Sequence[int]) -> NgramIndex:
+        index = NgramIndex(self._sizes, first=self._first)
+        index.extend(prompt)
+        return index
 
-    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        self._texts[slot] = NgramIndex(self._sizes, first=self._first)
-        self._texts[slot].extend(prompt)
+    def extend(self, text: NgramIndex, tokens: Sequence[int]) -> None:
+        text.extend(tokens)
 
-    def finish_request(self, slot: int) -> None:
-        self._texts.pop(slot, None)
-
-    def update(self, commit: Commit) -> None:
-        for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
-            if slot in self._texts:
-                self._texts[slot].extend(tokens[:count])
-
-    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-        return Proposal.chains(self.guess(bounds.max_accept.tolist()), (self.draft_shape.num_draft_tokens,))
-
-    def guess(self, limits: Sequence[int]) -> list[list[int]]:
-        """See `paceline.core.protocols.Guesses`."""
-        nodes = self.draft_shape.num_draft_tokens
-        return [self._texts[s].lookup(nodes) if s in self._texts else [] for s in range(len(limits))]
+    def propose_text(self, text: NgramIndex, limit: int) -> list[int]:
+        return text.lookup(limit)

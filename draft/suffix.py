@@ -7,137 +7,130 @@ decoding (Hu et al., arXiv 2411.10666) and SuffixDecoding (Oliaro et al., arXiv 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.draft.base import TextDrafter
 from paceline.draft.copy_tracker import CopyTracker
 from paceline.draft.suffix_index import SuffixAutomaton
 
 _HALVED = 4  # proposals of at least so many tokens may be halved
 _BORDER = -2  # between two outputs in the corpus; no token is negative, so nothing matches across it
+_CONTEXT = 64  # tokens at the end of a text that are looked up again in a corpus that was rebuilt
 
 
-class Corpus:
+class OutputCorpus:
     """Earlier outputs, at most ``size`` tokens; when they are too many, the older half is dropped.
 
-    ``generation`` changes whenever states of the old automaton mean nothing any more.
+    ``generation`` changes whenever the automaton was rebuilt, so that states of the old one have no meaning any more.
     """
 
     def __init__(self, size: int) -> None:
         if size < 1:
-            raise ConfigurationError(f"a corpus of {size} tokens holds nothing; give 1 or more, or no corpus")
+            raise ConfigurationError(f"max_cached_tokens={size} keeps nothing; give 1 or more, or None for no corpus")
         self._size, self.generation = size, 0
         self.automaton = SuffixAutomaton()
 
     def add(self, tokens: Sequence[int]) -> None:
-        """A finished text."""
+        """Add the output of a finished request."""
         for token in (*tokens, _BORDER):
             self.automaton.append(token)
         if len(self.automaton.tokens) > self._size:
-            kept = self.automaton.tokens[len(self.automaton.tokens) - self._size // 2 :]
+            newest = self.automaton.tokens[len(self.automaton.tokens) - self._size // 2 :]
             self.automaton, self.generation = SuffixAutomaton(), self.generation + 1
-            for token in kept:
+            for token in newest:
                 self.automaton.append(token)
 
 
 @dataclass(slots=True)
-class _Text:
-    """A slot's text, what it repeats, and how much of its end stands in the corpus."""
+class SuffixText:
+    """One text, what it repeats, and how much of its end is in the corpus.
 
-    own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
-    repeats: CopyTracker = field(default_factory=CopyTracker)
+    prompt_length  tokens of the prompt, which never become part of the corpus
+    generation     of the corpus that ``state`` and ``length`` belong to
+    state, length  of the corpus automaton: the longest end of the text that the corpus contains
+    """
+
+    prompt_length: int
+    automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    copies: CopyTracker = field(default_factory=CopyTracker)
     generation: int = -1
     state: int = 0
     length: int = 0
 
 
-class SuffixDrafter:
-    """Drafts chains of up to ``length`` tokens behind repetitions of at least ``shortest`` tokens.
+class SuffixDrafter(TextDrafter[SuffixText]):
+    """Drafts chains of up to ``k`` tokens after repetitions of at least ``min_match`` tokens.
 
-    No more than ``factor`` tokens for each token that is repeated: a short repetition tells little, and the little that
-    it proposes is verified in a smaller graph. SuffixDecoding has such a maximum too, of 1 to 4.
+    max_spec_factor    no more than so many tokens are drafted for each token that is repeated: a short repetition tells
+                       little, and the little that it proposes is verified in a smaller graph. SuffixDecoding has such
+                       a maximum too, of 1 to 4
+    max_cached_tokens  None = repetitions of the text alone; a number = also of that many tokens of earlier outputs of
+                       this drafter, which all its requests share. The text itself wins unless the corpus has a longer
+                       repetition
+
     A token that differs does not end a repetition, and is changed again where it comes again (`CopyTracker`).
-    ``corpus``: None = the text alone; a number = also that many tokens of earlier outputs of this drafter, which all
-    its requests share. The text itself wins unless the corpus knows a longer repetition.
+
+    Raises:
+        ConfigurationError: a number is out of range.
     """
 
-    reads: FeatureSpec | None = None
-    max_positions: int | None = None
-
-    def __init__(self, length: int, *, shortest: int = 2, factor: float = 2.0, corpus: int | None = None) -> None:
-        if shortest < 1:
-            raise ConfigurationError(f"shortest={shortest} tokens repeat nothing; give 1 or more")
-        if not shortest * factor >= 1:
+    def __init__(
+        self, k: int, *, min_match: int = 2, max_spec_factor: float = 2.0, max_cached_tokens: int | None = None
+    ) -> None:
+        super().__init__(k)
+        if min_match < 1:
+            raise ConfigurationError(f"min_match={min_match} tokens repeat nothing; give 1 or more")
+        if not min_match * max_spec_factor >= 1:
             raise ConfigurationError(
-                f"factor={factor} leaves a repetition of {shortest} tokens without a draft; give more"
+                f"max_spec_factor={max_spec_factor} leaves a repetition of {min_match} tokens without a draft; give a "
+                "larger one"
             )
-        self.draft_shape = DraftShape.chain(length)
-        self._shortest, self._factor = shortest, factor
-        self._corpus = None if corpus is None else Corpus(corpus)
-        self._texts: dict[int, _Text] = {}
-        self._prompts: dict[int, int] = {}
+        self._min_match, self._max_spec_factor = min_match, max_spec_factor
+        self._corpus = None if max_cached_tokens is None else OutputCorpus(max_cached_tokens)
 
     @property
     def draft_lengths(self) -> tuple[int, ...]:
         """See `paceline.core.protocols.Varies`."""
-        nodes = self.draft_shape.num_draft_tokens
-        return (nodes // 2, nodes) if nodes >= _HALVED else (nodes,)
+        k = self.draft_shape.num_draft_tokens
+        return (k // 2, k) if k >= _HALVED else (k,)
 
-    def shortened(self, length: int) -> SuffixDrafter:
-        """See `paceline.core.protocols.Shortens`."""
-        made = copy.copy(self)
-        made.draft_shape = DraftShape.chain(length)
-        return made
+    def new_text(self, prompt: Sequence[int]) -> SuffixText:
+        text = SuffixText(len(prompt))
+        self.extend(text, prompt)
+        return text
 
-    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        self._texts[slot] = _Text()
-        self._prompts[slot] = len(prompt)
-        self._extend(self._texts[slot], prompt)
-
-    def finish_request(self, slot: int) -> None:
-        text, prompt = self._texts.pop(slot, None), self._prompts.pop(slot, 0)
-        if text is not None and self._corpus is not None:
-            self._corpus.add(text.own.tokens[prompt:])
-
-    def update(self, commit: Commit) -> None:
-        for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
-            if slot in self._texts:
-                self._extend(self._texts[slot], tokens[:count])
-
-    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-        return Proposal.chains(self.guess(bounds.max_accept.tolist()), self.draft_lengths)
-
-    def guess(self, limits: Sequence[int]) -> list[list[int]]:
-        """See `paceline.core.protocols.Guesses`."""
-        return [self._lookup(self._texts[slot]) if slot in self._texts else [] for slot in range(len(limits))]
-
-    def _extend(self, text: _Text, tokens: Sequence[int]) -> None:
+    def extend(self, text: SuffixText, tokens: Sequence[int]) -> None:
         for token in tokens:
-            text.own.append(token)
-        text.repeats.follow(tokens)
+            text.automaton.append(token)
+        text.copies.follow(tokens)
+        self._follow_corpus(text, tokens)
+        length, start = text.automaton.repeated()
+        source = text.automaton.tokens
+        if self._corpus is not None and text.length > length:
+            length, start = text.length, self._corpus.automaton.end_of(text.state)
+            source = self._corpus.automaton.tokens
+        if length > text.copies.run:
+            text.copies.begin(source, start, length)
+
+    def finish(self, text: SuffixText) -> None:
+        if self._corpus is not None:
+            self._corpus.add(text.automaton.tokens[text.prompt_length :])
+
+    def propose_text(self, text: SuffixText, limit: int) -> list[int]:
+        repeated = text.copies.run
+        if repeated < self._min_match:
+            return []
+        tokens = text.copies.ahead(int(min(limit, self._max_spec_factor * repeated)))
+        return tokens[: tokens.index(_BORDER)] if _BORDER in tokens else tokens
+
+    def _follow_corpus(self, text: SuffixText, tokens: Sequence[int]) -> None:
+        """Keep the longest end of the text that the corpus contains."""
         if self._corpus is None:
             return
-        if text.generation != self._corpus.generation:  # walk the end of the text again
+        if text.generation != self._corpus.generation:
             text.generation, text.state, text.length = self._corpus.generation, 0, 0
-            tokens = text.own.tokens[-64:]
+            tokens = text.automaton.tokens[-_CONTEXT:]
         for token in tokens:
             text.state, text.length = self._corpus.automaton.follow(text.state, text.length, token)
-
-    def _lookup(self, text: _Text) -> list[int]:
-        length, at = text.own.repeated()
-        source = text.own.tokens
-        if self._corpus is not None and text.generation == self._corpus.generation and text.length > length:
-            length, at = text.length, self._corpus.automaton.behind(text.state)
-            source = self._corpus.automaton.tokens
-        if length > text.repeats.run:
-            text.repeats.begin(source, at, length)
-        length = text.repeats.run
-        if length < self._shortest:
-            return []
-        found = text.repeats.ahead(int(min(self.draft_shape.num_draft_tokens, self._factor * length)))
-        return found[: found.index(_BORDER)] if _BORDER in found else found

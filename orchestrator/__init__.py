@@ -9,7 +9,7 @@ from paceline.core.acceptance.synthetic import SyntheticAcceptance
 from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import PacelineError
 from paceline.decoder.parallel.sharding import GQA
-from paceline.draft.function import lift
+from paceline.draft.function import FunctionDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.retokenizing import TokenizerPair
 from paceline.eagle.drafter import EagleDrafter
@@ -29,6 +29,7 @@ __all__ = [
     "Chain",
     "DynamicTree",
     "EagleDrafter",
+    "FunctionDrafter",
     "GenerationResult",
     "MedusaDrafter",
     "NgramDrafter",
@@ -43,5 +44,4 @@ __all__ = [
     "SyntheticAcceptance",
     "TokenizerPair",
     "Typical",
-    "lift",
 ]

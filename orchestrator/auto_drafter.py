@@ -24,7 +24,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models.config import ModelConfig
 from paceline.draft.fallback import FallbackDrafter
-from paceline.draft.function import lift
+from paceline.draft.function import FunctionDrafter
 from paceline.draft.model import ModelDrafter
 from paceline.draft.none import NoDrafter
 from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
@@ -244,7 +244,7 @@ class _Makers:
                 raise ConfigurationError(f"{type(value).__name__} has its own k; put it into the list by itself")
             return value
         if callable(value):
-            return lift(value, self._k(spec))
+            return FunctionDrafter(value, self._k(spec))
         raise ConfigurationError(
             f"draft is a {type(value).__name__}; give a drafter's name ('ngram', 'suffix'), a folder, a decoder, a "
             "drafter, a function from ids to ids, a list of these, or None"
@@ -257,8 +257,8 @@ class _Makers:
         confidence = config.confidence_threshold
         if isinstance(between, TokenizerPair):
             eos = next(iter(target.config.eos_token_ids), None)
-            return RetokenizingDrafter(decoder, k, tokenizers=between, eos=eos, confidence=confidence)
-        return ModelDrafter(decoder, k, vocabulary=between, drawn=self.drawn, confidence=confidence)
+            return RetokenizingDrafter(decoder, k, tokenizers=between, eos=eos, confidence_threshold=confidence)
+        return ModelDrafter(decoder, k, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
 
     def _heads(self, row: DrafterRow, spec: DraftSpec) -> Drafter:
         """Heads as deep as their tree, or as k says where that was asked for."""

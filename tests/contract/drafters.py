@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from paceline import MedusaDrafter, NgramDrafter, SpeculativeGenerator, TokenizerPair, lift
+from paceline import FunctionDrafter, MedusaDrafter, NgramDrafter, SpeculativeGenerator, TokenizerPair
 from paceline.auto import SamplingDecoder
 from paceline.draft.model import ModelDrafter
 from paceline.draft.suffix import SuffixDrafter
@@ -162,10 +162,10 @@ ROWS: dict[str, Row] = {
     "none": Row(_given(None), ladder=False, drafts=False),
     "none, by name": Row(_given("none"), ladder=False, drafts=False),
     "ngram": Row(_given("ngram"), depths=SPAN),
-    "ngram, first": Row(_own(lambda k: NgramDrafter(k, prefer="first", longest=2))),
+    "ngram, first": Row(_own(lambda k: NgramDrafter(k, prefer="first", prompt_lookup_max=2))),
     "suffix": Row(_given("suffix"), drafts=False),
-    "suffix, with a corpus": Row(_own(lambda k: SuffixDrafter(k, shortest=1, corpus=60))),
-    "function": Row(_own(lambda k: lift(again, k))),
+    "suffix, with a corpus": Row(_own(lambda k: SuffixDrafter(k, min_match=1, max_cached_tokens=60))),
+    "function": Row(_own(lambda k: FunctionDrafter(again, k))),
     "model": Row(_given("draft", fused=False), depths=SPAN),
     "model, fused": Row(_given("draft", fused=True), depths=SPAN[1:]),
     "model, any width": Row(_given("draft", exact=False)),

@@ -14,7 +14,7 @@ from functools import cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline import GenerationResult, SpeculativeGenerator, TokenizerPair, lift
+from paceline import FunctionDrafter, GenerationResult, SpeculativeGenerator, TokenizerPair
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.model import ModelDrafter
 from paceline.draft.suffix import SuffixDrafter
@@ -102,9 +102,9 @@ def again(text: list[int]) -> list[int]:
 def source(name: str, case: Case) -> object:
     depth = case.k if isinstance(case.k, int) else case.k[-1]
     if name == "corpus":
-        return SuffixDrafter(depth, shortest=1, corpus=40)
+        return SuffixDrafter(depth, min_match=1, max_cached_tokens=40)
     if name == "function":
-        return lift(again, depth)
+        return FunctionDrafter(again, depth)
     if name == "intersection":
         words, names = {str(i): i for i in range(V)}, {str(i): V - 1 - i for i in range(0, V, 2)}
         vocabulary = IntersectionVocabMap(words, names, sizes=(V, V))

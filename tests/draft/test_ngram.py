@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Commit, Proposal, RoundLimits, SamplingTensors
-from paceline.draft.function import lift
+from paceline.draft.function import FunctionDrafter
 from paceline.draft.ngram import NgramDrafter
 
 
@@ -43,7 +43,7 @@ def search(text: list[int], length: int, sizes: range, *, first: bool) -> list[i
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=14), st.integers(1, 13), st.booleans(), st.integers(1, 3))
 def test_proposals_are_those_of_a_search(text: list[int], cut: int, first: bool, longest: int) -> None:
-    drafter = NgramDrafter(3, longest=longest, prefer="first" if first else "recent")
+    drafter = NgramDrafter(3, prompt_lookup_max=longest, prefer="first" if first else "recent")
     head, tail = text[:cut], text[cut:]
     drafter.add_request(0, head)
     for at in range(0, len(tail), 3):  # in rounds of up to three tokens
@@ -55,8 +55,8 @@ def test_proposals_are_those_of_a_search(text: list[int], cut: int, first: bool,
 @pytest.mark.parametrize(
     ("text", "options", "wanted"),
     [
-        ([1, 2, 3, 4, 1, 2, 3], {"longest": 2, "shortest": 2}, [4, 1, 2]),
-        ([1, 2, 3, 4, 1, 2, 3], {"longest": 4}, [4, 1, 2]),
+        ([1, 2, 3, 4, 1, 2, 3], {"prompt_lookup_max": 2, "prompt_lookup_min": 2}, [4, 1, 2]),
+        ([1, 2, 3, 4, 1, 2, 3], {"prompt_lookup_max": 4}, [4, 1, 2]),
         ([1, 2, 3, 4, 1, 2, 5], {}, [PAD, PAD, PAD]),
         ([2, 7, 1, 2, 8, 1, 2], {"prefer": "recent"}, [8, 1, 2]),
         ([1, 2, 7, 1, 2, 8, 1, 2], {"prefer": "first"}, [7, 1, 2]),
@@ -81,9 +81,11 @@ def test_slots_are_apart_and_a_new_request_forgets_the_old_one() -> None:
     assert propose(drafter, commit([[0]] * 3))[0] == [PAD, PAD]
 
 
-@pytest.mark.parametrize("options", [{"longest": 0}, {"shortest": 0}, {"longest": 1, "shortest": 2}])
+@pytest.mark.parametrize(
+    "options", [{"prompt_lookup_max": 0}, {"prompt_lookup_min": 0}, {"prompt_lookup_max": 1, "prompt_lookup_min": 2}]
+)
 def test_impossible_sizes_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(ConfigurationError, match="1 <= shortest <= longest"):
+    with pytest.raises(ConfigurationError, match="1 <= prompt_lookup_min <= prompt_lookup_max"):
         NgramDrafter(2, **options)  # type: ignore[arg-type]
 
 
@@ -100,7 +102,7 @@ def test_a_lifted_function_sees_the_whole_text_and_is_not_called_for_nothing() -
         text.append(99)  # its own copy
         return [7, 8, 9]
 
-    drafter = lift(function, 2)
+    drafter = FunctionDrafter(function, 2)
     drafter.add_request(1, [4, 5])
     drafter.update(commit([[0], [6, 7]]))
     assert propose(drafter, commit([[0], [6, 7]])) == [[PAD, PAD], [7, 8]]
@@ -115,6 +117,6 @@ def test_a_lifted_function_sees_the_whole_text_and_is_not_called_for_nothing() -
     [([], [PAD] * 3), ([-1, 2], [PAD] * 3), ([1, 1 << 31, 2], [1, PAD, PAD]), ([1, 2, 3, 4], [1, 2, 3])],
 )
 def test_a_lifted_answer_is_cut_where_it_goes_wrong(answer: list[int], wanted: list[int]) -> None:
-    drafter = lift(lambda _: answer, 3)
+    drafter = FunctionDrafter(lambda _: answer, 3)
     drafter.add_request(0, [1])
     assert propose(drafter, commit([[1]])) == [wanted]

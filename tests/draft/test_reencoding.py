@@ -32,7 +32,7 @@ class Watched(RetokenizingDrafter):
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         made = super().propose(commit, sampling, bounds)
         for slot, text in self._texts.items():
-            ids = text.encoded.ids(text.committed.text)
+            ids = text.draft_ids()
             assert text.cached[: len(ids)] == (ids if text.cached else [])
             rows = self._decoder.body.cache[slot, : len(text.cached)].tolist()  # type: ignore[attr-defined]
             assert rows == text.cached
@@ -130,7 +130,7 @@ def test_what_continues_a_text_says_what_was_asked(text: str, cut: int, marked: 
     side = TargetText(tokenizer, ids[:cut])
     whole = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert whole.startswith(side.text)
-    rest = side.continued(whole[len(side.text) :])
+    rest = side.continuation(whole[len(side.text) :])
     if rest is None:
         assert marked  # a space in front of a text, which it loses
     else:

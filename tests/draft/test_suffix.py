@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline import SpeculativeGenerator, lift
+from paceline import FunctionDrafter, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Commit, RoundLimits, SamplingTensors
-from paceline.draft.suffix import Corpus, SuffixDrafter
+from paceline.draft.suffix import OutputCorpus, SuffixDrafter
 from paceline.draft.suffix_index import SuffixAutomaton
 from tests.decoder.tiny import Workshop
 from tests.fakes import TableDecoder, near, table
@@ -55,7 +55,7 @@ def test_another_text_is_followed_by_its_longest_known_end(known: list[int], oth
         ]
         assert length == max(ends, default=0)
         if length:
-            at = automaton.behind(state)
+            at = automaton.end_of(state)
             assert known[at - length : at] == other[count - length : count]
 
 
@@ -78,7 +78,7 @@ def proposed(drafter: SuffixDrafter, slot: int = 0) -> list[int]:
 
 
 def test_short_repetitions_are_left_alone() -> None:
-    drafter = SuffixDrafter(4, shortest=3)
+    drafter = SuffixDrafter(4, min_match=3)
     drafter.add_request(0, [1, 2, 3, 9, 2, 3])
     assert proposed(drafter) == []
     drafter.update(commit([9, 2, 3], 6))
@@ -91,15 +91,15 @@ def test_a_repetition_of_few_tokens_proposes_few() -> None:
     assert drafter.draft_lengths == (4, 8) and proposed(drafter) == [9, 8, 7, 6], "twice as many"
     drafter.update(commit([9, 8, 7], 12))
     assert proposed(drafter) == [6, 5, 4, 3, 0, 1, 2, 9]
-    wide = SuffixDrafter(8, factor=0.5)
+    wide = SuffixDrafter(8, max_spec_factor=0.5)
     wide.add_request(0, [1, 2, 9, 8, 1, 2])
     assert proposed(wide) == [9] and wide.shortened(2).draft_lengths == (2,)
     with pytest.raises(ConfigurationError, match="without a draft"):
-        SuffixDrafter(8, factor=0.4)
+        SuffixDrafter(8, max_spec_factor=0.4)
 
 
 def test_earlier_outputs_are_shared_and_prompts_are_not() -> None:
-    drafter = SuffixDrafter(3, corpus=100)
+    drafter = SuffixDrafter(3, max_cached_tokens=100)
     drafter.add_request(0, [7, 7, 7])
     drafter.update(commit([1, 2, 3, 4, 5], 3))
     drafter.add_request(1, [9])  # while the first is under way
@@ -112,17 +112,17 @@ def test_earlier_outputs_are_shared_and_prompts_are_not() -> None:
 
 
 def test_a_corpus_keeps_its_size_and_what_is_new() -> None:
-    corpus = Corpus(20)
+    corpus = OutputCorpus(20)
     for at in range(30):
         corpus.add([at, at + 1, at + 2])
         assert len(corpus.automaton.tokens) <= 24
     assert 31 in corpus.automaton.tokens and 3 not in corpus.automaton.tokens
-    least = Corpus(1)
+    least = OutputCorpus(1)
     for _ in range(9):
         least.add([1, 2, 3])
     assert len(least.automaton.tokens) <= 1
-    with pytest.raises(ConfigurationError, match="holds nothing"):
-        Corpus(0)
+    with pytest.raises(ConfigurationError, match="keeps nothing"):
+        OutputCorpus(0)
 
 
 V = 12
@@ -134,7 +134,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 5, 6], [7, 8], [1, 2, 3]]
 @pytest.mark.parametrize("slots", [1, 2])
 def test_chains_of_drafters_change_no_token(slots: int, heat: dict) -> None:
     plain = TableDecoder(TARGET, slots=slots, kv_buckets=(32, 64)).sample(PROMPTS, max_new_tokens=50, **heat)
-    for first in ("suffix", "ngram", SuffixDrafter(5, corpus=64), lambda text: text[-2:]):
+    for first in ("suffix", "ngram", SuffixDrafter(5, max_cached_tokens=64), lambda text: text[-2:]):
         draft = TableDecoder(near(TARGET, seed=1, spread=0.6), slots=slots, kv_buckets=(48,))
         maker = SpeculativeGenerator([first, draft], TableDecoder(TARGET, slots=slots, kv_buckets=(32, 64)), k=3)
         for _ in range(2):
@@ -171,7 +171,7 @@ def test_drafters_in_a_list_may_have_depths_of_their_own() -> None:
     for wrong, said in (
         ((TableDecoder(TARGET), 7), "1 to k=6"),
         (("ngram", 0), "1 to k=6"),
-        ((lift(list, 2), 2), "of its own"),
+        ((FunctionDrafter(list, 2), 2), "of its own"),
     ):
         with pytest.raises(ConfigurationError, match=said):
             SpeculativeGenerator([wrong], TableDecoder(TARGET), k=6)
@@ -195,7 +195,7 @@ def test_short_proposals_of_a_list_have_a_graph_of_their_own_and_all_are_made_ah
 
 
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("draft", ["ngram", "suffix", lift(lambda text: text[:3], 4)])
+@pytest.mark.parametrize("draft", ["ngram", "suffix", FunctionDrafter(lambda text: text[:3], 4)])
 def test_who_has_nothing_to_say_of_nonsense_has_its_graphs_made_ahead(
     workshop: Workshop, draft: object, exact: bool
 ) -> None:
@@ -207,7 +207,9 @@ def test_who_has_nothing_to_say_of_nonsense_has_its_graphs_made_ahead(
     assert maker.statistics.num_draft_tokens and set(target._steps) == made
 
 
-@pytest.mark.parametrize("names", [["none", "ngram"], [None, "ngram"], ["ngram", "none"], ["none"], [lift(list, 0)]])
+@pytest.mark.parametrize(
+    "names", [["none", "ngram"], [None, "ngram"], ["ngram", "none"], ["none"], [FunctionDrafter(list, 0)]]
+)
 @pytest.mark.parametrize("k", [3, (0, 2)])
 def test_one_that_proposes_nothing_may_stand_in_a_chain(names: list[object], k: int | tuple[int, ...]) -> None:
     if isinstance(k, tuple) and "ngram" not in names:

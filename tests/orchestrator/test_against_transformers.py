@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, MinNewTokensLengthLogitsProcessor, SuppressTokensLogitsProcessor
 
-from paceline import NgramDrafter, SpeculativeGenerator, lift
+from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
 from paceline.decoder import steps
 from paceline.outputs import GenerationResult
 from tests.fakes_models import V, generated, load, logits_of, network, saved
@@ -81,7 +81,7 @@ def test_the_cache_after_accepted_and_rejected_drafts_is_that_of_the_text(
     """Every row of both caches, by the logits that a last token gets from them."""
     target, prompt = load(folders[0]), PROMPTS[0]
     wanted = texts(run(SpeculativeGenerator(None, target), [prompt], max_new_tokens=40, **asked))
-    source = lift(coin(wanted, 4, vocab_size=V, alpha=0.6, seed=1), 4)
+    source = FunctionDrafter(coin(wanted, 4, vocab_size=V, alpha=0.6, seed=1), 4)
     done = run(SpeculativeGenerator(source, target, k=4), [prompt], max_new_tokens=40, **asked)
     text = texts(done)[0]
     assert 0 < done.statistics.num_accepted_tokens < done.statistics.num_draft_tokens
@@ -139,7 +139,7 @@ def test_forbidden_tokens_never_come_even_if_drafted(folders: tuple[Path, Path],
     banned = sorted({*wanted[5:8]})
     rules = [SuppressTokensLogitsProcessor(banned), MinNewTokensLengthLogitsProcessor(5, 4, 7)]
     for acceptor in ("match", "reject"):
-        source = lift(lambda _: banned[:3], 3)
+        source = FunctionDrafter(lambda _: banned[:3], 3)
         generator = SpeculativeGenerator(source, load(folders[0]), acceptor=acceptor)
         for asked in ({}, SAMPLED):
             text = texts(run(generator, PROMPTS[:1], max_new_tokens=20, logits_processor=rules, **asked))[0]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import SpeculativeGenerator, lift
+from paceline import FunctionDrafter, SpeculativeGenerator
 from paceline.core.errors import SamplingError
 from tests.fakes import TableDecoder, table
 
@@ -32,6 +32,6 @@ def test_what_a_grammar_says_behind_a_draft_that_it_forbids_is_no_dead_end(accep
     def never_nine(ids: Tensor, scores: Tensor) -> Tensor:
         return scores - math.inf if 9 in ids else scores.index_fill(1, torch.tensor([9]), -math.inf)
 
-    made = SpeculativeGenerator(lift(lambda _ids: [9, 9], 2), TableDecoder(TARGET), acceptor=acceptor)
+    made = SpeculativeGenerator(FunctionDrafter(lambda _ids: [9, 9], 2), TableDecoder(TARGET), acceptor=acceptor)
     ids = made.sample([[1, 2]], max_new_tokens=4, eos_token_id=[], logits_processor=[never_nine])  # type: ignore[list-item]
     assert isinstance(ids, Tensor) and ids.shape == (1, 6) and 9 not in ids

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from paceline import NgramDrafter, SpeculativeGenerator, lift
+from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
 from paceline.outputs import GenerationResult
 from tests.fakes import Checked, TableDecoder, near, table
@@ -43,7 +43,12 @@ def whole(prompt: list[int]) -> list[int]:
 def test_limits_are_exact(drafter: str, new: int | None, length: int | None) -> None:
     prompt = LONG[:5]
     k = 4
-    sources = {"self": target(), "oracle": lift(oracle([whole(prompt)], k), k), "ngram": NgramDrafter(k), "none": None}
+    sources = {
+        "self": target(),
+        "oracle": FunctionDrafter(oracle([whole(prompt)], k), k),
+        "ngram": NgramDrafter(k),
+        "none": None,
+    }
     done = run(Checked(sources[drafter], target(), k=k), [prompt], max_new_tokens=new, sequence_length=length)
     size = min(length or N, 5 + (new or N))
     assert texts(done) == [whole(prompt)[:size]]
@@ -112,7 +117,7 @@ RULES = [("match", False), ("match", True), ("reject", False), ("reject", True),
 @pytest.mark.parametrize("name", POISON)
 @pytest.mark.parametrize(("acceptor", "scores"), RULES)
 def test_a_poisoned_drafter_changes_nothing(name: str, acceptor: str, scores: bool) -> None:
-    generator = Checked(lift(POISON[name], 3), target(2), acceptor=acceptor)
+    generator = Checked(FunctionDrafter(POISON[name], 3), target(2), acceptor=acceptor)
     done = run(generator, [LONG[:4], LONG[:6]], output_scores=scores)
     assert texts(done) == [whole(LONG[:4]), whole(LONG[:6])]
 
@@ -125,7 +130,7 @@ def test_what_stands_behind_a_gap_in_a_proposal_is_not_taken_for_what_comes_next
     """The tokens around the gap are right, but the window has another one between them."""
     prompt = LONG[:4]
     knows = oracle([whole(prompt)], 3)
-    source = lift(lambda text: [*knows(text)[:1], gap, *knows(text)[1:]], 4)
+    source = FunctionDrafter(lambda text: [*knows(text)[:1], gap, *knows(text)[1:]], 4)
     generator = Checked(source, target(), k=4, acceptor=acceptor)
     assert texts(run(generator, [prompt], output_scores=scores)) == [whole(prompt)]
 
@@ -142,5 +147,5 @@ def test_a_drafter_that_raises_leaves_the_decoder_free() -> None:
 
     decoder = target()
     with pytest.raises(LookupError):
-        run(SpeculativeGenerator(lift(broken, 2), decoder), [LONG[:4]])
+        run(SpeculativeGenerator(FunctionDrafter(broken, 2), decoder), [LONG[:4]])
     assert texts(run(SpeculativeGenerator(None, decoder), [LONG[:4]])) == [whole(LONG[:4])]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import NgramDrafter, SpeculativeGenerator, lift
+from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.engine.engine import CallOptions
 from tests.fakes import TableDecoder, near, table
@@ -92,7 +92,7 @@ def test_a_request_that_fails_is_released() -> None:
 @pytest.mark.parametrize("kind", ["ngram", "lift"])
 def test_what_a_drafter_keeps_is_bounded_by_the_texts_at_work(kind: str) -> None:
     """Idle slots get commits too: while one long text goes on, nothing is added for those that are done."""
-    drafter = NgramDrafter(3) if kind == "ngram" else lift(lambda text: text[:3], 3)
+    drafter = NgramDrafter(3) if kind == "ngram" else FunctionDrafter(lambda text: text[:3], 3)
     one = SpeculativeGenerator(drafter, TableDecoder(TARGET, slots=3))
     alone = 0
     for _ in range(30):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline import NgramDrafter, SpeculativeGenerator, lift
+from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError, PairingError, PromptError, RequestError, SamplingError
 from paceline.outputs import GenerationResult
 from tests.fakes import TableDecoder, table
@@ -216,12 +216,18 @@ def test_impossible_generators_are_refused(options: dict[str, object], message: 
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: lift("again", 2), lambda: lift(list, -1), lambda: NgramDrafter(-2), lambda: NgramDrafter(1.5)]
+    "make",
+    [
+        lambda: FunctionDrafter("again", 2),
+        lambda: FunctionDrafter(list, -1),
+        lambda: NgramDrafter(-2),
+        lambda: NgramDrafter(1.5),
+    ],
 )
 def test_impossible_drafters_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(
         ConfigurationError,
-        match=r"lift takes a function from ids to ids, not a str|propose -\d tokens|propose 1.5 tokens",
+        match=r"FunctionDrafter takes a function from ids to ids, not a str|propose -\d tokens|propose 1.5 tokens",
     ):
         make()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline import NgramDrafter, SpeculativeGenerator, lift
+from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
 from paceline.core import probs
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.outputs import GenerationResult
@@ -96,10 +96,12 @@ def test_a_model_that_drafts_for_itself_is_accepted_across_the_borders_of_bucket
 def test_an_oracle_gains_k_tokens_a_round_and_its_opposite_none(k: int, mode: str) -> None:
     size = 1 + 4 * (k + 1)
     wanted = plain(PROMPTS, max_new_tokens=size, **MODES[mode])
-    done = run(Checked(lift(oracle(wanted, k), k), target(2), k=k), PROMPTS, max_new_tokens=size, **MODES[mode])
+    done = run(
+        Checked(FunctionDrafter(oracle(wanted, k), k), target(2), k=k), PROMPTS, max_new_tokens=size, **MODES[mode]
+    )
     assert (texts(done), done.statistics.tau) == (wanted, k + 1)
     assert done.statistics.num_rounds == 4 * len(PROMPTS)
-    wrong = lift(anti_oracle(wanted, k, vocab_size=V), k)
+    wrong = FunctionDrafter(anti_oracle(wanted, k, vocab_size=V), k)
     done = run(Checked(wrong, target(2), k=k), PROMPTS, max_new_tokens=size, **MODES[mode])
     assert (texts(done), done.statistics.tau) == (wanted, 1.0)
     assert done.statistics.num_accepted_tokens == 0 < done.statistics.num_draft_tokens
@@ -113,7 +115,7 @@ def test_a_coin_gains_what_the_formula_says(alpha: float, k: int, golden: float)
     long = 120 * (k + 1)
     decoder = TableDecoder(TARGET, kv_buckets=(long + 64,))
     wanted = texts(run(SpeculativeGenerator(None, decoder), [[3, 1]], max_new_tokens=long, do_sample=True))
-    source = lift(coin(wanted, k, vocab_size=V, alpha=alpha, seed=k), k)
+    source = FunctionDrafter(coin(wanted, k, vocab_size=V, alpha=alpha, seed=k), k)
     done = run(SpeculativeGenerator(source, decoder, k=k), [[3, 1]], max_new_tokens=long, do_sample=True)
     assert texts(done) == wanted
     sigma = ((square - mean**2) / done.statistics.num_rounds) ** 0.5

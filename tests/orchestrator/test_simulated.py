@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from paceline import SpeculativeGenerator, SyntheticAcceptance, lift
+from paceline import FunctionDrafter, SpeculativeGenerator, SyntheticAcceptance
 from paceline.core.errors import ConfigurationError
 from tests.fakes import Checked, TableDecoder, near, table
 
@@ -23,7 +23,7 @@ def test_tokens_a_round_follow_the_formula(alpha: float, heat: dict) -> None:
     k, wanted = 4, {0.0: 1.0, 0.6: 2.306, 1.0: 5.0}[alpha]
     for draft in (
         TableDecoder(near(TARGET, seed=1, spread=0.6), slots=4, kv_buckets=(512,)),
-        lift(lambda _: [1] * k, k),
+        FunctionDrafter(lambda _: [1] * k, k),
     ):
         target = TableDecoder(TARGET, slots=4, kv_buckets=(512,))
         made = Checked(draft, target, k=k, acceptor=SyntheticAcceptance(alpha))

@@ -17,7 +17,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from paceline import SpeculativeGenerator, lift
+from paceline import FunctionDrafter, SpeculativeGenerator
 from paceline.engine.stopping import StopChecker, Stopping
 from paceline.outputs import GenerationResult
 from paceline.text.stop_strings import StopStrings
@@ -35,7 +35,7 @@ def generator(k: int, *, script: Sequence[int] = SCRIPT, right: bool = True, **d
     if not k:
         return SpeculativeGenerator(None, target)
     made = oracle([script], k) if right else anti_oracle([script], k, vocab_size=V)
-    return Checked(lift(made, k), target, k=k)
+    return Checked(FunctionDrafter(made, k), target, k=k)
 
 
 def run(g: SpeculativeGenerator, prompt: Sequence[int], **asked: object) -> tuple[list[int], str, GenerationResult]:

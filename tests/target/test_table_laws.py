@@ -18,7 +18,7 @@ from paceline.core.acceptance.rejection import Reject
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, param_row, sampling_tensors
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
-from paceline.draft.function import lift
+from paceline.draft.function import FunctionDrafter
 from paceline.draft.model import ModelDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
@@ -122,7 +122,7 @@ MODES: dict[str, tuple[Callable[[], Drafter], AcceptanceRule]] = {
     "match, n-gram": (lambda: NgramDrafter(K), Match()),
     "reject, drawn draft": (lambda: model(MANY, drawn=True), Reject()),
     "reject, undrawn draft": (lambda: model(drawn=False), Reject()),
-    "reject, function": (lambda: lift(follow, K), Reject()),
+    "reject, function": (lambda: FunctionDrafter(follow, K), Reject()),
     "reject, drawn from more ids than there are": (lambda: Foreign(torch.Generator().manual_seed(5)), Reject()),
 }
 

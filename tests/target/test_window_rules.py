@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from paceline import SpeculativeGenerator, lift
+from paceline import FunctionDrafter, SpeculativeGenerator
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
@@ -69,7 +69,7 @@ def test_rejected_drafts_leave_no_trace_in_later_rounds(penalty: float, acceptor
     """Rule C28: round after round of drafts that the penalty comes to refuse."""
     asked = {"max_new_tokens": 24}
     made = []
-    for source in (None, lift(lambda _: [LIKELY] * 3, 3)):
+    for source in (None, FunctionDrafter(lambda _: [LIKELY] * 3, 3)):
         one = SpeculativeGenerator(source, always(), k=3, acceptor=acceptor if source else "match")
         processor = FrequencyPenalty(penalty, prompt=1)
         made.append(one.sample([[BEGIN]], logits_processor=[processor], **asked)[0].tolist())  # type: ignore[arg-type, index]
@@ -106,7 +106,7 @@ def test_a_prompt_of_nothing_but_end_ids_goes_on(k: int) -> None:
     wanted = plain_text(TableDecoder(torch.eye(16).roll(1, 1).expand(16, 16, 16) * 9, eos=(3,)), [3, 3])
     assert wanted == [3, 3, 4, 5, 6]
     target = TableDecoder(torch.eye(16).roll(1, 1).expand(16, 16, 16) * 9, eos=(3,))
-    source = lift(lambda text: [(text[-1] + step) % 16 for step in range(1, k + 1)], k)
+    source = FunctionDrafter(lambda text: [(text[-1] + step) % 16 for step in range(1, k + 1)], k)
     made = SpeculativeGenerator(source, target, k=k).sample([[3, 3]], max_new_tokens=3)
     assert made[0].tolist() == wanted  # type: ignore[index]
 

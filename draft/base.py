@@ -1,0 +1,106 @@
+"""The base of drafters that need only the text: they keep one state for each text and propose a list of token ids.
+
+A text drafter is one class: write `TextDrafter.propose_text`, and, if looking through the whole text in every round
+costs too much, keep an index of it with `TextDrafter.new_text` and `TextDrafter.extend`. Not here: drafters with
+weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+
+Text = TypeVar("Text")
+"""What a drafter keeps of one text: a ``list[int]`` of its tokens, unless `TextDrafter.new_text` makes another."""
+
+Self = TypeVar("Self", bound="BatchTextDrafter[Any]")
+
+
+class BatchTextDrafter(ABC, Generic[Text]):
+    """What `TextDrafter` is without a proposal for each text: `guess` is written for all slots at once.
+
+    Raises:
+        ConfigurationError: ``k`` is negative, or no integer.
+    """
+
+    reads: FeatureSpec | None = None
+    max_positions: int | None = None
+
+    def __init__(self, k: int) -> None:
+        self.draft_shape = DraftShape.chain(k)
+        self._texts: dict[int, Text] = {}
+
+    def new_text(self, prompt: Sequence[int]) -> Text:
+        """What to keep of a new text. Default: a list of its tokens."""
+        return list(prompt)  # type: ignore[return-value]  # Text is list[int] wherever this is not overridden
+
+    def extend(self, text: Text, tokens: Sequence[int]) -> None:
+        """``tokens`` were committed. Default: append them to the list."""
+        text += tokens  # type: ignore[operator]  # as in `new_text`
+
+    def finish(self, text: Text) -> None:
+        """The request of a text is done. Default: nothing is left to do."""
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """See `paceline.core.protocols.Varies`. Override it if many proposals are much shorter than ``k``."""
+        return (self.draft_shape.num_draft_tokens,)
+
+    def shortened(self: Self, length: int) -> Self:
+        """See `paceline.core.protocols.Shortens`. The copy shares the texts."""
+        shorter = copy.copy(self)
+        shorter.draft_shape = DraftShape.chain(length)
+        return shorter
+
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        """See `paceline.core.protocols.Drafter`."""
+        self._texts[slot] = self.new_text(prompt)
+
+    def finish_request(self, slot: int) -> None:
+        """See `paceline.core.protocols.Drafter`."""
+        if slot in self._texts:
+            self.finish(self._texts.pop(slot))
+
+    def update(self, commit: Commit) -> None:
+        """See `paceline.core.protocols.Drafter`."""
+        for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
+            if slot in self._texts:
+                self.extend(self._texts[slot], tokens[:count])
+
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+        """See `paceline.core.protocols.Drafter`."""
+        return Proposal.chains(self.guess(bounds.max_accept.tolist()), self.draft_lengths)
+
+    @abstractmethod
+    def guess(self, limits: Sequence[int]) -> list[list[int]]:
+        """See `paceline.core.protocols.Guesses`. Rows are no longer than ``k``."""
+
+
+class TextDrafter(BatchTextDrafter[Text]):
+    """Drafts chains of up to ``k`` tokens from the text alone. A `paceline.core.protocols.Drafter`.
+
+    Raises:
+        ConfigurationError: ``k`` is negative, or no integer.
+    """
+
+    @abstractmethod
+    def propose_text(self, text: Text, limit: int) -> Sequence[int]:
+        """The tokens that may follow a text, at most ``limit`` of them (1 or more); empty = nothing to propose.
+
+        Called once a round for every text; ``text`` must not be changed.
+        """
+
+    def guess(self, limits: Sequence[int]) -> list[list[int]]:
+        """See `paceline.core.protocols.Guesses`."""
+        k, rows = self.draft_shape.num_draft_tokens, []
+        for slot, limit in enumerate(limits):
+            most = min(k, limit)
+            proposes = most > 0 and slot in self._texts
+            rows.append(list(self.propose_text(self._texts[slot], most))[:most] if proposes else [])
+        return rows
