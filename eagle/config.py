@@ -7,6 +7,7 @@ Not here: how other projects write the same facts (`paceline.eagle.formats`).
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,20 @@ from paceline.decoder.models.rope import RopeConfig
 from paceline.decoder.weights.atomic_write import atomic_write
 
 CONFIG = "config.json"
+
+
+def is_eagle_config(fields: Mapping[str, object]) -> bool:
+    """Whether the keys of a config.json say that the folder holds an EAGLE head, in whatever layout.
+
+    The EAGLE repository's own files describe the head as a Llama of one layer. What tells them from such a model is the
+    ``bias`` of ``fc`` (version 1), or the draft vocabulary (version 3).
+    """
+    if "paceline_eagle" in fields or fields.get("speculators_model_type") in ("eagle", "eagle3"):
+        return True
+    architectures = fields.get("architectures")
+    named = isinstance(architectures, list) and any("eagle" in str(name).lower() for name in architectures)
+    one_layer = fields.get("num_hidden_layers") == 1 and ("bias" in fields or "draft_vocab_size" in fields)
+    return named or "eagle_config" in fields or one_layer
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ The keys are those of Medusa's own checkpoints (Cai et al., arXiv 2401.10774), w
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,11 @@ from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.weights.atomic_write import atomic_write
 
 CONFIG = "config.json"
+
+
+def is_medusa_config(fields: Mapping[str, object]) -> bool:
+    """Whether the keys of a config.json say that the folder holds Medusa heads, in whatever layout."""
+    return "medusa_num_heads" in fields
 
 
 @dataclass(frozen=True, slots=True)
