@@ -1,8 +1,8 @@
 """How running workers are looked after: a value, given once to whoever starts them.
 
-In a models file it is the mapping ``care``, beside ``models``; what is not named there has its default:
+In a models file it is the mapping ``fault_policy``, beside ``models``; what is not named there has its default:
 
-    care: {start: 3600, ahead: true, patience: {deadline: 0.5}}
+    fault_policy: {startup_timeout_s: 3600, draft_ahead: true, draft_timeouts: {reply_timeout_s: 0.5}}
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ class FaultPolicy:
 
 
 def fault_policy_of(entry: object, where: str) -> FaultPolicy:
-    """The mapping ``care`` of a models file, checked key by key.
+    """The mapping ``fault_policy`` of a models file, checked key by key.
 
     Raises:
         PlanError: a key is unknown, or a value is none of its kind.
     """
     found = _read(FaultPolicy(), entry, where)
-    if "patience" in found:
-        found["patience"] = replace(DraftTimeouts(), **_read(DraftTimeouts(), found["patience"], f"{where}.patience"))
+    if "draft_timeouts" in found:
+        found["draft_timeouts"] = replace(
+            DraftTimeouts(), **_read(DraftTimeouts(), found["draft_timeouts"], f"{where}.draft_timeouts")
+        )
     return replace(FaultPolicy(), **found)
 
 

@@ -15,12 +15,12 @@ Keys of a model:
     quantisation  none (default), int8 or fp8: of the products' weights; planned with, not yet run
     draft_of      the target's name, or a list: one draft server for several targets
     k             drafted tokens a round, default 4 (of a draft)
-    quota         what the targets of a draft may have (`quota`): clients, slots, shares: {target: share of its time}
+    quota         what the targets of a draft may have (`quota`): max_targets, max_slots, weights: {target: its weight}
     replicas      default 1; of a draft: as many as its target has, or fewer, which are then shared
     backend       inductor (default), eager, xla or neuron; tp_degree above 1 runs with eager and neuron
     group_query_attention  where K/V heads of a divided model live; default: whole heads, or copies
 
-A mapping ``care`` may stand beside ``models``: how the workers are looked after (`care`).
+A mapping ``fault_policy`` may stand beside ``models``: how the workers are looked after (`care`).
 
 Relative paths are relative to the file, or, where nothing is there, to the current folder. Nothing is loaded here but
 configurations.
@@ -87,12 +87,12 @@ def read_models(file: Path) -> tuple[ModelSpec, ...]:
 
 
 def read_care(file: Path) -> FaultPolicy:
-    """How the workers of a YAML file's models are to be looked after: its ``care``, or the defaults.
+    """How the workers of a YAML file's models are to be looked after: its ``fault_policy``, or the defaults.
 
     Raises:
         PlanError: the file cannot be read, or a value is wrong; the message names it.
     """
-    return fault_policy_of(_content(file).get("care", {}), f"{file}, care")
+    return fault_policy_of(_content(file).get("fault_policy", {}), f"{file}, fault_policy")
 
 
 def _content(file: Path) -> Mapping[str, Any]:
@@ -104,9 +104,9 @@ def _content(file: Path) -> Mapping[str, Any]:
         raise PlanError(f"cannot read {file}: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("models"), list):
         raise PlanError(f"{file} must hold a list `models`; see `paceline plan --help`")
-    unknown = sorted(str(key) for key in set(content) - {"models", "care"})
+    unknown = sorted(str(key) for key in set(content) - {"models", "fault_policy"})
     if unknown:
-        raise PlanError(f"{file}: {unknown[0]!r} is not a key of the file; there are models and care")
+        raise PlanError(f"{file}: {unknown[0]!r} is not a key of the file; there are models and fault_policy")
     return content
 
 

@@ -1,6 +1,6 @@
 """What the targets of one draft may have: how many of them, how many slots, and whose turns count for more.
 
-    - {name: small, path: models/small, draft_of: [a, b], quota: {clients: 2, slots: 8, shares: {a: 2}}}
+    - {name: small, path: models/small, draft_of: [a, b], quota: {max_targets: 2, max_slots: 8, weights: {a: 2}}}
 
 A value that travels from the models file to the drafter's process; `draft_server` keeps it.
 """
@@ -14,7 +14,7 @@ from paceline.core.errors import PlanError
 
 _CLIENTS, _SLOTS = 16, 256
 _MOST_SHARE = 10**6
-_KEYS = ("clients", "slots", "shares")
+_KEYS = ("max_targets", "max_slots", "weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,17 +52,17 @@ def read_quota(value: object, where: str) -> Mapping[str, object]:
     unknown = sorted(str(key) for key in set(value) - set(_KEYS))
     if unknown:
         raise PlanError(f"{where}: {unknown[0]!r} is not a key of quota; there are {', '.join(_KEYS)}")
-    for key in ("clients", "slots"):
+    for key in ("max_targets", "max_slots"):
         number = value.get(key, 1)
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise PlanError(f"{where}: quota.{key} must be a whole number of at least 1, not {number!r}")
-    shares = value.get("shares", {})
+    shares = value.get("weights", {})
     if not isinstance(shares, dict):
-        raise PlanError(f"{where}: quota.shares maps names of targets to numbers, not {shares!r}")
+        raise PlanError(f"{where}: quota.weights maps names of targets to numbers, not {shares!r}")
     for name, share in shares.items():
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= _MOST_SHARE:
             raise PlanError(
-                f"{where}: quota.shares.{name} must be a number above 0, at most {_MOST_SHARE}, not {share!r}"
+                f"{where}: quota.weights.{name} must be a number above 0, at most {_MOST_SHARE}, not {share!r}"
             )
     return value
 
@@ -76,16 +76,16 @@ def settled(given: Mapping[str, object], where: str, *, targets: Sequence[str], 
     Raises:
         PlanError: it is too small for the draft's own targets, or names a target the draft does not have.
     """
-    shares = given.get("shares", {})
+    shares = given.get("weights", {})
     assert isinstance(shares, dict)
     strange = sorted(set(shares) - set(targets))
     if strange:
-        raise PlanError(f"{where}: quota.shares names {strange[0]!r}; its targets are {', '.join(targets)}")
-    most = {"clients": max(_CLIENTS, 2 * clients), "slots": max(_SLOTS, 2 * slots)}
-    for key, needed in (("clients", clients), ("slots", slots)):
+        raise PlanError(f"{where}: quota.weights names {strange[0]!r}; its targets are {', '.join(targets)}")
+    most = {"max_targets": max(_CLIENTS, 2 * clients), "max_slots": max(_SLOTS, 2 * slots)}
+    for key, needed in (("max_targets", clients), ("max_slots", slots)):
         found = given.get(key, most[key])
         assert isinstance(found, int)
         if found < needed:
             raise PlanError(f"{where}: quota.{key}={found}, but the targets it drafts for need {needed}")
         most[key] = found
-    return Quota(most["clients"], most["slots"], {name: float(share) for name, share in shares.items()})
+    return Quota(most["max_targets"], most["max_slots"], {name: float(share) for name, share in shares.items()})

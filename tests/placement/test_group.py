@@ -58,7 +58,7 @@ class Stubborn:
     def __init__(self) -> None:
         self.stops = 0
 
-    def begin(self) -> None:
+    def launch(self) -> None:
         raise WorkerError("it does not start")
 
     def stop(self) -> None:

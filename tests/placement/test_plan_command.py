@@ -67,10 +67,10 @@ def quoted(quota: str) -> str:
 
 
 def test_a_quota_is_in_the_plan_and_has_room_for_all_where_none_is_given(home: Path) -> None:
-    done = call(home, CHAT, quoted("{clients: 1, slots: 3, shares: {chat: 2}}"), options=("--json",))
+    done = call(home, CHAT, quoted("{max_targets: 1, max_slots: 3, weights: {chat: 2}}"), options=("--json",))
     assert done.exit_code == 0, done.output
     chat, draft = json.loads(done.stdout)["placements"]
-    assert "quota" not in chat and draft["quota"] == {"clients": 1, "slots": 3, "shares": {"chat": 2.0}}
+    assert "quota" not in chat and draft["quota"] == {"max_targets": 1, "max_slots": 3, "weights": {"chat": 2.0}}
     many = [f"{{name: t{index}, config: small.json, tp_degree: 1}}" for index in range(20)]
     names = ", ".join(f"t{index}" for index in range(20))
     call(home, *many, f"{{name: d, config: small.json, tp_degree: 1, draft_of: [{names}]}}")
@@ -78,15 +78,20 @@ def test_a_quota_is_in_the_plan_and_has_room_for_all_where_none_is_given(home: P
     assert quota.max_targets >= 20 and quota.max_slots >= 20
 
 
-def cared(home: Path, care: str) -> Path:
-    """A models file with ``care``."""
-    (home / "models.yaml").write_text(f"models: [{CHAT}]\ncare: {care}\n")
+def with_policy(home: Path, policy: str) -> Path:
+    """A models file with ``fault_policy``."""
+    (home / "models.yaml").write_text(f"models: [{CHAT}]\nfault_policy: {policy}\n")
     return home / "models.yaml"
 
 
-def test_how_workers_are_looked_after_stands_in_the_file(home: Path) -> None:
-    care = read_care(cared(home, "{start: 3600, retries: 0, ahead: true, patience: {deadline: 0.5, trips: 2}}"))
-    assert care == FaultPolicy(
+def test_the_fault_policy_stands_in_the_file(home: Path) -> None:
+    policy = read_care(
+        with_policy(
+            home,
+            "{startup_timeout_s: 3600, max_target_restarts: 0, draft_ahead: true, draft_timeouts: {reply_timeout_s: 0.5, max_failures: 2}}",
+        )
+    )
+    assert policy == FaultPolicy(
         startup_timeout_s=3600.0,
         max_target_restarts=0,
         draft_ahead=True,
@@ -97,23 +102,26 @@ def test_how_workers_are_looked_after_stands_in_the_file(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("care", "says"),
+    ("policy", "says"),
     [
-        ("{strat: 1}", "'strat' is not a key; there are start, silence"),
+        ("{strat: 1}", "'strat' is not a key; there are startup_timeout_s, stall_timeout_s"),
         ("{makers: {}}", "'makers' is not a key"),
-        ("[1]", "care is a mapping"),
-        ("{start: 0}", "care.start must be seconds"),
-        ("{start: .inf}", "care.start must be seconds"),
-        ("{patience: {deadline: 1" + "0" * 400 + "}}", "care.patience.deadline must be seconds"),
-        ("{retries: 1.5}", "care.retries must be a whole number"),
-        ("{ahead: 1}", "care.ahead must be true or false"),
-        ("{patience: 3}", "care.patience is a mapping of deadline"),
-        ("{patience: {dead: 3}}", "care.patience: 'dead' is not a key"),
-        ("{patience: {trips: true}}", "care.patience.trips must be a whole number"),
+        ("[1]", "fault_policy is a mapping"),
+        ("{startup_timeout_s: 0}", "fault_policy.startup_timeout_s must be seconds"),
+        ("{startup_timeout_s: .inf}", "fault_policy.startup_timeout_s must be seconds"),
+        (
+            "{draft_timeouts: {reply_timeout_s: 1" + "0" * 400 + "}}",
+            "fault_policy.draft_timeouts.reply_timeout_s must be seconds",
+        ),
+        ("{max_target_restarts: 1.5}", "fault_policy.max_target_restarts must be a whole number"),
+        ("{draft_ahead: 1}", "fault_policy.draft_ahead must be true or false"),
+        ("{draft_timeouts: 3}", "fault_policy.draft_timeouts is a mapping of reply_timeout_s"),
+        ("{draft_timeouts: {dead: 3}}", "fault_policy.draft_timeouts: 'dead' is not a key"),
+        ("{draft_timeouts: {max_failures: true}}", "fault_policy.draft_timeouts.max_failures must be a whole number"),
     ],
 )
-def test_care_that_is_none_is_refused_by_name(home: Path, care: str, says: str) -> None:
-    done = CliRunner().invoke(app, ["plan", str(cared(home, care)), "--instance", "inf2.48xlarge"])
+def test_a_fault_policy_that_is_wrong_is_refused_by_name(home: Path, policy: str, says: str) -> None:
+    done = CliRunner().invoke(app, ["plan", str(with_policy(home, policy)), "--instance", "inf2.48xlarge"])
     assert done.exit_code == 2 and says in " ".join(done.stderr.split()), done.output
 
 
@@ -139,15 +147,18 @@ def test_care_that_is_none_is_refused_by_name(home: Path, care: str, says: str) 
         ([CHAT.replace(": 8,", ": 8, group_query_attention: shard-over-batch,")], "'shard-over-batch' is not offered"),
         (["{name: a, config: big, group_query_attention: shard-over-batch}"], "'shard-over-batch' is not offered"),
         (["{name: a, config: big, tp_degree: 2, replicas: 2}", "{name: a.1, config: big}"], "both be called 'a.1'"),
-        ([CHAT, quoted("{client: 2}")], "'client' is not a key of quota; there are clients, slots, shares"),
+        (
+            [CHAT, quoted("{max_target: 2}")],
+            "'max_target' is not a key of quota; there are max_targets, max_slots, weights",
+        ),
         ([CHAT, quoted("3")], "quota is a mapping"),
-        ([CHAT, quoted("{slots: 0}")], "quota.slots must be"),
-        ([CHAT, quoted("{clients: true}")], "quota.clients must be"),
-        ([CHAT, quoted("{shares: {chat: -1}}")], "quota.shares.chat must be"),
-        ([CHAT, quoted("{shares: {chat: 1" + "0" * 400 + "}}")], "quota.shares.chat must be"),
-        ([CHAT, quoted("{shares: {chta: 2}}")], "quota.shares names 'chta'; its targets are chat"),
-        ([CHAT.replace(": 8,", ": 4, replicas: 3,"), quoted("{clients: 2}, replicas: 1")], "need 3"),
-        ([CHAT.replace("}", ", quota: {slots: 4}}")], "drafts for nobody"),
+        ([CHAT, quoted("{max_slots: 0}")], "quota.max_slots must be"),
+        ([CHAT, quoted("{max_targets: true}")], "quota.max_targets must be"),
+        ([CHAT, quoted("{weights: {chat: -1}}")], "quota.weights.chat must be"),
+        ([CHAT, quoted("{weights: {chat: 1" + "0" * 400 + "}}")], "quota.weights.chat must be"),
+        ([CHAT, quoted("{weights: {chta: 2}}")], "quota.weights names 'chta'; its targets are chat"),
+        ([CHAT.replace(": 8,", ": 4, replicas: 3,"), quoted("{max_targets: 2}, replicas: 1")], "need 3"),
+        ([CHAT.replace("}", ", quota: {max_slots: 4}}")], "drafts for nobody"),
         (["{name: a, config: big, tp_degree: 8, replicas: 3}", "{name: b, config: big}"], "0 of 24"),
         (["{name: a, config: big, tp_degree: 8, replicas: 400000000}"], "want 3200000000 cores, and inf2.48xlarge"),
         ([CHAT.replace(": 8,", ": 8, replicas: 1" + "0" * 30 + ","), quoted("{}, replicas: 1")], "ask for fewer"),

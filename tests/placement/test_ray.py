@@ -95,7 +95,9 @@ def test_models_side_by_side(cluster: Cluster, workshop: Workshop) -> None:
     """
     asked = {"max_new_tokens": 40, **SAMPLED}
     expected = wanted(workshop, PROMPTS, **asked)
-    shared = entry(workshop, "d", "draft", draft_of=["a", "b"], tp_degree=1, quota={"clients": 2, "shares": {"a": 2}})
+    shared = entry(
+        workshop, "d", "draft", draft_of=["a", "b"], tp_degree=1, quota={"max_targets": 2, "weights": {"a": 2}}
+    )
     with launch(
         planned(*(entry(workshop, n) for n in "ab"), shared, entry(workshop, "c", tp_degree=4)), care=CARE
     ) as models:
