@@ -111,6 +111,7 @@ class Statistics:
         return {name: getattr(self, name) for name in names} | {
             "tokens_per_round": self.tokens_per_round,
             "mean_acceptance_length": self.mean_acceptance_length,
+            "tau": self.tau,
             "acceptance_rate": self.acceptance_rate,
             "acceptance_histogram": self.acceptance_histogram,
             "drafter_health": None if self.drafter_health is None else self.drafter_health.to_dict(),

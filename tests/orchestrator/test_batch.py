@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import IDLE, PAD, Commit, PrefillResult, RoundResult
-from paceline.engine.batch import Batch
+from paceline.engine.batch import Batch, RoundShape
 from paceline.engine.request import Request
 from paceline.engine.stopping import StopChecker, Stopping
 from paceline.outputs import Statistics
@@ -20,7 +20,7 @@ BUCKETS = (16, 24, 64)
 
 def formula(batch: Batch, reach: int | None) -> list[int]:
     """Room in every slot, worked out from the texts alone."""
-    texts = [None if slot is None else slot.watch for slot in batch.slots]
+    texts = [None if slot is None else slot.checker for slot in batch.slots]
     longest = max((len(text.text) for text in texts if text), default=1)
     border = next((bucket for bucket in BUCKETS if bucket >= longest), BUCKETS[-1])
     found = []
@@ -29,7 +29,7 @@ def formula(batch: Batch, reach: int | None) -> list[int]:
             found.append(IDLE)
             continue
         length = len(text.text)
-        rooms = [text.left - 1, border - length]
+        rooms = [text.remaining - 1, border - length]
         if reach is not None and slot.request.use_speculation:
             rooms.append(reach - length + 1 if length <= reach else 0)
         found.append(max(0, min(rooms)))
@@ -40,18 +40,19 @@ def formula(batch: Batch, reach: int | None) -> list[int]:
 def test_limits(data: st.DataObject) -> None:
     size, depth = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 5))
     reach = data.draw(st.none() | st.integers(4, 40))
-    batch = Batch(size, depth + 1, Statistics(), depth=depth, reach=reach, buckets=BUCKETS)
+    batch = Batch([None] * size, RoundShape(depth, depth + 1, reach, BUCKETS), Statistics())
     row, index = sampling_tensors([Sampling()]), 0
     for _ in range(data.draw(st.integers(1, 25))):
-        if batch.free is not None and data.draw(st.booleans()):
+        if (free := batch.free_slot) is not None and data.draw(st.booleans()):
             prompt = (1,) * data.draw(st.integers(1, 20))
             stopping = Stopping(len(prompt) + data.draw(st.integers(1, 40)), eos=frozenset([0]))
             request = Request(index, prompt, Sampling(), stopping, use_speculation=data.draw(st.booleans()))
-            batch.join(batch.free, request, row, first=PrefillResult(1), logprobs=None)
+            batch.seat(free, request)
+            batch.join(free, row, PrefillResult(1), logprobs=None)
             index += 1
         elif batch.active and data.draw(st.integers(0, 9)) == 0:
-            batch.drop([batch.slots[batch.active[0]].request.index])  # type: ignore[union-attr]
-        bounds = batch.bounds()
+            batch.abort([batch.slots[batch.active[0]].request.index])  # type: ignore[union-attr]
+        bounds = batch.limits()
         assert bounds.multi_round is not None and bounds.multi_round.remaining == formula(batch, reach)
         drafts = [slot is not None and slot.request.use_speculation for slot in batch.slots]
         limits = [
@@ -59,7 +60,7 @@ def test_limits(data: st.DataObject) -> None:
         ]
         assert bounds.max_accept.tolist() == limits
         assert bounds.multi_round.end_ids == (frozenset([0]) if batch.active else frozenset())
-        assert bounds.max_rows == max((len(slot.watch.text) for slot in batch.slots if slot), default=1)
+        assert bounds.max_rows == max((len(slot.checker.text) for slot in batch.slots if slot), default=1)
         counts = [data.draw(st.integers(1, limit + 1)) for limit in bounds.max_accept.tolist()]
         drawn = [data.draw(st.lists(st.sampled_from([1] * 30 + [0]), min_size=n, max_size=n)) for n in counts]
         tokens = torch.tensor([one + [PAD] * (depth + 1 - len(one)) for one in drawn], dtype=torch.int32)

@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
-from paceline.core.errors import ConfigurationError, PairingError, PromptError, RequestError, SamplingError
+from paceline.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    PairingError,
+    PromptError,
+    RequestError,
+    SamplingError,
+)
 from paceline.outputs import GenerationResult
 from tests.fakes import TableDecoder, table
 from tests.orchestrator.test_stopping import Pieces
@@ -184,33 +191,35 @@ CONFIGURATION_ERRORS = [
     ({"acceptor": None}, "acceptor=None is unknown"),
     ({"acceptor": [1]}, "acceptor=[1] is unknown"),
     ({"target": "models/llama"}, "target is a str and no decoder; load one with AutoDecoder.from_pretrained"),
-    ({"draft": "models/small"}, "A model has to be loaded first"),
+    ({"draft": "models/small"}, "draft 'models/small' is neither a folder nor a drafter's name"),
     ({"draft": NgramDrafter}, "draft is the class NgramDrafter; give an object of it"),
-    ({"exact": "no"}, "exact must be True or False, not 'no'"),
-    ({"fused": 0}, "fused must be True, False or None, not 0"),
-    ({"confidence": "0.5"}, "confidence must be a number from 0 (off) to 1, not '0.5'"),
-    ({"synthetic_acceptance": "0.5"}, "alpha='0.5' is not one"),
-    ({"k": -1}, "k must be 0 or more drafted tokens per round, not -1"),
-    ({"draft": "prefix"}, "no drafter is called 'prefix'; there are none, ngram, suffix"),
-    ({"draft": 3}, "draft is a int; give a decoder, a drafter, a function"),
-    ({"k": "4"}, "k must be a number or ascending numbers of drafted tokens, not '4'"),
-    ({"k": (0, "2")}, "k must be a number or ascending numbers"),
+    ({"exact": "no"}, "exact='no': input should be a valid boolean"),
+    ({"fused": 0}, "fused=0: input should be a valid boolean"),
+    ({"confidence": 0.5}, "there is no option 'confidence'; the options are draft, k"),
+    ({"confidence_threshold": "0.5"}, "confidence_threshold='0.5': input should be a valid number"),
+    ({"confidence_threshold": 2.0}, "confidence_threshold=2.0: input should be less than or equal to 1"),
+    ({"synthetic_acceptance": "0.5"}, "synthetic_acceptance='0.5': input should be a valid number"),
+    ({"k": -1}, "k=-1 is no draft length"),
+    ({"draft": "prefix"}, "draft 'prefix' is neither a folder nor a drafter's name; the names are none, ngram, suffix"),
+    ({"draft": 3}, "write a name (ngram), a folder"),
+    ({"k": "four"}, "k='four' is no draft length"),
+    ({"k": (0, "two")}, "is no draft length"),
     ({"k": 128}, "a window of 129 rows does not fit"),
-    ({"draft": None, "acceptor": "reject"}, "acceptor='reject' needs a drafter"),
-    ({"draft": None, "acceptor": "typical"}, "acceptor='typical' needs a drafter"),
-    ({"draft": "none", "synthetic_acceptance": 0.5}, "acceptor='synthetic' needs a drafter"),
-    ({"draft": None, "fused": True}, "fused=True needs a draft"),
-    ({"confidence": 0.9}, "confidence is of a draft model, and draft holds no decoder"),
-    ({"vocabulary": "intersection"}, "vocabulary is of a draft model"),
-    ({"vocabulary": "anything"}, "vocabulary is of a draft model"),
-    ({"draft": ["suffix", "ngram"], "vocabulary": "retokenize"}, "vocabulary is of a draft model"),
+    ({"draft": None, "acceptor": "reject"}, "acceptor needs a drafter"),
+    ({"draft": None, "acceptor": "typical"}, "acceptor needs a drafter"),
+    ({"draft": "none", "synthetic_acceptance": 0.5}, "synthetic_acceptance needs a drafter"),
+    ({"draft": None, "fused": True}, "fused needs a drafter"),
+    ({"confidence_threshold": 0.9}, "confidence_threshold is an option of draft models, and draft holds none"),
+    ({"vocabulary": "intersection"}, "vocabulary is an option of draft models"),
+    ({"vocabulary": "anything"}, "vocabulary='anything' is unknown"),
+    ({"draft": ["suffix", "ngram"], "vocabulary": "retokenize"}, "vocabulary is an option of draft models"),
 ]
 
 
 @pytest.mark.parametrize(("options", "message"), CONFIGURATION_ERRORS, ids=_plainly)
 def test_impossible_generators_are_refused(options: dict[str, object], message: str) -> None:
     asked = {"draft": "ngram", **options}
-    with pytest.raises(ConfigurationError) as caught:
+    with pytest.raises((ConfigurationError, CheckpointError)) as caught:
         SpeculativeGenerator(**{"target": TableDecoder(TARGET), **asked})  # type: ignore[arg-type]
     assert message in str(caught.value)
 

@@ -206,7 +206,11 @@ def test_events_statistics_and_result_agree(slots: int, acceptor: str) -> None:
     firsts = len(PROMPTS)
     assert counts.new_tokens == firsts + counts.num_rounds + counts.num_accepted_tokens - own_cut
     assert counts.num_rounds == len(events) - firsts
-    assert counts.tau == pytest.approx(1 + sum(n / counts.num_rounds for n in counts.num_accepted_tokens_per_pos))
+    assert counts.tau == pytest.approx(1 + sum(n / counts.num_drafts for n in counts.num_accepted_tokens_per_pos))
+    assert counts.tokens_per_round == pytest.approx(1 + counts.num_accepted_tokens / counts.num_rounds)
+    histogram = counts.acceptance_histogram
+    assert sum(histogram) == counts.num_drafts <= counts.num_rounds
+    assert sum(n * many for n, many in enumerate(histogram)) == counts.num_accepted_tokens
     assert counts.acceptance_rate == pytest.approx(counts.num_accepted_tokens / counts.num_draft_tokens)
     for few, many in zip(counts.num_accepted_tokens_per_pos, counts.num_draft_tokens_per_pos, strict=True):
         assert 0 <= few <= many
