@@ -64,6 +64,13 @@ class Dice(DraftLengthController):
         return dice.choice(self.draft_lengths)
 
 
+class Sensible(Dice):
+    """The same, but for rounds in which nothing can be accepted."""
+
+    def choose(self, deepest: int) -> int:
+        return super().choose(deepest) if deepest else 0
+
+
 class Random(Checked):
     """Rungs at random, over caches that check themselves."""
 
@@ -115,7 +122,7 @@ def test_a_ladder_takes_the_graphs_of_its_depths_and_makes_them_ahead(workshop: 
     target = target.sibling()  # with graphs of its own
     plain = target.sample(PROMPTS, max_new_tokens=40)
     maker = SpeculativeGenerator(draft, target, k=DRAFT_LENGTHS, exact=False)
-    rebuild(maker, controller=Dice(DRAFT_LENGTHS))
+    rebuild(maker, controller=Sensible(DRAFT_LENGTHS))
     maker.compile()
     made = {key for key, _ in target._steps}
     assert {(key.commit_width, key.next_width) for key in made if key.is_round} == {(w, w) for w in (1, 2, 3, 5, 9)}
@@ -182,8 +189,8 @@ def test_a_request_may_do_without_drafts() -> None:
 
 def test_why_a_round_is_in_two_graphs_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """Draft and target share a graph by themselves; a processor on the host keeps them apart."""
-    maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=3)
     for asked, said in (({}, False), ({"repetition_penalty": 1.2}, True), ({"output_scores": True}, True)):
+        maker = Checked(TableDecoder(DRAFT), TableDecoder(TARGET), k=3)
         caplog.clear()
         with caplog.at_level(logging.INFO, logger="paceline"):
             maker.sample([[1, 2]], max_new_tokens=4, **asked)
