@@ -52,7 +52,8 @@ class ModelWithCache(nn.Module):
         self.shard = Shard(config, options.layout, rank)
         self.group: Collectives = group or SingleRank()
         assert self.group.degree == self.shard.degree, "a divided model needs its group of ranks"
-        self.model = registry.build(self.shard, weights, kernels, positions=options.n_positions, group=self.group)
+        family = registry.family(config.model_type)
+        self.model = family.build(self.shard, weights, kernels, positions=options.n_positions, group=self.group)
         shape = (options.batch_size, len(self.shard.key_heads), options.rows, config.head_dim)
         for index in range(config.num_layers):
             for side in ("keys", "values"):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.core import reduce
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, MlpWeights, Tree
-from paceline.decoder.models.llama import gated_mlp, rms_norm
+from paceline.decoder.models.layers import gated_mlp, rms_norm
 from paceline.decoder.models.rope import apply_rope, rope_tables
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import Collectives, SingleRank

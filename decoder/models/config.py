@@ -1,12 +1,13 @@
-"""What a decoder must know of a model: its sizes, its options and its special ids, read from a checkpoint
-folder.
+"""What a decoder must know about a model: its sizes, its options and its special ids, read from a checkpoint folder.
 
-Reads ``config.json`` and ``generation_config.json`` as plain JSON, in the layout of transformers 4
-(``rope_theta``, ``rope_scaling``) or 5 (``rope_parameters``). It runs no code from the folder, does not
-import transformers, and does not look at the weights (``decoder/weights.py``) or the tokenizer. Keys that say
-nothing about the computation are passed over; those that would change it in a way this package does not
-follow are refused by name.
+Reads ``config.json`` and ``generation_config.json`` as plain JSON, in the layout of transformers 4 (``rope_theta``,
+``rope_scaling``) or 5 (``rope_parameters``). What its keys mean is said by the model's family; `standard` reads those
+that most families have. Runs no code from the folder, does not import transformers, and looks neither at the weights
+(`paceline.decoder.weights.checkpoint`) nor at the tokenizer. Keys that say nothing about the computation are ignored;
+those that would change it in a way that is not implemented are refused by name.
 """
+
+from __future__ import annotations
 
 import hashlib
 import json
@@ -16,9 +17,8 @@ from pathlib import Path
 
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields, read_json_object
+from paceline.decoder.models import registry
 from paceline.decoder.models.rope import ROPE_TYPES, RopeConfig
-
-SUPPORTED_MODEL_TYPES = ("llama",)
 
 _ROPE_KEYS = frozenset(
     {
@@ -45,7 +45,7 @@ _ROPE_KEYS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One model's sizes and options; a model may have no eos, pad or bos token at all."""
+    """One model's sizes and options; a model may have no eos, pad or bos token at all. A family may add fields."""
 
     model_type: str
     vocab_size: int
@@ -67,7 +67,7 @@ class ModelConfig:
     bos_token_id: int | None
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str]) -> "ModelConfig":
+    def from_pretrained(cls, path: str | os.PathLike[str]) -> ModelConfig:
         """The configuration of the Hugging Face checkpoint in the folder ``path``."""
         if not isinstance(path, (str, os.PathLike)):
             raise CheckpointError(f"{path!r} is no path; give the local folder of a Hugging Face checkpoint.")
@@ -82,12 +82,12 @@ class ModelConfig:
         return _parse(config, generation)
 
     @classmethod
-    def from_file(cls, path: str | os.PathLike[str]) -> "ModelConfig":
+    def from_file(cls, path: str | os.PathLike[str]) -> ModelConfig:
         """The configuration in a ``config.json`` alone, to plan with; generation settings are not looked for."""
         return _parse(Fields(read_json_object(Path(path)), str(path)), Fields({}, str(path)))
 
     @classmethod
-    def from_fields(cls, config: Fields) -> "ModelConfig":
+    def from_fields(cls, config: Fields) -> ModelConfig:
         """The configuration in an object laid out like ``config.json``, as part of another file."""
         return _parse(config, Fields({}, config.where))
 
@@ -102,8 +102,18 @@ class ModelConfig:
 
 
 def _parse(config: Fields, generation: Fields) -> ModelConfig:
-    """Defaults are those of Hugging Face's LlamaConfig, save that the sizes of the network have none."""
-    model_type = _supported_model_type(config)
+    """Ask the family that config.json names."""
+    return registry.family(config.text("model_type"), config.where).config(config, generation)
+
+
+def standard(config: Fields, generation: Fields) -> ModelConfig:
+    """The keys that most families have, with the defaults of transformers' LlamaConfig; sizes have no default.
+
+    Raises:
+        CheckpointError: a key is missing or has a wrong value.
+        UnknownArchitectureError: an option would change the computation in a way that is not implemented.
+    """
+    _refuse_options(config)
     hidden_size = config.integer("hidden_size")
     num_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
@@ -117,7 +127,7 @@ def _parse(config: Fields, generation: Fields) -> ModelConfig:
     vocab_size = config.integer("vocab_size")
     eos, pad, bos = _special_ids(config, generation, vocab_size)
     return ModelConfig(
-        model_type=model_type,
+        model_type=config.text("model_type"),
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=config.integer("intermediate_size"),
@@ -131,20 +141,14 @@ def _parse(config: Fields, generation: Fields) -> ModelConfig:
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
-        hidden_act=_hidden_act(config),
+        hidden_act=config.text("hidden_act", "silu"),
         eos_token_ids=eos,
         pad_token_id=pad,
         bos_token_id=bos,
     )
 
 
-def _supported_model_type(config: Fields) -> str:
-    model_type = config.text("model_type")
-    if model_type not in SUPPORTED_MODEL_TYPES:
-        raise UnknownArchitectureError(
-            f"{config.where}: model_type {model_type!r} is not supported; supported: "
-            f"{', '.join(SUPPORTED_MODEL_TYPES)}."
-        )
+def _refuse_options(config: Fields) -> None:
     if config.values.get("quantization_config"):
         raise UnknownArchitectureError(
             f"{config.where}: quantization_config says that the weights are quantised, which is not "
@@ -155,7 +159,6 @@ def _supported_model_type(config: Fields) -> str:
             f"{config.where}: per_layer_config gives layers different sizes, which is not supported; use a "
             "checkpoint whose layers are alike."
         )
-    return model_type
 
 
 def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
@@ -171,15 +174,6 @@ def _head_dim(config: Fields, hidden_size: int, num_heads: int) -> int:
             "use a model with even heads."
         )
     return head_dim
-
-
-def _hidden_act(config: Fields) -> str:
-    name = config.text("hidden_act", "silu")
-    if name != "silu":
-        raise UnknownArchitectureError(
-            f"{config.where}: hidden_act {name!r} is not supported; supported: silu. Use a model with a SwiGLU MLP."
-        )
-    return name
 
 
 def _special_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[tuple[int, ...], int | None, int | None]:
@@ -261,6 +255,6 @@ def _refuse_rope(config: Fields, rope: Fields, kind: str) -> None:
         share = fields.number("partial_rotary_factor", 1.0)
         if share != 1.0:
             raise UnknownArchitectureError(
-                f"{fields.where}: partial_rotary_factor = {share} is not supported for model_type 'llama'; "
+                f"{fields.where}: partial_rotary_factor = {share} is not supported; "
                 "use a checkpoint that rotates whole heads (1.0)."
             )

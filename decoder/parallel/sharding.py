@@ -1,19 +1,54 @@
 """Tensor parallelism: which part of a model's tensors and heads each rank has. Pure arithmetic on a ModelConfig.
 
-Query heads, the MLP's inner columns and the vocabulary are divided evenly; norms are on every rank. How the K/V heads
-of grouped-query attention are laid out is a choice (`GQA`). Not here: reading files
-(`paceline.decoder.weights.checkpoint`), talking between ranks (`paceline.decoder.parallel.collectives`), and which
-degrees a chip takes.
+A family says how each of its tensors is divided (`TensorSpec`); how the K/V heads of grouped-query attention are laid
+out is the user's choice (`GQA`). Not here: reading files (`paceline.decoder.weights.checkpoint`), talking between ranks
+(`paceline.decoder.parallel.collectives`), and which degrees a chip takes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import prod
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.llama_layout import EMBEDDING, OUTPUT_HEAD
+
+
+class Split(Enum):
+    """How a tensor is divided over the ranks.
+
+    WHOLE       every rank has all of it: norms, and biases added after a sum over the ranks
+    ROWS        equal shares of its rows: query, gate and up products, and their biases
+    COLUMNS     equal shares of its columns: products whose results are summed over the ranks (output, down)
+    KEY_ROWS    rows by K/V heads, as `GQA` says: key and value products, and their biases
+    VOCABULARY  equal shares of its rows, the last share filled up with zeros: embedding and output head
+    """
+
+    WHOLE = "whole"
+    ROWS = "rows"
+    COLUMNS = "columns"
+    KEY_ROWS = "key rows"
+    VOCABULARY = "vocabulary"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor of a checkpoint.
+
+    shape   linear weights are [out, in]
+    split   how it is divided over ranks
+    copies  names under which a checkpoint may hold the same tensor once more; a copy is compared and dropped
+    """
+
+    shape: tuple[int, ...]
+    split: Split = Split.WHOLE
+    copies: tuple[str, ...] = ()
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it is a matrix of a layer, which is what quantisation makes smaller."""
+        return len(self.shape) == 2 and self.split is not Split.VOCABULARY
 
 
 class GQA(Enum):
@@ -147,28 +182,25 @@ class Shard:
         count = -(-self.config.vocab_size // self.degree)
         return range(self.rank * count, (self.rank + 1) * count)
 
-    def part(self, name: str) -> TensorSlice | None:
-        """What this rank has of the checkpoint's tensor of that name; None = all of it."""
-        if self.degree == 1:
+    def slice_of(self, spec: TensorSpec) -> TensorSlice | None:
+        """What this rank has of a tensor; None = all of it."""
+        if self.degree == 1 or spec.split is Split.WHOLE:
             return None
-        if name in (EMBEDDING, OUTPUT_HEAD):
-            end = self.config.vocab_size
+        if spec.split is Split.VOCABULARY:
+            end = spec.shape[0]
             return TensorSlice(0, ((min(self.ids.start, end), min(self.ids.stop, end)),), len(self.ids))
-        kind, _, what = name.rpartition(".")
-        side = kind.rpartition(".")[2]
-        width, inner = self.config.head_dim, self.config.intermediate_size // self.degree
-        if side == "q_proj":
-            return _even(0, self.heads * width, self.rank)
-        if side in ("k_proj", "v_proj"):
+        if spec.split is Split.KEY_ROWS:
             if self.gathers:
                 return _even(0, self.key_part, self.rank)
+            width = self.config.head_dim
             return TensorSlice(0, tuple((h * width, (h + 1) * width) for h in self.key_heads), self.key_part)
-        if side in ("gate_proj", "up_proj"):
-            return _even(0, inner, self.rank)
-        # The products behind these two are summed over the ranks, and their biases added once, behind the sum.
-        if what == "weight" and side in ("o_proj", "down_proj"):
-            return _even(1, self.heads * width if side == "o_proj" else inner, self.rank)
-        return None
+        dim = 1 if spec.split is Split.COLUMNS else 0
+        return _even(dim, spec.shape[dim] // self.degree, self.rank)
+
+    def numbers_of(self, spec: TensorSpec) -> int:
+        """How many numbers this rank has of a tensor."""
+        cut = self.slice_of(spec)
+        return prod(spec.shape if cut is None else (*spec.shape[: cut.dim], cut.size, *spec.shape[cut.dim + 1 :]))
 
 
 def _even(dim: int, size: int, rank: int) -> TensorSlice:

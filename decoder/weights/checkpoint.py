@@ -21,9 +21,9 @@ from paceline.core.errors import (
     WeightShapeError,
     WeightValueError,
 )
+from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.llama_layout import EMBEDDING, OUTPUT_HEAD, expected_tensors, is_harmless
-from paceline.decoder.parallel.sharding import Shard, TensorSlice
+from paceline.decoder.parallel.sharding import Shard, TensorSlice, TensorSpec
 from paceline.decoder.weights.files import (
     TensorInfo,
     WeightFile,
@@ -51,7 +51,7 @@ def load_weights(
     progress: Callable[[int, int], None] | None = None,
     shard: Shard | None = None,
 ) -> dict[str, Tensor]:
-    """All tensors of ``expected_tensors(config)`` from the folder ``path``, contiguous, on the CPU.
+    """All tensors that the model's family asks for, from the folder ``path``, contiguous, on the CPU.
 
     Of a ``shard``, its rank's parts alone are read; names and shapes of all tensors are checked nevertheless.
 
@@ -60,29 +60,30 @@ def load_weights(
     """
     if dtype not in _DTYPES:
         raise ConfigurationError(f"weights cannot be loaded as {dtype}; choose one of {', '.join(map(str, _DTYPES))}.")
-    expected = expected_tensors(config)
+    family = registry.family(config.model_type)
+    expected = family.tensors(config)
     places = _survey(Path(path))
-    _check_names(Path(path), places, expected)
-    wanted = dict(expected)
-    if config.tie_word_embeddings and OUTPUT_HEAD in places:
-        # A copy of the embedding, which some checkpoints keep. It is read, compared and dropped.
-        wanted[OUTPUT_HEAD] = expected[EMBEDDING]
-    _check_infos(places, wanted)
+    originals = {copy: name for name, spec in expected.items() for copy in spec.copies if copy in places}
+    relevant = [name for name in places if family.ignored is None or not family.ignored.fullmatch(name)]
+    _check_names(Path(path), relevant, expected, copies=set(originals))
+    # Copies, which some checkpoints keep of tied tensors, are read, compared and dropped.
+    specs = expected | {copy: expected[name] for copy, name in originals.items()}
+    _check_infos(places, specs)
     loaded: dict[str, Tensor] = {}
-    head: Tensor | None = None
-    for file in dict.fromkeys(places[name].file for name in wanted):
+    copies: dict[str, Tensor] = {}
+    for file in dict.fromkeys(places[name].file for name in specs):
         with open_weight_file(file) as source:
-            for name in [name for name in wanted if places[name].file == file]:
-                part = None if shard is None else shard.part(name)
-                tensor = _load_tensor(source, name, dtype, part=part, file=file)
+            for name in [name for name in specs if places[name].file == file]:
+                cut = None if shard is None else shard.slice_of(specs[name])
+                tensor = _load_tensor(source, name, dtype, part=cut, file=file)
                 if name not in expected:
-                    head = tensor
+                    copies[name] = tensor
                     continue
                 loaded[name] = tensor
                 if progress is not None:
                     progress(len(loaded), len(expected))
-    if head is not None:
-        _check_tied(places[OUTPUT_HEAD].file, head, loaded[EMBEDDING])
+    for name, tensor in copies.items():
+        _check_tied(places[name].file, name, originals[name], equal=torch.equal(tensor, loaded[originals[name]]))
     return {name: loaded[name] for name in expected}
 
 
@@ -103,15 +104,15 @@ def _survey(folder: Path) -> dict[str, _Place]:
     return places
 
 
-def _check_names(folder: Path, places: dict[str, _Place], expected: dict[str, tuple[int, ...]]) -> None:
-    missing = [name for name in expected if name not in places]
+def _check_names(folder: Path, found: list[str], expected: dict[str, TensorSpec], *, copies: set[str]) -> None:
+    missing = [name for name in expected if name not in found]
     if missing:
         raise MissingWeightsError(
             f"{folder} lacks {_some(missing)}; download the checkpoint in full, and check that config.json "
             "belongs to these weights (num_hidden_layers, tie_word_embeddings and the *_bias options decide "
             "what is needed)."
         )
-    surplus = [name for name in places if name not in expected and name != OUTPUT_HEAD and not is_harmless(name)]
+    surplus = [name for name in found if name not in expected and name not in copies]
     if surplus:
         raise CheckpointError(
             f"{folder} holds tensors that a decoder with this config.json does not use: {_some(surplus)}; "
@@ -119,13 +120,13 @@ def _check_names(folder: Path, places: dict[str, _Place], expected: dict[str, tu
         )
 
 
-def _check_infos(places: dict[str, _Place], wanted: dict[str, tuple[int, ...]]) -> None:
-    for name, shape in wanted.items():
+def _check_infos(places: dict[str, _Place], specs: dict[str, TensorSpec]) -> None:
+    for name, spec in specs.items():
         place = places[name]
-        if place.info.shape != shape:
+        if place.info.shape != spec.shape:
             raise WeightShapeError(
                 f"{place.file}: {name} has shape {list(place.info.shape)}, but config.json asks for "
-                f"{list(shape)}; use the config.json that belongs to these weights."
+                f"{list(spec.shape)}; use the config.json that belongs to these weights."
             )
         check_stored(name, place.info.dtype, where=place.file)
 
@@ -163,10 +164,10 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
 
 
-def _check_tied(file: Path, head: Tensor, embedding: Tensor) -> None:
-    if not torch.equal(head, embedding):
+def _check_tied(file: Path, copy: str, original: str, *, equal: bool) -> None:
+    if not equal:
         raise CheckpointError(
-            f"{file}: {OUTPUT_HEAD} differs from {EMBEDDING}, although config.json says tie_word_embeddings; "
+            f"{file}: {copy} differs from {original}, although config.json says tie_word_embeddings; "
             "set it to false to use both, or download the checkpoint again."
         )
 

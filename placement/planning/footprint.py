@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import GQA, Shard, layout
 
@@ -53,9 +54,9 @@ def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1
     fullest = max(shards, key=lambda shard: len(shard.key_heads))
     wide = NUMBER_BYTES[shape.amp]
     narrow = QUANTISED_BYTES.get(shape.quantisation, wide)
-    products, rest = product_weights(fullest), (2 * config.num_layers + 1) * config.hidden_size
-    tables = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    weights = (products * narrow + _share(tables * wide, degree) + rest * wide) * (caches if degree > 1 else 1)
+    specs = registry.family(config.model_type).tensors(config).values()
+    weights = sum(fullest.numbers_of(spec) * (narrow if spec.is_product else wide) for spec in specs)
+    weights *= caches if degree > 1 else 1
     heads = len(fullest.key_heads)
     rows = shape.n_positions + _SLACK_ROWS
     cache = caches * 2 * config.num_layers * heads * config.head_dim * rows * shape.batch_size * wide
@@ -68,10 +69,8 @@ def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1
 
 def product_weights(shard: Shard) -> int:
     """Numbers in one core's matrices of all layers."""
-    config = shard.config
-    attention = 2 * shard.heads * config.head_dim + 2 * shard.key_part
-    mlp = 3 * config.intermediate_size // shard.degree
-    return config.num_layers * config.hidden_size * (attention + mlp)
+    specs = registry.family(shard.config.model_type).tensors(shard.config).values()
+    return sum(shard.numbers_of(spec) for spec in specs if spec.is_product)
 
 
 def _share(amount: int, degree: int) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.core import tree
 from paceline.decoder.kernels.protocol import AttentionWeights, CachePosition, MlpWeights, Tree
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.models.llama import gated_mlp, rms_norm
+from paceline.decoder.models.layers import gated_mlp, rms_norm
 from paceline.decoder.models.rope import RopeConfig, apply_rope, rope_tables
 from paceline.decoder.native.ops import Native
 from paceline.decoder.parallel.collectives import SingleRank

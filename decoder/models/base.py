@@ -1,0 +1,119 @@
+"""What a model family gives a decoder, and the forward pass that families share: embedding, layers, norm, head.
+
+Holds weights (of one rank, where the model is divided) and reads caches that it is given; holds no length and knows
+neither backends nor rounds. Activations are float32 throughout, whatever the type of the weights: no intermediate is
+rounded, so no fusion can change one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.types import FeatureSpec
+from paceline.decoder.json_fields import Fields
+from paceline.decoder.kernels.protocol import CachePosition, Kernels
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.layers import Rotation, Weights, frozen, rms_norm
+from paceline.decoder.models.rope import rope_tables
+from paceline.decoder.parallel.collectives import Collectives
+from paceline.decoder.parallel.sharding import Shard, TensorSpec
+from paceline.decoder.parallel.vocab_parallel import embedded
+
+
+class DecoderModel(nn.Module):
+    """A family: how its config.json is read, which tensors it has, and its network.
+
+    A subclass writes `config`, `tensors` and `build`. A layer is called with hidden states [b, T, H], a
+    `CachePosition`, its cache [slots, G, R, D] twice, which it changes in place, and the rotation of the positions; it
+    gives hidden states.
+
+    embedding  [rows of this rank, H]
+    norm       [H], of the last hidden states
+    head       [rows of this rank, H]; None = the embedding serves as the head
+    positions  how long a text may be; rows of a window past it read the last rotation, and mean nothing
+    """
+
+    ignored: ClassVar[re.Pattern[str] | None] = None
+    """Names of tensors that a checkpoint may hold besides those of `tensors`, without any effect."""
+
+    cos: Tensor
+    sin: Tensor
+    ids: Tensor
+
+    @staticmethod
+    def config(fields: Fields, generation: Fields) -> ModelConfig:
+        """What config.json and generation_config.json say.
+
+        Raises:
+            CheckpointError: a key is missing or has a wrong value.
+            UnknownArchitectureError: an option would change the computation in a way that the family does not follow.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+        """Every tensor of a checkpoint by its name, in the order of their use."""
+        raise NotImplementedError
+
+    @classmethod
+    def build(
+        cls, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
+    ) -> DecoderModel:
+        """The part of a rank. Takes its tensors out of ``weights``, which holds the parts of ``shard`` by name."""
+        raise NotImplementedError
+
+    def __init__(
+        self,
+        shard: Shard,
+        kernels: Kernels,
+        *,
+        embedding: Tensor,
+        layers: Iterable[nn.Module],
+        norm: Tensor,
+        head: Tensor | None,
+        positions: int,
+        group: Collectives,
+    ) -> None:
+        super().__init__()
+        self._config, self._kernels, self._group = shard.config, kernels, group
+        self.embedding = frozen(embedding)
+        self.layers = nn.ModuleList(layers)
+        self.norm = frozen(norm)
+        self.head = self.embedding if head is None else frozen(head)
+        cos, sin = rope_tables(shard.config.rope, shard.config.head_dim, positions)
+        self.register_buffer("cos", cos)
+        self.register_buffer("sin", sin)
+        self.register_buffer("ids", torch.tensor(shard.ids, dtype=torch.int32))  # of this rank's rows of both tables
+
+    def forward(
+        self,
+        tokens: Tensor,
+        place: CachePosition,
+        caches: list[tuple[Tensor, Tensor]],
+        *,
+        reads: FeatureSpec | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """tokens [b, T] int32 -> hidden [b, T, H], before the head, and the features [b, T, F] asked for.
+
+        Changes ``caches`` in place.
+        """
+        hidden = embedded(tokens, self.embedding, self.ids, group=self._group)
+        at = place.positions(tokens.shape[1]).clamp(max=self.cos.shape[0] - 1)
+        rotation: Rotation = (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2))
+        streams = [hidden]
+        for layer, cache in zip(self.layers, caches, strict=True):
+            hidden = layer(hidden, place, cache, rotation)
+            streams.append(hidden)
+        hidden = rms_norm(hidden, self.norm, self._config.rms_norm_eps)
+        if reads is None:
+            return hidden, None
+        return hidden, torch.cat([streams[i] for i in reads.layers], -1) if reads.layers else hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [b, T, H] -> [b, T, n] float32, of this rank's ids."""
+        return self._kernels.linear(hidden, self.head)
