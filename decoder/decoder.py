@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from paceline.core.errors import ArtefactError, ConfigurationError, DecoderBusyError
 from paceline.core.types import FeatureSpec, SamplingTensors
 from paceline.decoder.backends.base import Backend, Graph, Step
+from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
 from paceline.decoder.models import registry
@@ -87,8 +88,8 @@ class ModelWithCache(nn.Module):
     def compact_path(self, row: Tensor, path: Tensor) -> None:
         """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]; `Kernels.compact_path`."""
         row = row.clamp(max=self.options.n_positions - 1)
-        for cache in self.caches:
-            self.kernels.compact_path(cache, row, path, slots=self.get_buffer("slots"))
+        for layer in self.caches:
+            self.kernels.compact_path(layer, row, path, slots=self.get_buffer("slots"))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, T, H] -> [b, T, V] float32, on every rank."""
@@ -197,8 +198,9 @@ class CompiledDecoder:
             self._owners[id(owner)] = owner
             facts = self.cache_key() if guest is None else {**self.cache_key(), "guest": guest()}
             shapes = [[str(x.dtype), list(x.shape)] for x in example]
-            facts = {"graph": asdict(key), "inputs": shapes, **facts}
-            graph = Graph(key, make(self.body, key.bucket), tuple(example), facts)
+            module = make(self.body, key.bucket)
+            facts = {"graph": asdict(key), "inputs": shapes, "outside": cache.outside_sources(module), **facts}
+            graph = Graph(key, module, tuple(example), facts)
             begin = perf_counter()
             step = self.backend.compile(graph, lambda message: self.on_graph(GraphEvent(key, message)))
             self._steps[key, id(owner)] = step

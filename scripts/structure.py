@@ -46,7 +46,7 @@ EAGER: dict[str, frozenset[str]] = {
     "core": frozenset({"torch"}),
     "orchestrator": frozenset({"torch", "numpy", "safetensors", "transformers", "pydantic", "typer", "rich"}),
 }
-EAGER_ELSEWHERE = frozenset({"torch", "numpy", "safetensors"})
+EAGER_ELSEWHERE = frozenset({"torch", "numpy", "safetensors", "filelock"})
 FENCED: dict[str, tuple[str, ...]] = {"ray": ("placement/", "orchestrator/serving/")}
 
 # A little above the size a file or function should have: splitting what belongs together is worse.

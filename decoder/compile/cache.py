@@ -1,25 +1,25 @@
 """The persistent cache of compiled things: folders named by a key, each complete or absent.
 
 An artefact is built in a folder with a temporary name, gets a manifest, and is renamed, so that a failed or killed
-build leaves nothing behind under the real name. A lock (released by the system when its owner dies) keeps two
-processes from building the same thing. Not here: what is built, and how.
+build leaves nothing under the real name. A lock, which the system releases when its owner dies, keeps two processes
+from building the same thing. Not here: what is built, and how.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import platform
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+from filelock import FileLock
+from torch import nn
 
 from paceline.core.errors import ArtefactError
 from paceline.decoder.weights.atomic_write import atomic_write
@@ -27,6 +27,12 @@ from paceline.decoder.weights.atomic_write import atomic_write
 MANIFEST = "manifest.json"
 _CACHE_REMEDY = "make room, or set PACELINE_CACHE to a folder of yours for compiled graphs"
 Facts = Mapping[str, object]
+
+_SOURCES = frozenset({".py", ".cpp", ".h"})
+_WITHOUT_GRAPHS = frozenset(
+    {"placement", "orchestrator", "cli", "diagnostics", "engine", "experiments", "serving", "text", "workers"}
+)
+_KNOWN_PACKAGES = frozenset({"paceline", "torch", *sys.stdlib_module_names})
 
 
 def key(facts: Facts) -> str:
@@ -45,7 +51,7 @@ def ensure(root: Path, facts: Facts, build: Callable[[Path], None]) -> Path:
         return folder
     with atomic_write(root, _CACHE_REMEDY):
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f"{folder.name}.lock"):
+        with FileLock(root / f"{folder.name}.lock", mode=0o600):
             if (folder / MANIFEST).is_file():
                 return folder
             draft = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=root))
@@ -90,13 +96,29 @@ def machine_facts() -> dict[str, object]:
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    """Hash of every source file that a graph is traced from: graphs of another version are never reused."""
-    root = Path(__file__).parent
+    """Hash of every source file that a graph may be traced from: graphs of another version are never reused."""
     digest = hashlib.sha256()
-    for folder in (root, *(root.parent / name for name in ("core", "target", "draft", "medusa", "eagle"))):
-        for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cpp")]):
-            digest.update(path.name.encode() + path.read_bytes())
+    for folder in source_folders():
+        for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
+            digest.update(str(path.relative_to(folder.parent)).encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def source_folders() -> list[Path]:
+    """The package's folders whose sources graphs may be traced from: all but those that are known to trace nothing.
+
+    A folder that nobody thought of is counted in, which costs a compilation; left out, it would leave stale graphs.
+    """
+    home = Path(__file__).parents[2]
+    return sorted(path.parent for path in home.glob("*/__init__.py") if path.parent.name not in _WITHOUT_GRAPHS)
+
+
+def outside_sources(step: nn.Module) -> dict[str, str]:
+    """Hash of every file outside the package that a part of a step is written in: a user's rule, family or drafter."""
+    kinds = {type(value) for part in step.modules() for value in (part, *vars(part).values())}
+    names = {kind.__module__ for kind in kinds if kind.__module__.split(".")[0] not in _KNOWN_PACKAGES}
+    files = {name: getattr(sys.modules.get(name), "__file__", None) for name in names}
+    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in files.items() if file}
 
 
 @lru_cache(maxsize=1)
@@ -106,13 +128,3 @@ def _cpu_flags() -> str:
     lines = info.read_text().splitlines() if info.is_file() else []
     found = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
     return hashlib.sha256(found.encode()).hexdigest()[:16]
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -9,7 +9,6 @@ with the reason.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -70,11 +69,6 @@ def lint(text: str, *, budget: int = MAX_INSTRUCTIONS) -> list[Finding]:
     if len(module.instructions) > budget:
         found.append(Finding("budget", f"{len(module.instructions)} instructions; the budget is {budget}"))
     return found
-
-
-def census(text: str) -> Counter[str]:
-    """How often each operator occurs."""
-    return Counter(line.opcode for line in parse(text).instructions)
 
 
 def _sort(module: Module) -> Iterator[Instruction]:

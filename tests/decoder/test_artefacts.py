@@ -51,7 +51,7 @@ def build(folder):
     (folder / "made").write_text(me)
 
 (root / f"ready {me}").touch()
-folder = artefacts.ensure(root / "cache", {"kind": "test"}, build)
+folder = cache.ensure(root / "cache", {"kind": "test"}, build)
 print((folder / "made").read_text())
 """
 
@@ -81,6 +81,29 @@ def test_the_manifest_holds_all_the_facts(tmp_path: Path) -> None:
     assert json.loads((folder / cache.MANIFEST).read_text()) == facts
     assert facts["torch"] == torch.__version__
     assert folder.name == cache.key(facts)
+
+
+def test_sources_of_every_folder_with_a_network_are_part_of_the_key() -> None:
+    """A folder that is forgotten leaves stale graphs, so the package is searched for modules that can be traced."""
+    root = Path(__file__).parents[2]
+    hashed = {folder.name for folder in cache.source_folders()}
+    assert {"core", "decoder", "target", "draft", "medusa", "eagle"} <= hashed
+    packages = {path.parts[len(root.parts)] for path in root.glob("*/**/__init__.py")} - {"tests", "build", ".venv"}
+    for name in packages - hashed:
+        traced = [path for path in (root / name).rglob("*.py") if "nn.Module):" in path.read_text()]
+        assert all("diagnostics" in path.parts for path in traced), f"graphs may be traced from {traced}"
+
+
+def test_sources_outside_the_package_are_part_of_the_key() -> None:
+    class Toy(torch.nn.Module):
+        pass
+
+    assert cache.outside_sources(torch.nn.Linear(1, 1)) == {}
+    found = cache.outside_sources(torch.nn.Sequential(Toy()))
+    assert list(found) == [__name__]
+    holder = torch.nn.Identity()
+    holder.rule = Workshop  # a class is of type `type`; an object of it would count
+    assert cache.outside_sources(holder) == {}
 
 
 def test_every_fact_is_part_of_the_key() -> None:

@@ -23,6 +23,7 @@ from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import Workshop
+from tests.xla.counting import census
 
 DEGREE = 4
 BUDGETS = {"prefill": 1_500, "fused": 12_000, "fused medusa": 12_000, "fused eagle 1": 12_000}
@@ -65,10 +66,13 @@ def test_no_finding_and_one_module_for_all_ranks(workshop: Workshop, name: str, 
             texts.append(
                 xla.hlo(Graph(GraphKey(name), STEPS[name](body, 128), inputs(name, 1), {}), ranks=Collecting())
             )
-    found, census = hlo_lint.lint(texts[0], budget=BUDGETS[name]), hlo_lint.census(texts[0])
-    print(f"{name}, {gqa}: {sum(census.values())} instructions, {len(found)} findings")
+    found, counts = (
+        hlo_lint.lint(texts[0], budget=BUDGETS[name]),
+        census(texts[0]),
+    )
+    print(f"{name}, {gqa}: {sum(counts.values())} instructions, {len(found)} findings")
     assert found == []
     if name == "prefill":
         assert texts[0] == texts[1]
         # For the embedding and twice a layer a sum; a gather for the logits, and for K/V heads.
-        assert (census["all-reduce"], census["all-gather"]) == (5, 3 if gqa == "all-gather-heads" else 1)
+        assert (counts["all-reduce"], counts["all-gather"]) == (5, 3 if gqa == "all-gather-heads" else 1)

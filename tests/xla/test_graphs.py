@@ -13,6 +13,7 @@ from paceline.decoder.compile import hlo_lint
 from paceline.decoder.graph_key import GraphKey
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import KINDS, Workshop
+from tests.xla.counting import census
 
 BUDGETS = {
     "prefill": 1_000, "prefill, states": 1_000, "window": 1_000, "window, tree": 1_500, "keep": 500,
@@ -40,9 +41,9 @@ Made = tuple[str, nn.Module, str]
 def test_no_finding(graph: Made) -> None:
     name, _, text = graph
     found = hlo_lint.lint(text, budget=BUDGETS[name])
-    census = hlo_lint.census(text)
-    beyond = sorted(set(census) - hlo_lint.LISTED)
-    print(f"{name}: {sum(census.values())} instructions, {len(found)} findings; beyond the list: {', '.join(beyond)}")
+    counts = census(text)
+    beyond = sorted(set(counts) - hlo_lint.LISTED)
+    print(f"{name}: {sum(counts.values())} instructions, {len(found)} findings; beyond the list: {', '.join(beyond)}")
     assert found == []
     assert set(beyond) <= set(hlo_lint.ALLOWED), "an operator is either on the published list, or waived by name"
 
