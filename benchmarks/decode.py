@@ -140,7 +140,7 @@ def host() -> dict[str, object]:
 def pair() -> dict[str, object]:
     """Greedy, 128 new tokens."""
     rows = prompts(12)
-    return bench_pair(str(PAIR / "target"), str(PAIR / "draft"), rows, k=(2, 3, 4, 6), max_new_tokens=128)
+    return bench_pair(PAIR / "target", PAIR / "draft", rows, k=(2, 3, 4, 6), max_new_tokens=128)
 
 
 def widths() -> dict[str, object]:

@@ -10,7 +10,7 @@ A mode is one of
     ngram K, suffix K        drafts without a model
     pair K, fused K          the draft model, in two graphs or in one with the target
     medusa FILE              the heads of examples/pycode/medusa with a tree of that folder
-    FOLDER GROWTH            the EAGLE heads of a folder of examples/pycode: "eagle3 chain:3", "eagle3 dynamic:8,4,3"
+    FOLDER TREE              the EAGLE heads of a folder of examples/pycode: "eagle3 chain:3", "eagle3 dynamic:8,4,3"
 
 Every mode takes its turn on every prompt; a figure is the median of the repeats. Texts are compared with those of the
 first mode: one that gives other tokens is counted. Nothing else should run on the machine. Compiling (15 to 40 seconds
@@ -23,9 +23,8 @@ import argparse
 
 from common import PAIR, prompt_ids, publish
 
-from paceline import AutoDecoder, EagleDrafter, MedusaDrafter, SpeculativeGenerator
+from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.eagle import spec
 from paceline.experiments.bench import Mode, generator_run, take_turns
 
 MODES = (
@@ -44,12 +43,14 @@ def generator(name: str, target: SamplingDecoder, draft: SamplingDecoder) -> Spe
         return SpeculativeGenerator(kind, target, k=int(how))
     if kind in ("pair", "fused"):
         return SpeculativeGenerator(draft, target, k=int(how), fused=kind == "fused")
+    heads: dict[str, object] = {"path": str(PAIR / kind)}
     if kind == "medusa":
-        tree = PAIR / "medusa" / f"{how}.json"
-        return SpeculativeGenerator(MedusaDrafter.from_pretrained(PAIR / "medusa", target, tree=tree), target)
-    shape, _, size = how.partition(":")
-    growth = spec.growth(shape, k=int(size)) if shape == "chain" else spec.growth(how, k=0)
-    return SpeculativeGenerator(EagleDrafter.from_pretrained(PAIR / kind, target, growth), target)
+        heads["draft_tree"] = str(PAIR / kind / f"{how}.json")
+    elif how.startswith("chain:"):
+        heads["k"] = int(how.removeprefix("chain:"))
+    else:
+        heads["draft_tree"] = how
+    return SpeculativeGenerator(heads, target)
 
 
 def main() -> None:

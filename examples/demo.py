@@ -10,15 +10,16 @@ import os
 import statistics
 import sys
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from time import perf_counter
 
 from rich.console import Console
 from rich.table import Table
 
-from paceline import AutoDecoder, Chain, EagleDrafter, MedusaDrafter, PacelineError, SpeculativeGenerator, Statistics
+from paceline import AutoDecoder, PacelineError, SpeculativeGenerator, Statistics
 from paceline.auto import SamplingDecoder
-from paceline.cli.console import TextView, by_position, err, out, say
+from paceline.cli.console import TextView, acceptance_by_position, err, out, say
 from paceline.cli.progress import bar, compiling, loading
 from paceline.generator import Sampler
 from paceline.outputs import GenerationResult
@@ -73,13 +74,15 @@ def demo(console: Console, options: argparse.Namespace) -> int:
     decoders = {"target": decoder("target")}
     if options.mode == "speculative":
         decoders["draft"] = decoder("draft")
+    drafts: dict[str, object] = {
+        "speculative": decoders.get("draft"),
+        "ngram": "ngram",
+        "medusa": PAIR / "medusa",
+        "eagle": PAIR / "eagle3",
+    }
     target = decoders["target"]
-    drafter: MedusaDrafter | EagleDrafter | None = None
-    if options.mode == "medusa":
-        drafter = MedusaDrafter.from_pretrained(PAIR / "medusa", target)
-    if options.mode == "eagle":
-        drafter = EagleDrafter.from_pretrained(PAIR / "eagle3", target, Chain(options.k))
-    source = SpeculativeGenerator(drafter or decoders.get("draft", "ngram"), target, k=options.k)
+    k = None if options.mode == "medusa" else options.k  # Medusa's tree says how many tokens it drafts
+    source = SpeculativeGenerator(drafts[options.mode], target, k=k)
     say(err(), "Compiling: about a minute the first time on two cores; from then on the graphs are in the cache.")
     made = compiling(err(), decoders, [source.compile])
     fresh = [one for one in made if one.compiled]
@@ -124,7 +127,7 @@ def compare(
                 shown.advance(len(prompts))
         wide = Measured()
         width = None if options.mode == "medusa" else options.k + 1  # a tree has no chain of its width beside it
-        run(target, prompts, wide, max_new_tokens=options.max_new_tokens, width=width)
+        run(target, prompts, wide, max_new_tokens=options.max_new_tokens, verify_width=width)
     console.print(table(plain, fast, options))
     narrow = sum(a == b for a, b in zip(plain.texts, fast.texts, strict=True))
     if wide.texts != fast.texts:
@@ -144,13 +147,18 @@ def compare(
 
 
 def run(
-    sampler: Sampler, prompts: list[list[int]], measured: Measured, *, max_new_tokens: int, width: int | None = None
+    sampler: Sampler,
+    prompts: list[list[int]],
+    measured: Measured,
+    *,
+    max_new_tokens: int,
+    verify_width: int | None = None,
 ) -> None:
     """Decode all prompts once, greedily."""
     measured.texts, measured.total = [], Statistics()
     begin = perf_counter()
     for ids in prompts:
-        result = sampler.sample([ids], max_new_tokens=max_new_tokens, verify_width=width, return_dict=True)
+        result = sampler.sample([ids], max_new_tokens=max_new_tokens, verify_width=verify_width, return_dict=True)
         assert isinstance(result, GenerationResult)
         measured.texts.append(result.sequences[0].tolist())
         add(measured.total, result.statistics)
@@ -159,13 +167,11 @@ def run(
 
 def add(total: Statistics, one: Statistics) -> None:
     """Add the counts of one call."""
-    for name in ("rounds", "drafted", "accepted", "new_tokens"):
+    for name in ("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "new_tokens"):
         setattr(total, name, getattr(total, name) + getattr(one, name))
-    for name in ("accepted_per_position", "drafted_per_position"):
-        mine, other = getattr(total, name), getattr(one, name)
-        size = max(len(mine), len(other))
-        filled = [values + [0] * (size - len(values)) for values in (mine, other)]
-        setattr(total, name, [a + b for a, b in zip(*filled, strict=True)])
+    for name in ("num_draft_tokens_per_pos", "num_accepted_tokens_per_pos"):
+        sums = zip_longest(getattr(total, name), getattr(one, name), fillvalue=0)
+        setattr(total, name, [before + now for before, now in sums])
 
 
 def table(plain: Measured, fast: Measured, options: argparse.Namespace) -> Table:
@@ -178,8 +184,8 @@ def table(plain: Measured, fast: Measured, options: argparse.Namespace) -> Table
     made.add_row("tokens/s, prefill included", *(f"{one.speed:.0f}" for one in (plain, fast)))
     made.add_row("slowest to fastest", *(f"{min(one.speeds):.0f} to {max(one.speeds):.0f}" for one in (plain, fast)))
     made.add_row("speed-up", "1", f"{fast.speed / plain.speed:.2f}")
-    made.add_row("tokens per round (tau)", "1", f"{fast.total.tau:.2f}")
-    made.add_row("accepted by position", "", by_position(fast.total))
+    made.add_row("mean acceptance length (tau)", "1", f"{fast.total.tau:.2f}")
+    made.add_row("accepted by position", "", acceptance_by_position(fast.total))
     return made
 
 

@@ -54,6 +54,7 @@ class RuleRow:
     lossless     the output follows the target's distribution
     trees        can verify trees
     on_host      can run on the host, where logits processors and scores need it
+    warning      what stands beside every text that it gave
     """
 
     name: str
@@ -64,6 +65,7 @@ class RuleRow:
     lossless: bool = True
     trees: bool = True
     on_host: bool = True
+    warning: str = ""
 
 
 DRAFTERS: dict[str, DrafterRow] = {
@@ -150,18 +152,20 @@ ACCEPTANCE_RULES: dict[str, RuleRow] = {
         RuleRow(
             "typical",
             "paceline.core.acceptance.typical:Typical",
-            "what the target finds plausible (Medusa), LOSSY",
+            "keeps what the target finds plausible (Medusa)",
             needs="probs",
             lossless=False,
             on_host=False,
+            warning="LOSSY: above temperature 0 the text does not follow the target's distribution",
         ),
         RuleRow(
             "synthetic",
             "paceline.core.acceptance.synthetic:SyntheticAcceptance",
-            "at random, to measure speed: NOT REAL TEXT",
+            "at random with a given probability, to measure speed",
             needs="choices",
             lossless=False,
             on_host=False,
+            warning="NOT REAL TEXT: drafted tokens were accepted at random, to measure speed",
         ),
     )
 }

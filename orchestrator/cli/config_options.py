@@ -87,12 +87,10 @@ def _fields(kind: type) -> list[inspect.Parameter]:
 
 def _parameter(name: str, annotation: Any, default: Any, description: str | None) -> inspect.Parameter:
     """The keyword that typer makes an option of."""
-    declared = get_args(annotation)[1:] if get_origin(annotation) is Annotated else ()
-    if not any(isinstance(part, ParameterInfo) for part in declared):
-        kind = get_args(annotation)[0] if declared else annotation
-        annotation, default = _typer_type(kind, default)
-        annotation = Annotated[annotation, typer.Option(help=description)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    kind, *extra = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+    option = next((part for part in extra if isinstance(part, ParameterInfo)), typer.Option(help=description))
+    kind, default = _typer_type(kind, default)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option])
 
 
 def _typer_type(kind: Any, default: Any) -> tuple[Any, Any]:

@@ -20,6 +20,7 @@ from typer.core import TyperGroup
 from paceline.cli.progress import GraphTime
 from paceline.core.errors import PacelineError
 from paceline.outputs import RequestOutput, Statistics
+from paceline.registry import ACCEPTANCE_RULES
 from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 REFUSED = 2
@@ -139,20 +140,21 @@ def statistics_table(statistics: Statistics, seconds: float | None = None) -> Ta
     rows = {
         "new tokens": str(statistics.new_tokens),
         "rounds": str(statistics.num_rounds),
-        "drafted, accepted": (
-            f"{statistics.num_draft_tokens}, {statistics.num_accepted_tokens} ({statistics.acceptance_rate:.0%})"
-        ),
-        "accepted by position": by_position(statistics) or "-",
-        "tokens per round (tau)": f"{statistics.tau:.2f}",
+        "rounds with a draft": str(statistics.num_drafts),
+        "draft tokens": str(statistics.num_draft_tokens),
+        "accepted tokens": f"{statistics.num_accepted_tokens} ({statistics.acceptance_rate:.0%})",
+        "accepted by position": acceptance_by_position(statistics) or "-",
+        "mean acceptance length (tau)": f"{statistics.mean_acceptance_length:.2f}",
+        "tokens per round": f"{statistics.tokens_per_round:.2f}",
         "seconds in prefill": f"{statistics.prefill_seconds:.3f}",
         "seconds in drafting": f"{statistics.draft_seconds:.3f}",
         "seconds in verification": f"{statistics.verify_seconds:.3f}",
         "seconds on the host": f"{statistics.host_seconds:.3f}",
     }
     if statistics.draft_lengths:
-        taken = Counter(statistics.draft_lengths)
-        rows["rounds at each depth"] = ", ".join(f"{depth}: {taken[depth]}" for depth in sorted(taken))
-    warning = not_the_target_s(statistics.acceptor)
+        counts = Counter(statistics.draft_lengths)
+        rows["rounds at each draft length"] = ", ".join(f"{length}: {counts[length]}" for length in sorted(counts))
+    warning = acceptance_warning(statistics)
     if warning is not None:
         rows["acceptance rule"] = f"{statistics.acceptor}, {warning}"
     if seconds:
@@ -162,16 +164,16 @@ def statistics_table(statistics: Statistics, seconds: float | None = None) -> Ta
     return table
 
 
-def not_the_target_s(acceptor: str) -> str | None:
-    """What has to stand beside a text that does not follow the target's law; None if it does."""
-    return {
-        "synthetic": "NOT REAL TEXT: acceptance is synthetic, to measure speed",
-        "typical": "LOSSY: above temperature 0 the text does not follow the target's law",
-    }.get(acceptor)
+def acceptance_warning(statistics: Statistics) -> str | None:
+    """What has to stand beside a text that does not follow the target's distribution; None if it does."""
+    if statistics.lossless:
+        return None
+    row = ACCEPTANCE_RULES.get(statistics.acceptor)
+    return row.warning if row is not None else "LOSSY: the text does not follow the target's distribution"
 
 
-def by_position(statistics: Statistics) -> str:
-    """Share of the proposals whose first, second, ... token was accepted."""
+def acceptance_by_position(statistics: Statistics) -> str:
+    """Share of the drafts whose first, second, ... token was accepted."""
     pairs = zip(statistics.num_accepted_tokens_per_pos, statistics.num_draft_tokens_per_pos, strict=True)
     return "  ".join(f"{accepted / drafted:.0%}" for accepted, drafted in pairs if drafted)
 
@@ -179,9 +181,9 @@ def by_position(statistics: Statistics) -> str:
 def graphs_table(graphs: Sequence[GraphTime]) -> Table:
     """What was made and how long each graph took."""
     table = Table("decoder", "graph", "seconds", "", title="graphs")
-    for one in graphs:
+    for graph in graphs:
         table.add_row(
-            one.owner, Text(one.graph), f"{one.seconds:.1f}", "compiled" if one.compiled else "from the cache"
+            graph.owner, Text(graph.graph), f"{graph.seconds:.1f}", "compiled" if graph.compiled else "from the cache"
         )
     return table
 

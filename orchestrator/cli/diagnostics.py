@@ -9,20 +9,17 @@ from typing import Annotated
 import typer
 
 from paceline.cli import console
+from paceline.cli.options import AsJson
 from paceline.diagnostics import doctor
 
 SIGNS = {"good": "ok  ", "note": "note", "bad": "BAD "}
 
 
-def register(app: typer.Typer) -> None:
-    """Add both commands."""
-    app.command(name="doctor")(show_doctor)
-    app.command(name="selftest")(show_selftest)
+app = typer.Typer()
 
 
-def show_doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")] = False,
-) -> None:
+@app.command(name="doctor")
+def show_doctor(as_json: AsJson = False) -> None:
     """Look at this machine: compilers, cache, Neuron chips and SDK. Exit code 1 if something here is broken."""
     lines = doctor.examine()
     if as_json:
@@ -34,6 +31,7 @@ def show_doctor(
         raise typer.Exit(1)
 
 
+@app.command(name="selftest")
 def show_selftest(
     backend: Annotated[str, typer.Option(help="neuron, xla, inductor or eager.")] = "inductor",
 ) -> None:

@@ -1,49 +1,119 @@
-"""Options that several commands share, each declared once. What they mean is in `paceline.cli.load`."""
+"""Configuration types of the command line, and options that several commands share.
+
+`paceline.cli.config_options` makes options of the fields. Who drafts is `paceline.config.SpeculativeConfig`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-Amp = Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")]
-BackendName = Annotated[str, typer.Option("--backend", help="inductor (compiled, CPU), eager, xla or neuron.")]
-TpDegree = Annotated[
-    int, typer.Option(help="Tensor parallelism: ranks each model is divided over; above 1 with eager and neuron.")
+from paceline.cli import prompt_files
+from paceline.core.detokenizer import Decodes
+from paceline.core.errors import PromptError
+from paceline.decoder.backends.base import BACKENDS
+from paceline.engine.request import SamplingParams
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+InstanceName = Annotated[
+    str | None, typer.Option(help="Instance type, such as inf2.48xlarge, or cpu; default: what neuron-ls finds.")
 ]
-GroupQueryAttention = Annotated[
-    str | None,
-    typer.Option(help="K/V heads of divided models: shard-over-heads, replicated-heads or all-gather-heads."),
-]
-Positions = Annotated[int | None, typer.Option(help="Longest text, prompt included; default: the model's own.")]
-Chunks = Annotated[
-    list[int] | None,
-    typer.Option("--context-length-estimate", help="Length of a prefill graph; repeatable. Default: 64 and 256."),
-]
-DraftFolder = Annotated[Path | None, typer.Option(help="Folder of the draft model.")]
-MedusaFolder = Annotated[Path | None, typer.Option("--medusa", help="Folder of Medusa heads for the target.")]
-TreeFile = Annotated[Path | None, typer.Option("--tree", help="File of their choices; default: the folder's own.")]
-EagleFolder = Annotated[Path | None, typer.Option("--eagle", help="Folder of an EAGLE head for the target.")]
-GrowthName = Annotated[str | None, typer.Option(help="Of EAGLE drafts: chain (of k), tree:-1,-1,0 or dynamic:16,4,4.")]
-Depths = Annotated[
-    str | None,
-    typer.Option(
-        "--k",
-        help="Drafted tokens per round, not counting the target's own: a number, or depths to choose among in every "
-        "round, such as 0,2,4, or auto (0,1,2,4,8). Default: 4, or what the tree of heads says.",
-    ),
-]
-Confidence = Annotated[
-    float, typer.Option(help="The draft model stops where its largest probability falls below this; 0: never.")
-]
-VocabularyName = Annotated[
-    str, typer.Option("--vocabulary", help="same; or intersection, re-encoding: the draft has another tokenizer.")
-]
-Exact = Annotated[
-    bool, typer.Option("--exact/--no-exact", help="No rounding depends on what was drafted (matters to eager).")
-]
-FusedOrNot = Annotated[
-    bool | None,
-    typer.Option("--fused/--no-fused", help="Draft and verify in one graph; default: where it can be done."),
-]
+ModelsFile = Annotated[Path, typer.Argument(help="YAML file with a list `models`.")]
+TargetFolder = Annotated[Path, typer.Option(help="Folder of the target.")]
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderOptions:
+    """How the target is loaded, in the words of `AutoDecoder.from_pretrained`. A draft has the same by default."""
+
+    backend: Annotated[str, typer.Option(help=f"What compiles and runs the graphs: {', '.join(BACKENDS)}.")] = (
+        "inductor"
+    )
+    amp: Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")] = "bf16"
+    batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1
+    n_positions: Annotated[
+        int | None, typer.Option(help="Longest text, prompt included; default: the model's own.")
+    ] = None
+    context_length_estimate: Annotated[
+        tuple[int, ...] | None, typer.Option(help="Length of a prefill graph; repeatable. Default: 64 and 256.")
+    ] = None
+    tp_degree: Annotated[
+        int, typer.Option(help="Tensor parallelism: ranks each model is divided over; above 1 with eager and neuron.")
+    ] = 1
+    group_query_attention: Annotated[
+        str | None,
+        typer.Option(help="K/V heads of divided models: shard-over-heads, replicated-heads or all-gather-heads."),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How one text is sampled and when it ends."""
+
+    temperature: Annotated[float, typer.Option(help="Above 0: sample. 0: greedy.")] = 0.0
+    top_k: Annotated[int | None, typer.Option(help="Sample among so many tokens.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Sample within so much probability.")] = None
+    min_p: Annotated[float | None, typer.Option(help="Leave out tokens below this share of the likeliest.")] = None
+    seed: Annotated[int, typer.Option(help="The same seed gives the same tokens, whatever the draft.")] = 0
+    max_new_tokens: Annotated[int, typer.Option(help="Most new tokens.")] = 128
+    stop: Annotated[
+        tuple[str, ...] | None,
+        typer.Option(help="Text that ends the generation, taken as it is; repeatable. A line end in bash: $'\\n'."),
+    ] = None
+
+    @property
+    def ignores_filters(self) -> bool:
+        """Whether there are filters that greedy decoding does not use."""
+        return not self.temperature and any(value is not None for value in (self.top_k, self.top_p, self.min_p))
+
+    def params(self, tokenizer: Decodes) -> SamplingParams:
+        """The same as `SamplingParams`.
+
+        Raises:
+            SamplingError: a value is out of range.
+        """
+        return SamplingParams(
+            do_sample=self.temperature != 0,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_new_tokens=self.max_new_tokens,
+            stop_strings=self.stop,
+            tokenizer=tokenizer,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """Where the prompt comes from."""
+
+    prompt: Annotated[str | None, typer.Option(help="The text to continue.")] = None
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the prompt ('-': stdin); one newline at its end is left out.", allow_dash=True),
+    ] = None
+
+    def text(self) -> str:
+        """The prompt.
+
+        Raises:
+            PromptError: none or two of the options are given, or the prompt cannot be read.
+        """
+        if (self.prompt is None) == (self.prompt_file is None):
+            raise PromptError("give the text to continue with --prompt or with --prompt-file, one of them")
+        if self.prompt_file is None:
+            return prompt_files.written(self.prompt or "", "--prompt")
+        return prompt_files.text(self.prompt_file).removesuffix("\n")
+
+
+@dataclass(frozen=True, slots=True)
+class OutputOptions:
+    """What `generate` prints."""
+
+    stats: Annotated[bool, typer.Option("--stats", help="Show counts and times on stderr.")] = False
+    as_json: AsJson = False

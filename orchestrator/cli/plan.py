@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from paceline.cli import console
+from paceline.cli.options import AsJson, InstanceName, ModelsFile
 from paceline.core.errors import PlanError
 from paceline.placement import Instance, Plan, plan, read_care, read_models
 from paceline.placement import instance as catalogued
@@ -19,28 +18,21 @@ from paceline.placement.planning.render_plan import marks, render_plan
 _MIB = 1 << 20
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command(name="plan")(plan_models)
+app = typer.Typer()
 
 
-def plan_models(
-    models: Annotated[Path, typer.Argument(help="YAML file with a list `models`.")],
-    instance: Annotated[
-        str | None, typer.Option(help="Instance type, such as inf2.48xlarge, or cpu; default: what neuron-ls finds.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")] = False,
-) -> None:
+@app.command(name="plan")
+def plan_models(models: ModelsFile, instance: InstanceName = None, as_json: AsJson = False) -> None:
     """Put the models of a file on the cores of an instance. Starts nothing. Exit status 2 if there is no plan."""
     with console.refusals():
-        made = plan(read_models(models), machine(instance))
+        planned = plan(read_models(models), machine(instance))
         read_care(models)  # nothing is started here, but what is wrong is said now
     if as_json:
-        typer.echo(json.dumps(made.to_dict()))
+        typer.echo(json.dumps(planned.to_dict()))
         return
-    console.out().print(plan_table(made))
-    console.say(console.out(), render_plan(made))
-    left = made.fragmentation
+    console.out().print(plan_table(planned))
+    console.say(console.out(), render_plan(planned))
+    left = planned.fragmentation
     runs = ", ".join(f"{count} of {degree}" for degree, count in left.runs if count)
     console.say(console.out(), f"\nfree: {left.free} cores" + (f"; aligned runs: {runs}" if runs else ""))
 
@@ -53,21 +45,21 @@ def machine(name: str | None) -> Instance:
     """
     if name is not None:
         return catalogued(name)
-    found = detect()
-    if found is None:
+    detected = detect()
+    if detected is None:
         raise PlanError("there is no neuron-ls here to ask; name the machine with --instance (cpu to simulate)")
-    return found
+    return detected
 
 
-def plan_table(made: Plan) -> Table:
+def plan_table(planned: Plan) -> Table:
     """One line for each process."""
-    table = Table(title=f"plan for {made.instance.name}", title_justify="left")
+    table = Table(title=f"plan for {planned.instance.name}", title_justify="left")
     for column in ("", "model", "role", "cores", "tp", "MiB/core", "of", "CPUs"):
         table.add_column(column, justify="right" if column in ("tp", "MiB/core", "of") else "left")
-    letters = marks(made)
-    for item in made.placements:
+    letters = marks(planned)
+    for item in planned.placements:
         role = item.role if not item.drafts_for else "drafts for " + ", ".join(name for name, _ in item.drafts_for)
-        size, limit = item.footprint.total / _MIB, made.instance.memory / _MIB
+        size, limit = item.footprint.total / _MIB, planned.instance.memory / _MIB
         table.add_row(
             letters[item.label], item.label, role, str(item.cores), str(len(item.cores)),
             f"{size:.0f}", f"{limit:.0f}", "-".join(map(str, item.affinity)),

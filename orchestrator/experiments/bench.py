@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from paceline.cli.load import Loading
+from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.generator import Sampler, SpeculativeGenerator
 from paceline.outputs import GenerationResult, Statistics
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
 
 Run = Callable[[list[int]], "Outcome"]
-DEFAULT = Loading("inductor", "bf16")
 
 
 @dataclass(slots=True)
@@ -75,28 +74,28 @@ class Mode:
 
 
 def bench_pair(
-    target: str,
-    draft: str,
+    target: Path,
+    draft: Path,
     prompts: Sequence[str],
     *,
     k: Sequence[int] = (2, 4, 6),
     max_new_tokens: int = 128,
-    loading: Loading = DEFAULT,
     repeats: int = 3,
+    load: Callable[..., SamplingDecoder] = AutoDecoder.from_pretrained,
 ) -> dict[str, object]:
     """Measure plain, speculative (every k), n-gram and Hugging Face decoding, greedy, one prompt at a time.
 
-    ``loading`` is how both are loaded; positions and prefill graphs are made to fit the prompts. Plain decoding runs
-    several steps in a graph, which is faster than one by one; its time per round is that of one step.
+    ``load`` loads both models; positions and prefill graphs are made to fit the prompts. Plain decoding runs several
+    steps in a graph, which is faster than one by one; its time per round is that of one step.
 
     Returns a JSON-ready dictionary: ``modes`` by name, ``best_k``, ratios, and whether all our modes gave the same
     tokens (``identical``).
     """
-    tokenizer = load_tokenizer(Path(target))
+    tokenizer = load_tokenizer(target)
     ids = [prompt_ids(tokenizer, prompt, f"prompt {index}") for index, prompt in enumerate(prompts, start=1)]
     positions = max(len(row) for row in ids) + max_new_tokens
-    fitted = replace(loading, n_positions=positions, chunks=[max(map(len, ids))])
-    big, small = (fitted.decoder(Path(path)) for path in (target, draft))
+    longest = max(map(len, ids))
+    big, small = (load(path, n_positions=positions, context_length_estimate=longest) for path in (target, draft))
     plain = SpeculativeGenerator(None, big)
     ngram = SpeculativeGenerator("ngram", big, k=max(k))
     pairs = {n: SpeculativeGenerator(small, big, k=n) for n in k}
@@ -104,7 +103,7 @@ def bench_pair(
         generator.compile()
     modes = [Mode("plain", generator_run(plain, max_new_tokens)), Mode("ngram", generator_run(ngram, max_new_tokens))]
     modes += [Mode(f"speculative k={n}", generator_run(generator, max_new_tokens)) for n, generator in pairs.items()]
-    theirs = _hugging_face(target, draft, max_new_tokens)
+    theirs = _hugging_face(str(target), str(draft), max_new_tokens)
     take_turns(modes, ids, repeats, once=theirs)
     return _report(modes, theirs, list(k))
 

@@ -46,16 +46,16 @@ def test_json_is_one_object_with_the_new_tokens(home: Path) -> None:
     everything = tokenizer.decode([*tokenizer.encode(PROMPT), *tokens])
     assert everything == PROMPT + str(found["text"])
     statistics = found["statistics"]
-    assert isinstance(statistics, dict) and statistics["new_tokens"] == 20 and statistics["tau"] == 1
+    assert isinstance(statistics, dict) and statistics["new_tokens"] == 20 and statistics["tokens_per_round"] == 1
 
 
 @pytest.mark.parametrize("sampling", [[], ["--temperature", 0.9, "--top-p", 0.95, "--top-k", 50, "--seed", 3]])
 def test_every_drafter_gives_the_same_tokens(home: Path, sampling: list[object]) -> None:
     plain = answer(home, *sampling)
-    for drafting in (["--ngram", "--k", 3], ["--draft", home / "draft", "--k", 2], ["--draft", home / "target"]):
-        found = answer(home, *sampling, *drafting)
+    for draft in ("ngram:k=3", f"{home / 'draft'}:k=2", home / "target"):
+        found = answer(home, *sampling, "--draft", draft)
         assert (found["tokens"], found["text"]) == (plain["tokens"], plain["text"])
-    assert found["statistics"]["rounds"] < plain["statistics"]["rounds"]  # type: ignore[index]  # its own draft
+    assert found["statistics"]["num_rounds"] < plain["statistics"]["num_rounds"]  # type: ignore[index]  # its own draft
 
 
 @pytest.fixture(scope="module")
@@ -69,11 +69,12 @@ def hot(home: Path) -> object:
     [
         ["--draft", "draft", "--k", "auto"],
         ["--draft", "draft", "--k", "0,1,3", "--no-fused"],
-        ["--ngram", "--k", "0,2"],
-        ["--ngram", "--draft", "draft", "--k", "auto"],
-        ["--suffix", "--ngram", "--draft", "draft", "--k", 3],
-        ["--suffix", "--no-exact"],
-        ["--draft", "draft", "--fused", "--confidence", 0.3],
+        ["--draft", "ngram", "--k", "0,2"],
+        ["--draft", "ngram", "--draft", "draft", "--k", "auto"],
+        ["--draft", "suffix", "--draft", "ngram:k=2", "--draft", "draft", "--k", 3],
+        ["--draft", '["suffix", {"type": "ngram", "k": 2}]'],
+        ["--draft", "suffix", "--no-exact"],
+        ["--draft", "draft", "--fused", "--confidence-threshold", 0.3],
         ["--draft", "target", "--vocabulary", "intersection"],
     ],
     ids=lambda given: " ".join(map(str, given)),
@@ -81,10 +82,10 @@ def hot(home: Path) -> object:
 def test_options_of_drafting_keep_the_tokens(home: Path, hot: list[int], drafting: list[object]) -> None:
     found = answer(home, "--temperature", 0.9, *(home / one if one in ("draft", "target") else one for one in drafting))
     assert found["tokens"] == hot
-    rungs = found["statistics"]["rungs"]  # type: ignore[index]
+    lengths = found["statistics"]["draft_lengths"]  # type: ignore[index]
     asked = str(drafting[drafting.index("--k") + 1]) if "--k" in drafting else "4"
     depths = {"auto": {0, 1, 2, 4, 8}, "0,1,3": {0, 1, 3}, "0,2": {0, 2}}.get(asked, set())
-    assert set(rungs) <= depths and bool(rungs) == bool(depths)
+    assert set(lengths) <= depths and bool(lengths) == bool(depths)
 
 
 def test_models_divided_over_ranks_keep_the_tokens(home: Path, hot: list[int]) -> None:
@@ -93,15 +94,15 @@ def test_models_divided_over_ranks_keep_the_tokens(home: Path, hot: list[int]) -
 
 
 def test_simulated_acceptance_is_marked_everywhere(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    asked = ("--ngram", "--synthetic-acceptance", 1, "--k", 3)
+    asked = ("--draft", "ngram", "--synthetic-acceptance", 1, "--k", 3)
     with caplog.at_level("WARNING", "paceline"):
         found = answer(home, *asked)
-    assert "not real text" in caplog.text
+    assert "'synthetic' is lossy" in caplog.text
     assert next(iter(found)) == "warning" and "NOT REAL TEXT" in str(found["warning"])
-    assert found["statistics"]["acceptor"] == "synthetic" and found["statistics"]["lossy"]  # type: ignore[index]
+    assert found["statistics"]["acceptor"] == "synthetic" and not found["statistics"]["lossless"]  # type: ignore[index]
     done = generate(home, *asked, "--stats")
     assert done.stdout.startswith("NOT REAL TEXT") and "NOT REAL TEXT" in done.stderr
-    assert "warning" not in answer(home, "--ngram")
+    assert "warning" not in answer(home, "--draft", "ngram")
 
 
 def test_text_goes_to_stdout_and_nothing_else(home: Path) -> None:
@@ -110,9 +111,9 @@ def test_text_goes_to_stdout_and_nothing_else(home: Path) -> None:
     assert done.stdout == f"{text}\n"
     assert "tokens per round" in done.stderr
     assert "tokens per round" not in generate(home).stderr
-    assert "rounds at each depth" not in done.stderr
+    assert "rounds at each draft length" not in done.stderr
     done = generate(home, "--draft", home / "draft", "--k", "0,2", "--stats")
-    assert "rounds at each depth" in done.stderr and "0: " in done.stderr
+    assert "rounds at each draft length" in done.stderr and "0: " in done.stderr
 
 
 def test_a_prompt_may_come_from_a_file(home: Path, tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_stop_strings(home: Path) -> None:
     assert isinstance(tokens, list)
     tokenizer = load_tokenizer(home / "target")
     at = next(i for i, token in enumerate(tokens) if tokenizer.decode([token]).isascii())
-    found = answer(home, "--stop", "\n\n\n\n never", "--stop", tokenizer.decode([tokens[at]]), "--ngram")
+    found = answer(home, "--stop", "\n\n\n\n never", "--stop", tokenizer.decode([tokens[at]]), "--draft", "ngram")
     assert found["finish_reason"] == "stop" and found["tokens"] == tokens[: at + 1]
 
 
@@ -138,16 +139,17 @@ def test_stop_strings(home: Path) -> None:
     [
         (["--temperature", -1], "temperature"),
         (["--temperature", "nan"], "temperature must be a finite number"),
-        (["--ngram", "--k", -1], "k must be"),
-        (["--ngram", "--medusa", "x"], "exclude"),
-        (["--ngram", "--k", "2,1"], "ascending"),
-        (["--ngram", "--k", "many"], "auto"),
-        (["--ngram", "--fused"], "cannot share a graph"),
-        (["--ngram", "--confidence", 0.5], "--draft"),
-        (["--ngram", "--vocabulary", "intersection"], "--draft"),
+        (["--draft", "ngram", "--k", -1], "k must be"),
+        (["--draft", "medusa"], "medusa:path=DIR"),
+        (["--draft", "ngram:size=3"], "has no option 'size'; it takes"),
+        (["--draft", "ngram", "--k", "2,1"], "ascending"),
+        (["--draft", "ngram", "--k", "many"], "auto"),
+        (["--draft", "ngram", "--fused"], "cannot share a graph"),
+        (["--draft", "ngram", "--confidence-threshold", 0.5], "option of draft models"),
+        (["--draft", "ngram", "--vocabulary", "intersection"], "option of draft models"),
         (["--synthetic-acceptance", 0.5], "needs a drafter"),
-        (["--ngram", "--synthetic-acceptance", 2], "a probability"),
-        (["--ngram", "--synthetic-acceptance", 0.5, "--acceptor", "reject"], "one of them"),
+        (["--draft", "ngram", "--synthetic-acceptance", 2], "synthetic_acceptance=2.0: "),
+        (["--draft", "ngram", "--synthetic-acceptance", 0.5, "--acceptor", "reject"], "one of them"),
         (["--draft", "no such folder"], "no such folder"),
         (["--prompt-file", "no such file"], "--prompt"),
         (["--amp", "f8"], "amp"),
@@ -188,7 +190,7 @@ def test_compile_says_that_eager_compiles_nothing(home: Path, tmp_path: Path) ->
     assert done.exit_code == 2 and "config.json" in done.stderr
 
 
-@pytest.mark.parametrize("drafting", [[], ["--ngram"], ["--draft", "draft"]], ids=["plain", "n-gram", "model"])
+@pytest.mark.parametrize("drafting", [[], ["--draft", "ngram"], ["--draft", "draft"]], ids=["plain", "n-gram", "model"])
 def test_graphs_are_made_first_where_a_backend_makes_some(
     home: Path, monkeypatch: pytest.MonkeyPatch, drafting: list[str]
 ) -> None:
@@ -199,7 +201,7 @@ def test_graphs_are_made_first_where_a_backend_makes_some(
     assert done.exit_code == 0, done.stderr
     assert "preparing graphs" in done.stderr
     assert json.loads(done.stdout)["tokens"] == answer(home)["tokens"]
-    if drafting != ["--ngram"]:
+    if "ngram" not in drafting:
         made = call("compile", home / "target", *EAGER[2:], *options)
         assert made.exit_code == 0 and "verify" in made.stdout, made.stderr
 

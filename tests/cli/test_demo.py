@@ -44,7 +44,7 @@ def test_it_streams_measures_and_says_that_both_are_identical(
     sys.argv += ["--mode", mode]
     assert demo.main() == 0
     shown = capsys.readouterr().out
-    for part in ("def main4", "tokens/s", "speed-up", "tokens per round (tau)", "accepted by position"):
+    for part in ("def main4", "tokens/s", "speed-up", "mean acceptance length (tau)", "accepted by position"):
         assert part in shown
     assert "both outputs are identical, token for token, in all 2 texts" in shown
     assert "at equal width (5 rows)" in shown
@@ -68,7 +68,7 @@ def test_a_text_that_differs_ends_it_with_status_1(
 def test_what_it_cannot_do_ends_it_with_status_2(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     sys.argv += ["--k", "-1"]
     assert demo.main() == 2
-    assert "error: k must be 0 or more" in capsys.readouterr().err
+    assert "error: k=-1" in capsys.readouterr().err
     sys.argv += ["--prompts", "0"]
     with pytest.raises(SystemExit) as refused:
         demo.main()

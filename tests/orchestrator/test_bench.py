@@ -52,14 +52,14 @@ def test_a_speed_is_all_new_tokens_over_the_sum_of_the_median_times() -> None:
 def test_acceptance_by_position_has_the_proposals_of_that_place_for_a_denominator() -> None:
     """Rule C44, as printed by the benchmark: pooled over the prompts, not a mean of means."""
     few = Statistics(
-        rounds=2,
+        num_rounds=2,
         num_draft_tokens=4,
         num_accepted_tokens=1,
         num_accepted_tokens_per_pos=[1, 0],
         num_draft_tokens_per_pos=[2, 2],
     )
     many = Statistics(
-        rounds=8,
+        num_rounds=8,
         num_draft_tokens=8,
         num_accepted_tokens=8,
         num_accepted_tokens_per_pos=[8],
@@ -72,7 +72,7 @@ def test_acceptance_by_position_has_the_proposals_of_that_place_for_a_denominato
 
 
 def test_a_text_that_ends_with_its_first_token_has_no_round_to_time() -> None:
-    ended, other = Statistics(), Statistics(rounds=4, draft_seconds=1.0, verify_seconds=3.0)
+    ended, other = Statistics(), Statistics(num_rounds=4, draft_seconds=1.0, verify_seconds=3.0)
     mode = bench.Mode("any", run=lambda row: bench.Outcome(row))
     mode.seen = [[bench.Outcome([1], one, seconds=1.0)] for one in (ended, other)]
     assert mode.summary()["ms_per_round"] == 1000.0

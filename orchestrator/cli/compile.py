@@ -1,0 +1,50 @@
+"""`paceline compile`: the graphs of a model or of a pair, ahead of their first use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli import console, progress
+from paceline.cli.config_options import command
+from paceline.cli.load import load_generator
+from paceline.cli.options import LoaderOptions
+from paceline.config import SpeculativeConfig
+from paceline.core.errors import ArtefactError
+from paceline.decoder.environment import cache_root
+from paceline.draft_spec import parse_draft
+
+app = typer.Typer()
+
+
+@command(app, "compile")
+def compile_graphs(
+    target: Annotated[Path, typer.Argument(help="Folder of the model.")],
+    config: SpeculativeConfig,
+    loader: LoaderOptions,
+    save: Annotated[Path | None, typer.Option(help="Also copy the graphs to this folder, to ship them.")] = None,
+) -> None:
+    """Compile all graphs of a model and its draft ahead of their first use, and keep them in the cache.
+
+    These are the graphs of plain decoding, those of rounds of k drafted tokens, and those of the draft. Without a
+    draft, rounds are compiled for n-grams.
+    """
+    with console.refusals():
+        if loader.backend == "eager" and save:
+            raise ArtefactError("backend 'eager' compiles nothing, so there is nothing to save; use 'inductor'")
+        if not config.draft:
+            config = config.model_copy(update={"draft": parse_draft("ngram")})
+        generator, decoders = load_generator(target, loader, config)
+        if loader.backend == "eager":
+            console.say(console.err(), "backend 'eager' runs steps as they are written: there is nothing to compile")
+            return
+        graphs = progress.compiling(console.err(), decoders, [generator.compile, generator.target.compile])
+        if save:
+            for decoder in decoders.values():
+                decoder.save(save)
+    console.out().print(console.graphs_table(graphs))
+    console.say(console.out(), f"cache: {cache_root()}")
+    if save:
+        console.say(console.out(), f"copied to: {save}")

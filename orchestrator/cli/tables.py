@@ -1,0 +1,58 @@
+"""`paceline list`: what can be chosen by name, from the rows of the registries."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cli import console
+from paceline.cli.options import AsJson
+from paceline.decoder.backends.base import BACKENDS, DIVIDED
+from paceline.decoder.models.registry import FAMILIES
+from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of
+
+app = typer.Typer()
+
+Rows = Sequence[Mapping[str, object]]
+
+
+@app.command(name="list")
+def list_rows(as_json: AsJson = False) -> None:
+    """List drafters and acceptance rules with their options, model families and backends."""
+    tables = registry_tables()
+    if as_json:
+        typer.echo(json.dumps(tables))
+        return
+    for title, rows in tables.items():
+        table = Table(*(name.replace("_", " ") for name in rows[0]), title=title, title_justify="left")
+        for row in rows:
+            table.add_row(*(Text(_cell(value)) for value in row.values()))
+        console.out().print(table)
+
+
+def registry_tables() -> dict[str, Rows]:
+    """The rows of every registry as plain values, by the registry's name."""
+    return {
+        "drafters": [_capabilities(row) for row in DRAFTERS.values()],
+        "acceptance rules": [_capabilities(row) for row in ACCEPTANCE_RULES.values()],
+        "model families": [{"model_type": name} for name in FAMILIES],
+        "backends": [{"name": name, "tensor_parallel": name in DIVIDED} for name in BACKENDS],
+    }
+
+
+def _capabilities(row: DrafterRow | RuleRow) -> dict[str, object]:
+    hidden = {"path", "options"}
+    values = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in hidden}
+    askable = isinstance(row, RuleRow) or row.given_as in ("name", "folder")
+    return {**values, "options": list(options_of(row)) if askable else []}
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "-"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,0 +1,223 @@
+"""Counts how long the way through the package is: the targets of the architecture, by tracing a tiny random pair.
+
+    python scripts/count.py             prints a table, and a JSON object on the last line
+
+A model of two layers and a draft of one, with random weights, decode on the eager backend while every call of a
+function of the package is recorded:
+
+    set-up        distinct functions, and their files, between a call of `sample` and the first tensor operation. The
+                  same call was made once before, so that what is built once is not counted
+    steady round  calls of functions per round outside of the compiled steps: the difference between a long and a
+                  short text, over the rounds by which they differ
+    named types   classes of the package that are constructed, or whose methods run, in a call outside of the steps
+    serve         processes of `paceline serve` for a target without a remote draft, read from the code
+    extending     lines of Python in the complete examples of docs/extending, and the rows they add
+
+Only the public API is used, so that the script counts any commit alike. Not a benchmark: no time is measured.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import paceline
+
+ROOT = Path(paceline.__file__).resolve().parents[1]
+STEP = "backends/eager.py"
+"""Where a compiled step begins: what runs inside of it would run on the device."""
+
+PROMPT = [5, 9, 5, 9, 5]
+SHORT, LONG = 21, 101
+
+
+@dataclass
+class Trace:
+    """What a call ran, in order.
+
+    calls       (file, function) of every call outside of compiled steps
+    types       classes that were constructed or whose methods ran there
+    first_op    how many calls came before the first tensor operation
+    """
+
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    types: set[str] = field(default_factory=set)
+    first_op: int | None = None
+
+    def setup(self) -> dict[str, object]:
+        """Distinct functions before the first tensor operation, and their files."""
+        before = dict.fromkeys(self.calls[: self.first_op])
+        files = sorted({file for file, _ in before})
+        return {"functions": len(before), "files": len(files), "names": [f"{file}:{name}" for file, name in before]}
+
+
+@contextmanager
+def traced() -> Iterator[Trace]:
+    """Record the calls inside of the block."""
+    trace, inside = Trace(), [0]  # how many frames of a compiled step are open
+
+    def record(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "c_call":
+            if trace.first_op is None and is_tensor_operation(argument):
+                trace.first_op = len(trace.calls)
+            return
+        if event not in ("call", "return"):
+            return
+        file = frame.f_code.co_filename
+        if file.endswith(STEP):
+            if event == "call" and not inside[0]:
+                trace.calls.append((relative(file), name_of(frame)))
+            inside[0] += 1 if event == "call" else -1
+        elif event == "call" and not inside[0]:
+            note(trace, frame)
+
+    sys.setprofile(record)
+    try:
+        yield trace
+    finally:
+        sys.setprofile(None)
+
+
+def note(trace: Trace, frame: FrameType) -> None:
+    """Add a call to the trace, if it is of the package."""
+    code = frame.f_code
+    owner = type_of(frame)
+    if owner is not None:
+        trace.types.add(owner)
+    # Comprehensions and generator expressions are lines of their function; generated constructors have no file.
+    if str(frame.f_globals.get("__name__")).startswith("paceline") and "<" not in code.co_name + code.co_filename:
+        trace.calls.append((relative(code.co_filename), name_of(frame)))
+
+
+def name_of(frame: FrameType) -> str:
+    """The function with its class, where Python knows it (from 3.11 on)."""
+    return str(getattr(frame.f_code, "co_qualname", frame.f_code.co_name))
+
+
+def type_of(frame: FrameType) -> str | None:
+    """The package's class whose method this is; generated constructors included."""
+    code = frame.f_code
+    if not code.co_argcount or code.co_varnames[0] not in ("self", "cls", "_cls"):
+        return None
+    first = frame.f_locals.get(code.co_varnames[0])
+    kind = first if isinstance(first, type) else type(first)
+    return f"{kind.__module__}.{kind.__qualname__}" if kind.__module__.startswith("paceline") else None
+
+
+def is_tensor_operation(function: Any) -> bool:
+    """Whether a C function makes or changes tensors."""
+    owner = getattr(function, "__self__", None)
+    module = getattr(function, "__module__", None) or getattr(type(owner), "__module__", "")
+    return isinstance(owner, torch.Tensor) or str(module).startswith("torch")
+
+
+def relative(file: str) -> str:
+    return Path(file).resolve().relative_to(ROOT).as_posix()
+
+
+def save_model(folder: Path, layers: int) -> Path:
+    """A small random checkpoint."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    config = LlamaConfig(
+        **sizes, num_hidden_layers=layers, max_position_embeddings=256, bos_token_id=None, eos_token_id=None
+    )
+    LlamaForCausalLM(config).eval().save_pretrained(folder)
+    return folder
+
+
+def count_calls() -> dict[str, object]:
+    """Everything that is counted by tracing."""
+    with tempfile.TemporaryDirectory() as folder:
+        models = [
+            paceline.AutoDecoder.from_pretrained(
+                save_model(Path(folder) / name, layers), n_positions=256, amp="f32", backend="eager"
+            )
+            for name, layers in (("target", 2), ("draft", 1))
+        ]
+        target, draft = models
+        generator = paceline.SpeculativeGenerator(draft, target, k=4)
+        rounds, traces = [], []
+        for length in (SHORT, LONG):
+            generator.sample([PROMPT], max_new_tokens=length)  # once before, so that all is built
+            with traced() as trace:
+                generator.sample([PROMPT], max_new_tokens=length)
+            statistics = generator.statistics
+            rounds.append(getattr(statistics, "num_rounds", None) or statistics.rounds)
+            traces.append(trace)
+    short, long = traces
+    counted = Counter(long.calls)
+    counted.subtract(Counter(short.calls))
+    steady = rounds[1] - rounds[0]
+    per_round = {f"{file}:{name}": round(count / steady, 2) for (file, name), count in counted.items() if count}
+    types = sorted(long.types)
+    return {
+        "setup": short.setup(),
+        "steady_round": {"calls": round(sum(counted.values()) / steady, 1), "names": per_round},
+        "named_types": {"count": len(types), "names": types},
+    }
+
+
+def serve_processes(root: Path) -> dict[str, object]:
+    """Ray Serve's HTTP proxy, a process for every deployment in the code, and the worker that holds the target, where
+    deployments start workers of their own.
+    """
+    deployments, workers = 0, False
+    for file in sorted((root / "orchestrator" / "serving").glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "serve.deployment":
+                deployments += 1
+            if isinstance(node, ast.ImportFrom):
+                workers |= any(alias.name in ("Deployment", "WorkerGroup") for alias in node.names)
+    return {"proxy": 1, "deployments": deployments, "workers": int(workers), "total": 1 + deployments + workers}
+
+
+def extending(root: Path) -> dict[str, object]:
+    """Python of every complete example of docs/extending: blocks, lines without blank ones and comments, and rows."""
+    found: dict[str, object] = {}
+    for page in sorted((root / "docs" / "extending").glob("*.md")):
+        blocks = re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+        lines = [line for block in blocks for line in block.splitlines() if line.strip() and line.strip()[0] != "#"]
+        rows = sum(bool(re.match(r"\s*(Drafter|Rule|Family|Backend)Row\(", line)) for line in lines)
+        found[page.stem] = {"files": len(blocks), "lines": len(lines), "rows": rows}
+    return found
+
+
+def main() -> None:
+    """Print the counts."""
+    counts: dict[str, Any] = {**count_calls(), "serve": serve_processes(ROOT), "extending": extending(ROOT)}
+    for title, names in (
+        ("set-up: functions before the first tensor operation", counts["setup"]["names"]),
+        ("steady round: calls outside of the compiled steps", counts["steady_round"]["names"]),
+        ("named types", counts["named_types"]["names"]),
+    ):
+        print(f"\n{title}")
+        for name in names:
+            print(f"  {names[name]:6.2f}  {name}" if isinstance(names, dict) else f"  {name}")
+    print()
+    totals = {
+        "setup_functions": counts["setup"]["functions"],
+        "setup_files": counts["setup"]["files"],
+        "calls_per_round": counts["steady_round"]["calls"],
+        "named_types": counts["named_types"]["count"],
+        "serve_processes": counts["serve"],
+        "extending": counts["extending"],
+    }
+    print(json.dumps(totals))
+
+
+if __name__ == "__main__":
+    main()
