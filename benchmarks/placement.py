@@ -39,7 +39,7 @@ from paceline.engine.rounds import TwoGraphRound
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.remote.channel import Address
 from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
-from paceline.placement.remote.local_process import LocalProcess, Order
+from paceline.placement.remote.process import LocalProcess, ProcessSpec
 from paceline.placement.remote.reconnect import DrafterEndpoint
 
 ROOT = Path(__file__).parents[1]
@@ -55,16 +55,16 @@ def elsewhere(
 ) -> Iterator[tuple[RemoteDrafter, LocalProcess]]:
     """The drafter in a process of its own. ``beta``: it tells second choices, right so often where the first is not."""
     with tempfile.TemporaryDirectory() as folder:
-        order = Order(
+        spec = ProcessSpec(
             Address(path=f"{folder}/s"),
             secrets.token_bytes(16),
             {"seconds": seconds, "alpha": alpha, "ahead": ahead, "beta": beta},
             maker="benchmarks.sleepers:sleeper",
         )
-        with LocalProcess(order) as process:
-            terms = DrafterContract(nodes=K, slots=1, vocab_size=V)
-            patience = DraftTimeouts(reply_timeout_s=1.0, hang_timeout_s=1.0, backoff_s=0.01)
-            draft = RemoteDrafter(terms, DrafterEndpoint(order.address, order.secret, process), patience=patience)
+        with LocalProcess(spec) as process:
+            contract = DrafterContract(num_draft_tokens=K, slots=1, vocab_size=V)
+            timeouts = DraftTimeouts(reply_timeout_s=1.0, hang_timeout_s=1.0, backoff_s=0.01)
+            draft = RemoteDrafter(contract, DrafterEndpoint(spec.address, spec.secret, process), timeouts=timeouts)
             try:
                 if not draft.wait_until_up(60):
                     raise RuntimeError("the drafter's process did not come up")
@@ -187,7 +187,8 @@ def target() -> dict[str, object]:
     texts = set()
     try:
         with placement.launch(placement.plan(models, placement.instance("inf2.48xlarge"))) as running:
-            ray.get(running.group("t").actor("t").wait_for_draft.remote(60))
+            warm = list(running.stream("t", [[5, 6, 7, 8]], max_new_tokens=50))
+            assert warm, "the target gives tokens"
             for name in ("calm", "killed") * 2:
                 begin, gaps, text = perf_counter(), [0.0], []
                 for number, piece in enumerate(running.stream("t", [[5, 6, 7, 8]], max_new_tokens=200)):
@@ -256,7 +257,7 @@ def colocation() -> dict[str, object]:
                     for given in (entries, [{"name": "new", **last}])
                 )
                 begin = perf_counter()
-                with placement.launch(made, care=placement.FaultPolicy(makers=MAKERS)) as running:
+                with placement.launch(made, fault_policy=placement.FaultPolicy(makers=MAKERS)) as running:
                     row: dict[str, object] = {"workers": len(entries)}
                     row["start_seconds"], begin = round(perf_counter() - begin, 1), perf_counter()
                     row["texts"] = used_at_once(running)

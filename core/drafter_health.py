@@ -13,17 +13,18 @@ Fault = Literal["lost", "late", "failed", "invalid"]
 class DrafterHealth:
     """What happened since the drafter was made.
 
-    state       up; late (an answer is overdue); broken (it failed too often and rests); down (being restarted); closed
-    asked       rounds it was asked in; of these were
-    answered    answered in time with something usable
-    ahead       answered with what was ready before it was asked for
-    skipped     rounds it was not asked in, because it was not up
+    state       up; late (a reply is overdue); broken (it failed too often and is left alone); down (being restarted);
+                closed
+    asked       rounds in which it was asked; of these were
+    answered    answered in time with a usable proposal
+    ahead       answered with a proposal that was ready before it was asked for
+    skipped     rounds in which it was not asked, because it was not up
     lost        connections that broke: the process died or was killed
-    late        answers past the deadline
-    failed      answers that said why there is no proposal
-    invalid     answers with a wrong shape, or ids outside the vocabulary
-    restarts    times the process was started anew
-    rereads     texts it had to read again
+    late        replies after the deadline
+    failed      replies that said why there is no proposal
+    invalid     replies with a wrong shape, or ids outside the vocabulary
+    restarts    restarts of the process
+    rereads     sequences it had to read again
     last_error  the last reason, for people
     """
 
@@ -47,7 +48,7 @@ class DrafterHealth:
 
     @property
     def hit_rate(self) -> float:
-        """Answers that were ready before they were asked for, of all; 0 without answers."""
+        """Share of the answers that were ready before they were asked for; 0 without answers."""
         return self.ahead / self.answered if self.answered else 0.0
 
     def to_dict(self) -> dict[str, object]:
@@ -55,11 +56,28 @@ class DrafterHealth:
         return asdict(self) | {"hit_rate": self.hit_rate}
 
     def since(self, before: DrafterHealth) -> DrafterHealth:
-        """The counts from ``before`` on, with the state of now."""
-        mine, theirs = asdict(self), asdict(before)
-        counts = {name: value - theirs[name] for name, value in mine.items() if isinstance(value, int)}
-        return replace(self, **counts)
+        """The counts since ``before``, with the state of now."""
+        now, then = asdict(self), asdict(before)
+        return replace(self, **{name: value - then[name] for name, value in now.items() if isinstance(value, int)})
 
 
-COUNTED = tuple(field.name for field in fields(DrafterHealth) if field.name not in ("state", "restarts", "last_error"))
-"""What `RemoteDraft` counts itself; the rest is known to whoever keeps the connection."""
+class HealthCounters:
+    """Counts what `DrafterHealth` reports, but for what only the owner of the connection knows."""
+
+    def __init__(self) -> None:
+        elsewhere = ("state", "restarts", "last_error")
+        self._counts = {field.name: 0 for field in fields(DrafterHealth) if field.name not in elsewhere}
+        self.last_error = ""
+
+    def count(self, name: str, times: int = 1) -> None:
+        """Add to one of the counts."""
+        self._counts[name] += times
+
+    def fault(self, kind: Fault, reason: str) -> None:
+        """Count a fault and keep its reason."""
+        self._counts[kind] += 1
+        self.last_error = reason
+
+    def snapshot(self, state: State, restarts: int, last_error: str) -> DrafterHealth:
+        """The health of now."""
+        return DrafterHealth(state=state, restarts=restarts, last_error=last_error, **self._counts)

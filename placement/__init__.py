@@ -1,20 +1,24 @@
-"""Models on disjoint cores: catalogue, planner, workers. Ray is imported only when something is launched."""
+"""Models on disjoint cores: which model gets which cores (`planning`), workers on Ray (`cluster`), drafters in other
+processes (`remote`), drafting while the target verifies (`lookahead`), and this machine (`host`).
 
+Every name below is imported when it is first used, so that planning loads neither Ray nor sockets.
+"""
+
+from importlib import import_module
 from typing import TYPE_CHECKING
-
-from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.planning.instances import INSTANCES, Instance, instance
-from paceline.placement.planning.model_specs import ModelSpec, read_care, read_models
-from paceline.placement.planning.plan import Placement, Plan
-from paceline.placement.planning.planner import plan
-from paceline.placement.planning.quota import Quota
-from paceline.placement.remote.channel import Address
-from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
-from paceline.placement.remote.local_process import LocalProcess, Order
-from paceline.placement.remote.reconnect import DrafterEndpoint
 
 if TYPE_CHECKING:
     from paceline.placement.cluster.deployment import Deployment, launch
+    from paceline.placement.cluster.fault_policy import FaultPolicy, read_fault_policy
+    from paceline.placement.planning.instances import INSTANCES, Instance, instance
+    from paceline.placement.planning.model_specs import ModelSpec, read_models
+    from paceline.placement.planning.plan import Placement, Plan
+    from paceline.placement.planning.planner import plan
+    from paceline.placement.planning.quota import Quota
+    from paceline.placement.remote.channel import Address
+    from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
+    from paceline.placement.remote.process import LocalProcess, ProcessSpec
+    from paceline.placement.remote.reconnect import DrafterEndpoint
 
 __all__ = [
     "INSTANCES",
@@ -27,29 +31,36 @@ __all__ = [
     "Instance",
     "LocalProcess",
     "ModelSpec",
-    "Order",
     "Placement",
     "Plan",
+    "ProcessSpec",
     "Quota",
     "RemoteDrafter",
     "instance",
     "launch",
     "plan",
-    "read_care",
+    "read_fault_policy",
     "read_models",
 ]
 
-_WITH_RAY = {
-    "Deployment": "paceline.placement.cluster.deployment",
-    "launch": "paceline.placement.cluster.deployment",
+_MODULES = {
+    "cluster.deployment": ("Deployment", "launch"),
+    "cluster.fault_policy": ("FaultPolicy", "read_fault_policy"),
+    "planning.instances": ("INSTANCES", "Instance", "instance"),
+    "planning.model_specs": ("ModelSpec", "read_models"),
+    "planning.plan": ("Placement", "Plan"),
+    "planning.planner": ("plan",),
+    "planning.quota": ("Quota",),
+    "remote.channel": ("Address",),
+    "remote.drafter": ("DraftTimeouts", "DrafterContract", "RemoteDrafter"),
+    "remote.process": ("LocalProcess", "ProcessSpec"),
+    "remote.reconnect": ("DrafterEndpoint",),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    """What needs Ray, when it is asked for."""
-    if name not in _WITH_RAY:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
-
-    found: object = getattr(import_module(_WITH_RAY[name]), name)
-    return found
+    value: object = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    return value

@@ -44,6 +44,7 @@ LOOP_IMPORTS = ("paceline.engine", "paceline.outputs")
 # and except what FENCED keeps to a few folders.
 EAGER: dict[str, frozenset[str]] = {
     "core": frozenset({"torch"}),
+    "placement": frozenset({"torch", "numpy", "safetensors", "pydantic", "msgspec"}),
     "orchestrator": frozenset({"torch", "numpy", "safetensors", "transformers", "pydantic", "typer", "rich"}),
 }
 EAGER_ELSEWHERE = frozenset({"torch", "numpy", "safetensors", "filelock"})

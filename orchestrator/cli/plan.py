@@ -10,7 +10,7 @@ from rich.table import Table
 from paceline.cli import console
 from paceline.cli.options import AsJson, InstanceName, ModelsFile
 from paceline.core.errors import PlanError
-from paceline.placement import Instance, Plan, plan, read_care, read_models
+from paceline.placement import Instance, Plan, plan, read_fault_policy, read_models
 from paceline.placement import instance as catalogued
 from paceline.placement.planning.detect import detect
 from paceline.placement.planning.render_plan import marks, render_plan
@@ -26,7 +26,7 @@ def plan_models(models: ModelsFile, instance: InstanceName = None, as_json: AsJs
     """Put the models of a file on the cores of an instance. Starts nothing. Exit status 2 if there is no plan."""
     with console.refusals():
         planned = plan(read_models(models), machine(instance))
-        read_care(models)  # nothing is started here, but what is wrong is said now
+        read_fault_policy(models)  # nothing is started here, but what is wrong is said now
     if as_json:
         typer.echo(json.dumps(planned.to_dict()))
         return

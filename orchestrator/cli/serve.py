@@ -13,7 +13,7 @@ from paceline.cli.config_options import command
 from paceline.cli.options import InstanceName, ModelsFile
 from paceline.cli.plan import machine, plan_table
 from paceline.core.errors import BackendError
-from paceline.placement import plan, read_care, read_models
+from paceline.placement import plan, read_fault_policy, read_models
 from paceline.placement.planning import validate_plan
 
 app = typer.Typer()
@@ -36,7 +36,7 @@ class ServeOptions:
 def serve_models(models: ModelsFile, options: ServeOptions) -> None:
     """Serve the models of a file: /v1/models, /v1/completions, /v1/chat/completions. Ends with Ctrl-C."""
     with console.refusals():
-        planned, policy = plan(read_models(models), machine(options.instance)), read_care(models)
+        planned, policy = plan(read_models(models), machine(options.instance)), read_fault_policy(models)
         validate_plan.check(planned)
         try:
             from paceline.serving.app import deploy_config

@@ -19,7 +19,7 @@ from pathlib import Path
 from ray import serve
 
 from paceline.core.errors import ConfigurationError
-from paceline.placement import Plan, instance, plan, read_care, read_models
+from paceline.placement import Plan, instance, plan, read_fault_policy, read_models
 from paceline.placement.cluster.actors import STREAMS
 from paceline.placement.cluster.deployment import groups_of
 from paceline.placement.cluster.fault_policy import FaultPolicy
@@ -50,7 +50,7 @@ def build(arguments: Mapping[str, str]) -> serve.Application:
     if machine is None:
         raise ConfigurationError("there is no neuron-ls here to ask; give `instance` (cpu to simulate)")
     file = Path(arguments["models"])
-    return application(plan(read_models(file), machine), read_care(file))
+    return application(plan(read_models(file), machine), read_fault_policy(file))
 
 
 def deploy_config(models: Path, instance: str | None, *, host: str, port: int) -> dict[str, object]:

@@ -175,7 +175,7 @@ class DraftPool:
             for size in vocab_sizes:
                 ready(self._over(decoder, size), given.k + 1, reviewed=given.ahead)
 
-    def lend(self, hello: Handshake) -> Drafter:
+    def acquire(self, hello: Handshake) -> Drafter:
         """See `paceline.placement.remote.server.DrafterPool`.
 
         Raises:
@@ -184,7 +184,7 @@ class DraftPool:
         given = self._given
         if hello.slots != given.batch_size:
             raise ConfigurationError(
-                f"the target {hello.client} has {hello.slots} slots and the draft {given.batch_size}; give both "
+                f"the target {hello.target} has {hello.slots} slots and the draft {given.batch_size}; give both "
                 "the same batch_size"
             )
         if not self._free:
@@ -200,7 +200,7 @@ class DraftPool:
         self._lent[id(made)] = self._free.pop()
         return made
 
-    def take_back(self, drafter: Drafter) -> None:
+    def release(self, drafter: Drafter) -> None:
         """See `paceline.placement.remote.server.DrafterPool`."""
         self._free.append(self._lent.pop(id(drafter)))
 

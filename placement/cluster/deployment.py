@@ -18,10 +18,11 @@ from functools import partial
 import ray
 
 from paceline.core.errors import ConfigurationError, PlacementError, PlanError, TargetLostError
-from paceline.placement.cluster.actors import NAMESPACE, WATCH
+from paceline.placement.cluster.actors import WATCH
 from paceline.placement.cluster.calls import Call, Stream, seeded
-from paceline.placement.cluster.core_allocator import ask, end_unused
+from paceline.placement.cluster.core_allocator import call_allocator, end_unused
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.nodes import NAMESPACE
 from paceline.placement.cluster.roles import Settings, TokenDelta
 from paceline.placement.cluster.worker_group import RESOURCE, WorkerGroup
 from paceline.placement.planning import validate_plan
@@ -36,17 +37,18 @@ _SAY = 5.0  # seconds a target may take to say that it is alive
 class Deployment:
     """Running models. A context manager: leaving it ends every worker."""
 
-    def __init__(self, plan: Plan, care: FaultPolicy, groups: Sequence[WorkerGroup] | None = None) -> None:
-        self.plan, self._care = plan, care
-        made = [WorkerGroup(plan.instance, members, care) for members in groups_of(plan)] if groups is None else groups
-        self._groups = list(made)
+    def __init__(self, plan: Plan, fault_policy: FaultPolicy, groups: Sequence[WorkerGroup] | None = None) -> None:
+        self.plan, self._policy = plan, fault_policy
+        if groups is None:
+            groups = [WorkerGroup(plan.instance, members, fault_policy) for members in groups_of(plan)]
+        self._groups = list(groups)
 
     def start(self) -> Deployment:
         """Start all groups; if one cannot start, none is left."""
         try:
             _start(self._groups)
         except BaseException:
-            self.close()  # the ledger
+            self.close()  # the core allocator, too
             raise
         return self
 
@@ -98,7 +100,7 @@ class Deployment:
 
     def fragmentation(self) -> dict[str, Fragmentation]:
         """Node -> what is free there, and in what pieces."""
-        found: dict[str, Fragmentation] = ask(self.plan.instance, "report", seconds=_ASK)
+        found: dict[str, Fragmentation] = call_allocator(self.plan.instance, "report", timeout=_ASK)
         return found
 
     def cores(self) -> dict[str, CoreRange]:
@@ -123,12 +125,12 @@ class Deployment:
         if twice is not None:
             raise PlanError(f"{twice} runs already; stop it, or add the other one under another name")
         validate_plan.check(plan)
-        groups = [WorkerGroup(plan.instance, members, self._care) for members in groups_of(plan)]
+        groups = [WorkerGroup(plan.instance, members, self._policy) for members in groups_of(plan)]
         _start(groups)
         self._groups += groups
 
     def close(self) -> None:
-        """End everything, and the ledger too if nobody else uses it."""
+        """End everything, and the core allocator too if nothing else uses it."""
         groups, self._groups = self._groups, []
         try:
             _stop(groups)
@@ -153,7 +155,7 @@ class Deployment:
                 yield from self._attempt(worker, call)
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
                 call.deaths += 1
-                if call.deaths > self._care.max_target_restarts:
+                if call.deaths > self._policy.max_target_restarts:
                     raise self._lost(model, call, str(error)) from error
                 try:
                     group.restart(model, worker, hung=isinstance(error, ray.exceptions.GetTimeoutError))
@@ -177,11 +179,11 @@ class Deployment:
         stream = worker.stream.options(num_returns="streaming").remote(ticket, prompts, emitted, ask=ask)
         leave = worker.leave.options(concurrency_group=WATCH)
         call.leave = partial(leave.remote, ticket)
-        patience = self._care.startup_timeout_s + self._care.stall_timeout_s
+        patience = self._policy.startup_timeout_s + self._policy.stall_timeout_s
         try:
             while not call.unwanted:
                 self._await(stream, worker, patience)
-                patience = self._care.stall_timeout_s
+                patience = self._policy.stall_timeout_s
                 try:
                     piece: TokenDelta = _value(next(stream))
                 except StopIteration:
@@ -208,10 +210,10 @@ class Deployment:
             now = ray.get(worker.progress.options(concurrency_group=WATCH).remote(), timeout=min(_SAY, patience))
             if now == before:
                 raise ray.exceptions.GetTimeoutError(f"no token for {patience} seconds")
-            before, patience = now, self._care.stall_timeout_s
+            before, patience = now, self._policy.stall_timeout_s
 
 
-def launch(plan: Plan, *, care: FaultPolicy | None = None, address: str | None = None) -> Deployment:
+def launch(plan: Plan, *, fault_policy: FaultPolicy | None = None, address: str | None = None) -> Deployment:
     """Start every worker of a plan.
 
     ``address`` of a Ray cluster; None: the one this process is connected to, else one that is started here with the
@@ -225,7 +227,7 @@ def launch(plan: Plan, *, care: FaultPolicy | None = None, address: str | None =
     if not ray.is_initialized():
         own = {} if address else {"resources": {RESOURCE: plan.instance.cores}, "include_dashboard": False}
         ray.init(address=address or _HERE, namespace=NAMESPACE, log_to_driver=False, **own)
-    return Deployment(plan, care or FaultPolicy()).start()
+    return Deployment(plan, fault_policy or FaultPolicy()).start()
 
 
 def _start(groups: Sequence[WorkerGroup]) -> None:

@@ -1,6 +1,6 @@
-"""How running workers are looked after: a value, given once to whoever starts them.
+"""How running workers are supervised: a value that is given once to whatever starts them.
 
-In a models file it is the mapping ``fault_policy``, beside ``models``; what is not named there has its default:
+In a models file it is the mapping ``fault_policy``, beside ``models``; keys that are absent have their defaults:
 
     fault_policy: {startup_timeout_s: 3600, draft_ahead: true, draft_timeouts: {reply_timeout_s: 0.5}}
 """
@@ -8,79 +8,48 @@ In a models file it is the mapping ``fault_policy``, beside ``models``; what is 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-from paceline.core.errors import PlanError
 from paceline.placement.cluster.roles import MAKERS
+from paceline.placement.planning.model_specs import read_fault_policy_entry
+from paceline.placement.planning.yaml_file import FORBID_EXTRA, Count, Flag, Seconds, validate
 from paceline.placement.remote.drafter import DraftTimeouts
-from paceline.placement.remote.reconnect import START
-
-_LONGEST = 7 * 24 * 3600  # seconds; the system's own clocks for sockets end at 24 days
+from paceline.placement.remote.reconnect import STARTUP_TIMEOUT_S
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPolicy:
-    """How workers are looked after; seconds, and how often.
+    """Timeouts and restarts of workers.
 
-    startup_timeout_s     a worker may take to load its model
-    stall_timeout_s   a target may say nothing in the middle of a request, before it counts as hung; the first round has
-              ``start`` on top, for it may compile
-    placement_timeout_s      to wait for a node with enough free cores
-    max_target_restarts   deaths of its target that one request survives
-    draft_ahead     drafts work while their targets verify
-    colocate      drafts are on the nodes of their targets; False: they may be elsewhere, where no node has room for
-                  both
-    makers    role -> "module:function" that makes what a worker runs; not in a file
+    startup_timeout_s    seconds in which a worker must have loaded its model
+    stall_timeout_s      seconds without a token in the middle of a request after which a target counts as hung; its
+                         first round has ``startup_timeout_s`` on top, since it may compile
+    placement_timeout_s  seconds to wait for a node with enough free cores
+    max_target_restarts  deaths of its target that one request survives
+    draft_ahead          drafts work while their targets verify
+    colocate             drafts run on the nodes of their targets; False: elsewhere where no node has room for both
+    draft_timeouts       how long a target waits for its draft, and how often it tries
+    makers               role -> "module:function" that makes what a worker runs; cannot be given in a file
     """
 
-    startup_timeout_s: float = START
-    stall_timeout_s: float = 60.0
-    placement_timeout_s: float = 30.0
-    max_target_restarts: int = 2
-    draft_ahead: bool = False
-    colocate: bool = True
+    startup_timeout_s: Seconds = STARTUP_TIMEOUT_S
+    stall_timeout_s: Seconds = 60.0
+    placement_timeout_s: Seconds = 30.0
+    max_target_restarts: Count = 2
+    draft_ahead: Flag = False
+    colocate: Flag = True
     draft_timeouts: DraftTimeouts = field(default_factory=DraftTimeouts)
-    makers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(MAKERS))
+    makers: Mapping[str, str] = field(default_factory=lambda: MappingProxyType(MAKERS), metadata={"file": False})
+
+    __pydantic_config__ = FORBID_EXTRA
 
 
-def fault_policy_of(entry: object, where: str) -> FaultPolicy:
-    """The mapping ``fault_policy`` of a models file, checked key by key.
+def read_fault_policy(file: Path) -> FaultPolicy:
+    """The fault policy of a models file; the defaults where it has none.
 
     Raises:
-        PlanError: a key is unknown, or a value is none of its kind.
+        PlanError: the file cannot be read, or a value is wrong; the message names it.
     """
-    found = _read(FaultPolicy(), entry, where)
-    if "draft_timeouts" in found:
-        found["draft_timeouts"] = replace(
-            DraftTimeouts(), **_read(DraftTimeouts(), found["draft_timeouts"], f"{where}.draft_timeouts")
-        )
-    return replace(FaultPolicy(), **found)
-
-
-def _read(defaults: FaultPolicy | DraftTimeouts, entry: object, where: str) -> dict[str, Any]:
-    known = {item.name: getattr(defaults, item.name) for item in fields(defaults) if item.name != "makers"}
-    if not isinstance(entry, dict):
-        raise PlanError(f"{where} is a mapping of {', '.join(known)}, not {entry!r}")
-    unknown = sorted(str(key) for key in set(entry) - set(known))
-    if unknown:
-        raise PlanError(f"{where}: {unknown[0]!r} is not a key; there are {', '.join(known)}")
-    return {key: _value(known[key], value, f"{where}.{key}") for key, value in entry.items()}
-
-
-def _value(default: object, value: object, where: str) -> object:
-    """The value, which is of its default's kind."""
-    if isinstance(default, DraftTimeouts):
-        return value  # a mapping of its own
-    if isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise PlanError(f"{where} must be true or false, not {value!r}")
-        return value
-    if isinstance(default, int):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise PlanError(f"{where} must be a whole number, not {value!r}")
-        return value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LONGEST:
-        raise PlanError(f"{where} must be seconds, more than 0 and at most {_LONGEST} (a week), not {value!r}")
-    return float(value)
+    return validate(FaultPolicy, read_fault_policy_entry(file), f"{file}, fault_policy")

@@ -1,62 +1,121 @@
 """A group: targets and the drafts they share, on one node, started and stopped together.
 
-Ray's placement group keeps them on a node and counts their cores; the ledger says which cores. Drafts are restarted by
-Ray, in place. A target is restarted here, in place if its node lives, else the whole group moves to another node.
+Ray's placement group keeps them on a node and counts their cores; the core allocator says which cores. Drafts are
+restarted by Ray, in place. A target is restarted here, in place if its node lives, else the whole group moves to
+another node.
 """
 
 from __future__ import annotations
 
-import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.placement_group import PlacementGroup
 
-from paceline.core.errors import PlacementError, PlanError, WorkerError
-from paceline.placement.cluster import nodes, worker_spec
-from paceline.placement.cluster.actors import NAMESPACE, STREAMS, WATCH, DraftWorker, Ready, TargetWorker, WorkerSpec
-from paceline.placement.cluster.core_allocator import WORKERS, CoreRequest, ask, give_back, worker_name
+from paceline.core.errors import PlacementError, WorkerError
+from paceline.placement.cluster import nodes
+from paceline.placement.cluster.actors import STREAMS, WATCH, DraftWorker, Ready, TargetWorker
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.nodes import NAMESPACE
+from paceline.placement.cluster.reservation import RESOURCE as RESOURCE
+from paceline.placement.cluster.reservation import Reservation
+from paceline.placement.cluster.worker_spec import WorkerSpec
 from paceline.placement.host.processes import Process
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.plan import Placement
 
-RESOURCE = "neuron_cores"
-_LOOK = 1.0  # seconds between looks at a node's health
+_POLL_S = 1.0  # between looks at a node's health
+
+
+@dataclass(slots=True)
+class Worker:
+    """A worker of a group; ``process`` is known once it is ready."""
+
+    spec: WorkerSpec
+    actor: ray.actor.ActorHandle
+    process: Process | None = None
+
+
+class Changes:
+    """Which workers are just being started or ended: by one thread at a time, while others wait for them."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._changing: set[str] = set()
+        self._stopped = False
+
+    @contextmanager
+    def change(self, labels: frozenset[str]) -> Iterator[None]:
+        """No other thread starts or ends these workers meanwhile. Raises WorkerError if the group was stopped."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._changing.isdisjoint(labels))
+            self._refuse_stopped(labels)
+            self._changing |= labels
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._changing -= labels
+                self._condition.notify_all()
+
+    @contextmanager
+    def settled(self, label: str) -> Iterator[None]:
+        """With the lock, once no thread is starting or ending that worker."""
+        with self._condition:
+            self._condition.wait_for(lambda: label not in self._changing)
+            yield
+
+    @contextmanager
+    def running(self, label: str) -> Iterator[None]:
+        """With the lock. Raises WorkerError if the group was stopped."""
+        with self._condition:
+            self._refuse_stopped({label})
+            yield
+
+    @contextmanager
+    def stop(self) -> Iterator[Callable[[], None]]:
+        """With the lock; nothing changes any more after what this yields was called, which waits for other threads."""
+        with self._condition:
+            self._stopped = True
+
+            def wait_for_others() -> None:
+                self._condition.wait_for(lambda: not self._changing)
+
+            yield wait_for_others
+
+    def _refuse_stopped(self, labels: set[str] | frozenset[str]) -> None:
+        if self._stopped:
+            raise WorkerError(f"{', '.join(sorted(labels))} was stopped; launch the plan again to use it")
 
 
 class WorkerGroup:
-    """Workers that live and move together. ``given``: the caller's placement group, from its bundle ``offset`` on."""
+    """Workers that live and move together. ``given``: the caller's placement group, from its bundle ``offset`` on;
+    such a group does not move.
+    """
 
     def __init__(
         self,
         instance: Instance,
         placements: Sequence[Placement],
-        care: FaultPolicy,
+        fault_policy: FaultPolicy,
         *,
         given: PlacementGroup | None = None,
         offset: int = 0,
     ) -> None:
-        self._instance, self._care, self._given, self._offset = instance, care, given, offset
         # Drafts first: a target calls its draft as soon as it is made.
         self.placements = sorted(placements, key=lambda item: item.role != "draft")
+        self._policy, self._moves_itself = fault_policy, given is None
+        self._reservation = Reservation(instance, self.placements, fault_policy, given=given, offset=offset)
         self._labels = frozenset(item.label for item in self.placements)
-        self._stamp = secrets.token_hex(4)
-        self._group: PlacementGroup | None = None
-        self._claims: list[str] = []
-        self._assigned: dict[str, WorkerSpec] = {}
-        self._actors: dict[str, ray.actor.ActorHandle] = {}
-        self._running: dict[str, Process] = {}
-        self._changed = threading.Condition()
-        self._changing: set[str] = set()  # labels of workers that are just being started
-        self._stopped = False
+        self._changes = Changes()
+        self._specs: dict[str, WorkerSpec] = {}
+        self._workers: dict[str, Worker] = {}
         self.moves = self.restarts = 0
 
     @property
@@ -70,20 +129,19 @@ class WorkerGroup:
         Raises:
             WorkerError: it could not be brought back, or was stopped.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: label not in self._changing)
-            if label not in self._actors:
+        with self._changes.settled(label):
+            if label not in self._workers:
                 raise WorkerError(f"{label} does not run; it was stopped, or could not be started again")
-            return self._actors[label]
+            return self._workers[label].actor
 
-    def assignment(self, label: str) -> WorkerSpec:
-        """What that worker was given."""
-        return self._assigned[label]
+    def spec(self, label: str) -> WorkerSpec:
+        """What that worker is."""
+        return self._specs[label]
 
     @property
     def cores(self) -> dict[str, CoreRange]:
         """Label -> cores it really has, of the workers that run."""
-        return {label: given.cores for label, given in self._assigned.items()}
+        return {label: spec.cores for label, spec in self._specs.items()}
 
     # ---- starting
 
@@ -94,43 +152,28 @@ class WorkerGroup:
             PlanError: no node has room; nothing is left then.
             WorkerError: a worker did not start, or the group was stopped; nothing is left then.
         """
-        with self._alone(self._labels):
-            self._begin()
+        with self._changes.change(self._labels):
+            self._launch()
 
     def wait_ready(self) -> None:
-        """Wait until all are ready. Raises as `begin`."""
-        with self._alone(self._labels):
-            self._finish()
+        """Wait until all are ready. Raises as `launch`."""
+        with self._changes.change(self._labels):
+            self._wait_ready()
 
-    @contextmanager
-    def _alone(self, labels: frozenset[str]) -> Iterator[None]:
-        """Nobody else starts or ends these workers meanwhile, and who asks for one of them waits."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._changing.isdisjoint(labels))
-            if self._stopped:
-                raise WorkerError(f"{', '.join(sorted(labels))} was stopped")
-            self._changing |= labels
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._changing -= labels
-                self._changed.notify_all()
-
-    def _begin(self) -> None:
+    def _launch(self) -> None:
         with self._or_nothing():
-            self._assign(self._reserve())
+            self._specs = self._reservation.acquire()
             for item in self.placements:
-                self._put(item)
+                self._spawn(self._specs[item.label], role=item.role)
 
-    def _finish(self) -> None:
+    def _wait_ready(self) -> None:
         with self._or_nothing():
-            self._wait([item.label for item in self.placements])
-            names = [given.actor for given in self._assigned.values()]
-            ask(self._instance, "confirm", names, seconds=self._care.startup_timeout_s)
+            self._await([item.label for item in self.placements])
+            self._reservation.confirm(self._specs.values())
 
     @contextmanager
     def _or_nothing(self) -> Iterator[None]:
+        """What fails in here leaves no worker behind."""
         try:
             yield
         except ray.exceptions.RayError as error:
@@ -140,78 +183,44 @@ class WorkerGroup:
             self._clear()
             raise
 
-    def _reserve(self) -> list[str]:
-        """For each placement a node with enough cores, as Ray counts them; the same for all unless they may part."""
-        self._group = self._given
-        if self._group is None:
-            bundles = [{RESOURCE: float(len(item.cores))} for item in self.placements]
-            self._group = placement_group(bundles, strategy="STRICT_PACK" if self._care.colocate else "PACK")
-            if not self._group.wait(self._care.placement_timeout_s):
-                labels, wanted = ", ".join(item.label for item in self.placements), sum(b[RESOURCE] for b in bundles)
-                raise PlanError(
-                    f"no node of the cluster has {wanted:.0f} free {RESOURCE} for {labels}; stop a model, add a node, "
-                    "let drafts be far from their targets (Care.near), or start Ray's nodes with that resource"
-                )
-        found = placement_group_table(self._group)["bundles_to_node_id"]
-        return [str(found[self._offset + index]) for index in range(len(self.placements))]
-
-    def _assign(self, where: Sequence[str]) -> None:
-        self._claims = [f"{WORKERS}{item.label}-{self._stamp}" for item in self.placements]
-        wanted = [
-            (node, CoreRequest(claim, len(item.cores), item.cores, self._care.startup_timeout_s))
-            for item, node, claim in zip(self.placements, where, self._claims, strict=True)
-        ]
-        cores: dict[str, CoreRange] = {}
-        for node in dict.fromkeys(where):
-            mine = [claim for at, claim in wanted if at == node]
-            given = ask(self._instance, "claim", node, mine, seconds=self._care.startup_timeout_s)
-            cores |= {claim.actor: one for claim, one in zip(mine, given, strict=True)}
-        self._assigned = worker_spec.assignments(
-            self._instance, self.placements, self._care, where=where, claims=self._claims, cores=cores
-        )
-
-    def _put(self, item: Placement) -> None:
-        """Have a worker begin to load, unless the group was stopped: nobody would end it."""
-        with self._changed:
-            if self._stopped:
-                raise WorkerError(f"{item.label} was stopped while it started")
-            self._actors[item.label] = self._spawn(item)
-
-    def _spawn(self, item: Placement) -> ray.actor.ActorHandle:
-        given, index = self._assigned[item.label], self.placements.index(item) + self._offset
+    def _spawn(self, spec: WorkerSpec, *, role: str) -> None:
+        """Have a worker begin to load, unless the group was stopped: nothing would end it then."""
         options = {
-            "name": given.actor,
+            "name": spec.actor,
             "namespace": NAMESPACE,
             "num_cpus": 0,
-            "resources": {RESOURCE: len(item.cores)},
-            "max_restarts": -1 if item.role == "draft" else 0,
+            "resources": {RESOURCE: len(spec.cores)},
+            "max_restarts": -1 if role == "draft" else 0,
             "max_task_retries": 0,
-            "runtime_env": {"env_vars": dict(given.env)},
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, index),
+            "runtime_env": {"env_vars": dict(spec.env)},
+            "scheduling_strategy": self._reservation.bundle(spec.label),
         }
-        if item.role == "draft":
-            return ray.remote(DraftWorker).options(**options).remote(given)
-        threaded = ray.remote(concurrency_groups={WATCH: 2}, max_concurrency=STREAMS)(TargetWorker)
-        return threaded.options(**options).remote(
-            given, worker_spec.link(item, self.placements, self._care, assigned=self._assigned)
-        )
+        if role == "draft":
+            remote_class = ray.remote(DraftWorker)
+        else:
+            remote_class = ray.remote(concurrency_groups={WATCH: 2}, max_concurrency=STREAMS)(TargetWorker)
+        with self._changes.running(spec.label):
+            self._workers[spec.label] = Worker(spec, remote_class.options(**options).remote(spec))
 
-    def _wait(self, labels: Sequence[str]) -> None:
+    def _await(self, labels: Sequence[str]) -> None:
         """Until these workers are ready; no longer than their node lives."""
-        made = [self._actors[label].ready.remote() for label in labels]
-        end, names = monotonic() + self._care.startup_timeout_s, ", ".join(labels)
-        while len(ray.wait(made, num_returns=len(made), timeout=_LOOK)[0]) < len(made):
-            if monotonic() > end:
+        workers, names = [self._workers[label] for label in labels], ", ".join(labels)
+        pending = [worker.actor.ready.remote() for worker in workers]
+        deadline = monotonic() + self._policy.startup_timeout_s
+        while len(ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)[0]) < len(pending):
+            if monotonic() > deadline:
                 raise WorkerError(
-                    f"{names} did not start within {self._care.startup_timeout_s} seconds; give them more (Care.start)"
+                    f"{names} did not start within {self._policy.startup_timeout_s} seconds; raise "
+                    "fault_policy.startup_timeout_s"
                 )
             if not self._nodes_live():
-                raise WorkerError(f"the node of {names} died while they started")
+                raise WorkerError(f"the node of {names} died while they started; start them again")
         try:
-            found: list[Ready] = ray.get(made)
+            answers: list[Ready] = ray.get(pending)
         except ray.exceptions.RayError as error:
             raise WorkerError(f"{names} did not start: {error}") from error
-        self._running |= {label: ready.process for label, ready in zip(labels, found, strict=True)}
+        for worker, ready in zip(workers, answers, strict=True):
+            worker.process = ready.process
 
     # ---- restarting and stopping
 
@@ -225,73 +234,67 @@ class WorkerGroup:
             PlanError: no node has room.
             WorkerError: it does not start, or the group was stopped.
         """
-        why: PlacementError | None = None
-        with self._alone(frozenset([label])):
-            if self._actors.get(label) is not seen:
+        reason: PlacementError | None = None
+        with self._changes.change(frozenset([label])):
+            if not self._is(label, seen):
                 return
-            with self._changed:
+            worker = self._workers[label]
+            with self._changes.running(label):
                 self.restarts += 1
             _kill(seen)
-            process = self._running.pop(label, None)
+            process, worker.process = worker.process, None
             if self._nodes_live():
                 try:
                     if hung and process is not None:
-                        nodes.kill(self._assigned[label].node, process)
+                        nodes.kill(worker.spec.node, process)
                     self._respawn(label)
                     return
                 except PlacementError as error:
-                    why = error
-            last = self._actors[label]
-        with self._alone(self._labels):
-            if self._actors.get(label) is not last:  # another caller moved the group
+                    reason = error
+            last = self._workers[label].actor
+        with self._changes.change(self._labels):
+            if not self._is(label, last):  # another caller moved the group
                 return
-            if self._given is not None:
-                what = "died with its node" if why is None else f"could not be started again ({why})"
-                raise WorkerError(f"{label} {what}; whoever gave it its placement group starts it anew") from why
+            if not self._moves_itself:
+                what = "died with its node" if reason is None else f"could not be started again ({reason})"
+                raise WorkerError(
+                    f"{label} {what}; the owner of its placement group has to start the group again"
+                ) from reason
             self.moves += 1
             self._clear()
-            self._stamp = secrets.token_hex(4)
-            self._begin()
-            self._finish()
+            self._launch()
+            self._wait_ready()
+
+    def _is(self, label: str, actor: ray.actor.ActorHandle) -> bool:
+        return label in self._workers and self._workers[label].actor is actor
 
     def _respawn(self, label: str) -> None:
-        """A new worker in the place of a dead one. Its name is new too: Ray may not have forgotten the old one yet."""
-        item, old = next(p for p in self.placements if p.label == label), self._assigned[label]
-        name = f"{WORKERS}{label}-{secrets.token_hex(4)}"
-        claim = CoreRequest(name, len(old.cores), old.cores, self._care.startup_timeout_s)
-        give_back([old.actor], self._care.placement_timeout_s)
-        (cores,) = ask(self._instance, "claim", old.node, [claim], seconds=self._care.startup_timeout_s)
-        actor, env = worker_name(name, old.node, cores), worker_spec.variables(self._instance, item, cores)
-        self._assigned[label] = replace(old, actor=actor, cores=cores, env=env)
-        self._put(item)
-        self._wait([label])
-        ask(self._instance, "confirm", [name], seconds=self._care.startup_timeout_s)
+        """A new worker in the place of a dead one."""
+        spec = self._specs[label] = self._reservation.replace(self._specs[label])
+        self._spawn(spec, role="target")
+        self._await([label])
+        self._reservation.confirm([spec])
 
     def _nodes_live(self) -> bool:
-        return all(map(nodes.lives, {given.node for given in self._assigned.values()}))
+        return all(map(nodes.lives, {spec.node for spec in self._specs.values()}))
 
     def stop(self) -> None:
         """End every worker for good and give everything back, also while another thread brings one back."""
-        with self._changed:
-            self._stopped = True
-            for actor in self._actors.values():  # whoever waits for one to be ready hears of it at once
-                _kill(actor)
-            self._changed.wait_for(lambda: not self._changing)
+        with self._changes.stop() as wait_for_others:
+            for worker in self._workers.values():  # a thread that waits for one to be ready hears of it at once
+                _kill(worker.actor)
+            wait_for_others()
             self._clear()
 
     def _clear(self) -> None:
         """End every worker and give everything back."""
-        for actor in self._actors.values():
-            _kill(actor)
-        names = [*self._claims, *(given.actor for given in self._assigned.values())]
-        if names:
-            give_back(names, self._care.placement_timeout_s)
-        if self._group is not None and self._given is None:
-            remove_placement_group(self._group)
-        for given in self._assigned.values():
-            if given.address is not None and given.address.path:
-                Path(given.address.path).unlink(missing_ok=True)
-        self._actors, self._assigned, self._claims, self._group = {}, {}, [], None
+        for worker in self._workers.values():
+            _kill(worker.actor)
+        self._reservation.release()
+        for spec in self._specs.values():
+            if spec.address is not None and spec.address.path:
+                Path(spec.address.path).unlink(missing_ok=True)
+        self._workers, self._specs = {}, {}
 
 
 def _kill(actor: ray.actor.ActorHandle) -> None:

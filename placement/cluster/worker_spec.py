@@ -1,62 +1,109 @@
-"""What each worker of a group is told: its variables, what it makes, where drafts listen and who calls them.
+"""What each worker of a group is: its cores and variables, what it makes, where drafts listen and which target calls.
 
-Nothing is started here and no core is taken (`group`, `ledger`).
+Values that travel to the workers, and what makes them. Nothing is started here and no core is taken
+(`worker_group`, `core_allocator`).
 """
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 
 from paceline.placement.cluster import nodes
-from paceline.placement.cluster.actors import Link, WorkerSpec
-from paceline.placement.cluster.core_allocator import worker_name
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.roles import Settings
 from paceline.placement.host import environment, private_dir
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.plan import Placement
+from paceline.placement.planning.quota import Quota
 from paceline.placement.remote.channel import Address
-from paceline.placement.remote.drafter import DrafterContract
+from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts
 
-_SHOWN = 16  # letters of a draft's name in that of its socket, whose whole path has room for some hundred bytes
+_NAME_LETTERS = 16  # of a draft's name in that of its socket, whose whole path has room for some hundred bytes
 
 
-def assignments(
-    instance: Instance,
-    placements: Sequence[Placement],
-    care: FaultPolicy,
-    *,
-    where: Sequence[str],
-    claims: Sequence[str],
-    cores: Mapping[str, CoreRange],
+@dataclass(frozen=True, slots=True)
+class DrafterLink:
+    """How a target calls its drafter.
+
+    actor, node        of the drafter
+    startup_timeout_s  seconds the drafter may take to load and compile before it can be called
+    """
+
+    contract: DrafterContract
+    timeouts: DraftTimeouts
+    actor: str
+    node: str
+    startup_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What one worker is: its cores on its node, its environment, and what to make.
+
+    actor     its name among Ray's actors
+    affinity  CPUs of the instance it may use, first and last; ``vcpus`` are the instance's in all
+    address   of the drafter: where a draft listens, or which one a target calls; None for a target without one
+    quota     of a draft: what its targets may use
+    link      of a target with a draft
+    """
+
+    actor: str
+    label: str
+    node: str
+    cores: CoreRange
+    env: tuple[tuple[str, str], ...]
+    affinity: tuple[int, int]
+    vcpus: int
+    maker: str
+    settings: Settings
+    secret: bytes = field(repr=False)
+    address: Address | None = None
+    quota: Quota = field(default_factory=Quota)
+    link: DrafterLink | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a worker runs: its actor's name, its node, and the cores it got there."""
+
+    actor: str
+    node: str
+    cores: CoreRange
+
+
+def worker_specs(
+    instance: Instance, placements: Sequence[Placement], fault_policy: FaultPolicy, *, locations: Mapping[str, Location]
 ) -> dict[str, WorkerSpec]:
-    """Label -> assignment. ``where`` and ``claims``: node and claim of each placement; ``cores``: of each claim."""
-    secret, addresses, found = secrets.token_bytes(32), _addresses(placements, where), {}
+    """Label -> specification, for workers that start together. ``locations``: of every label."""
+    secret, addresses = secrets.token_bytes(32), _addresses(placements, locations)
     names = {item.label: item.name for item in placements}
-    for item, node, claim in zip(placements, where, claims, strict=True):
-        own = item if item.role == "draft" else draft_of(item, placements)
-        found[item.label] = WorkerSpec(
-            actor=worker_name(claim, node, cores[claim]),
+    specs = {}
+    for item in placements:
+        draft, location = draft_of(item, placements), locations[item.label]
+        listens = item if item.role == "draft" else draft
+        specs[item.label] = WorkerSpec(
+            actor=location.actor,
             label=item.label,
-            node=node,
-            cores=cores[claim],
-            env=variables(instance, item, cores[claim]),
+            node=location.node,
+            cores=location.cores,
+            env=variables(instance, item, location.cores),
             affinity=item.affinity,
             vcpus=instance.vcpus,
-            maker=care.makers[item.role],
-            settings=_settings(item, placements, care),
+            maker=fault_policy.makers[item.role],
+            settings=_settings(item, placements, fault_policy),
             secret=secret,
+            address=None if listens is None else addresses[listens.label],
             quota=item.model.quota.by_label(names),
-            address=None if own is None else addresses[own.label],
+            link=None if draft is None else _link(item, draft, fault_policy, location=locations[draft.label]),
         )
-    return found
+    return specs
 
 
 def variables(instance: Instance, item: Placement, cores: CoreRange) -> tuple[tuple[str, str], ...]:
-    """The plan's, or the same for the range that was free instead."""
+    """The variables of the plan, or the same for the range that was free instead."""
     if cores == item.cores:
         return item.env
     threads = int(dict(item.env)["OMP_NUM_THREADS"])
@@ -65,41 +112,42 @@ def variables(instance: Instance, item: Placement, cores: CoreRange) -> tuple[tu
 
 def draft_of(item: Placement, placements: Sequence[Placement]) -> Placement | None:
     """The draft of a target, if it has one."""
-    return next((p for p in placements if (item.name, item.replica) in p.drafts_for), None)
+    return next((draft for draft in placements if (item.name, item.replica) in draft.drafts_for), None)
 
 
-def link(
-    item: Placement, placements: Sequence[Placement], care: FaultPolicy, *, assigned: Mapping[str, WorkerSpec]
-) -> Link | None:
-    """How a target calls its draft; None for one without."""
-    draft = draft_of(item, placements)
-    if draft is None:
-        return None
-    model, reach = item.model, draft.model.shape.n_positions
-    terms = DrafterContract(draft.model.k, model.shape.batch_size, model.config.vocab_size, reach, item.label)
-    given = assigned[draft.label]
-    return Link(terms, care.draft_timeouts, given.actor, given.node, care.startup_timeout_s)
+def _link(target: Placement, draft: Placement, fault_policy: FaultPolicy, *, location: Location) -> DrafterLink:
+    """``location``: of the draft."""
+    model = target.model
+    contract = DrafterContract(
+        num_draft_tokens=draft.model.k,
+        slots=model.shape.batch_size,
+        vocab_size=model.config.vocab_size,
+        max_positions=draft.model.shape.n_positions,
+        target=target.label,
+    )
+    return DrafterLink(
+        contract, fault_policy.draft_timeouts, location.actor, location.node, fault_policy.startup_timeout_s
+    )
 
 
-def _addresses(placements: Sequence[Placement], where: Sequence[str]) -> dict[str, Address]:
-    """Where drafts listen: a socket file if all who call are on the same node, else a port."""
-    nodes_of = {item.label: node for item, node in zip(placements, where, strict=True)}
-    found = {}
+def _addresses(placements: Sequence[Placement], locations: Mapping[str, Location]) -> dict[str, Address]:
+    """Where drafts listen: a socket file if all their targets are on the same node, else a port."""
+    addresses = {}
     for item in placements:
         if item.role == "draft":
-            here = nodes_of[item.label]
-            callers = [p for p in placements if (p.name, p.replica) in item.drafts_for]
-            file = private_dir.scratch() / "sockets" / f"{item.label[:_SHOWN]}-{secrets.token_hex(4)}"
-            near = all(nodes_of[caller.label] == here for caller in callers)
-            found[item.label] = Address(path=str(file)) if near else nodes.tcp_address(here)
-    return found
+            node = locations[item.label].node
+            targets = [target for target in placements if (target.name, target.replica) in item.drafts_for]
+            file = private_dir.scratch() / "sockets" / f"{item.label[:_NAME_LETTERS]}-{secrets.token_hex(4)}"
+            on_node = all(locations[target.label].node == node for target in targets)
+            addresses[item.label] = Address(path=str(file)) if on_node else nodes.tcp_address(node)
+    return addresses
 
 
-def _settings(item: Placement, placements: Sequence[Placement], care: FaultPolicy) -> Settings:
+def _settings(item: Placement, placements: Sequence[Placement], fault_policy: FaultPolicy) -> Settings:
     model = item.model
     sizes = {p.model.config.vocab_size for p in placements if (p.name, p.replica) in item.drafts_for}
     gqa = None if model.gqa is None else model.gqa.value
     ranks = {"tp_degree": len(item.cores), "group_query_attention": gqa}
-    given = {"folder": str(model.folder), "backend": model.backend, "k": model.k, "ahead": care.draft_ahead}
-    called = {"clients": model.clients, "vocab_sizes": sorted(sizes)} if item.role == "draft" else {}
-    return {**asdict(model.shape), **ranks, **given, **called}
+    loading = {"folder": str(model.folder), "backend": model.backend, "k": model.k, "ahead": fault_policy.draft_ahead}
+    serving = {"clients": model.num_targets, "vocab_sizes": sorted(sizes)} if item.role == "draft" else {}
+    return {**asdict(model.shape), **ranks, **loading, **serving}

@@ -1,4 +1,4 @@
-"""The models file: which models are wanted, in YAML, checked key by key.
+"""The models file: which models to run, in YAML.
 
     models:
       - {name: chat, path: models/chat, tp_degree: 8, n_positions: 2048, batch_size: 1, amp: bf16}
@@ -9,21 +9,21 @@ Keys of a model:
     name          letters, digits, "-", "_" and "."
     path          checkpoint folder; or ``config``: a config.json (or its folder) to plan without weights
     tp_degree     a number, or "auto" (default): the smallest legal degree whose share fits on a core
-    n_positions   longest text; default: what the model was trained on (loading refuses more; planning does not)
+    n_positions   longest sequence; default: what the model was trained on (more can be planned, but not loaded)
     batch_size    slots, default 1
     amp           bf16 (default), f16 or f32
-    quantisation  none (default), int8 or fp8: of the products' weights; planned with, not yet run
-    draft_of      the target's name, or a list: one draft server for several targets
+    quantisation  none (default), int8 or fp8: of the matrix weights; can be planned, not yet run
+    draft_of      the target's name, or a list: one draft process for several targets
     k             drafted tokens a round, default 4 (of a draft)
-    quota         what the targets of a draft may have (`quota`): max_targets, max_slots, weights: {target: its weight}
+    quota         limits for the targets of a draft (`quota`): max_targets, max_slots, weights: {target: weight}
     replicas      default 1; of a draft: as many as its target has, or fewer, which are then shared
     backend       inductor (default), eager, xla or neuron; tp_degree above 1 runs with eager and neuron
     group_query_attention  where K/V heads of a divided model live; default: whole heads, or copies
 
-A mapping ``fault_policy`` may stand beside ``models``: how the workers are looked after (`care`).
+A mapping ``fault_policy`` may stand beside ``models``; `paceline.placement.cluster.fault_policy` reads it.
 
-Relative paths are relative to the file, or, where nothing is there, to the current folder. Nothing is loaded here but
-configurations.
+Relative paths are relative to the file or, where nothing is there, to the current folder. Only configurations are
+loaded here, no weights.
 """
 
 from __future__ import annotations
@@ -32,34 +32,28 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+import pydantic
 
 from paceline.core.errors import PlanError
 from paceline.decoder.backends.base import BACKENDS
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import GQA
-from paceline.placement.cluster.fault_policy import FaultPolicy, fault_policy_of
-from paceline.placement.planning.footprint import NUMBER_BYTES, QUANTISED_BYTES, Shape
-from paceline.placement.planning.quota import Quota, read_quota, settled
-from paceline.placement.planning.yaml_file import read_yaml
+from paceline.placement.planning.footprint import Shape
+from paceline.placement.planning.quota import Quota, QuotaEntry
+from paceline.placement.planning.yaml_file import STRICT, read_yaml, validate
 
-_KEYS = frozenset(
-    {
-        "name", "path", "config", "tp_degree", "n_positions", "batch_size", "amp", "quantisation", "draft_of", "k",
-        "replicas", "backend", "group_query_attention", "quota",
-    }
-)  # fmt: skip
-_BACKENDS = ("inductor", *(name for name in BACKENDS if name != "inductor"))
-_LAYOUTS = tuple(one.value for one in GQA)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """One entry.
+    """One model to place.
 
-    ``folder`` is None when only a configuration was given; ``degree`` None means auto; ``clients`` is how many targets
-    each replica of a draft serves, each with a cache of its own.
+    folder       its checkpoint; None when only a configuration was given
+    degree       tensor-parallel degree; None = the smallest that fits
+    num_targets  of a draft: how many targets each of its replicas serves, each with a KV cache of its own
     """
 
     name: str
@@ -70,10 +64,76 @@ class ModelSpec:
     draft_of: tuple[str, ...] = ()
     k: int = 4
     replicas: int = 1
-    clients: int = 1
+    num_targets: int = 1
     backend: str = "inductor"
     gqa: GQA | None = None
     quota: Quota = field(default_factory=Quota)
+
+
+def _valid_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"a name is up to 63 letters, digits, '-', '_' or '.', not {name!r:.80}")
+    return name
+
+
+def _known_backend(name: str) -> str:
+    if name not in BACKENDS:
+        raise ValueError(f"{name!r} is unknown; use one of {', '.join(BACKENDS)}")
+    return name
+
+
+def _known_layout(name: str) -> str:
+    layouts = [layout.value for layout in GQA]
+    if name not in layouts:
+        raise ValueError(f"{name!r} is unknown; use one of {', '.join(layouts)}")
+    return name
+
+
+class ModelEntry(pydantic.BaseModel):
+    """One entry of ``models``, as it is written."""
+
+    model_config = STRICT
+
+    name: Annotated[str, pydantic.AfterValidator(_valid_name)]
+    path: Annotated[str, pydantic.Field(min_length=1)] | None = None
+    config: Annotated[str, pydantic.Field(min_length=1)] | None = None
+    tp_degree: pydantic.PositiveInt | Literal["auto"] = "auto"
+    n_positions: pydantic.PositiveInt | None = None
+    batch_size: pydantic.PositiveInt = 1
+    amp: Literal["bf16", "f16", "f32"] = "bf16"
+    quantisation: Literal["none", "int8", "fp8"] = "none"
+    draft_of: str | list[str] = []
+    k: pydantic.PositiveInt = 4
+    quota: QuotaEntry | None = None
+    replicas: pydantic.PositiveInt | None = None
+    backend: Annotated[str, pydantic.AfterValidator(_known_backend)] = "inductor"
+    group_query_attention: Annotated[str, pydantic.AfterValidator(_known_layout)] | None = None
+
+    def spec(self, folder: Path, where: str) -> ModelSpec:
+        """The model with its configuration loaded; relative paths start at ``folder``."""
+        config, home = _configuration(self, folder, where)
+        targets = [self.draft_of] if isinstance(self.draft_of, str) else self.draft_of
+        return ModelSpec(
+            self.name,
+            config,
+            home,
+            Shape(self.amp, self.quantisation, self.batch_size, self.n_positions or config.max_position_embeddings),
+            None if self.tp_degree == "auto" else self.tp_degree,
+            tuple(dict.fromkeys(targets)),
+            self.k,
+            self.replicas or 1,
+            backend=self.backend,
+            gqa=None if self.group_query_attention is None else GQA(self.group_query_attention),
+        )
+
+
+class _ModelsFile(pydantic.BaseModel):
+    """The whole file. Entries and the fault policy are validated one by one, so that errors name them."""
+
+    model_config = STRICT
+
+    models: list[object]
+    fault_policy: object = {}
 
 
 def read_models(file: Path) -> tuple[ModelSpec, ...]:
@@ -83,150 +143,106 @@ def read_models(file: Path) -> tuple[ModelSpec, ...]:
         PlanError: the file cannot be read, or an entry is wrong; the message names it.
         CheckpointError: a model's configuration cannot be used.
     """
-    return models_of(_content(file)["models"], folder=file.parent, where=str(file))
+    return models_of(_read(file).models, folder=file.parent, where=str(file))
 
 
-def read_care(file: Path) -> FaultPolicy:
-    """How the workers of a YAML file's models are to be looked after: its ``fault_policy``, or the defaults.
+def read_fault_policy_entry(file: Path) -> object:
+    """The key ``fault_policy`` of a YAML file as it is written; an empty mapping where there is none.
 
     Raises:
-        PlanError: the file cannot be read, or a value is wrong; the message names it.
+        PlanError: the file cannot be read.
     """
-    return fault_policy_of(_content(file).get("fault_policy", {}), f"{file}, fault_policy")
+    return _read(file).fault_policy
 
 
-def _content(file: Path) -> Mapping[str, Any]:
+def _read(file: Path) -> _ModelsFile:
     from yaml import YAMLError
 
     try:
         content = read_yaml(file)
-    except (OSError, UnicodeDecodeError, YAMLError) as error:
+    except (OSError, ValueError, YAMLError) as error:  # ValueError: not UTF-8, or an endless number
         raise PlanError(f"cannot read {file}: {error}") from error
     if not isinstance(content, dict) or not isinstance(content.get("models"), list):
         raise PlanError(f"{file} must hold a list `models`; see `paceline plan --help`")
-    unknown = sorted(str(key) for key in set(content) - {"models", "fault_policy"})
-    if unknown:
-        raise PlanError(f"{file}: {unknown[0]!r} is not a key of the file; there are models and fault_policy")
-    return content
+    return validate(_ModelsFile, content, str(file))
 
 
 def models_of(entries: Sequence[object], *, folder: Path, where: str) -> tuple[ModelSpec, ...]:
-    """The models of a list of entries, checked one by one and against each other."""
+    """The models of a list of entries, checked one by one and against each other.
+
+    Raises:
+        PlanError: an entry is wrong; the message names it.
+        CheckpointError: a model's configuration cannot be used.
+    """
     if not entries:
         raise PlanError(f"{where} names no model; add an entry below `models`")
-    found: list[ModelSpec] = []
-    given: dict[str, Mapping[str, object]] = {}
-    for number, entry in enumerate(entries):
-        if not isinstance(entry, dict):
-            raise PlanError(f"{where}: model {number} is not a mapping of keys")
-        model = _model(entry, folder, f"{where}, model {entry.get('name', number)!r}")
-        if model.name in given:
-            raise PlanError(f"{where}: two models are called {model.name!r}; names must differ")
-        given[model.name] = entry
-        found.append(model)
-    return tuple(_paired(model, found, given[model.name]) for model in found)
+    specs: dict[str, ModelSpec] = {}
+    parsed: list[ModelEntry] = []
+    for number, content in enumerate(entries):
+        name = content.get("name", number) if isinstance(content, dict) else number
+        place = f"{where}, model {name!r}"
+        entry = validate(ModelEntry, content, place)
+        if entry.name in specs:
+            raise PlanError(f"{where}: two models are called {entry.name!r}; names must differ")
+        specs[entry.name] = entry.spec(folder, place)
+        parsed.append(entry)
+    return tuple(_paired(entry, specs) for entry in parsed)
 
 
-def _model(entry: Mapping[str, object], folder: Path, where: str) -> ModelSpec:
-    unknown = sorted(str(key) for key in set(entry) - _KEYS)
-    if unknown:
-        raise PlanError(f"{where}: {unknown[0]!r} is not a key; there are {', '.join(sorted(_KEYS))}")
-    name = _text(entry, "name", where, default=None)
-    if not _NAME.fullmatch(name):
-        raise PlanError(f"{where}: a name is up to 63 letters, digits, '-', '_' or '.', not {name!r}")
-    config, home = _configuration(entry, folder, where)
-    amp = _choice(entry, "amp", where, of=tuple(NUMBER_BYTES))
-    quantisation = _choice(entry, "quantisation", where, of=("none", *QUANTISED_BYTES))
-    positions = _count(entry, "n_positions", where, default=config.max_position_embeddings)
-    shape = Shape(amp, quantisation, _count(entry, "batch_size", where, default=1), positions)
-    wanted = entry.get("tp_degree", "auto")
-    degree = None if wanted == "auto" else _count(entry, "tp_degree", where, default=1)
-    backend = _choice(entry, "backend", where, of=_BACKENDS)
-    gqa = GQA(_choice(entry, "group_query_attention", where, of=_LAYOUTS)) if "group_query_attention" in entry else None
-    k, replicas = (_count(entry, key, where, default=default) for key, default in (("k", 4), ("replicas", 1)))
-    return ModelSpec(name, config, home, shape, degree, _targets(entry, where), k, replicas, backend=backend, gqa=gqa)
-
-
-def _configuration(entry: Mapping[str, object], folder: Path, where: str) -> tuple[ModelConfig, Path | None]:
-    if ("path" in entry) == ("config" in entry):
-        raise PlanError(f"{where}: give `path` (a checkpoint folder) or `config` (a config.json), one of them")
-    if "path" in entry:
-        home = _found(folder, _text(entry, "path", where, default=None), where)
+def _configuration(entry: ModelEntry, folder: Path, where: str) -> tuple[ModelConfig, Path | None]:
+    if entry.path is not None and entry.config is None:
+        home = _resolve(folder, entry.path, where)
         return ModelConfig.from_pretrained(home), home
-    file = _found(folder, _text(entry, "config", where, default=None), where)
-    if file.is_dir():
-        return ModelConfig.from_pretrained(file), None
-    return ModelConfig.from_file(file), None
+    if entry.config is not None and entry.path is None:
+        file = _resolve(folder, entry.config, where)
+        return (ModelConfig.from_pretrained(file) if file.is_dir() else ModelConfig.from_file(file)), None
+    raise PlanError(f"{where}: give `path` (a checkpoint folder) or `config` (a config.json), one of them")
 
 
-def _found(folder: Path, given: str, where: str) -> Path:
+def _resolve(folder: Path, path: str, where: str) -> Path:
     """Beside the models file, else in the current folder; absolute, since workers run in other folders."""
     try:
-        beside, here = (folder / given).resolve(), Path(given).resolve()
+        beside, here = (folder / path).resolve(), Path(path).resolve()
         return here if here.exists() and not beside.exists() else beside
     except (OSError, ValueError) as error:
-        raise PlanError(f"{where}: {given[:80]!r} cannot be looked for ({error}); give the path of a folder") from error
+        raise PlanError(f"{where}: {path[:80]!r} cannot be looked for ({error}); give the path of a folder") from error
 
 
-def _targets(entry: Mapping[str, object], where: str) -> tuple[str, ...]:
-    value = entry.get("draft_of", [])
-    names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise PlanError(f"{where}: draft_of is the name of a target, or a list of names, not {value!r}")
-    return tuple(dict.fromkeys(names))
+def _paired(entry: ModelEntry, specs: Mapping[str, ModelSpec]) -> ModelSpec:
+    """The model of an entry with its replicas and its quota settled, once its targets are known."""
+    spec = specs[entry.name]
+    if not spec.draft_of:
+        if entry.quota is not None:
+            raise PlanError(f"{spec.name!r} has a quota but drafts for no target; give `draft_of`, or remove the quota")
+        return spec
+    for target in spec.draft_of:
+        _check_pair(spec, target, specs)
+    most = max(specs[name].replicas for name in spec.draft_of)
+    if spec.replicas > most:
+        raise PlanError(f"{spec.name!r} has {spec.replicas} replicas for {most} of its target; ask for at most as many")
+    replicas = spec.replicas if entry.replicas is not None or len(spec.draft_of) > 1 else most
+    num_targets = sum(-(-specs[name].replicas // replicas) for name in spec.draft_of)  # the first replica has most
+    quota = (entry.quota or QuotaEntry()).resolve(
+        f"model {spec.name!r}",
+        targets=spec.draft_of,
+        num_targets=num_targets,
+        num_slots=num_targets * spec.shape.batch_size,
+    )
+    return replace(spec, replicas=replicas, num_targets=num_targets, quota=quota)
 
 
-def _paired(model: ModelSpec, models: Sequence[ModelSpec], entry: Mapping[str, object]) -> ModelSpec:
-    """The model with its replicas and its quota settled, after a look at its targets."""
-    if not model.draft_of:
-        if "quota" in entry:
-            raise PlanError(f"{model.name!r} has a quota and drafts for nobody; give `draft_of`, or take it away")
-        return model
-    known = {other.name: other for other in models}
-    for name in model.draft_of:
-        if name not in known or name == model.name:
-            raise PlanError(f"draft_of of {model.name!r} names {name!r}; it must be another model of the file")
-        target = known[name]
-        if target.draft_of:
-            raise PlanError(f"{model.name!r} drafts for {name!r}, which is a draft itself; name a target")
-        if target.shape.batch_size != model.shape.batch_size:
-            raise PlanError(
-                f"{model.name!r} has batch_size={model.shape.batch_size} and its target {name!r} "
-                f"{target.shape.batch_size}; give both the same"
-            )
-        rivals = [other.name for other in models if name in other.draft_of]
-        if len(rivals) > 1:
-            raise PlanError(f"{' and '.join(rivals)} both draft for {name!r}; a target has one draft")
-    most = max(known[name].replicas for name in model.draft_of)
-    if model.replicas > most:
+def _check_pair(draft: ModelSpec, name: str, specs: Mapping[str, ModelSpec]) -> None:
+    """Raise PlanError unless ``draft`` can draft for the model called ``name``."""
+    if name not in specs or name == draft.name:
+        raise PlanError(f"draft_of of {draft.name!r} names {name!r}; it must be another model of the file")
+    target = specs[name]
+    if target.draft_of:
+        raise PlanError(f"{draft.name!r} drafts for {name!r}, which is a draft itself; name a target")
+    if target.shape.batch_size != draft.shape.batch_size:
         raise PlanError(
-            f"{model.name!r} has {model.replicas} replicas for {most} of its target; ask for at most as many"
+            f"{draft.name!r} has batch_size={draft.shape.batch_size} and its target {name!r} "
+            f"{target.shape.batch_size}; give both the same"
         )
-    replicas = model.replicas if "replicas" in entry or len(model.draft_of) > 1 else most
-    clients = sum(-(-known[name].replicas // replicas) for name in model.draft_of)  # the first has most
-    where = f"model {model.name!r}"
-    asked = read_quota(entry.get("quota", {}), where)
-    slots = clients * model.shape.batch_size
-    quota = settled(asked, where, targets=model.draft_of, clients=clients, slots=slots)
-    return replace(model, replicas=replicas, clients=clients, quota=quota)
-
-
-def _text(entry: Mapping[str, object], key: str, where: str, *, default: str | None) -> str:
-    value = entry.get(key, default)
-    if not isinstance(value, str) or not value:
-        raise PlanError(f"{where}: {key} must be a text, not {value!r}")
-    return value
-
-
-def _choice(entry: Mapping[str, object], key: str, where: str, *, of: tuple[str, ...]) -> str:
-    value = _text(entry, key, where, default=of[0])
-    if value not in of:
-        raise PlanError(f"{where}: {key}={value!r} is unknown; use one of {', '.join(of)}")
-    return value
-
-
-def _count(entry: Mapping[str, object], key: str, where: str, *, default: int) -> int:
-    value = entry.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise PlanError(f"{where}: {key} must be a whole number of at least 1, not {value!r}")
-    return value
+    rivals = [other.name for other in specs.values() if name in other.draft_of]
+    if len(rivals) > 1:
+        raise PlanError(f"{' and '.join(rivals)} both draft for {name!r}; give a target one draft")

@@ -136,7 +136,7 @@ def _obstacle(model: ModelSpec, degree: int) -> str:
 
 
 def _size(model: ModelSpec, degree: int) -> Footprint:
-    return footprint(model.config, model.shape, degree, caches=model.clients, gqa=model.gqa)
+    return footprint(model.config, model.shape, degree, caches=model.num_targets, gqa=model.gqa)
 
 
 def _targets_of(need: Need, targets: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

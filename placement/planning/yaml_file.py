@@ -1,20 +1,46 @@
-"""YAML as it is meant: what stands twice in a mapping is a slip, not a wish for the second one."""
+"""Reads YAML files and checks their content against a declared type; every mistake becomes a PlanError."""
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import pydantic
+
+from paceline.core.errors import PlanError
 
 if TYPE_CHECKING:
     from yaml import Node
 
+T = TypeVar("T")
+
+STRICT = pydantic.ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+"""How the models of a file are checked: unknown keys are errors, and no value is converted silently."""
+FORBID_EXTRA = pydantic.ConfigDict(extra="forbid")
+"""The same for dataclasses, whose fields are strict one by one."""
+
+_WEEK = 7 * 24 * 3600  # the clocks of sockets end at 24 days
+Seconds = Annotated[float, pydantic.Field(strict=True, gt=0, le=_WEEK)]
+Count = Annotated[int, pydantic.Field(strict=True, ge=0)]
+Flag = pydantic.StrictBool
+
+_REASONS = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "dataclass_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "dict_type": "must be a mapping",
+}
+
 
 def read_yaml(file: Path) -> object:
-    """The content of a file, plain values only.
+    """The content of a file as plain values.
 
     Raises:
-        OSError, UnicodeDecodeError: it cannot be read.
-        yaml.YAMLError: it is no YAML, or a mapping holds a key twice.
+        OSError, UnicodeDecodeError: the file cannot be read.
+        yaml.YAMLError: it is not YAML, or a mapping holds a key twice.
     """
     import yaml
 
@@ -23,7 +49,47 @@ def read_yaml(file: Path) -> object:
     return yaml.safe_load(text)
 
 
+def validate(kind: type[T], content: object, where: str) -> T:
+    """``content`` as a value of a pydantic model or a dataclass. ``where`` names its place in error messages.
+
+    Raises:
+        PlanError: a key is unknown, or a value has the wrong type or is out of range.
+    """
+    keys = _keys(kind)
+    if not isinstance(content, dict):
+        raise PlanError(f"{where} must be a mapping with the keys {', '.join(keys)}, not {content!r:.80}")
+    unknown = sorted(str(key) for key in content if key not in keys)
+    if unknown:
+        raise PlanError(f"{where}: {unknown[0]!r} is not a key; the keys are {', '.join(keys)}")
+    try:
+        return pydantic.TypeAdapter(kind).validate_python(content)
+    except pydantic.ValidationError as error:
+        raise PlanError(_message(error, where)) from error
+
+
+def _message(error: pydantic.ValidationError, where: str) -> str:
+    """The first mistake in a sentence."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join((where, *map(str, first["loc"])))
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        return f"{place} is not a key; remove it or correct its spelling"
+    if first["type"] == "missing":
+        return f"{place} is missing; add it"
+    if first["type"] == "value_error":
+        return f"{place}: {first['ctx']['error']}"
+    reason = _REASONS.get(first["type"]) or first["msg"].replace("Input should be", "must be")
+    return f"{place} {reason}, not {first['input']!r:.80}"
+
+
+def _keys(kind: type) -> list[str]:
+    """The keys a file may give. A dataclass keeps a field out of files with ``metadata={"file": False}``."""
+    if issubclass(kind, pydantic.BaseModel):
+        return list(kind.model_fields)
+    return [item.name for item in fields(kind) if item.metadata.get("file", True)]
+
+
 def _check_keys(root: Node | None) -> None:
+    """PyYAML keeps the last of two equal keys without a word; here they are an error."""
     import yaml
 
     waiting, seen = [root], set()
@@ -40,6 +106,6 @@ def _check_keys(root: Node | None) -> None:
                 waiting.append(value)
                 if isinstance(key, yaml.ScalarNode) and key.value in keys:
                     raise yaml.MarkedYAMLError(
-                        problem=f"the key {key.value!r} stands there twice", problem_mark=key.start_mark
+                        problem=f"the key {key.value!r} is there twice; remove one of them", problem_mark=key.start_mark
                     )
                 keys.add(str(key.value))

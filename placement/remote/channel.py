@@ -1,7 +1,8 @@
 """Frames over a socket: AF_UNIX within a machine, TCP between machines, both with a shared secret.
 
-Each side proves that it knows the secret before a frame is read (challenge and response with HMAC-SHA256). Frames
-themselves are neither signed nor encrypted: on TCP use a network of your own. Not here: what the frames mean (`wire`).
+A frame is a length in 4 bytes and so many bytes. Each side proves that it knows the secret before a frame is read
+(challenge and response with HMAC-SHA256). Frames themselves are neither signed nor encrypted: on TCP use a private
+network. Not here: what the frames mean (`messages`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from paceline.core.errors import ChannelError, ConfigurationError
 from paceline.placement.host.private_dir import private
 
 _LENGTH = struct.Struct("<I")
-_MOST = 64 << 20  # bytes in a frame; a prompt of a million ids is 4 MiB
+_MAX_FRAME = 64 << 20  # bytes in a frame; a prompt of a million ids is 4 MiB
 _READ = 1 << 16
 _NONCE = 32
-_HANDSHAKE = 5.0  # seconds
+_AUTHENTICATION_S = 5.0
 _LAST_PORT = 65535
 
 
@@ -46,36 +47,36 @@ class Address:
         host, _, port = rest.rpartition(":")
         if kind == "tcp" and host and port.isascii() and port.isdigit() and int(port) <= _LAST_PORT:
             return cls(host=host, port=int(port))
-        raise ConfigurationError(f"{text!r} is no address; write unix:/path/of/socket or tcp:host:port")
+        raise ConfigurationError(f"{text!r} is not an address; write unix:/path/of/socket or tcp:host:port")
 
 
 class Channel:
-    """One connection. Frames that arrive late are kept whole: a deadline never cuts one in two."""
+    """One connection. A frame that arrives late is kept until it is complete: no deadline cuts one in two."""
 
-    def __init__(self, link: socket.socket) -> None:
-        link.setblocking(False)
-        if link.family != socket.AF_UNIX:
-            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._link, self._buffer = link, bytearray()
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket, self._buffer = connection, bytearray()
         self._space = memoryview(bytearray(_READ))
-        self._reads = select.poll()
-        self._reads.register(link, select.POLLIN)
-        self._writes = select.poll()
-        self._writes.register(link, select.POLLOUT)
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
+        self._writable = select.poll()
+        self._writable.register(connection, select.POLLOUT)
 
     def fileno(self) -> int:
         """For selectors."""
-        return self._link.fileno()
+        return self._socket.fileno()
 
     def send(self, frame: bytes, seconds: float) -> None:
         """Write a frame.
 
         Raises:
-            ChannelError: the other side is gone, or did not take it in time; the channel is of no use then.
+            ChannelError: the other side is gone, or did not take it in time; the channel cannot be used any more.
         """
         data = _LENGTH.pack(len(frame)) + frame
         try:
-            sent = self._link.send(data)  # nearly always all of it
+            sent = self._socket.send(data)  # nearly always all of it
         except BlockingIOError:
             sent = 0
         except OSError as error:
@@ -84,23 +85,23 @@ class Channel:
             self._write(data[sent:], monotonic() + seconds)
 
     def receive(self, seconds: float) -> bytearray | None:
-        """The next frame; None if it is not there in time, and it may then be asked for again.
+        """The next frame; None if it is not there in time. It may then be asked for again.
 
         Raises:
-            ChannelError: the other side is gone, or sends what cannot be a frame.
+            ChannelError: the other side is gone, or sends what is not a frame.
         """
         frame = self._cut() if self._buffer else None
         end = monotonic() + seconds
-        while frame is None and self._reads.poll(max(0.0, end - monotonic()) * 1000):
+        while frame is None and self._readable.poll(max(0.0, end - monotonic()) * 1000):
             frame = self._next()
         return frame
 
     def wait(self, milliseconds: int) -> None:
-        """Until there is something to read, but no longer than that."""
-        self._reads.poll(milliseconds)
+        """Until there is something to read, but no longer than so many milliseconds."""
+        self._readable.poll(milliseconds)
 
     def arrived(self) -> list[bytearray]:
-        """Every whole frame that is here, after one look at the socket and without waiting.
+        """Every complete frame that has arrived, after one read of the socket and without waiting.
 
         Raises:
             ChannelError: as `receive`.
@@ -113,80 +114,82 @@ class Channel:
 
     def peer(self) -> int | None:
         """The process at the other end, where the kernel knows it (AF_UNIX)."""
-        if self._link.family != socket.AF_UNIX:
+        if self._socket.family != socket.AF_UNIX:
             return None
-        pid, _, _ = struct.unpack("iII", self._link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        pid, _, _ = struct.unpack("iII", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return int(pid)
 
     def close(self) -> None:
         """Hang up; may be called twice."""
-        self._link.close()
+        self._socket.close()
 
-    def prove(self, secret: bytes, *, server: bool) -> None:
-        """Both sides show that they know the secret.
+    def authenticate(self, secret: bytes, *, server: bool) -> None:
+        """Both sides prove that they know the secret.
 
         Raises:
             ChannelError: the other one does not.
         """
-        end = monotonic() + _HANDSHAKE
-        mine, theirs = (b"drafter", b"target") if server else (b"target", b"drafter")
+        end = monotonic() + _AUTHENTICATION_S
+        own_role, other_role = (b"drafter", b"target") if server else (b"target", b"drafter")
         nonce = secrets.token_bytes(_NONCE)
         self._write(nonce, end)
-        challenge = self._exactly(_NONCE, end)
-        self._write(hmac.digest(secret, mine + challenge, "sha256"), end)
-        if not hmac.compare_digest(self._exactly(32, end), hmac.digest(secret, theirs + nonce, "sha256")):
+        challenge = self._read_exactly(_NONCE, end)
+        self._write(hmac.digest(secret, own_role + challenge, "sha256"), end)
+        if not hmac.compare_digest(self._read_exactly(32, end), hmac.digest(secret, other_role + nonce, "sha256")):
             raise ChannelError("the other side does not know the secret; start both with the same one")
 
-    def _exactly(self, size: int, end: float) -> bytes:
-        found = b""
-        while len(found) < size:
-            if not self._reads.poll(max(0.0, end - monotonic()) * 1000):
-                raise ChannelError("the other side did not introduce itself in time")
+    def _read_exactly(self, size: int, end: float) -> bytes:
+        data = b""
+        while len(data) < size:
+            if not self._readable.poll(max(0.0, end - monotonic()) * 1000):
+                raise ChannelError("the other side did not authenticate in time")
             try:
-                more = self._link.recv(size - len(found))
+                more = self._socket.recv(size - len(data))
             except OSError as error:
                 raise ChannelError(f"the other side is gone ({error})") from error
             if not more:
                 raise ChannelError("the other side hung up")
-            found += more
-        return found
+            data += more
+        return data
 
     def _write(self, data: bytes, end: float) -> None:
         view = memoryview(data)
         try:
             while view:
                 try:
-                    view = view[self._link.send(view) :]
+                    view = view[self._socket.send(view) :]
                 except BlockingIOError:
-                    if not self._writes.poll(max(0.0, end - monotonic()) * 1000):
+                    if not self._writable.poll(max(0.0, end - monotonic()) * 1000):
                         raise ChannelError("the other side does not read; it hangs or is overloaded") from None
         except OSError as error:
             raise ChannelError(f"the other side is gone ({error})") from error
 
     def _next(self) -> bytearray | None:
-        """A whole frame, after one look at the socket. One by itself, as nearly all come, never sees the buffer."""
+        """A complete frame, after one read of the socket. A single one, the usual case, skips the buffer."""
         try:
-            size = self._link.recv_into(self._space)
+            size = self._socket.recv_into(self._space)
         except BlockingIOError:
             return None
         except (OSError, ValueError) as error:
             raise ChannelError(f"the other side is gone ({error})") from error
         if not size:
             raise ChannelError("the other side hung up")
-        found = self._space[:size]
-        if not self._buffer and size > _LENGTH.size and _LENGTH.unpack_from(found)[0] == size - _LENGTH.size:
-            return bytearray(found[_LENGTH.size :])
-        self._buffer += found
+        data = self._space[:size]
+        if not self._buffer and size > _LENGTH.size and _LENGTH.unpack_from(data)[0] == size - _LENGTH.size:
+            return bytearray(data[_LENGTH.size :])
+        self._buffer += data
         return self._cut()
 
-    def _wanted(self) -> int:
+    def _next_size(self) -> int:
         size = int(_LENGTH.unpack_from(self._buffer)[0])
-        if size > _MOST:
-            raise ChannelError(f"a frame of {size} bytes was announced; that is no frame of ours")
+        if size > _MAX_FRAME:
+            raise ChannelError(
+                f"a frame of {size} bytes was announced, more than {_MAX_FRAME}; the other side is not paceline"
+            )
         return size + _LENGTH.size
 
     def _cut(self) -> bytearray | None:
-        if len(self._buffer) < _LENGTH.size or len(self._buffer) < (size := self._wanted()):
+        if len(self._buffer) < _LENGTH.size or len(self._buffer) < (size := self._next_size()):
             return None
         frame = self._buffer[_LENGTH.size : size]
         del self._buffer[:size]
@@ -194,26 +197,25 @@ class Channel:
 
 
 def connect(address: Address, secret: bytes, *, seconds: float) -> Channel:
-    """Call a drafter.
+    """Connect to a drafter.
 
     Raises:
-        ChannelError: nobody answers in time, or the secrets differ.
+        ChannelError: nothing answers in time, or the secrets differ.
     """
-    link = socket.socket(socket.AF_UNIX if address.path else socket.AF_INET, socket.SOCK_STREAM)
-    channel = None
+    connection = socket.socket(socket.AF_UNIX if address.path else socket.AF_INET, socket.SOCK_STREAM)
     try:
-        link.settimeout(seconds)
-        link.connect(address.path or (address.host, address.port))
-        channel = Channel(link)
-        channel.prove(secret, server=False)
+        connection.settimeout(seconds)
+        connection.connect(address.path or (address.host, address.port))
+        channel = Channel(connection)
+        channel.authenticate(secret, server=False)
     except (OSError, ChannelError) as error:
-        link.close()
+        connection.close()
         raise ChannelError(f"no drafter answers at {address} ({error})") from error
     return channel
 
 
 def listen(address: Address) -> socket.socket:
-    """A listening socket. A socket file is for its owner alone, and takes the place of one left behind.
+    """A listening socket. Only its owner can use a socket file, which replaces one left behind.
 
     Raises:
         ChannelError: the address cannot be taken.
@@ -221,18 +223,18 @@ def listen(address: Address) -> socket.socket:
     """
     if address.path:
         private(Path(address.path).parent)
-    link = socket.socket(socket.AF_UNIX if address.path else socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX if address.path else socket.AF_INET, socket.SOCK_STREAM)
     try:
         if address.path:
             path = Path(address.path)
             path.unlink(missing_ok=True)
-            link.bind(address.path)
+            listener.bind(address.path)
             path.chmod(0o600)
         else:
-            link.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            link.bind((address.host, address.port))
-        link.listen(16)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address.host, address.port))
+        listener.listen(16)
     except OSError as error:
-        link.close()
+        listener.close()
         raise ChannelError(f"cannot listen at {address} ({error}); choose another address") from error
-    return link
+    return listener

@@ -1,9 +1,9 @@
-"""`RemoteDrafter`: a drafter in another process, which may die, hang, lie or be late without anybody noticing.
+"""`RemoteDrafter`: a drafter in another process, which may die, hang, be late or send nonsense without harm.
 
-It is an ordinary drafter to the loop: one message a round goes out, one comes back. Whatever goes wrong, the round goes
-on with nothing proposed, so that the tokens are those of plain decoding; the process is restarted behind the scenes,
-reads the texts anew, and is asked again. Not here: processes (`local`, `actors`), reconnecting (`revival`), the other
-end (`draft_server`).
+To the engine it is an ordinary drafter: each round sends one message and gets one back. Whatever goes wrong, the round
+goes on with nothing proposed, so that the tokens are those of plain decoding; the process is restarted in the
+background, reads the sequences anew, and is asked again. Not here: processes (`process`, `cluster.actors`),
+reconnecting (`reconnect`), what the process has read (`sequence_tracker`), the other end (`server`).
 """
 
 from __future__ import annotations
@@ -11,275 +11,217 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from time import monotonic
 
 import torch
 from torch import Tensor
 
-from paceline.core.drafter_health import COUNTED, DrafterHealth, Fault
+from paceline.core.drafter_health import DrafterHealth, Fault, HealthCounters
 from paceline.core.errors import ChannelError
 from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.placement.planning.yaml_file import FORBID_EXTRA, Count, Seconds
 from paceline.placement.remote import messages
-from paceline.placement.remote.blanks import Blank
-from paceline.placement.remote.channel import Channel
-from paceline.placement.remote.due import Due
-from paceline.placement.remote.reconnect import DrafterEndpoint, Reconnector
-from paceline.placement.remote.sequence_tracker import Texts, lists
+from paceline.placement.remote.exchange import Exchange
+from paceline.placement.remote.reconnect import Backoff, DrafterEndpoint, Reconnector
+from paceline.placement.remote.sequence_tracker import CommitRows, SequenceTracker
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterContract:
     """What target and drafter agree on.
 
-    nodes       N, drafted tokens a round
-    slots       B of the target's batch
-    vocab_size  V of the target
-    reach       positions the drafter follows; None = all
-    client      the target's name, for turns and quotas
+    num_draft_tokens  N, drafted tokens a round
+    slots             B of the target's batch
+    vocab_size        V of the target
+    max_positions     positions the drafter follows; None = all
+    target            the target's name, for quotas and turns
     """
 
-    nodes: int
+    num_draft_tokens: int
     slots: int
     vocab_size: int
-    reach: int | None = None
-    client: str = "target"
+    max_positions: int | None = None
+    target: str = "target"
 
 
 @dataclass(frozen=True, slots=True)
 class DraftTimeouts:
-    """Seconds, and how often.
+    """How long a target waits for its drafter, and how often it tries.
 
-    reply_timeout_s  an answer may take; a round waits no longer
-    resync_timeout_s    more, when texts have to be read anew (the first round of a request too)
-    hang_timeout_s      after which an overdue answer means that the process hangs, and it is restarted
-    max_failures     faults in a row after which it is restarted
-    backoff_s      it is left alone after a fault, twice as long after each further one, up to ``longest``
+    reply_timeout_s   seconds a reply may take; a round waits no longer
+    resync_timeout_s  seconds more where sequences have to be read anew (in the first round of a request too)
+    hang_timeout_s    seconds after which a process with an overdue reply counts as hung, and is restarted
+    max_failures      faults in a row after which the process is restarted
+    backoff_s         seconds it is left alone after a fault; twice as long after each further one, but no longer than
+    max_backoff_s     these
     """
 
-    reply_timeout_s: float = 1.0
-    resync_timeout_s: float = 10.0
-    hang_timeout_s: float = 10.0
-    max_failures: int = 4
-    backoff_s: float = 0.05
-    max_backoff_s: float = 30.0
+    reply_timeout_s: Seconds = 1.0
+    resync_timeout_s: Seconds = 10.0
+    hang_timeout_s: Seconds = 10.0
+    max_failures: Count = 4
+    backoff_s: Seconds = 0.05
+    max_backoff_s: Seconds = 30.0
 
-
-_LONG = 1_000_000_000  # microseconds; more has no room in a message
-_REPLIES = (messages.ProposeReply, messages.ErrorReply)
-_DOUBLINGS = 64  # of a rest; a float has no room for the thousands that faults of weeks would come to
+    __pydantic_config__ = FORBID_EXTRA
 
 
 class RemoteDrafter:
-    """Proposes what a process at the other end of a socket drafts. ``close`` when done."""
+    """Proposes what a process at the other end of a socket drafts. Call ``close`` when done."""
 
     reads: FeatureSpec | None = None
 
     def __init__(
-        self, terms: DrafterContract, caller: DrafterEndpoint, *, patience: DraftTimeouts | None = None
+        self, contract: DrafterContract, endpoint: DrafterEndpoint, *, timeouts: DraftTimeouts | None = None
     ) -> None:
-        self.draft_shape, self.max_positions = DraftShape.chain(terms.nodes), terms.reach
-        self._terms, self._patience = terms, patience or DraftTimeouts()
-        self._texts = Texts(terms.reach)
-        self._reading = False  # a prompt was sent that may not be read yet
-        self._number = 0
-        self._overdue: tuple[int, float] | None = None  # the message whose answer is late, and since when
-        self._resting = 0.0  # until then it is not asked
-        self._row = 0  # faults in a row
-        self._had: float | None = None  # when the last answer came, if nothing but a round came after it
-        self._counts = dict.fromkeys(COUNTED, 0)
-        self._drawn = False  # the process knows how the requests sample
-        self._last_error = ""
-        self._due, self._sent = Due(), 0.0  # when an answer is expected; when it was asked for
-        self._frame: bytearray | None = None  # the last reply
-        self._heard: bytearray | None = None  # the last one that was a proposal
-        self._channel: Channel | None = None
-        hello = messages.Handshake(0, terms.client, terms.slots, terms.vocab_size)
-        self._revival = Reconnector(caller, hello, nodes=terms.nodes, longest=self._patience.max_backoff_s)
-        self._revival.begin(restart=False)
+        self.draft_shape = DraftShape.chain(contract.num_draft_tokens)
+        self.max_positions = contract.max_positions
+        self._contract, self._timeouts = contract, timeouts or DraftTimeouts()
+        self._tracker = SequenceTracker(contract.max_positions)
+        self._exchange = Exchange(contract.slots, contract.num_draft_tokens)
+        self._counters = HealthCounters()
+        self._backoff = Backoff(self._timeouts.backoff_s, self._timeouts.max_backoff_s)
+        handshake = messages.Handshake(0, contract.target, contract.slots, contract.vocab_size)
+        self._connection = Reconnector(
+            endpoint,
+            handshake,
+            num_draft_tokens=contract.num_draft_tokens,
+            max_backoff_s=self._timeouts.max_backoff_s,
+        )
+        self._connection.begin(restart=False)
 
     # ---- the drafter
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        """Remember the text, and let the process read it while the target reads on."""
-        self._texts.admit(slot, prompt)
-        self._drawn, self._had = False, None
-        channel = self._usable()
-        if channel is None or (self.max_positions is not None and len(prompt) >= self.max_positions):
+        """Send the prompt, so that the process reads it while the target does."""
+        self._tracker.add_request(slot, prompt)
+        self._exchange.interrupt()
+        if not self._usable() or (self.max_positions is not None and len(prompt) >= self.max_positions):
             return
+        message = messages.AddRequest(self._exchange.next_number(), slot, tuple(prompt))
         try:
-            channel.send(
-                messages.encode(messages.AddRequest(self._next(), slot, tuple(prompt))), self._patience.reply_timeout_s
-            )
-            self._texts.told(slot)
-            self._reading = True
+            self._exchange.tell(message, self._timeouts.reply_timeout_s)
+            self._tracker.mark_read(slot)
         except ChannelError as error:
-            self._fault("lost", str(error))
+            self._fail("lost", str(error))
 
     def finish_request(self, slot: int) -> None:
-        """Forget the text."""
-        self._texts.release(slot)
-        self._drawn = False
+        """Forget the sequence."""
+        self._tracker.finish_request(slot)
 
     def update(self, commit: Commit) -> None:
-        """Follow the texts, whether or not the process does."""
-        self._texts.note(commit)
+        """Follow the sequences, whether or not the process does."""
+        self._tracker.record(commit)
 
-    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-        """Ask, and wait no longer than the deadline."""
-        channel = self._usable()
-        if channel is None:
-            self._counts["skipped"] += 1
+    def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
+        """Ask the process, and wait no longer than the timeout. Whatever fails, nothing is proposed."""
+        if not self._usable():
+            self._counters.count("skipped")
             return self._nothing()
-        now = rows, counts, starts = lists(commit)
-        texts = self._texts.unread(commit, now)
-        wait = self._patience.reply_timeout_s
-        if texts or self._reading:
-            wait += self._patience.resync_timeout_s
-        numbers = [*chain.from_iterable(rows), *counts, *starts, *bounds.max_accept.tolist()]
-        drawn = None if self._drawn else sampling
-        pause = 0 if self._had is None else min(round(1e6 * (monotonic() - self._had)), _LONG)
-        number = self._next()
-        ask = messages.ProposeRequest(
-            number, tuple(texts), len(rows), len(rows[0]), numbers, bounds.max_rows, drawn, pause
+        rows = CommitRows.of(commit)
+        numbers = [*chain.from_iterable(rows.tokens), *rows.counts, *rows.first_rows, *limits.max_accept.tolist()]
+        texts = self._tracker.missing(commit, rows)
+        timeout = self._timeouts.reply_timeout_s
+        if texts or self._tracker.prompt_pending:
+            timeout += self._timeouts.resync_timeout_s
+        request = messages.ProposeRequest(
+            self._exchange.next_number(),
+            tuple(texts),
+            len(rows.tokens),
+            len(rows.tokens[0]),
+            messages.pack_words(numbers),
+            limits.max_rows,
+            None if self._tracker.sampling_known else messages.SamplingWords.of(sampling),
+            self._exchange.pause_us,
         )
         try:
-            channel.send(messages.encode(ask), wait)
-            self._sent = monotonic()
-            channel.wait(min(self._due.milliseconds(), int(1000 * wait)))
-            self._reading, self._drawn, self._had = False, True, None
-            self._counts["asked"] += 1
-            self._counts["rereads"] += len(texts)
-            self._texts.asked(now)
-            blank = self._prepared()
-            made = Proposal(blank.tensor)
-            reply = self._reply(channel, number, self._sent + wait)
+            self._exchange.ask(request, timeout)
+            self._counters.count("asked")
+            self._counters.count("rereads", len(texts))
+            self._tracker.sent(rows)
+            reply = self._exchange.reply()
         except ChannelError as error:
-            self._fault("lost", str(error))
-            return self._nothing()
+            return self._fail("lost", str(error))
         if reply is None:
-            self._overdue = (number, monotonic())
-            self._fault("late", f"no answer within {wait} seconds")
-            return self._nothing()
-        return made if self._taken(reply, blank) else self._nothing()
+            return self._fail("late", f"no reply within {timeout} seconds")
+        if isinstance(reply, messages.ErrorReply):
+            return self._fail("failed", reply.reason)
+        if reason := self._why_invalid(reply):
+            return self._fail("invalid", reason)
+        proposal = self._exchange.proposal(reply)
+        self._tracker.acked()
+        self._backoff.reset()
+        self._counters.count("answered")
+        self._counters.count("ahead", reply.ahead)
+        return proposal
 
     @property
     def health(self) -> DrafterHealth:
         """Counts so far and the state of now."""
-        state = self._revival.state
-        if state == "up":
-            resting = self._resting > monotonic()
-            state = "late" if self._overdue else "broken" if resting else "up"
-        why = self._last_error if self._revival.channel is not None else self._revival.last_error or self._last_error
-        return DrafterHealth(state=state, restarts=self._revival.restarts, last_error=why, **self._counts)
-
-    @property
-    def pid(self) -> int | None:
-        """The process at the other end, if it is up."""
-        process = self._revival.process
-        return None if process is None else process.pid
+        connection, last_error = self._connection, self._counters.last_error
+        state = connection.state
+        if state == "up" and self._exchange.overdue:
+            state = "late"
+        elif state == "up" and self._backoff.resting:
+            state = "broken"
+        if connection.channel is None:
+            last_error = connection.last_error or last_error
+        return self._counters.snapshot(state, connection.restarts, last_error)
 
     def wait_until_up(self, seconds: float) -> bool:
-        """Whether the process is there within so many seconds. Nobody has to wait; a first request may want to."""
-        return self._revival.wait(seconds)
+        """Whether the process is there within so many seconds. No request has to wait for it; a first one may."""
+        return self._connection.wait(seconds)
 
     def close(self) -> None:
         """Hang up for good."""
-        self._revival.close()
-        self._channel = None
+        self._connection.close()
 
     # ---- inside
 
-    def _next(self) -> int:
-        self._number += 1
-        return self._number
-
     def _nothing(self) -> Proposal:
-        return Proposal(torch.full((self._terms.slots, self._terms.nodes), PAD, dtype=torch.int32))
+        shape = self._contract.slots, self._contract.num_draft_tokens
+        return Proposal(torch.full(shape, PAD, dtype=torch.int32))
 
-    def _usable(self) -> Channel | None:
-        """The channel, if the process is up, not resting and owes no answer."""
-        channel = self._revival.channel
-        if channel is not self._channel:  # a new process knows no text
-            self._channel, self._overdue = channel, None
-            self._texts.forget()
-            self._drawn = False
-        if channel is None or self._resting > monotonic():
-            return None
-        if self._overdue is None:
-            return channel
-        number, since = self._overdue
+    def _usable(self) -> bool:
+        """Whether the process is up, not left alone after a fault, and owes no reply."""
+        channel = self._connection.channel
+        if self._exchange.use(channel):
+            self._tracker.reset()  # a new process has read nothing
+        if channel is None or self._backoff.resting:
+            return False
+        if not self._exchange.overdue:
+            return True
         try:
-            while (frame := channel.receive(0)) is not None:
-                if messages.decode(frame).number == number:
-                    self._overdue = None
-                    return channel
+            self._exchange.catch_up()
         except ChannelError as error:
-            self._fault("lost", str(error))
-            return None
-        if monotonic() - since > self._patience.hang_timeout_s:
-            self._revive("the process hangs")
-        return None
-
-    def _prepared(self) -> Blank:
-        """Room for the answer. What that will go through is gone through with the last one: see `due`."""
-        blank = Blank(self._terms.slots, self._terms.nodes)
-        if self._heard is not None:
-            last = messages.decode(self._heard)
-            assert isinstance(last, messages.ProposeReply)
-            blank.fill(last.tokens)
-        return blank
-
-    def _reply(self, channel: Channel, number: int, end: float) -> messages.Reply | None:
-        while (frame := channel.receive(max(0.0, end - monotonic()))) is not None:
-            reply = messages.decode(frame)
-            if reply.number == number and isinstance(reply, _REPLIES):
-                self._frame = frame
-                return reply
-        return None
-
-    def _taken(self, reply: messages.Reply, blank: Blank) -> bool:
-        """Whether the reply is a proposal; it is written into the blank then."""
-        if type(reply) is not messages.ProposeReply:
-            self._fault(
-                "failed", reply.reason if type(reply) is messages.ErrorReply else "an answer to another question"
-            )
+            self._fail("lost", str(error))
             return False
-        if reply.slots != self._terms.slots or reply.nodes != self._terms.nodes:
-            shape, wanted = [reply.slots, reply.nodes], [self._terms.slots, self._terms.nodes]
-            self._fault("invalid", f"a proposal of shape {shape}, not {wanted}")
+        if self._exchange.overdue_seconds > self._timeouts.hang_timeout_s:
+            self._restart("the process hangs")
             return False
-        if max(reply.tokens, default=0) >= self._terms.vocab_size or min(reply.tokens, default=0) < PAD:
-            self._fault("invalid", f"ids outside the vocabulary of {self._terms.vocab_size}")
-            return False
-        blank.fill(reply.tokens)
-        self._texts.answered()
-        self._row = 0
-        self._counts["answered"] += 1
-        self._heard, self._had = self._frame, monotonic()
-        self._due.came_after(self._had - self._sent)
-        if reply.ahead:
-            self._counts["ahead"] += 1
-        return True
+        return not self._exchange.overdue
 
-    def _fault(self, kind: Fault, why: str) -> None:
-        """Count it, let the process rest, and start it anew if it is gone or fails too often."""
-        self._counts[kind] += 1
-        self._last_error = why
-        self._row += 1
-        self._texts.forget()
-        self._drawn = False
-        if kind == "lost" or (self._row >= self._patience.max_failures and kind != "late"):
-            self._revive(why)
+    def _why_invalid(self, reply: messages.ProposeReply) -> str:
+        """What is wrong with a proposal; nothing if it can be verified."""
+        contract, shape = self._contract, (reply.slots, reply.num_draft_tokens)
+        if shape != (contract.slots, contract.num_draft_tokens):
+            return f"a proposal of shape {list(shape)}, not {[contract.slots, contract.num_draft_tokens]}"
+        tokens = messages.unpack_words(reply.tokens)
+        if max(tokens, default=0) >= contract.vocab_size or min(tokens, default=0) < PAD:
+            return f"ids outside the vocabulary of {contract.vocab_size}"
+        return ""
+
+    def _fail(self, kind: Fault, reason: str) -> Proposal:
+        """Count a fault, leave the process alone for a while, and restart it if it is gone or fails too often."""
+        self._counters.fault(kind, reason)
+        self._backoff.fail()
+        self._tracker.reset()
+        if kind == "lost" or (self._backoff.failures >= self._timeouts.max_failures and kind != "late"):
+            self._restart(reason)
         else:
-            self._resting = monotonic() + self._rest()
+            self._backoff.rest()
+        return self._nothing()
 
-    def _revive(self, why: str) -> None:
-        self._last_error = why
-        self._overdue = None
-        self._channel = None
-        self._revival.begin(restart=True, delay=self._rest())
-
-    def _rest(self) -> float:
-        """Seconds it is left alone after so many faults in a row."""
-        doublings = min(max(0, self._row - 1), _DOUBLINGS)
-        return min(self._patience.backoff_s * 2.0**doublings, self._patience.max_backoff_s)
+    def _restart(self, reason: str) -> None:
+        self._counters.last_error = reason
+        self._exchange.use(None)
+        self._connection.begin(restart=True, delay=self._backoff.seconds)

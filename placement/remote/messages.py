@@ -1,253 +1,188 @@
-"""The messages between a target and its drafter: ids and counts as 32-bit words, one message each way a round.
+"""The messages between a target and its drafter, in msgpack: one message each way a round.
 
-Requests (target to drafter): Hello, Admit, Ask. Replies: Welcome, Answer, Failure. No pickle: what comes from a socket
-is never run. Not here: sockets (`channel`), and tensors (`blanks`) but for how a batch samples.
+Requests (target to drafter): Handshake, AddRequest, ProposeRequest. Replies: HandshakeReply, ProposeReply, ErrorReply.
+Decoding is strict: an unknown kind, a missing or additional field, a wrong type or size is a ChannelError, and nothing
+that comes from a socket is ever run (no pickle). Not here: sockets and the size limit of a frame (`channel`).
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Annotated, Literal
 
+import msgspec
 import torch
 
 from paceline.core.errors import ChannelError
 from paceline.core.types import SamplingTensors
 from paceline.placement.host.processes import Process
-from paceline.placement.remote.blanks import flat
 
-VERSION = 2
-_HEAD = struct.Struct("<BBHq")  # version, kind, nothing (so that words are aligned), number of the message
-_SAID = struct.Struct("<BBHqiii")  # the head and the shape of an Answer, in one go
-_ROUND = struct.Struct("<BBHqiiiiii")  # and of an Ask
+VERSION: Literal[3] = 3
+MAX_PAUSE_US = 1_000_000_000
+
+Natural = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+Positive = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _WORD = 4  # bytes
-Words = list[int] | memoryview
-"""Numbers of 32 bits: a list where they are written, memory of the frame (format "i") where they are read."""
-_HELLO, _ADMIT, _ASK, _WELCOME, _ANSWER, _FAILURE = range(1, 7)
 
 
-@dataclass(frozen=True, slots=True)
-class Handshake:
-    """A target introduces itself. ``slots`` B of its batch, ``vocab_size`` V of its ids."""
+class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """``number`` of a request, which its reply repeats."""
 
-    number: int
-    client: str
-    slots: int
-    vocab_size: int
+    number: Number
 
 
-@dataclass(frozen=True, slots=True)
-class HandshakeReply:
-    """The drafter's reply. ``nodes`` N of its proposals; ``reach`` positions it follows, None = all; its process."""
+class Handshake(_Message, frozen=True, tag="handshake"):
+    """A target introduces itself: its name, the B slots of its batch, the V ids of its vocabulary."""
 
-    number: int
-    nodes: int
-    reach: int | None
+    target: str
+    slots: Positive
+    vocab_size: Positive
+    version: Literal[3] = VERSION
+
+
+class HandshakeReply(_Message, frozen=True, tag="handshake-reply"):
+    """What the drafter offers: N tokens a round, the positions it follows (None = all), and which process it is."""
+
+    num_draft_tokens: Natural
+    max_positions: Natural | None
     process: Process
+    version: Literal[3] = VERSION
 
 
-@dataclass(frozen=True, slots=True)
-class AddRequest:
-    """A request took a slot; its prompt. Not answered."""
+class AddRequest(_Message, frozen=True, tag="add"):
+    """A request took a slot; its prompt. There is no reply."""
 
-    number: int
-    slot: int
-    text: tuple[int, ...]
+    slot: Natural
+    prompt: tuple[Natural, ...]
 
 
-class ProposeRequest(NamedTuple):
-    """A round: read these texts anew (slot, ids), then propose what follows the commit.
+class SamplingWords(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """`SamplingTensors` as bytes: ``params`` float32 [B, 4], ``seeds`` int32 [B, 2]."""
+
+    params: memoryview
+    seeds: memoryview
+
+    @classmethod
+    def of(cls, sampling: SamplingTensors) -> SamplingWords:
+        """The bytes of these tensors."""
+        return cls(*(memoryview(part.numpy().tobytes()) for part in (sampling.params, sampling.seeds)))
+
+    def tensors(self) -> SamplingTensors:
+        """The tensors again."""
+        params = torch.frombuffer(bytearray(self.params), dtype=torch.float32).view(-1, 4)
+        return SamplingTensors(params, torch.frombuffer(bytearray(self.seeds), dtype=torch.int32).view(-1, 2))
+
+
+class ProposeRequest(_Message, frozen=True, tag="propose"):
+    """A round: read these sequences anew (slot, ids), then propose what follows the commit.
 
     slots, width  B and W of the commit
-    numbers       its tokens row by row, its counts, its starts, and the limits of the round: B * (W + 3)
-    rows          of `Bounds`
-    sampling      None: as in the last Ask; it changes only when a request comes or goes
-    pause         microseconds since the target had the last answer; 0 = the texts did not simply go on
+    numbers       int32: the commit's tokens row by row, its counts, its first rows, the round's limits; B * (W + 3)
+    max_rows      of `RoundLimits`
+    sampling      None = as in the last ProposeRequest; it changes only when a request comes or goes
+    pause_us      microseconds since the target had the last reply; 0 = something else happened in between
     """
 
-    number: int
-    texts: tuple[tuple[int, tuple[int, ...]], ...]
-    slots: int
-    width: int
-    numbers: Words
-    rows: int
-    sampling: SamplingTensors | None
-    pause: int = 0
+    texts: tuple[tuple[Natural, tuple[Natural, ...]], ...]
+    slots: Positive
+    width: Positive
+    numbers: memoryview
+    max_rows: Natural
+    sampling: SamplingWords | None
+    pause_us: Annotated[int, msgspec.Meta(ge=0, le=MAX_PAUSE_US)] = 0
+
+    def __post_init__(self) -> None:
+        slots, sampling = self.slots, self.sampling
+        if len(self.numbers) != _WORD * slots * (self.width + 3):
+            raise ValueError(f"{len(self.numbers)} bytes for a commit of {slots} slots, {self.width} wide")
+        if sampling is not None and (len(sampling.params), len(sampling.seeds)) != (
+            4 * _WORD * slots,
+            2 * _WORD * slots,
+        ):
+            raise ValueError(f"sampling parameters that are not those of {slots} slots")
 
 
-class ProposeReply(NamedTuple):
-    """A proposal: its ``tokens`` row by row, B * N of them. ``ahead``: it was ready before it was asked."""
+class ProposeReply(_Message, frozen=True, tag="propose-reply"):
+    """A proposal: ``tokens`` int32 row by row, B * N of them. ``ahead``: it was ready before it was asked for."""
 
-    number: int
-    slots: int
-    nodes: int
-    tokens: Words
+    slots: Natural
+    num_draft_tokens: Natural
+    tokens: memoryview
     ahead: bool
 
+    def __post_init__(self) -> None:
+        if len(self.tokens) != _WORD * self.slots * self.num_draft_tokens:
+            raise ValueError(f"{len(self.tokens)} bytes for {self.slots} slots of {self.num_draft_tokens} tokens")
 
-@dataclass(frozen=True, slots=True)
-class ErrorReply:
-    """The drafter could not serve the message of that number."""
 
-    number: int
+class ErrorReply(_Message, frozen=True, tag="error"):
+    """The drafter could not serve the message of that number; why."""
+
     reason: str
 
 
 Request = Handshake | AddRequest | ProposeRequest
 Reply = HandshakeReply | ProposeReply | ErrorReply
 
+_ENCODER = msgspec.msgpack.Encoder()
+_REQUESTS = msgspec.msgpack.Decoder(Request)
+_REPLIES = msgspec.msgpack.Decoder(Reply)
+
 
 def encode(message: Request | Reply) -> bytes:
     """A message as bytes."""
-    if isinstance(message, ProposeRequest):
-        number, texts, slots, width, numbers, rows, sampling, pause = message
-        shape = slots, width, rows, len(texts), sampling is not None, pause
-        found = _asking(len(numbers)).pack(VERSION, _ASK, 0, number, *shape, *numbers)
-        return found if sampling is None and not texts else found + _rarely(message)
-    if isinstance(message, ProposeReply):
-        number, slots, nodes, tokens, ahead = message
-        return _saying(len(tokens)).pack(VERSION, _ANSWER, 0, number, slots, nodes, ahead, *tokens)
-    if isinstance(message, AddRequest):
-        return _packed(_ADMIT, message.number, [message.slot, len(message.text), *message.text])
-    if isinstance(message, Handshake):
-        return _packed(_HELLO, message.number, [message.slots, message.vocab_size]) + message.client.encode()
-    if isinstance(message, HandshakeReply):
-        reach = -1 if message.reach is None else message.reach
-        return _packed(_WELCOME, message.number, [message.nodes, reach, message.process.pid, message.process.began])
-    return _packed(_FAILURE, message.number, []) + message.reason.encode()
+    return _ENCODER.encode(message)
 
 
-def decode(frame: bytearray) -> Request | Reply:
-    """The message in a frame.
+def decode_request(frame: bytearray) -> Request:
+    """The request in a frame.
 
     Raises:
-        ChannelError: the bytes are none.
+        ChannelError: the bytes are not a request.
     """
     try:
-        version, kind, _, number = _HEAD.unpack_from(frame)
-        if version != VERSION:
-            raise ChannelError(f"the other side speaks version {version} of the protocol, not {VERSION}; update it")
-        return _READERS[kind](frame, number)
-    except (struct.error, KeyError, ValueError, UnicodeDecodeError, RuntimeError) as error:
-        raise ChannelError(f"a message of {len(frame)} bytes was not understood ({error})") from error
+        request: Request = _REQUESTS.decode(frame)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise _not_understood(frame, error) from error
+    return request
 
 
-# ---- writing
+def decode_reply(frame: bytearray) -> Reply:
+    """The reply in a frame.
+
+    Raises:
+        ChannelError: the bytes are not a reply.
+    """
+    try:
+        reply: Reply = _REPLIES.decode(frame)
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise _not_understood(frame, error) from error
+    return reply
+
+
+def _not_understood(frame: bytearray, error: Exception) -> ChannelError:
+    return ChannelError(
+        f"a message of {len(frame)} bytes was not understood ({error}); run the same version of paceline on both sides"
+    )
+
+
+def pack_words(numbers: Sequence[int]) -> memoryview:
+    """Numbers as int32 for the fields ``numbers`` and ``tokens``.
+
+    Raises:
+        struct.error: a number has no room in 32 bits.
+    """
+    return memoryview(_words(len(numbers)).pack(*numbers))
+
+
+def unpack_words(data: memoryview) -> memoryview:
+    """The numbers of such a field, without copying them."""
+    return data.cast("i")
 
 
 @cache
-def _asking(count: int) -> struct.Struct:
-    return struct.Struct(f"{_ROUND.format}{count}i")
-
-
-@cache
-def _saying(count: int) -> struct.Struct:
-    return struct.Struct(f"{_SAID.format}{count}i")
-
-
-def _packed(kind: int, number: int, numbers: Sequence[int]) -> bytes:
-    return struct.pack(f"<BBHq{len(numbers)}i", VERSION, kind, 0, number, *numbers)
-
-
-def _rarely(message: ProposeRequest) -> bytes:
-    """What only the first rounds of a request have."""
-    found: list[int] = []
-    sampling = message.sampling
-    if sampling is not None:
-        found += flat(sampling.seeds.tolist()) + flat(sampling.params.view(torch.int32).tolist())
-    for slot, ids in message.texts:
-        found += [slot, len(ids), *ids]
-    return struct.pack(f"<{len(found)}i", *found)
-
-
-# ---- reading
-
-
-def _numbers(frame: bytearray, start: int) -> tuple[int, ...]:
-    """The words of a frame from there on, which must be whole."""
-    count, over = divmod(len(frame) - start, _WORD)
-    if over:
-        raise ValueError(f"{over} bytes too many")
-    return struct.unpack_from(f"<{count}i", frame, start)
-
-
-def _part(found: tuple[int, ...], at: int, count: int) -> tuple[int, ...]:
-    """So many words from there on, which must be there."""
-    if not 0 <= count <= len(found) - at:
-        raise ValueError(f"{count} words wanted, {len(found) - at} there")
-    return found[at : at + count]
-
-
-def _read_ask(frame: bytearray, number: int) -> ProposeRequest:
-    *_, slots, width, rows, count, drawn, pause = _ROUND.unpack_from(frame)
-    end = _ROUND.size + _WORD * slots * (width + 3)
-    if slots < 1 or width < 1 or end > len(frame):
-        raise ValueError(f"a commit of {slots} slots, {width} wide, in {len(frame)} bytes")
-    ask = ProposeRequest(number, (), slots, width, memoryview(frame)[_ROUND.size : end].cast("i"), rows, None, pause)
-    if end == len(frame) and not drawn and not count:
-        return ask
-    return _read_rarely(ask, _numbers(frame, end), texts=count, drawn=bool(drawn))
-
-
-def _read_rarely(ask: ProposeRequest, found: tuple[int, ...], *, texts: int, drawn: bool) -> ProposeRequest:
-    at, sampling, read = 0, None, []
-    if drawn:
-        at = 6 * ask.slots
-        sampling = _read_sampling(_part(found, 0, at), ask.slots)
-    for _ in range(texts):
-        slot, size = _part(found, at, 2)
-        read.append((slot, _part(found, at + 2, size)))
-        at += 2 + size
-    _all_read(found, at)
-    return ask._replace(texts=tuple(read), sampling=sampling)
-
-
-def _read_sampling(found: tuple[int, ...], slots: int) -> SamplingTensors:
-    both = torch.tensor(found, dtype=torch.int32)
-    return SamplingTensors(both[2 * slots :].view(torch.float32).view(slots, 4), both[: 2 * slots].view(slots, 2))
-
-
-def _all_read(found: tuple[int, ...], at: int) -> None:
-    if at != len(found):
-        raise ValueError(f"{len(found) - at} words too many")
-
-
-def _read_answer(frame: bytearray, number: int) -> ProposeReply:
-    *_, slots, nodes, ahead = _SAID.unpack_from(frame)
-    if slots < 0 or nodes < 0 or len(frame) != _SAID.size + _WORD * slots * nodes:
-        raise ValueError(f"a proposal of {slots} slots, {nodes} nodes, in {len(frame)} bytes")
-    return ProposeReply(number, slots, nodes, memoryview(frame)[_SAID.size :].cast("i"), bool(ahead))
-
-
-def _read_admit(frame: bytearray, number: int) -> AddRequest:
-    slot, size, *text = _numbers(frame, _HEAD.size)
-    if size != len(text):
-        raise ValueError(f"a text of {size} ids, and {len(text)} are there")
-    return AddRequest(number, slot, tuple(text))
-
-
-def _read_hello(frame: bytearray, number: int) -> Handshake:
-    slots, vocab_size = struct.unpack_from("<ii", frame, _HEAD.size)
-    return Handshake(number, frame[_HEAD.size + 2 * _WORD :].decode(), slots, vocab_size)
-
-
-def _read_welcome(frame: bytearray, number: int) -> HandshakeReply:
-    nodes, reach, pid, began = _numbers(frame, _HEAD.size)
-    return HandshakeReply(number, nodes, None if reach < 0 else reach, Process(pid, began))
-
-
-def _read_failure(frame: bytearray, number: int) -> ErrorReply:
-    return ErrorReply(number, frame[_HEAD.size :].decode())
-
-
-_READERS: dict[int, Callable[[bytearray, int], Request | Reply]] = {
-    _HELLO: _read_hello,
-    _ADMIT: _read_admit,
-    _ASK: _read_ask,
-    _WELCOME: _read_welcome,
-    _ANSWER: _read_answer,
-    _FAILURE: _read_failure,
-}
+def _words(count: int) -> struct.Struct:
+    return struct.Struct(f"={count}i")

@@ -1,33 +1,137 @@
-"""The main function of a drafter's process (`python -m paceline.placement.remote.process`, its order on stdin)."""
+"""A drafter's process on this machine without Ray: started, killed and restarted by its parent.
+
+    with LocalProcess(spec) as process:
+        draft = RemoteDrafter(contract, DrafterEndpoint(spec.address, spec.secret, process))
+
+Run as a module it is that process (`python -m paceline.placement.remote.process`, its `ProcessSpec` on stdin).
+"""
 
 from __future__ import annotations
 
-import json
 import os
+import subprocess
 import sys
 import threading
-from typing import cast
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, cast
 
-from paceline.placement.cluster.roles import maker
+import msgspec
+
+from paceline.placement.cluster.roles import MAKERS, maker
 from paceline.placement.host import environment
 from paceline.placement.host.core_locks import CoreLocks
+from paceline.placement.host.processes import Process
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.quota import Quota
 from paceline.placement.remote.channel import Address, listen
 from paceline.placement.remote.server import DrafterPool, DraftServer
 
+_EXIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """What to start: the process calls ``maker`` with ``settings``; ``env`` is the plan's."""
+
+    address: Address
+    secret: bytes = field(repr=False)
+    settings: dict[str, Any]
+    maker: str = MAKERS["draft"]
+    cores: CoreRange | None = None
+    env: tuple[tuple[str, str], ...] = ()
+    quota: Quota = field(default_factory=Quota)
+
+    def to_json(self) -> bytes:
+        """One line; it goes through a pipe, so that no secret shows in the list of processes."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def from_json(cls, line: bytes) -> ProcessSpec:
+        """What `to_json` wrote."""
+        return msgspec.json.decode(line, type=cls)
+
+
+class LocalProcess:
+    """Supervises one drafter process. It ends with its parent: it watches the pipe that started it."""
+
+    def __init__(self, spec: ProcessSpec) -> None:
+        self._spec = spec
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        self.ensure()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs now."""
+        assert self._process is not None
+        return self._process.pid
+
+    def replace(self, process: Process | None) -> bool:
+        """Kill the process if it is still ours (None: whichever runs), and start a new one."""
+        with self._lock:
+            if self._closed or (self._runs and process is not None and process.pid != self.pid):
+                return False
+            self._start()
+            return True
+
+    def ensure(self) -> bool:
+        """Start a process if none runs."""
+        with self._lock:
+            if self._closed or self._runs:
+                return False
+            self._start()
+            return True
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._closed = True
+            self._end()
+
+    @property
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def _start(self) -> None:
+        self._end()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.placement.remote.process"],
+            stdin=subprocess.PIPE,
+            env=environment.for_child(self._spec.env),
+        )
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it died at once, which whatever connects to it will notice
+            self._process.stdin.write(self._spec.to_json() + b"\n")
+            self._process.stdin.flush()
+
+    def _end(self) -> None:
+        if self._process is None:
+            return
+        self._process.kill()  # a process that was stopped by a signal receives no other one
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_EXIT_S)
+        if self._process.stdin is not None:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+
+    def __enter__(self) -> LocalProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
 
 def main() -> None:
-    """Check the environment, take the cores, make the drafter, and serve until the parent is gone."""
-    order = json.loads(sys.stdin.buffer.readline())
+    """Check the environment, lock the cores, make the drafter, and serve until the parent is gone."""
+    spec = ProcessSpec.from_json(sys.stdin.buffer.readline())
     threading.Thread(target=_follow_parent, daemon=True, name="paceline-parent").start()
-    environment.check(tuple((name, value) for name, value in order["env"]))
-    if order["cores"]:
-        CoreLocks(CoreRange(*order["cores"])).acquire()
-    drafters = cast(DrafterPool, maker(order["maker"])(order["settings"]))
-    DraftServer(
-        listen(Address.parse(order["address"])), bytes.fromhex(order["secret"]), drafters, quota=Quota(**order["quota"])
-    ).run()
+    environment.check(spec.env)
+    if spec.cores is not None:
+        CoreLocks(spec.cores).acquire()
+    pool = cast(DrafterPool, maker(spec.maker)(spec.settings))
+    DraftServer(listen(spec.address), spec.secret, pool, quota=spec.quota).run()
 
 
 def _follow_parent() -> None:

@@ -14,16 +14,18 @@ from paceline.placement.host.processes import Process
 from paceline.placement.remote import messages
 from paceline.placement.remote.channel import Address, Channel, connect
 
-START = 600.0
-"""Seconds in which a drafter's process is there, unless it is said otherwise: it loads and compiles before."""
-_LOOK = 1.0  # seconds between looks whether to stop
-_LAST_WORDS = 10.0  # seconds that the thread may take to end
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between calls
-_FIRST_REST = 0.2  # seconds between restarts of a process that dies before it can be called
+STARTUP_TIMEOUT_S = 600.0
+"""Seconds in which a drafter's process can be called, unless another time is given: it loads and compiles first."""
+_POLL_S = 1.0  # between looks whether to stop
+_JOIN_S = 10.0  # that the thread may take to end
+_CALL_S = 2.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.02, 1.0  # between calls
+_FIRST_RESTART_S = 0.2  # between restarts of a process that dies before it can be called
+_MAX_DOUBLINGS = 64  # a float has no room for the thousands that weeks of faults would come to
 
 
 class ProcessSupervisor(Protocol):
-    """Who keeps a drafter's process alive."""
+    """Keeps a drafter's process alive."""
 
     def replace(self, process: Process | None) -> bool:
         """Kill the process if it is still the one that runs (None: whichever runs), and have a new one come up.
@@ -37,32 +39,74 @@ class ProcessSupervisor(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DrafterEndpoint:
-    """How to reach a drafter. ``keeper`` None: somebody else restarts it, and it is only called again.
+    """How to reach a drafter.
 
-    ``patience``: seconds after which a process that cannot be called is replaced; one that answers, and be it with a
-    refusal, never is, for it may serve others.
+    supervisor         restarts its process; None: something else does, and it is only called again
+    startup_timeout_s  a process that cannot be called for so long is replaced; one that answers, even with a refusal,
+                       is not, for it may serve other targets
     """
 
     address: Address
     secret: bytes = field(repr=False)
-    keeper: ProcessSupervisor | None = None
-    patience: float = START
+    supervisor: ProcessSupervisor | None = None
+    startup_timeout_s: float = STARTUP_TIMEOUT_S
+
+
+@dataclass(slots=True)
+class Backoff:
+    """How long a drafter is left alone: twice as long after each failure in a row, from ``first_s`` up to ``max_s``."""
+
+    first_s: float
+    max_s: float
+    failures: int = 0
+    _until: float = 0.0
+
+    def fail(self) -> None:
+        """One more failure in a row."""
+        self.failures += 1
+
+    def reset(self) -> None:
+        """It worked."""
+        self.failures = 0
+
+    @property
+    def seconds(self) -> float:
+        """The pause after so many failures."""
+        doublings = min(max(0, self.failures - 1), _MAX_DOUBLINGS)
+        return min(self.first_s * 2.0**doublings, self.max_s)
+
+    def rest(self) -> None:
+        """Begin the pause."""
+        self._until = monotonic() + self.seconds
+
+    @property
+    def resting(self) -> bool:
+        """Whether the pause lasts."""
+        return self._until > monotonic()
 
 
 class _RefusedError(ChannelError):
-    """The drafter lives and does not want this target; it is asked again, less and less often."""
+    """The drafter runs and does not accept this target, which asks again, less and less often."""
 
 
 class Reconnector:
-    """Owns the connection. ``channel`` is None while there is none."""
+    """Owns the connection to a drafter. ``channel`` is None while there is none."""
 
-    def __init__(self, caller: DrafterEndpoint, hello: messages.Handshake, *, nodes: int, longest: float) -> None:
-        self._caller, self._hello, self._nodes, self._longest = caller, hello, nodes, longest
+    def __init__(
+        self,
+        endpoint: DrafterEndpoint,
+        handshake: messages.Handshake,
+        *,
+        num_draft_tokens: int,
+        max_backoff_s: float,
+    ) -> None:
+        self._endpoint, self._handshake = endpoint, handshake
+        self._num_draft_tokens, self._max_backoff_s = num_draft_tokens, max_backoff_s
         self._lock = threading.Lock()
         self._up, self._stop = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
+        self._process: Process | None = None
         self.channel: Channel | None = None  # not a property: every round looks at it
-        self.process: Process | None = None
         self.restarts = 0
         self.last_error = ""
 
@@ -75,13 +119,13 @@ class Reconnector:
         return self._up.wait(seconds)
 
     def begin(self, *, restart: bool, delay: float = 0.0) -> None:
-        """Hang up, and connect anew behind the caller's back."""
+        """Hang up, and connect anew in the background, after a restart of the process if that is asked for."""
         with self._lock:
             self._hang_up()
             if self._stop.is_set() or self._thread is not None:
                 return
             self._thread = threading.Thread(
-                target=self._run, args=(restart, delay), daemon=True, name="paceline-revival"
+                target=self._reconnect, args=(restart, delay), daemon=True, name="paceline-reconnect"
             )
             self._thread.start()
 
@@ -90,7 +134,7 @@ class Reconnector:
         self._stop.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=_LAST_WORDS)
+            thread.join(timeout=_JOIN_S)
         with self._lock:
             self._hang_up()
 
@@ -100,36 +144,36 @@ class Reconnector:
             self.channel.close()
         self.channel = None
 
-    def _run(self, restart: bool, delay: float) -> None:
-        """Until it works: restart if need be, call, and wait longer after each failure."""
+    def _reconnect(self, restart: bool, delay: float) -> None:
+        """Until it works: restart the process where needed, call it, and wait longer after each failure."""
         self.last_error = ""
         if self._stop.wait(delay):
             return
         if restart:
-            old, self.process = self.process, None
-            self._kept(lambda keeper: keeper.replace(old))
-        pause, rest, again = _FIRST_PAUSE, _FIRST_REST, monotonic() + _FIRST_REST
-        end = monotonic() + self._caller.patience
+            old, self._process = self._process, None
+            self._supervise(lambda supervisor: supervisor.replace(old))
+        pause, restart_pause, restart_at = _FIRST_PAUSE_S, _FIRST_RESTART_S, monotonic() + _FIRST_RESTART_S
+        deadline = monotonic() + self._endpoint.startup_timeout_s
         while not self._stop.is_set():
             try:
-                self._take(self._call(end))
+                self._connected(self._call(deadline))
                 return
             except _RefusedError as error:
                 self.last_error = str(error)
-                pause, end = min(2 * pause, self._longest), monotonic() + self._caller.patience
-            except Exception as error:  # whatever it is: if this thread ended, nobody would call again
+                pause, deadline = min(2 * pause, self._max_backoff_s), monotonic() + self._endpoint.startup_timeout_s
+            except Exception as error:  # whatever it is: if this thread ended, nothing would call again
                 self.last_error = str(error) if isinstance(error, ChannelError) else repr(error)
-                pause = min(1.5 * pause, _LONGEST_PAUSE)
-                if monotonic() > end:  # it hangs before it can be called
-                    self._kept(lambda keeper: keeper.replace(None))
-                    end = monotonic() + self._caller.patience
-                elif monotonic() > again and self._kept(lambda keeper: keeper.ensure()):
-                    rest = min(2 * rest, self._longest)  # it died before it could be called; if so again, wait longer
-                    again = monotonic() + rest
+                pause = min(1.5 * pause, _MAX_PAUSE_S)
+                if monotonic() > deadline:  # it hangs before it can be called
+                    self._supervise(lambda supervisor: supervisor.replace(None))
+                    deadline = monotonic() + self._endpoint.startup_timeout_s
+                elif monotonic() > restart_at and self._supervise(lambda supervisor: supervisor.ensure()):
+                    restart_pause = min(2 * restart_pause, self._max_backoff_s)  # it died before it could be called
+                    restart_at = monotonic() + restart_pause
             self._stop.wait(pause)
 
-    def _take(self, channel: Channel) -> None:
-        """The connection is there; nothing more is to be done."""
+    def _connected(self, channel: Channel) -> None:
+        """Hand the connection over; this thread has nothing more to do."""
         with self._lock:
             if self._stop.is_set():
                 channel.close()
@@ -137,12 +181,12 @@ class Reconnector:
             self.channel, self._thread = channel, None
             self._up.set()
 
-    def _kept(self, act: Callable[[ProcessSupervisor], bool]) -> bool:
-        """Whether the keeper started a process. It may fail in any way; it is asked again then."""
-        if self._caller.keeper is None:
+    def _supervise(self, act: Callable[[ProcessSupervisor], bool]) -> bool:
+        """Whether the supervisor started a process. It may fail in any way, and is asked again then."""
+        if self._endpoint.supervisor is None:
             return False
         try:
-            started = act(self._caller.keeper)
+            started = act(self._endpoint.supervisor)
         except ProcessLookupError:
             return False
         except Exception as error:
@@ -151,25 +195,26 @@ class Reconnector:
         self.restarts += started
         return started
 
-    def _call(self, end: float) -> Channel:
-        """A connection to a drafter that said welcome, before ``end``."""
-        channel = connect(self._caller.address, self._caller.secret, seconds=2.0)
+    def _call(self, deadline: float) -> Channel:
+        """A connection to a drafter that accepted this target before the deadline."""
+        channel = connect(self._endpoint.address, self._endpoint.secret, seconds=_CALL_S)
         try:
-            channel.send(messages.encode(self._hello), 2.0)
-            while (frame := channel.receive(_LOOK)) is None:
-                if self._stop.is_set() or monotonic() > end:
-                    raise ChannelError("the drafter does not say welcome")
-            reply = messages.decode(frame)
+            channel.send(messages.encode(self._handshake), _CALL_S)
+            while (frame := channel.receive(_POLL_S)) is None:
+                if self._stop.is_set() or monotonic() > deadline:
+                    raise ChannelError("the drafter does not answer the handshake")
+            reply = messages.decode_reply(frame)
             if isinstance(reply, messages.ErrorReply):
                 raise _RefusedError(reply.reason)
             if not isinstance(reply, messages.HandshakeReply):
-                raise ChannelError("the drafter says no welcome")
-            if reply.nodes != self._nodes:
+                raise ChannelError("the drafter answered the handshake with something else")
+            if reply.num_draft_tokens != self._num_draft_tokens:
                 raise _RefusedError(
-                    f"the drafter proposes {reply.nodes} tokens a round, not {self._nodes}; start it anew"
+                    f"the drafter proposes {reply.num_draft_tokens} tokens a round, not {self._num_draft_tokens}; "
+                    "restart it with the same k"
                 )
         except ChannelError:
             channel.close()
             raise
-        self.process = replace(reply.process, pid=channel.peer() or reply.process.pid)
+        self._process = replace(reply.process, pid=channel.peer() or reply.process.pid)
         return channel

@@ -1,98 +1,122 @@
-"""What the requests of a target have said, and how much of it the drafter's process has read.
+"""What the drafter's process has read: the only place where that is known, on either side of the socket.
 
-A commit is only noted when it comes, and becomes part of the texts while the drafter is at work: a round would wait for
+The target keeps the sequence of every slot here, and how much of it the process has read, so that each request carries
+exactly what is missing. The process itself keeps no record: it reads what a message holds.
+
+A commit is only recorded when it comes, and appended to the sequences while the process drafts: a round would wait for
 it otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from paceline.core.types import Commit
 
-Lists = tuple[list[list[int]], list[int], list[int]]
+
+class CommitRows(NamedTuple):
+    """A commit as lists: tokens [B][W], counts [B] and first rows [B]."""
+
+    tokens: list[list[int]]
+    counts: list[int]
+    first_rows: list[int]
+
+    @classmethod
+    def of(cls, commit: Commit) -> CommitRows:
+        """The lists of a commit."""
+        return cls(commit.tokens.tolist(), commit.count.tolist(), commit.first_row.tolist())
 
 
-def lists(commit: Commit) -> Lists:
-    """Tokens [B][W], counts [B] and starts [B] of a commit."""
-    return commit.tokens.tolist(), commit.count.tolist(), commit.first_row.tolist()
+class SequenceTracker:
+    """The sequences of a target's slots and what the drafter's process has read of them.
 
+    max_positions   the drafter does not follow longer sequences; None = it follows all
+    sampling_known  the process knows how the requests of now sample
+    prompt_pending  a prompt was sent that it may still be reading
+    """
 
-class Texts:
-    """The texts of a target's slots. ``reach``: the drafter does not follow longer ones; None = it follows all."""
+    def __init__(self, max_positions: int | None) -> None:
+        self._max_positions = max_positions
+        self._sequences: dict[int, list[int]] = {}
+        self._read: dict[int, int] = {}  # slot -> tokens the process has read
+        self._recorded: Commit | None = None  # not yet part of the sequences
+        self._in_flight: dict[int, int] = {}  # slot -> tokens it has read once it has replied
+        self._acked = False  # it has replied
+        self._all_in_flight = False  # every sequence was part of that request
+        self.sampling_known = self.prompt_pending = False
 
-    def __init__(self, reach: int | None) -> None:
-        self._reach = reach
-        self._texts: dict[int, list[int]] = {}
-        self._read: dict[int, int] = {}  # how much of a slot's text the process has read
-        self._noted: Commit | None = None  # not yet part of the texts
-        self._asked: dict[int, int] = {}  # what it has read when it has answered
-        self._answered = self._level = False  # so it has; and all texts are read then
-
-    def admit(self, slot: int, prompt: Sequence[int]) -> None:
+    def add_request(self, slot: int, prompt: Sequence[int]) -> None:
         """A request took a slot."""
         self._settle()
-        self._texts[slot] = list(prompt)
+        self._sequences[slot] = list(prompt)
         self._read.pop(slot, None)
+        self.sampling_known = False
 
-    def told(self, slot: int) -> None:
-        """The process reads the text of that slot, as it is now."""
-        self._read[slot] = len(self._texts[slot])
+    def mark_read(self, slot: int) -> None:
+        """The process was sent the sequence of that slot, as it is now."""
+        self._read[slot] = len(self._sequences[slot])
+        self.prompt_pending = True
 
-    def release(self, slot: int) -> None:
+    def finish_request(self, slot: int) -> None:
         """A request left; what the process keeps of it is overwritten by the next one in that slot."""
         self._settle()
-        self._texts.pop(slot, None)
+        self._sequences.pop(slot, None)
         self._read.pop(slot, None)
+        self.sampling_known = False
 
-    def forget(self) -> None:
-        """The process may have read anything, or be another one."""
+    def reset(self) -> None:
+        """The process may have read anything, or it is another one."""
         self._settle()
         self._read.clear()
+        self.sampling_known = False
 
-    def note(self, commit: Commit) -> None:
-        """The texts go on."""
-        if self._noted is not None and self._noted is not commit:
-            self._settle()  # the process was not asked behind that one
-        self._noted = commit
+    def record(self, commit: Commit) -> None:
+        """The sequences go on with this commit."""
+        if self._recorded is not None and self._recorded is not commit:
+            self._settle()  # nothing was asked after that one
+        self._recorded = commit
 
-    def unread(self, commit: Commit, now: Lists) -> list[tuple[int, tuple[int, ...]]]:
-        """What the process has to read before it can go on behind a commit: slots and texts. ``now``: it as lists."""
-        if self._answered and self._level and self._noted is commit:
+    def missing(self, commit: Commit, rows: CommitRows) -> list[tuple[int, tuple[int, ...]]]:
+        """What the process has to read before it can continue after a commit: (slot, sequence). ``rows``: the commit
+        as lists.
+        """
+        if self._acked and self._all_in_flight and self._recorded is commit:
             return []
-        self._settle(now if self._noted is commit else None)
-        starts = now[2]
-        behind = [slot for slot in self._live(now) if self._read.get(slot) != starts[slot]]
-        return [(slot, tuple(self._texts[slot][: starts[slot]])) for slot in behind]
+        self._settle(rows if self._recorded is commit else None)
+        first_rows = rows.first_rows
+        behind = [slot for slot in self._followed(rows) if self._read.get(slot) != first_rows[slot]]
+        return [(slot, tuple(self._sequences[slot][: first_rows[slot]])) for slot in behind]
 
-    def asked(self, now: Lists) -> None:
-        """The process is at work behind this commit; there is time to follow the texts."""
-        self._settle(now)
-        self._asked = {slot: len(self._texts[slot]) for slot in self._live(now)}
-        self._level = len(self._asked) == len(self._texts)
+    def sent(self, rows: CommitRows) -> None:
+        """The process was asked to continue after this commit; while it does, the sequences are brought up to date."""
+        self._settle(rows)
+        self._in_flight = {slot: len(self._sequences[slot]) for slot in self._followed(rows)}
+        self._all_in_flight = len(self._in_flight) == len(self._sequences)
+        self.sampling_known, self.prompt_pending = True, False
 
-    def answered(self) -> None:
-        """It has read what it was asked about."""
-        self._answered = True
+    def acked(self) -> None:
+        """It has replied, and so has read what it was asked about."""
+        self._acked = True
 
-    def _live(self, now: Lists) -> list[int]:
-        """The slots whose text ends with this commit, if the drafter can follow it."""
-        _, counts, starts = now
+    def _followed(self, rows: CommitRows) -> list[int]:
+        """The slots whose sequence ends with this commit, if the drafter can follow it."""
         return [
             slot
-            for slot, text in self._texts.items()
-            if len(text) == starts[slot] + counts[slot] and (self._reach is None or len(text) <= self._reach)
+            for slot, sequence in self._sequences.items()
+            if len(sequence) == rows.first_rows[slot] + rows.counts[slot]
+            and (self._max_positions is None or len(sequence) <= self._max_positions)
         ]
 
-    def _settle(self, noted: Lists | None = None) -> None:
-        """Take in what was noted and answered. ``noted``: the commit as lists, if they are at hand."""
-        if self._answered:
-            self._read |= self._asked
-            self._answered = False
-        commit, self._noted = self._noted, None
+    def _settle(self, recorded: CommitRows | None = None) -> None:
+        """Take in what was recorded and acknowledged. ``recorded``: the commit as lists, where they exist."""
+        if self._acked:
+            self._read |= self._in_flight
+            self._acked = False
+        commit, self._recorded = self._recorded, None
         if commit is None:
             return
-        rows, counts, starts = noted or lists(commit)
-        for slot, text in self._texts.items():
-            if starts[slot] == len(text):
-                text += rows[slot][: counts[slot]]
+        rows = recorded or CommitRows.of(commit)
+        for slot, sequence in self._sequences.items():
+            if rows.first_rows[slot] == len(sequence):
+                sequence += rows.tokens[slot][: rows.counts[slot]]

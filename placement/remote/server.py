@@ -1,9 +1,9 @@
 """A drafter in a process of its own, for one target or several.
 
 Every target has its own drafter object, and so its own state; the process serves one message at a time. Turns are
-fair: who has used the least time (over its share) goes first, so that a busy target cannot starve the others.
-Not here: what a message is answered with (`clients`), how the process is started (`local`, `actors`), and what a target
-does when this fails (`remote`).
+fair: the target that has used the least time (over its weight) is next, so that a busy one cannot starve the others.
+Not here: the replies to messages (`session`), how the process is started (`process`, `cluster.actors`), and what a
+target does when this fails (`drafter`).
 """
 
 from __future__ import annotations
@@ -26,227 +26,278 @@ from paceline.placement.host import processes
 from paceline.placement.planning.quota import Quota
 from paceline.placement.remote import messages
 from paceline.placement.remote.channel import Channel
-from paceline.placement.remote.session import TargetSession
+from paceline.placement.remote.session import Grant, TargetSession
 
 log = logging.getLogger("paceline")
 
-_BREATH = 0.2  # seconds between attempts to accept
-_SEND = 5.0  # seconds a target may take to read an answer
-_AWHILE = 1  # milliseconds: by then another process has taken up what was sent, if it is on the same CPU too
-_PENDING = 64  # messages a target may have waiting; more is not our protocol
+_RETRY_S = 0.2  # between attempts to accept
+_SEND_S = 5.0  # that a target may take to read a reply
+_MAX_INBOX = 64  # messages a target may have waiting; more is not our protocol
 
 
 class DrafterPool(Protocol):
-    """Who has drafters for targets. Called in turn with everything else: what takes long was done before."""
+    """Has drafters for targets. It is called in turn with everything else: what takes long was done before."""
 
-    def lend(self, hello: messages.Handshake) -> Drafter:
-        """A drafter for a target that calls; any error is the reason why there is none."""
+    def acquire(self, handshake: messages.Handshake) -> Drafter:
+        """A drafter for a target that connects; any error is the reason why there is none."""
 
-    def take_back(self, drafter: Drafter) -> None:
+    def release(self, drafter: Drafter) -> None:
         """The target hung up."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnpooledDrafters:
-    """Drafters that are made when a target calls, and forgotten when it hangs up."""
+    """Drafters that are made when a target connects, and dropped when it hangs up."""
 
-    lend: Callable[[messages.Handshake], Drafter]
+    acquire: Callable[[messages.Handshake], Drafter]
 
-    def take_back(self, drafter: Drafter) -> None:
+    def release(self, drafter: Drafter) -> None:
         """See `DrafterPool`."""
 
 
-class DraftServer:
-    """Serves proposals until it is stopped. Each target has one of the ``drafters``."""
+class Acceptor:
+    """Accepts connections in threads, and authenticates them; one that is slow to do so holds up none of the others."""
 
-    def __init__(
-        self, listener: socket.socket, secret: bytes, drafters: DrafterPool, *, quota: Quota | None = None
-    ) -> None:
-        self._listener, self._secret, self._drafters, self._quota = listener, secret, drafters, quota or Quota()
-        self._clients: dict[int, TargetSession] = {}  # by the number of its socket
-        self._arrivals: deque[Channel] = deque()
-        self._clock = 0.0
-        self._last: TargetSession | None = None  # who was answered last, and is not prepared for its next round
-        self._answered = 0.0  # when
-        self._stopped = False
-        self._aheads: list[TargetSession] = []  # those whose drafters work while their targets do
-        self._ready: list[TargetSession] = []  # those whose messages wait
-        self._busy = False  # something is to be done whether or not more arrives
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self._listener, self._secret = listener, secret
+        self._arrived: deque[Channel] = deque()
+        self._closed = False
         self._wake, self._woken = socket.socketpair()
-        self._poll = select.poll()  # without the layers of `selectors`: every call is part of a round
-        self._poll.register(self._woken, select.POLLIN)
+        self._woken.setblocking(False)
 
-    def stop(self) -> None:
-        """End `run`, from any thread."""
-        self._stopped = True
-        self._awaken()
+    def fileno(self) -> int:
+        """Readable when something has arrived, or after `wake`."""
+        return self._woken.fileno()
 
-    def _awaken(self) -> bool:
-        """End a wait of `run`. False: it has ended meanwhile, and closed what it waits at."""
+    def start(self) -> None:
+        """Begin to accept."""
+        threading.Thread(target=self._accept, daemon=True, name="paceline-accept").start()
+
+    def wake(self) -> bool:
+        """End a wait for `fileno`, from any thread. False: it is closed already."""
         try:
             self._wake.send(b".")
         except OSError:
             return False
         return True
 
-    def run(self) -> None:
-        """Serve. Returns after `stop`; then every connection is closed."""
-        threading.Thread(target=self._accept, daemon=True, name="paceline-accept").start()
-        try:
-            while not self._stopped:
-                self._turn()
-        finally:
-            with suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
-            self._listener.close()
-            for client in list(self._clients.values()):
-                self._drop(client)
-            while self._arrivals:
-                self._arrivals.popleft().close()
-            self._wake.close()
-            self._woken.close()
+    def take(self) -> list[Channel]:
+        """The connections that have arrived."""
+        with suppress(BlockingIOError):
+            self._woken.recv(4096)
+        return [self._arrived.popleft() for _ in range(len(self._arrived))]
 
-    # ---- connections
+    def close(self) -> None:
+        """Accept no more, and close what was not taken."""
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # closing alone would not wake the thread that accepts
+        self._listener.close()
+        while self._arrived:
+            self._arrived.popleft().close()
+        self._wake.close()
+        self._woken.close()
 
     def _accept(self) -> None:
-        """Let targets in; who is slow to introduce itself holds up nobody."""
-        while not self._stopped:
+        while not self._closed:
             try:
-                link, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except OSError as error:
-                if self._stopped or self._listener.fileno() < 0:
+                if self._closed or self._listener.fileno() < 0:
                     return
-                log.warning("a drafter cannot let a target in (%s); it tries again", error)  # no file is left to open
-                sleep(_BREATH)
+                log.warning("a drafter cannot accept a target (%s); it tries again", error)  # no file descriptor left
+                sleep(_RETRY_S)
                 continue
-            threading.Thread(target=self._prove, args=(link,), daemon=True).start()
+            threading.Thread(target=self._authenticate, args=(connection,), daemon=True).start()
 
-    def _prove(self, link: socket.socket) -> None:
-        channel = Channel(link)
+    def _authenticate(self, connection: socket.socket) -> None:
+        channel = Channel(connection)
         try:
-            channel.prove(self._secret, server=True)
+            channel.authenticate(self._secret, server=True)
         except ChannelError:
             channel.close()
             return
-        self._arrivals.append(channel)
-        if not self._awaken():
+        self._arrived.append(channel)
+        if not self.wake():
             channel.close()
 
-    def _drop(self, client: TargetSession) -> None:
-        number = client.channel.fileno()
-        self._poll.unregister(number)
-        del self._clients[number]
-        for among in self._aheads, self._ready:
-            if client in among:
-                among.remove(client)
-        client.channel.close()
-        if client.drafter is not None:
-            self._drafters.take_back(client.drafter)
 
-    # ---- turns
+class Turns:
+    """Whose messages are next."""
 
-    def _turn(self) -> None:
-        """Read what has arrived and serve one message, or work ahead when there is none."""
-        for number, _ in self._poll.poll(0) if self._busy else self._wait():
-            client = self._clients.get(number)
-            if client is None:
-                self._woken.recv(4096)
-            else:
-                self._read(client)
-        while self._arrivals:
-            client = TargetSession(self._arrivals.popleft(), turn=self._clock)
-            self._clients[client.channel.fileno()] = client
-            self._poll.register(client.channel, select.POLLIN)
-            self._read(client)  # its first message may have come together with its proof
-        if self._ready:
-            self._serve(self._ready[0] if len(self._ready) == 1 else min(self._ready, key=_turn_of))
-        elif eager := self._eager():
-            self._work_ahead(min(eager, key=_turn_of))
-        # Whoever was answered may have to go on on this CPU: little is done before the next wait.
-        self._busy = bool(self._ready) or bool(self._aheads and self._eager())
+    def __init__(self) -> None:
+        self._clock = 0.0
+        self._ready: list[TargetSession] = []  # those whose messages wait
+        self._lookahead: list[TargetSession] = []  # those whose drafters work while their targets do
 
-    def _eager(self) -> list[TargetSession]:
-        """Those for whom there is something to do before they ask."""
-        return [client for client in self._aheads if client.ahead is not None and not client.ahead.idle]
+    def session(self, channel: Channel) -> TargetSession:
+        """A new target; it has used as much time as the others."""
+        return TargetSession(channel, self._clock)
+
+    def granted(self, session: TargetSession) -> None:
+        """It has a drafter now."""
+        if session.grant is not None and session.grant.lookahead is not None:
+            self._lookahead.append(session)
+
+    def arrived(self, session: TargetSession, frames: list[bytearray]) -> None:
+        """Messages of a target."""
+        if not session.inbox:  # time in which it wanted nothing is not saved up
+            session.time_used = max(session.time_used, self._clock)
+            self._ready.append(session)
+        session.inbox += frames
+
+    def next(self) -> TargetSession | None:
+        """The target whose message is next, if there is one; its turn begins."""
+        if not self._ready:
+            return None
+        session = self._ready[0] if len(self._ready) == 1 else min(self._ready, key=_time_used)
+        self._clock = session.time_used
+        return session
+
+    def served(self, session: TargetSession) -> None:
+        """One of its messages was dealt with."""
+        if not session.inbox:
+            self._ready.remove(session)
+
+    def next_lookahead(self) -> TargetSession | None:
+        """The target for which there is something to do before it asks."""
+        return min((s for s in self._lookahead if s.works_ahead), key=_time_used, default=None)
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is to be done even if nothing more arrives."""
+        return bool(self._ready) or any(session.works_ahead for session in self._lookahead)
+
+    def remove(self, session: TargetSession) -> None:
+        """It hung up."""
+        for sessions in self._lookahead, self._ready:
+            if session in sessions:
+                sessions.remove(session)
+
+
+class DraftServer:
+    """Serves proposals until it is stopped. Each target has a drafter of the pool."""
+
+    def __init__(
+        self, listener: socket.socket, secret: bytes, pool: DrafterPool, *, quota: Quota | None = None
+    ) -> None:
+        self._pool, self._quota = pool, quota or Quota()
+        self._acceptor = Acceptor(listener, secret)
+        self._sessions: dict[int, TargetSession] = {}  # by the number of its socket
+        self._turns = Turns()
+        self._replied: TargetSession | None = None  # had the last reply, and is not prepared for its next round
+        self._stopped = False
+        self._poll = select.poll()  # without the layers of `selectors`: every call is part of a round
+        self._poll.register(self._acceptor, select.POLLIN)
+
+    def stop(self) -> None:
+        """End `run`, from any thread."""
+        self._stopped = True
+        self._acceptor.wake()
+
+    def run(self) -> None:
+        """Serve. Returns after `stop`; then every connection is closed."""
+        self._acceptor.start()
+        busy = False
+        try:
+            while not self._stopped:
+                busy = self._turn(busy=busy)
+        finally:
+            self._acceptor.close()
+            for session in list(self._sessions.values()):
+                self._drop(session)
+
+    def _turn(self, *, busy: bool) -> bool:
+        """Read what has arrived and serve one message, or work ahead where there is none. Returns whether the next turn
+        has something to do even if nothing arrives.
+        """
+        for number, _ in self._poll.poll(0) if busy else self._wait():
+            session = self._sessions.get(number)
+            if session is not None:
+                self._read(session)
+                continue
+            for channel in self._acceptor.take():
+                arrived = self._sessions[channel.fileno()] = self._turns.session(channel)
+                self._poll.register(channel, select.POLLIN)
+                self._read(arrived)  # its first message may have come together with its authentication
+        if (session := self._turns.next()) is not None:
+            self._serve(session)
+        elif (session := self._turns.next_lookahead()) is not None:
+            begin = perf_counter()
+            session.work_ahead()
+            session.charge(perf_counter() - begin)
+        # The target that has its reply may have to continue on this CPU: little is done before the next wait.
+        return self._turns.busy
 
     def _wait(self) -> list[tuple[int, int]]:
-        """Until something arrives. Shortly before, the next round of whoever was answered is prepared."""
-        last, self._last = self._last, None
-        if last is not None:
-            # Of several targets any may be next, and soon.
-            wait = last.due.milliseconds(perf_counter() - self._answered) if len(self._clients) == 1 else _AWHILE
-            if found := self._poll.poll(wait):
-                return found
-            last.prepare()
-        return self._poll.poll(None)
+        """Until something arrives. Shortly before, the next round of the target that had the last reply is prepared."""
+        session, self._replied = self._replied, None
+        if session is None:
+            return self._poll.poll(None)
+        return session.warmer.wait(self._poll.poll, only_target=len(self._sessions) == 1)
 
-    def _read(self, client: TargetSession) -> None:
+    def _read(self, session: TargetSession) -> None:
         try:
-            frames = client.channel.arrived()
+            frames = session.channel.arrived()
         except ChannelError:
-            self._drop(client)
+            self._drop(session)
             return
-        if not frames:
-            return
-        if not client.pending:  # time in which it wanted nothing is not saved up
-            client.turn = max(client.turn, self._clock)
-            self._ready.append(client)
-        client.pending += frames
-        if len(client.pending) > _PENDING:  # more messages than a target sends
-            self._drop(client)
+        if frames:
+            self._turns.arrived(session, frames)
+            if len(session.inbox) > _MAX_INBOX:
+                self._drop(session)
 
-    def _serve(self, client: TargetSession) -> None:
+    def _serve(self, session: TargetSession) -> None:
         begin = perf_counter()
-        self._clock = client.turn
+        frame = session.inbox.popleft()
         try:
-            frame = client.pending.popleft()
-            message = messages.decode(frame)
-            if type(message) is messages.ProposeRequest:
-                client.channel.send(client.answer(message, frame), _SEND)
-                self._last, self._answered = client, perf_counter()
-                if message.pause:
-                    client.due.came_after(message.pause / 1e6)
-            elif type(message) is messages.AddRequest:
-                client.admit(message)
-            elif type(message) is messages.Handshake:
-                client.channel.send(messages.encode(self._welcome(client, message)), _SEND)
-            else:
-                raise ChannelError("a target sends requests")
-            if not client.pending:
-                self._ready.remove(client)
+            match messages.decode_request(frame):
+                case messages.ProposeRequest() as request:
+                    session.channel.send(session.propose(request, frame), _SEND_S)
+                    session.warmer.replied(request.pause_us / 1e6)
+                    self._replied = session
+                case messages.AddRequest() as request:
+                    session.add_request(request)
+                case messages.Handshake() as handshake:
+                    session.channel.send(messages.encode(self._accept(session, handshake)), _SEND_S)
+            self._turns.served(session)
         except ChannelError:
-            self._drop(client)
-        client.turn += (perf_counter() - begin) / client.share
+            self._drop(session)
+        session.charge(perf_counter() - begin)
 
-    def _work_ahead(self, client: TargetSession) -> None:
-        begin = perf_counter()
-        client.work_ahead()
-        client.turn += (perf_counter() - begin) / client.share
-
-    def _welcome(self, client: TargetSession, hello: messages.Handshake) -> messages.Reply:
-        others = [other for other in self._clients.values() if other is not client and other.drafter is not None]
-        slots = hello.slots + sum(other.slots for other in others)
-        if len(others) >= self._quota.max_targets or slots > self._quota.max_slots:
+    def _accept(self, session: TargetSession, handshake: messages.Handshake) -> messages.Reply:
+        """The reply to a handshake: what the target is granted, or why nothing."""
+        number = handshake.number
+        if session.grant is not None:
+            raise ChannelError("a target must send its handshake once")
+        others = [other.grant.slots for other in self._sessions.values() if other.grant is not None]
+        if len(others) >= self._quota.max_targets or sum(others) + handshake.slots > self._quota.max_slots:
             return messages.ErrorReply(
-                hello.number, f"quota: {len(others)} targets with {slots - hello.slots} slots are here"
+                number, f"quota: {len(others)} targets with {sum(others)} slots are connected; raise the draft's quota"
             )
-        if client.drafter is not None:
-            raise ChannelError("a target says hello once")
         try:
-            drafter = self._drafters.lend(hello)
+            drafter = self._pool.acquire(handshake)
         except Exception as error:  # a drafter may be anything
-            return messages.ErrorReply(hello.number, repr(error))
+            return messages.ErrorReply(number, repr(error))
         if drafter.reads is not None or not drafter.draft_shape.is_chain:
-            self._drafters.take_back(drafter)
-            return messages.ErrorReply(hello.number, "a drafter in another process proposes chains, from tokens alone")
-        client.serve_with(drafter)
-        if client.ahead is not None:
-            self._aheads.append(client)
-        client.slots, client.share = hello.slots, self._quota.weights.get(hello.client, 1.0)
-        return messages.HandshakeReply(
-            hello.number, drafter.draft_shape.num_draft_tokens, drafter.max_positions, processes.running(os.getpid())
-        )
+            self._pool.release(drafter)
+            return messages.ErrorReply(
+                number, "a drafter in another process must propose chains, and read no features; run it with its target"
+            )
+        session.grant = Grant.of(drafter, handshake.slots, self._quota.weights.get(handshake.target, 1.0))
+        self._turns.granted(session)
+        process = processes.running(os.getpid())
+        return messages.HandshakeReply(number, drafter.draft_shape.num_draft_tokens, drafter.max_positions, process)
+
+    def _drop(self, session: TargetSession) -> None:
+        number = session.channel.fileno()
+        self._poll.unregister(number)
+        del self._sessions[number]
+        self._turns.remove(session)
+        session.channel.close()
+        if session.grant is not None:
+            self._pool.release(session.grant.drafter)
 
 
-def _turn_of(client: TargetSession) -> float:
-    return client.turn
+def _time_used(session: TargetSession) -> float:
+    return session.time_used

@@ -1,12 +1,12 @@
-"""One target of a drafter's process: its state, and what its messages are answered with.
+"""One target of a drafter's process: what it was granted at its handshake, and the replies to its messages.
 
-Not here: sockets, turns, and who may come at all (`draft_server`).
+Not here: sockets, turns, and which targets are accepted (`server`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 from paceline.core.errors import ChannelError
@@ -14,113 +14,118 @@ from paceline.core.protocols import Drafter, Varies
 from paceline.core.types import PAD, Proposal, SamplingTensors
 from paceline.placement.lookahead.drafter import LookaheadDrafter
 from paceline.placement.remote import messages
-from paceline.placement.remote.blanks import BlankRound
+from paceline.placement.remote.cache_warm import RequestWarmer
 from paceline.placement.remote.channel import Channel
-from paceline.placement.remote.due import Due
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a target got at its handshake.
+
+    slots      of its batch, which count towards the quota
+    weight     of its turns
+    lookahead  the drafter, if it works while the target does
+    varies     its proposals may be shorter than its draft shape; those that travel are padded
+    """
+
+    drafter: Drafter
+    slots: int
+    weight: float
+    lookahead: LookaheadDrafter | None
+    varies: bool
+
+    @classmethod
+    def of(cls, drafter: Drafter, slots: int, weight: float) -> Grant:
+        """The grant of a drafter; its kind is looked at once, since every round depends on it."""
+        lookahead = drafter if isinstance(drafter, LookaheadDrafter) else None
+        return cls(drafter, slots, weight, lookahead, isinstance(drafter, Varies))
+
+
 class TargetSession:
-    """A target. ``turn`` is the time it has used, over its ``share``, on the server's clock."""
+    """A connected target. ``time_used`` is what its messages took, over its weight, on the server's clock."""
 
-    channel: Channel
-    slots: int = 0
-    share: float = 1.0
-    drafter: Drafter | None = None
-    ahead: LookaheadDrafter | None = None  # the drafter, if it works while the target does
-    varies: bool = False  # its proposals may be shorter than its draft shape, and those that travel may not
-    sampling: SamplingTensors | None = None
-    blank: BlankRound | None = None
-    held: tuple[BlankRound, Proposal] | None = None  # the last round's tensors: the target would wait for their end
-    heard: bytearray | None = None  # its last question, if it brought no texts
-    due: Due = field(default_factory=Due)  # its next question
-    pending: deque[bytearray] = field(default_factory=deque)
-    turn: float = 0.0
-    error: str = ""
+    def __init__(self, channel: Channel, time_used: float) -> None:
+        self.channel = channel
+        self.time_used = time_used
+        self.grant: Grant | None = None
+        self.inbox: deque[bytearray] = deque()
+        self.warmer = RequestWarmer(self._encoded)
+        self._sampling: SamplingTensors | None = None
+        self._error = ""  # what failed where no reply was due; the next reply says it
 
-    def serve_with(self, drafter: Drafter) -> None:
-        """The drafter is its from now on."""
-        self.drafter, self.varies = drafter, isinstance(drafter, Varies)
-        self.ahead = drafter if isinstance(drafter, LookaheadDrafter) else None
+    @property
+    def works_ahead(self) -> bool:
+        """Whether its drafter has something to do before the target asks."""
+        lookahead = None if self.grant is None else self.grant.lookahead
+        return lookahead is not None and not lookahead.idle
 
-    def admit(self, admit: messages.AddRequest) -> None:
-        """Read a prompt. Nobody waits for an answer; of a failure the next one tells."""
-        drafter = self._drafter()
+    def charge(self, seconds: float) -> None:
+        """So much time was spent on it."""
+        self.time_used += seconds if self.grant is None else seconds / self.grant.weight
+
+    def add_request(self, request: messages.AddRequest) -> None:
+        """Read a prompt. No reply is due; the next one says if it failed."""
+        drafter = self._granted().drafter
         try:
-            drafter.add_request(admit.slot, admit.text)
-        except Exception as error:  # a drafter may be anything; its failure is the target's to weigh
-            self.error = repr(error)
+            drafter.add_request(request.slot, request.prompt)
+        except Exception as error:  # a drafter may be anything; what its failure means is for the target to decide
+            self._error = repr(error)
 
-    def answer(self, ask: messages.ProposeRequest, frame: bytearray) -> bytes:
-        """The proposal behind a commit, or why there is none; encoded. ``frame``: the question as it came."""
-        drafter = self._drafter()
-        failed, self.error = self.error, ""
-        if failed:
-            return messages.encode(messages.ErrorReply(ask.number, failed))
+    def propose(self, request: messages.ProposeRequest, frame: bytearray) -> bytes:
+        """The reply to a round, encoded: a proposal, or why there is none. ``frame``: the request as it arrived."""
+        grant = self._granted()
+        error, self._error = self._error, ""
+        if error:
+            return messages.encode(messages.ErrorReply(request.number, error))
         try:
-            for slot, text in ask.texts:
-                drafter.add_request(slot, text)
-            self.sampling = ask.sampling or self.sampling
-            if self.sampling is None:
-                raise ValueError("the first round says how to sample")
-            blank, self.blank = self.blank, None
-            if blank is None or blank.shape != (ask.slots, ask.width):
-                blank = BlankRound(ask.slots, ask.width)
-            commit, bounds = blank.fill(ask.numbers, ask.rows)
-            if ask.pause and self.ahead is not None:
-                self.ahead.paused(ask.pause / 1e6)
-            drafter.update(commit)
-            made = drafter.propose(commit, self.sampling, bounds)
-            said = self._said(ask, made)
-            self.held, self.heard = (blank, made), None if ask.texts else frame
-            return said
-        except Exception as error:  # as above
-            self.held = self.heard = None  # what failed is not gone through again
-            return messages.encode(messages.ErrorReply(ask.number, repr(error)))
-
-    def prepare(self) -> None:
-        """Make the tensors of the next round, which is like the last one, and be rid of those.
-
-        What the next question will go through is gone through with the last one: see `due`.
-        """
-        if self.held is None:
-            return
-        (blank, made), self.held = self.held, None
-        self.blank = BlankRound(*blank.shape)
-        if self.heard is not None:
-            ask = messages.decode(self.heard)
-            assert isinstance(ask, messages.ProposeRequest)
-            self.blank.fill(ask.numbers, ask.rows)
-            self._said(ask, made)
+            for slot, text in request.texts:
+                grant.drafter.add_request(slot, text)
+            if request.sampling is not None:
+                self._sampling = request.sampling.tensors()
+            if self._sampling is None:
+                raise ValueError("the first round of a connection must say how to sample")
+            buffer, commit, limits = self.warmer.commit(request)
+            if request.pause_us and grant.lookahead is not None:
+                grant.lookahead.paused(request.pause_us / 1e6)
+            grant.drafter.update(commit)
+            proposal = grant.drafter.propose(commit, self._sampling, limits)
+            reply = self._encoded(request.number, proposal)
+            self.warmer.prepared(buffer, proposal, None if request.texts else frame)
+            return reply
+        except Exception as failure:  # as above
+            self.warmer.failed()
+            return messages.encode(messages.ErrorReply(request.number, repr(failure)))
 
     def work_ahead(self) -> None:
-        """Do a part of what is to be done before the target asks."""
-        assert self.ahead is not None
+        """Do one unit of what there is to do before the target asks."""
+        lookahead = self._granted().lookahead
+        assert lookahead is not None
         try:
-            self.ahead.work()
+            lookahead.work()
         except Exception as error:  # as above
-            self.error = repr(error)
+            self._error = repr(error)
 
-    def _said(self, ask: messages.ProposeRequest, made: Proposal) -> bytes:
-        rows = _undrawn(made)
-        if self.varies:
-            rows = [row + [PAD] * (self._drafter().draft_shape.num_draft_tokens - len(row)) for row in rows]
-        ahead = self.ahead is not None and self.ahead.hit
-        return messages.encode(
-            messages.ProposeReply(ask.number, len(rows), len(rows[0]), [*chain.from_iterable(rows)], ahead)
-        )
+    def _encoded(self, number: int, proposal: Proposal) -> bytes:
+        """A proposal as the reply to the request of that number."""
+        grant, rows = self._granted(), _undrawn_rows(proposal)
+        if grant.varies:
+            width = grant.drafter.draft_shape.num_draft_tokens
+            rows = [row + [PAD] * (width - len(row)) for row in rows]
+        tokens = messages.pack_words([*chain.from_iterable(rows)])
+        ahead = grant.lookahead is not None and grant.lookahead.hit
+        return messages.encode(messages.ProposeReply(number, len(rows), len(rows[0]), tokens, ahead))
 
-    def _drafter(self) -> Drafter:
-        if self.drafter is None:
-            raise ChannelError("a target says hello first, and then sends requests")
-        return self.drafter
+    def _granted(self) -> Grant:
+        if self.grant is None:
+            raise ChannelError("a target must send a handshake first, and then requests")
+        return self.grant
 
 
-def _undrawn(made: Proposal) -> list[list[int]]:
-    """Only ids cross processes: a chain, not drawn from a law. One call of the tensor library: see `blanks`."""
-    if made.draft_probs is not None or made.parents is not None:
-        raise ValueError("a drafter in another process proposes chains that are not drawn")
-    rows: list[list[int]] = made.tokens.tolist()
+def _undrawn_rows(proposal: Proposal) -> list[list[int]]:
+    """The ids of a proposal; only chains that were not drawn can cross processes, since no law travels with them."""
+    if proposal.draft_probs is not None or proposal.parents is not None:
+        raise ValueError("a drafter in another process must propose chains that are not drawn")
+    rows: list[list[int]] = proposal.tokens.tolist()  # one call of the tensor library: see `cache_warm`
     if not isinstance(rows[0][0], int):
-        raise ValueError("a proposal's tokens are not whole numbers")
+        raise ValueError("a proposal's tokens must be integers")
     return rows

@@ -145,14 +145,14 @@ def _remote(home: Home, k: Depth) -> SpeculativeGenerator:
     server = DraftServer(
         listen(address),
         secret,
-        UnpooledDrafters(lambda _hello: ModelDrafter(decoder, deepest(k), vocabulary=vocabulary)),
+        UnpooledDrafters(lambda _: ModelDrafter(decoder, deepest(k), vocabulary=vocabulary)),
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     home.stack.callback(thread.join)
     home.stack.callback(server.stop)
-    terms = DrafterContract(nodes=deepest(k), slots=slots, vocab_size=VOCABULARY, reach=decoder.n_positions)
-    drafter = RemoteDrafter(terms, DrafterEndpoint(address, secret))
+    contract = DrafterContract(deepest(k), slots, VOCABULARY, max_positions=decoder.n_positions)
+    drafter = RemoteDrafter(contract, DrafterEndpoint(address, secret))
     home.stack.callback(drafter.close)
     assert drafter.wait_until_up(30)
     return SpeculativeGenerator(drafter, home.target, k=k)

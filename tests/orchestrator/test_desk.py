@@ -211,7 +211,7 @@ def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool
     inner = None
     if drafts:
         drafters = hosting.draft({**shape, "folder": str(workshop.checkpoint("draft"))})
-        inner = drafters.lend(Handshake(0, "t", 2, VOCABULARY))
+        inner = drafters.acquire(Handshake(0, "t", 2, VOCABULARY))
     host = hosting.target({**shape, "folder": str(workshop.checkpoint())}, inner)
     made = dict(host._target._steps)
     plain = fresh(workshop.checkpoint(), batch_size=2)

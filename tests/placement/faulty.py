@@ -94,16 +94,16 @@ def serve(address: str, k: int, faults: Sequence[str], rate: float, seed: int, s
     """The main function of a process."""
     torch.set_num_threads(1)
 
-    def make(hello: Handshake) -> Drafter:
+    def make(handshake: Handshake) -> Drafter:
         if ahead:
-            return working_ahead(hello.slots, k)
-        return Faulty(hello.slots, k, faults=faults, rate=rate, seed=seed, slow=slow)
+            return working_ahead(handshake.slots, k)
+        return Faulty(handshake.slots, k, faults=faults, rate=rate, seed=seed, slow=slow)
 
     DraftServer(listen(Address.parse(address)), SECRET, UnpooledDrafters(make)).run()
 
 
 class Forked:
-    """A keeper whose processes start from a server that has everything imported already."""
+    """A supervisor whose processes start from a server that has everything imported already."""
 
     def __init__(
         self,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-
-import ray
 
 from benchmarks.undivided import MAKERS
 from paceline import AutoDecoder
@@ -12,15 +11,16 @@ from paceline.outputs import GenerationResult
 from paceline.placement import INSTANCES, Plan, plan
 from paceline.placement.cluster.deployment import Deployment
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.host.core_locks import held
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.remote.drafter import DraftTimeouts
 from tests.decoder.tiny import Workshop
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2]]
 SAMPLED = {"do_sample": True, "temperature": 1.3, "seed": 4}
-PATIENCE = DraftTimeouts(reply_timeout_s=2, hang_timeout_s=1.5, backoff_s=0.01, max_backoff_s=0.1)
-CARE = FaultPolicy(
-    startup_timeout_s=90, stall_timeout_s=20, placement_timeout_s=30, draft_timeouts=PATIENCE, makers=MAKERS
+TIMEOUTS = DraftTimeouts(reply_timeout_s=2, hang_timeout_s=1.5, backoff_s=0.01, max_backoff_s=0.1)
+POLICY = FaultPolicy(
+    startup_timeout_s=90, stall_timeout_s=20, placement_timeout_s=30, draft_timeouts=TIMEOUTS, makers=MAKERS
 )
 
 
@@ -42,12 +42,25 @@ def wanted(workshop: Workshop, prompts: list[list[int]], **asked: object) -> lis
 
 
 def pid_of(models: Deployment, label: str) -> int | None:
-    """The process of a worker; that of a draft as its target knows it, for one that hangs says nothing."""
-    chat = models.group("chat").actor("chat")
-    if label == "chat":
-        return int(ray.get(chat.ready.remote(), timeout=30).process.pid)
-    found: int | None = ray.get(chat.draft_pid.remote(), timeout=30)
-    return found
+    """The process that holds the cores of a worker, which need not answer; None while there is none."""
+    spec = models.group("chat").spec(label)
+    return held(spec.node).get(spec.cores.first)
+
+
+def drafts(models: Deployment, target: str) -> bool:
+    """Whether the target's drafter is up, and answered in a call that was just made."""
+    models.sample(target, PROMPTS[:1], max_new_tokens=4)
+    health = models.statistics(target)["health"]
+    assert isinstance(health, dict)
+    return health["state"] == "up" and health["answered"] > 0
+
+
+def wait_for_draft(models: Deployment, target: str) -> None:
+    """Until the target's drafter answers."""
+    end = time.monotonic() + 120
+    while not drafts(models, target):
+        assert time.monotonic() < end, models.statistics(target)
+        time.sleep(0.05)
 
 
 def ranks_of(pid: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from types import SimpleNamespace
 
 import pytest
 
@@ -11,8 +10,10 @@ pytest.importorskip("ray")
 
 from paceline.core.errors import WorkerError
 from paceline.placement import INSTANCES, FaultPolicy, plan
-from paceline.placement.cluster import deployment, worker_group, worker_spec
+from paceline.placement.cluster import deployment, worker_group
 from paceline.placement.cluster.deployment import Deployment
+from paceline.placement.cluster.worker_group import Worker
+from paceline.placement.cluster.worker_spec import Location, worker_specs
 from paceline.placement.host.processes import Process
 from tests.placement.wishes import model
 
@@ -31,17 +32,17 @@ def test_a_failed_restart_says_its_reason(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(worker_group, "_kill", [].append)
     made = plan([model("chat")], INSTANCES["inf2.48xlarge"])
     broken = Broken(made.instance, made.placements, FaultPolicy(), given=object())
-    broken._actors["chat"] = seen = object()
+    location = Location("chat", "here", made.placements[0].cores)
+    (spec,) = worker_specs(made.instance, made.placements, FaultPolicy(), locations={"chat": location}).values()
+    broken._workers["chat"] = Worker(spec, seen := object())
     with pytest.raises(WorkerError, match=r"could not be started again \(its folder is gone\)"):
         broken.restart("chat", seen)
-    mine = Process(77, 1)
-    broken._running["chat"], broken._assigned["chat"], killed = mine, SimpleNamespace(node="here", cores=None), []
+    broken._workers["chat"].process, killed = (process := Process(77, 1)), []
     monkeypatch.setattr(worker_group.nodes, "kill", lambda *process: killed.append(process))
     for _ in range(2):  # the number may be another process's by the second time
         with pytest.raises(WorkerError, match="could not be started again"):
             broken.restart("chat", seen, hung=True)
-    assert killed == [("here", mine)]
-    broken._assigned.clear()
+    assert killed == [("here", process)]
     models = Deployment(made, FaultPolicy(), [broken])
     assert models.cores() == {}  # nothing runs, and that is no error
     broken.stop()
@@ -78,7 +79,7 @@ def test_a_group_that_cannot_be_ended_keeps_none_of_the_others_running(monkeypat
     running = Deployment(plan([model("chat")], INSTANCES["inf2.48xlarge"]), FaultPolicy(), groups)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="cannot be removed"):
         running.close()
-    assert [one.stops for one in groups] == [1, 1] and asked == ["paceline-ledger"]
+    assert [one.stops for one in groups] == [1, 1] and asked == ["paceline-core-allocator"]
     running.close()
     assert [one.stops for one in groups] == [1, 1]
     with pytest.raises(OSError, match="cannot be removed"):
@@ -90,10 +91,7 @@ def test_the_longest_name_has_a_socket_in_a_temporary_folder_far_down(monkeypatc
     """The system's names of sockets end at 107 bytes."""
     monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * 55)
     made = plan([model("chat"), model("d" * 63, draft_of=("chat",))], INSTANCES["inf2.48xlarge"])
-    names = [item.label for item in made.placements]
-    cores = {item.label: item.cores for item in made.placements}
-    found = worker_spec.assignments(
-        made.instance, made.placements, FaultPolicy(), where=["here"] * 2, claims=names, cores=cores
-    )
-    address = found["chat"].address
-    assert address == found["d" * 63].address and address is not None and len(address.path) < 108
+    locations = {item.label: Location(item.label, "here", item.cores) for item in made.placements}
+    specs = worker_specs(made.instance, made.placements, FaultPolicy(), locations=locations)
+    address = specs["chat"].address
+    assert address == specs["d" * 63].address and address is not None and len(address.path) < 108

@@ -37,15 +37,15 @@ def pool(workshop: Workshop, clients: int) -> DraftPool:
 
 def test_a_pool_never_outgrows_its_plan(workshop: Workshop) -> None:
     made = pool(workshop, 2)
-    first, second = (made.lend(Handshake(0, name, 1, VOCABULARY)) for name in "ab")
+    first, second = (made.acquire(Handshake(0, name, 1, VOCABULARY)) for name in "ab")
     assert isinstance(first, ModelDrafter) and isinstance(second, ModelDrafter)
     assert first.decoder is not second.decoder
     with pytest.raises(ConfigurationError, match="room for 2 targets"):
-        made.lend(Handshake(0, "c", 1, VOCABULARY))
-    made.take_back(first)
+        made.acquire(Handshake(0, "c", 1, VOCABULARY))
+    made.release(first)
     with pytest.raises(ConfigurationError, match="same batch_size"):
-        made.lend(Handshake(0, "c", 2, VOCABULARY))
-    third = made.lend(Handshake(0, "c", 1, VOCABULARY - 1))
+        made.acquire(Handshake(0, "c", 2, VOCABULARY))
+    third = made.acquire(Handshake(0, "c", 1, VOCABULARY - 1))
     assert isinstance(third, ModelDrafter) and third.decoder is first.decoder
 
 
@@ -60,7 +60,7 @@ def test_a_draft_has_the_graphs_of_every_bucket_before_it_is_called(tmp_path: Pa
     (decoder,) = made._free
     assert len(decoder.kv_buckets) > 1
     before = dict(decoder._steps)
-    model = made.lend(Handshake(0, "a", 1, VOCABULARY))
+    model = made.acquire(Handshake(0, "a", 1, VOCABULARY))
     one = torch.ones(1, dtype=torch.int32)
     for length in (1, 70, 124, 128, 200, 290):
         model.add_request(0, [3] * length)
@@ -85,16 +85,16 @@ class FullOnce(socket.socket):
 
 
 def test_who_hangs_up_makes_room_and_a_full_table_of_files_is_no_end(workshop: Workshop, tmp_path: Path) -> None:
-    address, terms = Address(path=str(tmp_path / "s")), DrafterContract(4, 1, VOCABULARY)
+    address, contract = Address(path=str(tmp_path / "s")), DrafterContract(4, 1, VOCABULARY)
     listener = listen(address)
     with serving(FullOnce(fileno=listener.detach()), pool(workshop, 1)):
         for _ in range(3):
-            with closing(RemoteDrafter(terms, DrafterEndpoint(address, SECRET))) as target:
+            with closing(RemoteDrafter(contract, DrafterEndpoint(address, SECRET))) as target:
                 assert target.wait_until_up(20), target.health
 
 
 def test_a_server_that_has_ended_can_be_stopped_again(tmp_path: Path) -> None:
-    def nobody(_hello: Handshake) -> ModelDrafter:
+    def nobody(_: Handshake) -> ModelDrafter:
         raise AssertionError("nobody calls")
 
     server = DraftServer(listen(Address(path=str(tmp_path / "s"))), SECRET, UnpooledDrafters(nobody))

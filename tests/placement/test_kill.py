@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.placement.cluster.actors import ActorKeeper
+from paceline.placement.cluster.actors import ActorSupervisor
 from paceline.placement.host import processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="this system does not say when a process began")
@@ -24,7 +24,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
             made.kill()
 
 
-@pytest.mark.parametrize("end", [processes.kill, ActorKeeper("nobody", None).replace], ids=["kill", "keeper"])
+@pytest.mark.parametrize("end", [processes.kill, ActorSupervisor("nobody", None).replace], ids=["kill", "keeper"])
 def test_only_the_process_that_was_meant_is_killed(child: subprocess.Popen[bytes], end: object) -> None:
     assert callable(end)
     meant = processes.running(child.pid)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.core.errors import PlanError
-from paceline.placement import INSTANCES, DraftTimeouts, FaultPolicy, plan, read_care, read_models
+from paceline.placement import INSTANCES, DraftTimeouts, FaultPolicy, plan, read_fault_policy, read_models
 from paceline.placement.planning import detect, validate_plan
 from paceline.placement.planning.detect import matching, parse
 from tests.placement.wishes import model
@@ -85,10 +85,11 @@ def with_policy(home: Path, policy: str) -> Path:
 
 
 def test_the_fault_policy_stands_in_the_file(home: Path) -> None:
-    policy = read_care(
+    policy = read_fault_policy(
         with_policy(
             home,
-            "{startup_timeout_s: 3600, max_target_restarts: 0, draft_ahead: true, draft_timeouts: {reply_timeout_s: 0.5, max_failures: 2}}",
+            "{startup_timeout_s: 3600, max_target_restarts: 0, draft_ahead: true, "
+            "draft_timeouts: {reply_timeout_s: 0.5, max_failures: 2}}",
         )
     )
     assert policy == FaultPolicy(
@@ -98,25 +99,25 @@ def test_the_fault_policy_stands_in_the_file(home: Path) -> None:
         draft_timeouts=DraftTimeouts(reply_timeout_s=0.5, max_failures=2),
     )
     call(home, CHAT)
-    assert read_care(home / "models.yaml") == FaultPolicy()
+    assert read_fault_policy(home / "models.yaml") == FaultPolicy()
 
 
 @pytest.mark.parametrize(
     ("policy", "says"),
     [
-        ("{strat: 1}", "'strat' is not a key; there are startup_timeout_s, stall_timeout_s"),
+        ("{strat: 1}", "'strat' is not a key; the keys are startup_timeout_s, stall_timeout_s"),
         ("{makers: {}}", "'makers' is not a key"),
-        ("[1]", "fault_policy is a mapping"),
-        ("{startup_timeout_s: 0}", "fault_policy.startup_timeout_s must be seconds"),
-        ("{startup_timeout_s: .inf}", "fault_policy.startup_timeout_s must be seconds"),
+        ("[1]", "fault_policy must be a mapping"),
+        ("{startup_timeout_s: 0}", "fault_policy.startup_timeout_s must be greater than 0"),
+        ("{startup_timeout_s: .inf}", "fault_policy.startup_timeout_s must be less than or equal to 604800"),
         (
             "{draft_timeouts: {reply_timeout_s: 1" + "0" * 400 + "}}",
-            "fault_policy.draft_timeouts.reply_timeout_s must be seconds",
+            "fault_policy.draft_timeouts.reply_timeout_s must be a number",
         ),
         ("{max_target_restarts: 1.5}", "fault_policy.max_target_restarts must be a whole number"),
         ("{draft_ahead: 1}", "fault_policy.draft_ahead must be true or false"),
-        ("{draft_timeouts: 3}", "fault_policy.draft_timeouts is a mapping of reply_timeout_s"),
-        ("{draft_timeouts: {dead: 3}}", "fault_policy.draft_timeouts: 'dead' is not a key"),
+        ("{draft_timeouts: 3}", "fault_policy.draft_timeouts must be a mapping"),
+        ("{draft_timeouts: {dead: 3}}", "fault_policy.draft_timeouts.dead is not a key"),
         ("{draft_timeouts: {max_failures: true}}", "fault_policy.draft_timeouts.max_failures must be a whole number"),
     ],
 )
@@ -138,27 +139,30 @@ def test_a_fault_policy_that_is_wrong_is_refused_by_name(home: Path, policy: str
         (["{name: a, config: big, tpdegree: 8}"], "'tpdegree' is not a key"),
         (["{name: a, config: big, path: big}"], "one of them"),
         (["{name: a b, config: big}"], "a name is"),
-        (["{name: a, config: big, amp: f8}"], "amp='f8' is unknown"),
+        (["{name: a, config: big, amp: f8}"], "amp must be 'bf16', 'f16' or 'f32'"),
         (["{name: a, config: big, batch_size: 0}"], "batch_size must be"),
         (["{name: a, config: nowhere}"], "does not exist"),
-        (["[1, 2]"], "not a mapping"),
-        (["{name: a, config: big, tp_degree: 2, backend: magic}"], "backend='magic' is unknown; use one of inductor"),
-        (["{name: a, config: big, group_query_attention: thrifty}"], "group_query_attention='thrifty' is unknown"),
+        (["[1, 2]"], "must be a mapping"),
+        (
+            ["{name: a, config: big, tp_degree: 2, backend: magic}"],
+            "backend: 'magic' is unknown; use one of eager, inductor",
+        ),
+        (["{name: a, config: big, group_query_attention: thrifty}"], "group_query_attention: 'thrifty' is unknown"),
         ([CHAT.replace(": 8,", ": 8, group_query_attention: shard-over-batch,")], "'shard-over-batch' is not offered"),
         (["{name: a, config: big, group_query_attention: shard-over-batch}"], "'shard-over-batch' is not offered"),
         (["{name: a, config: big, tp_degree: 2, replicas: 2}", "{name: a.1, config: big}"], "both be called 'a.1'"),
         (
             [CHAT, quoted("{max_target: 2}")],
-            "'max_target' is not a key of quota; there are max_targets, max_slots, weights",
+            "quota.max_target is not a key; remove it or correct",
         ),
-        ([CHAT, quoted("3")], "quota is a mapping"),
+        ([CHAT, quoted("3")], "quota must be a mapping"),
         ([CHAT, quoted("{max_slots: 0}")], "quota.max_slots must be"),
         ([CHAT, quoted("{max_targets: true}")], "quota.max_targets must be"),
         ([CHAT, quoted("{weights: {chat: -1}}")], "quota.weights.chat must be"),
         ([CHAT, quoted("{weights: {chat: 1" + "0" * 400 + "}}")], "quota.weights.chat must be"),
-        ([CHAT, quoted("{weights: {chta: 2}}")], "quota.weights names 'chta'; its targets are chat"),
+        ([CHAT, quoted("{weights: {chta: 2}}")], "which is not a target of this draft; its targets are chat"),
         ([CHAT.replace(": 8,", ": 4, replicas: 3,"), quoted("{max_targets: 2}, replicas: 1")], "need 3"),
-        ([CHAT.replace("}", ", quota: {max_slots: 4}}")], "drafts for nobody"),
+        ([CHAT.replace("}", ", quota: {max_slots: 4}}")], "drafts for no target"),
         (["{name: a, config: big, tp_degree: 8, replicas: 3}", "{name: b, config: big}"], "0 of 24"),
         (["{name: a, config: big, tp_degree: 8, replicas: 400000000}"], "want 3200000000 cores, and inf2.48xlarge"),
         ([CHAT.replace(": 8,", ": 8, replicas: 1" + "0" * 30 + ","), quoted("{}, replicas: 1")], "ask for fewer"),
@@ -210,7 +214,7 @@ def test_files_that_are_no_models_file(home: Path) -> None:
     with pytest.raises(PlanError, match="cannot read"):
         read_models(home / "none.yaml")
     (home / "models.yaml").write_text(f"models:\n  - {CHAT.replace(': 8,', ': 8, tp_degree: 4,')}\n")
-    with pytest.raises(PlanError, match="the key 'tp_degree' stands there twice"):
+    with pytest.raises(PlanError, match="the key 'tp_degree' is there twice"):
         read_models(home / "models.yaml")
     assert CliRunner().invoke(app, ["plan", str(home / "none.yaml"), "--instance", "tpu"]).exit_code == 2
 

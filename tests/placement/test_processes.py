@@ -23,7 +23,7 @@ from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.footprint import Shape
 from paceline.placement.remote.channel import Address
 from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts, RemoteDrafter
-from paceline.placement.remote.local_process import LocalProcess, Order
+from paceline.placement.remote.process import LocalProcess, ProcessSpec
 from paceline.placement.remote.reconnect import DrafterEndpoint
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 
@@ -65,9 +65,9 @@ def test_cores_go_with_their_process() -> None:
 
 def test_a_secret_is_not_shown() -> None:
     secret = b"nobody is to read this"
-    order = Order(Address(path="s"), secret, {})
+    order = ProcessSpec(Address(path="s"), secret, {})
     assert "nobody" not in repr(order) + repr(DrafterEndpoint(order.address, secret))
-    assert secret.hex() in order.to_json()
+    assert ProcessSpec.from_json(order.to_json()) == order
 
 
 def test_an_environment_that_is_not_the_plan_s_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,12 +89,14 @@ def test_makers_are_found_by_name() -> None:
             maker(path)
 
 
-def order(workshop: Workshop, folder: Path, *, ahead: bool, slots: int, degree: int = 1) -> Order:
+def order(workshop: Workshop, folder: Path, *, ahead: bool, slots: int, degree: int = 1) -> ProcessSpec:
     shape = asdict(Shape("f32", "none", slots, 128))
     settings = {**shape, "folder": str(workshop.checkpoint("draft")), "backend": "eager", "k": 4, "ahead": ahead}
     settings |= {"tp_degree": degree, "group_query_attention": "replicated-heads" if degree > 1 else None}
     env = (("PACELINE_CORES", "2-3"), ("OMP_NUM_THREADS", "1"))
-    return Order(Address(path=str(folder / "s")), secrets.token_bytes(16), settings, cores=(2, 3), env=env)
+    return ProcessSpec(
+        Address(path=str(folder / "s")), secrets.token_bytes(16), settings, cores=CoreRange(2, 3), env=env
+    )
 
 
 @pytest.mark.parametrize(("ahead", "slots", "degree"), [(False, 2, 1), (True, 1, 2)])
@@ -104,13 +106,13 @@ def test_a_model_in_a_process_of_its_own(
     target = fresh(workshop.checkpoint(), batch_size=slots)
     asked = {"max_new_tokens": 60, "do_sample": True, "seed": 8}
     expected = target.sample(PROMPTS, verify_width=5, **asked).tolist()  # type: ignore[arg-type]
-    given = order(workshop, tmp_path, ahead=ahead, slots=slots, degree=degree)
+    spec = order(workshop, tmp_path, ahead=ahead, slots=slots, degree=degree)
     with ExitStack() as stack:
-        process = stack.enter_context(LocalProcess(given))
-        terms = DrafterContract(nodes=4, slots=slots, vocab_size=VOCABULARY, reach=128)
-        patience = DraftTimeouts(reply_timeout_s=2, backoff_s=0.01)
+        process = stack.enter_context(LocalProcess(spec))
+        contract = DrafterContract(num_draft_tokens=4, slots=slots, vocab_size=VOCABULARY, max_positions=128)
+        timeouts = DraftTimeouts(reply_timeout_s=2, backoff_s=0.01)
         draft = stack.enter_context(
-            closing(RemoteDrafter(terms, DrafterEndpoint(given.address, given.secret, process), patience=patience))
+            closing(RemoteDrafter(contract, DrafterEndpoint(spec.address, spec.secret, process), timeouts=timeouts))
         )
         assert draft.wait_until_up(60) and held() == dict.fromkeys((2, 3), process.pid)
         generator = SpeculativeGenerator(draft, target)
@@ -137,16 +139,12 @@ def test_a_model_in_a_process_of_its_own(
 
 
 def test_a_process_ends_with_its_parent(workshop: Workshop, tmp_path: Path) -> None:
-    given = order(workshop, tmp_path, ahead=False, slots=1)
+    spec = order(workshop, tmp_path, ahead=False, slots=1)
     program = (
-        "import sys; from paceline.placement.remote.local_process import LocalProcess, Order; "
-        "from paceline.placement.remote.channel import "
-        "Address; import json, time;"
-        "o = json.loads(sys.argv[1]);"
-        "p = LocalProcess(Order(Address.parse(o['address']), bytes.fromhex(o['secret']), o['settings'], cores=(2, 3)));"
-        "time.sleep(60)"
+        "import sys, time; from paceline.placement.remote.process import LocalProcess, ProcessSpec; "
+        "p = LocalProcess(ProcessSpec.from_json(sys.argv[1].encode())); time.sleep(60)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program, given.to_json()])
+    parent = subprocess.Popen([sys.executable, "-c", program, spec.to_json().decode()])
     end = time.monotonic() + 60
     while len(held()) < 2:
         assert time.monotonic() < end and parent.poll() is None

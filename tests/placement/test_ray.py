@@ -23,15 +23,27 @@ from paceline.core.errors import (
 )
 from paceline.placement import INSTANCES, Plan
 from paceline.placement.cluster import nodes
-from paceline.placement.cluster.actors import NAMESPACE
-from paceline.placement.cluster.core_allocator import NAME, CoreRequest, ledger
+from paceline.placement.cluster.core_allocator import NAME, CoreRequest, allocator
 from paceline.placement.cluster.deployment import Deployment, launch
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.nodes import NAMESPACE
 from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.quota import Quota
 from tests.decoder.tiny import Workshop
-from tests.placement.launched import CARE, PATIENCE, PROMPTS, SAMPLED, entry, pid_of, planned, ranks_of, wanted
+from tests.placement.launched import (
+    POLICY,
+    PROMPTS,
+    SAMPLED,
+    TIMEOUTS,
+    drafts,
+    entry,
+    pid_of,
+    planned,
+    ranks_of,
+    wait_for_draft,
+    wanted,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -49,9 +61,9 @@ def test_faults_change_no_token(cluster: Cluster, workshop: Workshop, pair: Plan
     """
     asked = {"max_new_tokens": 60, **SAMPLED}
     expected = wanted(workshop, PROMPTS, **asked)
-    with launch(pair, care=replace(CARE, stall_timeout_s=1, max_target_restarts=1)) as models:
+    with launch(pair, fault_policy=replace(POLICY, stall_timeout_s=1, max_target_restarts=1)) as models:
         chat = models.group("chat").actor
-        assert ray.get(chat("chat").wait_for_draft.remote(60))
+        wait_for_draft(models, "chat")
         assert models.cores() == {"chat": CoreRange(0, 1), "chat-draft": CoreRange(2, 3)}
         assert models.sample("chat", PROMPTS, **asked) == expected
         health = models.statistics("chat")["health"]
@@ -68,8 +80,9 @@ def test_faults_change_no_token(cluster: Cluster, workshop: Workshop, pair: Plan
                     os.kill(pid, number)
             assert found == expected, (who, number)
             end = time.monotonic() + 120
-            while pid_of(models, who) in (pid, None) or not ray.get(chat("chat").wait_for_draft.remote(5)):
-                models.sample("chat", PROMPTS[:1], max_new_tokens=4)  # a hung drafter is noticed in rounds
+            while pid_of(models, who) in (pid, None) or not drafts(
+                models, "chat"
+            ):  # a hung drafter is noticed in rounds
                 assert time.monotonic() < end, models.statistics("chat")
         assert models.cores()["chat"] == CoreRange(0, 1) and models.group("chat").restarts == 2
         with pytest.raises(PromptError, match="vocabulary"):
@@ -89,7 +102,7 @@ def test_faults_change_no_token(cluster: Cluster, workshop: Workshop, pair: Plan
 
 @pytest.mark.ray
 def test_models_side_by_side(cluster: Cluster, workshop: Workshop) -> None:
-    """Two targets with one draft, and a large one: all used at once; the ledger dies; one leaves and one comes.
+    """Two targets with one draft, and a large one: all used at once; the core allocator dies; one leaves and one comes.
 
     One deployment for all of it, since starting is what takes time.
     """
@@ -99,25 +112,26 @@ def test_models_side_by_side(cluster: Cluster, workshop: Workshop) -> None:
         workshop, "d", "draft", draft_of=["a", "b"], tp_degree=1, quota={"max_targets": 2, "weights": {"a": 2}}
     )
     with launch(
-        planned(*(entry(workshop, n) for n in "ab"), shared, entry(workshop, "c", tp_degree=4)), care=CARE
+        planned(*(entry(workshop, n) for n in "ab"), shared, entry(workshop, "c", tp_degree=4)), fault_policy=POLICY
     ) as models:
-        assert models.group("a").assignment("d").quota == Quota(2, 256, {"a": 2.0})
-        assert all(ray.get(models.group(name).actor(name).wait_for_draft.remote(60)) for name in "ab")
+        assert models.group("a").spec("d").quota == Quota(2, 256, {"a": 2.0})
+        for name in "ab":
+            wait_for_draft(models, name)
         assert together(models, asked) == dict.fromkeys("abc", expected)
         for name in "ab":
             health = models.statistics(name)["health"]
             assert isinstance(health, dict) and health["answered"] > 0 == health["lost"]
         one_reloads(models, asked, expected)
-        ledger_dies(models, silent="c")
+        allocator_dies(models, silent="c")
         models.stop("a")  # and with it its group: the other target of their draft, and the draft
         (left,) = models.fragmentation().values()
         assert (left.free, dict(left.runs)[8], dict(left.runs)[4]) == (20, 2, 5)
         models.add(planned(entry(workshop, "e", tp_degree=2)))  # planned on 0-1, where c is
         assert models.cores() == {"c": CoreRange(0, 3), "e": CoreRange(4, 5)}  # no whole run of eight is broken
         claims = [CoreRequest(name, 8, CoreRange(0, 7)) for name in "xyz"]
-        node = models.group("c").assignment("c").node
+        node = models.group("c").spec("c").node
         with pytest.raises(PlanError, match="2 cores free but no aligned run of 8"):
-            ray.get(ledger(INSTANCES["inf2.48xlarge"]).claim.remote(node, claims))
+            ray.get(allocator(INSTANCES["inf2.48xlarge"]).claim.remote(node, claims))
         held = models.stream("c", PROMPTS[:1], max_new_tokens=100)
         next(held)  # its slot is taken: the other one waits, or shares rounds, and has its own tokens
         held.close()
@@ -153,7 +167,7 @@ def one_reloads(models: Deployment, asked: dict, expected: list[list[int]]) -> N
     assert found == [expected]
 
 
-def ledger_dies(models: Deployment, *, silent: str) -> None:
+def allocator_dies(models: Deployment, *, silent: str) -> None:
     """It knows all cores again; those of a worker that cannot be asked, too."""
     keeper = ray.get_actor(NAME, NAMESPACE)
     taken = ray.get(keeper.taken.remote())
@@ -172,9 +186,11 @@ def test_a_divided_target_dies_with_its_ranks_and_comes_back(cluster: Cluster, w
     entries = entry(workshop, "chat"), entry(workshop, "chat-draft", "draft", draft_of="chat")
     with launch(
         planned(*entries),
-        care=FaultPolicy(startup_timeout_s=90, stall_timeout_s=20, placement_timeout_s=30, draft_timeouts=PATIENCE),
+        fault_policy=FaultPolicy(
+            startup_timeout_s=90, stall_timeout_s=20, placement_timeout_s=30, draft_timeouts=TIMEOUTS
+        ),
     ) as models:
-        assert ray.get(models.group("chat").actor("chat").wait_for_draft.remote(60))
+        wait_for_draft(models, "chat")
         for restarts, lost in enumerate(("worker", "rank"), 1):
             found = [list(prompt) for prompt in PROMPTS]
             pid = pid_of(models, "chat")
@@ -212,7 +228,7 @@ def abandoned(models: Deployment, asked: dict, ranks: list[int]) -> None:
 def test_a_worker_refuses_what_was_not_planned(cluster: Cluster, pair: Plan) -> None:
     first = replace(pair.placements[0], env=(*pair.placements[0].env, ("NEURON_RT_VISIBLE_CORES", "4-5")))
     with pytest.raises(WorkerError, match="not started as planned"):
-        launch(replace(pair, placements=(first,)), care=CARE)
+        launch(replace(pair, placements=(first,)), fault_policy=POLICY)
 
 
 @pytest.mark.ray
@@ -243,14 +259,13 @@ def test_a_draft_on_another_node_is_called_over_tcp(cluster: Cluster, workshop: 
     )
     try:
         assert blocked.wait(10)
-        with pytest.raises(PlanError, match=r"Care\.near"):
-            launch(apart, care=replace(CARE, placement_timeout_s=2))
-        with launch(apart, care=replace(CARE, colocate=False)) as models:
-            chat, draft = (models.group("chat").assignment(label) for label in ("chat", "chat-draft"))
+        with pytest.raises(PlanError, match="colocate"):
+            launch(apart, fault_policy=replace(POLICY, placement_timeout_s=2))
+        with launch(apart, fault_policy=replace(POLICY, colocate=False)) as models:
+            chat, draft = (models.group("chat").spec(label) for label in ("chat", "chat-draft"))
             assert chat.node != draft.node == other.node_id and chat.address == draft.address
             assert draft.address is not None and draft.address.port and chat.secret not in str(draft).encode()
-            worker = models.group("chat").actor("chat")
-            assert ray.get(worker.wait_for_draft.remote(60))
+            wait_for_draft(models, "chat")
             pid = pid_of(models, "chat-draft")
             assert pid is not None
             assert models.sample("chat", PROMPTS, **asked) == expected
@@ -258,7 +273,7 @@ def test_a_draft_on_another_node_is_called_over_tcp(cluster: Cluster, workshop: 
             assert isinstance(health, dict) and health["answered"] > 0 == health["lost"]
             os.kill(pid, signal.SIGSTOP)
             end = time.monotonic() + 120
-            while pid_of(models, "chat-draft") in (pid, None) or not ray.get(worker.wait_for_draft.remote(5)):
+            while pid_of(models, "chat-draft") in (pid, None) or not drafts(models, "chat"):
                 assert models.sample("chat", PROMPTS, **asked) == expected
                 assert time.monotonic() < end, models.statistics("chat")
             gone = threading.Thread(target=cluster.remove_node, args=(other, False))
@@ -288,14 +303,14 @@ def test_a_request_survives_the_loss_of_its_node(cluster: Cluster, workshop: Wor
     other = cluster.add_node(num_cpus=1, resources={"neuron_cores": 24, "other": 1}, object_store_memory=100 << 20)
     blocked = ray.util.placement_group([{"neuron_cores": 24, "node:__internal_head__": 0.1}])
     assert blocked.wait(10)  # so that the group goes to the other node
-    with launch(pair, care=CARE) as models:
+    with launch(pair, fault_policy=POLICY) as models:
         ray.util.remove_placement_group(blocked)
         found = [list(prompt) for prompt in PROMPTS]
-        here = models.group("chat").assignment("chat").node
+        here = models.group("chat").spec("chat").node
         for index, piece in enumerate(models.stream("chat", PROMPTS, **asked)):
             found[piece.index] += piece.tokens
             if index == 4:
                 cluster.remove_node(other, allow_graceful=False)
         assert found == expected
-        assert models.group("chat").moves == 1 and models.group("chat").assignment("chat").node != here
+        assert models.group("chat").moves == 1 and models.group("chat").spec("chat").node != here
         assert models.sample("chat", PROMPTS, **asked) == expected

@@ -34,10 +34,12 @@ HASTE = DraftTimeouts(
 
 
 def remote(
-    keeper: Forked, *, slots: int = 1, k: int = 4, patience: DraftTimeouts = HASTE, wait: bool = True
+    supervisor: Forked, *, slots: int = 1, k: int = 4, timeouts: DraftTimeouts = HASTE, wait: bool = True
 ) -> RemoteDrafter:
-    terms = DrafterContract(nodes=k, slots=slots, vocab_size=V, reach=64)
-    made = RemoteDrafter(terms, DrafterEndpoint(keeper.address, SECRET, keeper, patience=8), patience=patience)
+    contract = DrafterContract(num_draft_tokens=k, slots=slots, vocab_size=V, max_positions=64)
+    made = RemoteDrafter(
+        contract, DrafterEndpoint(supervisor.address, SECRET, supervisor, startup_timeout_s=8), timeouts=timeouts
+    )
     assert not wait or made.wait_until_up(30)
     return made
 
@@ -80,7 +82,7 @@ def test_a_drafter_elsewhere_is_a_drafter_here(tmp_path: Path, stack: ExitStack,
 
 def test_proposals_of_many_lengths_travel_as_long_as_agreed(tmp_path: Path, stack: ExitStack) -> None:
     address = Address(path=str(tmp_path / "s"))
-    stack.enter_context(serving(listen(address), UnpooledDrafters(lambda _hello: SuffixDrafter(4))))
+    stack.enter_context(serving(listen(address), UnpooledDrafters(lambda _: SuffixDrafter(4))))
     draft = stack.enter_context(closing(RemoteDrafter(DrafterContract(4, 1, V), DrafterEndpoint(address, SECRET))))
     assert draft.wait_until_up(30)
     done = run(SpeculativeGenerator(draft, target()), PROMPTS, max_new_tokens=30)
@@ -92,11 +94,11 @@ def test_proposals_of_many_lengths_travel_as_long_as_agreed(tmp_path: Path, stac
 
 def test_a_target_that_drafts_for_itself_elsewhere_is_always_accepted(tmp_path: Path, stack: ExitStack) -> None:
     """Every row the process reads is the right one, after restarts too."""
-    keeper = stack.enter_context(closing(Forked(tmp_path)))
-    draft = stack.enter_context(closing(remote(keeper)))
+    supervisor = stack.enter_context(closing(Forked(tmp_path)))
+    draft = stack.enter_context(closing(remote(supervisor)))
     for kill in (False, True):
         if kill:
-            keeper.signal(signal.SIGKILL)
+            supervisor.signal(signal.SIGKILL)
         done = run(SpeculativeGenerator(draft, target()), [PROMPTS[3]], max_new_tokens=21)
         assert texts(done) == wanted([PROMPTS[3]], max_new_tokens=21)
         revived(draft)
@@ -113,8 +115,8 @@ def revived(draft: RemoteDrafter) -> None:
 def test_two_hundred_faults_change_no_token(tmp_path: Path, stack: ExitStack) -> None:
     """Faults of every kind at random, from inside and from outside; every text is that of plain decoding."""
     dice = random.Random(11)
-    keeper = stack.enter_context(closing(Forked(tmp_path, faults=FAULTS, rate=0.25, slow=0.3)))
-    draft = stack.enter_context(closing(remote(keeper, slots=2)))
+    supervisor = stack.enter_context(closing(Forked(tmp_path, faults=FAULTS, rate=0.25, slow=0.3)))
+    draft = stack.enter_context(closing(remote(supervisor, slots=2)))
     generator = Checked(draft, target(2))
     signals, total, answered = 0, DrafterHealth(), 0
     for turn in range(200):
@@ -125,7 +127,7 @@ def test_two_hundred_faults_change_no_token(tmp_path: Path, stack: ExitStack) ->
         for number, event in enumerate(generator.stream(prompts, **asked)):
             found[event.index] += event.tokens
             if number == hit:
-                keeper.signal(dice.choice((signal.SIGKILL, signal.SIGSTOP)))
+                supervisor.signal(dice.choice((signal.SIGKILL, signal.SIGSTOP)))
                 signals += 1
         assert found == wanted(prompts, **asked), (turn, draft.health)
         health = generator.statistics.drafter_health
@@ -142,8 +144,8 @@ def test_two_hundred_faults_change_no_token(tmp_path: Path, stack: ExitStack) ->
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_counted_for_what_it_is(tmp_path: Path, stack: ExitStack, fault: str) -> None:
-    keeper = stack.enter_context(closing(Forked(tmp_path, faults=[fault], rate=1.0, slow=0.3)))
-    draft = stack.enter_context(closing(remote(keeper, patience=HASTE)))
+    supervisor = stack.enter_context(closing(Forked(tmp_path, faults=[fault], rate=1.0, slow=0.3)))
+    draft = stack.enter_context(closing(remote(supervisor, timeouts=HASTE)))
     generator = Checked(draft, target())
     asked = {"max_new_tokens": 12, "seed": 5, **SAMPLED}
     assert texts(run(generator, PROMPTS[:1], **asked)) == wanted(PROMPTS[:1], **asked)
@@ -159,15 +161,15 @@ def test_each_fault_is_counted_for_what_it_is(tmp_path: Path, stack: ExitStack, 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_speculation_comes_back_within_a_request(tmp_path: Path, stack: ExitStack, number: signal.Signals) -> None:
-    keeper = stack.enter_context(closing(Forked(tmp_path)))
-    draft = stack.enter_context(closing(remote(keeper)))
+    supervisor = stack.enter_context(closing(Forked(tmp_path)))
+    draft = stack.enter_context(closing(remote(supervisor)))
     generator = Checked(draft, target())
     found, before, after = list(PROMPTS[0]), 0, 0
     for index, event in enumerate(generator.stream(PROMPTS[:1], max_new_tokens=56)):
         found += event.tokens
         if index == 3:
             before = draft.health.answered
-            keeper.signal(number)
+            supervisor.signal(number)
         elif index == 7 and number == signal.SIGSTOP:
             time.sleep(HASTE.hang_timeout_s)
         elif index == 9:
@@ -178,24 +180,26 @@ def test_speculation_comes_back_within_a_request(tmp_path: Path, stack: ExitStac
 
 
 def test_a_drafter_that_never_comes_costs_no_token(tmp_path: Path, stack: ExitStack) -> None:
-    keeper = stack.enter_context(closing(Forked(tmp_path)))
-    keeper.close()
-    draft = stack.enter_context(closing(remote(keeper, wait=False)))
+    supervisor = stack.enter_context(closing(Forked(tmp_path)))
+    supervisor.close()
+    draft = stack.enter_context(closing(remote(supervisor, wait=False)))
     done = run(SpeculativeGenerator(draft, target()), PROMPTS, max_new_tokens=9)
     assert texts(done) == wanted(PROMPTS, max_new_tokens=9)
     health = done.statistics.drafter_health
     assert health is not None and health.state == "down" and health.asked == 0 < health.skipped
 
 
-@pytest.mark.parametrize("trips", [1 << 30, 1100], ids=["asked again", "restarted"])
-def test_a_drafter_that_fails_for_weeks_is_no_error(tmp_path: Path, stack: ExitStack, trips: int) -> None:
+@pytest.mark.parametrize("max_failures", [1 << 30, 1100], ids=["asked again", "restarted"])
+def test_a_drafter_that_fails_for_weeks_is_no_error(tmp_path: Path, stack: ExitStack, max_failures: int) -> None:
     """Each fault doubled the time it rests, in a number that floats have no room for after a thousand of them."""
     address = Address(path=str(tmp_path / "s"))
-    failing = UnpooledDrafters(lambda hello: Faulty(hello.slots, 4, faults=["raise"], rate=1.0, seed=0, slow=0.0))
+    failing = UnpooledDrafters(
+        lambda handshake: Faulty(handshake.slots, 4, faults=["raise"], rate=1.0, seed=0, slow=0.0)
+    )
     stack.enter_context(serving(listen(address), failing))
-    patience = DraftTimeouts(max_failures=trips, backoff_s=1e-9, max_backoff_s=1e-9)
+    timeouts = DraftTimeouts(max_failures=max_failures, backoff_s=1e-9, max_backoff_s=1e-9)
     draft = stack.enter_context(
-        closing(RemoteDrafter(DrafterContract(4, 1, V), DrafterEndpoint(address, SECRET), patience=patience))
+        closing(RemoteDrafter(DrafterContract(4, 1, V), DrafterEndpoint(address, SECRET), timeouts=timeouts))
     )
     assert draft.wait_until_up(30)
     draft.add_request(0, [1, 2])
@@ -232,7 +236,7 @@ def test_a_target_says_how_long_it_was_at_work_and_not_how_long_nothing_was_aske
     ahead.paused = pauses.append  # type: ignore[method-assign]
     stack.enter_context(serving(listen(address), UnpooledDrafters(lambda _: ahead)))
     draft = stack.enter_context(
-        closing(RemoteDrafter(DrafterContract(4, 1, V, reach=64), DrafterEndpoint(address, SECRET)))
+        closing(RemoteDrafter(DrafterContract(4, 1, V, max_positions=64), DrafterEndpoint(address, SECRET)))
     )
     assert draft.wait_until_up(30)
     for requests in (1, 2):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 import socket
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
@@ -17,46 +19,47 @@ from paceline.core.types import Commit, DraftShape, Proposal
 from paceline.placement.host.processes import Process
 from paceline.placement.planning.quota import Quota
 from paceline.placement.remote import messages
-from paceline.placement.remote.blanks import BlankRound
+from paceline.placement.remote.cache_warm import CommitBuffer
 from paceline.placement.remote.channel import Address, Channel, connect, listen
 from paceline.placement.remote.server import UnpooledDrafters
 from tests.placement.faulty import SECRET
 from tests.placement.served import serving
 
 
-def ask(number: int, *, slots: int = 2, width: int = 3) -> messages.ProposeRequest:
-    numbers = list(range(-1, slots * (width + 3) - 1))
-    return messages.ProposeRequest(
-        number, ((1, (5, 0, 7)), (0, ())), slots, width, numbers, 9, sampling_tensors([Sampling(0.5, seed=-3)] * slots)
-    )
+def propose(number: int, *, slots: int = 2, width: int = 3, **changes: object) -> messages.ProposeRequest:
+    numbers = messages.pack_words(range(-1, slots * (width + 3) - 1))
+    sampling = messages.SamplingWords.of(sampling_tensors([Sampling(0.5, seed=-3)] * slots))
+    texts = ((1, (5, 0, 7)), (0, ()))
+    fields = {"texts": texts, "numbers": numbers, "max_rows": 9, "sampling": sampling, **changes}
+    return messages.ProposeRequest(number, slots=slots, width=width, **fields)  # type: ignore[arg-type]
 
 
-def flat(message: object) -> object:
-    """Fields with tensors as lists, to compare by value."""
-    if isinstance(message, torch.Tensor | memoryview):
-        return message.tolist()
-    if hasattr(message, "__slots__"):
-        return type(message), [flat(getattr(message, name)) for name in message.__slots__]
-    return message
-
-
-MESSAGES = [
+REQUESTS: list[messages.Request] = [
     messages.Handshake(0, "chät", 4, 96),
     messages.AddRequest(1, 2, (0, 1, 95)),
-    ask(2),
-    ask(1 << 40, slots=1, width=1),
-    ask(7)._replace(sampling=None, pause=1_000_000_000),
+    propose(2),
+    propose(1 << 40, slots=1, width=1),
+    propose(7, sampling=None, pause_us=1_000_000_000),
+]
+REPLIES: list[messages.Reply] = [
     messages.HandshakeReply(3, 4, None, Process(77, 2**31 - 1)),
     messages.HandshakeReply(3, 4, 128, Process(77, 0)),
-    messages.ProposeReply(4, 2, 2, [-1, 3, 2, 0], True),
-    messages.ProposeReply(4, 3, 0, [], False),
+    messages.ProposeReply(4, 2, 2, messages.pack_words([-1, 3, 2, 0]), True),
+    messages.ProposeReply(4, 3, 0, messages.pack_words([]), False),
     messages.ErrorReply(5, "no, nö"),
 ]
+MESSAGES = [*((one, messages.decode_request) for one in REQUESTS), *((one, messages.decode_reply) for one in REPLIES)]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_comes_out_as_it_went_in(message: messages.Request | messages.Reply) -> None:
-    assert flat(messages.decode(bytearray(messages.encode(message)))) == flat(message)
+@pytest.mark.parametrize(("message", "decode"), MESSAGES, ids=lambda value: type(value).__name__)
+def test_a_message_comes_out_as_it_went_in(message: object, decode: Callable[[bytearray], object]) -> None:
+    assert decode(bytearray(messages.encode(message))) == message  # type: ignore[arg-type]
+
+
+def test_sampling_comes_out_as_it_went_in() -> None:
+    sampling = sampling_tensors([Sampling(0.5, top_k=3, seed=-3), Sampling()])
+    again = messages.SamplingWords.of(sampling).tensors()
+    assert torch.equal(again.params, sampling.params) and torch.equal(again.seeds, sampling.seeds)
 
 
 @pytest.mark.parametrize(("slots", "width"), [(1, 5), (4, 2)])
@@ -66,15 +69,19 @@ def test_a_round_comes_out_as_it_went_in(slots: int, width: int) -> None:
         torch.randint(-1, 1 << 30, shape, generator=dice, dtype=torch.int32)
         for shape in ((slots, width), *[(slots,)] * 3)
     )
-    found, bounds = BlankRound(slots, width).fill(torch.cat((tokens.view(-1), *rest)).numpy().data, 7)
-    assert all(map(torch.equal, (found.tokens, found.count, found.first_row), (tokens, *rest[:2])))
-    assert torch.equal(bounds.max_accept, rest[2]) and bounds.max_rows == 7 and found.count.dtype == torch.int32
+    numbers = memoryview(torch.cat((tokens.view(-1), *rest)).numpy().tobytes())
+    commit, limits = CommitBuffer(slots, width).fill(
+        propose(1, slots=slots, width=width, numbers=numbers, max_rows=7, sampling=None)
+    )
+    assert all(map(torch.equal, (commit.tokens, commit.count, commit.first_row), (tokens, *rest[:2])))
+    assert torch.equal(limits.max_accept, rest[2]) and limits.max_rows == 7 and commit.count.dtype == torch.int32
 
 
 def test_what_is_no_message_is_refused_and_nothing_else_happens() -> None:
     dice = random.Random(3)
     for _ in range(3000):
-        frame = bytearray(messages.encode(dice.choice(MESSAGES)))
+        message, decode = dice.choice(MESSAGES)
+        frame = bytearray(messages.encode(message))
         for _ in range(dice.randrange(1, 4)):
             change = dice.randrange(3)
             if change == 0 and frame:
@@ -84,17 +91,52 @@ def test_what_is_no_message_is_refused_and_nothing_else_happens() -> None:
             else:
                 frame += dice.randbytes(dice.randrange(8))
         with suppress(ChannelError):
-            messages.decode(frame)
-    for frame in (bytearray(), bytearray(b"\x02" + b"\0" * 20), bytearray(messages.encode(ask(1)) + b"0000")):
+            decode(frame)
+    whole = messages.encode(propose(1))
+    for frame in (bytearray(), bytearray(b"\x02" + b"\0" * 20), bytearray(whole + b"0000"), bytearray(whole[:-1])):
+        with pytest.raises(ChannelError, match="was not understood"):
+            messages.decode_request(frame)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"numbers": messages.pack_words([1])},
+        {"slots": 0},
+        {"width": 0},
+        {"max_rows": -1},
+        {"pause_us": 1 << 40},
+        {"texts": ((-1, ()),)},
+        {"sampling": messages.SamplingWords(memoryview(b""), memoryview(b""))},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_request_whose_numbers_contradict_each_other_is_refused(changes: dict[str, object]) -> None:
+    """Built on the wire by a side that checks nothing: the sizes of what follows are taken from these numbers."""
+    good = propose(1)
+    fields = ["propose", *(changes.get(name, getattr(good, name)) for name in good.__struct_fields__)]
+    frame = bytearray(msgspec.msgpack.encode(fields))
+    with pytest.raises(ChannelError, match="was not understood"):
+        messages.decode_request(frame)
+
+
+def test_another_version_of_the_protocol_is_refused() -> None:
+    frame = bytearray(msgspec.msgpack.encode(["handshake", 0, "a", 1, 96, messages.VERSION + 1]))
+    with pytest.raises(ChannelError, match="same version of paceline"):
+        messages.decode_request(frame)
+
+
+def test_a_request_is_no_reply() -> None:
+    for message, decode in ((REQUESTS[0], messages.decode_reply), (REPLIES[0], messages.decode_request)):
         with pytest.raises(ChannelError):
-            messages.decode(frame)
+            decode(bytearray(messages.encode(message)))
 
 
 def test_addresses() -> None:
     for text in ("unix:/tmp/a b", "tcp:10.0.0.1:99", "tcp:::1:5"):
         assert str(Address.parse(text)) == text
     for text in ("", "unix:", "tcp:host", "tcp:host:port", "tcp:host:\u00b2", "tcp:host:65536", "http://x"):
-        with pytest.raises(ConfigurationError, match="no address"):
+        with pytest.raises(ConfigurationError, match="not an address"):
             Address.parse(text)
 
 
@@ -106,7 +148,7 @@ def pair(stack: ExitStack) -> tuple[Channel, socket.socket]:
 
 def test_a_deadline_cuts_no_frame_in_two(stack: ExitStack) -> None:
     here, raw = pair(stack)
-    frame = messages.encode(MESSAGES[2])
+    frame = messages.encode(REQUESTS[2])
     data = len(frame).to_bytes(4, "little") + frame
     for at in range(len(data) - 1):
         raw.send(data[at : at + 1])
@@ -114,7 +156,7 @@ def test_a_deadline_cuts_no_frame_in_two(stack: ExitStack) -> None:
     raw.send(data[-1:] + data)
     assert here.arrived() == [frame, frame] and here.receive(0) is None
     raw.send((1 << 31).to_bytes(4, "little"))
-    with pytest.raises(ChannelError, match="no frame of ours"):
+    with pytest.raises(ChannelError, match="is not paceline"):
         here.receive(0)
 
 
@@ -143,17 +185,15 @@ class Slow:
 
 def slow(address: Address, quota: Quota) -> AbstractContextManager[None]:
     """Two milliseconds a proposal for every id of the target's vocabulary."""
-    return serving(listen(address), UnpooledDrafters(lambda hello: Slow(0.002 * hello.vocab_size)), quota)
+    return serving(listen(address), UnpooledDrafters(lambda handshake: Slow(0.002 * handshake.vocab_size)), quota)
 
 
-def hello(
-    stack: ExitStack, address: Address, name: str, *, cost: int = 1
-) -> tuple[Channel, messages.Request | messages.Reply]:
+def connected(stack: ExitStack, address: Address, name: str, *, cost: int = 1) -> tuple[Channel, messages.Reply]:
     channel = stack.enter_context(closing(connect(address, SECRET, seconds=5)))
     channel.send(messages.encode(messages.Handshake(0, name, 2, cost)), 1)
     frame = channel.receive(5)
     assert frame is not None
-    return channel, messages.decode(frame)
+    return channel, messages.decode_reply(frame)
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
@@ -168,7 +208,7 @@ def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -
         rude = stack.enter_context(socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET))
         rude.connect(address.path or (address.host, address.port))
         rude.send(b"GET / HTTP/1.1\r\n\r\n" + bytes(90))  # nobody waits for this one
-        channel, reply = hello(stack, address, "a")
+        channel, reply = connected(stack, address, "a")
         assert isinstance(reply, messages.HandshakeReply) and (channel.peer() is None) == (kind == "tcp")
         channel.send(messages.encode(messages.ErrorReply(1, "not a request")), 1)
         with pytest.raises(ChannelError, match="hung up"):
@@ -178,16 +218,16 @@ def test_a_stranger_is_not_served(tmp_path: Path, stack: ExitStack, kind: str) -
 def test_quotas_are_kept(tmp_path: Path, stack: ExitStack) -> None:
     address = Address(path=str(tmp_path / "s"))
     with slow(address, Quota(max_targets=2, max_slots=4)):
-        first, _ = hello(stack, address, "a")
-        second, reply = hello(stack, address, "b")
+        first, _ = connected(stack, address, "a")
+        second, reply = connected(stack, address, "b")
         assert isinstance(reply, messages.HandshakeReply)
-        _, reply = hello(stack, address, "c")
+        _, reply = connected(stack, address, "c")
         assert isinstance(reply, messages.ErrorReply) and "quota" in reply.reason
         first.close()
         end = time.monotonic() + 60
         while isinstance(reply, messages.ErrorReply):  # who leaves makes room
             assert time.monotonic() < end
-            _, reply = hello(stack, address, "c")
+            _, reply = connected(stack, address, "c")
         assert second.receive(0) is None
 
 
@@ -196,7 +236,7 @@ def test_turns_are_fair_and_shares_count(tmp_path: Path, stack: ExitStack) -> No
     address = Address(path=str(tmp_path / "s"))
     with slow(address, Quota(weights={"double": 2.0})):
         channels = {
-            name: hello(stack, address, name, cost=cost)[0] for name, cost in (("a", 4), ("b", 1), ("double", 1))
+            name: connected(stack, address, name, cost=cost)[0] for name, cost in (("a", 4), ("b", 1), ("double", 1))
         }
         costs = {"a": 4, "b": 1, "double": 1}
         done = dict.fromkeys(channels, 0)
@@ -205,11 +245,11 @@ def test_turns_are_fair_and_shares_count(tmp_path: Path, stack: ExitStack) -> No
         for name, channel in channels.items():
             for _ in range(60):
                 sent[name] += 1
-                channel.send(messages.encode(ask(sent[name])), 1)
+                channel.send(messages.encode(propose(sent[name])), 1)
         while sum(done.values()) < 70:
             for name, channel in channels.items():
                 while (frame := channel.receive(0.001)) is not None:
-                    reply = messages.decode(frame)
+                    reply = messages.decode_reply(frame)
                     assert isinstance(reply, messages.ProposeReply) and reply.number == done[name] + 1  # in order
                     done[name] += 1
                     order.append(name)
@@ -244,14 +284,15 @@ def test_a_drafter_that_fails_in_a_usual_round_is_asked_again(tmp_path: Path, st
     """What a failed round left behind is not gone through when the next one is prepared."""
     address = Address(path=str(tmp_path / "s"))
     with serving(listen(address), UnpooledDrafters(lambda _: Fickle(bad))):
-        channel, _ = hello(stack, address, "a")
+        channel, _ = connected(stack, address, "a")
         kinds = []
         for number in range(1, 7):
-            usual = ask(number, width=3 if number < 5 else 4)._replace(texts=(), pause=1)
-            channel.send(messages.encode(usual if number == 1 else usual._replace(sampling=None)), 1)
+            first = {} if number == 1 else {"sampling": None}
+            usual = propose(number, width=3 if number < 5 else 4, texts=(), pause_us=1, **first)
+            channel.send(messages.encode(usual), 1)
             frame = channel.receive(5)
             assert frame is not None
-            kinds.append(type(messages.decode(frame)))
+            kinds.append(type(messages.decode_reply(frame)))
             time.sleep(0.02)  # so that the server prepares for the next round
         assert kinds == [
             messages.ProposeReply,

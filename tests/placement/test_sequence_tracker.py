@@ -1,4 +1,4 @@
-"""Whatever happens between a target and its drafter's process: the process knows every text that it is asked about."""
+"""Whatever happens between a target and its drafter's process, it has read every sequence that it is asked about."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from paceline.core.types import PAD, Commit
-from paceline.placement.remote.sequence_tracker import Texts, lists
+from paceline.placement.remote.sequence_tracker import CommitRows, SequenceTracker
 
 SLOTS, WIDTH = 3, 3
 
 
 class Both:
-    """Texts as they are, the book that is kept of them, and a process that reads what it is told."""
+    """Sequences as they are, the tracker that follows them, and a process that reads what it is sent."""
 
-    def __init__(self, seed: int, reach: int | None) -> None:
-        self.dice, self.reach, self.book = random.Random(seed), reach, Texts(reach)
+    def __init__(self, seed: int, max_positions: int | None) -> None:
+        self.dice, self.max_positions, self.tracker = random.Random(seed), max_positions, SequenceTracker(max_positions)
         self.texts: dict[int, list[int]] = {}
         self.process: dict[int, list[int]] = {}
         self.rereads = 0
@@ -26,9 +26,9 @@ class Both:
         slot = self.dice.randrange(SLOTS)
         prompt = [self.dice.randrange(90) for _ in range(self.dice.randrange(1, 6))]
         self.texts[slot] = list(prompt)
-        self.book.admit(slot, prompt)
+        self.tracker.add_request(slot, prompt)
         if self.dice.random() < 0.7:
-            self.book.told(slot)
+            self.tracker.mark_read(slot)
             self.process[slot] = list(prompt)
         else:
             self.process.pop(slot, None)
@@ -36,7 +36,7 @@ class Both:
     def release(self) -> None:
         slot = self.dice.randrange(SLOTS)
         self.texts.pop(slot, None)
-        self.book.release(slot)
+        self.tracker.finish_request(slot)
 
     def round(self) -> None:
         tokens, count, start = [], [], []
@@ -51,42 +51,42 @@ class Both:
             count.append(size)
         commit = Commit(*(torch.tensor(numbers, dtype=torch.int32) for numbers in (tokens, count, start)))
         for _ in range(self.dice.choice((1, 1, 1, 2))):
-            self.book.note(commit)
+            self.tracker.record(commit)
         if self.dice.random() < 0.7:
             self.ask(commit)
 
     def ask(self, commit: Commit) -> None:
-        now = lists(commit)
-        unread = self.book.unread(commit, now)
-        self.rereads += len(unread)
+        rows = CommitRows.of(commit)
+        missing = self.tracker.missing(commit, rows)
+        self.rereads += len(missing)
         fails = self.dice.random() < 0.1
         if fails and self.dice.random() < 0.5:
-            self.book.forget()  # it could not even be sent
+            self.tracker.reset()  # it could not be sent
             return
-        self.book.asked(now)
-        self.process |= {slot: list(text) for slot, text in unread}
+        self.tracker.sent(rows)
+        self.process |= {slot: list(text) for slot, text in missing}
         for slot, text in self.texts.items():
-            if now[1][slot] and (self.reach is None or len(text) <= self.reach):
-                start = now[2][slot]
+            if rows.counts[slot] and (self.max_positions is None or len(text) <= self.max_positions):
+                start = rows.first_rows[slot]
                 assert self.process[slot][:start] == text[:start] and len(self.process[slot]) == start
                 self.process[slot] = list(text)
         if fails:
             self.process = {}
-            self.book.forget()
+            self.tracker.reset()
         else:
-            self.book.answered()
+            self.tracker.acked()
 
 
-@pytest.mark.parametrize("reach", [None, 30])
-def test_the_process_has_read_all_that_comes_before_the_commit(reach: int | None) -> None:
+@pytest.mark.parametrize("max_positions", [None, 30])
+def test_the_process_has_read_all_that_comes_before_the_commit(max_positions: int | None) -> None:
     for seed in range(60):
-        both = Both(seed, reach)
+        both = Both(seed, max_positions)
         for _ in range(80):
             both.dice.choice([both.round] * 8 + [both.admit, both.release])()
         assert both.rereads
 
 
-def test_texts_that_simply_go_on_are_not_read_again() -> None:
+def test_sequences_that_simply_go_on_are_not_read_again() -> None:
     both = Both(3, None)
     both.dice.random = lambda: 0.5  # type: ignore[method-assign]  # nothing fails, and every round asks
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""How a connection to a drafter comes about: who is refused, who is replaced, and a keeper that fails."""
+"""How a connection to a drafter comes about: a refusal, a replaced process, and a supervisor that fails."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from paceline.placement.remote.server import UnpooledDrafters
 from tests.placement.faulty import SECRET, V, drafter
 from tests.placement.served import serving
 
-PATIENCE = DraftTimeouts(backoff_s=0.002, max_backoff_s=0.05)
+TIMEOUTS = DraftTimeouts(backoff_s=0.002, max_backoff_s=0.05)
 
 
 @dataclass
 class Asked:
-    """A keeper that keeps nothing, and may fail."""
+    """A supervisor that starts nothing, and may fail."""
 
     fails: bool = False
     acts: list[str] = field(default_factory=list)
@@ -36,19 +36,21 @@ class Asked:
     def _act(self, name: str) -> bool:
         self.acts.append(name)
         if self.fails:
-            raise RuntimeError("the keeper fails")
+            raise RuntimeError("the supervisor fails")
         return False
 
 
-def tables(address: Address, clients: int = 2) -> AbstractContextManager[None]:
+def tables(address: Address, max_targets: int = 2) -> AbstractContextManager[None]:
     """Table models that draft four tokens, for so many targets."""
-    return serving(listen(address), UnpooledDrafters(lambda hello: drafter(hello.slots, 4)), Quota(max_targets=clients))
+    return serving(
+        listen(address), UnpooledDrafters(lambda hello: drafter(hello.slots, 4)), Quota(max_targets=max_targets)
+    )
 
 
-def called(stack: ExitStack, address: Address, keeper: Asked, *, nodes: int = 4) -> RemoteDrafter:
-    terms = DrafterContract(nodes=nodes, slots=1, vocab_size=V)
-    caller = DrafterEndpoint(address, SECRET, keeper, patience=0.3)
-    return stack.enter_context(closing(RemoteDrafter(terms, caller, patience=PATIENCE)))
+def called(stack: ExitStack, address: Address, supervisor: Asked, *, k: int = 4) -> RemoteDrafter:
+    contract = DrafterContract(num_draft_tokens=k, slots=1, vocab_size=V)
+    endpoint = DrafterEndpoint(address, SECRET, supervisor, startup_timeout_s=0.3)
+    return stack.enter_context(closing(RemoteDrafter(contract, endpoint, timeouts=TIMEOUTS)))
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -60,30 +62,30 @@ def until(holds: Callable[[], bool]) -> None:
 
 def test_a_refused_target_lets_the_process_live_and_says_why(tmp_path: Path, stack: ExitStack) -> None:
     """It serves another one. Who is refused is let in when there is room."""
-    address, keeper = Address(path=str(tmp_path / "s")), Asked()
-    stack.enter_context(tables(address, clients=1))
+    address, supervisor = Address(path=str(tmp_path / "s")), Asked()
+    stack.enter_context(tables(address, max_targets=1))
     first = called(stack, address, Asked())
     assert first.wait_until_up(20)
-    second, misfit = called(stack, address, keeper), called(stack, address, keeper, nodes=3)
+    second, misfit = called(stack, address, supervisor), called(stack, address, supervisor, k=3)
     time.sleep(0.8)  # longer than the patience with a process that does not answer
-    assert keeper.acts == [] and first.health.state == "up"
+    assert supervisor.acts == [] and first.health.state == "up"
     for draft in (second, misfit):
         assert draft.health.state == "down" and "quota" in draft.health.last_error
     first.close()
     until(lambda: second.health.state == "up" or "not 3" in misfit.health.last_error)
-    assert keeper.acts == []
+    assert supervisor.acts == []
 
 
 def test_a_process_that_cannot_be_called_is_replaced_after_the_patience(tmp_path: Path, stack: ExitStack) -> None:
-    keeper = Asked()
-    draft = called(stack, Address(path=str(tmp_path / "s")), keeper)
-    until(lambda: "replace" in keeper.acts)
+    supervisor = Asked()
+    draft = called(stack, Address(path=str(tmp_path / "s")), supervisor)
+    until(lambda: "replace" in supervisor.acts)
     assert draft.health.state == "down" and "no drafter answers" in draft.health.last_error
 
 
-def test_a_keeper_that_fails_does_not_end_the_calling(tmp_path: Path, stack: ExitStack) -> None:
-    address, keeper = Address(path=str(tmp_path / "s")), Asked(fails=True)
-    draft = called(stack, address, keeper)
-    until(lambda: {"replace", "ensure"} <= set(keeper.acts))
+def test_a_supervisor_that_fails_does_not_end_the_calling(tmp_path: Path, stack: ExitStack) -> None:
+    address, supervisor = Address(path=str(tmp_path / "s")), Asked(fails=True)
+    draft = called(stack, address, supervisor)
+    until(lambda: {"replace", "ensure"} <= set(supervisor.acts))
     stack.enter_context(tables(address))
     assert draft.wait_until_up(20) and draft.health.state == "up"
