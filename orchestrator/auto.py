@@ -52,7 +52,8 @@ class SamplingDecoder(CompiledDecoder):
         **keywords: Any,
     ) -> Tensor | GenerationResult:
         """As `SpeculativeGenerator.sample`."""
-        return self.generator.sample(input_ids, sequence_length, params, **keywords)
+        result: Tensor | GenerationResult = self.generator.sample(input_ids, sequence_length, params, **keywords)
+        return result
 
     def stream(
         self,

@@ -108,7 +108,7 @@ class SpeculativeGenerator:
         SamplingError or ConfigurationError before any work starts; DecoderBusyError if a decoder is in use.
         """
         params = _merged(params, sequence_length, overrides)
-        requests = Request.batch(input_ids, params, self.limits, attention_mask)
+        requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
         streamers.check(streamer, len(requests))
         with self._held() as statistics:
             options = CallOptions.of(requests, params.verify_width)
@@ -134,7 +134,7 @@ class SpeculativeGenerator:
         stream is at its end, closed or dropped.
         """
         params = _merged(params, sequence_length, overrides)
-        requests = Request.batch(input_ids, params, self.limits, attention_mask)
+        requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
         return self.serve(ListQueue(requests), CallOptions.of(requests, params.verify_width))
 
     def serve(self, queue: RequestQueue, options: CallOptions) -> OutputStream:

@@ -187,6 +187,7 @@ class Request:
         input_ids: InputIds,
         params: SamplingParams,
         limits: TargetLimits,
+        *,
         attention_mask: Tensor | None = None,
     ) -> list[Request]:
         """Checked requests, in row order.
