@@ -5,16 +5,17 @@ from __future__ import annotations
 from paceline.core.protocols import Drafter
 from paceline.placement.cluster.roles import Settings
 from paceline.placement.remote.server import DrafterPool
-from paceline.workers import hosting
+from paceline.workers.draft import make_drafters
+from paceline.workers.target import TargetHost, make_target
 
 MAKERS = {role: f"benchmarks.undivided:{role}" for role in ("target", "draft")}
 
 
-def target(settings: Settings, drafter: Drafter | None) -> hosting.TargetHost:
+def target(settings: Settings, drafter: Drafter | None) -> TargetHost:
     """A target's worker."""
-    return hosting.target({**settings, "tp_degree": 1}, drafter)
+    return make_target({**settings, "tp_degree": 1}, drafter)
 
 
 def draft(settings: Settings) -> DrafterPool:
     """A draft's worker."""
-    return hosting.draft({**settings, "tp_degree": 1})
+    return make_drafters({**settings, "tp_degree": 1})

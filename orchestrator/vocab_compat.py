@@ -50,7 +50,7 @@ def between(draft: CompiledDecoder, target: CompiledDecoder, kind: VocabularyLik
     if kind == "retokenize":
         return _usable(TokenizerPair(target=_tokenizer(target, "target"), draft=_tokenizer(draft, "draft")))
     if kind == "same":
-        _check(draft, target)
+        check_same_tokenizer((draft.folder, target.folder), (draft.config.vocab_size, target.config.vocab_size))
         return VocabMap(*sizes)
     theirs, ours = (None if d.folder is None else _vocabulary(d.folder) for d in (target, draft))
     if theirs is None or ours is None:
@@ -93,9 +93,13 @@ def _usable(made: TokenizerPair) -> TokenizerPair:
     return made
 
 
-def _check(draft: CompiledDecoder, target: CompiledDecoder) -> None:
-    ours, theirs = (None if d.folder is None else _vocabulary(d.folder) for d in (draft, target))
-    sizes = (draft.config.vocab_size, target.config.vocab_size)
+def check_same_tokenizer(folders: tuple[Path | None, Path | None], sizes: tuple[int, int]) -> None:
+    """Raise PairingError unless draft and target, in this order, give their ids the same meaning.
+
+    folders  of their checkpoints; None where there is none
+    sizes    of their vocabularies
+    """
+    ours, theirs = (None if folder is None else _vocabulary(folder) for folder in folders)
     if ours is None or theirs is None:
         if sizes[0] != sizes[1]:
             raise PairingError(

@@ -29,7 +29,7 @@ PARTS: dict[str, frozenset[str]] = {
     "training": frozenset({"core", "decoder", "training"}),
     "medusa": frozenset({"core", "decoder", "draft.base", "training", "medusa"}),
     "eagle": frozenset({"core", "decoder", "draft.base", "training", "eagle"}),
-    "placement": frozenset({"core", "decoder", "placement"}),
+    "placement": frozenset({"core", "decoder", "placement", "config"}),
     "orchestrator": frozenset(
         {"core", "decoder", "draft", "target", "training", "medusa", "eagle", "placement", "orchestrator"}
     ),

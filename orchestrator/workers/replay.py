@@ -1,8 +1,7 @@
-"""A drafter that knows the beginning: a text that was cut off by a fault is verified again and then goes on.
+"""A drafter that proposes known text first: after a fault, what was emitted is verified again before anything new.
 
-What was emitted is proposed as drafts, k at a time, and stands, for the target chooses it again (same seed, same
-positions, same graph). So the cache becomes what it was, through the graph that made it. After that the drafter behind
-is asked as usual.
+The emitted tokens are proposed as drafts, k at a time. The target accepts them all, because it chooses them again (same
+seed, same positions, same graph), so its cache becomes bitwise what it was. Then the wrapped drafter takes over.
 """
 
 from __future__ import annotations
@@ -19,48 +18,49 @@ from paceline.outputs import ReportsHealth
 
 
 class Replay:
-    """In front of another drafter; without emitted tokens it only passes on."""
+    """Wraps a drafter; for requests without emitted tokens it only passes calls on."""
 
     def __init__(self, inner: Drafter) -> None:
         self._inner, self.draft_shape, self.max_positions = inner, inner.draft_shape, inner.max_positions
-        self.reads, self._nodes = inner.reads, inner.draft_shape.num_draft_tokens
-        self._coming: list[int] = []
-        self._known: dict[int, list[int]] = {}  # slot -> prompt and what was emitted, until all of it is verified
+        self.reads, self._num_draft_tokens = inner.reads, inner.draft_shape.num_draft_tokens
+        self._next_emitted: list[int] = []
+        self._texts: dict[int, list[int]] = {}  # slot -> prompt and emitted tokens, until all of them are verified
 
     @property
     def health(self) -> DrafterHealth | None:
-        """Of the drafter behind, if that has any."""
+        """That of the wrapped drafter, if it reports any."""
         return self._inner.health if isinstance(self._inner, ReportsHealth) else None
 
     def expect(self, emitted: Sequence[int]) -> None:
-        """The request that takes a slot next has these tokens already."""
-        self._coming = list(emitted)
+        """The next request to be added has emitted these tokens already."""
+        self._next_emitted = list(emitted)
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
-        self._known.pop(slot, None)
-        if self._coming:
-            self._known[slot], self._coming = [*prompt, *self._coming], []
+        self._texts.pop(slot, None)
+        if self._next_emitted:
+            self._texts[slot], self._next_emitted = [*prompt, *self._next_emitted], []
         self._inner.add_request(slot, prompt, features)
 
     def finish_request(self, slot: int) -> None:
-        self._known.pop(slot, None)
+        self._texts.pop(slot, None)
         self._inner.finish_request(slot)
 
     def update(self, commit: Commit) -> None:
         self._inner.update(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-        """What is known to follow; for the other slots, what the drafter behind says."""
-        if not self._known:
+        """Known tokens for the slots that have any left, the wrapped drafter's proposals for the others."""
+        if not self._texts:
             return self._inner.propose(commit, sampling, bounds)
         starts, ends = commit.first_row.tolist(), (commit.first_row + commit.count).tolist()
-        self._known = {slot: text for slot, text in self._known.items() if ends[slot] < len(text)}
-        rows = {slot: text[ends[slot] : ends[slot] + self._nodes] for slot, text in self._known.items()}
-        if all(slot in rows for slot, start in enumerate(starts) if start > 0):
-            made = torch.full((len(starts), self._nodes), PAD, dtype=torch.int32)
+        self._texts = {slot: text for slot, text in self._texts.items() if ends[slot] < len(text)}
+        known = {slot: text[ends[slot] : ends[slot] + self._num_draft_tokens] for slot, text in self._texts.items()}
+        if all(slot in known for slot, start in enumerate(starts) if start > 0):
+            proposal = torch.full((len(starts), self._num_draft_tokens), PAD, dtype=torch.int32)
         else:
-            said = self._inner.propose(commit, sampling, bounds).tokens
-            made = nn.functional.pad(said, (0, self._nodes - said.shape[1]), value=PAD)
-        for slot, row in rows.items():
-            made[slot] = torch.tensor(row + [PAD] * (self._nodes - len(row)), dtype=torch.int32)
-        return Proposal(made)
+            drafted = self._inner.propose(commit, sampling, bounds).tokens
+            proposal = nn.functional.pad(drafted, (0, self._num_draft_tokens - drafted.shape[1]), value=PAD)
+        for slot, row in known.items():
+            padding = [PAD] * (self._num_draft_tokens - len(row))
+            proposal[slot] = torch.tensor(row + padding, dtype=torch.int32)
+        return Proposal(proposal)

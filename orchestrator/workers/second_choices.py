@@ -1,7 +1,7 @@
-"""Reads a draft model's rows again, for a drafter that works ahead: to put them right, or to see its second choices.
+"""Reads rows of a draft model again, for a drafter that works ahead: to repair its cache, or for its second choices.
 
-A window of the decoder that drafts, over its own cache: one pass, where a proposal takes one for every token. The
-drafting graphs are as they were.
+Both are one pass over a window of the draft's own cache, where a proposal takes a pass for every token. The graphs that
+draft are not changed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.draft.vocab_map import VocabMap
 
-_CANDIDATES = 64  # noise for all ids of a large vocabulary takes longer than the model
+_CANDIDATES = 64  # noise for every id of a large vocabulary would take longer than the model
 
 
 class SecondChoices:
-    """A `paceline.placement.lookahead.drafter.SecondChoiceModel` of a draft model. ``vocabulary``: between the
-    target's ids and its own.
+    """A `paceline.placement.lookahead.drafter.SecondChoiceModel` over a draft model.
+
+    ``vocabulary``: maps between the target's ids and the draft's.
     """
 
     def __init__(self, decoder: CompiledDecoder, vocabulary: VocabMap) -> None:
@@ -33,8 +34,10 @@ class SecondChoices:
     def seconds(
         self, commit: Commit, drafts: Tensor, sampling: SamplingTensors, *, rows: int
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """See the protocol. Scores are the draft's logits; where a slot samples, over temperature and with the noise of
-        their position, which is the target's too. Only the likeliest tokens are looked at; of what cuts, only top-k.
+        """See the protocol. drafts [B, k] int32.
+
+        Scores are the draft's logits; where a slot samples, over temperature and with the noise of their position,
+        which is the target's noise too. Only the most likely tokens are considered, and of the filters only top-k.
         """
         end = commit.first_row + commit.count
         root = commit.tokens.gather(1, (commit.count - 1).to(torch.int64).unsqueeze(1))
@@ -42,17 +45,17 @@ class SecondChoices:
         first = drafts.clamp(min=0).to(torch.int64).unsqueeze(-1)
         likely, ids = logits.topk(min(_CANDIDATES, logits.shape[-1]))
         top_k = sampling.params[:, 1].view(-1, 1, 1)
-        cut = (ids == first) | ((top_k > 0) & (torch.arange(ids.shape[-1]) >= top_k))
+        excluded = (ids == first) | ((top_k > 0) & (torch.arange(ids.shape[-1]) >= top_k))
         scores, ids = torch.cat((logits.gather(-1, first), likely), -1), torch.cat((first, ids), -1).to(torch.int32)
         if bool((sampling.params[:, 0] > 0).any()):
-            places = end.unsqueeze(1) + torch.arange(drafts.shape[1], dtype=torch.int32)
-            scores = probs.add_gumbel(scores, places, sampling, ids=ids)
-        second = torch.where(cut, reduce.NEGATIVE, scores[..., 1:]).max(-1)
+            positions = end.unsqueeze(1) + torch.arange(drafts.shape[1], dtype=torch.int32)
+            scores = probs.add_gumbel(scores, positions, sampling, ids=ids)
+        second = torch.where(excluded, reduce.NEGATIVE, scores[..., 1:]).max(-1)
         gaps = scores[..., 0] - second.values
         return ids[..., 1:].gather(-1, second.indices.unsqueeze(-1)).squeeze(-1).tolist(), gaps.tolist()
 
     def _window(self, tokens: Tensor, row: Tensor, rows: int) -> Tensor:
-        """tokens [B, T] and row [B] of the first -> logits [B, T, V] over the target's ids."""
-        reach = self._decoder.bucket_for(rows + tokens.shape[1])
-        logits, _ = steps.window(self._decoder, self._vocabulary.known(tokens), row, bucket=reach)
+        """tokens [B, T] and row [B] of the first one -> logits [B, T, V] over the target's ids."""
+        kv_bucket = self._decoder.bucket_for(rows + tokens.shape[1])
+        logits, _ = steps.window(self._decoder, self._vocabulary.known(tokens), row, bucket=kv_bucket)
         return self._vocabulary.logits(logits)

@@ -1,8 +1,8 @@
-"""A desk: calls from many threads share the rounds of one generator.
+"""`SharedEngine`: calls from many threads share the rounds of one generator.
 
-Requests join free slots between rows of rounds, in the order of the calls, and leave when they are done or unwanted.
-A call with logits processors needs other rounds: it waits until the slots are empty, and has them for itself.
-Not here: what a request is (`request`), rounds (`loop`), processes and sockets.
+Requests take free slots between rounds, in the order of their calls, and leave when they are finished or aborted. A
+call that needs rounds of another kind (`CallOptions`) waits until the slots are empty, and calls of the first kind wait
+for it. Not here: what a request is (`engine.request`), rounds (`engine.engine`), processes and sockets.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import replace
+from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,14 +21,16 @@ from paceline.core.detokenizer import Decodes
 from paceline.core.errors import CheckpointError
 from paceline.engine.engine import CallOptions
 from paceline.engine.request import Request
-from paceline.generator import Sampler
+from paceline.generator import SpeculativeGenerator
 from paceline.outputs import RequestOutput
-from paceline.target.host_verifier import Processor
 from paceline.workers.replay import Replay
 
 
 class GuardedTokenizer:
-    """A tokenizer that raises in no round, since others are in it too. ``failed``: what it would have raised."""
+    """A tokenizer that never raises in a round, where the error would end the requests of other callers too.
+
+    ``failed``: the error it would have raised.
+    """
 
     def __init__(self, tokenizer: Decodes) -> None:
         self._tokenizer = tokenizer
@@ -38,102 +41,124 @@ class GuardedTokenizer:
             text: object = self._tokenizer.decode(token_ids, **options)
             if isinstance(text, str):
                 return text
-            why = f"{text!r} is no text"
-        except Exception as error:  # tokenizers raise what they like
-            why = repr(error)
+            reason = f"{text!r} is no text"
+        except Exception as error:  # tokenizers raise errors of any class
+            reason = repr(error)
         self.failed = CheckpointError(
-            f"the tokenizer cannot turn ids {token_ids} into text, in which stop strings are looked for ({why}); "
-            "give the model its own tokenizer, or no stop strings"
+            f"the tokenizer cannot turn ids {token_ids} into text, in which stop strings are searched ({reason}); "
+            "give the model its own tokenizer, or ask without stop strings"
         )
         return ""
 
 
 class RequestGroup:
-    """Requests that came together, with one tokenizer. ``told``: events for whoever called; None ends them."""
+    """The requests of one call, which share a tokenizer.
 
-    def __init__(self, requests: Sequence[Request], emitted: Sequence[Sequence[int]], processor: Processor | None):
+    options     the kind of rounds they need
+    outputs     go to the caller: None ends them, an error is raised there
+    unfinished  number of requests
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        emitted: Sequence[Sequence[int]],
+        *,
+        numbers: Sequence[int],
+        options: CallOptions,
+    ) -> None:
         tokenizer = requests[0].stopping.tokenizer
-        self._reader = None if tokenizer is None else GuardedTokenizer(tokenizer)
-        read = [replace(one, stopping=replace(one.stopping, tokenizer=self._reader)) for one in requests]
-        self.waiting = deque(zip(read, emitted, strict=True))
-        self.first, self.open, self.processor = requests[0].index, len(requests), processor
-        self.told: SimpleQueue[RequestOutput | Exception | None] = SimpleQueue()
+        self._tokenizer = None if tokenizer is None else GuardedTokenizer(tokenizer)
+        self.indices = {number: request.index for number, request in zip(numbers, requests, strict=True)}
+        guarded = [
+            replace(request, index=number, stopping=replace(request.stopping, tokenizer=self._tokenizer))
+            for number, request in zip(numbers, requests, strict=True)
+        ]
+        self.waiting = deque(zip(guarded, emitted, strict=True))
+        self.unfinished, self.options = len(requests), options
+        self.outputs: SimpleQueue[RequestOutput | Exception | None] = SimpleQueue()
 
     @property
     def failed(self) -> CheckpointError | None:
         """Why it cannot go on, if it cannot."""
-        return None if self._reader is None else self._reader.failed
+        return None if self._tokenizer is None else self._tokenizer.failed
 
 
 class SharedEngine:
-    """A `paceline.engine.engine.RequestQueue` to a generator that runs in a thread of its own. ``events``: how many
-    were handed out.
+    """A `paceline.engine.engine.RequestQueue` of a generator that runs in a thread of its own.
+
+    ``num_outputs``: how many outputs requests have received; it grows while anyone is served.
     """
 
-    def __init__(self, generator: Sampler, replay: Replay | None) -> None:
+    def __init__(self, generator: SpeculativeGenerator, replay: Replay | None) -> None:
         self._generator, self._replay = generator, replay
         self._changed = threading.Condition()
-        self._calls: deque[RequestGroup] = deque()  # those with requests that wait
-        self._tickets: dict[str, RequestGroup] = {}
-        self._early: deque[str] = deque(maxlen=256)  # tickets given up before they came
-        self._seated: dict[int, RequestGroup] = {}
-        self._unwanted: set[int] = set()
-        self._done: list[RequestGroup] = []  # they hear of it when the books of their last round are closed
-        self._period: Processor | None = None
-        self._next = self.events = 0
-        worker = threading.Thread(target=self._work, args=(torch.get_num_threads(),), daemon=True, name="paceline-desk")
-        worker.start()
+        self._groups: dict[str, RequestGroup] = {}  # by ticket, in order of arrival
+        self._running: dict[int, RequestGroup] = {}  # by the number of a request in a slot
+        self._aborted: set[int] = set()  # requests in slots that the engine is to drop
+        self._aborted_early: deque[str] = deque(maxlen=256)  # tickets that were aborted before their call arrived
+        self._options = CallOptions()  # of the rounds that run now
+        self._numbers = count()
+        self.num_outputs = 0
+        threading.Thread(
+            target=self._work, args=(torch.get_num_threads(),), daemon=True, name="paceline-engine"
+        ).start()
 
     def stream(
-        self, ticket: str, requests: Sequence[Request], emitted: Sequence[Sequence[int]], *, processor: Processor | None
+        self,
+        ticket: str,
+        requests: Sequence[Request],
+        emitted: Sequence[Sequence[int]],
+        *,
+        verify_width: int | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Events of these requests, by their place in the call. ``emitted``: what each has already, to be verified."""
-        call = self._admit(ticket, requests, emitted, processor=processor)
-        if call is None:
+        """Outputs of the requests of one call. From any thread.
+
+        ``emitted``: tokens that each request has emitted before a fault; they are verified again and come out again.
+        """
+        group = self._enqueue(ticket, requests, emitted, verify_width=verify_width)
+        if group is None:
             return
         try:
-            while (told := call.told.get()) is not None:
-                if isinstance(told, Exception):
-                    raise told
-                yield replace(told, index=told.index - call.first)
+            while (output := group.outputs.get()) is not None:
+                if isinstance(output, Exception):
+                    raise output
+                yield replace(output, index=group.indices[output.index])
         finally:
-            if self._tickets.get(ticket) is call:
-                self.abort(ticket)
+            with self._changed:
+                if self._groups.get(ticket) is group:
+                    self._end(ticket, None)
 
     def abort(self, ticket: str) -> None:
-        """Nobody wants that call any more: its stream ends, and its slots are free after the round that runs."""
+        """End the stream of that call; its slots are free after the round that runs now."""
         with self._changed:
-            call = self._tickets.pop(ticket, None)
-            if call is None:
-                self._early.append(ticket)
-                return
-            self._end(call, None)
+            if ticket in self._groups:
+                self._end(ticket, None)
+            else:
+                self._aborted_early.append(ticket)
 
-    def _admit(
-        self, ticket: str, requests: Sequence[Request], emitted: Sequence[Sequence[int]], *, processor: Processor | None
+    def _enqueue(
+        self, ticket: str, requests: Sequence[Request], emitted: Sequence[Sequence[int]], *, verify_width: int | None
     ) -> RequestGroup | None:
+        options = CallOptions.of(requests, verify_width)
         with self._changed:
-            if ticket in self._early:
+            if ticket in self._aborted_early:
                 return None
-            numbered = [replace(request, index=self._next + place) for place, request in enumerate(requests)]
-            self._next += len(requests)
-            call = self._tickets[ticket] = RequestGroup(numbered, emitted, processor)
-            self._calls.append(call)
+            numbers = [next(self._numbers) for _ in requests]
+            group = self._groups[ticket] = RequestGroup(requests, emitted, numbers=numbers, options=options)
             self._changed.notify()
-            return call
+            return group
 
-    # ---- the door, and the thread that runs rounds
+    # ---- the request queue, and the thread that runs rounds
 
     def pop(self) -> Request | None:
         """See `paceline.engine.engine.RequestQueue`."""
         with self._changed:
-            if not self._calls or self._calls[0].processor is not self._period:
+            group = self._first_waiting()
+            if group is None or group.options != self._options:
                 return None
-            call = self._calls[0]
-            request, emitted = call.waiting.popleft()
-            if not call.waiting:
-                self._calls.popleft()
-            self._seated[request.index] = call
+            request, emitted = group.waiting.popleft()
+            self._running[request.index] = group
             if self._replay is not None:
                 self._replay.expect(emitted)
             return request
@@ -141,58 +166,58 @@ class SharedEngine:
     def take_aborted(self) -> Collection[int]:
         """See `paceline.engine.engine.RequestQueue`."""
         with self._changed:
-            found, self._unwanted = self._unwanted, set()
-            return found
+            aborted, self._aborted = self._aborted, set()
+            return aborted
+
+    def _first_waiting(self) -> RequestGroup | None:
+        return next((group for group in self._groups.values() if group.waiting), None)
 
     def _work(self, threads: int) -> None:
-        torch.set_num_threads(threads)  # each thread has its own number
+        torch.set_num_threads(threads)  # each thread has a number of its own
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._calls)
-                self._period = self._calls[0].processor
+                group = self._changed.wait_for(self._first_waiting)
+                assert group is not None
+                self._options = group.options
             try:
-                for event in self._generator.serve(self, CallOptions(self._period)):
-                    self._tell(event)
-            except Exception as error:  # whatever it is, every caller hears of it, and the next one may have more luck
+                for output in self._generator.serve(self, self._options):
+                    self._hand_out(output)
+            except Exception as error:  # every caller gets it, whatever it is; later calls may succeed
                 self._fail(error)
             with self._changed:
-                self._close_books()
-                self._unwanted.clear()
+                self._end_finished()
+                self._aborted.clear()
 
-    def _tell(self, event: RequestOutput) -> None:
+    def _hand_out(self, output: RequestOutput) -> None:
         with self._changed:
-            self._close_books()
-            self.events += 1
-            call = self._seated.get(event.index)
-            if call is None:
+            self._end_finished()
+            self.num_outputs += 1
+            group = self._running.get(output.index)
+            if group is None:
                 return
-            if (failed := call.failed) is not None:
-                self._end(call, failed)
+            if (error := group.failed) is not None:
+                self._end(next(ticket for ticket, other in self._groups.items() if other is group), error)
                 return
-            call.told.put(event)
-            if event.finish_reason is not None:
-                del self._seated[event.index]
-                call.open -= 1
-                if not call.open:
-                    self._done.append(call)
+            group.outputs.put(output)
+            if output.finish_reason is not None:
+                del self._running[output.index]
+                group.unfinished -= 1
 
-    def _end(self, call: RequestGroup, why: Exception | None) -> None:
-        """It takes part in no further round."""
-        if call in self._calls:
-            self._calls.remove(call)
-        mine = [index for index, other in self._seated.items() if other is call]
-        self._unwanted.update(mine)
-        for index in mine:
-            del self._seated[index]
-        call.told.put(why)
+    def _end_finished(self) -> None:
+        """End the streams of finished calls: only now, since statistics include their last round from now on."""
+        for ticket in [ticket for ticket, group in self._groups.items() if not group.unfinished]:
+            self._end(ticket, None)
 
-    def _close_books(self) -> None:
-        while self._done:
-            self._done.pop().told.put(None)
+    def _end(self, ticket: str, error: Exception | None) -> None:
+        """The call takes part in no further round."""
+        group = self._groups.pop(ticket)
+        for index in [index for index, other in self._running.items() if other is group]:
+            del self._running[index]
+            self._aborted.add(index)
+        group.outputs.put(error)
 
     def _fail(self, error: Exception) -> None:
         with self._changed:
-            for call in {*self._calls, *self._seated.values()}:
-                call.told.put(error)
-            self._calls.clear()
-            self._seated.clear()
+            self._end_finished()
+            for ticket in list(self._groups):
+                self._end(ticket, error)

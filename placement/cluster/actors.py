@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
@@ -20,7 +20,14 @@ import torch
 from paceline.core.errors import ConfigurationError, RankError, WorkerError
 from paceline.placement.cluster import nodes
 from paceline.placement.cluster.nodes import NAMESPACE
-from paceline.placement.cluster.roles import MakeDrafters, MakeTarget, Settings, TokenDelta, maker
+from paceline.placement.cluster.roles import (
+    GenerateRequest,
+    MakeDrafters,
+    MakeTarget,
+    Settings,
+    TokenDelta,
+    maker,
+)
 from paceline.placement.cluster.worker_spec import WorkerSpec
 from paceline.placement.host import environment, processes
 from paceline.placement.host.core_locks import CoreLocks
@@ -111,21 +118,19 @@ class TargetWorker(_Worker):
             drafter = RemoteDrafter(link.contract, endpoint, timeouts=link.timeouts)
         self._target = cast(MakeTarget, maker(spec.maker))(spec.settings, drafter)
 
-    def stream(
-        self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], *, ask: Settings
-    ) -> Iterator[TokenDelta]:
+    def stream(self, request: GenerateRequest) -> Iterator[TokenDelta]:
         """See `paceline.placement.cluster.roles.Target`. A divided model that lost a rank cannot go on: its worker
         ends too.
         """
         try:
-            yield from self._target.stream(ticket, prompts, emitted, ask=ask)
+            yield from self._target.stream(request)
         except RankError:
             log.exception("a rank of %s is lost; its process ends, to be restarted", self._spec.label)
             os._exit(1)  # its caller has another one started, and loses no token
 
-    def leave(self, ticket: str) -> None:
+    def abort(self, ticket: str) -> None:
         """See `paceline.placement.cluster.roles.Target`. Ray cannot interrupt one of several threads."""
-        self._target.leave(ticket)
+        self._target.abort(ticket)
 
     def progress(self) -> int:
         """See `paceline.placement.cluster.roles.Target`; answers while all streams are taken."""

@@ -5,34 +5,43 @@ Not here: who serves it and what happens when a target dies (`deployment`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import ray
 
-from paceline.core.errors import ConfigurationError
-from paceline.placement.cluster.roles import TokenDelta
+from paceline.placement.cluster.roles import GenerateRequest, TokenDelta
 
 
 @dataclass(slots=True)
 class Call:
-    """A call under way: what each request has so far."""
+    """A call under way: what each request has so far. ``params``: `paceline.engine.request.SamplingParams`."""
 
-    prompts: list[list[int]]
+    prompts: tuple[tuple[int, ...], ...]
+    params: object
     emitted: list[list[int]]
-    ask: dict[str, object]
     open: list[int]
     deaths: int = 0
     unwanted: bool = False
-    leave: Callable[[], object] | None = None
+    abort: Callable[[], object] | None = None
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], params: object) -> Call:
+        """A call that has not begun."""
+        ids = tuple(tuple(prompt) for prompt in prompts)
+        return cls(ids, params, [[] for _ in ids], list(range(len(ids))))
+
+    def request(self, ticket: str) -> GenerateRequest:
+        """What a target is asked for: all that is not finished."""
+        return GenerateRequest(ticket, self.prompts, self.params, tuple(map(tuple, self.emitted)), tuple(self.open))
 
     def give_up(self) -> None:
         """From any thread: the target is told, if one is at it."""
         self.unwanted = True
-        if self.leave is not None:
+        if self.abort is not None:
             with suppress(ray.exceptions.RayError):
-                self.leave()
+                self.abort()
 
 
 class Stream:
@@ -56,13 +65,3 @@ class Stream:
     def __del__(self) -> None:
         if self._call.open:
             self._call.give_up()
-
-
-def seeded(ask: dict[str, object], count: int) -> dict[str, object]:
-    """The same keywords with a seed for every request, so that a part of the call can be made again."""
-    seed = ask.get("seed", 0)
-    if isinstance(seed, int):
-        return {**ask, "seed": [seed + row for row in range(count)]}
-    if not isinstance(seed, list | tuple) or len(seed) != count:
-        raise ConfigurationError(f"seed must be a number, or {count} of them for {count} prompts")
-    return {**ask, "seed": list(seed)}

@@ -12,18 +12,17 @@ from __future__ import annotations
 import secrets
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 
 import ray
 
 from paceline.core.errors import ConfigurationError, PlacementError, PlanError, TargetLostError
 from paceline.placement.cluster.actors import WATCH
-from paceline.placement.cluster.calls import Call, Stream, seeded
+from paceline.placement.cluster.calls import Call, Stream
 from paceline.placement.cluster.core_allocator import call_allocator, end_unused
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.nodes import NAMESPACE
-from paceline.placement.cluster.roles import Settings, TokenDelta
+from paceline.placement.cluster.roles import CALL_PARAMS, Settings, TokenDelta, maker
 from paceline.placement.cluster.worker_group import RESOURCE, WorkerGroup
 from paceline.placement.planning import validate_plan
 from paceline.placement.planning.core_range import CoreRange, Fragmentation
@@ -68,26 +67,30 @@ class Deployment:
             raise ConfigurationError(f"no target {model!r} runs here; there are {', '.join(self.models)}")
         return found
 
-    def stream(self, model: str, prompts: Sequence[Sequence[int]], **ask: object) -> Stream:
-        """Continue prompts, with the keywords of `sample`; one piece for each request and round.
+    def stream(
+        self, model: str, prompts: Sequence[Sequence[int]], params: object = None, **overrides: object
+    ) -> Stream:
+        """Continue prompts; one delta for each request and round.
+
+        ``params``: `paceline.SamplingParams`; ``overrides`` replace some of its fields, or give them without it.
 
         Several calls, from several threads too, share a target's rounds; those that find no slot wait for one.
 
         Raises:
-            ConfigurationError: no such target runs.
+            ConfigurationError: no such target runs, or a parameter cannot be sent to another process.
             RequestError: the request cannot be served.
-            TargetLostError: the target died more often than ``FaultPolicy.retries``; has the tokens so far.
+            TargetLostError: the target died more often than ``FaultPolicy.max_target_restarts``; has the tokens so far.
         """
         group = self.group(model)
-        call = Call(
-            [list(p) for p in prompts], [[] for _ in prompts], seeded(ask, len(prompts)), [*range(len(prompts))]
-        )
+        call = Call.of(prompts, maker(CALL_PARAMS)(params, overrides))
         return Stream(self._persist(group, model, call), call)
 
-    def sample(self, model: str, prompts: Sequence[Sequence[int]], **ask: object) -> list[list[int]]:
+    def sample(
+        self, model: str, prompts: Sequence[Sequence[int]], params: object = None, **overrides: object
+    ) -> list[list[int]]:
         """The whole texts, prompts included."""
         texts = [list(prompt) for prompt in prompts]
-        for piece in self.stream(model, prompts, **ask):
+        for piece in self.stream(model, prompts, params, **overrides):
             texts[piece.index] += piece.tokens
         return texts
 
@@ -171,14 +174,10 @@ class Deployment:
 
     def _attempt(self, worker: ray.actor.ActorHandle, call: Call) -> Iterator[TokenDelta]:
         """Stream from a target that lives, until the call is done or it dies."""
-        which, ticket = list(call.open), secrets.token_hex(8)
-        seeds = call.ask["seed"]
-        assert isinstance(seeds, list)
-        ask = {**call.ask, "seed": [seeds[index] for index in which]}
-        prompts, emitted = [call.prompts[i] for i in which], [call.emitted[i] for i in which]
-        stream = worker.stream.options(num_returns="streaming").remote(ticket, prompts, emitted, ask=ask)
-        leave = worker.leave.options(concurrency_group=WATCH)
-        call.leave = partial(leave.remote, ticket)
+        ticket = secrets.token_hex(8)
+        stream = worker.stream.options(num_returns="streaming").remote(call.request(ticket))
+        abort = worker.abort.options(concurrency_group=WATCH)
+        call.abort = partial(abort.remote, ticket)
         patience = self._policy.startup_timeout_s + self._policy.stall_timeout_s
         try:
             while not call.unwanted:
@@ -188,16 +187,15 @@ class Deployment:
                     piece: TokenDelta = _value(next(stream))
                 except StopIteration:
                     return
-                index = which[piece.index]
-                call.emitted[index] += piece.tokens
+                call.emitted[piece.index] += piece.tokens
                 if piece.finish_reason is not None:
-                    call.open.remove(index)
-                yield replace(piece, index=index)
+                    call.open.remove(piece.index)
+                yield piece
         finally:
-            call.leave = None
+            call.abort = None
             if call.unwanted:
                 with suppress(ray.exceptions.RayError):
-                    leave.remote(ticket)
+                    abort.remote(ticket)
 
     def _await(self, stream: ray.ObjectRefGenerator, worker: ray.actor.ActorHandle, patience: float) -> None:
         """Until there is a piece; a target that serves others meanwhile is waited for.

@@ -5,7 +5,7 @@ A maker is called in the new process, after its environment was checked and its 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Protocol
@@ -17,30 +17,65 @@ from paceline.placement.remote.server import DrafterPool
 Settings = Mapping[str, object]
 """Plain values, as JSON has them: they cross processes as text."""
 
-MAKERS: dict[str, str] = {"target": "paceline.workers.hosting:target", "draft": "paceline.workers.hosting:draft"}
+MAKERS: dict[str, str] = {
+    "target": "paceline.workers.target:make_target",
+    "draft": "paceline.workers.draft:make_drafters",
+}
 """The default for each role."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
-    """What a round added to one request, as it travels to the caller."""
+CALL_PARAMS = "paceline.workers.params:call_params"
+"""Makes the parameters of a call from a value and keywords, and refuses what cannot be sent to another process."""
 
-    index: int
-    tokens: tuple[int, ...]
-    accepted: int
-    finish_reason: str | None
+
+class TokenDelta(Protocol):
+    """What a round added to one request; `paceline.outputs.RequestOutput` is one.
+
+    index          of the request in its call
+    tokens         new ids, in order
+    accepted       how many of them were drafted
+    finish_reason  with the last delta of a request
+    """
+
+    @property
+    def index(self) -> int: ...
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+
+    @property
+    def accepted(self) -> int: ...
+
+    @property
+    def finish_reason(self) -> str | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A call to a target as it crosses processes; after a fault the same again, with what it has emitted by then.
+
+    ticket   names this attempt, so that it can be aborted
+    prompts  ids of all requests of the call
+    params   `paceline.engine.request.SamplingParams` of all of them
+    emitted  tokens that each request has handed out before
+    rows     the requests that are not finished
+    """
+
+    ticket: str
+    prompts: tuple[tuple[int, ...], ...]
+    params: object
+    emitted: tuple[tuple[int, ...], ...]
+    rows: tuple[int, ...]
 
 
 class Target(Protocol):
     """What a target's maker gives: something that generates."""
 
-    def stream(
-        self, ticket: str, prompts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]], *, ask: Settings
-    ) -> Generator[TokenDelta, None, None]:
-        """Continue prompts of which ``emitted`` was handed out before; yields only what is new. From any thread."""
+    def stream(self, request: GenerateRequest) -> Generator[TokenDelta, None, None]:
+        """Continue the requests in ``rows``; yields only tokens that were not emitted before. From any thread."""
 
-    def leave(self, ticket: str) -> None:
-        """Nobody wants the stream with that ticket any more."""
+    def abort(self, ticket: str) -> None:
+        """End the stream with that ticket, and free its slots."""
 
     def progress(self) -> int:
         """A number that grows while anybody is served."""

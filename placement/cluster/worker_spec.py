@@ -145,9 +145,9 @@ def _addresses(placements: Sequence[Placement], locations: Mapping[str, Location
 
 def _settings(item: Placement, placements: Sequence[Placement], fault_policy: FaultPolicy) -> Settings:
     model = item.model
-    sizes = {p.model.config.vocab_size for p in placements if (p.name, p.replica) in item.drafts_for}
+    targets = {str(p.model.folder) for p in placements if (p.name, p.replica) in item.drafts_for}
     gqa = None if model.gqa is None else model.gqa.value
     ranks = {"tp_degree": len(item.cores), "group_query_attention": gqa}
-    loading = {"folder": str(model.folder), "backend": model.backend, "k": model.k, "ahead": fault_policy.draft_ahead}
-    serving = {"clients": model.num_targets, "vocab_sizes": sorted(sizes)} if item.role == "draft" else {}
-    return {**asdict(model.shape), **ranks, **loading, **serving}
+    loading = {"folder": str(model.folder), "backend": model.backend, "draft_ahead": fault_policy.draft_ahead}
+    serving = {"max_targets": model.num_targets, "targets": sorted(targets)} if item.role == "draft" else {}
+    return {**asdict(model.shape), **ranks, **loading, **dict(model.speculative), **serving}

@@ -57,14 +57,20 @@ def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1
     specs = registry.family(config.model_type).tensors(config).values()
     weights = sum(fullest.numbers_of(spec) * (narrow if spec.is_product else wide) for spec in specs)
     weights *= caches if degree > 1 else 1
-    heads = len(fullest.key_heads)
-    rows = shape.n_positions + _SLACK_ROWS
-    cache = caches * 2 * config.num_layers * heads * config.head_dim * rows * shape.batch_size * wide
+    cache = caches * cache_bytes(config, shape, degree, gqa=gqa)
     chunk = min(_CHUNK, shape.n_positions)
     hidden = 4 * config.hidden_size + _share(3 * config.intermediate_size, degree)
     scores = _share(config.num_heads, degree) * shape.n_positions
     logits = _share(config.vocab_size, degree) * shape.batch_size * 16  # rows of a verifying window
     return Footprint(weights, cache, CODE_BYTES + 4 * (chunk * (hidden + scores) + logits))
+
+
+def cache_bytes(config: ModelConfig, shape: Shape, degree: int, *, gqa: GQA | None = None) -> int:
+    """Bytes of one KV cache on the fullest of ``degree`` cores."""
+    placed = layout(config, degree, gqa)
+    heads = max(len(Shard(config, placed, rank).key_heads) for rank in range(degree))
+    rows = (shape.n_positions + _SLACK_ROWS) * shape.batch_size
+    return 2 * config.num_layers * heads * config.head_dim * rows * NUMBER_BYTES[shape.amp]
 
 
 def product_weights(shard: Shard) -> int:

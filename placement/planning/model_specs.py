@@ -13,8 +13,12 @@ Keys of a model:
     batch_size    slots, default 1
     amp           bf16 (default), f16 or f32
     quantisation  none (default), int8 or fp8: of the matrix weights; can be planned, not yet run
-    draft_of      the target's name, or a list: one draft process for several targets
-    k             drafted tokens a round, default 4 (of a draft)
+    draft         who drafts in the target's own process, fused with it where that can be done: a drafter's name
+                  (ngram), a folder with a draft model, Medusa heads or an EAGLE head, either with options (DIR:k=3) or
+                  as a mapping ({path: DIR, k: 3}), or a list of these
+    k, acceptor, exact, fused, confidence_threshold, vocabulary    as in `paceline.config.SpeculativeConfig`
+    draft_of      the target's name, or a list: a draft model on cores of its own, for one target or several; of the
+                  keys above it has ``k`` alone
     quota         limits for the targets of a draft (`quota`): max_targets, max_slots, weights: {target: weight}
     replicas      default 1; of a draft: as many as its target has, or fewer, which are then shared
     backend       inductor (default), eager, xla or neuron; tp_degree above 1 runs with eager and neuron
@@ -36,11 +40,18 @@ from typing import Annotated, Literal
 
 import pydantic
 
+from paceline.config import SpeculativeConfig
 from paceline.core.errors import PlanError
 from paceline.decoder.backends.base import BACKENDS
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import GQA
 from paceline.placement.planning.footprint import Shape
+from paceline.placement.planning.in_process_draft import (
+    KEYS,
+    InProcessDraft,
+    in_process_drafts,
+    read_speculative,
+)
 from paceline.placement.planning.quota import Quota, QuotaEntry
 from paceline.placement.planning.yaml_file import STRICT, read_yaml, validate
 
@@ -54,6 +65,8 @@ class ModelSpec:
     folder       its checkpoint; None when only a configuration was given
     degree       tensor-parallel degree; None = the smallest that fits
     num_targets  of a draft: how many targets each of its replicas serves, each with a KV cache of its own
+    speculative  of a target: who drafts in its process, and how it decodes; of a draft: its k
+    drafts       the drafters in its process that have weights
     """
 
     name: str
@@ -62,12 +75,18 @@ class ModelSpec:
     shape: Shape
     degree: int | None = None
     draft_of: tuple[str, ...] = ()
-    k: int = 4
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    drafts: tuple[InProcessDraft, ...] = ()
     replicas: int = 1
     num_targets: int = 1
     backend: str = "inductor"
     gqa: GQA | None = None
     quota: Quota = field(default_factory=Quota)
+
+    @property
+    def k(self) -> int:
+        """Most drafted tokens a round."""
+        return self.speculative.max_k
 
 
 def _valid_name(name: str) -> str:
@@ -103,7 +122,13 @@ class ModelEntry(pydantic.BaseModel):
     amp: Literal["bf16", "f16", "f32"] = "bf16"
     quantisation: Literal["none", "int8", "fp8"] = "none"
     draft_of: str | list[str] = []
-    k: pydantic.PositiveInt = 4
+    draft: object = None
+    k: object = None
+    acceptor: object = None
+    exact: object = None
+    fused: object = None
+    confidence_threshold: object = None
+    vocabulary: object = None
     quota: QuotaEntry | None = None
     replicas: pydantic.PositiveInt | None = None
     backend: Annotated[str, pydantic.AfterValidator(_known_backend)] = "inductor"
@@ -113,6 +138,7 @@ class ModelEntry(pydantic.BaseModel):
         """The model with its configuration loaded; relative paths start at ``folder``."""
         config, home = _configuration(self, folder, where)
         targets = [self.draft_of] if isinstance(self.draft_of, str) else self.draft_of
+        speculative = self._speculative(folder, where)
         return ModelSpec(
             self.name,
             config,
@@ -120,11 +146,25 @@ class ModelEntry(pydantic.BaseModel):
             Shape(self.amp, self.quantisation, self.batch_size, self.n_positions or config.max_position_embeddings),
             None if self.tp_degree == "auto" else self.tp_degree,
             tuple(dict.fromkeys(targets)),
-            self.k,
+            speculative,
+            in_process_drafts(speculative, where),
             self.replicas or 1,
             backend=self.backend,
             gqa=None if self.group_query_attention is None else GQA(self.group_query_attention),
         )
+
+    def _speculative(self, folder: Path, where: str) -> SpeculativeConfig:
+        """Who drafts in a target's process, and how it decodes; of a draft, its k alone."""
+        keys = {key: value for key in KEYS if (value := getattr(self, key)) is not None}
+        if self.draft_of:
+            foreign = [key for key in keys if key != "k"]
+            if foreign:
+                raise PlanError(
+                    f"{where}: {foreign[0]} is a key of targets, and this model has draft_of; give it to the target"
+                )
+            if not isinstance(self.k, int | None) or isinstance(self.k, bool) or self.k == 0:
+                raise PlanError(f"{where}: k of a draft must be a whole number of at least 1, not {self.k!r:.80}")
+        return read_speculative(keys, where, lambda path: _resolve(folder, path, where))
 
 
 class _ModelsFile(pydantic.BaseModel):
@@ -238,6 +278,10 @@ def _check_pair(draft: ModelSpec, name: str, specs: Mapping[str, ModelSpec]) -> 
     target = specs[name]
     if target.draft_of:
         raise PlanError(f"{draft.name!r} drafts for {name!r}, which is a draft itself; name a target")
+    if target.speculative.draft:
+        raise PlanError(
+            f"{name!r} has a `draft` in its own process, and {draft.name!r} drafts for it too (draft_of); remove one"
+        )
     if target.shape.batch_size != draft.shape.batch_size:
         raise PlanError(
             f"{draft.name!r} has batch_size={draft.shape.batch_size} and its target {name!r} "

@@ -126,7 +126,8 @@ def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange])
 
 def _obstacle(model: ModelSpec, degree: int) -> str:
     """Why a model cannot be divided over so many cores, with its K/V heads as asked; nothing if it can."""
-    if reason := why_not_divisible(model.config, degree):
+    reasons = [why_not_divisible(model.config, degree), *(draft.why_not_divisible(degree) for draft in model.drafts)]
+    if reason := next(filter(None, reasons), ""):
         return reason
     try:
         layout(model.config, degree, model.gqa)
@@ -136,7 +137,11 @@ def _obstacle(model: ModelSpec, degree: int) -> str:
 
 
 def _size(model: ModelSpec, degree: int) -> Footprint:
-    return footprint(model.config, model.shape, degree, caches=model.num_targets, gqa=model.gqa)
+    """Bytes on each core, with the drafters in the model's own process."""
+    own = footprint(model.config, model.shape, degree, caches=model.num_targets, gqa=model.gqa)
+    drafts = [draft.footprint(model.config, model.shape, degree) for draft in model.drafts]
+    weights, cache = sum(size.weights for size in drafts), sum(size.cache for size in drafts)
+    return replace(own, weights=own.weights + weights, cache=own.cache + cache)
 
 
 def _targets_of(need: Need, targets: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:

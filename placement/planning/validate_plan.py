@@ -33,7 +33,7 @@ def check(plan: Plan) -> None:
             check_positions(model.config.rope, model.shape.n_positions)
         except ConfigurationError as error:
             raise PlanError(f"{item.name}: {error}") from error
-        if item.role == "draft" and model.k >= MAX_WIDTH:
+        if (item.role == "draft" or model.speculative.draft) and model.k >= MAX_WIDTH:
             raise PlanError(
                 f"{item.name} was planned with k={model.k}, and a target verifies at most {MAX_WIDTH - 1} drafted "
                 "tokens a round; ask for fewer"

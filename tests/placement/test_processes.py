@@ -83,15 +83,15 @@ def test_an_environment_that_is_not_the_plan_s_is_refused(monkeypatch: pytest.Mo
 
 
 def test_makers_are_found_by_name() -> None:
-    assert maker("paceline.workers.hosting:draft").__name__ == "draft"
-    for path in ("paceline.workers.hosting", "paceline.nowhere:draft", "paceline.workers.hosting:nothing"):
+    assert maker("paceline.workers.draft:make_drafters").__name__ == "make_drafters"
+    for path in ("paceline.workers.draft", "paceline.nowhere:draft", "paceline.workers.draft:nothing"):
         with pytest.raises(ConfigurationError, match="module:function"):
             maker(path)
 
 
 def order(workshop: Workshop, folder: Path, *, ahead: bool, slots: int, degree: int = 1) -> ProcessSpec:
     shape = asdict(Shape("f32", "none", slots, 128))
-    settings = {**shape, "folder": str(workshop.checkpoint("draft")), "backend": "eager", "k": 4, "ahead": ahead}
+    settings = {**shape, "folder": str(workshop.checkpoint("draft")), "backend": "eager", "k": 4, "draft_ahead": ahead}
     settings |= {"tp_degree": degree, "group_query_attention": "replicated-heads" if degree > 1 else None}
     env = (("PACELINE_CORES", "2-3"), ("OMP_NUM_THREADS", "1"))
     return ProcessSpec(

@@ -18,6 +18,7 @@ from paceline.core.errors import (
     ConfigurationError,
     PlanError,
     PromptError,
+    SamplingError,
     TargetLostError,
     WorkerError,
 )
@@ -66,7 +67,7 @@ def test_faults_change_no_token(cluster: Cluster, workshop: Workshop, pair: Plan
         wait_for_draft(models, "chat")
         assert models.cores() == {"chat": CoreRange(0, 1), "chat-draft": CoreRange(2, 3)}
         assert models.sample("chat", PROMPTS, **asked) == expected
-        health = models.statistics("chat")["health"]
+        health = models.statistics("chat")["drafter_health"]
         assert isinstance(health, dict) and health["answered"] > 0 == health["lost"]
         assert models.statistics("chat")["accepted"]
         for who, number in (
@@ -89,7 +90,7 @@ def test_faults_change_no_token(cluster: Cluster, workshop: Workshop, pair: Plan
             models.sample("chat", [[10**6]])
         with pytest.raises(ConfigurationError, match="no target 'x'"):
             models.sample("x", PROMPTS)
-        with pytest.raises(ConfigurationError, match="streamer"):
+        with pytest.raises(SamplingError, match="streamer"):
             models.sample("chat", PROMPTS, streamer=1)
         longer = {**asked, "max_new_tokens": 120}
         with pytest.raises(TargetLostError, match="lost 2 times") as lost:
@@ -119,7 +120,7 @@ def test_models_side_by_side(cluster: Cluster, workshop: Workshop) -> None:
             wait_for_draft(models, name)
         assert together(models, asked) == dict.fromkeys("abc", expected)
         for name in "ab":
-            health = models.statistics(name)["health"]
+            health = models.statistics(name)["drafter_health"]
             assert isinstance(health, dict) and health["answered"] > 0 == health["lost"]
         one_reloads(models, asked, expected)
         allocator_dies(models, silent="c")
@@ -269,7 +270,7 @@ def test_a_draft_on_another_node_is_called_over_tcp(cluster: Cluster, workshop: 
             pid = pid_of(models, "chat-draft")
             assert pid is not None
             assert models.sample("chat", PROMPTS, **asked) == expected
-            health = models.statistics("chat")["health"]
+            health = models.statistics("chat")["drafter_health"]
             assert isinstance(health, dict) and health["answered"] > 0 == health["lost"]
             os.kill(pid, signal.SIGSTOP)
             end = time.monotonic() + 120
@@ -281,13 +282,13 @@ def test_a_draft_on_another_node_is_called_over_tcp(cluster: Cluster, workshop: 
             end, state = time.monotonic() + 120, None
             while state != "down":  # the node is lost in the middle of a request, or between two
                 assert models.sample("chat", PROMPTS, **asked) == expected
-                health = models.statistics("chat")["health"]
+                health = models.statistics("chat")["drafter_health"]
                 assert isinstance(health, dict)
                 state = health["state"]
                 assert time.monotonic() < end, health
             gone.join()
             assert models.sample("chat", PROMPTS, **asked) == expected
-            health = models.statistics("chat")["health"]
+            health = models.statistics("chat")["drafter_health"]
             assert isinstance(health, dict) and health["state"] == "down" and health["skipped"] > 0
             assert models.group("chat").moves == models.group("chat").restarts == 0
     finally:

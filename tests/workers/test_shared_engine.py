@@ -1,4 +1,4 @@
-"""A desk: callers in many threads share rounds, join and leave, and each has the tokens it would have alone."""
+"""A shared engine: callers in many threads share rounds, join and leave, and each gets the tokens it gets alone."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from dataclasses import asdict
 import pytest
 
 from paceline import SpeculativeGenerator
-from paceline.core.errors import CheckpointError, ConfigurationError, PromptError, SamplingError
+from paceline.core.errors import CheckpointError, PromptError, SamplingError
 from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
-from paceline.engine.ask import Ask
+from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import GenerationResult
+from paceline.placement.cluster.roles import GenerateRequest
 from paceline.placement.planning.footprint import Shape
 from paceline.placement.remote.messages import Handshake
-from paceline.workers import hosting
+from paceline.workers.draft import make_drafters
 from paceline.workers.replay import Replay
 from paceline.workers.shared_engine import SharedEngine
+from paceline.workers.target import make_target
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.fakes import Checked, Pieces, TableDecoder, near, table
 
@@ -55,7 +57,7 @@ class Gate:
         self.open.release(rounds)
 
 
-def desk(slots: int) -> tuple[SharedEngine, Gate, TableDecoder]:
+def shared(slots: int) -> tuple[SharedEngine, Gate, TableDecoder]:
     target = TableDecoder(TARGET, slots=slots)
     gate = Gate(ModelDrafter(TableDecoder(DRAFT, slots=slots), 4, vocabulary=VocabMap(V, V)))
     replay = Replay(gate)
@@ -75,9 +77,13 @@ def say(
     emitted: Sequence[int] = (),
     **asked: object,
 ) -> list[int]:
-    ask = Ask(input_ids=[prompt], **asked)  # type: ignore[arg-type]
-    events = found[0].stream(ticket, ask.requests(found[2]), [emitted], processor=ask.processor())
-    return [token for event in events for token in event.tokens]
+    requests = Request.batch([prompt], SamplingParams.merge(None, asked), found[2].generator.limits)
+    outputs = found[0].stream(ticket, requests, [emitted])
+    return [token for output in outputs for token in output.tokens]
+
+
+def call(ticket: str, prompt: Sequence[int], emitted: Sequence[int] = (), **asked: object) -> GenerateRequest:
+    return GenerateRequest(ticket, (tuple(prompt),), SamplingParams.merge(None, asked), (tuple(emitted),), rows=(0,))
 
 
 def until(true: object) -> None:
@@ -90,7 +96,7 @@ def until(true: object) -> None:
 @pytest.mark.parametrize("slots", [2, 4])
 def test_callers_share_rounds_and_have_their_own_tokens(slots: int) -> None:
     """Five callers; they come while others are at it, more than there are slots."""
-    made = desk(slots)
+    made = shared(slots)
     asks = [{"max_new_tokens": 20 + i, "do_sample": i % 2 == 1, "temperature": 1.2, "seed": i} for i in range(5)]
     with ThreadPoolExecutor(5) as pool:
         texts = []
@@ -103,11 +109,11 @@ def test_callers_share_rounds_and_have_their_own_tokens(slots: int) -> None:
 
 
 def test_who_leaves_makes_room_and_hears_no_more() -> None:
-    made = desk(1)
+    made = shared(1)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(say, made, "first", PROMPTS[0], max_new_tokens=50)
         made[1].let(1)
-        until(lambda: made[0].events)
+        until(lambda: made[0].num_outputs)
         second, third = (pool.submit(say, made, name, PROMPTS[1], max_new_tokens=9) for name in ("second", "third"))
         made[1].let(2)
         made[0].abort("first")
@@ -122,7 +128,7 @@ def test_who_leaves_makes_room_and_hears_no_more() -> None:
 
 
 def test_a_call_with_processors_has_the_rounds_for_itself() -> None:
-    made = desk(2)
+    made = shared(2)
     asked = {"max_new_tokens": 12, "no_repeat_ngram_size": 2}
     made[1].let(1000)
     with ThreadPoolExecutor(3) as pool:
@@ -133,7 +139,7 @@ def test_a_call_with_processors_has_the_rounds_for_itself() -> None:
 
 
 def test_what_was_emitted_is_verified_again_beside_others() -> None:
-    made = desk(2)
+    made = shared(2)
     asked = {"max_new_tokens": 30, "do_sample": True, "temperature": 1.3, "seed": 5}
     expected = wanted(PROMPTS[0], **asked)
     made[1].let(1000)
@@ -144,7 +150,7 @@ def test_what_was_emitted_is_verified_again_beside_others() -> None:
 
 
 def test_an_error_reaches_every_caller_and_the_next_is_served() -> None:
-    made = desk(2)
+    made = shared(2)
     made[1].fails = True
     with ThreadPoolExecutor(2) as pool:
         both = [pool.submit(say, made, str(i), PROMPTS[i], max_new_tokens=5) for i in range(2)]
@@ -159,11 +165,11 @@ def test_an_error_reaches_every_caller_and_the_next_is_served() -> None:
 
 def test_a_request_that_cannot_be_served_leaves_the_others_alone() -> None:
     """A stop string that is valid JSON and no UTF-8 was looked at in a round, which ended for everybody."""
-    made = desk(2)
+    made = shared(2)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(say, made, "other", PROMPTS[0], max_new_tokens=20)
         made[1].let(1)
-        until(lambda: made[0].events)
+        until(lambda: made[0].num_outputs)
         with pytest.raises(SamplingError, match="surrogate"):
             say(made, "bad", PROMPTS[1], stop_strings="\ud800", tokenizer=Pieces([b"x"] * V), max_new_tokens=5)
         made[1].let(1000)
@@ -187,32 +193,35 @@ class Gaps:
 @pytest.mark.parametrize("penalty", [None, 1.3])  # on the host, the round itself looks for stop strings
 @pytest.mark.parametrize("answer", ["no such id", None])
 def test_a_tokenizer_that_fails_ends_its_own_request_alone(answer: str | None, penalty: float | None) -> None:
-    made = desk(2)
+    made = shared(2)
     asked = {"max_new_tokens": 40, "repetition_penalty": penalty}
     expected = wanted(PROMPTS[1], **asked)
     bad = {**asked, "stop_strings": "y", "tokenizer": Gaps(expected[4], answer)}
     made[1].let(1000)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(say, made, "other", PROMPTS[0], **asked)
-        with pytest.raises(CheckpointError, match=r"stop strings are looked for \((KeyError|None is no text)"):
+        with pytest.raises(CheckpointError, match=r"stop strings are searched \((KeyError|None is no text)"):
             say(made, "bad", PROMPTS[1], **bad)
         assert other.result(30) == wanted(PROMPTS[0], **asked)
-    both = Ask(input_ids=[PROMPTS[1], PROMPTS[0], PROMPTS[2]], **bad)  # one of them fails, one waits for a slot
+    # One of these fails, one waits for a slot.
+    three = Request.batch(
+        [PROMPTS[1], PROMPTS[0], PROMPTS[2]], SamplingParams.merge(None, bad), made[2].generator.limits
+    )
     with pytest.raises(CheckpointError):
-        list(made[0].stream("both", both.requests(made[2]), [[]] * 3, processor=both.processor()))
+        list(made[0].stream("three", three, [[]] * 3))
     assert say(made, "next", PROMPTS[3], **asked) == wanted(PROMPTS[3], **asked)
-    assert not made[0]._seated and not made[0]._tickets
+    assert not made[0]._running and not made[0]._groups
 
 
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool) -> None:
-    """Checkpoints behind the desk, in the thread that a worker has for its rounds; one request was cut off before."""
-    shape = {**asdict(Shape("f32", "none", 2, 128)), "backend": "eager", "k": 4, "ahead": False}
+    """Real checkpoints, in the thread that a worker has for its rounds; one request was cut off before."""
+    shape = {**asdict(Shape("f32", "none", 2, 128)), "backend": "eager", "k": 4, "draft_ahead": False}
     inner = None
     if drafts:
-        drafters = hosting.draft({**shape, "folder": str(workshop.checkpoint("draft"))})
+        drafters = make_drafters({**shape, "folder": str(workshop.checkpoint("draft"))})
         inner = drafters.acquire(Handshake(0, "t", 2, VOCABULARY))
-    host = hosting.target({**shape, "folder": str(workshop.checkpoint())}, inner)
+    host = make_target({**shape, "folder": str(workshop.checkpoint())}, inner)
     made = dict(host._target._steps)
     plain = fresh(workshop.checkpoint(), batch_size=2)
     asks = [{"max_new_tokens": 25 + i, "do_sample": True, "temperature": 1.2, "seed": [i]} for i in range(4)]
@@ -223,14 +232,12 @@ def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool
 
     def said(number: int) -> list[int]:
         known = expected[number][: 7 * (number == 2)]
-        pieces = host.stream(str(number), [PROMPTS[number]], [known], ask=asks[number])
-        return known + [token for piece in pieces for token in piece.tokens]
+        outputs = host.stream(call(str(number), PROMPTS[number], known, **asks[number]))
+        return known + [token for output in outputs for token in output.tokens]
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(said, range(4))) == expected
     assert host.progress() > 0 and host.statistics()["new_tokens"]
     assert host._target._steps == made, "a request had to wait for a graph"
-    with pytest.raises(ConfigurationError, match="'streamer' cannot be asked"):
-        next(host.stream("x", PROMPTS[:1], [[]], ask={"streamer": 1}))
     with pytest.raises(PromptError, match="vocabulary"):
-        next(host.stream("y", [[10**6]], [[]], ask={}))
+        next(host.stream(call("y", [10**6])))

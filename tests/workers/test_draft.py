@@ -23,7 +23,7 @@ from paceline.placement.remote.drafter import DrafterContract, RemoteDrafter
 from paceline.placement.remote.messages import Handshake
 from paceline.placement.remote.reconnect import DrafterEndpoint
 from paceline.placement.remote.server import DraftServer, UnpooledDrafters
-from paceline.workers.hosting import DraftPool, draft
+from paceline.workers.draft import DraftPool, make_drafters
 from tests.decoder.tiny import VOCABULARY, Workshop, save_pair
 from tests.placement.faulty import SECRET
 from tests.placement.served import serving
@@ -31,8 +31,8 @@ from tests.placement.served import serving
 
 def pool(workshop: Workshop, clients: int) -> DraftPool:
     shape = asdict(Shape("f32", "none", 1, 128))
-    more = {"backend": "eager", "k": 4, "ahead": False, "clients": clients, "vocab_sizes": [VOCABULARY]}
-    return draft({**shape, **more, "folder": str(workshop.checkpoint("draft"))})
+    more = {"backend": "eager", "k": 4, "max_targets": clients, "targets": [str(workshop.checkpoint())]}
+    return make_drafters({**shape, **more, "folder": str(workshop.checkpoint("draft"))})
 
 
 def test_a_pool_never_outgrows_its_plan(workshop: Workshop) -> None:
@@ -40,7 +40,7 @@ def test_a_pool_never_outgrows_its_plan(workshop: Workshop) -> None:
     first, second = (made.acquire(Handshake(0, name, 1, VOCABULARY)) for name in "ab")
     assert isinstance(first, ModelDrafter) and isinstance(second, ModelDrafter)
     assert first.decoder is not second.decoder
-    with pytest.raises(ConfigurationError, match="room for 2 targets"):
+    with pytest.raises(ConfigurationError, match="serves 2 targets"):
         made.acquire(Handshake(0, "c", 1, VOCABULARY))
     made.release(first)
     with pytest.raises(ConfigurationError, match="same batch_size"):
@@ -55,8 +55,8 @@ def test_a_draft_has_the_graphs_of_every_bucket_before_it_is_called(tmp_path: Pa
     file = tmp_path / "draft" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 300}))
     shape = asdict(Shape("f32", "none", 1, 300))
-    more = {"backend": "eager", "k": 4, "ahead": ahead, "clients": 1, "vocab_sizes": [VOCABULARY]}
-    made = draft({**shape, **more, "folder": str(tmp_path / "draft")})
+    more = {"backend": "eager", "k": 4, "draft_ahead": ahead, "targets": [str(tmp_path / "target")]}
+    made = make_drafters({**shape, **more, "folder": str(tmp_path / "draft")})
     (decoder,) = made._free
     assert len(decoder.kv_buckets) > 1
     before = dict(decoder._steps)
@@ -85,16 +85,16 @@ class FullOnce(socket.socket):
 
 
 def test_who_hangs_up_makes_room_and_a_full_table_of_files_is_no_end(workshop: Workshop, tmp_path: Path) -> None:
-    address, contract = Address(path=str(tmp_path / "s")), DrafterContract(4, 1, VOCABULARY)
+    address, terms = Address(path=str(tmp_path / "s")), DrafterContract(4, 1, VOCABULARY)
     listener = listen(address)
     with serving(FullOnce(fileno=listener.detach()), pool(workshop, 1)):
         for _ in range(3):
-            with closing(RemoteDrafter(contract, DrafterEndpoint(address, SECRET))) as target:
+            with closing(RemoteDrafter(terms, DrafterEndpoint(address, SECRET))) as target:
                 assert target.wait_until_up(20), target.health
 
 
 def test_a_server_that_has_ended_can_be_stopped_again(tmp_path: Path) -> None:
-    def nobody(_: Handshake) -> ModelDrafter:
+    def nobody(_hello: Handshake) -> ModelDrafter:
         raise AssertionError("nobody calls")
 
     server = DraftServer(listen(Address(path=str(tmp_path / "s"))), SECRET, UnpooledDrafters(nobody))

@@ -1,0 +1,106 @@
+"""What the worker of a target runs: its model, who drafts for it, and the engine that all callers share.
+
+Not here: the process, its socket and its cores (`paceline.placement`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import replace
+
+from paceline.core.errors import ConfigurationError
+from paceline.core.protocols import Drafter
+from paceline.engine.request import Request, SamplingParams
+from paceline.generator import SpeculativeGenerator
+from paceline.outputs import RequestOutput
+from paceline.placement.cluster.roles import GenerateRequest
+from paceline.text.tokenizer import Tokenizer, load_tokenizer
+from paceline.workers.config import WorkerConfig
+from paceline.workers.replay import Replay
+from paceline.workers.shared_engine import SharedEngine
+
+
+class TargetHost:
+    """Generates for all callers together. A `paceline.placement.cluster.roles.Target`.
+
+    ``remote``: the drafter in another process, if there is one; else those of ``config.speculative`` draft here.
+    """
+
+    def __init__(self, config: WorkerConfig, remote: Drafter | None) -> None:
+        self._folder, self._target = config.folder, config.load()
+        # A drafter in this process is lost with the target, so there is nothing to keep in step with: after a fault
+        # the whole text is decoded again.
+        replay = None if remote is None else Replay(remote)
+        options = dict(config.speculative)
+        if replay is not None:
+            options |= {"draft": replay, "k": None}
+        self._generator = SpeculativeGenerator(options.pop("draft"), self._target, **options)
+        self._engine = SharedEngine(self._generator, replay)
+        self._tokenizer: Tokenizer | None = None
+
+    def stream(self, request: GenerateRequest) -> Generator[RequestOutput, None, None]:
+        """See `paceline.placement.cluster.roles.Target`.
+
+        Raises:
+            PromptError, SamplingError, ConfigurationError: the request cannot be served.
+        """
+        params = request.params
+        if not isinstance(params, SamplingParams):
+            raise ConfigurationError(f"params is a {type(params).__name__}; send SamplingParams")
+        if params.stop_strings:
+            params = replace(params, tokenizer=self._load_tokenizer())
+        requests = Request.batch(request.prompts, params, self._generator.limits)
+        known = {row: list(request.emitted[row]) for row in request.rows}
+        outputs = self._engine.stream(
+            request.ticket,
+            [requests[row] for row in request.rows],
+            list(known.values()),
+            verify_width=params.verify_width,
+        )
+        for output in outputs:
+            before = known[output.index][: len(output.tokens)]
+            assert before == list(output.tokens[: len(before)]), "the same seed gave other tokens after a fault"
+            del known[output.index][: len(before)]
+            if len(before) < len(output.tokens) or output.finish_reason is not None:
+                yield _without_first(output, len(before))
+
+    def abort(self, ticket: str) -> None:
+        """See `paceline.placement.cluster.roles.Target`."""
+        self._engine.abort(ticket)
+
+    def progress(self) -> int:
+        """See `paceline.placement.cluster.roles.Target`."""
+        return self._engine.num_outputs
+
+    def statistics(self) -> Mapping[str, object]:
+        """See `paceline.placement.cluster.roles.Target`."""
+        return self._generator.statistics.to_dict()
+
+    def compile(self) -> None:
+        """Compile the graphs before the first request, so that none has to wait for one.
+
+        A drafter in another process may have nothing to propose yet, so the verify graph is asked for by its width.
+        """
+        if num_draft_tokens := self._generator.drafter.draft_shape.num_draft_tokens:
+            self._target.compile(verify_width=num_draft_tokens + 1)
+        self._generator.compile()
+
+    def _load_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._folder)
+        return self._tokenizer
+
+
+def _without_first(output: RequestOutput, count: int) -> RequestOutput:
+    """The output without its first ``count`` tokens, which were emitted before a fault."""
+    if not count:
+        return output
+    logprobs = None if output.logprobs is None else output.logprobs[count:]
+    return replace(output, tokens=output.tokens[count:], accepted=max(0, output.accepted - count), logprobs=logprobs)
+
+
+def make_target(settings: Mapping[str, object], drafter: Drafter | None) -> TargetHost:
+    """The default maker of a target's worker."""
+    host = TargetHost(WorkerConfig.from_settings(settings), drafter)
+    host.compile()
+    return host

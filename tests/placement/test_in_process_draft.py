@@ -1,0 +1,112 @@
+"""`draft:` of a models file: one grammar, folders relative to the file, memory that is planned for, errors by key."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import ConfigurationError, PlanError
+from paceline.placement import INSTANCES, Plan, plan
+from paceline.placement.planning.model_specs import ModelSpec, models_of
+from tests.decoder.tiny import save_pair
+from tests.workers.folders import drafts, save_heads
+
+INF2 = INSTANCES["inf2.48xlarge"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("home")
+    save_pair(folder)
+    save_heads(folder / "target", folder)
+    return folder
+
+
+def read(home: Path, *entries: Mapping[str, object]) -> tuple[ModelSpec, ...]:
+    return models_of([{"path": "target", "n_positions": 128, **entry} for entry in entries], folder=home, where="file")
+
+
+def planned(home: Path, **keys: object) -> Plan:
+    return plan(read(home, {"name": "chat", **keys}), INF2)
+
+
+def test_folders_are_relative_to_the_file(home: Path) -> None:
+    (spec,) = read(home, {"name": "chat", "draft": ["ngram", {"path": "draft", "k": 2}], "exact": False})
+    assert [draft.path for draft in spec.speculative.draft] == [None, str(home / "draft")]
+    assert (spec.speculative.draft[1].k, spec.speculative.exact, spec.k) == (2, False, 4)
+
+
+def test_an_entry_without_a_draft_decodes_plainly(home: Path) -> None:
+    (spec,) = read(home, {"name": "chat"})
+    assert spec.speculative.draft == spec.drafts == ()
+
+
+@pytest.mark.parametrize("name", ["none", "ngram", "suffix", "model", "list", "medusa", "eagle"])
+def test_a_draft_takes_memory_of_the_target_and_no_cores(home: Path, name: str) -> None:
+    (alone,) = planned(home).placements
+    (item,) = planned(home, draft=drafts(Path("draft"), Path())[name]).placements
+    assert item.role == "target" and item.cores == alone.cores
+    grown = item.footprint.weights > alone.footprint.weights, item.footprint.cache > alone.footprint.cache
+    assert grown == ((False, False) if name in ("none", "ngram", "suffix") else (True, True))
+
+
+def test_a_draft_model_counts_as_if_it_were_planned_alone(home: Path) -> None:
+    (target,), (draft,) = planned(home).placements, planned(home, path="draft").placements
+    (both,) = planned(home, draft="draft").placements
+    assert both.footprint.weights == target.footprint.weights + draft.footprint.weights
+    assert both.footprint.cache == target.footprint.cache + draft.footprint.cache
+
+
+def test_a_draft_that_a_degree_does_not_divide_is_named(home: Path) -> None:
+    with pytest.raises(PlanError, match=r"its draft .*draft"):
+        planned(home, draft={"path": "draft", "tp_degree": 3}, tp_degree=4)
+    assert planned(home, draft={"path": "draft", "tp_degree": 1}, tp_degree=2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ({"draft": "ngrm"}, "draft 'ngrm' is neither a drafter's name nor a folder"),
+        ({"draft": {"k": 3}}, "needs `type` .* or `path`"),
+        ({"draft": {"type": "ngrams"}}, "no drafter .* is called 'ngrams'"),
+        ({"draft": "medusa"}, "'medusa' needs a folder"),
+        ({"draft": "empty"}, "draft '.*empty' holds neither a model nor heads"),
+        ({"draft": "ngram", "k": -1}, "k=-1 is no draft length"),
+        ({"draft": "ngram", "acceptor": "certain"}, "acceptor='certain' is unknown"),
+        ({"draft": "draft", "confidence_threshold": 2}, "confidence_threshold=2"),
+        ({"draft": "draft", "vocabulary": "other"}, "vocabulary='other' is unknown"),
+        ({"draft": "draft", "fused": "yes"}, "fused='yes'"),
+        ({"draft": "draft", "exact": 1}, "exact=1"),
+        ({"acceptor": "reject"}, "acceptor needs a drafter"),
+        ({"synthetic_acceptance": 0.5, "draft": "ngram"}, "synthetic_acceptance"),
+    ],
+    ids=str,
+)
+def test_errors_name_the_model_and_the_key(home: Path, keys: dict[str, object], says: str) -> None:
+    (home / "empty").mkdir(exist_ok=True)
+    with pytest.raises((PlanError, ConfigurationError), match=f"(?s)file, model 'chat'.*{says}"):
+        read(home, {"name": "chat", **keys})
+
+
+def test_a_model_drafts_in_one_place(home: Path) -> None:
+    own = {"name": "small", "path": "draft", "draft_of": "chat"}
+    with pytest.raises(PlanError, match="'chat' has a `draft` in its own process, and 'small' drafts for it too"):
+        read(home, {"name": "chat", "draft": "ngram"}, own)
+    with pytest.raises(PlanError, match="model 'small': acceptor is a key of targets"):
+        read(home, {"name": "chat"}, {**own, "acceptor": "match"})
+    with pytest.raises(PlanError, match=r"model 'small'.*k"):
+        read(home, {"name": "chat"}, {**own, "k": [0, 2]})
+    _, draft = read(home, {"name": "chat"}, {**own, "k": 3})
+    assert draft.k == 3
+
+
+def test_a_folder_in_the_current_folder_is_found_too(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(home / "draft", tmp_path / "elsewhere")
+    monkeypatch.chdir(tmp_path)
+    (spec,) = read(home, {"name": "chat", "draft": "elsewhere"})
+    assert spec.speculative.draft[0].path == str(tmp_path / "elsewhere")

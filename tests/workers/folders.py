@@ -1,0 +1,39 @@
+"""Folders of heads for the tiny target, and `draft:` of a models file for every row of the registry; no tests here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from paceline.decoder.models.config import ModelConfig
+from paceline.medusa import checkpoint as medusa_checkpoint
+from paceline.medusa.config import MedusaConfig
+from tests.eagle.heads import checkpoint as eagle_checkpoint
+from tests.eagle.heads import config as eagle_config
+from tests.eagle.heads import random_head
+
+
+def save_heads(target: Path, folder: Path) -> None:
+    """``folder/medusa`` and ``folder/eagle`` for a target. What the heads propose does not matter."""
+    config = ModelConfig.from_pretrained(target)
+    for name in ("medusa", "eagle"):
+        (folder / name).mkdir()
+    sizes = MedusaConfig(3, 1, config.hidden_size, config.vocab_size, tied=True)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in sizes.shapes().items()}
+    medusa_checkpoint.save(folder / "medusa", sizes, tensors)
+    eagle_checkpoint.save(folder / "eagle", random_head(eagle_config(config, 3)))
+
+
+def drafts(draft: Path, heads: Path) -> dict[str, object]:
+    """Name -> `draft:` of a models file, for every row of the registry that has a place there."""
+    return {
+        "none": "none",
+        "ngram": "ngram:prompt_lookup_max=3",
+        "suffix": {"type": "suffix"},
+        "model": f"{draft}:k=3",
+        "list": ["ngram", {"path": str(draft), "k": 2}],
+        "medusa": {"path": str(heads / "medusa")},
+        "eagle": {"path": str(heads / "eagle"), "k": 2},
+    }

@@ -1,0 +1,103 @@
+"""A target's worker: whoever drafts in its process, its tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, SamplingError
+from paceline.engine.engine import CallOptions
+from paceline.engine.request import SamplingParams
+from paceline.engine.rounds import FusedRound, TwoGraphRound
+from paceline.placement.cluster.roles import CALL_PARAMS, GenerateRequest, maker
+from paceline.placement.planning.footprint import Shape
+from paceline.registry import DRAFTERS
+from paceline.text.stop_strings import StopStrings
+from paceline.workers.config import WorkerConfig
+from paceline.workers.draft import make_drafters
+from paceline.workers.target import make_target
+from tests.decoder.tiny import Workshop, fresh, save_pair
+from tests.draft.tokenizers_of_two import bytes_merged, every_byte
+from tests.workers.folders import drafts, save_heads
+
+PROMPTS = ((3, 1, 4, 1, 5, 1, 4), (9, 2))
+SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.2, "seed": 7}
+ROWS = ["none", "ngram", "suffix", "model", "list", "medusa", "eagle"]
+
+
+def settings(folder: Path, **more: object) -> dict[str, object]:
+    return {**asdict(Shape("f32", "none", 2, 128)), "backend": "eager", "folder": str(folder), **more}
+
+
+def test_every_row_that_a_file_can_name_is_served() -> None:
+    named = {row.name for row in DRAFTERS.values() if row.given_as in ("name", "folder")}
+    assert named == {*ROWS} - {"list"}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_draft_in_the_targets_process_changes_no_token(workshop: Workshop, tmp_path: Path, row: str) -> None:
+    save_heads(workshop.checkpoint(), tmp_path)
+    draft = drafts(workshop.checkpoint("draft"), tmp_path)[row]
+    host = make_target(settings(workshop.checkpoint(), draft=draft), None)
+    width = host._generator.drafter.draft_shape.num_draft_tokens + 1
+    plain = fresh(workshop.checkpoint(), batch_size=2)
+    expected = plain.sample([list(p) for p in PROMPTS], verify_width=width, return_dict=True, **SAMPLED).sequences
+    request = GenerateRequest("t", PROMPTS, SamplingParams(**SAMPLED), ((), ()), rows=(0, 1))  # type: ignore[arg-type]
+    texts = {0: list(PROMPTS[0]), 1: list(PROMPTS[1])}
+    for output in host.stream(request):
+        texts[output.index] += output.tokens
+    assert [texts[0], texts[1]] == [row[: len(texts[i])].tolist() for i, row in enumerate(expected)]
+    again = GenerateRequest("u", PROMPTS, request.params, ((), tuple(texts[1][2:22])), rows=(1,))  # after a fault
+    assert [token for output in host.stream(again) for token in output.tokens] == texts[1][22:]
+
+
+@pytest.mark.parametrize(("fused", "kind"), [(None, FusedRound), (False, TwoGraphRound)])
+def test_a_draft_in_the_targets_process_is_fused_unless_the_file_says_otherwise(
+    workshop: Workshop, fused: bool | None, kind: type
+) -> None:
+    host = make_target(settings(workshop.checkpoint(), draft=str(workshop.checkpoint("draft")), fused=fused), None)
+    assert type(host._generator.engine.variant(CallOptions()).round) is kind
+
+
+def test_the_keys_of_a_models_file_are_those_of_the_generator(workshop: Workshop) -> None:
+    keys = {"draft": "ngram", "k": [0, 2, 4], "acceptor": "typical:epsilon=0.2", "exact": False}
+    config = WorkerConfig.from_settings(settings(workshop.checkpoint(), **keys)).speculative
+    assert (config.k, config.exact, config.acceptor.name) == ((0, 2, 4), False, "typical")
+    with pytest.raises(ConfigurationError, match="acceptor needs a drafter"):
+        WorkerConfig.from_settings(settings(workshop.checkpoint(), acceptor="reject"))
+
+
+def with_tokenizers(folder: Path) -> Path:
+    """A target, and a draft with another tokenizer."""
+    save_pair(folder)
+    every_byte().save_pretrained(folder / "target")
+    bytes_merged(90).save_pretrained(folder / "draft")
+    return folder
+
+
+def test_tokenizers_are_compared_wherever_the_draft_runs(tmp_path: Path) -> None:
+    home = with_tokenizers(tmp_path)
+    with pytest.raises(PairingError, match="unequal tokenizers"):
+        make_target(settings(home / "target", draft=str(home / "draft")), None)
+    with pytest.raises(PairingError, match="unequal tokenizers"):
+        make_drafters(settings(home / "draft", targets=[str(home / "target")]))
+    assert make_drafters(settings(home / "draft", targets=[]))  # a target that is not known yet
+
+
+def test_a_draft_that_is_not_there_is_named(workshop: Workshop) -> None:
+    with pytest.raises(CheckpointError, match="'nothing' is neither a folder nor a drafter's name"):
+        make_target(settings(workshop.checkpoint(), draft="nothing"), None)
+
+
+def test_parameters_cross_processes_or_are_refused_by_name() -> None:
+    call_params = maker(CALL_PARAMS)
+    params = call_params(SamplingParams(seed=3), {"stop_strings": StopStrings(("a",), scope="output")})
+    assert pickle.loads(pickle.dumps(params)) == params
+    with pytest.raises(SamplingError, match="'streamer' is no sampling parameter"):
+        call_params(None, {"streamer": 1})
+    for name, value in (("tokenizer", every_byte()), ("logits_processor", [len]), ("stopping_criteria_list", [len])):
+        with pytest.raises(ConfigurationError, match=f"{name} holds objects of this process"):
+            call_params(None, {name: value})
