@@ -25,7 +25,7 @@ app = typer.Typer()
 def plan_models(models: ModelsFile, instance: InstanceName = None, as_json: AsJson = False) -> None:
     """Put the models of a file on the cores of an instance. Starts nothing. Exit status 2 if there is no plan."""
     with console.refusals():
-        planned = plan(read_models(models), machine(instance))
+        planned = plan(read_models(models), find_instance(instance))
         read_fault_policy(models)  # nothing is started here, but what is wrong is said now
     if as_json:
         typer.echo(json.dumps(planned.to_dict()))
@@ -37,7 +37,7 @@ def plan_models(models: ModelsFile, instance: InstanceName = None, as_json: AsJs
     console.say(console.out(), f"\nfree: {left.free} cores" + (f"; aligned runs: {runs}" if runs else ""))
 
 
-def machine(name: str | None) -> Instance:
+def find_instance(name: str | None) -> Instance:
     """The instance named, or this machine's.
 
     Raises:

@@ -11,7 +11,7 @@ import typer
 from paceline.cli import console
 from paceline.cli.config_options import command
 from paceline.cli.options import InstanceName, ModelsFile
-from paceline.cli.plan import machine, plan_table
+from paceline.cli.plan import find_instance, plan_table
 from paceline.core.errors import BackendError
 from paceline.placement import plan, read_fault_policy, read_models
 from paceline.placement.planning import validate_plan
@@ -36,11 +36,11 @@ class ServeOptions:
 def serve_models(models: ModelsFile, options: ServeOptions) -> None:
     """Serve the models of a file: /v1/models, /v1/completions, /v1/chat/completions. Ends with Ctrl-C."""
     with console.refusals():
-        planned, policy = plan(read_models(models), machine(options.instance)), read_fault_policy(models)
+        planned, policy = plan(read_models(models), find_instance(options.instance)), read_fault_policy(models)
         validate_plan.check(planned)
         try:
             from paceline.serving.app import deploy_config
-            from paceline.serving.launch import run
+            from paceline.serving.launch import serve_plan
         except ImportError as error:
             raise BackendError("serving needs Ray Serve: pip install 'paceline[serve]'") from error
         if options.print_serve_config:
@@ -52,4 +52,4 @@ def serve_models(models: ModelsFile, options: ServeOptions) -> None:
         console.err().print(plan_table(planned))
         url = f"http://{options.host}:{options.port}/v1"
         ready = partial(console.say, console.out(), f"serving at {url}")
-        run(planned, policy, host=options.host, port=options.port, address=options.address, ready=ready)
+        serve_plan(planned, policy, host=options.host, port=options.port, address=options.address, ready=ready)

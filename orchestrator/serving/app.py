@@ -31,8 +31,8 @@ from paceline.serving.ingress import Ingress, ModelRoute
 from paceline.serving.replica import Replica
 
 _ARGUMENTS = frozenset({"models", "instance"})
-_END = 60.0  # seconds to end the workers and give back their cores; Serve's 20 are few on a busy machine
-_SHARE = 0.01  # of a host CPU that Serve counts for a process without a model
+_SHUTDOWN_S = 60.0  # to end the workers and give back their cores; Serve's 20 are few on a busy machine
+_CPU_SHARE = 0.01  # of a host CPU, as Serve counts it, for a process without a model
 
 
 def build(arguments: Mapping[str, str]) -> serve.Application:
@@ -40,7 +40,7 @@ def build(arguments: Mapping[str, str]) -> serve.Application:
 
     Raises:
         ConfigurationError: an argument is unknown or missing.
-        PlanError: there is no plan, or not one that can be run.
+        PlanError: there is no plan, or it cannot be run.
     """
     unknown = sorted(set(arguments) - _ARGUMENTS)
     if unknown or "models" not in arguments:
@@ -48,7 +48,7 @@ def build(arguments: Mapping[str, str]) -> serve.Application:
     name = arguments.get("instance")
     machine = detect() if name is None else instance(name)
     if machine is None:
-        raise ConfigurationError("there is no neuron-ls here to ask; give `instance` (cpu to simulate)")
+        raise ConfigurationError("this machine has no neuron-ls; name the machine with `instance` (cpu to simulate)")
     file = Path(arguments["models"])
     return application(plan(read_models(file), machine), read_fault_policy(file))
 
@@ -60,36 +60,38 @@ def deploy_config(models: Path, instance: str | None, *, host: str, port: int) -
     return {"http_options": {"host": host, "port": port}, "applications": [{**application, "args": arguments}]}
 
 
-def application(made: Plan, care: FaultPolicy) -> serve.Application:
+def application(planned: Plan, fault_policy: FaultPolicy) -> serve.Application:
     """The application for a plan.
 
     Raises:
         PlanError: a model cannot be run as it was planned.
     """
-    validate_plan.check(made)
-    seats: dict[str, list[ModelRoute]] = {}
-    for members in groups_of(made):
+    validate_plan.check(planned)
+    routes: dict[str, list[ModelRoute]] = {}
+    for members in groups_of(planned):
         # Drafts first, as the group starts them; the replica itself has the bundle before them.
         ordered = sorted(members, key=lambda item: item.role != "draft")
-        handle = _deployment(made, ordered, care)
+        handle = _deployment(planned, ordered, fault_policy)
         for item in ordered:
             if item.role == "target":
-                seats.setdefault(item.name, []).append(ModelRoute(handle, item.label))
-    front = serve.deployment(Ingress, name="openai", max_ongoing_requests=256, ray_actor_options={"num_cpus": _SHARE})
-    return front.bind(seats)
+                routes.setdefault(item.name, []).append(ModelRoute(handle, item.label))
+    ingress = serve.deployment(
+        Ingress, name="openai", max_ongoing_requests=256, ray_actor_options={"num_cpus": _CPU_SHARE}
+    )
+    return ingress.bind(routes)
 
 
-def _deployment(made: Plan, members: Sequence[Placement], care: FaultPolicy) -> serve.Application:
-    bundles = [{"CPU": _SHARE}, *({RESOURCE: float(len(item.cores))} for item in members)]
+def _deployment(planned: Plan, members: Sequence[Placement], fault_policy: FaultPolicy) -> serve.Application:
+    bundles = [{"CPU": _CPU_SHARE}, *({RESOURCE: float(len(item.cores))} for item in members)]
     label = next(item.label for item in members if item.role == "target")
     deployment = serve.deployment(
         Replica,
         name=f"models-{label}",
         num_replicas=1,
         max_ongoing_requests=STREAMS,
-        graceful_shutdown_timeout_s=_END,
-        ray_actor_options={"num_cpus": _SHARE},
+        graceful_shutdown_timeout_s=_SHUTDOWN_S,
+        ray_actor_options={"num_cpus": _CPU_SHARE},
         placement_group_bundles=bundles,
         placement_group_strategy="STRICT_PACK",
     )
-    return deployment.bind(made, members, care)
+    return deployment.bind(planned, members, fault_policy)

@@ -1,4 +1,4 @@
-"""Serving until somebody ends it: Ray is started or joined, the application deployed, and taken down again.
+"""Serve until a signal ends it: Ray is started or joined, the application deployed, and taken down again.
 
 In a cluster that was joined nothing else is touched: what others serve there goes on.
 """
@@ -15,7 +15,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.config import HTTPOptions
-from ray.serve.context import _get_global_client  # the only way to what Serve really listens at
+from ray.serve.context import _get_global_client  # the only way to the address that Serve really listens at
 from ray.serve.exceptions import RayServeException
 
 from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
@@ -28,109 +28,114 @@ log = logging.getLogger("paceline")
 
 APPLICATION = "paceline"
 
-_HERE = "local"  # a new cluster, though another one may run on this machine
+_NEW_CLUSTER = "local"  # as an address: a cluster of its own, though another one may run on this machine
 _CPUS = 2  # of Ray's own count; workers on cores do not take part in it
-_ENDS = (signal.SIGINT, signal.SIGTERM)
-_FAILURES = (OSError, RuntimeError, ValueError, RayError, RayServeException)  # what Ray and Serve raise
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_RAY_ERRORS = (OSError, RuntimeError, ValueError, RayError, RayServeException)  # what Ray and Serve raise
 
 
-class _Ended(BaseException):
-    """A signal came. No `Exception`: Ray and Serve catch those."""
+class _SignalReceived(BaseException):
+    """Not an `Exception`, because Ray and Serve catch those."""
 
 
-def run(made: Plan, care: FaultPolicy, *, host: str, port: int, address: str | None, ready: Callable[[], None]) -> None:
-    """Serve a plan until SIGINT or SIGTERM, while models load too. ``ready`` is called when requests are taken.
+def serve_plan(
+    plan: Plan, fault_policy: FaultPolicy, *, host: str, port: int, address: str | None, ready: Callable[[], None]
+) -> None:
+    """Serve a plan until SIGINT or SIGTERM, which also end it while models load.
+
+    ``address``: of a Ray cluster to join; None starts one here. ``ready``: called when requests are accepted.
 
     Raises:
-        ConfigurationError: Serve runs in the cluster, and listens elsewhere or has an application of this name.
+        ConfigurationError: Serve runs in the cluster already, and listens elsewhere or has an application of this name.
         PlacementError: there is no such cluster, or the service did not start.
     """
-    wanted = application(made, care)
-    with _until_a_signal() as again:
-        _connect(made, address)
-        again()
+    app = application(plan, fault_policy)
+    with _until_a_signal() as take_signals:
+        _connect(plan, address)
+        take_signals()  # Ray has set handlers of its own
         try:
-            _serve(wanted, host=host, port=port, ready=ready)
+            _serve(app, host=host, port=port, ready=ready)
         finally:
             ray.shutdown()
 
 
 @contextmanager
 def _until_a_signal() -> Iterator[Callable[[], None]]:
-    """A signal ends the block, a second one its cleaning up. To be called again after what has handlers of its own."""
-    before = {number: signal.getsignal(number) for number in _ENDS}
+    """A signal ends the block; a second one ends its clean-up. Yields a function that sets the handlers again."""
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
 
-    def put_back() -> None:
-        for number, handler in before.items():
+    def restore() -> None:
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
     def end(*_: object) -> None:
-        put_back()
-        raise _Ended
+        restore()
+        raise _SignalReceived
 
-    def take() -> None:
-        for number in _ENDS:
+    def take_signals() -> None:
+        for number in _SIGNALS:
             signal.signal(number, end)
 
-    take()
+    take_signals()
     try:
-        yield take
-    except _Ended:
+        yield take_signals
+    except _SignalReceived:
         return
     finally:
-        put_back()
+        restore()
 
 
-def _connect(made: Plan, address: str | None) -> None:
-    own = {"resources": {RESOURCE: made.instance.cores}, "num_cpus": _CPUS, "include_dashboard": False}
+def _connect(plan: Plan, address: str | None) -> None:
+    own = {"resources": {RESOURCE: plan.instance.cores}, "num_cpus": _CPUS, "include_dashboard": False}
     try:
-        ray.init(address=address or _HERE, log_to_driver=False, **({} if address else own))
-    except _FAILURES as error:
-        where = f"no Ray cluster can be joined at {address}" if address else "Ray did not start here"
-        raise PlacementError(f"{where}: {_short(error)}") from error
+        ray.init(address=address or _NEW_CLUSTER, log_to_driver=False, **({} if address else own))
+    except _RAY_ERRORS as error:
+        failure = f"no Ray cluster can be joined at {address}" if address else "Ray did not start on this machine"
+        raise PlacementError(f"{failure}: {_summary(error)}") from error
 
 
-def _serve(wanted: serve.Application, *, host: str, port: int, ready: Callable[[], None]) -> None:
-    """Until a signal, in the cluster this process is connected to."""
-    there = _get_global_client(raise_if_no_controller_running=False)
-    if there is not None:
-        _check(there.http_config, host=host, port=port)
+def _serve(app: serve.Application, *, host: str, port: int, ready: Callable[[], None]) -> None:
+    """Serve in the cluster that this process is connected to, until a signal."""
+    running = _get_global_client(raise_if_no_controller_running=False)
+    if running is not None:
+        _check_address(running.http_config, host=host, port=port)
     try:
         serve.start(http_options={"host": host, "port": port})
-        serve.run(wanted, name=APPLICATION, route_prefix="/")
+        serve.run(app, name=APPLICATION, route_prefix="/")
         ready()
         threading.Event().wait()
-    except _FAILURES as error:
-        raise WorkerError(f"the service did not start: {_short(error)}") from error
+    except _RAY_ERRORS as error:
+        raise WorkerError(f"the service did not start: {_summary(error)}") from error
     finally:
-        _take_down(alone=there is None)
+        _take_down(started_serve=running is None)
 
 
-def _take_down(*, alone: bool) -> None:
-    """What is ours. If that fails too, why it ended must not get lost."""
+def _take_down(*, started_serve: bool) -> None:
+    """End our application, and Serve if we started it and nobody else uses it. Errors here must not hide others."""
     try:
-        if alone and not set(serve.status().applications) - {APPLICATION}:
+        if started_serve and not set(serve.status().applications) - {APPLICATION}:
             serve.shutdown()
         else:
             serve.delete(APPLICATION)
-    except _FAILURES as error:
-        log.warning("the service could not be taken down (%s)", _short(error))
+    except _RAY_ERRORS as error:
+        log.warning("the service could not be taken down (%s)", _summary(error))
 
 
-def _check(found: HTTPOptions, *, host: str, port: int) -> None:
-    """Serve listens where it was told to first, whatever it is told later; and a name has one application."""
-    if (found.host, found.port) != (host, port):
+def _check_address(running: HTTPOptions, *, host: str, port: int) -> None:
+    """Serve keeps the address it was started with, and has one application of a name."""
+    if (running.host, running.port) != (host, port):
         raise ConfigurationError(
-            f"Serve runs in this cluster and listens at {found.host}:{found.port}, not at {host}:{port}; to be served "
-            f"there, give --host {found.host} --port {found.port}"
+            f"Serve runs in this cluster and listens at {running.host}:{running.port}, not at {host}:{port}; to use "
+            f"it, give --host {running.host} --port {running.port}"
         )
     if APPLICATION in serve.status().applications:
         raise ConfigurationError(
-            f"an application {APPLICATION!r} is served in this cluster; end it first, or put both into one models file"
+            f"an application {APPLICATION!r} is served in this cluster already; end it first, or put both into one "
+            "models file"
         )
 
 
-def _short(error: Exception) -> str:
+def _summary(error: Exception) -> str:
     """The first line and the last: Ray puts the tracebacks of other processes between them."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [type(cause).__name__]

@@ -22,49 +22,49 @@ from paceline.placement.cluster.roles import TokenDelta
 from paceline.placement.cluster.worker_group import WorkerGroup
 from paceline.placement.planning.plan import Placement, Plan
 from paceline.serving.errors import refusal
-from paceline.serving.protocol import CompletionRequest, RefusedError
-from paceline.serving.responses import Failed, Opening, TextPiece
-from paceline.serving.stop_filter import StopStringFilter
-from paceline.text.stop_strings import StopStrings
+from paceline.serving.protocol import ChatRequest, CompletionRequest, RefusedError
+from paceline.serving.responses import Accepted, Failed, TextDelta
+from paceline.text.stop_strings import StopStringFilter, StopStrings
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
-Item = Opening | TextPiece | Failed
+Item = Accepted | TextDelta | Failed
 _OWN_BUNDLE = 1  # the replica itself has bundle 0
 
 
 class Replica:
     """Serves the targets of one group. Requests share a target's rounds; those that find no slot wait for one."""
 
-    def __init__(self, plan: Plan, members: Sequence[Placement], care: FaultPolicy) -> None:
+    def __init__(self, plan: Plan, members: Sequence[Placement], fault_policy: FaultPolicy) -> None:
         group = WorkerGroup(
-            plan.instance, members, care, given=ray.util.get_current_placement_group(), offset=_OWN_BUNDLE
+            plan.instance, members, fault_policy, given=ray.util.get_current_placement_group(), offset=_OWN_BUNDLE
         )
-        self._models = Deployment(plan, care, [group]).start()
-        # Each stream blocks a thread of its own; the loop's usual few would make them wait for each other.
+        self._models = Deployment(plan, fault_policy, [group]).start()
+        # Each stream blocks a thread of its own; the few of the event loop would make streams wait for each other.
         self._threads = ThreadPoolExecutor(STREAMS, thread_name_prefix="paceline-stream")
         folders = {item.label: item.model.folder for item in members}
         self._tokenizers = {label: load_tokenizer(Path(str(folders[label]))) for label in self._models.models}
 
-    async def stream(self, label: str, ask: CompletionRequest) -> AsyncIterator[Item]:
-        """An opening and then pieces; or a failure, wherever it happens."""
+    async def stream(self, label: str, request: CompletionRequest | ChatRequest) -> AsyncIterator[Item]:
+        """The answer of the target with that label: `Accepted`, then text; wherever it fails, `Failed`."""
         try:
-            tokenizer = self._tokenizers[label]
-            prompts = await asyncio.to_thread(encoded, tokenizer, ask)
-            writers = [StopStringFilter(tokenizer, prompt, ask.stop) for prompt in prompts]
-            pieces = _threaded(self._models.stream(label, prompts, **keywords(ask)), self._threads)
-            async with aclosing(pieces):
-                first = await anext(pieces, None)  # a request that the target refuses has no opening
-                yield Opening(sum(map(len, prompts)))
+            tokenizer, params = self._tokenizers[label], request.sampling_params
+            prompts = await asyncio.to_thread(encode_prompts, tokenizer, request)
+            stop = StopStrings.of(params.stop_strings)
+            filters = [StopStringFilter(stop, tokenizer, prompt) for prompt in prompts]
+            deltas = _iterate_in_threads(self._models.stream(label, prompts, params), self._threads)
+            async with aclosing(deltas):
+                first = await anext(deltas, None)  # a request that the target refuses is not accepted
+                yield Accepted(sum(map(len, prompts)))
                 if first is not None:
-                    yield _text(first, writers[first.index])
-                async for piece in pieces:
-                    yield _text(piece, writers[piece.index])
-        except Exception as error:  # tokenizers too raise what they like
-            refused = refusal(error, ask.kind)
+                    yield _text_of(first, filters[first.index])
+                async for delta in deltas:
+                    yield _text_of(delta, filters[delta.index])
+        except Exception as error:  # tokenizers too, which raise errors of any class
+            refused = refusal(error, request)
             yield Failed(refused.status, refused.message, refused.param, refused.code)
 
     async def check_health(self) -> None:
-        """Serve asks; workers that die are brought back by the request that finds them dead."""
+        """Serve asks; a worker that dies is brought back by the request that finds it dead."""
 
     def __del__(self) -> None:
         models: Deployment | None = self.__dict__.get("_models")
@@ -72,58 +72,45 @@ class Replica:
             models.close()
 
 
-def keywords(ask: CompletionRequest) -> dict[str, object]:
-    """The keywords of `sample` for a request."""
-    given: dict[str, object] = {
-        "max_new_tokens": ask.limit, "seed": ask.seed,
-        # Greedy too is told all of them, so that what is out of range is refused at any temperature.
-        "do_sample": ask.temperature != 0, "temperature": ask.temperature,
-        "top_p": ask.top_p, "top_k": ask.top_k, "min_p": ask.min_p,
-    }  # fmt: skip
-    if ask.stop:
-        given["stop_strings"] = StopStrings(ask.stop, scope="output")
-    return given
-
-
-def encoded(tokenizer: Tokenizer, ask: CompletionRequest) -> list[list[int]]:
+def encode_prompts(tokenizer: Tokenizer, request: CompletionRequest | ChatRequest) -> list[list[int]]:
     """The prompts as ids.
 
     Raises:
-        RefusedError: the model has no chat template, or it refuses the messages.
+        RefusedError: the model has no chat template, or its template refuses the messages.
     """
-    if ask.kind != "chat":
-        return [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in ask.prompts]
-    whole: Any = tokenizer
-    if not getattr(whole, "chat_template", None):
-        raise RefusedError(400, f"{ask.model} has no chat template; use /v1/completions", param="messages")
-    messages = [{"role": message.role, "content": message.content} for message in ask.messages]
+    if isinstance(request, CompletionRequest):
+        return [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
+    chat_tokenizer: Any = tokenizer
+    if not getattr(chat_tokenizer, "chat_template", None):
+        raise RefusedError(400, f"{request.model} has no chat template; use /v1/completions", param="messages")
+    messages = [{"role": message.role, "content": message.text} for message in request.messages]
     try:
-        text = whole.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # templates are programs that raise what they like
         raise RefusedError(400, f"the chat template refuses these messages: {error}", param="messages") from error
-    return [list(whole.encode(text, add_special_tokens=False))]
+    return [list(chat_tokenizer.encode(text, add_special_tokens=False))]
 
 
-def _text(piece: TokenDelta, writer: StopStringFilter) -> TextPiece:
-    text = writer.push(piece.tokens)
-    if piece.finish_reason is None:
-        return TextPiece(piece.index, text, len(piece.tokens))
-    reason = "length" if piece.finish_reason == "length" else "stop"
-    return TextPiece(piece.index, text + writer.end(), len(piece.tokens), reason)
+def _text_of(delta: TokenDelta, filter_: StopStringFilter) -> TextDelta:
+    text = "".join(map(filter_.push, delta.tokens))
+    if delta.finish_reason is None:
+        return TextDelta(delta.index, text, len(delta.tokens))
+    reason = "length" if delta.finish_reason == "length" else "stop"
+    return TextDelta(delta.index, text + filter_.flush(), len(delta.tokens), reason)
 
 
-async def _threaded(pieces: Stream, threads: Executor) -> AsyncGenerator[TokenDelta, None]:
-    """An iterator that blocks, run beside the event loop; closed when nobody wants more."""
+async def _iterate_in_threads(stream: Stream, threads: Executor) -> AsyncGenerator[TokenDelta, None]:
+    """Iterate over a blocking stream beside the event loop; it is closed when nobody wants more."""
     loop = asyncio.get_running_loop()
     step: asyncio.Future[TokenDelta | None] | None = None
     try:
         while True:
-            step = loop.run_in_executor(threads, next, pieces, None)
-            piece = await asyncio.shield(step)
-            if piece is None:
+            step = loop.run_in_executor(threads, next, stream, None)
+            delta = await asyncio.shield(step)
+            if delta is None:
                 return
-            yield piece
+            yield delta
     finally:
-        pieces.close()
+        stream.close()
         if step is not None and not step.done():
             await asyncio.wait([step])

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's format: whole, or as events of a stream. Values only."""
+"""Answers in OpenAI's format: a whole one, or the events of a stream. Values only."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ import time
 import uuid
 from dataclasses import dataclass
 
-from paceline.serving.protocol import CompletionRequest, RefusedError
+from paceline.serving.protocol import ChatRequest, CompletionRequest, RefusedError
 
 DONE = b"data: [DONE]\n\n"
 
 
 @dataclass(frozen=True, slots=True)
-class TextPiece:
-    """What a model's deployment sends: text that one choice gained, and how many tokens it stands for.
+class TextDelta:
+    """Text that one choice gained.
 
-    ``finish_reason`` is OpenAI's ("stop" or "length"), on the last piece of a choice.
+    num_tokens     tokens it stands for
+    finish_reason  OpenAI's ("stop" or "length"), with the last delta of a choice
     """
 
     choice: int
     text: str
-    tokens: int
+    num_tokens: int
     finish_reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
-    """The first thing a model's deployment sends: the request was accepted. Tokens of its prompts in all."""
+class Accepted:
+    """A replica sends it first: the target takes the request. ``prompt_tokens``: of all its prompts."""
 
     prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Sent in place of an opening or a piece."""
+    """A replica sends it last, in place of what is missing."""
 
     status: int
     message: str
@@ -45,70 +46,69 @@ class Failed:
         return RefusedError(self.status, self.message, param=self.param, code=self.code)
 
 
-class Answer:
-    """Collects one request's pieces and writes them down."""
+class ResponseBuilder:
+    """Writes down the answer to one request, from the text that its choices gain."""
 
-    def __init__(self, ask: CompletionRequest, prompt_tokens: int) -> None:
-        self._ask, self._prompt_tokens = ask, prompt_tokens
-        self._id = ("chatcmpl-" if ask.kind == "chat" else "cmpl-") + uuid.uuid4().hex
+    def __init__(self, request: CompletionRequest | ChatRequest, prompt_tokens: int) -> None:
+        self._request, self._prompt_tokens = request, prompt_tokens
+        self._id = ("chatcmpl-" if request.kind == "chat" else "cmpl-") + uuid.uuid4().hex
         self._created = int(time.time())
-        self._texts: dict[int, list[str]] = {index: [] for index in range(max(1, len(ask.prompts)))}
+        self._texts: list[list[str]] = [[] for _ in range(request.num_choices)]
         self._reasons: dict[int, str] = {}
-        self._tokens = 0
+        self._completion_tokens = 0
         self._begun: set[int] = set()
 
-    def add(self, piece: TextPiece) -> None:
-        """Take a piece into the whole."""
-        self._texts[piece.choice].append(piece.text)
-        self._tokens += piece.tokens
-        if piece.finish_reason is not None:
-            self._reasons[piece.choice] = piece.finish_reason
+    def add(self, delta: TextDelta) -> None:
+        """Take a delta into the answer."""
+        self._texts[delta.choice].append(delta.text)
+        self._completion_tokens += delta.num_tokens
+        if delta.finish_reason is not None:
+            self._reasons[delta.choice] = delta.finish_reason
 
-    def whole(self) -> dict[str, object]:
-        """The answer to a request without ``stream``."""
-        chat = self._ask.kind == "chat"
+    def response(self) -> dict[str, object]:
+        """The answer to a request without ``stream``, when every choice is finished."""
+        chat = self._request.kind == "chat"
         choices = []
-        for index, parts in self._texts.items():
+        for index, parts in enumerate(self._texts):
             text = "".join(parts)
-            said: dict[str, object] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            choices.append({"index": index, "logprobs": None, "finish_reason": self._reasons[index], **said})
+            content: dict[str, object] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            choices.append({"index": index, "logprobs": None, "finish_reason": self._reasons[index], **content})
         kind = "chat.completion" if chat else "text_completion"
         return {**self._head(kind), "choices": choices, "usage": self._usage()}
 
-    def event(self, piece: TextPiece) -> bytes:
-        """The event for a piece."""
-        self.add(piece)
-        chat = self._ask.kind == "chat"
-        said: dict[str, object] = {"text": piece.text}
-        if chat:
-            delta = {"content": piece.text} if piece.text else {}
-            if piece.choice not in self._begun:
-                delta = {"role": "assistant", "content": piece.text}
-            said = {"delta": delta}
-        self._begun.add(piece.choice)
-        choice = {"index": piece.choice, "logprobs": None, "finish_reason": piece.finish_reason, **said}
-        more = {"usage": None} if self._ask.usage else {}
-        return _event({**self._head(self._chunk), "choices": [choice], **more})
+    def event(self, delta: TextDelta) -> bytes:
+        """Take a delta in; the event that shows it."""
+        self.add(delta)
+        content: dict[str, object] = {"text": delta.text}
+        if self._request.kind == "chat":
+            message = {"content": delta.text} if delta.text else {}
+            if delta.choice not in self._begun:
+                message = {"role": "assistant", "content": delta.text}
+            content = {"delta": message}
+        self._begun.add(delta.choice)
+        choice = {"index": delta.choice, "logprobs": None, "finish_reason": delta.finish_reason, **content}
+        usage = {"usage": None} if self._request.stream_options.include_usage else {}
+        return _event({**self._head(self._chunk), "choices": [choice], **usage})
 
-    def last(self) -> bytes:
-        """The event behind all pieces, if usage was asked for, and the mark of the end."""
-        if not self._ask.usage:
+    def last_event(self) -> bytes:
+        """The end of the stream, after an event with the usage if that was asked for."""
+        if not self._request.stream_options.include_usage:
             return DONE
         return _event({**self._head(self._chunk), "choices": [], "usage": self._usage()}) + DONE
 
     @property
     def _chunk(self) -> str:
-        return "chat.completion.chunk" if self._ask.kind == "chat" else "text_completion"
+        return "chat.completion.chunk" if self._request.kind == "chat" else "text_completion"
 
     def _head(self, kind: str) -> dict[str, object]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._ask.model}
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._request.model}
 
     def _usage(self) -> dict[str, int]:
-        total = self._prompt_tokens + self._tokens
-        return {"prompt_tokens": self._prompt_tokens, "completion_tokens": self._tokens, "total_tokens": total}
+        prompt, completion = self._prompt_tokens, self._completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def failure_event(error: RefusedError) -> bytes:
+def error_event(error: RefusedError) -> bytes:
     """An error in the middle of a stream."""
     return _event(error.body)
 

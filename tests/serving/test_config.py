@@ -20,41 +20,47 @@ def models(workshop: Workshop, tmp_path: Path) -> Path:
     shape = "n_positions: 64, amp: f32, backend: eager, tp_degree: 2"
     (tmp_path / "models.yaml").write_text(
         f"models:\n  - {{name: chat, path: {workshop.checkpoint()}, {shape}}}\n"
-        f"  - {{name: small, path: {workshop.checkpoint('draft')}, draft_of: chat, quota: {{slots: 2}}, {shape}}}\n"
-        "care: {ahead: true, retries: 5}\n"
+        f"  - {{name: small, path: {workshop.checkpoint('draft')}, draft_of: chat, quota: {{max_slots: 2}}, {shape}}}\n"
+        "fault_policy: {draft_ahead: true, max_target_restarts: 5}\n"
     )
     return tmp_path / "models.yaml"
 
 
 def test_the_config_is_one_that_serve_deploys(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(models.parent)
-    done = CliRunner().invoke(app, ["serve", "models.yaml", "--instance", "inf2.48xlarge", "--port", "81", "--config"])
+    done = CliRunner().invoke(
+        app, ["serve", "models.yaml", "--instance", "inf2.48xlarge", "--port", "81", "--print-serve-config"]
+    )
     assert done.exit_code == 0, done.output
     config = ServeDeploySchema(**yaml.safe_load(done.stdout))
     assert (config.http_options.host, config.http_options.port) == ("127.0.0.1", 81)
     (application,) = config.applications
     assert application.args == {"models": str(models), "instance": "inf2.48xlarge"}  # found from any folder
     module, _, name = str(application.import_path).partition(":")
-    front = getattr(import_module(module), name)(application.args)._bound_deployment
-    assert front.name == "openai"
-    (seat,) = front.init_args[0]["chat"]
-    group = seat.handle._bound_deployment
-    made, members, care = group.init_args
+    ingress = getattr(import_module(module), name)(application.args)._bound_deployment
+    assert ingress.name == "openai"
+    (route,) = ingress.init_args[0]["chat"]
+    group = route.handle._bound_deployment
+    planned, members, fault_policy = group.init_args
     bundles = group._replica_config.placement_group_bundles
     assert bundles == [
         {"CPU": 0.01},
         {"neuron_cores": 2.0},
         {"neuron_cores": 2.0},
     ]
-    assert [item.name for item in members] == ["small", "chat"] and made.placements[1].model.quota.slots == 2
-    assert care.ahead and care.retries == 5
+    assert [item.name for item in members] == ["small", "chat"] and planned.placements[1].model.quota.max_slots == 2
+    assert fault_policy.draft_ahead and fault_policy.max_target_restarts == 5
 
 
 def test_what_cannot_be_planned_has_no_config(models: Path) -> None:
     text = models.read_text()
-    for wrong, says in (("retries", "retires"), ("slots: 2", "slot: 2"), ("tp_degree: 2", "tp_degree: 3")):
+    for wrong, says in (
+        ("draft_ahead", "draft_ahed"),
+        ("max_slots: 2", "max_slot: 2"),
+        ("tp_degree: 2", "tp_degree: 3"),
+    ):
         models.write_text(text.replace(wrong, says))
-        done = CliRunner().invoke(app, ["serve", str(models), "--instance", "inf2.48xlarge", "--config"])
+        done = CliRunner().invoke(app, ["serve", str(models), "--instance", "inf2.48xlarge", "--print-serve-config"])
         assert done.exit_code == 2 and says.partition(":")[0] in done.stderr and not done.stdout
         with pytest.raises(PlanError):
             import_module("paceline.serving.app").build({"models": str(models), "instance": "inf2.48xlarge"})

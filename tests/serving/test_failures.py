@@ -17,11 +17,11 @@ from starlette.responses import Response, StreamingResponse
 
 from paceline.core.errors import CheckpointError, ContextError, PromptError, RankError, SamplingError, TargetLostError
 from paceline.core.sampling import Sampling
-from paceline.placement.cluster.roles import TokenDelta
+from paceline.outputs import RequestOutput
 from paceline.serving.ingress import Ingress, ModelRoute
-from paceline.serving.protocol import read
+from paceline.serving.protocol import read_request
 from paceline.serving.replica import Item, Replica
-from paceline.serving.responses import Failed, Opening, TextPiece
+from paceline.serving.responses import Accepted, Failed, TextDelta
 
 BODY = {"model": "m", "prompt": "x"}
 LOST: list[Exception] = [ActorDiedError(), RankError("rank 1 is gone"), TargetLostError("m was lost")]
@@ -87,7 +87,7 @@ def answer(error: Exception, items: list[Item]) -> Response:
     return asyncio.run(answered(error, items))
 
 
-@pytest.mark.parametrize("items", [[], [Opening(1)], [Opening(1), TextPiece(0, "a", 1)]], ids=len)
+@pytest.mark.parametrize("items", [[], [Accepted(1)], [Accepted(1), TextDelta(0, "a", 1)]], ids=len)
 @pytest.mark.parametrize(("error", "status"), [*FOUND, (DeploymentUnavailableError(None), 503)], ids=str)
 def test_an_error_of_any_kind_is_an_error_object(error: Exception, status: int, items: list[Item]) -> None:
     found = answer(error, items)
@@ -113,7 +113,7 @@ def test_a_value_out_of_range_is_named_also_from_another_process() -> None:
 
 def test_a_stream_that_fails_ends_with_an_error_event() -> None:
     async def events() -> list[dict]:
-        found = await answered(ActorDiedError(), [Opening(1), TextPiece(0, "a", 1)], stream=True)
+        found = await answered(ActorDiedError(), [Accepted(1), TextDelta(0, "a", 1)], stream=True)
         assert isinstance(found, StreamingResponse) and found.status_code == 200
         return [json.loads(bytes(event)[6:]) async for event in found.body_iterator]  # type: ignore[arg-type]
 
@@ -158,7 +158,7 @@ class Bare(Replica):
 @pytest.mark.parametrize(("error", "status"), FOUND, ids=str)
 def test_a_replica_sends_failures_in_place_of_raising(error: Exception, status: int, text: bool) -> None:
     async def items() -> list[Item]:
-        return [item async for item in Bare(Parts(error, text=text)).stream("m", read("completion", BODY))]
+        return [item async for item in Bare(Parts(error, text=text)).stream("m", read_request("completion", BODY))]
 
     (failed,) = asyncio.run(items())
     assert isinstance(failed, Failed) and failed.status == status
@@ -172,7 +172,10 @@ def test_a_prompt_that_is_too_long_has_the_code_that_clients_know(body: dict, pa
 
     async def items(error: Exception) -> list[Item]:
         replica = Bare(Parts(RayTaskError("stream", "its traceback", error).as_instanceof_cause(), text=False))
-        return [item async for item in replica.stream("m", read("chat" if param == "messages" else "completion", body))]
+        return [
+            item
+            async for item in replica.stream("m", read_request("chat" if param == "messages" else "completion", body))
+        ]
 
     (failed,) = asyncio.run(items(ContextError("9 tokens leave no room")))
     assert isinstance(failed, Failed) and (failed.status, failed.param) == (400, param)
@@ -196,8 +199,8 @@ class Wordless(Parts):
     def stream(self, *_: object, **__: object) -> Wordless:
         return self
 
-    def __next__(self) -> TokenDelta:
-        return TokenDelta(0, (7,), 0, None)
+    def __next__(self) -> RequestOutput:
+        return RequestOutput(0, (7,), 0, None)
 
     def close(self) -> None:
         self.closed += 1
@@ -208,8 +211,8 @@ def test_a_tokenizer_that_fails_at_an_answer_fails_that_request_and_frees_the_ta
     replica = Bare(parts)
 
     async def items() -> list[Item]:
-        return [item async for item in replica.stream("m", read("completion", BODY))]
+        return [item async for item in replica.stream("m", read_request("completion", BODY))]
 
     opening, failed = asyncio.run(items())
-    assert opening == Opening(1) and isinstance(failed, Failed) and failed.status == 500
+    assert opening == Accepted(1) and isinstance(failed, Failed) and failed.status == 500
     assert "KeyError" in failed.message and parts.closed == 1

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from paceline.core.errors import SamplingError
 from paceline.engine.stopping import StopChecker, Stopping
-from paceline.serving.protocol import CompletionRequest, Message, RefusedError, read
-from paceline.serving.replica import keywords
-from paceline.serving.responses import DONE, Answer, TextPiece, failure_event
-from paceline.serving.stop_filter import StopStringFilter
+from paceline.serving.protocol import ChatRequest, CompletionRequest, RefusedError, read_request
+from paceline.serving.responses import DONE, ResponseBuilder, TextDelta, error_event
+from paceline.text.stop_strings import StopStringFilter, StopStrings
 from paceline.text.tokenizer import IncrementalDetokenizer
 from tests.draft.tokenizers_of_two import every_byte
 from tests.fakes import Pieces
@@ -20,33 +20,41 @@ from tests.fakes import Pieces
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
+def completion(**fields: object) -> CompletionRequest:
+    request = read_request("completion", {"model": "m", "prompt": "x", **fields})
+    assert isinstance(request, CompletionRequest)
+    return request
+
+
+def chat(**fields: object) -> ChatRequest:
+    request = read_request("chat", {**CHAT, **fields})
+    assert isinstance(request, ChatRequest)
+    return request
+
+
 def test_defaults_are_those_of_the_format() -> None:
-    ask = read("completion", {"model": "m", "prompt": "x", "user": "me", "n": 1, "logprobs": None})
-    assert (ask.limit, ask.temperature, ask.prompts, ask.stream, ask.stop) == (16, 1.0, ("x",), False, ())
-    assert read("chat", CHAT).limit is None
-    assert (
-        read("completion", {"model": "m", "prompt": "x"}).seed != read("completion", {"model": "m", "prompt": "x"}).seed
-    )
+    request = completion(user="me", n=1, logprobs=None)
+    assert (request.prompts, request.stream, request.num_choices) == (["x"], False, 1)
+    params = request.sampling_params
+    assert (params.max_new_tokens, params.temperature, params.do_sample, params.stop_strings) == (16, 1.0, True, None)
+    assert chat().sampling_params.max_new_tokens is None
+    assert completion().sampling_params.seed != completion().sampling_params.seed
 
 
 def test_fields_that_change_nothing_are_passed_over() -> None:
     nothing = {"presence_penalty": 0, "frequency_penalty": 0.0, "echo": False, "best_of": 1, "logit_bias": {},
                "metadata": {"a": "b"}, "store": False, "stream_options": {"include_usage": True}}  # fmt: skip
-    assert read("completion", {"model": "m", "prompt": "x", **nothing}).usage
-    assert read("chat", {**CHAT, "response_format": {"type": "text"}, "modalities": ["text"], "tool_choice": "none"})
+    assert completion(**nothing).stream_options.include_usage
+    assert chat(response_format={"type": "text"}, modalities=["text"], tool_choice="none")
 
 
 def test_all_forms_of_a_prompt_and_of_a_message() -> None:
-    def prompts(value: object) -> object:
-        return read("completion", {"model": "m", "prompt": value}).prompts
-
-    assert prompts(["a", "b"]) == ("a", "b")
-    assert prompts([1, 2]) == ((1, 2),)
-    assert prompts([[1], [2, 3]]) == ((1,), (2, 3))
+    assert completion(prompt=["a", "b"]).prompts == ["a", "b"]
+    assert completion(prompt=[1, 2]).prompts == [[1, 2]]
+    assert completion(prompt=[[1], [2, 3]]).prompts == [[1], [2, 3]]
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert read("chat", {"model": "m", "messages": [{"role": "user", "content": parts}]}).messages == (
-        Message("user", "ab"),
-    )
+    (message,) = chat(messages=[{"role": "user", "content": parts}]).messages
+    assert (message.role, message.text) == ("user", "ab")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +81,7 @@ def test_all_forms_of_a_prompt_and_of_a_message() -> None:
 )  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(change: dict, param: str | None) -> None:
     with pytest.raises(RefusedError) as refused:
-        read("completion", {"model": "m", "prompt": "x", **change})
+        completion(**change)
     assert (refused.value.status, refused.value.param) == (400, param)
     assert refused.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
     assert len(json.dumps(refused.value.body, ensure_ascii=False).encode()) < 1000  # as the answer is written
@@ -86,9 +94,9 @@ def test_what_is_not_served_is_refused_by_name(change: dict, param: str | None) 
 )
 def test_a_chat_has_other_fields_than_a_completion(change: dict) -> None:
     with pytest.raises(RefusedError) as refused:
-        read("chat", {**CHAT, **change})
+        chat(**change)
     assert (refused.value.status, refused.value.param) == (400, *change)
-    assert read("chat", {**CHAT, "logprobs": False, "top_logprobs": 0, "tools": []}).limit is None
+    assert chat(logprobs=False, top_logprobs=0, tools=[]).max_new_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -103,19 +111,21 @@ def test_a_chat_has_other_fields_than_a_completion(change: dict) -> None:
 def test_a_limit_of_none_at_all_is_not_no_limit(limits: dict, param: str) -> None:
     """It was taken for a missing one, and the answer went on to the end of the context."""
     with pytest.raises(RefusedError, match=f"{param} must be at least 1, not") as refused:
-        read("chat", {**CHAT, **limits})
+        chat(**limits)
     assert refused.value.param == param
 
 
 def test_the_newer_name_of_the_limit_goes_first() -> None:
-    assert read("chat", {**CHAT, "max_tokens": 9}).limit == 9
-    assert read("chat", {**CHAT, "max_tokens": 9, "max_completion_tokens": 4}).limit == 4
+    assert chat(max_tokens=9).max_new_tokens == 9
+    assert chat(max_tokens=9, max_completion_tokens=4).max_new_tokens == 4
 
 
 def test_greedy_requests_too_are_checked_in_full() -> None:
-    asked = {"temperature": 0, "top_p": 2, "top_k": -5, "min_p": 3}
-    given = keywords(read("completion", {"model": "m", "prompt": "x", **asked}))
-    assert {name: given[name] for name in asked} == asked and given["do_sample"] is False
+    for name, value in (("top_p", 2), ("top_k", -5), ("min_p", 3)):
+        params = completion(temperature=0, **{name: value}).sampling_params
+        assert getattr(params, name) == value and params.do_sample is False
+        with pytest.raises(SamplingError, match=name):
+            params.sampling_of(0)
 
 
 HI = {"role": "user", "content": "hi"}
@@ -130,14 +140,15 @@ HI = {"role": "user", "content": "hi"}
 def test_nothing_of_a_message_is_passed_over(change: dict) -> None:
     """Such parts became "None" or nothing at all in the prompt."""
     with pytest.raises(RefusedError) as refused:
-        read("chat", {"model": "m", "messages": [HI, {**HI, **change}]})
+        chat(messages=[HI, {**HI, **change}])
     assert (refused.value.status, refused.value.param) == (400, "messages")
     assert next(iter(change)) in refused.value.message
 
 
 def test_a_message_comes_back_as_clients_keep_it() -> None:
     said = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": None, "annotations": []}
-    assert read("chat", {"model": "m", "messages": [HI, said]}).messages[1] == Message("assistant", "a")
+    message = chat(messages=[HI, said]).messages[1]
+    assert (message.role, message.text) == ("assistant", "a")
 
 
 @pytest.mark.parametrize(
@@ -145,9 +156,9 @@ def test_a_message_comes_back_as_clients_keep_it() -> None:
 )
 def test_messages_that_are_none(messages: object) -> None:
     with pytest.raises(RefusedError):
-        read("chat", {"model": "m", "messages": messages})
+        chat(messages=messages)
     with pytest.raises(RefusedError):
-        read("chat", [])
+        read_request("chat", [])
 
 
 def events(data: bytes) -> list[dict]:
@@ -156,16 +167,16 @@ def events(data: bytes) -> list[dict]:
     ]
 
 
-def streamed(ask: CompletionRequest) -> list[dict]:
-    answer = Answer(ask, 3)
-    data = b"".join(map(answer.event, [TextPiece(0, "a", 1), TextPiece(0, "", 1), TextPiece(0, "b", 2, "stop")]))
-    data += answer.last()
+def streamed(request: CompletionRequest | ChatRequest) -> list[dict]:
+    builder = ResponseBuilder(request, 3)
+    data = b"".join(map(builder.event, [TextDelta(0, "a", 1), TextDelta(0, "", 1), TextDelta(0, "b", 2, "stop")]))
+    data += builder.last_event()
     assert data.endswith(DONE)
     return events(data)
 
 
 def test_a_chat_begins_with_its_role_and_ends_with_a_reason() -> None:
-    found = streamed(read("chat", {**CHAT, "stream": True, "stream_options": {"include_usage": True}}))
+    found = streamed(chat(stream=True, stream_options={"include_usage": True}))
     deltas = [event["choices"][0]["delta"] for event in found if event["choices"]]
     assert deltas == [{"role": "assistant", "content": "a"}, {}, {"content": "b"}]
     assert [e["choices"][0]["finish_reason"] for e in found[:-1]] == [None, None, "stop"]
@@ -175,16 +186,15 @@ def test_a_chat_begins_with_its_role_and_ends_with_a_reason() -> None:
 
 
 def test_a_completion_counts_and_joins() -> None:
-    ask = read("completion", {"model": "m", "prompt": ["x", "y"]})
-    answer = Answer(ask, 5)
-    for piece in (TextPiece(1, "b", 1), TextPiece(0, "a", 2, "length"), TextPiece(1, "c", 1, "stop")):
-        answer.add(piece)
-    whole = answer.whole()
+    builder = ResponseBuilder(completion(prompt=["x", "y"]), 5)
+    for delta in (TextDelta(1, "b", 1), TextDelta(0, "a", 2, "length"), TextDelta(1, "c", 1, "stop")):
+        builder.add(delta)
+    whole = builder.response()
     assert [(c["index"], c["text"], c["finish_reason"]) for c in whole["choices"]] == [  # type: ignore[attr-defined]
         (0, "a", "length"), (1, "bc", "stop"),
     ]  # fmt: skip
     assert whole["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
-    (error,) = events(failure_event(RefusedError(503, "gone")))
+    (error,) = events(error_event(RefusedError(503, "gone")))
     assert error["error"]["type"] == "server_error"
 
 
@@ -199,11 +209,12 @@ def test_a_completion_counts_and_joins() -> None:
     ],
 )
 def test_text_ends_before_a_stop_string(text: str, stops: list[str], says: str, split: int) -> None:
-    writer = StopStringFilter(Pieces([bytes([b]) for b in range(256)]), [], stops)  # type: ignore[arg-type]
+    stop = StopStrings.of(StopStrings(tuple(stops), scope="output"))
+    filter_ = StopStringFilter(stop, Pieces([bytes([b]) for b in range(256)]))
     ids = list(text.encode())
-    parts = [writer.push(ids[at : at + split]) for at in range(0, len(ids), split)]
+    parts = ["".join(map(filter_.push, ids[at : at + split])) for at in range(0, len(ids), split)]
     assert not any(stop[:2] in part for stop in stops for part in parts if "END" in text)
-    assert "".join(parts) + writer.end() == says
+    assert "".join(parts) + filter_.flush() == says
 
 
 TOKENIZER = every_byte()
@@ -222,19 +233,16 @@ PART = TOKENIZER.encode("\u00ff")[0]
 def test_a_text_is_cut_where_it_was_stopped(tokens: list[int], stops: list[str], split: int) -> None:
     """The model's worker stops, and the server cuts: in the same text, without special tokens."""
     prompt, new = tokens[:split], tokens[split:]
-    stopping = Stopping(10**6, strings=tuple(stops), tokenizer=TOKENIZER, in_new_text=True)
-    watch, writer, growing = (
-        StopChecker(stopping, prompt),
-        StopStringFilter(TOKENIZER, prompt, stops),
-        IncrementalDetokenizer(TOKENIZER, prompt),
-    )
+    stop = StopStrings(tuple(stops), scope="output")
+    checker = StopChecker(Stopping(10**6, stop_strings=stop, tokenizer=TOKENIZER), prompt)
+    filter_, detokenizer = StopStringFilter(stop, TOKENIZER, prompt), IncrementalDetokenizer(TOKENIZER, prompt)
     said, whole, stopped = "", "", False
     for token in new:
-        said, whole = said + writer.push([token]), whole + growing.push(token)
-        stopped = watch.append(token) == "stop"
+        said, whole = said + filter_.push(token), whole + detokenizer.push(token)
+        stopped = checker.append(token) == "stop"
         if stopped:
             break
-    said, whole = said + writer.end(), whole + growing.flush()
+    said, whole = said + filter_.flush(), whole + detokenizer.flush()
     found = [at for stop in stops if (at := whole.find(stop)) >= 0]
     assert said == whole[: min(found, default=len(whole))]
     assert found or not stopped
@@ -242,8 +250,9 @@ def test_a_text_is_cut_where_it_was_stopped(tokens: list[int], stops: list[str],
 
 
 def test_a_special_token_ends_a_text_by_its_name() -> None:
-    stopping = Stopping(100, strings=("<e>",), tokenizer=TOKENIZER, in_new_text=True)
-    watch = StopChecker(stopping, [A])
-    assert [watch.append(token) for token in (A, 0)] == [None, "stop"]
+    stop = StopStrings(("<e>",), scope="output")
+    stopping = Stopping(100, stop_strings=stop, tokenizer=TOKENIZER)
+    checker = StopChecker(stopping, [A])
+    assert [checker.append(token) for token in (A, 0)] == [None, "stop"]
     spelled = StopChecker(stopping, [A])
     assert [spelled.append(token) for token in TOKENIZER.encode("<e")] == [None] * len(TOKENIZER.encode("<e"))

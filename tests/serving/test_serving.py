@@ -68,11 +68,11 @@ def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
         {"name": "chat-draft", "path": str(home / "draft"), "draft_of": "chat", **shape},
         {"name": "small", "path": str(home / "draft"), **shape},
     ]
-    made = plan(models_of(entries, folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
+    planned = plan(models_of(entries, folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
     with socket.socket() as link:
         link.bind(("127.0.0.1", 0))
         port = link.getsockname()[1]
-    care = FaultPolicy(
+    fault_policy = FaultPolicy(
         startup_timeout_s=90,
         stall_timeout_s=30,
         placement_timeout_s=20,
@@ -80,11 +80,11 @@ def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:
-        serve.run(application(made, care), name="paceline", route_prefix="/")
+        serve.run(application(planned, fault_policy), name="paceline", route_prefix="/")
         with openai.OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
-        ) as made_client:
-            yield made_client
+        ) as connected:
+            yield connected
     finally:
         serve.shutdown()
         check_nothing_left(90)  # a replica has 60 seconds to end, the ledger then ten
@@ -144,7 +144,7 @@ def test_errors_are_error_objects(client: openai.OpenAI) -> None:
         ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
         ({"prompt": "x" * 200}, "leaves no room", "prompt"), ({"prompt": [500]}, "outside the vocabulary", "prompt"),
         ({"prompt": "x", "temperature": -1}, "temperature must be", "temperature"),
-        ({"prompt": "x", "n": 2}, "n=2 is not served", "n"),
+        ({"prompt": "x", "n": 2}, "n must be 1; no other number", "n"),
         ({"prompt": "x", "stream": True, "top_p": 3}, "top_p must be", "top_p"),
     ):  # fmt: skip
         with pytest.raises(openai.BadRequestError, match=says) as refused:
@@ -218,7 +218,7 @@ def test_requests_that_come_together_share_rounds(client: openai.OpenAI, home: P
     assert together == alone
     statistics = ray.get(worker("chat").statistics.remote(), timeout=30)
     # A round asks the draft once, for however many requests are in it.
-    assert 0 < statistics["health"]["asked"] < statistics["rounds"], statistics
+    assert 0 < statistics["drafter_health"]["asked"] < statistics["num_drafts"], statistics
 
 
 def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Cluster, home: Path) -> None:
@@ -249,16 +249,16 @@ def test_a_cluster_with_other_applications_keeps_them(
     """`paceline serve --address`: it is refused what it cannot have, and takes down nothing but its own."""
     monkeypatch.setattr(serving_run, "ray", SimpleNamespace(init=lambda **_: None, shutdown=lambda: None))
     entry = {"name": "more", "path": str(home / "target"), "n_positions": 128, "amp": "f32", "backend": "eager"}
-    made = plan(models_of([entry], folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
+    planned = plan(models_of([entry], folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
     port = client.base_url.port or 0
     asked = {"host": "127.0.0.1", "address": "here", "ready": pytest.fail}
     with pytest.raises(ConfigurationError, match=f"listens at 127.0.0.1:{port}, not at 127.0.0.1:{port + 1}"):
-        serving_run.run(made, FaultPolicy(), port=port + 1, **asked)  # type: ignore[arg-type]
+        serving_run.serve_plan(planned, FaultPolicy(), port=port + 1, **asked)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="an application 'paceline' is served"):
-        serving_run.run(made, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
+        serving_run.serve_plan(planned, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
     monkeypatch.setattr(serving_run, "APPLICATION", "more")
     with pytest.raises(WorkerError, match="the service did not start: Prefix / is being used"):
-        serving_run.run(made, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
+        serving_run.serve_plan(planned, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
     applications = serve.status().applications
     assert applications["paceline"].status == "RUNNING" and "more" not in applications
     assert sorted(model.id for model in client.models.list()) == ["chat", "small"]

@@ -70,7 +70,7 @@ def serve(played: Played, monkeypatch: pytest.MonkeyPatch, *, ready: Callable[[]
     before = [signal.getsignal(number) for number in ENDS]
     try:
         empty = Plan(INSTANCES["inf2.48xlarge"], ())
-        module.run(empty, FaultPolicy(), host="127.0.0.1", port=port, address="joined", ready=ready)
+        module.serve_plan(empty, FaultPolicy(), host="127.0.0.1", port=port, address="joined", ready=ready)
     finally:
         assert [signal.getsignal(number) for number in ENDS] == before
     return played.calls
