@@ -55,7 +55,9 @@ class SpeculativeGenerator:
         self.decoders: list[CompiledDecoder] = [target, *drafts]
         self.engine = build.engine(target, self.drafter, self.config, rule=self._rule)
         self.limits = TargetLimits(target.config.vocab_size, target.n_positions, tuple(target.config.eos_token_ids))
-        self.statistics = self._new_statistics()
+        config = target.config
+        self._pad_token_id = config.pad_token_id if config.pad_token_id is not None else (*config.eos_token_ids, 0)[0]
+        self.statistics = Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
         if not self._rule.lossless:
             log.warning("acceptor %r is lossy: the text does not follow the target's distribution", self._rule.name)
 
@@ -107,11 +109,12 @@ class SpeculativeGenerator:
         Returns LongTensor [B, <= sequence_length], or a `GenerationResult` with ``return_dict``. Raises PromptError,
         SamplingError or ConfigurationError before any work starts; DecoderBusyError if a decoder is in use.
         """
-        params = _merged(params, sequence_length, overrides)
+        params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
         requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
-        streamers.check(streamer, len(requests))
+        options = CallOptions(params.on_host, params.verify_width)
+        if streamer is not None:
+            streamers.check(streamer, len(requests))
         with self._held() as statistics:
-            options = CallOptions.of(requests, params.verify_width)
             outputs: Iterator[RequestOutput] = self.engine.run(ListQueue(requests), options, statistics)
             if streamer is not None:
                 outputs = streamers.feed(streamer, requests[0], outputs)
@@ -133,9 +136,9 @@ class SpeculativeGenerator:
         Bad input and a busy decoder raise here, not at the first output. The decoders are held from here on until the
         stream is at its end, closed or dropped.
         """
-        params = _merged(params, sequence_length, overrides)
+        params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
         requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
-        return self.serve(ListQueue(requests), CallOptions.of(requests, params.verify_width))
+        return self.serve(ListQueue(requests), CallOptions(params.on_host, params.verify_width))
 
     def serve(self, queue: RequestQueue, options: CallOptions) -> OutputStream:
         """Serve a queue until it is empty and every request has finished.
@@ -155,7 +158,7 @@ class SpeculativeGenerator:
         with ExitStack() as stack:
             for decoder in self.decoders:
                 stack.enter_context(decoder.held_by(holder))
-            self.statistics = statistics = self._new_statistics()
+            self.statistics = statistics = Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
             reporter = self.drafter if isinstance(self.drafter, ReportsHealth) else None
             before = None if reporter is None else reporter.health
             try:
@@ -164,14 +167,6 @@ class SpeculativeGenerator:
                 after = None if reporter is None else reporter.health
                 if before is not None and after is not None:
                     statistics.drafter_health = after.since(before)
-
-    @property
-    def _pad_token_id(self) -> int:
-        config = self.target.config
-        return config.pad_token_id if config.pad_token_id is not None else (*config.eos_token_ids, 0)[0]
-
-    def _new_statistics(self) -> Statistics:
-        return Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
 
 
 Sampler = SpeculativeGenerator | SamplingDecoder
@@ -206,9 +201,3 @@ class OutputStream(Iterator[RequestOutput]):
     def __del__(self) -> None:
         if hasattr(self, "_outputs"):
             self.close()
-
-
-def _merged(params: SamplingParams | None, sequence_length: int | None, overrides: dict[str, Any]) -> SamplingParams:
-    if sequence_length is not None:
-        overrides["sequence_length"] = sequence_length
-    return SamplingParams.merge(params, overrides)

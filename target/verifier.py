@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +35,9 @@ from paceline.decoder.decoder import CompiledDecoder, FeatureBuffer, ModelWithCa
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.steps import prefill
 from paceline.target.steps import FusedStep, VerifyStep, pad_law
+
+_Fused = tuple[TraceableDrafter, int, int, bool]
+"""A drafter, the bucket of its cache, that of the target's, and whether features are on the device."""
 
 
 class CompiledVerifier:
@@ -66,7 +68,7 @@ class CompiledVerifier:
         self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
         self._keys: dict[tuple[DraftShape, int, int, bool], GraphKey] = {}  # every round asks for one
-        self._fused_keys: dict[tuple[TraceableDrafter, int, int, bool], GraphKey] = {}
+        self._fused_steps: dict[_Fused, Step | MultiRoundStep] = {}
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
@@ -119,35 +121,42 @@ class CompiledVerifier:
         if self._reads is not None:
             carry, kept = self._carry(commit, self._reads), isinstance(commit.features, DeviceFeatures)
             inputs += [commit.features] if isinstance(commit.features, Tensor) else []
-        limits = None if carry is not None and not kept else bounds.multi_round  # the next round has another graph
         bucket, draft_bucket = self.decoder.bucket_for(bounds.max_rows), drafter.bucket(bounds.max_rows)
-        if limits is not None:
-            rounds = limits.max_rounds
-            while rounds > 1:
-                last = drafter.bucket(min(bounds.max_rows + (rounds - 1) * self._width, bucket))
-                if last == draft_bucket:
-                    break
-                rounds //= 2  # all in one graph of the draft's
-            limits = limits if rounds == limits.max_rounds else replace(limits, max_rounds=rounds)
         which = (drafter, draft_bucket, bucket, kept)
-        if which not in self._fused_keys:
-            alone = self._key(self.draft_shape, self._width, bucket)
-            self._fused_keys[which] = replace(alone, kept=kept, draft=drafter.step_key(draft_bucket))
+        step = self._fused_steps.get(which)
+        if step is None:
+            step = self._fused_steps[which] = self._fused_step(which, carry, inputs)
+        if isinstance(step, MultiRoundStep):
+            limits = None if carry is not None and not kept else bounds.multi_round  # the next round has another graph
+            if limits is not None:
+                limits = self._in_one_bucket(limits, which, bounds.max_rows)
+            reports, made = step.run_rounds(inputs, seconds, limits)
+        else:
+            reports, made = _one_round(step, inputs, lean=self.decoder.backend.device_state)
+        features: Tensor | DeviceFeatures | None = made[3] if len(made) > 3 else None
+        if carry is not None:
+            features = DeviceFeatures(partial(self.decoder.backend.read_state, carry.features))
+        return RoundResult(Commit(made[0], made[1], made[2], features), reports)
+
+    def _fused_step(self, which: _Fused, carry: FeatureBuffer | None, inputs: list[Tensor]) -> Step | MultiRoundStep:
+        """The graph of a drafter's step and its verification."""
+        drafter, draft_bucket, bucket, kept = which
+        alone = self._key(self.draft_shape, self._width, bucket)
+        key = replace(alone, kept=kept, draft=drafter.step_key(draft_bucket))
 
         def make(body: ModelWithCache, bucket: int) -> nn.Module:
             verify = self._step(body, bucket, draft_shape=self.draft_shape)
             return FusedStep(drafter.step(draft_bucket), verify, carry, lean=self.decoder.backend.device_state)
 
-        key = self._fused_keys[which]
-        step: object = self.decoder.graph(key, make, inputs, guest=drafter.cache_key, owner=drafter.state)
-        if isinstance(step, MultiRoundStep):
-            reports, made = step.run_rounds(inputs, seconds, limits)
-        else:
-            reports, made = _one_round(cast(Step, step), inputs, lean=self.decoder.backend.device_state)
-        features: Tensor | DeviceFeatures | None = made[3] if len(made) > 3 else None
-        if carry is not None:
-            features = DeviceFeatures(partial(self.decoder.backend.read_state, carry.features))
-        return RoundResult(Commit(made[0], made[1], made[2], features), reports)
+        return self.decoder.graph(key, make, inputs, guest=drafter.cache_key, owner=drafter.state)
+
+    def _in_one_bucket(self, limits: MultiRoundLimits, which: _Fused, rows: int) -> MultiRoundLimits:
+        """Fewer rounds, where the drafter would need another graph before the last of them."""
+        drafter, draft_bucket, bucket, _ = which
+        rounds = limits.max_rounds
+        while rounds > 1 and drafter.bucket(min(rows + (rounds - 1) * self._width, bucket)) != draft_bucket:
+            rounds //= 2
+        return limits if rounds == limits.max_rounds else replace(limits, max_rounds=rounds)
 
     def _carry(self, commit: Commit, reads: FeatureSpec) -> FeatureBuffer | None:
         """Where features stay between rounds, if they had better not come to the host."""

@@ -92,11 +92,6 @@ class Batch:
         self._remaining = [-1] * size  # nodes each slot could accept; below 0: to be worked out anew
         self._requests_changed()
 
-    @property
-    def free_slot(self) -> int | None:
-        """A slot without a request."""
-        return None if len(self.active) == len(self.slots) else self.slots.index(None)
-
     def seat(self, slot: int, request: Request) -> None:
         """Give a slot to a request whose prompt is about to be read."""
         self.slots[slot] = Slot(request, StopChecker(request.stopping, request.prompt))

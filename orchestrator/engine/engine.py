@@ -119,15 +119,17 @@ class Engine:
                     _finish(rounds, held, batch.active)
                 outputs = []
                 for _ in range(self.num_slots):  # no more: where texts end at once there is always a free slot
-                    if (slot := batch.free_slot) is None or (request := queue.pop()) is None:
+                    if len(batch.active) == self.num_slots or (request := queue.pop()) is None:
                         break
+                    slot = batch.slots.index(None)
                     held.add(slot)
                     batch.seat(slot, request)
                     row = sampling_tensors([request.sampling])
                     first = rounds.start(slot, request.prompt, row)
                     scores = list(logprobs.logprobs[slot]) if logprobs is not None else None
                     outputs.append(batch.join(slot, row, first, logprobs=scores))
-                    _finish(rounds, held, batch.active)
+                    if len(held) > len(batch.active):  # the text ended with its first token
+                        _finish(rounds, held, batch.active)
                 if not outputs and not batch.active:
                     break
                 if batch.active:
@@ -135,7 +137,8 @@ class Engine:
                     if rounds.draft_length is not None:
                         statistics.draft_lengths += [rounds.draft_length] * len(result.reports)
                     outputs += batch.apply(result, logprobs.logprobs if logprobs is not None else None)
-                    _finish(rounds, held, batch.active)
+                    if len(held) > len(batch.active):
+                        _finish(rounds, held, batch.active)
                 for output in outputs:
                     left = perf_counter()
                     yield output
@@ -166,9 +169,7 @@ class _Clock:
 
 
 def _finish(rounds: TimedRound, held: set[int], active: Sequence[int]) -> None:
-    """Tell the round which requests have left their slots."""
-    if len(held) == len(active):  # no slot is active without being held
-        return
+    """Tell the round which requests have left their slots; no slot is active without being held."""
     for slot in sorted(held.difference(active)):
         held.discard(slot)
         rounds.finish_request(slot)

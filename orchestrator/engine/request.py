@@ -74,12 +74,14 @@ class SamplingParams:
     verify_width: int | None = None
 
     def __post_init__(self) -> None:
-        validation.check_types(self, _TYPES)
+        validation.check_types(self, _KINDS)
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise SamplingError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
 
     @classmethod
-    def merge(cls, params: SamplingParams | None, overrides: Mapping[str, Any]) -> SamplingParams:
+    def merge(
+        cls, params: SamplingParams | None, overrides: Mapping[str, Any], *, sequence_length: int | None = None
+    ) -> SamplingParams:
         """``params`` with some fields replaced; None stands for the defaults.
 
         Raises:
@@ -87,13 +89,21 @@ class SamplingParams:
         """
         if params is not None and not isinstance(params, cls):
             raise SamplingError(f"params is a {type(params).__name__}; give SamplingParams, or keywords alone")
-        unknown = [name for name in overrides if name not in cls.__dataclass_fields__]
-        if unknown:
-            names = ", ".join(one.name for one in fields(cls))
-            raise SamplingError(f"{unknown[0]!r} is no sampling parameter; there are {names}")
+        if sequence_length is not None:
+            overrides = {**overrides, "sequence_length": sequence_length}
+        for name in overrides:
+            if name not in cls.__dataclass_fields__:
+                names = ", ".join(cls.__dataclass_fields__)
+                raise SamplingError(f"{name!r} is no sampling parameter; there are {names}")
         if params is None:
             return cls(**overrides)
         return replace(params, **overrides) if overrides else params
+
+    @property
+    def on_host(self) -> bool:
+        """Whether every token has to be decided on the host."""
+        penalty = self.repetition_penalty not in (None, 1.0)
+        return bool(self.logits_processor or penalty or self.no_repeat_ngram_size or self.output_scores)
 
     @classmethod
     def in_process_fields(cls) -> frozenset[str]:
@@ -133,24 +143,24 @@ class SamplingParams:
         return limit if self.max_new_tokens is None else min(limit, prompt + self.max_new_tokens)
 
 
-_TYPES: dict[str, validation.Check] = {
-    "sequence_length": validation.integer,
-    "max_new_tokens": validation.integer,
-    "do_sample": validation.flag,
-    "temperature": validation.number,
-    "top_k": validation.integer,
-    "top_p": validation.optional_number,
-    "min_p": validation.optional_number,
-    "seed": validation.integers,
-    "eos_token_id": validation.optional_integers,
-    "pad_token_id": validation.integer,
-    "stop_strings": validation.strings,
-    "stopping_criteria_list": validation.callables,
-    "logits_processor": validation.callables,
-    "no_repeat_ngram_size": validation.integer,
-    "repetition_penalty": validation.optional_number,
-    "output_scores": validation.flag,
-    "use_speculation": validation.flags,
+_KINDS: dict[str, validation.Kind] = {
+    "sequence_length": validation.Kind("an integer", optional=True),
+    "max_new_tokens": validation.Kind("an integer", optional=True),
+    "do_sample": validation.Kind("True or False"),
+    "temperature": validation.Kind("a number"),
+    "top_k": validation.Kind("an integer", optional=True),
+    "top_p": validation.Kind("a number", optional=True),
+    "min_p": validation.Kind("a number", optional=True),
+    "seed": validation.Kind("an integer", listed=True),
+    "eos_token_id": validation.Kind("an integer", optional=True, listed=True),
+    "pad_token_id": validation.Kind("an integer", optional=True),
+    "stop_strings": validation.Kind("a string", optional=True, listed=True, also=StopStrings),
+    "stopping_criteria_list": validation.Kind("a list of callables", optional=True),
+    "logits_processor": validation.Kind("a list of callables", optional=True),
+    "no_repeat_ngram_size": validation.Kind("an integer", optional=True),
+    "repetition_penalty": validation.Kind("a number", optional=True),
+    "output_scores": validation.Kind("True or False"),
+    "use_speculation": validation.Kind("True or False", listed=True),
 }
 
 
@@ -199,42 +209,50 @@ class Request:
             PromptError, ContextError, SamplingError: something cannot be served.
         """
         rows = _prompts(input_ids, attention_mask, vocab_size=limits.vocab_size)
-        speculation = _per_row("use_speculation", params.use_speculation, len(rows))
-        _per_row("seed", params.seed, len(rows))
-        stop_strings = StopStrings.of(params.stop_strings)
-        if stop_strings is not None and not hasattr(params.tokenizer, "decode"):
-            raise SamplingError("stop_strings need the tokenizer: pass tokenizer=..., which has a method decode(ids)")
+        for name in ("use_speculation", "seed"):
+            value = getattr(params, name)
+            if isinstance(value, (list, tuple)) and len(value) != len(rows):
+                raise SamplingError(
+                    f"{name} has {len(value)} entries for {len(rows)} prompts; give one for each, or a single value"
+                )
+        stop_strings = None
+        if params.stop_strings:
+            stop_strings = StopStrings.of(params.stop_strings)
+            if not hasattr(params.tokenizer, "decode"):
+                raise SamplingError(
+                    "stop_strings need the tokenizer: pass tokenizer=..., which has a method decode(ids)"
+                )
         eos = params.eos_token_id
         eos_ids = limits.eos_token_ids if eos is None else eos if isinstance(eos, Sequence) else (eos,)
-        processor: Processor | None = processor_list(  # type: ignore[assignment]  # its call is annotated wider
-            params.logits_processor,
-            repetition_penalty=params.repetition_penalty,
-            no_repeat_ngram_size=params.no_repeat_ngram_size,
-        )
-        criteria = tuple(params.stopping_criteria_list or ())
+        processor: Processor | None = None
+        if params.on_host:
+            processor = processor_list(  # type: ignore[assignment]  # its call is annotated wider
+                params.logits_processor,
+                repetition_penalty=params.repetition_penalty,
+                no_repeat_ngram_size=params.no_repeat_ngram_size,
+            )
+        criteria, end_ids = tuple(params.stopping_criteria_list or ()), frozenset(map(int, eos_ids))
         requests = []
         for index, prompt in enumerate(rows):
             length = params.max_length(len(prompt), limits.n_positions)
-            stopping = Stopping(length, frozenset(map(int, eos_ids)), stop_strings, params.tokenizer, criteria)
-            sampling = params.sampling_of(index)
-            requests.append(cls(index, prompt, sampling, stopping, speculation[index], processor, params.output_scores))
+            stopping = Stopping(length, end_ids, stop_strings, params.tokenizer, criteria)
+            sampling, speculation = params.sampling_of(index), params.use_speculation
+            if not isinstance(speculation, bool):
+                speculation = speculation[index]
+            requests.append(cls(index, prompt, sampling, stopping, speculation, processor, params.output_scores))
         return requests
-
-
-def _per_row(name: str, value: Any, rows: int) -> list[Any]:
-    """One entry for every row, from one value or a sequence of as many."""
-    if not isinstance(value, Sequence):
-        return [value] * rows
-    if len(value) != rows:
-        raise SamplingError(f"{name} has {len(value)} entries for {rows} prompts; give one for each, or a single value")
-    return list(value)
 
 
 def _prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: int) -> list[tuple[int, ...]]:
     """Prompts as tuples of ids, without padding."""
-    validation.prompts(input_ids)
-    validation.mask(attention_mask)
-    rows = _rows(input_ids)
+    if isinstance(input_ids, Tensor):
+        if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
+            raise PromptError(
+                f"input_ids must be an integer tensor [B, S], not {input_ids.dtype} of shape {list(input_ids.shape)}"
+            )
+        rows: list[list[int]] = input_ids.tolist()
+    else:
+        rows = validation.rows_of_ids(input_ids)
     if attention_mask is not None:
         rows = _unpadded(rows, attention_mask)
     if not rows:
@@ -251,22 +269,8 @@ def _prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: 
     return [tuple(row) for row in rows]
 
 
-def _rows(input_ids: InputIds) -> list[list[int]]:
-    if isinstance(input_ids, Tensor):
-        if input_ids.dim() != 2 or input_ids.is_floating_point() or input_ids.dtype == torch.bool:
-            raise PromptError(
-                f"input_ids must be an integer tensor [B, S], not {input_ids.dtype} of shape {list(input_ids.shape)}"
-            )
-        rows: list[list[int]] = input_ids.tolist()
-        return rows
-    for index, row in enumerate(input_ids):
-        bad = next((token for token in row if not validation.is_integer(token)), None)
-        if bad is not None:
-            raise PromptError(f"prompt {index} holds {bad!r}, which is not an integer; turn text into ids first")
-    return [[int(token) for token in row] for row in input_ids]
-
-
 def _unpadded(rows: list[list[int]], mask: Tensor) -> list[list[int]]:
+    validation.mask(mask)
     marks = mask.tolist()
     if [len(row) for row in marks] != [len(row) for row in rows]:
         raise PromptError(f"attention_mask of shape {list(mask.shape)} does not fit input_ids")

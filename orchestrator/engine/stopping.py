@@ -79,7 +79,11 @@ class StopChecker:
             count, self._appended = self._appended, 0
             assert self.text[-count:] == list(tokens[:count]), "another text was checked than was committed"
             return count, self._reason
-        if not self.checks_each_token and len(tokens) < self.remaining and stopping.eos.isdisjoint(tokens):
+        if (
+            not self.checks_each_token
+            and len(self.text) + len(tokens) < stopping.max_length
+            and stopping.eos.isdisjoint(tokens)
+        ):
             self.text += tokens
             return len(tokens), None
         for count, token in enumerate(tokens, start=1):

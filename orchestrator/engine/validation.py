@@ -6,124 +6,94 @@ Not whether they are in range: that is said where they are used.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Literal
 
 from torch import Tensor
 
 from paceline.core.errors import PromptError, SamplingError
 
-Check = Callable[[str, object], None]
-"""Takes a keyword's name and value; raises SamplingError for a wrong type."""
+_CHECKS: dict[str, Callable[[object], bool]] = {
+    "True or False": lambda value: isinstance(value, bool),
+    "an integer": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
+    "a number": lambda value: isinstance(value, Real) and not isinstance(value, bool) and _fits_a_float(value),
+    "a string": lambda value: isinstance(value, str),
+    "a list of callables": lambda value: isinstance(value, (list, tuple)) and all(map(callable, value)),
+}
+_USUAL: dict[str, type] = {"True or False": bool, "an integer": int, "a number": float, "a string": str}
+_PLURALS = {"True or False": "truth values", "an integer": "integers", "a string": "strings"}
 
 
-def check_types(params: object, checks: Mapping[str, Check]) -> None:
-    """Run the check of every field."""
-    for name, check in checks.items():
-        check(name, getattr(params, name))
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a keyword may be.
+
+    one       a value of it, as messages say it
+    optional  None is possible
+    listed    a list or tuple of such values is possible
+    also      a class whose objects are possible
+    """
+
+    one: Literal["True or False", "an integer", "a number", "a string", "a list of callables"]
+    optional: bool = False
+    listed: bool = False
+    also: type | None = None
+
+    def accepts(self, value: object) -> bool:
+        """Whether a value is of this kind. NumPy's numbers are numbers, and truth values are none."""
+        check = _CHECKS[self.one]
+        if self.also is not None and isinstance(value, self.also):
+            return True
+        if self.listed and isinstance(value, (list, tuple)):
+            return all(map(check, value))
+        return check(value)
+
+    def __str__(self) -> str:
+        more = (f" or a list of {_PLURALS[self.one]}" if self.listed else "") + (" or None" if self.optional else "")
+        return self.one + more
 
 
-def integer(name: str, value: object) -> None:
-    """None or an integer."""
-    if value is not None and not is_integer(value):
-        raise SamplingError(f"{name} must be an integer or None, not {_shown(value)}")
-
-
-def number(name: str, value: object) -> None:
-    """A number."""
-    if not _is_number(value):
-        raise SamplingError(f"{name} must be a number, not {_shown(value)}")
-
-
-def optional_number(name: str, value: object) -> None:
-    """None or a number."""
-    if value is not None and not _is_number(value):
-        raise SamplingError(f"{name} must be a number or None, not {_shown(value)}")
-
-
-def integers(name: str, value: object) -> None:
-    """An integer or a sequence of them."""
-    if is_integer(value):
-        return
-    if not isinstance(value, (list, tuple)) or not all(is_integer(entry) for entry in value):
-        raise SamplingError(f"{name} must be an integer or a list of them, not {_shown(value)}")
-
-
-def optional_integers(name: str, value: object) -> None:
-    """None, an integer or a sequence of them."""
-    if value is not None:
-        integers(name, value)
-
-
-def strings(name: str, value: object) -> None:
-    """None, a string, a sequence of strings, or a value that holds some."""
-    value = getattr(value, "strings", value)
-    if value is None or isinstance(value, str):
-        return
-    if not isinstance(value, (list, tuple)) or not all(isinstance(entry, str) for entry in value):
-        raise SamplingError(f"{name} must be a string or a list of strings, not {_shown(value)}")
-
-
-def flag(name: str, value: object) -> None:
-    """A truth value."""
-    if not isinstance(value, bool):
-        raise SamplingError(f"{name} must be True or False, not {_shown(value)}")
-
-
-def flags(name: str, value: object) -> None:
-    """A truth value or a sequence of them."""
-    if isinstance(value, bool):
-        return
-    if not isinstance(value, (list, tuple)) or not all(isinstance(entry, bool) for entry in value):
-        raise SamplingError(f"{name} must be True, False or a list of them, not {_shown(value)}")
-
-
-def callables(name: str, value: object) -> None:
-    """None or a sequence of things that can be called."""
-    if value is None:
-        return
-    if not isinstance(value, (list, tuple)) or not all(callable(entry) for entry in value):
-        raise SamplingError(f"{name} must be a list of callables, not {_shown(value)}; put a single one into a list")
+def check_types(params: object, kinds: Mapping[str, Kind]) -> None:
+    """Raise SamplingError for the first field that is not of its kind."""
+    for name, kind in kinds.items():
+        value = getattr(params, name)
+        # Most values are plain, and asking abstract classes takes a microsecond each.
+        if (value is None and kind.optional) or type(value) is _USUAL.get(kind.one):
+            continue
+        if not kind.accepts(value):
+            single = "; put a single one into a list" if kind.one == "a list of callables" else ""
+            raise SamplingError(f"{name} must be {kind}, not {_shown(value)}{single}")
 
 
 def mask(value: object) -> None:
-    """Raise PromptError unless it is None or a tensor of two dimensions."""
-    if value is None or (isinstance(value, Tensor) and value.dim() == 2):
-        return
-    raise PromptError(f"attention_mask must be a tensor [B, S], as input_ids, not {_shown(value)}")
+    """Raise PromptError unless it is a tensor of two dimensions."""
+    if not isinstance(value, Tensor) or value.dim() != 2:
+        raise PromptError(f"attention_mask must be a tensor [B, S], as input_ids, not {_shown(value)}")
 
 
-def prompts(value: object) -> None:
-    """Raise PromptError unless it can hold prompts: a tensor or a sequence of sequences."""
-    if isinstance(value, Tensor):
-        return
+def rows_of_ids(value: object) -> list[list[int]]:
+    """Prompts from a sequence of sequences of ids.
+
+    Raises:
+        PromptError: it is something else, or holds something that is no integer.
+    """
     if hasattr(value, "keys"):
         raise PromptError("input_ids is a mapping, as tokenizers return it; pass its entry: encoding['input_ids']")
-    rows = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-    if not rows or not all(isinstance(row, (list, tuple)) for row in value):  # type: ignore[attr-defined]
+    rows = value if isinstance(value, Sequence) and not isinstance(value, (str, bytes)) else None
+    if rows is None or not all(isinstance(row, (list, tuple)) for row in rows):
         raise PromptError(
             f"input_ids must be a LongTensor [B, S] or a list of lists of ids, not {_shown(value)}; turn text into ids "
             "first, and put the ids of a single text into a list"
         )
+    for index, row in enumerate(rows):
+        for token in row:
+            if type(token) is not int and not _CHECKS["an integer"](token):
+                raise PromptError(f"prompt {index} holds {token!r}, which is not an integer; turn text into ids first")
+    return [list(map(int, row)) for row in rows]
 
 
-def as_integer(value: object) -> int | None:
-    """The integer it is, if it is one."""
-    return int(value) if not isinstance(value, bool) and isinstance(value, Integral) else None
-
-
-def is_integer(value: object) -> bool:
-    """Whether it is an integer, NumPy's included; a truth value is none."""
-    # Most are plain ones, and asking an abstract class takes a microsecond for each token of a prompt.
-    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
-
-
-def _is_number(value: object) -> bool:
-    if type(value) is float or type(value) is int:
-        return _fits_a_float(value)
-    return not isinstance(value, bool) and isinstance(value, Real) and _fits_a_float(value)
-
-
-def _fits_a_float(value: Real | float) -> bool:
+def _fits_a_float(value: Real) -> bool:
     try:
         float(value)
     except OverflowError:

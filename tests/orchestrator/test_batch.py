@@ -43,7 +43,8 @@ def test_limits(data: st.DataObject) -> None:
     batch = Batch([None] * size, RoundShape(depth, depth + 1, reach, BUCKETS), Statistics())
     row, index = sampling_tensors([Sampling()]), 0
     for _ in range(data.draw(st.integers(1, 25))):
-        if (free := batch.free_slot) is not None and data.draw(st.booleans()):
+        if None in batch.slots and data.draw(st.booleans()):
+            free = batch.slots.index(None)
             prompt = (1,) * data.draw(st.integers(1, 20))
             stopping = Stopping(len(prompt) + data.draw(st.integers(1, 40)), eos=frozenset([0]))
             request = Request(index, prompt, Sampling(), stopping, use_speculation=data.draw(st.booleans()))
