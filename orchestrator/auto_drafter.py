@@ -21,7 +21,7 @@ from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.core.protocols import Drafter, Shortens
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.json_fields import Fields, read_json_object
+from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.models.config import ModelConfig
 from paceline.draft.fallback import FallbackDrafter
 from paceline.draft.function import FunctionDrafter
@@ -30,6 +30,8 @@ from paceline.draft.none import NoDrafter
 from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
 from paceline.draft_spec import DraftSpec, RuleSpec
 from paceline.eagle import spec as eagle_spec
+from paceline.eagle.config import is_eagle_config
+from paceline.medusa.config import is_medusa_config
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of, resolve
 
 LoadModel = Callable[..., CompiledDecoder]
@@ -174,13 +176,10 @@ def recognise(path: str) -> str:
     if not folder.is_dir():
         names = ", ".join(row.name for row in DRAFTERS.values() if row.given_as == "name")
         raise CheckpointError(f"draft {path!r} is neither a folder nor a drafter's name; the names are {names}")
-    fields = Fields(read_json_object(folder / "config.json"), str(folder / "config.json"))
-    if any(key.startswith("medusa_") for key in fields.values):
+    fields = read_json_object(folder / "config.json")
+    if is_medusa_config(fields):
         return "medusa"
-    architectures = fields.values.get("architectures")
-    names_eagle = isinstance(architectures, list) and any("eagle" in str(name).lower() for name in architectures)
-    marked = any(key in fields.values for key in ("paceline_eagle", "speculators_model_type", "draft_vocab_size"))
-    return "eagle" if marked or names_eagle else "model"
+    return "eagle" if is_eagle_config(fields) else "model"
 
 
 def _row_name(spec: DraftSpec) -> str:

@@ -15,6 +15,7 @@ from paceline.config import SpeculativeConfig
 from paceline.core.errors import ArtefactError
 from paceline.decoder.environment import cache_root
 from paceline.draft_spec import parse_draft
+from paceline.generator import SpeculativeGenerator
 
 app = typer.Typer()
 
@@ -24,6 +25,7 @@ def compile_graphs(
     target: Annotated[Path, typer.Argument(help="Folder of the model.")],
     config: SpeculativeConfig,
     loader: LoaderOptions,
+    *,
     save: Annotated[Path | None, typer.Option(help="Also copy the graphs to this folder, to ship them.")] = None,
 ) -> None:
     """Compile all graphs of a model and its draft ahead of their first use, and keep them in the cache.
@@ -40,7 +42,8 @@ def compile_graphs(
         if loader.backend == "eager":
             console.say(console.err(), "backend 'eager' runs steps as they are written: there is nothing to compile")
             return
-        graphs = progress.compiling(console.err(), decoders, [generator.compile, generator.target.compile])
+        plain = SpeculativeGenerator(None, generator.target, k=0)
+        graphs = progress.compiling(console.err(), decoders, [generator.compile, plain.compile])
         if save:
             for decoder in decoders.values():
                 decoder.save(save)

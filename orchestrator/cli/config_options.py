@@ -71,21 +71,23 @@ def _is_config(kind: object) -> bool:
     return isinstance(kind, type) and (dataclasses.is_dataclass(kind) or issubclass(kind, BaseModel))
 
 
-def _fields(kind: type) -> list[inspect.Parameter]:
+def _fields(kind: Any) -> list[inspect.Parameter]:
     if issubclass(kind, BaseModel):
         return [
-            _parameter(name, field.annotation, field.get_default(), field.description)
+            _parameter(name, field.annotation, default=field.get_default(), description=field.description)
             for name, field in kind.model_fields.items()
         ]
     hints = get_type_hints(kind, include_extras=True)
     fields = []
     for field in dataclasses.fields(kind):
         default: Any = _REQUIRED if field.default is dataclasses.MISSING else field.default
-        fields.append(_parameter(field.name, hints[field.name], default, field.metadata.get("help")))
+        fields.append(
+            _parameter(field.name, hints[field.name], default=default, description=field.metadata.get("help"))
+        )
     return fields
 
 
-def _parameter(name: str, annotation: Any, default: Any, description: str | None) -> inspect.Parameter:
+def _parameter(name: str, annotation: Any, *, default: Any, description: str | None) -> inspect.Parameter:
     """The keyword that typer makes an option of."""
     kind, *extra = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
     option = next((part for part in extra if isinstance(part, ParameterInfo)), typer.Option(help=description))

@@ -35,6 +35,7 @@ def generate(
     target: TargetFolder,
     prompt: PromptOptions,
     config: SpeculativeConfig,
+    *,
     sampling: SamplingOptions,
     loader: LoaderOptions,
     output: OutputOptions,

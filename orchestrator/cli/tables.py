@@ -12,8 +12,8 @@ from rich.text import Text
 
 from paceline.cli import console
 from paceline.cli.options import AsJson
-from paceline.decoder.backends.base import BACKENDS, DIVIDED
-from paceline.decoder.models.registry import FAMILIES
+from paceline.decoder.backends.base import BACKENDS, BackendRow
+from paceline.decoder.models.registry import MODEL_FAMILIES, FamilyRow
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of
 
 app = typer.Typer()
@@ -40,14 +40,18 @@ def registry_tables() -> dict[str, Rows]:
     return {
         "drafters": [_capabilities(row) for row in DRAFTERS.values()],
         "acceptance rules": [_capabilities(row) for row in ACCEPTANCE_RULES.values()],
-        "model families": [{"model_type": name} for name in FAMILIES],
-        "backends": [{"name": name, "tensor_parallel": name in DIVIDED} for name in BACKENDS],
+        "model families": [_capabilities(row) for row in MODEL_FAMILIES.values()],
+        "backends": [_capabilities(row) for row in BACKENDS.values()],
     }
 
 
-def _capabilities(row: DrafterRow | RuleRow) -> dict[str, object]:
-    hidden = {"path", "options"}
-    values = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in hidden}
+def _capabilities(row: DrafterRow | RuleRow | FamilyRow | BackendRow) -> dict[str, object]:
+    """The row without its paths, with the names of its options."""
+    values = {field.name: getattr(row, field.name) for field in fields(row) if field.name not in ("path", "options")}
+    if isinstance(row, BackendRow):
+        return {**values, "divided": bool(row.divided)}
+    if isinstance(row, FamilyRow):
+        return values
     askable = isinstance(row, RuleRow) or row.given_as in ("name", "folder")
     return {**values, "options": list(options_of(row)) if askable else []}
 

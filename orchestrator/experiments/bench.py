@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -141,11 +142,11 @@ def _report(ours: list[Mode], theirs: list[Mode], k: list[int]) -> dict[str, obj
     }
 
 
-def generator_run(generator: Sampler, max_new_tokens: int, **law: object) -> Run:
-    """What generates so many tokens with a generator or a target, under a law given in ``sample``'s words."""
+def generator_run(generator: Sampler, max_new_tokens: int, **sampling: Any) -> Run:
+    """What generates so many tokens with a generator or a target. ``sampling``: fields of `SamplingParams`."""
 
     def run(row: list[int]) -> Outcome:
-        result = generator.sample([row], max_new_tokens=max_new_tokens, return_dict=True, **law)  # type: ignore[arg-type]
+        result = generator.sample([row], max_new_tokens=max_new_tokens, return_dict=True, **sampling)
         assert isinstance(result, GenerationResult)
         return Outcome(result.sequences[0, len(row) : result.lengths[0]].tolist(), result.statistics)
 

@@ -45,26 +45,25 @@ def generate(target: Path, *arguments: object) -> Result:
 
 def test_a_head_is_trained_and_generates_the_tokens_of_plain_decoding(target: Path, head: Path) -> None:
     plain = last(generate(target))["tokens"]
-    for growth in (["chain", "--k", 3], ["tree:-1,-1,0,0"], ["dynamic:6,3,2", "--k", 3]):
-        assert last(generate(target, "--eagle", head, "--growth", *growth))["tokens"] == plain
-    assert last(generate(target, "--eagle", head, "--acceptor", "reject"))["tokens"] == plain
-    assert last(generate(target, "--eagle", head, "--k", "0,1,3"))["tokens"] == plain
+    for options in ("draft_tree=chain,k=3", "draft_tree=tree:-1,-1,0,0", "draft_tree=dynamic:6,3,2,k=3"):
+        assert last(generate(target, "--draft", f"{head}:{options}"))["tokens"] == plain
+    assert last(generate(target, "--draft", head, "--acceptor", "reject"))["tokens"] == plain
+    assert last(generate(target, "--draft", head, "--k", "0,1,3"))["tokens"] == plain
 
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--growth", "dynamic:6,3,2"], "--eagle"),
-        (["--eagle", "HEAD", "--ngram"], "exclude each other"),
-        (["--eagle", "HEAD", "--growth", "bush"], "growth 'bush'"),
-        (["--eagle", "HEAD", "--growth", "dynamic:6,3"], "dynamic:NODES"),
-        (["--eagle", "HEAD", "--growth", "dynamic:60,2,3"], "12 nodes"),
-        (["--eagle", "HEAD", "--growth", "dynamic:6,3,2", "--k", "4"], "is 3 deep, and --k 4 says otherwise"),
-        (["--eagle", "HEAD", "--growth", "tree:-1,0", "--acceptor", "reject"], "only chains can be drawn"),
+        (["HEAD", "--draft", "ngram"], "use it alone"),
+        (["HEAD:draft_tree=bush"], "'bush'"),
+        (["HEAD:draft_tree=dynamic:6,3"], "dynamic:NODES"),
+        (["HEAD:draft_tree=dynamic:60,2,3"], "12 nodes"),
+        (["HEAD:draft_tree=dynamic:6,3,2", "--k", "4"], "are 3 tokens deep, and k=4 says otherwise"),
+        (["HEAD:draft_tree=tree:-1,0", "--acceptor", "reject"], "only chains can be drawn"),
     ],
 )
 def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str], part: str) -> None:
-    done = generate(target, *(str(head) if argument == "HEAD" else argument for argument in arguments))
+    done = generate(target, "--draft", *(argument.replace("HEAD", str(head)) for argument in arguments))
     assert done.exit_code != 0
     assert part in " ".join(done.stderr.split())
 
@@ -107,5 +106,5 @@ def test_heads_are_converted_and_still_draft(target: Path, head: Path, tmp_path:
     for layout in ("speculators", "eagle"):
         done = call("convert-eagle", head, tmp_path / layout, "--target", target, "--layout", layout)
         assert done.exit_code == 0, done.stderr
-    tau = last(generate(target, "--eagle", head))["statistics"]
-    assert last(generate(target, "--eagle", tmp_path / "speculators"))["statistics"]["tau"] == tau["tau"]  # type: ignore[index]
+    tau = last(generate(target, "--draft", head))["statistics"]
+    assert last(generate(target, "--draft", tmp_path / "speculators"))["statistics"]["tau"] == tau["tau"]  # type: ignore[index]

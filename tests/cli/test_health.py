@@ -90,7 +90,8 @@ class OffBackend(eager.EagerBackend):
 
 def test_a_wrong_backend_fails_the_selftest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eager, "OffBackend", OffBackend, raising=False)
-    monkeypatch.setitem(base.BACKENDS, "off", ("paceline.decoder.backends.eager", "OffBackend"))
+    row = base.BackendRow("off", "paceline.decoder.backends.eager:OffBackend", "off by one")
+    monkeypatch.setitem(base.BACKENDS, "off", row)
     checks = list(selftest.run("off"))
     assert [check.name for check in checks if check.passed] == ["noise"]
     done = CliRunner().invoke(app, ["selftest", "--backend", "off"])

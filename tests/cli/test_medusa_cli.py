@@ -55,23 +55,23 @@ def test_heads_are_trained_and_generate_the_tokens_of_plain_decoding(target: Pat
     file.write_text("[[0], [1], [0, 0]]")
     for sampling in ([], ["--temperature", 0.8, "--seed", 4]):
         plain = tokens(target, *sampling)
-        for tree in ([], ["--tree", file]):
-            assert tokens(target, "--medusa", heads, *tree, *sampling)["tokens"] == plain["tokens"]
+        for draft in (heads, f"{heads}:draft_tree={file}"):
+            assert tokens(target, "--draft", draft, *sampling)["tokens"] == plain["tokens"]
     file.write_text("[[0], [0, 0]]")  # a chain can be had at several depths, as deep as there are heads
-    found = tokens(target, "--medusa", heads, "--tree", file, "--k", "auto", *sampling)
+    found = tokens(target, "--draft", f"{heads}:draft_tree={file}", "--k", "auto", *sampling)
     assert found["tokens"] == plain["tokens"]
-    assert set(found["statistics"]["rungs"]) == {0, 1, 2}  # type: ignore[index]
+    assert set(found["statistics"]["draft_lengths"]) == {0, 1, 2}  # type: ignore[index]
     for k in (1, 2):
-        found = tokens(target, "--medusa", heads, "--tree", file, "--k", k, *sampling)
+        found = tokens(target, "--draft", f"{heads}:draft_tree={file},k={k}", *sampling)
         assert found["tokens"] == plain["tokens"]
-        assert len(found["statistics"]["drafted_per_position"]) == k  # type: ignore[index]
+        assert len(found["statistics"]["num_draft_tokens_per_pos"]) == k  # type: ignore[index]
 
 
 def test_typical_acceptance_is_labelled(target: Path, heads: Path) -> None:
-    found = tokens(target, "--medusa", heads, "--acceptor", "typical", "--temperature", 1.5)["statistics"]
-    assert isinstance(found, dict) and found["lossy"] and found["acceptor"] == "typical"
+    found = tokens(target, "--draft", heads, "--acceptor", "typical", "--temperature", 1.5)["statistics"]
+    assert isinstance(found, dict) and not found["lossless"] and found["acceptor"] == "typical"
     shown = call(
-        "generate", "--target", target, "--prompt", "w5", "--max-new-tokens", 4, *EAGER, "--medusa", heads,
+        "generate", "--target", target, "--prompt", "w5", "--max-new-tokens", 4, *EAGER, "--draft", heads,
         "--acceptor", "typical", "--stats",
     )  # fmt: skip
     assert "LOSSY" in shown.stderr
@@ -113,24 +113,22 @@ def test_heads_are_converted(target: Path, heads: Path, tmp_path: Path) -> None:
         done = call("convert-medusa", heads, tmp_path / layout, "--target", target, "--layout", layout)
         assert done.exit_code == 0, done.stderr
         assert (tmp_path / layout / file).is_file()
-        assert tokens(target, "--medusa", tmp_path / layout)["tokens"] == tokens(target)["tokens"]
+        assert tokens(target, "--draft", tmp_path / layout)["tokens"] == tokens(target)["tokens"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--medusa", "HEADS", "--ngram"], "exclude each other"),
-        (["--tree", "x.json"], "--medusa"),
+        (["--draft", "HEADS", "--draft", "ngram"], "use it alone"),
         (["--acceptor", "typical"], "needs a drafter"),
-        (["--k", "3"], "needs a drafter"),
-        (["--medusa", "HEADS", "--k", "7"], "--k 7 says otherwise"),
-        (["--ngram", "--acceptor", "best"], "unknown"),
-        (["--medusa", "absent"], "not a folder"),
-        (["--medusa", "HEADS", "--tree", "absent.json"], "absent.json"),
+        (["--draft", "HEADS", "--k", "7"], "k=7 says otherwise"),
+        (["--draft", "HEADS", "--acceptor", "best"], "unknown"),
+        (["--draft", "medusa:path=absent"], "not a folder"),
+        (["--draft", "HEADS:draft_tree=absent.json"], "absent.json"),
     ],
 )
 def test_what_cannot_be_done_is_refused(target: Path, heads: Path, arguments: list[str], said: str) -> None:
-    given = [heads if argument == "HEADS" else argument for argument in arguments]
+    given = [argument.replace("HEADS", str(heads)) for argument in arguments]
     done = call("generate", "--target", target, "--prompt", "w5", *EAGER, *given)
     assert done.exit_code == 2
     assert said in done.stderr
