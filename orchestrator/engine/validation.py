@@ -17,7 +17,7 @@ from paceline.core.errors import PromptError, SamplingError
 _CHECKS: dict[str, Callable[[object], bool]] = {
     "True or False": lambda value: isinstance(value, bool),
     "an integer": lambda value: isinstance(value, Integral) and not isinstance(value, bool),
-    "a number": lambda value: isinstance(value, Real) and not isinstance(value, bool) and _fits_a_float(value),
+    "a number": lambda value: not isinstance(value, bool) and isinstance(value, Real) and _fits_a_float(value),
     "a string": lambda value: isinstance(value, str),
     "a list of callables": lambda value: isinstance(value, (list, tuple)) and all(map(callable, value)),
 }
