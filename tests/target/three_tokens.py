@@ -29,9 +29,9 @@ TARGET = table(V, seed=0, spread=1.2)
 DRAFT = near(TARGET, seed=1, spread=0.7)
 
 
-def model(slots: int = SLOTS, *, drawn: bool, confidence: float = 0.0) -> ModelDrafter:
+def model(slots: int = SLOTS, *, drawn: bool, confidence_threshold: float = 0.0) -> ModelDrafter:
     decoder = TableDecoder(DRAFT, slots=slots, kv_buckets=(24,))
-    return ModelDrafter(decoder, K, vocabulary=VocabMap(V, V), drawn=drawn, confidence_threshold=confidence)
+    return ModelDrafter(decoder, K, vocabulary=VocabMap(V, V), drawn=drawn, confidence_threshold=confidence_threshold)
 
 
 def one_depth(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> TimedRound:
