@@ -1,7 +1,7 @@
 """Whether work fits into the time in which a drafter waits for its target.
 
-Work that is begun is ended: what is still under way when the target calls delays the answer. Begun too late it costs
-more than it brings.
+A unit of work that was begun is finished: if the target calls meanwhile, its reply is delayed. Begun too late, a unit
+costs more than it saves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _KEPT = 15  # of the last times, whose median is expected
 
 
 class IdleBudget:
-    """Seconds until the next call, as the last ones let expect."""
+    """Predicts the seconds until the target's next call from the last ones."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._since = clock, 0.0
@@ -24,26 +24,26 @@ class IdleBudget:
         self._units: dict[str, deque[float]] = {}
 
     def begin(self) -> None:
-        """The target has its answer."""
+        """The target has its reply: the idle time begins."""
         self._since = self._clock()
 
     def paused(self, seconds: float) -> None:
-        """So long a target took from an answer to its next call."""
+        """The target took so long from a reply to its next call."""
         self._pauses.append(seconds)
 
     @contextmanager
     def timed(self, kind: str) -> Iterator[None]:
-        """Remember how long a unit of work of a kind takes."""
+        """Time a unit of work of that kind."""
         begin = self._clock()
         yield
         self._units.setdefault(kind, deque(maxlen=_KEPT)).append(self._clock() - begin)
 
     def saves(self, kind: str, odds: float, *, after: str | None = None) -> float:
-        """Seconds that a unit of a kind, of use with these odds, is expected to save less those it costs.
+        """Expected seconds saved, less those lost, by a unit of a kind whose result is used with probability ``odds``.
 
-        If it is of use, what is done before the call is saved. If not, what is left to do then is waited for in vain.
-        ``after``: a unit of that kind comes first. Before the first calls, when nothing is known, it takes a second and
-        there is time for it.
+        If it is used, the part that is done before the call is saved. If not, the part that is left then is waited for
+        in vain. ``after``: a unit of that kind comes first. Before the first calls, when nothing is known, a unit is
+        assumed to take a second, and to fit.
         """
         takes, left = 1.0, math.inf
         if self._pauses and kind in self._units:

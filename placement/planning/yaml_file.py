@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -85,6 +85,7 @@ def _keys(kind: type) -> list[str]:
     """The keys a file may give. A dataclass keeps a field out of files with ``metadata={"file": False}``."""
     if issubclass(kind, pydantic.BaseModel):
         return list(kind.model_fields)
+    assert is_dataclass(kind)
     return [item.name for item in fields(kind) if item.metadata.get("file", True)]
 
 

@@ -103,7 +103,7 @@ class Texts:
             guess = self._dice.choice(last.ready)
             self.early += guess is not last.ready[-1]
             return [[0] if text is None else text[1] for text in guess.texts]
-        return [self._one(row, chain) for row, chain in zip_longest(last.tokens.tolist(), last.chains)]
+        return [self._one(row, chain) for row, chain in zip_longest(last.tokens.tolist(), last.slots)]
 
     def _one(self, drafts: list[int], chain: DraftedSlot | None) -> list[int]:
         """All drafts; or some, and a second choice or any token."""
