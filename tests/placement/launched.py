@@ -50,7 +50,7 @@ def pid_of(models: Deployment, label: str) -> int | None:
 def drafts(models: Deployment, target: str) -> bool:
     """Whether the target's drafter is up, and answered in a call that was just made."""
     models.sample(target, PROMPTS[:1], max_new_tokens=4)
-    health = models.statistics(target)["health"]
+    health = models.statistics(target)["drafter_health"]
     assert isinstance(health, dict)
     return health["state"] == "up" and health["answered"] > 0
 

@@ -69,7 +69,7 @@ def test_faults_change_no_token(cluster: Cluster, workshop: Workshop, pair: Plan
         assert models.sample("chat", PROMPTS, **asked) == expected
         health = models.statistics("chat")["drafter_health"]
         assert isinstance(health, dict) and health["answered"] > 0 == health["lost"]
-        assert models.statistics("chat")["accepted"]
+        assert models.statistics("chat")["num_accepted_tokens"]
         for who, number in (
             ("chat-draft", signal.SIGKILL), ("chat", signal.SIGKILL), ("chat", signal.SIGSTOP),
         ):  # fmt: skip
@@ -206,7 +206,7 @@ def test_a_divided_target_dies_with_its_ranks_and_comes_back(cluster: Cluster, w
             while any(Path(f"/proc/{process}").exists() for process in (pid, *ranks)):
                 assert time.monotonic() < end
                 time.sleep(0.1)
-        assert models.statistics("chat")["accepted"]
+        assert models.statistics("chat")["num_accepted_tokens"]
         left = threading.Thread(target=abandoned, args=(models, asked, ranks_of(pid_of(models, "chat") or 0)))
         left.start()
         end = time.monotonic() + 120
