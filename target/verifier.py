@@ -23,6 +23,7 @@ from paceline.core.types import (
     DeviceFeatures,
     DraftShape,
     FeatureSpec,
+    MultiRoundLimits,
     PrefillResult,
     Proposal,
     RoundLimits,
