@@ -53,6 +53,8 @@ class SpeculativeGenerator:
         self._rule = make_rule(self.config)
         self.drafter, drafts = make_drafter(self.config, target)
         self.decoders: list[CompiledDecoder] = [target, *drafts]
+        # Asked here once: looking for a protocol's methods takes as long as the rest of a call's set-up.
+        self._reporter = self.drafter if isinstance(self.drafter, ReportsHealth) else None
         self.engine = build.engine(target, self.drafter, self.config, rule=self._rule)
         self.limits = TargetLimits(target.config.vocab_size, target.n_positions, tuple(target.config.eos_token_ids))
         config = target.config
@@ -159,7 +161,7 @@ class SpeculativeGenerator:
             for decoder in self.decoders:
                 stack.enter_context(decoder.held_by(holder))
             self.statistics = statistics = Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
-            reporter = self.drafter if isinstance(self.drafter, ReportsHealth) else None
+            reporter = self._reporter
             before = None if reporter is None else reporter.health
             try:
                 yield statistics

@@ -108,10 +108,7 @@ class Batch:
         self.sampling.params[slot], self.sampling.seeds[slot] = row.params[0], row.seeds[0]
         insort(self.active, slot)
         self._requests_changed()
-        self.commit.tokens[slot] = PAD
-        self.commit.tokens[slot, 0] = first.token
-        self.commit.count[slot] = 1
-        self.commit.first_row[slot] = len(seated.request.prompt)
+        self._set_commit(slot, first.token, len(seated.request.prompt))
         if first.features is not None:
             self._features(first.features)[slot, 0] = first.features[-1]
         return self._append(slot, seated, [first.token], accepted=0, logprobs=logprobs)
@@ -211,8 +208,13 @@ class Batch:
         self.slots[slot] = None
         self.active.remove(slot)
         self._requests_changed()
-        self.commit.tokens[slot] = PAD
-        self.commit.tokens[slot, 0] = 0
-        self.commit.count[slot] = 1
-        self.commit.first_row[slot] = 0
+        self._set_commit(slot, 0, 0)
         self.sampling.params[slot] = _GREEDY  # the cheapest kind of sampling
+
+    def _set_commit(self, slot: int, token: int, first_row: int) -> None:
+        """One committed token in a slot."""
+        commit = self.commit
+        commit.tokens[slot] = PAD
+        commit.tokens[slot, 0] = token
+        commit.count[slot] = 1
+        commit.first_row[slot] = first_row
