@@ -153,7 +153,7 @@ ACCEPTANCE_RULES: dict[str, RuleRow] = {
             "typical",
             "paceline.core.acceptance.typical:Typical",
             "keeps what the target finds plausible (Medusa)",
-            needs="probs",
+            needs="both",
             lossless=False,
             on_host=False,
             warning="LOSSY: above temperature 0 the text does not follow the target's distribution",

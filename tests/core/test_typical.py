@@ -103,6 +103,12 @@ def test_an_undecided_target_takes_everything_and_a_decided_one_its_own_choice_o
 @given(cases())
 def test_at_temperature_0_it_is_match(case: tuple[tuple[int, ...] | None, list[list[int]], Tensor]) -> None:
     parents, drafts, law = case
+    for row in drafts:  # children of one node with the same token would see one text, and one distribution
+        met: set[tuple[int, int]] = set()
+        for node, token in enumerate(row):
+            parent = node - 1 if parents is None else parents[node]
+            row[node] = PAD if (parent, token) in met else token
+            met.add((parent, token))
     greedy = sampling_tensors([Sampling()] * len(drafts))
     one_hot = laws.probabilities(law.log(), greedy)
     choices = one_hot.argmax(-1).to(torch.int32)

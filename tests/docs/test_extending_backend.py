@@ -1,0 +1,56 @@
+"""The backend of docs/extending/backend.md decodes as the eager one does, checks what it says, and has its length."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import SpeculativeGenerator
+from paceline.core.errors import BackendError, ConfigurationError
+from paceline.decoder.backends.base import BACKENDS, make
+from tests.decoder.tiny import Workshop, fresh
+from tests.docs.extending import lines, written
+
+PAGE = "docs/extending/backend.md"
+PROMPTS = [[3, 4, 5, 3, 4], [7]]
+
+
+@pytest.fixture
+def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    exec(written(PAGE, "checked", tmp_path, monkeypatch), {})
+    yield
+    BACKENDS.pop("checked")
+    sys.modules.pop("checked", None)
+
+
+def test_it_has_as_many_lines_as_the_page_says() -> None:
+    stated, counted = lines(PAGE)
+    assert counted == stated < 60
+
+
+def test_it_decodes_and_checks(row: None, workshop: Workshop) -> None:
+    draft, target = (fresh(workshop.checkpoint(role), backend="checked", batch_size=2) for role in ("draft", "target"))
+    generator = SpeculativeGenerator(draft, target, k=3)
+    plain = workshop.decoder(slots=2).sample(PROMPTS, max_new_tokens=20)
+    assert torch.equal(generator.sample(PROMPTS, max_new_tokens=20), plain)
+    (step,) = (step for (key, _), step in target._steps.items() if key.is_round and key.draft is not None)
+    with pytest.raises(BackendError, match="was made for"):
+        step(torch.zeros(1, 1, dtype=torch.int32))
+    prompt = next(step for (key, _), step in target._steps.items() if key.is_prompt)
+    with torch.no_grad():
+        target.body.model.norm.fill_(float("nan"))
+    with pytest.raises(BackendError, match="gives NaN"):
+        prompt(torch.ones(1, 16, dtype=torch.int32), *(torch.tensor([n], dtype=torch.int32) for n in (0, 3, 0)))
+
+
+def test_what_it_does_not_offer_is_refused(row: None, workshop: Workshop, tmp_path: Path) -> None:
+    target = fresh(workshop.checkpoint(), backend="checked")
+    target.sample(PROMPTS[:1], max_new_tokens=2)
+    with pytest.raises(Exception, match="has no compiled graphs to save; use one that has: inductor, neuron"):
+        target.save(tmp_path)
+    with pytest.raises(ConfigurationError, match="runs on one rank"):
+        make("checked", 2)
