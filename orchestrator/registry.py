@@ -71,7 +71,7 @@ class RuleRow:
 DRAFTERS: dict[str, DrafterRow] = {
     row.name: row
     for row in (
-        DrafterRow("none", "paceline.draft.none:NoDrafter", "plain decoding", given_as="name"),
+        DrafterRow("none", "paceline.draft.none:NoDrafter", "plain decoding", given_as="name", ladder="none"),
         DrafterRow("ngram", "paceline.draft.ngram:NgramDrafter", "prompt lookup by n-grams", given_as="name"),
         DrafterRow(
             "suffix", "paceline.draft.suffix:SuffixDrafter", "longest repetition of the text's end", given_as="name"

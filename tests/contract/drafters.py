@@ -1,4 +1,6 @@
-"""Every drafter there is, one row each: add a row, and every test of the contract runs over it. No tests in here.
+"""Rows for every drafter of the registry; every test of the contract runs over every row. No tests in here.
+
+A drafter that is asked for by its name has a row for free. Another one needs a row below that says how to make it.
 
 A row makes a generator over the tiny target, eager. Heads are random: what a drafter is worth is no part of the
 contract, and a bad one sees more of a round than a good one.
@@ -28,6 +30,7 @@ from paceline.placement.remote.channel import Address, listen
 from paceline.placement.remote.drafter import DrafterContract, RemoteDrafter
 from paceline.placement.remote.reconnect import DrafterEndpoint
 from paceline.placement.remote.server import DraftServer, UnpooledDrafters
+from paceline.registry import DRAFTERS
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.draft.tokenizers_of_two import bytes_merged
 from tests.eagle.heads import drafter as eagle_head
@@ -60,18 +63,24 @@ class Home:
 
 @dataclass(frozen=True)
 class Row:
-    """A drafter.
+    """One way to have a drafter.
 
+    of      its row in `paceline.registry.DRAFTERS`, which says what it can do
     make    the generator for a depth, or for a ladder of depths
     depths  that it can have; others have one of their own
-    ladder  whether it can be had at several depths at once
     drafts  whether it is certain to propose something in a long text
     """
 
+    of: str
     make: Callable[[Home, Depth], SpeculativeGenerator]
     depths: tuple[int, ...] = (1, 2, 4)
-    ladder: bool = True
     drafts: bool = True
+
+    @property
+    def ladder(self) -> bool:
+        """Whether it can be had at several depths at once."""
+        can = DRAFTERS[self.of].ladder
+        return can == "all" or (can == "chains" and len(self.depths) > 1)
 
 
 def again(text: list[int]) -> list[int]:
@@ -115,7 +124,7 @@ def tokenizers() -> TokenizerPair:
     return TokenizerPair(target=bytes_merged(80), draft=bytes_merged(52))
 
 
-def _reencoding(home: Home, k: Depth) -> SpeculativeGenerator:
+def _retokenizing(home: Home, k: Depth) -> SpeculativeGenerator:
     return SpeculativeGenerator(home.draft, home.target, k=k, vocabulary=tokenizers())
 
 
@@ -159,30 +168,37 @@ def _remote(home: Home, k: Depth) -> SpeculativeGenerator:
 
 
 ROWS: dict[str, Row] = {
-    "none": Row(_given(None), ladder=False, drafts=False),
-    "none, by name": Row(_given("none"), ladder=False, drafts=False),
-    "ngram": Row(_given("ngram"), depths=SPAN),
-    "ngram, first": Row(_own(lambda k: NgramDrafter(k, prefer="first", prompt_lookup_max=2))),
-    "suffix": Row(_given("suffix"), drafts=False),
-    "suffix, with a corpus": Row(_own(lambda k: SuffixDrafter(k, min_match=1, max_cached_tokens=60))),
-    "function": Row(_own(lambda k: FunctionDrafter(again, k))),
-    "model": Row(_given("draft", fused=False), depths=SPAN),
-    "model, fused": Row(_given("draft", fused=True), depths=SPAN[1:]),
-    "model, any width": Row(_given("draft", exact=False)),
-    "model, in doubt": Row(_given("draft", confidence_threshold=0.3)),
-    "list: suffix, ngram, model": Row(_given(["suffix", "ngram", "draft"])),
-    "list: model, function": Row(_given(["draft", again])),
-    "intersection": Row(_intersection),
-    "retokenize": Row(_reencoding),
-    "list: ngram, re-encoding": Row(
-        lambda home, k: SpeculativeGenerator(["ngram", home.draft], home.target, k=k, vocabulary=tokenizers())
+    "none": Row("none", _given(None), drafts=False),
+    "none, by name": Row("none", _given("none"), drafts=False),
+    "ngram": Row("ngram", _given("ngram"), depths=SPAN),
+    "ngram, first": Row("ngram", _own(lambda k: NgramDrafter(k, prefer="first", prompt_lookup_max=2))),
+    "suffix": Row("suffix", _given("suffix"), drafts=False),
+    "suffix, with a corpus": Row("suffix", _own(lambda k: SuffixDrafter(k, min_match=1, max_cached_tokens=60))),
+    "function": Row("function", _own(lambda k: FunctionDrafter(again, k))),
+    "model": Row("model", _given("draft", fused=False), depths=SPAN),
+    "model, fused": Row("model", _given("draft", fused=True), depths=SPAN[1:]),
+    "model, any width": Row("model", _given("draft", exact=False)),
+    "model, in doubt": Row("model", _given("draft", confidence_threshold=0.3)),
+    "list: suffix, ngram, model": Row("fallback", _given(["suffix", "ngram", "draft"])),
+    "list: model, function": Row("fallback", _given(["draft", again])),
+    "intersection": Row("model", _intersection),
+    "retokenize": Row("retokenizing", _retokenizing),
+    "list: ngram, retokenize": Row(
+        "fallback",
+        lambda home, k: SpeculativeGenerator(["ngram", home.draft], home.target, k=k, vocabulary=tokenizers()),
     ),
-    "Medusa chain": Row(_medusa(None)),
-    "Medusa tree": Row(_medusa(CHOICES), depths=(3,), ladder=False),
-    "EAGLE 1 chain": Row(_eagle(1, Chain)),
-    "EAGLE 2": Row(_eagle(1, lambda _k: DynamicTree(6, depth=3, width=3)), depths=(3,), ladder=False),
-    "EAGLE 3 chain": Row(_eagle(3, Chain)),
-    "EAGLE 3 static tree": Row(_eagle(3, lambda _k: StaticTree(BRANCHES)), depths=(3,), ladder=False),
-    "EAGLE 3 dynamic tree": Row(_eagle(3, lambda _k: DynamicTree(6, depth=3, width=3)), depths=(3,), ladder=False),
-    "remote": Row(_remote, ladder=False),
+    "Medusa chain": Row("medusa", _medusa(None)),
+    "Medusa tree": Row("medusa", _medusa(CHOICES), depths=(3,)),
+    "EAGLE 1 chain": Row("eagle", _eagle(1, Chain)),
+    "EAGLE 2": Row("eagle", _eagle(1, lambda _k: DynamicTree(6, depth=3, width=3)), depths=(3,)),
+    "EAGLE 3 chain": Row("eagle", _eagle(3, Chain)),
+    "EAGLE 3 static tree": Row("eagle", _eagle(3, lambda _k: StaticTree(BRANCHES)), depths=(3,)),
+    "EAGLE 3 dynamic tree": Row("eagle", _eagle(3, lambda _k: DynamicTree(6, depth=3, width=3)), depths=(3,)),
+    "remote": Row("remote", _remote),
+}
+
+ROWS |= {
+    name: Row(name, _given(name), drafts=False)
+    for name, registered in DRAFTERS.items()
+    if registered.given_as == "name" and all(row.of != name for row in ROWS.values())
 }

@@ -14,9 +14,12 @@ import torch
 from paceline import DRAFT_LENGTHS, GenerationResult, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
 from paceline.core.pending import PendingCommits
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, TraceableDrafter
+from paceline.draft.fallback import FallbackDrafter
+from paceline.draft.ngram import NgramDrafter
 from paceline.engine.draft_length import DraftLengthController
 from paceline.generator import Sampler
+from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, resolve
 from tests.contract.drafters import ROWS, Depth, Home, Row
 from tests.decoder.tiny import Workshop
 from tests.draft.tokenizers_of_two import CORPUS, bytes_merged
@@ -78,6 +81,36 @@ def run(sampler: Sampler, prompts: list[list[int]], asked: Asked) -> GenerationR
 
 def texts(result: GenerationResult) -> list[list[int]]:
     return [line[:length].tolist() for line, length in zip(result.sequences, result.lengths, strict=True)]
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_registered_drafter_does_what_its_row_says(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    rows = [row for row in ROWS.values() if row.of == name]
+    assert rows, (
+        f"no row of the contract suite makes the drafter {name!r}: add Row({name!r}, make) to ROWS in "
+        "tests/contract/drafters.py, where make(home, k) returns a generator that drafts with it"
+    )
+    registered = DRAFTERS[name]
+    maker = resolve(registered.path)
+    shapes = []
+    with ExitStack() as stack:
+        for row in rows:
+            drafter = row.make(Home(workshop, tmp_path, stack, 1), row.depths[-1]).drafter
+            assert isinstance(drafter, getattr(maker, "__self__", maker))
+            assert isinstance(drafter, TraceableDrafter) == registered.fused
+            shapes.append(drafter.draft_shape)
+            if registered.listable and registered.given_as != "list":
+                assert FallbackDrafter([NgramDrafter(2), drafter]).draft_shape.is_chain
+    assert any(not shape.is_chain for shape in shapes) == registered.trees
+
+
+@pytest.mark.parametrize("name", ACCEPTANCE_RULES)
+def test_a_registered_rule_is_what_its_row_says(name: str) -> None:
+    registered = ACCEPTANCE_RULES[name]
+    rule = resolve(registered.path)
+    for field in ("name", "needs", "draft_probs", "lossless", "trees", "on_host"):
+        assert getattr(rule, field) == getattr(registered, field), field
+    assert bool(registered.warning) != registered.lossless
 
 
 @pytest.mark.parametrize("slots", [1, 4])
@@ -158,7 +191,7 @@ def test_the_depth_may_change_in_every_round(make: Make, row: Row, monkeypatch: 
     monkeypatch.setattr("paceline.build.DraftLengthController", Dice)
     if not row.ladder:
         if row.drafts:
-            with pytest.raises(ConfigurationError, match="one depth"):
+            with pytest.raises(ConfigurationError, match=r"one (depth|draft length)"):
                 run(make((0, 1, row.depths[-1]))[0], PROMPTS, {})
         return
     generator, target = make(DRAFT_LENGTHS)
