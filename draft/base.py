@@ -1,25 +1,35 @@
-"""The base of drafters that need only the text: they keep one state for each text and propose a list of token ids.
+"""The bases of drafters, which own what all drafters of a kind repeat.
 
-A text drafter is one class: write `TextDrafter.propose_text`, and, if looking through the whole text in every round
-costs too much, keep an index of it with `TextDrafter.new_text` and `TextDrafter.extend`. Not here: drafters with
-weights.
+`TextDrafter` needs only the text: write `TextDrafter.propose_text`, and, if looking through the whole text in every
+round costs too much, keep an index of it with `TextDrafter.new_text` and `TextDrafter.extend`. `HeadDrafter` drafts
+with a head (`paceline.draft.heads`), which is mathematics alone.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.core.errors import ConfigurationError
+from paceline.core.pending import PendingCommits
+from paceline.core.types import Commit, DraftKey, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.graph_key import GraphKey
+from paceline.draft.heads import AutoregressiveHead, DraftHead, ReadStep, row_shift
 
 Text = TypeVar("Text")
 """What a drafter keeps of one text: a ``list[int]`` of its tokens, unless `TextDrafter.new_text` makes another."""
 
 Self = TypeVar("Self", bound="BatchTextDrafter[Any]")
+HeadSelf = TypeVar("HeadSelf", bound="HeadDrafter")
 
 
 class BatchTextDrafter(ABC, Generic[Text]):
@@ -104,3 +114,146 @@ class TextDrafter(BatchTextDrafter[Text]):
             proposes = most > 0 and slot in self._texts
             rows.append(list(self.propose_text(self._texts[slot], most))[:most] if proposes else [])
         return rows
+
+
+class HeadDrafter:
+    """Drafts with a head, in a graph of its own or in the verifier's. A `paceline.core.protocols.TraceableDrafter`.
+
+    Its graphs are compiled, kept and shipped with those of ``decoder``, the target (or the head's own decoder), whose
+    slots, positions and number format it has. Trees and other steps: override `step`, `step_key` and `draft_shape`.
+
+    Raises:
+        ConfigurationError: ``k`` is negative, or more than a window of the target can verify.
+    """
+
+    def __init__(self, head: DraftHead, decoder: CompiledDecoder, k: int | DraftShape) -> None:
+        self.draft_shape = k if isinstance(k, DraftShape) else DraftShape.chain(k)
+        decoder.check_width(self.draft_shape.num_draft_tokens + 1)
+        self.head, self.decoder = head.eval(), decoder
+        self.reads = head.reads
+        self._has_cache = bool(head.caches())
+        self.max_positions: int | None = decoder.n_positions if self._has_cache else None
+        self._pending = PendingCommits()
+
+    @property
+    def state(self) -> nn.Module:
+        """See `paceline.core.protocols.TraceableDrafter`."""
+        return self.head
+
+    def shortened(self: HeadSelf, length: int) -> HeadSelf:
+        """See `paceline.core.protocols.Shortens`; of chains.
+
+        Raises:
+            ConfigurationError: the drafts are trees.
+        """
+        if not self.draft_shape.is_chain:
+            raise ConfigurationError(
+                f"{type(self).__name__} drafts a {self.draft_shape} and has one depth only; give one number as k, or "
+                "let it draft a chain"
+            )
+        shorter = copy.copy(self)
+        shorter.draft_shape = DraftShape.chain(length)
+        return shorter
+
+    def step(self, bucket: int) -> nn.Module:
+        """See `paceline.core.protocols.TraceableDrafter`."""
+        return self.head.step(self.draft_shape.num_draft_tokens, bucket)
+
+    def step_key(self, bucket: int) -> DraftKey:
+        """See `paceline.core.protocols.TraceableDrafter`."""
+        return DraftKey(type(self.head).__name__, self.draft_shape, bucket if self._has_cache else None)
+
+    def cache_key(self) -> dict[str, object]:
+        """See `paceline.core.protocols.TraceableDrafter`: shapes of all tensors, and the source of the head's module,
+        which may be a file of the user's own.
+        """
+        module = inspect.getmodule(type(self.head))
+        assert module is not None, "a class has a module"
+        tensors = {name: [str(x.dtype), list(x.shape)] for name, x in self.head.state_dict().items()}
+        source = hashlib.sha256(inspect.getsource(module).encode()).hexdigest()
+        return {"head": type(self.head).__name__, "tensors": tensors, "source": source}
+
+    def bucket(self, rows: int) -> int:
+        """See `paceline.core.protocols.TraceableDrafter`."""
+        return self.decoder.bucket_for(rows + (self.draft_shape.depth if self._has_cache else 0))
+
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        """Read a prompt, unless it is longer than the head can follow: then nothing is ever asked of it.
+
+        A head that reads features leaves the last one for the first commit, which brings the token it predicted.
+        """
+        self._pending.forget(slot)
+        if self.max_positions is not None and len(prompt) < self.max_positions:
+            self.read(slot, prompt[row_shift(self.head) :], features=features)
+
+    def finish_request(self, slot: int) -> None:
+        """The commits of a slot are of no interest any more; the next request overwrites the cache rows."""
+        self._pending.forget(slot)
+
+    def update(self, commit: Commit) -> None:
+        """Only kept: the step reads the last commit itself."""
+        if self.max_positions is not None:
+            self._pending.add(commit)
+
+    def catch_up(self) -> None:
+        """Read what was committed while nothing was proposed, as far as the head can follow."""
+        for missed in self._pending.take():
+            if self.max_positions is not None and missed.first_row + len(missed.tokens) <= self.max_positions:
+                start = missed.first_row - row_shift(self.head)
+                self.read(missed.slot, missed.tokens, start=start, features=missed.features)
+
+    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+        """Draft outside of the verifier's graph; see `paceline.core.protocols.Drafter`."""
+        self.catch_up()
+        inputs = [commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds]
+        if self.reads is not None:
+            inputs.append(_features(commit.states, self))
+        bucket, width = self.bucket(bounds.max_rows), commit.tokens.shape[1]
+        key = GraphKey("draft", width, bucket, commit_width=width, draft=self.step_key(bucket))
+        out = self._graph(key, self.step, inputs)
+        if self.draft_shape.dynamic:
+            return Proposal(out[0], out[1])
+        return Proposal(out[0], self.draft_shape.parents, out[1] if len(out) > 1 else None)
+
+    def read(self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None) -> None:
+        """Read tokens of a text into the caches of a slot from row ``start`` on, in chunks.
+
+        features [>= n, F], the states that predicted the tokens, for a head that reads them
+        """
+        assert isinstance(self.head, AutoregressiveHead), "only those have caches"
+        done, chunks = 0, self.decoder.options.chunks
+        while done < len(tokens):
+            left = len(tokens) - done
+            chunk = next((c for c in chunks if c >= left), chunks[-1])
+            count = min(chunk, left)
+            ids = [*tokens[done : done + count], *[0] * (chunk - count)]
+            numbers = [torch.tensor([n], dtype=torch.int32) for n in (start + done, count, slot)]
+            inputs = [torch.tensor([ids], dtype=torch.int32), *numbers]
+            if self.reads is not None:
+                part = _features(features, self)[done : done + count]
+                inputs.append(nn.functional.pad(part, (0, 0, 0, chunk - count)).unsqueeze(0))
+            bucket = self.decoder.bucket_for(start + done + chunk)
+            key = GraphKey("read", chunk, bucket, variant=self.step_key(bucket).kind)
+            self._graph(key, partial(ReadStep, self.head), inputs)
+            done += count
+
+    def _graph(self, key: GraphKey, make: Callable[[int], nn.Module], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run a step of this drafter."""
+        own = self.state is self.decoder.body  # then nothing in it is another model's
+        step = self.decoder.graph(
+            key,
+            lambda _body, bucket: make(bucket),
+            inputs,
+            guest=None if own else self.cache_key,
+            owner=None if own else self.state,
+        )
+        return step(*inputs)
+
+
+def _features(features: Tensor | None, drafter: HeadDrafter) -> Tensor:
+    if features is None:
+        raise ConfigurationError(
+            f"{type(drafter).__name__} reads the target's states, and there are none; use it in a SpeculativeGenerator "
+            "with the target it was loaded for"
+        )
+    return features

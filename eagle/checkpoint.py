@@ -70,7 +70,7 @@ def load(folder: Path, target: ModelConfig, *, head: Tensor | None = None) -> Ch
         _same_head(folder, named.pop(HEAD, None), head, size=target.vocab_size)
     maps = (named.pop(OFFSETS, None), named.pop(MASK, None)) if version == 3 else (None, None)
     ids = drafted_ids(config, *maps, where=str(folder))
-    _compare(folder, named, expected(config))
+    _compare(folder, named, config.shapes())
     _check_embedding(folder, config, embedding)
     for name, value in (named if embedding is None else {**named, EMBEDDING: embedding}).items():
         check_finite(name, value, value.dtype, where=folder)
@@ -119,30 +119,6 @@ def convert(
     found = load(source, target, head=head)
     save(out, found, layout=layout, head=head, base=base)
     return found
-
-
-def expected(config: EagleConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor a head has besides its vocabulary map, by our names, and its shape."""
-    size, inner, three = config.hidden_size, config.intermediate_size, config.version == 3
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, config.feature_size if three else 2 * size)}
-    if config.fc_bias:
-        shapes["fc.bias"] = (size,)
-    if three:
-        shapes |= {"norm.weight": (size,), HEAD: (config.draft_vocab_size, size), "layer.hidden_norm.weight": (size,)}
-    if three or config.input_norm:
-        shapes["layer.input_layernorm.weight"] = (size,)
-    shapes["layer.post_attention_layernorm.weight"] = (size,)
-    attention = {"q": (queries, config.qkv_size), "k": (keys, config.qkv_size), "v": (keys, config.qkv_size)}
-    for side, shape in {**attention, "o": (size, queries)}.items():
-        shapes[f"layer.self_attn.{side}_proj.weight"] = shape
-        if config.attention_bias:
-            shapes[f"layer.self_attn.{side}_proj.bias"] = shape[:1]
-    for part, shape in {"gate": (inner, size), "up": (inner, size), "down": (size, inner)}.items():
-        shapes[f"layer.mlp.{part}_proj.weight"] = shape
-        if config.mlp_bias:
-            shapes[f"layer.mlp.{part}_proj.bias"] = shape[:1]
-    return shapes
 
 
 def drafted_ids(config: EagleConfig, offsets: Tensor | None, mask: Tensor | None, *, where: str) -> Tensor:

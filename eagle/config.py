@@ -96,6 +96,30 @@ class EagleConfig:
         """Width of what queries, keys and values are made from."""
         return self.hidden_size * (2 if self.version == 3 else 1)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of a head besides its vocabulary map, by our own names."""
+        size, inner, three = self.hidden_size, self.intermediate_size, self.version == 3
+        queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, self.feature_size if three else 2 * size)}
+        if self.fc_bias:
+            shapes["fc.bias"] = (size,)
+        if three:
+            shapes |= {"norm.weight": (size,), "lm_head.weight": (self.draft_vocab_size, size)}
+            shapes["layer.hidden_norm.weight"] = (size,)
+        if three or self.input_norm:
+            shapes["layer.input_layernorm.weight"] = (size,)
+        shapes["layer.post_attention_layernorm.weight"] = (size,)
+        attention = {"q": (queries, self.qkv_size), "k": (keys, self.qkv_size), "v": (keys, self.qkv_size)}
+        for side, shape in {**attention, "o": (size, queries)}.items():
+            shapes[f"layer.self_attn.{side}_proj.weight"] = shape
+            if self.attention_bias:
+                shapes[f"layer.self_attn.{side}_proj.bias"] = shape[:1]
+        for part, shape in {"gate": (inner, size), "up": (inner, size), "down": (size, inner)}.items():
+            shapes[f"layer.mlp.{part}_proj.weight"] = shape
+            if self.mlp_bias:
+                shapes[f"layer.mlp.{part}_proj.bias"] = shape[:1]
+        return shapes
+
     def check_target(self, target: ModelConfig) -> None:
         """Raise PairingError unless the head fits this target."""
         for name, ours, theirs in (

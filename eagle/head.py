@@ -1,80 +1,46 @@
 """An EAGLE head that decodes: one decoder layer with a cache of its own, on a backend's kernels.
 
 Row p of its cache holds the *pair* of place p: the target's feature at p and the token at p + 1 (EAGLE's shift, so a
-pair's row and position are one less than its token's). Rows behind the last committed pair hold guesses, made from the
+pair's row and position are one less than its token's). Rows after the last committed pair hold guesses, made from the
 head's own output, and are written anew from real features before they count. Stores rows, never a length.
-Not here: which tokens are drafted (`paceline.eagle.tree`) and the training (`paceline.eagle.network`).
+Not here: the formulas (`paceline.eagle.network`) and which tokens of a tree are drafted (`paceline.eagle.tree`).
 
 Letters: b lines, n pairs of a call, H width of the head, F of a feature, U ids that can be drafted, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+
 import torch
 from torch import Tensor, nn
 
 from paceline.core import reduce
-from paceline.decoder.kernels.protocol import CachePosition, Kernels, MlpWeights, Tree
-from paceline.decoder.models.layers import gated_mlp, rms_norm
-from paceline.decoder.models.rope import apply_rope, rope_tables
+from paceline.decoder.kernels.protocol import CachePosition, Kernels, MlpWeights
+from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import SharedHead, embedded, whole
+from paceline.draft.heads import AutoregressiveHead, at_index
 from paceline.eagle.config import EagleConfig
-
-Qkv = tuple[Tensor, Tensor, Tensor]
-Weights = dict[str, Tensor]
+from paceline.eagle.network import EagleNetwork, EagleWeights, Qkv
 
 
-class EagleLayer(nn.Module):
-    """The layer, in two halves, so that attention may look at more pairs than are multiplied. Empties ``weights``."""
+@dataclass(frozen=True, slots=True)
+class LastPair:
+    """The last committed pair, from which drafts grow.
 
-    def __init__(self, config: EagleConfig, weights: Weights, kernels: Kernels) -> None:
-        super().__init__()
-        self.config, self._kernels = config, kernels
-        three = config.version == 3
-        self.hidden_norm = _frozen(weights.pop("layer.hidden_norm.weight")) if three else None
-        normed = three or config.input_norm
-        self.input_norm = _frozen(weights.pop("layer.input_layernorm.weight")) if normed else None
-        self.mlp_norm = _frozen(weights.pop("layer.post_attention_layernorm.weight"))
-        attention, mlp = config.attention_bias, config.mlp_bias
-        qkv, gate_up = [f"self_attn.{side}_proj" for side in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
-        self.qkv, self.qkv_bias = _joined(weights, qkv, bias=attention)
-        self.out, self.out_bias = _joined(weights, ["self_attn.o_proj"], bias=attention)
-        self.gate_up, self.gate_up_bias = _joined(weights, gate_up, bias=mlp)
-        self.down, self.down_bias = _joined(weights, ["mlp.down_proj"], bias=mlp)
+    hidden  [B, 1, H], what the head made of it; it predicts the first drafts
+    qkv     of that pair alone
+    row     [B] int32, its row of the cache
+    """
 
-    def project(
-        self, embedded: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], *, real: Tensor | None
-    ) -> tuple[Tensor, Qkv]:
-        """embedded and hidden [b, n, H] -> the residual stream [b, n, H]; q, k, v of the pairs, rotated."""
-        eps = self.config.rms_norm_eps
-        stream = hidden
-        if self.hidden_norm is not None and self.input_norm is not None:
-            normed = rms_norm(hidden, self.hidden_norm, eps)
-            stream = normed if self.config.norm_before_residual else hidden
-            x = torch.cat([rms_norm(embedded, self.input_norm, eps), normed], -1)
-        else:
-            x = hidden if self.input_norm is None else rms_norm(hidden, self.input_norm, eps)
-        heads, groups, width = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        mixed = self._linear(x, self.qkv, self.qkv_bias, real=real)
-        q, k, v = mixed.unflatten(-1, (heads + 2 * groups, width)).split((heads, groups, groups), dim=2)
-        return stream, (apply_rope(q, *rotation), apply_rope(k, *rotation), v)
-
-    def finish(self, stream: Tensor, mixed: Tensor) -> Tensor:
-        """stream [b, n, H], what attention gave [b, n, .] -> hidden [b, n, H]."""
-        mixed = mixed.contiguous()
-        stream = stream + self._linear(mixed, self.out, self.out_bias)
-        eps = self.config.rms_norm_eps
-        mlp = MlpWeights(self.mlp_norm, self.gate_up, self.gate_up_bias, self.down, self.down_bias, eps)
-        return gated_mlp(stream, mlp, kernels=self._kernels, group=SingleRank())
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, real: Tensor | None = None) -> Tensor:
-        made = self._kernels.linear(x, weight, real)
-        return made if bias is None else made + bias
+    hidden: Tensor
+    qkv: Qkv
+    row: Tensor
 
 
-class EagleHead(nn.Module):
+class EagleHead(AutoregressiveHead):
     """The head with its cache. ``weights`` is emptied.
 
     ``lent`` is the target's, not copied: the embedding, unless ``embedding`` [V, H] is the head's own, and the output
@@ -85,7 +51,6 @@ class EagleHead(nn.Module):
     sin: Tensor
     keys: Tensor
     values: Tensor
-    slots: Tensor
     ids: Tensor
     places: Tensor
     rows: Tensor
@@ -93,37 +58,33 @@ class EagleHead(nn.Module):
     def __init__(
         self,
         config: EagleConfig,
-        weights: Weights,
+        weights: dict[str, Tensor],
         *,
         lent: SharedHead,
         embedding: Tensor | None = None,
         kernels: Kernels,
         options: DecoderOptions,
     ) -> None:
-        super().__init__()
-        self.config, self.kernels, self._options = config, kernels, options
-        self.embedding = lent.embedding if embedding is None else _frozen(embedding)
-        self.fc = _frozen(weights.pop("fc.weight"))
-        self.fc_bias = _frozen(weights.pop("fc.bias")) if config.fc_bias else None
-        self.layer = EagleLayer(config, weights, kernels)
+        super().__init__(kernels, options)
+        self.config, self.reads = config, config.reads
         three = config.version == 3
-        self.norm = _frozen(weights.pop("norm.weight")) if three else None
-        self.head = _frozen(weights.pop("lm_head.weight")) if three else lent.head
-        self._tables: tuple[Collectives, Collectives] = (
+        ids = weights.pop("ids") if three else torch.arange(config.vocab_size)
+        self.embedding = lent.embedding if embedding is None else _frozen(embedding)
+        self._keep(EagleWeights.joined(config, weights, weights["lm_head.weight"] if three else lent.head))
+        weights.clear()
+        self._groups: tuple[Collectives, Collectives] = (
             lent.group if embedding is None else SingleRank(),
             SingleRank() if three else lent.group,
         )
         cos, sin = rope_tables(config.rope, config.head_dim, options.n_positions)
-        ids = weights.pop("ids") if three else torch.arange(config.vocab_size)
         places = torch.full((config.vocab_size,), config.draft_vocab_size, dtype=torch.int32)
         places[ids.to(torch.int64)] = torch.arange(config.draft_vocab_size, dtype=torch.int32)
-        shape = (options.batch_size, config.num_kv_heads, options.rows, config.head_dim)
+        keys, values = self.allocate_cache(config.num_kv_heads, config.head_dim)
         buffers = {
             "cos": cos,
             "sin": sin,
-            "keys": torch.zeros(shape, dtype=options.dtype),
-            "values": torch.zeros(shape, dtype=options.dtype),
-            "slots": torch.arange(options.batch_size, dtype=torch.int32),
+            "keys": keys,
+            "values": values,
             "ids": ids.to(torch.int32),  # the target's id of every id that can be drafted
             "places": places,  # and back; U where there is none
             "rows": lent.ids if lent.group.degree > 1 else lent.ids[:0],  # needed only where tables are divided
@@ -131,58 +92,75 @@ class EagleHead(nn.Module):
         for name, value in buffers.items():
             self.register_buffer(name, value)
 
-    def fuse(self, features: Tensor, real: Tensor | None = None) -> Tensor:
-        """features [b, n, F] -> the hidden state [b, n, H] that a pair of real features reads."""
-        return self.kernels.linear(features, self.fc, real) if self.config.version == 3 else features
+    def _keep(self, weights: EagleWeights) -> None:
+        """Hold the weights as parameters of this module: a graph finds its state there."""
+        for name in _OWN:
+            self.register_parameter(name, _optional(getattr(weights, name)))
+        for name in _OF_MLP:
+            self.register_parameter(f"mlp_{name}", _optional(getattr(weights.mlp, name)))
+
+    @property
+    def network(self) -> EagleNetwork:
+        """The formulas over this head's weights."""
+        mlp = MlpWeights(**{name: getattr(self, f"mlp_{name}") for name in _OF_MLP}, eps=self.config.rms_norm_eps)
+        weights = EagleWeights(**{name: getattr(self, name) for name in _OWN}, mlp=mlp)
+        return EagleNetwork(self.config, weights, self.kernels)
+
+    def caches(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self.keys, self.values)]
+
+    def read(self, tokens: Tensor, features: Tensor | None, place: CachePosition, *, last: Tensor) -> Tensor:
+        return self.last_pair(tokens, features, place, last=last).hidden
+
+    def last_pair(self, tokens: Tensor, features: Tensor | None, place: CachePosition, *, last: Tensor) -> LastPair:
+        """As `read`, with what a tree needs besides."""
+        assert features is not None, "commits carry the features that `reads` asks for"
+        hidden = self.network.fuse(features, place.real)
+        stream, qkv = self.project(tokens, hidden, place.positions(tokens.shape[1]), real=place.real)
+        attended = self.attend(qkv, place)
+        stream, attended, q, k, v = (at_index(x, last) for x in (stream, attended, *qkv))
+        row = (place.row + last).clamp(min=0, max=self.options.n_positions - 1)
+        return LastPair(self.network.finish(stream, attended), (q, k, v), row)
+
+    def next(self, token: Tensor, hidden: Tensor, place: CachePosition) -> Tensor:
+        stream, qkv = self.project(token, hidden, place.row.unsqueeze(1))
+        return self.network.finish(stream, self.attend(qkv, place))
 
     def project(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, *, real: Tensor | None = None
     ) -> tuple[Tensor, Qkv]:
         """Pairs before attention. tokens [b, n] int32, hidden [b, n, H], positions [b, n] int32."""
-        read = embedded(tokens, self.embedding, self.rows, group=self._tables[0])
-        if self.config.version == 1:
-            hidden = self.kernels.linear(torch.cat([read, hidden], -1), self.fc, real)
-            hidden = hidden if self.fc_bias is None else hidden + self.fc_bias
+        read = embedded(tokens, self.embedding, self.rows, group=self._groups[0])
         at = positions.clamp(max=self.cos.shape[0] - 1)
-        stream, qkv = self.layer.project(
-            read, hidden, (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)), real=real
-        )
-        return stream, qkv
+        return self.network.project(read, hidden, (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)), real=real)
 
     def attend(self, qkv: Qkv, place: CachePosition) -> Tensor:
-        """Write pairs to their rows and look back. -> [b, n, .]"""
+        """Write pairs to their rows and attend to those before them. -> [b, n, heads * D]"""
         return self.kernels.attend(qkv, (self.keys, self.values), place)
 
-    def place(self, row: Tensor, count: int, *, reach: int, tree: Tree | None = None) -> CachePosition:
-        """``count`` pairs in every slot from row [B] on."""
-        return CachePosition(row, torch.full_like(row, count), self.slots, reach, tree=tree)
-
-    def row(self, row: Tensor) -> Tensor:
-        """Rows [B] pulled back into the text's positions: what a slot computes elsewhere is not used by anyone."""
-        return row.clamp(min=0, max=self._options.n_positions - 1)
-
     def logits(self, hidden: Tensor) -> Tensor:
-        """[b, n, H] -> [b, n, U] float32."""
-        if self.norm is not None:
-            hidden = rms_norm(hidden, self.norm, self.config.rms_norm_eps)
-        return whole(self.kernels.linear(hidden, self.head), self.config.draft_vocab_size, self._tables[1])
+        return self.spread(self.scores(hidden))
 
-    def spread(self, logits: Tensor) -> Tensor:
+    def scores(self, hidden: Tensor) -> Tensor:
+        """[b, n, H] -> [b, n, U] float32."""
+        return whole(self.network.scores(hidden), self.config.draft_vocab_size, self._groups[1])
+
+    def spread(self, scores: Tensor) -> Tensor:
         """[b, n, U] -> [b, n, V], `reduce.NEGATIVE` for ids that cannot be drafted."""
         if self.config.draft_vocab_size == self.config.vocab_size:
-            return logits
-        nothing = torch.full_like(logits[..., :1], reduce.NEGATIVE)
-        return torch.cat([logits, nothing], -1).index_select(-1, self.places)
+            return scores
+        nothing = torch.full_like(scores[..., :1], reduce.NEGATIVE)
+        return torch.cat([scores, nothing], -1).index_select(-1, self.places)
+
+
+_OWN = tuple(field.name for field in fields(EagleWeights) if field.name != "mlp")
+_OF_MLP = tuple(field.name for field in fields(MlpWeights) if field.name != "eps")
 
 
 def _frozen(x: Tensor) -> nn.Parameter:
-    return nn.Parameter(x.contiguous(), requires_grad=False)
+    """As a parameter without a gradient; what is one already (the target's) stays the very same."""
+    return x if isinstance(x, nn.Parameter) else nn.Parameter(x.contiguous(), requires_grad=False)
 
 
-def _joined(weights: Weights, names: list[str], *, bias: bool) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Several matrices as one, and their biases, so that one product reads them all."""
-    matrix, rest = (
-        [weights.pop(f"layer.{name}.{kind}") for name in names] if wanted else []
-        for kind, wanted in (("weight", True), ("bias", bias))
-    )
-    return _frozen(torch.cat(matrix)), _frozen(torch.cat(rest)) if bias else None
+def _optional(x: Tensor | None) -> nn.Parameter | None:
+    return None if x is None else _frozen(x)

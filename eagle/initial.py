@@ -12,7 +12,7 @@ from torch import Tensor
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.corpus import FrozenTarget
-from paceline.eagle.network import EagleNetwork
+from paceline.eagle.network import TrainableHead
 from paceline.eagle.training import Vocabulary
 
 _FC = 0.5  # of the identity in the fc of version 1: it mixes a token and a feature
@@ -46,10 +46,10 @@ def default_config(target: ModelConfig, *, version: int, layers: tuple[int, ...]
 
 
 @torch.no_grad()
-def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: Vocabulary) -> EagleNetwork:
+def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: Vocabulary) -> TrainableHead:
     """A network of this configuration; ``depth`` is how many layers the target has."""
     torch.manual_seed(0)
-    network = EagleNetwork(config, target.embedding, target.head if config.version == 1 else None)
+    network = TrainableHead(config, target.embedding, target.head if config.version == 1 else None)
     first, last = target.block(0), target.block(depth - 1)
     state = network.state_dict()
     wanted: dict[str, Tensor] = {f"layer.{name}": value for name, value in last.items()}

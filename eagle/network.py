@@ -1,159 +1,202 @@
-"""The head as a plain full-sequence network for training, with the training-time test of EAGLE-3.
+"""An EAGLE head as formulas, once for decoding and for training, and the module that learns.
 
-Its parameters carry our own names of a head's tensors, so that its state is a checkpoint. It shares no code with the
-head that decodes (`paceline.eagle.head`), which tests compare with it. Sources: EAGLE (arXiv 2401.15077), EAGLE-3
-(arXiv 2503.01840).
+`EagleNetwork` is the mathematics over a set of weights and leaves attention to the caller: a decoder attends to a cache
+(`paceline.eagle.head`), training to whole texts, with the training-time test of EAGLE-3 (`TrainableHead`). Sources:
+EAGLE (arXiv 2401.15077), EAGLE-3 (arXiv 2503.01840).
 
-Letters: b texts, S tokens of a text, H width of the head, F of a feature, V vocabulary, U of it what is drafted.
+Letters: b texts or slots, n tokens of a call, S tokens of a text, H width of the head, F of a feature, V vocabulary, U
+of it what can be drafted.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.decoder.models.rope import rope_tables
+from paceline.decoder.kernels.protocol import Kernels, MlpWeights
+from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.decoder.models.layers import gated_mlp, rms_norm
+from paceline.decoder.models.rope import apply_rope, rope_tables
+from paceline.decoder.parallel.collectives import SingleRank
 from paceline.eagle.config import EagleConfig
 
+Qkv = tuple[Tensor, Tensor, Tensor]
 Past = list[tuple[Tensor, Tensor]]
+"""Keys and values of every pass so far, each [b, heads, S, D]."""
 
 
-class Norm(nn.Module):
-    """Root-mean-square norm."""
+@dataclass(frozen=True, slots=True)
+class EagleWeights:
+    """All weights of a head; matrices that read the same input are joined, so that one product reads them all.
 
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self._eps = nn.Parameter(torch.ones(size)), eps
+    head  [U, H], the output layer; version 1 borrows the target's
+    """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self._eps))
+    fc: Tensor
+    fc_bias: Tensor | None
+    hidden_norm: Tensor | None
+    input_norm: Tensor | None
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp: MlpWeights
+    norm: Tensor | None
+    head: Tensor
 
+    @classmethod
+    def joined(cls, config: EagleConfig, tensors: Mapping[str, Tensor], head: Tensor) -> EagleWeights:
+        """From the tensors of a checkpoint, by our names; ``head`` is the output layer."""
 
-class Attention(nn.Module):
-    """Causal attention of pass j over pass 0, and over a place's own earlier passes."""
+        def matrix(*names: str) -> Tensor:
+            parts = [tensors[f"layer.{name}.weight"] for name in names]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        self._shape = (config.num_heads, config.num_kv_heads, config.head_dim)
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        bias = config.attention_bias
-        self.q_proj = nn.Linear(config.qkv_size, queries, bias=bias)
-        self.k_proj = nn.Linear(config.qkv_size, keys, bias=bias)
-        self.v_proj = nn.Linear(config.qkv_size, keys, bias=bias)
-        self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias)
+        def bias(*names: str, present: bool) -> Tensor | None:
+            return torch.cat([tensors[f"layer.{name}.bias"] for name in names]) if present else None
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], past: Past) -> Tensor:
-        """x [b, S, .] -> [b, S, H]. Appends this pass's keys and values to ``past``."""
-        heads, groups, width = self._shape
-        q, k, v = (
-            made.unflatten(-1, (count, width)).transpose(1, 2)
-            for made, count in ((self.q_proj(x), heads), (self.k_proj(x), groups), (self.v_proj(x), groups))
+        qkv, gate_up = [f"self_attn.{side}_proj" for side in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
+        attention_bias, mlp_bias = config.attention_bias, config.mlp_bias
+        mlp = MlpWeights(
+            tensors["layer.post_attention_layernorm.weight"],
+            matrix(*gate_up),
+            bias(*gate_up, present=mlp_bias),
+            matrix("mlp.down_proj"),
+            bias("mlp.down_proj", present=mlp_bias),
+            config.rms_norm_eps,
         )
-        q, k = _rotated(q, *rotation), _rotated(k, *rotation)
-        past.append((k.repeat_interleave(heads // groups, 1), v.repeat_interleave(heads // groups, 1)))
-        if len(past) == 1:
-            mixed = F.scaled_dot_product_attention(q, *past[0], is_causal=True)
-        else:
-            mixed = _mixed(q / math.sqrt(width), past)
-        found: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
-        return found
+        return cls(
+            fc=tensors["fc.weight"],
+            fc_bias=tensors.get("fc.bias"),
+            hidden_norm=tensors.get("layer.hidden_norm.weight"),
+            input_norm=tensors.get("layer.input_layernorm.weight"),
+            qkv=matrix(*qkv),
+            qkv_bias=bias(*qkv, present=attention_bias),
+            out=matrix("self_attn.o_proj"),
+            out_bias=bias("self_attn.o_proj", present=attention_bias),
+            mlp=mlp,
+            norm=tensors.get("norm.weight"),
+            head=head,
+        )
 
 
-class Mlp(nn.Module):
-    """Gated MLP."""
+@dataclass(frozen=True, slots=True)
+class EagleNetwork:
+    """The head before and after attention, so that attention may look at more pairs than are multiplied."""
 
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(width, inner, bias=bias)
-        self.up_proj = nn.Linear(width, inner, bias=bias)
-        self.down_proj = nn.Linear(inner, width, bias=bias)
+    config: EagleConfig
+    weights: EagleWeights
+    kernels: Kernels
 
-    def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return found
+    def fuse(self, features: Tensor, real: Tensor | None = None) -> Tensor:
+        """features [b, n, F] -> the hidden state [b, n, H] that a pair of real features reads."""
+        return self.kernels.linear(features, self.weights.fc, real) if self.config.version == 3 else features
 
-
-class Layer(nn.Module):
-    """The one layer of a head."""
-
-    def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
-        self._config = config
-        size, eps = config.hidden_size, config.rms_norm_eps
+    def project(
+        self, embedded: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], *, real: Tensor | None = None
+    ) -> tuple[Tensor, Qkv]:
+        """Pairs before attention: embedded and hidden [b, n, H], cos and sin [.., n, 1, D]
+        -> the residual stream [b, n, H]; q [b, n, heads, D], k and v [b, n, groups, D], rotated.
+        """
+        config, weights, eps = self.config, self.weights, self.config.rms_norm_eps
         if config.version == 3:
-            self.hidden_norm = Norm(size, eps)
-        if config.version == 3 or config.input_norm:
-            self.input_layernorm = Norm(size, eps)
-        self.self_attn, self.mlp = Attention(config), Mlp(config)
-        self.post_attention_layernorm = Norm(size, eps)
-
-    def forward(self, embedded: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], past: Past) -> Tensor:
-        """Version 1 gets what ``fc`` made as ``hidden`` and reads no embedding. [b, S, H] -> [b, S, H]"""
-        stream = hidden
-        if self._config.version == 3:
-            normed = self.hidden_norm(hidden)
-            stream = normed if self._config.norm_before_residual else hidden
-            x = torch.cat([self.input_layernorm(embedded), normed], -1)
+            assert weights.hidden_norm is not None and weights.input_norm is not None
+            normed = rms_norm(hidden, weights.hidden_norm, eps)
+            stream = normed if config.norm_before_residual else hidden
+            x = torch.cat([rms_norm(embedded, weights.input_norm, eps), normed], -1)
         else:
-            x = self.input_layernorm(hidden) if self._config.input_norm else hidden
-        stream = stream + self.self_attn(x, rotation, past)
-        found: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
-        return found
+            stream = self._linear(torch.cat([embedded, hidden], -1), weights.fc, weights.fc_bias, real=real)
+            x = stream if weights.input_norm is None else rms_norm(stream, weights.input_norm, eps)
+        heads, groups = config.num_heads, config.num_kv_heads
+        qkv = self._linear(x, weights.qkv, weights.qkv_bias, real=real)
+        q, k, v = qkv.unflatten(-1, (heads + 2 * groups, config.head_dim)).split((heads, groups, groups), dim=2)
+        return stream, (apply_rope(q, *rotation), apply_rope(k, *rotation), v)
+
+    def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
+        """Pairs after attention: stream [b, n, H], attended [b, n, heads * D] -> hidden [b, n, H]."""
+        stream = stream + self._linear(attended.contiguous(), self.weights.out, self.weights.out_bias)
+        return gated_mlp(stream, self.weights.mlp, kernels=self.kernels, group=SingleRank())
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """hidden [b, n, H] -> logits [b, n, U] of the ids that can be drafted, or of this rank's part of them."""
+        if self.weights.norm is not None:
+            hidden = rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
+        return self.kernels.linear(hidden, self.weights.head)
+
+    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, real: Tensor | None = None) -> Tensor:
+        product = self.kernels.linear(x, weight, real)
+        return product if bias is None else product + bias
 
 
-class EagleNetwork(nn.Module):
-    """A head that learns. ``embedding`` [V, H] and, for version 1, ``head`` [V, H] are the target's and stay frozen."""
+class TrainingKernels(TorchKernels):
+    """Products that autocast knows and gradients pass through."""
+
+    def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight)
+
+
+class TrainableHead(nn.Module):
+    """A head that learns, over whole texts.
+
+    Its parameters carry our own names of a head's tensors, so that its state is a checkpoint. ``embedding`` [V, H] and,
+    for version 1, ``head`` [V, H] are the target's and stay frozen.
+    """
 
     cos: Tensor
     sin: Tensor
 
     def __init__(self, config: EagleConfig, embedding: Tensor, head: Tensor | None) -> None:
         super().__init__()
-        self.config = config
-        size = config.hidden_size
-        if config.version == 3:
-            self.fc = nn.Linear(config.feature_size, size, bias=False)
-            self.norm = Norm(size, config.rms_norm_eps)
-            self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
-        else:
-            assert head is not None, "version 1 borrows the target's output layer"
-            self.fc = nn.Linear(2 * size, size, bias=config.fc_bias)
-        self.layer = Layer(config)
+        assert config.version == 3 or head is not None, "version 1 borrows the target's output layer"
+        self.config, self._kernels = config, TrainingKernels()
+        for name, shape in config.shapes().items():
+            _register(self, name, _initial(name, shape))
         cos, sin = rope_tables(config.rope, config.head_dim, config.max_position_embeddings)
         for name, value in (("cos", cos), ("sin", sin), ("embedding", embedding), ("borrowed", head)):
             self.register_buffer(name, value, persistent=False)
 
+    @property
+    def network(self) -> EagleNetwork:
+        """The formulas over the parameters as they are now."""
+        tensors = dict(self.named_parameters())
+        head = tensors["lm_head.weight"] if self.config.version == 3 else self.get_buffer("borrowed")
+        return EagleNetwork(self.config, EagleWeights.joined(self.config, tensors, head), self._kernels)
+
     def fuse(self, features: Tensor) -> Tensor:
         """features [b, S, F] -> the hidden state [b, S, H] that the first pass reads."""
-        made: Tensor = self.fc(features) if self.config.version == 3 else features
-        return made
+        return self.network.fuse(features)
 
     def forward(self, tokens: Tensor, hidden: Tensor, past: Past) -> Tensor:
-        """Pass ``len(past)``: place i reads token i + 1 + pass and the hidden state the pass before left there.
+        """Pass ``len(past)``: place i reads token i + 1 + pass and the hidden state that the pass before left there.
 
-        tokens [b, S] (already shifted), hidden [b, S, H] -> hidden [b, S, H], which predicts the token behind.
+        tokens [b, S] (already shifted), hidden [b, S, H] -> hidden [b, S, H], which predicts the token after that.
+        Appends the keys and values of this pass to ``past``.
         """
+        network, config = self.network, self.config
         embedded = F.embedding(tokens, self.get_buffer("embedding")).float()
-        at = torch.arange(tokens.shape[1]) + len(past)
-        rotation = (self.cos[at], self.sin[at])
-        if self.config.version == 1:
-            hidden = self.fc(torch.cat([embedded, hidden], -1))
-        made: Tensor = self.layer(embedded, hidden, rotation, past)
-        return made
+        positions = torch.arange(tokens.shape[1]) + len(past)
+        rotation = (self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))
+        stream, qkv = network.project(embedded, hidden, rotation)
+        q, k, v = (x.transpose(1, 2) for x in qkv)
+        repeats = config.num_heads // config.num_kv_heads
+        past.append((k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)))
+        if len(past) == 1:
+            attended = F.scaled_dot_product_attention(q, *past[0], is_causal=True)
+        else:
+            attended = _attend_passes(q / math.sqrt(config.head_dim), past)
+        return network.finish(stream, attended.transpose(1, 2).flatten(2))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] -> [..., U] (version 1: U = V)."""
-        if self.config.version == 3:
-            made: Tensor = self.lm_head(self.norm(hidden))
-            return made
-        return F.linear(hidden, self.get_buffer("borrowed"))
+        return self.network.scores(hidden)
 
 
-def _mixed(q: Tensor, past: Past) -> Tensor:
+def _attend_passes(q: Tensor, past: Past) -> Tensor:
     """Attention of a later pass: q [b, H, S, D] (scaled) sees pass 0 up to its place and its own place of the rest."""
     (first, values), later = past[0], past[1:]
     size = q.shape[2]
@@ -161,15 +204,23 @@ def _mixed(q: Tensor, past: Past) -> Tensor:
     scores = (q @ first.transpose(2, 3)).masked_fill(~causal, -math.inf)
     own = [(q * keys).sum(-1, keepdim=True) for keys, _ in later]
     weights = torch.cat([scores, *own], -1).softmax(-1)
-    mixed = weights[..., :size] @ values
+    attended = weights[..., :size] @ values
     for index, (_, value) in enumerate(later):
-        mixed = mixed + weights[..., size + index, None] * value
-    return mixed
+        attended = attended + weights[..., size + index, None] * value
+    return attended
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [b, H, S, D], cos and sin [S, D or D / 2]."""
-    half = x.shape[-1] // 2
-    cos, sin = (t[..., :half] for t in (cos, sin))
-    low, high = x[..., :half], x[..., half:]
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
+def _register(module: nn.Module, name: str, value: Tensor) -> None:
+    """A parameter of a dotted name, in modules of its parts."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        if not hasattr(module, parent):
+            module.add_module(parent, nn.Module())
+        module = module.get_submodule(parent)
+    module.register_parameter(last, nn.Parameter(value))
+
+
+def _initial(name: str, shape: tuple[int, ...]) -> Tensor:
+    """As `nn.Linear` begins; norms with ones, biases with zeros."""
+    value = torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+    return nn.init.kaiming_uniform_(value, a=math.sqrt(5)) if len(shape) > 1 else value

@@ -21,7 +21,7 @@ from paceline.eagle import checkpoint, initial
 from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.config import check_version
 from paceline.eagle.corpus import Corpus, CorpusOptions, FrozenTarget
-from paceline.eagle.network import EagleNetwork
+from paceline.eagle.network import TrainableHead
 from paceline.eagle.training import Report, Trainer, TrainingOptions, Vocabulary, acceptance
 
 MEASURED = "acceptance.json"
@@ -71,7 +71,7 @@ def train(
     network = initial.fresh(config, frozen, depth=sizes.num_layers, vocabulary=vocabulary)
     own = texts.measured()
 
-    def measure(network: EagleNetwork) -> list[float]:
+    def measure(network: TrainableHead) -> list[float]:
         return acceptance(network, own, depth=plan.depth, head=frozen.head, vocabulary=vocabulary, skip=corpus.prompt)
 
     trainer = Trainer(network, texts, options, head=frozen.head, vocabulary=vocabulary, folder=work, measure=measure)
@@ -102,7 +102,7 @@ def check(plan: Plan, corpus: CorpusOptions, sizes: ModelConfig) -> None:
         )
 
 
-def write(out: Path, network: EagleNetwork, vocabulary: Vocabulary, *, shares: list[float]) -> None:
+def write(out: Path, network: TrainableHead, vocabulary: Vocabulary, *, shares: list[float]) -> None:
     """A head in bfloat16 and how well it did."""
     weights: dict[str, Tensor] = {name: x.detach().bfloat16() for name, x in network.state_dict().items()}
     if network.config.version == 3:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -22,15 +22,14 @@ from torch.nn import functional as F
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.eagle.corpus import ROWS, Corpus, Texts
-from paceline.eagle.network import EagleNetwork, Past
-from paceline.eagle.optim import Muon
-from paceline.training.frozen_model import PRECISIONS, products
+from paceline.eagle.network import Past, TrainableHead
+from paceline.training.frozen_model import products
 from paceline.training.state import RunState, check_loss
 
 Report = Callable[[int, int, float], None]
 """(steps done, steps in all, running loss)"""
 
-Measure = Callable[[EagleNetwork], list[float]]
+Measure = Callable[[TrainableHead], list[float]]
 """Shares of places where chains of 1, 2, ... drafts are all right."""
 
 _LOGGED = 20  # steps from one line of the log to the next
@@ -105,6 +104,11 @@ class Vocabulary:
         return torch.zeros(self.size, dtype=torch.bool).index_fill(0, self.ids, True)
 
 
+def muon(matrices: Sequence[Tensor], rate: float) -> torch.optim.Muon:
+    """Muon (Jordan et al., 2024), its updates sized like AdamW's at the same rate (Liu et al., arXiv 2502.16982)."""
+    return torch.optim.Muon(matrices, rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+
+
 class Trainer:
     """One run. ``folder/state.pt`` is its state; ``folder/log.jsonl`` has the running loss and what ``measure`` finds.
 
@@ -114,7 +118,7 @@ class Trainer:
 
     def __init__(
         self,
-        network: EagleNetwork,
+        network: TrainableHead,
         corpus: Corpus,
         options: TrainingOptions,
         *,
@@ -130,7 +134,7 @@ class Trainer:
         matrices = [p for n, p in named if p.dim() == 2 and not n.startswith("lm_head")]
         others = [p for n, p in named if not (p.dim() == 2 and not n.startswith("lm_head"))]
         self._optimizers = [
-            Muon(matrices, options.rate, dtype=PRECISIONS[options.precision]),
+            muon(matrices, options.rate),
             torch.optim.AdamW(others, options.rate, betas=(0.9, 0.98)),
         ]
         self._per_batch = ROWS // options.rows
@@ -209,7 +213,7 @@ class Trainer:
 
 
 def objective(
-    network: EagleNetwork, texts: Texts, options: TrainingOptions, *, head: Tensor, vocabulary: Vocabulary
+    network: TrainableHead, texts: Texts, options: TrainingOptions, *, head: Tensor, vocabulary: Vocabulary
 ) -> Tensor:
     """The loss of a few texts, a scalar. ``head`` [V, H] is the target's output layer."""
     last = texts.last.float()
@@ -228,7 +232,7 @@ def objective(
     return total
 
 
-def passes(network: EagleNetwork, texts: Texts, count: int) -> list[tuple[Tensor, int]]:
+def passes(network: TrainableHead, texts: Texts, count: int) -> list[tuple[Tensor, int]]:
     """The training-time test. For every pass: hidden [b, S - a, H] and how far ahead, a, of it its target's state lies.
 
     Row i of pass j has read the target's features up to place i and the tokens up to i + 1 + j, and predicts the token
@@ -256,7 +260,7 @@ def target_law(last: Tensor, head: Tensor, vocabulary: Vocabulary) -> tuple[Tens
 
 @torch.no_grad()
 def acceptance(
-    network: EagleNetwork, texts: Texts, *, depth: int, head: Tensor, vocabulary: Vocabulary, skip: int
+    network: TrainableHead, texts: Texts, *, depth: int, head: Tensor, vocabulary: Vocabulary, skip: int
 ) -> list[float]:
     """Share of places from ``skip`` on where drafts 1, 2, ... are all the target's greedy choice.
 
@@ -270,7 +274,7 @@ def acceptance(
     return [float(x) for x in agreed.double().mean((0, 2))]
 
 
-def _agreements(network: EagleNetwork, texts: Texts, count: int, *, head: Tensor, vocabulary: Vocabulary) -> Tensor:
+def _agreements(network: TrainableHead, texts: Texts, count: int, *, head: Tensor, vocabulary: Vocabulary) -> Tensor:
     """[b, passes, places] bool: whether drafts up to this pass were all right."""
     choices = F.linear(texts.last.float(), head).argmax(-1)
     size = texts.tokens.shape[1] - count

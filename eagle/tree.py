@@ -1,17 +1,14 @@
 """How drafts grow from a head: a chain, a tree of fixed shape, or the dynamic tree of EAGLE-2.
 
-Each is a module inside a drafting graph: shapes never depend on data, only the parents of a dynamic tree do.
-Drafts are picked with the target's own noise of their position (coupled drafting): at any temperature the first child
-of a node is what the target would pick if it agreed with the head. Sources: EAGLE-2 (arXiv 2406.16858).
-A growth's ``rows`` are those of the head's cache that one call writes, from some row of the text on.
-Not here: the pass over committed pairs that comes first (`paceline.eagle.drafter`).
+Each gives the step of a drafting graph: shapes never depend on data, only the parents of a dynamic tree do.
+Drafts are chosen with the target's own noise of their position (coupled drafting): at any temperature the first child
+of a node is what the target would choose if it agreed with the head. Sources: EAGLE-2 (arXiv 2406.16858).
+``rows`` of a tree are those of the head's cache that one call writes, from some row of the text on.
 
-Letters: B slots, n nodes of a level, H width of the head, U ids that can be drafted, V, N and D as ever.
+Letters: B slots, n nodes of a level, H width of the head, U ids that can be drafted; V, N and D as ever.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,48 +17,38 @@ from paceline.core import noise, reduce, tree
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape, SamplingTensors
 from paceline.decoder.kernels.protocol import Tree
-from paceline.eagle.head import EagleHead, Qkv
+from paceline.draft.heads import ChainStep, row_shift
+from paceline.eagle.head import EagleHead, LastPair
 
 
-@dataclass(frozen=True, slots=True)
-class LastPair:
-    """The last committed pair, from which drafts grow.
-
-    hidden  [B, 1, H], what the head made of it; it predicts the first drafts
-    qkv     of that pair alone
-    row     [B] int32, its row of the cache
-    """
-
-    hidden: Tensor
-    qkv: Qkv
-    row: Tensor
-
-
-class Chain(nn.Module):
-    """``length`` tokens, each behind the one before; ``drawn`` from the head's law, for `Reject`, if asked for."""
+class Chain:
+    """``length`` tokens, each after the one before; ``drawn`` from the head's probabilities, for `Reject`, if asked."""
 
     def __init__(self, length: int, *, drawn: bool = False) -> None:
-        super().__init__()
         self.draft_shape, self.drawn = DraftShape.chain(length), drawn
         self.rows = 1  # each by itself
         self.name = f"chain {length}" + (", drawn" if drawn else "")
 
-    def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, reach: int) -> tuple[Tensor, ...]:
-        """-> drafts [B, N] int32 (and their law [B, N, V] if drawn)."""
-        hidden = root.hidden
-        drafts: list[Tensor] = []
-        laws: list[Tensor] = []
-        stream = noise.DRAFT if self.drawn else noise.TARGET
-        for step in range(self.draft_shape.num_draft_tokens):
-            if step:
-                row = head.row(root.row + step)
-                residual, qkv = head.project(drafts[-1], hidden, row.unsqueeze(1))
-                hidden = head.layer.finish(residual, head.attend(qkv, head.place(row, 1, reach=reach)))
-            logits = head.spread(head.logits(hidden)).contiguous()
-            drafts.append(head.kernels.sample_tokens(logits, _positions(root, step + 1), sampling, stream=stream))
-            if self.drawn:
-                laws.append(head.kernels.probabilities(logits, sampling))
-        return (torch.cat(drafts, 1), torch.cat(laws, 1)) if self.drawn else (torch.cat(drafts, 1),)
+    def step(self, head: EagleHead, bucket: int) -> nn.Module:
+        """The step that drafts it."""
+        return ChainStep(head, self.draft_shape.num_draft_tokens, bucket, drawn=self.drawn)
+
+
+class TreeStep(nn.Module):
+    """Read a commit with its features, then grow a tree of drafts from its last pair."""
+
+    def __init__(self, head: EagleHead, draft_tree: StaticTree | DynamicTree, bucket: int) -> None:
+        super().__init__()
+        self.head, self.draft_tree, self._bucket = head, draft_tree, bucket
+
+    def forward(
+        self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The fields of a Commit [B, W], params [B, 4], seeds [B, 2], features [B, W, F] -> what the tree gives."""
+        place = self.head.place(first_row - row_shift(self.head), tokens.shape[1], self._bucket)
+        root = self.head.last_pair(tokens.clamp(min=0), features, place, last=count - 1)
+        drafts: tuple[Tensor, ...] = self.draft_tree(self.head, root, SamplingTensors(params, seeds), self._bucket)
+        return drafts
 
 
 class StaticTree(nn.Module):
@@ -76,7 +63,7 @@ class StaticTree(nn.Module):
         self.rows = len(inner)  # the root is one
         rank = [parents[:node].count(parent) for node, parent in enumerate(parents)]
         self._choices: list[int] = []
-        rows = {tree.ROOT: 0}  # of the beam's window
+        rows = {tree.ROOT: 0}  # of the frontier's window
         above, order = [tree.ROOT], []
         for level in range(1, self.draft_shape.depth + 1):
             nodes = [n for n in range(len(parents)) if depths[n + 1] == level]
@@ -95,9 +82,13 @@ class StaticTree(nn.Module):
     def _fix(self, name: str, values: list[int]) -> None:
         self.register_buffer(name, torch.tensor(values, dtype=torch.int32))
 
-    def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, reach: int) -> tuple[Tensor, ...]:
+    def step(self, head: EagleHead, bucket: int) -> nn.Module:
+        """The step that drafts it."""
+        return TreeStep(head, self, bucket)
+
+    def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, bucket: int) -> tuple[Tensor, ...]:
         """-> drafts [B, N] int32."""
-        beam, hidden, levels = TreeFrontier(head, root, reach), root.hidden, []
+        frontier, hidden, levels = TreeFrontier(head, root, bucket), root.hidden, []
         for level, most in enumerate(self._choices, 1):
             _, picks = best(head, hidden, most, sampling=sampling, positions=_positions(root, level))
             tokens = picks.flatten(1).index_select(1, self.get_buffer(f"pick_{level}"))
@@ -105,15 +96,15 @@ class StaticTree(nn.Module):
             if level < len(self._choices):
                 kept, owner = (self.get_buffer(f"{name}_{level}") for name in ("kept", "owner"))
                 parents = self.get_buffer(f"row_{level}").expand(len(tokens), -1)
-                hidden = beam.extend(tokens.index_select(1, kept), hidden.index_select(1, owner), parents)
+                hidden = frontier.extend(tokens.index_select(1, kept), hidden.index_select(1, owner), parents)
         return (torch.cat(levels, 1).index_select(1, self.get_buffer("order")),)
 
 
 class DynamicTree(nn.Module):
     """EAGLE-2: expand the ``width`` likeliest nodes of every level, then keep the ``nodes`` likeliest of all.
 
-    A node's worth is the product of the head's probabilities on its path; with noise, of the law behind the noise. A
-    child is never worth more than its parent and stands behind it, so what is kept is connected.
+    A node's log-probability is the sum of the head's on its path; with noise, of the distribution given the noise. A
+    child is never likelier than its parent and comes after it, so what is kept is connected.
     """
 
     def __init__(self, nodes: int, *, depth: int, width: int) -> None:
@@ -129,25 +120,29 @@ class DynamicTree(nn.Module):
         self.register_buffer("owner", torch.arange(width * width, dtype=torch.int32) // width)
         self.register_buffer("same", torch.eye(width))
 
-    def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, reach: int) -> tuple[Tensor, ...]:
+    def step(self, head: EagleHead, bucket: int) -> nn.Module:
+        """The step that drafts it."""
+        return TreeStep(head, self, bucket)
+
+    def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, bucket: int) -> tuple[Tensor, ...]:
         """-> drafts [B, N] int32, parents [B, N] int32."""
         slots, width = len(root.row), self.width
-        beam, hidden = TreeFrontier(head, root, reach), root.hidden
+        frontier, hidden = TreeFrontier(head, root, bucket), root.hidden
         # A product with the identity is exact, and what it gives is computed once: see `best`.
-        worth, tokens = best(head, hidden, width, sampling=sampling, positions=_positions(root))
-        worth, tokens = head.kernels.linear(worth, self.get_buffer("same")).squeeze(1), tokens.squeeze(1)
+        logprob, tokens = best(head, hidden, width, sampling=sampling, positions=_positions(root))
+        logprob, tokens = head.kernels.linear(logprob, self.get_buffer("same")).squeeze(1), tokens.squeeze(1)
         steps = torch.arange(width, dtype=torch.int32, device=tokens.device).expand(slots, -1)
         ids, rows, hidden = steps, torch.zeros_like(steps), hidden.expand(-1, width, -1)
-        every = [(tokens, worth, torch.full_like(tokens, tree.ROOT))]
+        every = [(tokens, logprob, torch.full_like(tokens, tree.ROOT))]
         for level in range(2, self.draft_shape.depth + 1):
-            hidden = beam.extend(tokens, hidden, rows)
+            hidden = frontier.extend(tokens, hidden, rows)
             more, picks = best(head, hidden, width, sampling=sampling, positions=_positions(root, level))
             more = head.kernels.linear(more, self.get_buffer("same"))
-            value, token = (worth.unsqueeze(-1) + more).flatten(1), picks.flatten(1)
+            value, token = (logprob.unsqueeze(-1) + more).flatten(1), picks.flatten(1)
             owner = self.get_buffer("owner").expand(slots, -1).to(torch.int64)
             every.append((token, value, ids.gather(1, owner)))
             if level < self.draft_shape.depth:
-                worth, chosen = reduce.top(value, width)
+                logprob, chosen = reduce.top(value, width)
                 chosen = chosen.to(torch.int64)
                 above = owner.gather(1, chosen)
                 rows = (above + (1 + (level - 2) * width)).to(torch.int32)
@@ -160,6 +155,36 @@ class DynamicTree(nn.Module):
 
 DraftTree = Chain | StaticTree | DynamicTree
 
+_FORMS = (
+    "'chain' (of k tokens), 'tree:PARENTS', e.g. tree:-1,-1,0,0, or 'dynamic:NODES,DEPTH,WIDTH', e.g. dynamic:16,4,4"
+)
+
+
+def parse_draft_tree(text: str, *, k: int, drawn: bool = False) -> DraftTree:
+    """The draft tree that ``text`` names; ``k`` tokens for a chain. ``drawn``: from the head's probabilities, for
+    acceptor="reject".
+
+    Raises:
+        ConfigurationError: the text is unknown, the sizes do not fit, or a tree is to be drawn.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "chain" and not rest:
+        return Chain(k, drawn=drawn)
+    if drawn:
+        raise ConfigurationError(
+            "only chains can be drawn from the head's probabilities (acceptor='reject'): use draft tree 'chain', or "
+            "acceptor='match', which is exact for trees too"
+        )
+    try:
+        numbers = tuple(int(part) for part in rest.split(","))
+    except ValueError:
+        numbers = ()
+    if kind == "tree" and numbers:
+        return StaticTree(numbers)
+    if kind == "dynamic" and len(numbers) == 3:
+        return DynamicTree(numbers[0], depth=numbers[1], width=numbers[2])
+    raise ConfigurationError(f"unknown draft tree {text!r}; expected {_FORMS}")
+
 
 class TreeFrontier:
     """The inner nodes of a growing tree. Their queries, keys and values are kept, so that each is multiplied once.
@@ -168,8 +193,8 @@ class TreeFrontier:
     not the rows before it; that is cheap beside the products.
     """
 
-    def __init__(self, head: EagleHead, root: LastPair, reach: int) -> None:
-        self._head, self._root, self._reach = head, root, reach
+    def __init__(self, head: EagleHead, root: LastPair, bucket: int) -> None:
+        self._head, self._root, self._bucket = head, root, bucket
         self._qkv = root.qkv
         self._parents = torch.full_like(root.row, -1).unsqueeze(1)
         self._level = 0
@@ -182,10 +207,8 @@ class TreeFrontier:
         q, k, v = (torch.cat(pair, 1) for pair in zip(self._qkv, qkv, strict=True))
         self._qkv = (q, k, v)
         self._parents = torch.cat([self._parents, parents], 1)
-        tree_ = Tree.of(self._parents)
-        place = head.place(self._root.row, self._parents.shape[1], reach=self._reach, tree=tree_)
-        made: Tensor = head.layer.finish(stream, head.attend(self._qkv, place)[:, -count:])
-        return made
+        place = head.place(self._root.row, self._parents.shape[1], self._bucket, tree=Tree.of(self._parents))
+        return head.network.finish(stream, head.attend(self._qkv, place)[:, -count:])
 
 
 def best(
@@ -193,10 +216,10 @@ def best(
 ) -> tuple[Tensor, Tensor]:
     """The likeliest next tokens of nodes of one level. hidden [B, n, H], positions [B, 1] int32 of the drafted tokens.
 
-    -> worth [B, n, count], log-probabilities, with a temperature those of the law given the position's noise (without
+    -> logprob [B, n, count], log-probabilities, with a temperature those of the law given the position's noise (without
     top-k, top-p and min-p); tokens [B, n, count] int32, the target's ids, the first of them what a chain would take.
     """
-    logits = head.logits(hidden)
+    logits = head.scores(hidden)
     left, at = head.spread(logits), positions.expand(-1, hidden.shape[1])
     everything = torch.arange(left.shape[-1], dtype=torch.int32, device=left.device)
     tokens: list[Tensor] = []
@@ -228,19 +251,19 @@ def gumbel(word: Tensor) -> Tensor:
     return -torch.where(upper, -torch.log(small), lower).log()
 
 
-def kept(tokens: Tensor, worth: Tensor, parents: Tensor, *, nodes: int) -> tuple[Tensor, Tensor]:
-    """The ``nodes`` worthiest of all candidates, in the order they were made, so that parents come first.
+def kept(tokens: Tensor, logprob: Tensor, parents: Tensor, *, nodes: int) -> tuple[Tensor, Tensor]:
+    """The ``nodes`` likeliest of all candidates, in the order they were made, so that parents come first.
 
-    tokens, parents [B, M] int32 (-1 = the root), worth [B, M] -> tokens, parents [B, nodes] int32
+    tokens, parents [B, M] int32 (-1 = the root), logprob [B, M] -> tokens, parents [B, nodes] int32
     """
-    chosen = reduce.topk_mask(worth, torch.full_like(worth[:, 0], float(nodes)))
+    chosen = reduce.topk_mask(logprob, torch.full_like(logprob[:, 0], float(nodes)))
     rank = chosen.to(torch.float32).cumsum(-1) - 1.0
     above = rank.gather(1, parents.clamp(min=0).to(torch.int64))
     above = torch.where(parents < 0, float(tree.ROOT), above)
-    wanted = torch.arange(nodes, dtype=torch.float32, device=worth.device).view(1, -1, 1)
+    wanted = torch.arange(nodes, dtype=torch.float32, device=logprob.device).view(1, -1, 1)
     mine = ((rank.unsqueeze(1) == wanted) & chosen.unsqueeze(1)).to(torch.float32)
     found = [(mine * x.to(torch.float32).unsqueeze(1)).sum(-1).to(torch.int32) for x in (tokens, above)]
-    before = torch.arange(-1, nodes - 1, dtype=torch.int32, device=worth.device)
+    before = torch.arange(-1, nodes - 1, dtype=torch.int32, device=logprob.device)
     return found[0], torch.where(found[1] < before, found[1], before)
 
 

@@ -29,8 +29,8 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.none import NoDrafter
 from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
 from paceline.draft_spec import DraftSpec, RuleSpec
-from paceline.eagle import spec as eagle_spec
 from paceline.eagle.config import is_eagle_config
+from paceline.eagle.tree import parse_draft_tree
 from paceline.medusa.config import is_medusa_config
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of, resolve
 
@@ -269,8 +269,8 @@ class _Makers:
         if row.name == "medusa":
             heads: Drafter = maker(spec.path, self.target, tree=draft_tree)
         else:
-            growth = eagle_spec.growth(str(draft_tree or "chain"), k=self._k(spec), drawn=self.drawn)
-            heads = maker(spec.path, self.target, growth)
+            tree = parse_draft_tree(str(draft_tree or "chain"), k=self._k(spec), drawn=self.drawn)
+            heads = maker(spec.path, self.target, tree)
         k = self.config.k if spec.k is None else spec.k
         return _with_depth(heads, k, spec) if isinstance(k, int) else heads
 

@@ -27,8 +27,8 @@ PARTS: dict[str, frozenset[str]] = {
     "draft": frozenset({"core", "decoder", "draft"}),
     "target": frozenset({"core", "decoder", "target"}),
     "training": frozenset({"core", "decoder", "training"}),
-    "medusa": frozenset({"core", "decoder", "draft.base", "training", "medusa"}),
-    "eagle": frozenset({"core", "decoder", "draft.base", "training", "eagle"}),
+    "medusa": frozenset({"core", "decoder", "draft.base", "draft.heads", "training", "medusa"}),
+    "eagle": frozenset({"core", "decoder", "draft.base", "draft.heads", "training", "eagle"}),
     "placement": frozenset({"core", "decoder", "placement", "config"}),
     "orchestrator": frozenset(
         {"core", "decoder", "draft", "target", "training", "medusa", "eagle", "placement", "orchestrator"}

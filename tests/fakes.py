@@ -69,6 +69,7 @@ class TableBody:
         self.cache = torch.full((slots, positions + slack), EMPTY, dtype=torch.int64)
         self.stamp = torch.zeros(slots, positions + slack, dtype=torch.int64)
         self.truth: Truth | None = None
+        self.caches = [(self.cache, self.stamp)]
         self.forwards = 0
 
     def __call__(

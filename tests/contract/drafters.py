@@ -2,7 +2,7 @@
 
 A drafter that is asked for by its name has a row for free. Another one needs a row below that says how to make it.
 
-A row makes a generator over the tiny target, eager. Heads are random: what a drafter is worth is no part of the
+A row makes a generator over the tiny target, eager. Heads are random: what a drafter is logprob is no part of the
 contract, and a bad one sees more of a round than a good one.
 """
 
@@ -139,10 +139,10 @@ def _medusa(choices: Choices | None) -> Callable[[Home, Depth], SpeculativeGener
     return make
 
 
-def _eagle(version: int, growth: Callable[[int], DraftTree]) -> Callable[[Home, Depth], SpeculativeGenerator]:
+def _eagle(version: int, draft_tree: Callable[[int], DraftTree]) -> Callable[[Home, Depth], SpeculativeGenerator]:
     def make(home: Home, k: Depth) -> SpeculativeGenerator:
         folder = home.folder / f"eagle {version}"
-        return SpeculativeGenerator(eagle_head(folder, home.target, version, growth(deepest(k))), home.target, k=k)
+        return SpeculativeGenerator(eagle_head(folder, home.target, version, draft_tree(deepest(k))), home.target, k=k)
 
     return make
 

@@ -28,23 +28,23 @@ def medusa(target: SamplingDecoder, folder: Path, *, tree: Sequence[list[int]] =
 
 
 def eagle(
-    target: SamplingDecoder, folder: Path, *, version: int, growth: Callable[[], DraftTree]
+    target: SamplingDecoder, folder: Path, *, version: int, draft_tree: Callable[[], DraftTree]
 ) -> SpeculativeGenerator:
     """A random head."""
-    return SpeculativeGenerator(heads.drafter(folder, target, version, growth()), target)
+    return SpeculativeGenerator(heads.drafter(folder, target, version, draft_tree()), target)
 
 
 SMALL: dict[str, Callable[[SamplingDecoder, Path], SpeculativeGenerator]] = {
     "medusa": partial(medusa, tree=[[0], [1]]),
-    "eagle 1": partial(eagle, version=1, growth=lambda: Chain(1)),
+    "eagle 1": partial(eagle, version=1, draft_tree=lambda: Chain(1)),
 }
 """Those whose graphs are short."""
 HEADED: dict[str, Callable[[SamplingDecoder, Path], SpeculativeGenerator]] = {
     "medusa": medusa,
-    "eagle 1, chain": partial(eagle, version=1, growth=lambda: Chain(2)),
-    "eagle 1, static tree": partial(eagle, version=1, growth=lambda: StaticTree((-1, -1, 0, 0, 1))),
-    "eagle 2": partial(eagle, version=1, growth=lambda: DynamicTree(5, depth=2, width=2)),
-    "eagle 3, chain": partial(eagle, version=3, growth=lambda: Chain(2)),
-    "eagle 3, static tree": partial(eagle, version=3, growth=lambda: StaticTree((-1, -1, 0, 0, 1))),
-    "eagle 3, dynamic tree": partial(eagle, version=3, growth=lambda: DynamicTree(5, depth=2, width=2)),
+    "eagle 1, chain": partial(eagle, version=1, draft_tree=lambda: Chain(2)),
+    "eagle 1, static tree": partial(eagle, version=1, draft_tree=lambda: StaticTree((-1, -1, 0, 0, 1))),
+    "eagle 2": partial(eagle, version=1, draft_tree=lambda: DynamicTree(5, depth=2, width=2)),
+    "eagle 3, chain": partial(eagle, version=3, draft_tree=lambda: Chain(2)),
+    "eagle 3, static tree": partial(eagle, version=3, draft_tree=lambda: StaticTree((-1, -1, 0, 0, 1))),
+    "eagle 3, dynamic tree": partial(eagle, version=3, draft_tree=lambda: DynamicTree(5, depth=2, width=2)),
 }

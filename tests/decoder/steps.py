@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +17,13 @@ from paceline.core.acceptance.typical import Typical
 from paceline.core.types import DraftShape, FeatureSpec
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
 from paceline.decoder.steps import CompactPathStep, PrefillStep, WindowStep
-from paceline.draft.model import DraftStep
+from paceline.draft.heads import ChainStep, ReadStep
+from paceline.draft.model import ModelHead
 from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
-from paceline.eagle.drafter import EagleStep, ReadStep
 from paceline.eagle.head import EagleHead
 from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from paceline.medusa.config import MedusaConfig
-from paceline.medusa.drafter import MedusaStep
+from paceline.medusa.drafter import MedusaHead, MedusaStep
 from paceline.medusa.network import Heads
 from paceline.medusa.tree import Choices
 from paceline.target.autoregressive import AutoregressiveStep
@@ -40,8 +41,13 @@ FEATURES = {
 TREE = (-1, -1, 0, 0, 1)
 DYNAMIC = DraftShape(4, 2, dynamic=True)
 
-draft = partial(DraftStep, length=NODES, vocabulary=VocabMap(VOCABULARY, VOCABULARY))
+SAME = VocabMap(VOCABULARY, VOCABULARY)
 verify = partial(VerifyStep, rule=Match(), draft_shape=DraftShape.chain(NODES))
+
+
+def draft(body: ModelWithCache, bucket: int, *, vocabulary: VocabMap = SAME, **options: Any) -> nn.Module:
+    """A model that drafts."""
+    return ChainStep(ModelHead(body, vocabulary, body.options), NODES, bucket, **options)
 
 
 def fused(body: ModelWithCache, reach: int) -> nn.Module:
@@ -56,16 +62,17 @@ def medusa(body: ModelWithCache, reach: int, *, carry: bool = False) -> nn.Modul
     torch.manual_seed(0)
     heads.fill({name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
     choices = Choices.of([[0], [1], [0, 0], [0, 1], [1, 0]])
-    drafts = MedusaStep(heads, body.kernels, choices)
+    drafts = MedusaStep(MedusaHead(heads, body.kernels, body.options), choices)
     checked = verify(body, reach, draft_shape=tree.draft_shape(choices.parents), reads=FeatureSpec())
     return FusedStep(drafts, checked, FeatureBuffer((SLOTS, WIDTH, body.config.hidden_size)) if carry else None)
 
 
-def eagle(body: ModelWithCache, reach: int, *, version: int, growth: DraftTree) -> nn.Module:
+def eagle(body: ModelWithCache, reach: int, *, version: int, draft_tree: DraftTree) -> nn.Module:
     """A random head that borrows of the target, and the target."""
     head = eagle_head(body, version)
     reads = head.config.reads
-    return FusedStep(EagleStep(head, growth, reach), verify(body, reach, draft_shape=growth.draft_shape, reads=reads))
+    checked = verify(body, reach, draft_shape=draft_tree.draft_shape, reads=reads)
+    return FusedStep(draft_tree.step(head, reach), checked)
 
 
 def eagle_head(body: ModelWithCache, version: int) -> EagleHead:
@@ -101,12 +108,12 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "fused medusa": medusa,
     "fused medusa, kept": partial(medusa, carry=True),
     "eagle 3 reads": lambda body, reach: ReadStep(eagle_head(body, 3), reach),
-    "fused eagle 1": partial(eagle, version=1, growth=Chain(NODES)),
-    "fused eagle 1, static tree": partial(eagle, version=1, growth=StaticTree((-1, -1, 0))),
-    "fused eagle 2": partial(eagle, version=1, growth=DynamicTree(5, depth=2, width=2)),
-    "fused eagle 3": partial(eagle, version=3, growth=DynamicTree(5, depth=2, width=2)),
-    "fused eagle 3, chain": partial(eagle, version=3, growth=Chain(NODES)),
-    "fused eagle 3, static tree": partial(eagle, version=3, growth=StaticTree((-1, -1, 0))),
+    "fused eagle 1": partial(eagle, version=1, draft_tree=Chain(NODES)),
+    "fused eagle 1, static tree": partial(eagle, version=1, draft_tree=StaticTree((-1, -1, 0))),
+    "fused eagle 2": partial(eagle, version=1, draft_tree=DynamicTree(5, depth=2, width=2)),
+    "fused eagle 3": partial(eagle, version=3, draft_tree=DynamicTree(5, depth=2, width=2)),
+    "fused eagle 3, chain": partial(eagle, version=3, draft_tree=Chain(NODES)),
+    "fused eagle 3, static tree": partial(eagle, version=3, draft_tree=StaticTree((-1, -1, 0))),
 }
 
 
@@ -128,8 +135,8 @@ def inputs(name: str, seed: int, *, row: int | None = None, slots: int = SLOTS) 
         )
         return ids(0, VOCABULARY, slots, WIDTH), rows(slots), *((parents,) if name == "window, tree" else ())
     if name == "eagle 3 reads":
-        pairs = ids(0, VOCABULARY, 1, 16), torch.randn(1, 16, 3 * 32, generator=generator)
-        return *pairs, rows(1), ids(1, 16, 1), ids(0, slots, 1)
+        features = torch.randn(1, 16, 3 * 32, generator=generator)
+        return ids(0, VOCABULARY, 1, 16), rows(1), ids(1, 16, 1), ids(0, slots, 1), features
     if name == "keep":
         path = torch.tensor([[1, 3], [2, -1], [-1, -1], [1, 2]], dtype=torch.int32)
         return rows(slots), path.repeat(slots, 1)[:slots]

@@ -13,8 +13,10 @@ from paceline.core import tree
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
 from paceline.core.types import DraftShape, FeatureSpec
+from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.steps import PrefillStep, WindowStep
-from paceline.draft.model import DraftStep
+from paceline.draft.heads import ChainStep
+from paceline.draft.model import ModelHead
 from paceline.draft.vocab_map import VocabMap
 from paceline.target.steps import FusedStep, VerifyStep
 from tests.decoder.tiny import VOCABULARY, Workshop
@@ -43,7 +45,12 @@ FORBIDDEN = {
 }
 """Data-dependent shapes and branches, state of a random generator, and reductions whose ties are the backend's."""
 
-draft_step = partial(DraftStep, length=NODES, vocabulary=VocabMap(VOCABULARY, VOCABULARY))
+
+def draft_step(body: ModelWithCache, bucket: int, *, drawn: bool) -> nn.Module:
+    head = ModelHead(body, VocabMap(VOCABULARY, VOCABULARY), body.options)
+    return ChainStep(head, NODES, bucket, drawn=drawn)
+
+
 STEPS = {
     "prefill": PrefillStep,
     "window": WindowStep,

@@ -115,14 +115,14 @@ def test_medusa(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, tie
 
 
 @pytest.mark.parametrize(
-    ("version", "growth", "law"), [(1, Chain(3), "greedy"), (3, DynamicTree(5, depth=2, width=2), "sampled")]
+    ("version", "draft_tree", "law"), [(1, Chain(3), "greedy"), (3, DynamicTree(5, depth=2, width=2), "sampled")]
 )
 def test_eagle(
-    workshop: Workshop, target: SamplingDecoder, tmp_path: Path, version: int, growth: DraftTree, law: str
+    workshop: Workshop, target: SamplingDecoder, tmp_path: Path, version: int, draft_tree: DraftTree, law: str
 ) -> None:
     drafted = []
     for model in (load(workshop, 1), target):
-        generator = SpeculativeGenerator(eagle.drafter(tmp_path, model, version, growth), model)
+        generator = SpeculativeGenerator(eagle.drafter(tmp_path, model, version, draft_tree), model)
         assert tokens(generator, **LAWS[law]) == tokens(model, **LAWS[law])
         drafted.append(generator.statistics.num_accepted_tokens_per_pos)
     assert drafted[0] == drafted[1]

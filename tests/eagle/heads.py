@@ -19,7 +19,7 @@ from paceline.auto import SamplingDecoder
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.steps import prefill
 from paceline.eagle import checkpoint, initial
-from paceline.eagle.checkpoint import Checkpoint, expected
+from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.tree import DraftTree
@@ -40,18 +40,20 @@ def random_head(sizes: EagleConfig, *, seed: int = 1) -> Checkpoint:
     torch.manual_seed(seed)
     weights = {
         name: torch.randn(shape) * (0.3 if len(shape) > 1 else 0.2) + (1.0 if "norm" in name else 0.0)
-        for name, shape in expected(sizes).items()
+        for name, shape in sizes.shapes().items()
     }
     if sizes.version == 3:
         weights["ids"] = torch.randperm(sizes.vocab_size)[: sizes.draft_vocab_size].sort().values
     return Checkpoint(sizes, weights, None)
 
 
-def drafter(folder: Path, target: SamplingDecoder, version: int, growth: DraftTree, **changes: object) -> EagleDrafter:
+def drafter(
+    folder: Path, target: SamplingDecoder, version: int, draft_tree: DraftTree, **changes: object
+) -> EagleDrafter:
     """A drafter with a random head, through the disk."""
     made = random_head(config(target.config, version, **changes))
     checkpoint.save(folder, made)
-    return EagleDrafter.from_pretrained(folder, target, growth)
+    return EagleDrafter.from_pretrained(folder, target, draft_tree)
 
 
 def features(target: SamplingDecoder, ids: list[int], made: EagleDrafter) -> Tensor:

@@ -15,10 +15,11 @@ PROMPTS = [[5, 17, 17, 90], [4], [33, 2, 9], list(range(20, 32))]
 
 
 def test_compiled_rounds_give_the_tokens_and_drafts_of_eager_ones(workshop: Workshop, tmp_path: Path) -> None:
-    growth = DynamicTree(4, depth=2, width=2)
+    draft_tree = DynamicTree(4, depth=2, width=2)
     generators = {
         backend: SpeculativeGenerator(
-            drafter(tmp_path / backend, workshop.decoder(backend=backend), 3, growth), workshop.decoder(backend=backend)
+            drafter(tmp_path / backend, workshop.decoder(backend=backend), 3, draft_tree),
+            workshop.decoder(backend=backend),
         )
         for backend in ("eager", "inductor")
     }

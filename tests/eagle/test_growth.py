@@ -1,4 +1,4 @@
-"""Parts of growth by themselves: the noise behind picks, what is kept of a tree, the choice among equals."""
+"""Parts of draft_tree by themselves: the noise behind picks, what is kept of a tree, the choice among equals."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ def test_the_first_pick_of_a_tree_is_the_pick_of_a_chain(
     sampling = sampling_tensors([Sampling(temperature=temperature, seed=seed) for seed in range(4)])
     positions = torch.tensor([[3], [70], [5], [90]], dtype=torch.int32)
     hidden = torch.randn(4, 1, head.config.hidden_size)
-    worth, picks = best(head, hidden, 3, sampling=sampling, positions=positions)
-    chosen = head.kernels.sample_tokens(head.spread(head.logits(hidden)), positions, sampling)
+    logprob, picks = best(head, hidden, 3, sampling=sampling, positions=positions)
+    chosen = head.kernels.sample_tokens(head.logits(hidden), positions, sampling)
     assert torch.equal(picks[..., 0], chosen)
-    assert (worth <= 0).all() and (worth.diff(dim=-1) <= 1e-3).all() and (worth.exp().sum(-1) <= 1.0001).all()
+    assert (logprob <= 0).all() and (logprob.diff(dim=-1) <= 1e-3).all() and (logprob.exp().sum(-1) <= 1.0001).all()
 
 
 @given(st.lists(st.integers(-3, 0), min_size=4, max_size=30), st.randoms(use_true_random=False))
 @settings(max_examples=60, deadline=None)
 def test_what_is_kept_is_connected_and_in_order_even_among_equals(steps: list[int], random: object) -> None:
-    """A child is worth its parent's value plus a step that is never above 0; many are equal."""
+    """A child is logprob its parent's value plus a step that is never above 0; many are equal."""
     parents = [random.randrange(-1, node) if node else -1 for node in range(len(steps))]  # type: ignore[attr-defined]
-    worth: list[float] = []
+    logprob: list[float] = []
     for parent, step in zip(parents, steps, strict=True):
-        worth.append((worth[parent] if parent >= 0 else 0.0) + step)
+        logprob.append((logprob[parent] if parent >= 0 else 0.0) + step)
     nodes = (len(steps) + 1) // 2
     tokens, above = kept(
         torch.arange(100, 100 + len(steps), dtype=torch.int32)[None],
-        torch.tensor([worth]),
+        torch.tensor([logprob]),
         torch.tensor([parents], dtype=torch.int32),
         nodes=nodes,
     )
     ids = [token - 100 for token in tokens[0].tolist()]
-    assert ids == sorted(sorted(range(len(steps)), key=lambda node: (-worth[node], node))[:nodes])
+    assert ids == sorted(sorted(range(len(steps)), key=lambda node: (-logprob[node], node))[:nodes])
     assert [ids[p] if p >= 0 else -1 for p in above[0].tolist()] == [parents[node] for node in ids]
     assert all(-1 <= parent < node for node, parent in enumerate(above[0].tolist()))
 

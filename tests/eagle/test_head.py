@@ -14,7 +14,7 @@ from paceline.core.types import Commit, RoundLimits
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.head import EagleHead
-from paceline.eagle.network import EagleNetwork
+from paceline.eagle.network import TrainableHead
 from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from tests.decoder.tiny import Workshop
 from tests.eagle.heads import Plain, config, drafter, features, random_head
@@ -31,7 +31,7 @@ GROWTHS = [Chain(4), StaticTree((-1, -1, 0, 0, 1, 2, 2, 5)), DynamicTree(9, dept
 
 
 def plain(made: EagleDrafter) -> Plain:
-    model = made.target.body.model
+    model = made.decoder.body.model
     return Plain(random_head(made.head.config), model.embedding, model.head)
 
 
@@ -48,15 +48,14 @@ def test_the_head_and_the_network_compute_what_a_plain_forward_does(
     weights = {name: x.clone() for name, x in found.weights.items()}
     model = target.body.model
     made = EagleHead(found.config, weights, lent=target.body.lent, kernels=TorchKernels(), options=target.options)
-    assert not weights, "every tensor is used"
     tokens, row = torch.tensor([TEXT], dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     places = torch.arange(len(TEXT), dtype=torch.int32)[None]
-    stream, qkv = made.project(tokens, made.fuse(real[None]), places)
-    hidden = made.layer.finish(stream, made.attend(qkv, made.place(row, len(TEXT), reach=target.n_positions)))
+    stream, qkv = made.project(tokens, made.network.fuse(real[None]), places)
+    hidden = made.network.finish(stream, made.attend(qkv, made.place(row, len(TEXT), target.n_positions)))
     torch.testing.assert_close(hidden[0], wanted, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(made.logits(hidden)[0, -1], reference.scores(wanted[-1]), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(made.scores(hidden)[0, -1], reference.scores(wanted[-1]), rtol=1e-4, atol=1e-3)
 
-    network = EagleNetwork(found.config, model.embedding.detach(), model.head.detach() if version == 1 else None)
+    network = TrainableHead(found.config, model.embedding.detach(), model.head.detach() if version == 1 else None)
     network.load_state_dict({name: x for name, x in found.weights.items() if name != "ids"})
     with torch.no_grad():
         learned = network(tokens.long(), network.fuse(real[None]), [])
@@ -70,7 +69,7 @@ def test_later_passes_of_training_read_what_a_chain_reads(workshop: Workshop, ve
     found = random_head(config(target.config, version))
     model = target.body.model
     reference = Plain(found, model.embedding, model.head)
-    network = EagleNetwork(found.config, model.embedding.detach(), model.head.detach() if version == 1 else None)
+    network = TrainableHead(found.config, model.embedding.detach(), model.head.detach() if version == 1 else None)
     network.load_state_dict({name: x for name, x in found.weights.items() if name != "ids"})
     real, past = torch.randn(1, len(TEXT), found.config.feature_size), []
     with torch.no_grad():
@@ -96,14 +95,19 @@ def test_greedy_chains_are_those_of_whole_path_recomputation(workshop: Workshop,
 
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize(
-    ("growth", "passes"), [(Chain(4), 4), (StaticTree((-1, -1, 0, 2)), 3), (DynamicTree(5, depth=3, width=2), 3)]
+    ("draft_tree", "passes"), [(Chain(4), 4), (StaticTree((-1, -1, 0, 2)), 3), (DynamicTree(5, depth=3, width=2), 3)]
 )
 def test_the_pass_that_reads_the_commit_gives_the_first_level(
-    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, growth: DraftTree, passes: int
+    workshop: Workshop,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    version: int,
+    draft_tree: DraftTree,
+    passes: int,
 ) -> None:
     """Rule C39: a proposal of D levels takes D passes of the head; reading what was committed is the first of them."""
     target = workshop.decoder(slots=1)
-    made = drafter(tmp_path, target, version, growth)
+    made = drafter(tmp_path, target, version, draft_tree)
     real, seen = features(target, TEXT, made), []
     project = made.head.project
     monkeypatch.setattr(made.head, "project", lambda *given, **named: (seen.append(given), project(*given, **named))[1])
@@ -136,17 +140,17 @@ def test_dynamic_trees_are_those_of_the_algorithm_over_lists(
     made = drafter(tmp_path, target, version, DynamicTree(nodes, depth=depth, width=width))
     reference, real = plain(made), features(target, TEXT, made)
 
-    def children(path: tuple[int, ...], worth: float) -> list[tuple[float, tuple[int, ...]]]:
+    def children(path: tuple[int, ...], logprob: float) -> list[tuple[float, tuple[int, ...]]]:
         laws = reference.scores(reference.hidden(real, [*TEXT[1:], 7, *path])).log_softmax(0)
         values, picks = laws.sort(descending=True)
         pairs = zip(values[:width].tolist(), picks[:width].tolist(), strict=True)
-        return [(worth + value, (*path, int(reference.ids[pick]))) for value, pick in pairs]
+        return [(logprob + value, (*path, int(reference.ids[pick]))) for value, pick in pairs]
 
     level = children((), 0.0)
     every = list(level)
     for _ in range(depth - 1):
         level = sorted(level, reverse=True)[:width]
-        level = [child for worth, path in level for child in children(path, worth)]
+        level = [child for logprob, path in level for child in children(path, logprob)]
         every += level
     wanted = {path for _, path in sorted(every, reverse=True)[:nodes]}
     tokens, parents = proposed(made, real)
@@ -159,13 +163,13 @@ def test_dynamic_trees_are_those_of_the_algorithm_over_lists(
 
 
 @pytest.mark.parametrize("version", [1, 3])
-@pytest.mark.parametrize("growth", GROWTHS, ids=lambda growth: growth.name)
+@pytest.mark.parametrize("draft_tree", GROWTHS, ids=lambda draft_tree: draft_tree.name)
 def test_after_rounds_the_cache_is_that_of_one_pass(
-    workshop: Workshop, tmp_path: Path, version: int, growth: DraftTree
+    workshop: Workshop, tmp_path: Path, version: int, draft_tree: DraftTree
 ) -> None:
     """Drafting reads guesses; committed rows must hold real features only (C38), whatever was accepted."""
     target = workshop.decoder(slots=4)
-    made = drafter(tmp_path, target, version, growth)
+    made = drafter(tmp_path, target, version, draft_tree)
     prompts = [TEXT, [4], [33, 2, 9], TEXT[3:]]
     idle = 16  # a slot that is done goes on computing at its first rows
     texts = SpeculativeGenerator(made, target).sample(prompts, max_new_tokens=50, eos_token_id=[]).tolist()
@@ -174,7 +178,7 @@ def test_after_rounds_the_cache_is_that_of_one_pass(
         text = texts[slot][: len(prompt) + 50]
         made.add_request(slot, text[:-1], features(target, text[:-1], made))
         # The last round's own commit is read by the round that follows, which did not come.
-        sure = len(text) - 2 - growth.draft_shape.depth - 1
+        sure = len(text) - 2 - draft_tree.draft_shape.depth - 1
         for before, after in zip(kept, (made.head.keys, made.head.values), strict=True):
             torch.testing.assert_close(before[slot, :, idle:sure], after[slot, :, idle:sure], rtol=1e-3, atol=1e-3)
 

@@ -15,7 +15,7 @@ from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.graph_key import GraphKey
 from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.tree import Chain, DraftTree, DynamicTree, LastPair, StaticTree
+from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from paceline.engine.draft_length import DraftLengthController
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.eagle.heads import DRAFTED, drafter, features
@@ -30,14 +30,14 @@ SAMPLINGS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("growth", GROWTHS, ids=lambda growth: growth.name)
-def test_fused_or_not_the_same_is_drafted(workshop: Workshop, tmp_path: Path, growth: DraftTree) -> None:
+@pytest.mark.parametrize("draft_tree", GROWTHS, ids=lambda draft_tree: draft_tree.name)
+def test_fused_or_not_the_same_is_drafted(workshop: Workshop, tmp_path: Path, draft_tree: DraftTree) -> None:
     """And the tokens are those of plain decoding; fused, tests/contract sees to that."""
     target = workshop.decoder(slots=4)
     for sampling in SAMPLINGS:
         accepted = []
         for fused in (True, False):
-            generator = SpeculativeGenerator(drafter(tmp_path, target, 3, growth), target, fused=fused)
+            generator = SpeculativeGenerator(drafter(tmp_path, target, 3, draft_tree), target, fused=fused)
             ours = generator.sample(PROMPTS, max_new_tokens=20, **sampling)
             assert torch.equal(ours, target.sample(PROMPTS, max_new_tokens=20, **sampling)), sampling
             accepted.append(generator.statistics.num_accepted_tokens_per_pos)
@@ -64,8 +64,8 @@ def test_vocabularies_of_every_size_draft_ids_of_the_target(workshop: Workshop, 
 
 def test_processors_take_the_host_verifier_and_keep_the_tokens(workshop: Workshop, tmp_path: Path) -> None:
     target = workshop.decoder(slots=1)
-    for growth in GROWTHS:
-        generator = SpeculativeGenerator(drafter(tmp_path, target, 3, growth), target)
+    for draft_tree in GROWTHS:
+        generator = SpeculativeGenerator(drafter(tmp_path, target, 3, draft_tree), target)
         ours = generator.sample(PROMPTS[:1], max_new_tokens=20, repetition_penalty=1.3)
         assert torch.equal(ours, target.sample(PROMPTS[:1], max_new_tokens=20, repetition_penalty=1.3))
 
@@ -88,7 +88,7 @@ def test_rounds_that_asked_nothing_are_read_before_the_next_proposal(workshop: W
     class Both:
         """Gives what ``made`` proposes, and asks ``other`` every third time."""
 
-        draft_shape, reads, reach = made.draft_shape, made.reads, made.max_positions
+        draft_shape, reads, max_positions = made.draft_shape, made.reads, made.max_positions
 
         def add_request(self, *inputs: object) -> None:
             made.add_request(*inputs)  # type: ignore[arg-type]
@@ -134,23 +134,24 @@ def test_where_depths_change_the_cache_is_that_of_one_pass(
 
 
 @pytest.mark.parametrize("version", [1, 3])
-def test_the_law_of_a_drawn_chain_is_what_it_was_drawn_from(workshop: Workshop, tmp_path: Path, version: int) -> None:
+def test_the_law_of_a_drawn_chain_is_what_it_was_drawn_from(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
     """Over the target's whole vocabulary, with nothing for ids that cannot be drafted, and of each slot's own knobs."""
     slots, rounds, temperature = 4, 300, 1.3
     target = workshop.decoder(slots=slots)
     made = drafter(tmp_path, target, version, Chain(2, drawn=True))
     hidden = torch.randn(slots, 1, made.head.config.hidden_size, generator=torch.Generator().manual_seed(2))
-    logits = made.head.logits(hidden)[:, 0]
+    logits = made.head.scores(hidden)[:, 0]
     wanted = torch.zeros(slots, VOCABULARY)
     wanted[:, made.head.ids.long()] = (logits / temperature).softmax(-1)
-    _, qkv = made.head.project(
-        torch.ones(slots, 1, dtype=torch.int32), hidden, torch.zeros(slots, 1, dtype=torch.int32)
-    )
-    root = LastPair(hidden, qkv, torch.full((slots,), 5, dtype=torch.int32))
-    first = []
+    monkeypatch.setattr(made.head, "read", lambda *_, **__: hidden)
+    ints = torch.ones(slots, 1, dtype=torch.int32)
+    step, first = made.step(target.n_positions), []
     for number in range(rounds):
         seeds = [Sampling(temperature=temperature, seed=number * slots + slot) for slot in range(slots)]
-        drafts, law = made.growth(made.head, root, sampling_tensors(seeds), target.n_positions)
+        sampling = sampling_tensors(seeds)
+        drafts, law = step(ints, ints[:, 0], 5 * ints[:, 0], sampling.params, sampling.seeds)
         first.append(drafts[:, 0])
         torch.testing.assert_close(law[:, 0], wanted, rtol=1e-3, atol=1e-6)
         assert (law.gather(2, drafts.long().unsqueeze(-1)) > 0).all()
@@ -167,9 +168,9 @@ def test_a_round_is_one_graph(workshop: Workshop, tmp_path: Path) -> None:
         return lambda *inputs: (calls.append(graph.key), step(*inputs))[1]
 
     target.backend.compile = counted  # type: ignore[method-assign]
-    for growth in GROWTHS:
+    for draft_tree in GROWTHS:
         calls.clear()
-        generator = SpeculativeGenerator(drafter(tmp_path, target, 3, growth), target)
+        generator = SpeculativeGenerator(drafter(tmp_path, target, 3, draft_tree), target)
         generator.sample(PROMPTS[:1], max_new_tokens=20)
         rounds = [key for key in calls if key.is_round]
         assert len(rounds) == generator.statistics.num_rounds > 5
@@ -185,8 +186,8 @@ def test_drawn_chains_go_with_reject_and_drawn_trees_are_refused(workshop: Works
     greedy = generator.sample(PROMPTS, max_new_tokens=12)
     assert torch.equal(greedy, target.sample(PROMPTS, max_new_tokens=12))
     generator.sample(PROMPTS, max_new_tokens=12, do_sample=True, temperature=1.0, seed=3)
-    for growth in GROWTHS[1:]:
-        tree = drafter(tmp_path, target, 3, growth)
+    for draft_tree in GROWTHS[1:]:
+        tree = drafter(tmp_path, target, 3, draft_tree)
         with pytest.raises(ConfigurationError, match="acceptor='match'"):
             SpeculativeGenerator(tree, target, acceptor="reject").sample(PROMPTS[:1], max_new_tokens=4)
 
@@ -198,8 +199,8 @@ def test_the_drafter_is_one_that_can_share_a_graph(workshop: Workshop, tmp_path:
 
 def test_graphs_that_read_a_text_are_those_of_every_growth(workshop: Workshop, tmp_path: Path) -> None:
     target = fresh(workshop.checkpoint())
-    for growth in (Chain(2), DynamicTree(8, depth=3, width=3)):
-        drafter(tmp_path, target, 3, growth).add_request(0, PROMPTS[0], torch.zeros(len(PROMPTS[0]), 96))
+    for draft_tree in (Chain(2), DynamicTree(8, depth=3, width=3)):
+        drafter(tmp_path, target, 3, draft_tree).add_request(0, PROMPTS[0], torch.zeros(len(PROMPTS[0]), 96))
     keys = [graph.key for graph in target._used]
     assert keys == [keys[0]] * 2 and keys[0].kind == "read"
     assert target._used[0].facts == target._used[1].facts
@@ -209,8 +210,8 @@ def test_two_heads_of_one_shape_keep_their_graphs_apart(workshop: Workshop, tmp_
     """A target keeps the graphs of its drafters; a second head must not get those of the first."""
     target = workshop.decoder(slots=1)
     first, second = (drafter(tmp_path, target, 3, Chain(3)) for _ in range(2))
-    for parameter in second.head.layer.parameters():
-        parameter.data.neg_()
+    for name in ("fc", "qkv", "out", "mlp_gate_up", "mlp_down"):
+        second.head.get_parameter(name).data.neg_()
     accepted = []
     for made in (first, second, first):
         generator = SpeculativeGenerator(made, target)
@@ -237,12 +238,12 @@ def test_a_tree_that_would_grow_out_of_the_cache_is_refused(workshop: Workshop, 
     target = workshop.decoder(slots=1)
     room = target.options.rows - target.n_positions
     made = drafter(tmp_path, target, 3, DynamicTree(20, depth=1 + room // 10, width=10))
-    assert made.growth.rows <= room
+    assert made.draft_tree.rows <= room
     generator = SpeculativeGenerator(made, target)
     prompt = [index % VOCABULARY for index in range(target.n_positions - 4)]  # grows from the last positions
     tokens = generator.sample([prompt], max_new_tokens=4)
     assert torch.equal(tokens, target.sample([prompt], max_new_tokens=4))
-    with pytest.raises(ConfigurationError, match="growth=5 is none"):
+    with pytest.raises(ConfigurationError, match="draft_tree=5 is not one"):
         EagleDrafter(made.head, target, 5)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="171 cache rows"):
         EagleDrafter(made.head, target, DynamicTree(20, depth=18, width=10))

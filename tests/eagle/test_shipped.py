@@ -26,15 +26,15 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("growth", "law"),
+    ("draft_tree", "law"),
     [(Chain(3), {}), (DynamicTree(8, depth=4, width=3), {"do_sample": True, "temperature": 1.0, "seed": 2})],
     ids=["chain, greedy", "grown tree, sampled"],
 )
 def test_it_changes_no_token_and_drafts_well(
-    target: SamplingDecoder, prompts: list[list[int]], growth: DraftTree, law: Law
+    target: SamplingDecoder, prompts: list[list[int]], draft_tree: DraftTree, law: Law
 ) -> None:
     """Published, greedily: 2.47 tokens a round in chains of 3, 2.92 with this tree; damaged heads give about 1."""
-    generator = SpeculativeGenerator(EagleDrafter.from_pretrained(HEAD, target, growth), target)
+    generator = SpeculativeGenerator(EagleDrafter.from_pretrained(HEAD, target, draft_tree), target)
     result = run(generator, law, prompts=prompts, new=20)
     assert texts(result) == plain(target, law, prompts=prompts, new=20)
     assert result.statistics.tau > 1.3

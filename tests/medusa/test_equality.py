@@ -80,7 +80,7 @@ def test_fused_or_not_the_same_is_drafted(workshop: Workshop, heads_folder: Path
 
 
 def test_what_is_no_tree_is_refused_before_heads_are_read(workshop: Workshop, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="tree=5 is no tree"):
+    with pytest.raises(ConfigurationError, match="tree=5 is not a tree"):
         MedusaDrafter.from_pretrained(tmp_path / "none", workshop.decoder(), tree=5)  # type: ignore[arg-type]
 
 
@@ -215,7 +215,7 @@ def test_it_is_a_drafter_that_can_be_fused(workshop: Workshop, heads_folder: Pat
     assert drafter.step_key(1) != other.step_key(1)
     assert drafter.cache_key() != other.cache_key()
     drafter.heads.config = replace(drafter.heads.config, base="somewhere/else")
-    alike = MedusaDrafter(drafter.heads, drafter.target, drafter.choices)
+    alike = MedusaDrafter(drafter.heads, drafter.decoder, drafter.choices)
     assert alike.step_key(1) == drafter.step_key(1), (
         "heads of one shape share artefacts, whatever target they came with"
     )

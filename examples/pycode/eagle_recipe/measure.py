@@ -16,7 +16,7 @@ import torch
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import checkpoint
 from paceline.eagle.corpus import Corpus, CorpusOptions, FrozenTarget
-from paceline.eagle.network import EagleNetwork
+from paceline.eagle.network import TrainableHead
 from paceline.eagle.pipeline import MEASURED
 from paceline.eagle.training import Vocabulary, acceptance
 
@@ -36,7 +36,7 @@ def main() -> None:
     target = FrozenTarget(options.target, config.layers)
     weights = {name: x.float() for name, x in found.weights.items()}
     ids = weights.pop("ids", torch.arange(config.vocab_size)).long()
-    network = EagleNetwork(config, target.embedding, target.head if config.version == 1 else None)
+    network = TrainableHead(config, target.embedding, target.head if config.version == 1 else None)
     network.load_state_dict(weights)
     how = CorpusOptions(measured=options.texts, keep_bytes=0)
     stream = np.fromfile(options.data, dtype=np.uint16).astype(np.int32)

@@ -1,0 +1,61 @@
+"""The drafters of docs/extending/drafter.md, as they are printed there: they run, change no token, and stay short."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from paceline import SpeculativeGenerator
+from tests.decoder.tiny import Workshop
+
+PAGE = Path(__file__).parents[2] / "docs" / "extending" / "drafter.md"
+TEXT, HEAD = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [3, 9], [4] * 20, [1, 2, 3]]
+SAMPLING = [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}]
+
+
+def module(code: str, name: str, folder: Path) -> ModuleType:
+    """A file of its own, as a user would write it."""
+    (folder / f"{name}.py").write_text(code, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+@pytest.mark.parametrize(("code", "most"), [(TEXT, 45), (HEAD, 80)])
+def test_a_drafter_is_one_short_file(code: str, most: int) -> None:
+    assert len(code.splitlines()) <= most
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("k", [4, (0, 1, 2, 4)])
+def test_the_text_drafter_changes_no_token(
+    workshop: Workshop, tmp_path: Path, k: int | tuple[int, ...], sampling: dict[str, object]
+) -> None:
+    target = workshop.decoder(slots=2)
+    drafter = module(TEXT, "bigram", tmp_path).BigramDrafter(4)
+    generator = SpeculativeGenerator(drafter, target, k=k)
+    expected = target.sample(PROMPTS, max_new_tokens=40, **sampling)
+    assert torch.equal(generator.sample(PROMPTS, max_new_tokens=40, **sampling), expected)
+    assert generator.statistics.num_draft_tokens > 0 and not drafter._texts, "every text is forgotten"
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize(("k", "fused"), [(4, True), (4, False), ((0, 1, 2, 4), None)])
+def test_the_head_changes_no_token(
+    workshop: Workshop, tmp_path: Path, k: int | tuple[int, ...], fused: bool | None, sampling: dict[str, object]
+) -> None:
+    target = workshop.decoder(slots=2)
+    drafter = module(HEAD, "recurrent", tmp_path).recurrent_drafter(target)
+    generator = SpeculativeGenerator(drafter, target, k=k, fused=fused)
+    expected = target.sample(PROMPTS, max_new_tokens=40, **sampling)
+    assert torch.equal(generator.sample(PROMPTS, max_new_tokens=40, **sampling), expected)
+    assert generator.statistics.num_draft_tokens > 0
