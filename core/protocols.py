@@ -51,21 +51,21 @@ class Drafter(Protocol):
         """A request takes a slot: read its prompt. features [S, F] of its tokens, if this drafter ``reads`` any."""
 
     def finish_request(self, slot: int) -> None:
-        """The request in a slot is done, finished or given up: forget it. Its cache rows may keep what they hold."""
+        """The request in a slot is done, finished or aborted: forget it. Its cache rows may keep what they hold."""
 
     def update(self, commit: Commit) -> None:
         """See a commit. Called once for every commit, before `propose`, whether or not `propose` follows."""
 
-    def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
+    def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         """Propose what follows the commit. Slots that hold no request may get anything."""
 
 
 @runtime_checkable
 class Shortens(Protocol):
-    """A drafter that can be had at a smaller depth, with the same state behind it."""
+    """A drafter that can also draft fewer tokens, on the same state."""
 
     def shortened(self, length: int) -> Drafter:
-        """This drafter, proposing ``length`` tokens. What one of them is told, both know."""
+        """This drafter, proposing ``length`` tokens. The two share their state."""
 
 
 @runtime_checkable
@@ -94,7 +94,7 @@ class TraceableDrafter(Drafter, Protocol):
         """What holds the weights and caches of its steps. Drafters of one state share compiled steps."""
 
     def bucket(self, rows: int) -> int:
-        """Which of its steps is for texts that need so many cache rows: how many positions that one reads."""
+        """The bucket of its cache for texts that need so many rows: how many positions its step reads."""
 
     def step(self, bucket: int) -> nn.Module:
         """The step of a bucket.
@@ -115,7 +115,7 @@ class TraceableDrafter(Drafter, Protocol):
 
 
 class Verifier(Protocol):
-    """The target's side of a round: decoder, law, acceptor and keep as one step."""
+    """The target's side of a round: decoder, probabilities, acceptance and compaction as one step."""
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt into a slot and pick the first token. ``sampling`` has one row, the slot's."""
@@ -124,7 +124,7 @@ class Verifier(Protocol):
         """The request in a slot is done: forget it."""
 
     def __call__(
-        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, bounds: RoundLimits
+        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
     ) -> Commit:
         """Verify a proposal; None = nothing is proposed."""
 
@@ -138,11 +138,11 @@ class FusedVerifier(Verifier, Protocol):
         commit: Commit,
         *,
         sampling: SamplingTensors,
-        bounds: RoundLimits,
+        limits: RoundLimits,
         seconds: float,
     ) -> RoundResult:
-        """Draft and verify in one graph: one round, and as many behind it as ``bounds`` allows and fit into so many
-        seconds, each on what the one before it made. The drafter is told of none of them, for its step reads what they
+        """Draft and verify in one graph: one round, and as many after it as ``limits`` allows and fit into so many
+        seconds, each on what the one before it committed. The drafter does not see them: its step reads what they
         commit. The last commit is good until the call after the next.
         """
 
@@ -153,8 +153,8 @@ class AutoregressiveTarget(Protocol):
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt into a slot and pick the first token."""
 
-    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Commit:
-        """Up to ``bounds.limit + 1`` tokens in every slot."""
+    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Commit:
+        """Up to ``limits.max_accept + 1`` tokens in every slot."""
 
 
 class Round(Protocol):
@@ -166,8 +166,8 @@ class Round(Protocol):
     def finish_request(self, slot: int) -> None:
         """The request in a slot is done, or `start` failed for it: both sides forget it."""
 
-    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
-        """One round, or as many as ``bounds`` allows."""
+    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
+        """One round, or as many as ``limits`` allows."""
 
 
 class HostText(Protocol):

@@ -1,6 +1,6 @@
 """The values that cross the seams of a round, and the letters that shapes are written in.
 
-This is not a place for behaviour: no value here knows a model or how it was made, but for how lists become tensors.
+This is not a place for behaviour, apart from how lists become tensors: no value here knows a model.
 
 Glossary of shape letters, used in every docstring of the package:
 
@@ -47,7 +47,7 @@ class DraftShape:
 
     @classmethod
     def chain(cls, length: int) -> DraftShape:
-        """``length`` nodes, each behind the one before.
+        """``length`` nodes, each the child of the one before.
 
         Raises:
             ConfigurationError: the length is negative, or no integer.
@@ -96,8 +96,8 @@ class DraftKey:
 class FeatureSpec:
     """What a drafter reads of the target besides tokens.
 
-    ``layers`` names residual streams: entry i is the stream before layer i (the number of layers: behind the last one,
-    before the norm); they are joined along the last axis. Empty = the last hidden state, behind the norm.
+    ``layers`` names residual streams: entry i is the stream before layer i (the number of layers: after the last one,
+    before the norm); they are joined along the last axis. Empty = the last hidden state, after the norm.
     """
 
     layers: tuple[int, ...] = ()
@@ -129,8 +129,8 @@ class DeviceFeatures:
 class Commit:
     """What the last round appended; the only place where a length lives.
 
-    tokens    [B, W] int32, PAD behind ``count``
-    count     [B] int32, at least 1; or 0, with ``start`` 0, where a drafter is only told of a part of a commit
+    tokens    [B, W] int32, PAD after ``count``
+    count     [B] int32, at least 1; or 0, with ``first_row`` 0, in slots of a partial commit that have no tokens
     first_row     [B] int32, cache row of ``tokens[:, 0]``; the text is ``start + count`` tokens long
     features  [B, W, F] or None; ``features[:, i]`` is the target's state that predicted ``tokens[:, i]``
     """
@@ -174,7 +174,7 @@ class Proposal:
 class Accepted:
     """What an acceptor decided.
 
-    path   [B, D] int32, rows of the window of the accepted nodes (root is row 0), PAD behind ``count``
+    path   [B, D] int32, rows of the window of the accepted nodes (root is row 0), PAD after ``count``
     count  [B] int32, how many nodes were accepted, 0 to D
     token  [B] int32, the target's own token after them
     """
@@ -202,7 +202,7 @@ class RoundLimits:
 
     max_accept  [B] int32, how many proposed nodes may be accepted in each slot
     max_rows   how many cache rows the longest text needs before this round (its root included)
-    multi_round   how far rounds may go before the host looks at what they made; None: it looks at every one
+    multi_round   how far rounds may go before the host sees them; None: it sees every one
     """
 
     max_accept: Tensor
@@ -212,14 +212,13 @@ class RoundLimits:
 
 @dataclass(frozen=True, slots=True)
 class MultiRoundLimits:
-    """What lets rounds run one behind the other.
+    """What lets several rounds run in one call.
 
-    remaining    for each slot, how many nodes could be accepted if a round were deep enough; less what was gained
-                 since, it
-            is the limit of a later round, where that is smaller. No round follows once it is below 0, or all limits are
-            0. `IDLE`: the slot holds no text
-    end_ids    ids with which a text may end: no round follows one in which a text gained such a token
-    max_rounds  no more than so many
+    remaining   for each slot, how many proposed tokens could still be accepted before the first round. What a round
+                commits is taken off it, and it limits the next one. No round follows once it is below 0 in a slot, or
+                every slot's limit is 0. `IDLE`: the slot holds no text
+    end_ids     ids with which a text may end: no round follows one in which a text gained such a token
+    max_rounds  at most so many rounds
     """
 
     remaining: list[int]
@@ -229,7 +228,7 @@ class MultiRoundLimits:
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What the host is told of a round.
+    """A round, as the host sees it.
 
     tokens   that each slot gained
     drafted  how deep the proposal went in each slot
@@ -248,7 +247,7 @@ class RoundReport:
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """Rounds that ran one behind the other: what the last one committed, and what each did."""
+    """Rounds that ran in one call: what the last one committed, and a report of each."""
 
     commit: Commit
     reports: list[RoundReport]

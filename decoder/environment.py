@@ -1,4 +1,6 @@
-"""The only place that reads and writes environment variables.
+"""The environment variables of a process that decodes: all that are read, and all that are written.
+
+Workers and their cores have theirs in `paceline.placement.host.environment`.
 
 PACELINE_CACHE  folder of compiled artefacts; default ~/.cache/paceline
 CXX             the C++ compiler; default g++

@@ -1,1 +1,1 @@
-"""The target's side of a round: decoder, law, acceptor and keep as one compiled step, or position by position."""
+"""The target's side of a round: one compiled step from a commit to the next, or position by position on the host."""

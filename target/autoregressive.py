@@ -1,4 +1,4 @@
-"""Plain decoding, several tokens in one graph: what a round without a draft still pays the host for is paid once."""
+"""Decoding without a draft, several tokens in one graph, so that the host's part of a round is paid once for all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.target.steps import root_of
 
 
 class AutoregressiveStep(nn.Module):
-    """``steps`` target passes over one token each, unrolled; ``width``, no less, is that of a commit."""
+    """``steps`` target passes over one token each, unrolled; ``width`` is that of a commit, and no less."""
 
     def __init__(self, body: ModelWithCache, bucket: int, *, steps: int, width: int) -> None:
         super().__init__()
@@ -25,21 +25,21 @@ class AutoregressiveStep(nn.Module):
     def forward(
         self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The fields of a Commit; limit [B] int32, tokens wanted besides the first; knobs [B, 4], keys [B, 2]
+        """The fields of a Commit; limit [B] int32, tokens besides the first; params [B, 4], seeds [B, 2]
         -> tokens and count of the next Commit.
         """
         sampling = SamplingTensors(*rest)
         token, row = root_of(tokens, count, start)
         token = token.clamp(min=0).unsqueeze(1)
-        made: list[Tensor] = []
+        chosen: list[Tensor] = []
         for step in range(self._steps):
-            hidden, _ = self.body.window(made[-1] if made else token, row + step, self._bucket)
+            hidden, _ = self.body.window(chosen[-1] if chosen else token, row + step, self._bucket)
             position = (row + step + 1).unsqueeze(1)
-            made.append(self.body.sample_tokens(hidden, position, sampling))
+            chosen.append(self.body.sample_tokens(hidden, position, sampling))
         place = torch.arange(self._steps, dtype=torch.int32, device=tokens.device)
-        wanted = (limit + 1).clamp(max=self._steps)
-        kept = torch.where(place < wanted.unsqueeze(1), torch.cat(made, 1), PAD)
-        return nn.functional.pad(kept, (0, self._unused), value=PAD) if self._unused else kept, wanted
+        count = (limit + 1).clamp(max=self._steps)
+        kept = torch.where(place < count.unsqueeze(1), torch.cat(chosen, 1), PAD)
+        return nn.functional.pad(kept, (0, self._unused), value=PAD) if self._unused else kept, count
 
 
 class AutoregressiveDecoder:
@@ -57,11 +57,11 @@ class AutoregressiveDecoder:
         position = torch.tensor([[len(prompt)]], dtype=torch.int32)
         return PrefillResult(int(self.decoder.body.kernels.sample_tokens(logits, position, sampling)))
 
-    def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Commit:
-        """Up to ``bounds.limit + 1`` tokens in every slot."""
-        inputs = [commit.tokens, commit.count, commit.first_row, bounds.max_accept, sampling.params, sampling.seeds]
+    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Commit:
+        """Up to ``limits.max_accept + 1`` tokens in every slot."""
+        inputs = [commit.tokens, commit.count, commit.first_row, limits.max_accept, sampling.params, sampling.seeds]
         make = partial(AutoregressiveStep, steps=self.steps, width=self._width)
-        bucket, width = self.decoder.bucket_for(bounds.max_rows), commit.tokens.shape[1]
+        bucket, width = self.decoder.bucket_for(limits.max_rows), commit.tokens.shape[1]
         key = GraphKey("autoregressive", self.steps, bucket, commit_width=width, next_width=self._width)
         tokens, count = self.decoder.graph(key, make, inputs)(*inputs)
         return Commit(tokens, count, commit.first_row + commit.count)

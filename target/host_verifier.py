@@ -64,8 +64,8 @@ class HostVerifier:
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt and pick the first token; see the protocol."""
-        made, features = prefill(self.decoder, slot, prompt, reads=self._reads)
-        logits = _processed(self._slots[slot], list(prompt), made[0, 0])
+        logits, features = prefill(self.decoder, slot, prompt, reads=self._reads)
+        logits = _processed(self._slots[slot], list(prompt), logits[0, 0])
         token = self._choose(logits, len(prompt), sampling)
         self.logprobs[slot] = [_logprob(logits, token, len(prompt))]
         return PrefillResult(token, features)
@@ -75,37 +75,37 @@ class HostVerifier:
         self.logprobs[slot] = []
 
     def __call__(
-        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, bounds: RoundLimits
+        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
     ) -> Commit:
         """Verify a proposal; see the protocol."""
         proposal = fitted(proposal, self.draft_shape.num_draft_tokens)
         draft_shape = self.draft_shape if proposal is not None or self._wide else DraftShape.chain(0)
         token, row = root_of(commit.tokens, commit.count, commit.first_row)
         nothing = torch.full((len(row), draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
-        given = proposal.parents if proposal is not None and isinstance(proposal.parents, Tensor) else None
+        parents = proposal.parents if proposal is not None and isinstance(proposal.parents, Tensor) else None
         drafts = nothing if proposal is None else proposal.tokens
-        view = VerifyMask(draft_shape)(drafts, given, limit=bounds.max_accept)
+        view = VerifyMask(draft_shape)(drafts, parents, limit=limits.max_accept)
         drafts = view.proposal.tokens
         tokens = torch.cat((token.unsqueeze(1), drafts), 1).clamp(min=0, max=self.decoder.config.vocab_size - 1)
         rows = None if view.tree is None else view.tree.parents
-        bucket = self.decoder.bucket_for(bounds.max_rows)
+        bucket = self.decoder.bucket_for(limits.max_rows)
         logits, features = window(self.decoder, tokens, row, bucket=bucket, parents=rows, reads=self._reads)
         chains = tree.chain(draft_shape.num_draft_tokens)
         lines = [chains] * len(row) if view.proposal.parents is None else view.proposal.parents.tolist()
         paths: list[list[int]] = []
         answers: list[list[int]] = []
         for slot, text in enumerate(self._slots):
-            one = SamplingTensors(sampling.params[slot : slot + 1], sampling.seeds[slot : slot + 1])
+            own = SamplingTensors(sampling.params[slot : slot + 1], sampling.seeds[slot : slot + 1])
             if text is None or int(row[slot]) != len(text.text) - 1:  # no request takes part in this round
                 way, answer = list[int](), [0]
                 scores = self.logprobs[slot]
             elif keeps_tokens(self._rule):
                 way, answer, scores = self._match(
-                    text, logits[slot], drafts[slot].tolist(), parents=lines[slot], sampling=one
+                    text, logits[slot], drafts[slot].tolist(), parents=lines[slot], sampling=own
                 )
             else:
                 part = Proposal(drafts[slot : slot + 1], None, _line(proposal, slot))
-                way, answer, scores = self._decide(text, logits[slot], part, sampling=one)
+                way, answer, scores = self._decide(text, logits[slot], part, sampling=own)
             self.logprobs[slot] = scores
             paths.append(way + [PAD] * (self.draft_shape.depth - len(way)))
             answers.append(answer)
@@ -192,7 +192,7 @@ def _processed(text: HostText | None, ids: list[int], logits: Tensor) -> Tensor:
 
 
 def _logprob(logits: Tensor, token: int, length: int) -> float:
-    """The log-probability of a token that is to stand behind ``length`` others; ``logits`` [V] as processed.
+    """The log-probability of a token that follows ``length`` others; ``logits`` [V] as processed.
 
     Not of every processed line: what a processor says of drafts that it forbids itself decides nothing.
 

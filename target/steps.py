@@ -1,4 +1,4 @@
-"""The steps that verify: a commit and a proposal in, the next commit out; or a drafter's step and that in one.
+"""The steps that verify: a commit and a proposal in, the next commit out; and a drafter's step fused with that.
 
 Only ids and counts leave them, and features for drafters that read them. Who runs them is `paceline.target.verifier`.
 """
@@ -18,7 +18,7 @@ from paceline.target.verify_mask import VerifyMask
 
 
 class VerifyStep(nn.Module):
-    """Target pass over the root and the proposed nodes, law, acceptance, and tidying of the cache."""
+    """Target pass over the root and the proposed tokens, probabilities, acceptance, and compaction of the cache."""
 
     def __init__(
         self,
@@ -37,14 +37,14 @@ class VerifyStep(nn.Module):
         self._unused = 0 if width is None else width - draft_shape.depth - 1
 
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        """The fields of a Commit; then limit [B] int32, knobs [B, 4], keys [B, 2]; then, if N > 0, what a drafter's
-        step gives: drafts [B, N], parents [B, N] of a dynamic draft shape, law [B, N, V] if they were drawn.
+        """The fields of a Commit; then limit [B] int32, params [B, 4], seeds [B, 2]; then, if N > 0, what a drafter's
+        step gives: drafts [B, N], parents [B, N] of a dynamic draft shape, draft_probs [B, N, V] if they were drawn.
 
         -> tokens [B, W] and count [B] of the next Commit, and its features if they are read. W is ``width``, where
         rounds of several depths share one shape of commits, or D + 1.
         """
-        knobs, keys, *proposed = rest
-        sampling = SamplingTensors(knobs, keys)
+        params, seeds, *proposed = rest
+        sampling = SamplingTensors(params, seeds)
         drafts = proposed.pop(0) if proposed else tokens[:, :0]
         parents = proposed.pop(0) if self.draft_shape.dynamic else None
         token, row = root_of(tokens, count, start)
@@ -102,31 +102,31 @@ class FusedStep(nn.Module):
         self.draft, self.verify, self.carry, self._lean = draft, verify, carry, lean
 
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        """The fields of a Commit, limit [B] int32, knobs [B, 4], keys [B, 2] and, if they are read, features [B, W, F].
+        """The fields of a Commit; limit [B] int32, params [B, 4], seeds [B, 2]; and features [B, W, F] if they are read.
 
-        -> what the host is told, [B, W + 2] int32: tokens, count, and how deep the proposal went; if not ``lean``, the
+        -> a report for the host, [B, W + 2] int32: tokens, count, and how deep the proposal went; if not ``lean``, the
         next Commit's tokens, count and start, and its features if they are read and not kept.
         """
-        knobs, keys, *read = rest
+        params, seeds, *read = rest
         if self.carry is not None and not read:
             read = [self.carry.features]
-        proposed = self.draft(tokens, count, start, knobs, keys, *read)
+        proposed = self.draft(tokens, count, start, params, seeds, *read)
         missing = self.verify.draft_shape.num_draft_tokens - proposed[0].shape[1]
-        if missing:  # a chain shorter than the window; its law, if it has one, ends with it too
+        if missing:  # a chain shorter than the window, and so are its probabilities, if it has any
             proposed = [
-                nn.functional.pad(one, (0, missing), value=PAD) if one.dim() == 2 else pad_law(one, missing)
-                for one in proposed
+                nn.functional.pad(x, (0, missing), value=PAD) if x.dim() == 2 else pad_draft_probs(x, missing)
+                for x in proposed
             ]
         parents = proposed[1] if self.verify.draft_shape.dynamic else None
         deep = self.verify.window(proposed[0], parents, limit=limit).reached()
-        made, accepted, *features = self.verify(tokens, count, start, limit, knobs, keys, *proposed)
+        following, accepted, *features = self.verify(tokens, count, start, limit, params, seeds, *proposed)
         if self.carry is not None:
             (states,) = features
-            room = self.carry.features.shape[1] - states.shape[1]
-            self.carry.features.copy_(nn.functional.pad(states, (0, 0, 0, room)))
+            unused = self.carry.features.shape[1] - states.shape[1]
+            self.carry.features.copy_(nn.functional.pad(states, (0, 0, 0, unused)))
             features = []
-        told = torch.cat((made, accepted.unsqueeze(1), deep.unsqueeze(1)), 1)
-        return (told, *features) if self._lean else (told, made, accepted, start + count, *features)
+        report = torch.cat((following, accepted.unsqueeze(1), deep.unsqueeze(1)), 1)
+        return (report, *features) if self._lean else (report, following, accepted, start + count, *features)
 
 
 def root_of(tokens: Tensor, count: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,9 +135,9 @@ def root_of(tokens: Tensor, count: Tensor, start: Tensor) -> tuple[Tensor, Tenso
     return tokens.gather(1, last).squeeze(1), start + count - 1
 
 
-def pad_law(law: Tensor, missing: int) -> Tensor:
-    """The law of a chain, [B, N, V], filled up behind it."""
-    return nn.functional.pad(law, (0, 0, 0, missing))
+def pad_draft_probs(draft_probs: Tensor, missing: int) -> Tensor:
+    """Probabilities of a chain, [B, N, V], with ``missing`` empty rows after them."""
+    return nn.functional.pad(draft_probs, (0, 0, 0, missing))
 
 
 def pad_vocabulary(draft_probs: Tensor, size: int) -> Tensor:

@@ -35,7 +35,7 @@ from paceline.decoder.backends.base import MultiRoundStep, Step
 from paceline.decoder.decoder import CompiledDecoder, FeatureBuffer, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.steps import prefill
-from paceline.target.steps import FusedStep, VerifyStep, pad_law
+from paceline.target.steps import FusedStep, VerifyStep, pad_draft_probs
 
 _Fused = tuple[TraceableDrafter, int, int, bool]
 """A drafter, the bucket of its cache, that of the target's, and whether features are on the device."""
@@ -46,7 +46,7 @@ class CompiledVerifier:
 
     ``wide``: a round without a proposal goes through the graph of one with a proposal; otherwise through a narrow one.
     ``depths``: of shorter chains that have a graph of their own.
-    ``width``: tokens a commit has room for, where other verifiers with deeper draft_shapes take turns with this one.
+    ``width``: tokens a commit has room for, where this one takes turns with verifiers of deeper draft shapes.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class CompiledVerifier:
         """Nothing to forget: the next request's prompt overwrites the cache rows."""
 
     def __call__(
-        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, bounds: RoundLimits
+        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
     ) -> Commit:
         """Verify a proposal; see the protocol."""
         draft_shape, drawn = self.draft_shape, False
@@ -92,7 +92,7 @@ class CompiledVerifier:
             proposal = fitted(proposal, draft_shape.num_draft_tokens)
         elif not self._wide:
             draft_shape = DraftShape.chain(0)
-        inputs = [commit.tokens, commit.count, commit.first_row, bounds.max_accept, sampling.params, sampling.seeds]
+        inputs = [commit.tokens, commit.count, commit.first_row, limits.max_accept, sampling.params, sampling.seeds]
         if proposal is not None:
             inputs.append(proposal.tokens)
             if isinstance(proposal.parents, Tensor):
@@ -101,7 +101,7 @@ class CompiledVerifier:
             inputs += [proposal.draft_probs] if drawn and proposal.draft_probs is not None else []
         elif draft_shape.num_draft_tokens:
             inputs.append(self._nothing)
-        key = self._key(draft_shape, commit.tokens.shape[1], self.decoder.bucket_for(bounds.max_rows), drawn=drawn)
+        key = self._key(draft_shape, commit.tokens.shape[1], self.decoder.bucket_for(limits.max_rows), drawn=drawn)
         step = self.decoder.graph(key, partial(self._step, draft_shape=draft_shape), inputs)
         tokens, count, *features = step(*inputs)
         return Commit(tokens, count, commit.first_row + commit.count, features[0] if features else None)
@@ -112,32 +112,32 @@ class CompiledVerifier:
         commit: Commit,
         *,
         sampling: SamplingTensors,
-        bounds: RoundLimits,
+        limits: RoundLimits,
         seconds: float,
     ) -> RoundResult:
         """Draft and verify in one graph; see the protocol."""
         assert commit.tokens.shape[1] == self._width, "what a round makes is what the next one reads"
-        inputs = [commit.tokens, commit.count, commit.first_row, bounds.max_accept, sampling.params, sampling.seeds]
+        inputs = [commit.tokens, commit.count, commit.first_row, limits.max_accept, sampling.params, sampling.seeds]
         carry, kept = None, False
         if self._reads is not None:
             carry, kept = self._carry(commit, self._reads), isinstance(commit.features, DeviceFeatures)
             inputs += [commit.features] if isinstance(commit.features, Tensor) else []
-        bucket, draft_bucket = self.decoder.bucket_for(bounds.max_rows), drafter.bucket(bounds.max_rows)
+        bucket, draft_bucket = self.decoder.bucket_for(limits.max_rows), drafter.bucket(limits.max_rows)
         which = (drafter, draft_bucket, bucket, kept)
         step = self._fused_steps.get(which)
         if step is None:
             step = self._fused_steps[which] = self._fused_step(which, carry, inputs)
         if isinstance(step, MultiRoundStep):
-            limits = None if carry is not None and not kept else bounds.multi_round  # the next round has another graph
-            if limits is not None:
-                limits = self._in_one_bucket(limits, which, bounds.max_rows)
-            reports, made = step.run_rounds(inputs, seconds, limits)
+            further = None if carry is not None and not kept else limits.multi_round  # the next round has another graph
+            if further is not None:
+                further = self._in_one_bucket(further, which, limits.max_rows)
+            reports, outputs = step.run_rounds(inputs, seconds, further)
         else:
-            reports, made = _one_round(step, inputs, lean=self.decoder.backend.device_state)
-        features: Tensor | DeviceFeatures | None = made[3] if len(made) > 3 else None
+            reports, outputs = _one_round(step, inputs, lean=self.decoder.backend.device_state)
+        features: Tensor | DeviceFeatures | None = outputs[3] if len(outputs) > 3 else None
         if carry is not None:
             features = DeviceFeatures(partial(self.decoder.backend.read_state, carry.features))
-        return RoundResult(Commit(made[0], made[1], made[2], features), reports)
+        return RoundResult(Commit(outputs[0], outputs[1], outputs[2], features), reports)
 
     def _fused_step(self, which: _Fused, carry: FeatureBuffer | None, inputs: list[Tensor]) -> Step | MultiRoundStep:
         """The graph of a drafter's step and its verification."""
@@ -160,7 +160,7 @@ class CompiledVerifier:
         return limits if rounds == limits.max_rounds else replace(limits, max_rounds=rounds)
 
     def _carry(self, commit: Commit, reads: FeatureSpec) -> FeatureBuffer | None:
-        """Where features stay between rounds, if they had better not come to the host."""
+        """Where features stay between rounds, where bringing them to the host would cost a copy."""
         if not self.decoder.backend.device_state:
             return None
         width = self.decoder.config.hidden_size * max(1, len(reads.layers))
@@ -172,9 +172,9 @@ class CompiledVerifier:
 
     def _key(self, draft_shape: DraftShape, width: int, bucket: int, *, drawn: bool = False) -> GraphKey:
         """Of the graph that verifies proposals of a shape, after commits of ``width`` tokens."""
-        wanted = (draft_shape, width, bucket, drawn)
-        if wanted not in self._keys:
-            self._keys[wanted] = GraphKey(
+        which = (draft_shape, width, bucket, drawn)
+        if which not in self._keys:
+            self._keys[which] = GraphKey(
                 "verify",
                 draft_shape.num_draft_tokens + 1,
                 bucket,
@@ -185,16 +185,16 @@ class CompiledVerifier:
                 commit_width=width,
                 next_width=self._width,
             )
-        return self._keys[wanted]
+        return self._keys[which]
 
 
 def _one_round(step: Step, inputs: list[Tensor], *, lean: bool) -> tuple[list[RoundReport], list[Tensor]]:
     """As `MultiRoundStep.run_rounds`, of a step that runs one round a call. ``lean``: whether the `FusedStep` is."""
     begin = perf_counter()
-    packed, *made = step(*inputs)
+    packed, *outputs = step(*inputs)
     if lean:
-        made = [packed[:, :-2].contiguous(), packed[:, -2].contiguous(), inputs[2] + inputs[1], *made]
-    return [RoundReport.of(packed.tolist(), perf_counter() - begin)], made
+        outputs = [packed[:, :-2].contiguous(), packed[:, -2].contiguous(), inputs[2] + inputs[1], *outputs]
+    return [RoundReport.of(packed.tolist(), perf_counter() - begin)], outputs
 
 
 def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:
@@ -203,4 +203,6 @@ def fitted(proposal: Proposal | None, nodes: int) -> Proposal | None:
         return proposal
     missing = nodes - proposal.tokens.shape[1]
     tokens = nn.functional.pad(proposal.tokens, (0, missing), value=PAD)
-    return Proposal(tokens, None, None if proposal.draft_probs is None else pad_law(proposal.draft_probs, missing))
+    return Proposal(
+        tokens, None, None if proposal.draft_probs is None else pad_draft_probs(proposal.draft_probs, missing)
+    )

@@ -92,7 +92,7 @@ class FusedRound(RoundBase):
         self.drafter.catch_up()
         middle = perf_counter()
         result = self.verifier.fused(
-            self.drafter, commit, sampling=sampling, bounds=limits, seconds=MULTI_ROUND_BUDGET_S
+            self.drafter, commit, sampling=sampling, limits=limits, seconds=MULTI_ROUND_BUDGET_S
         )
         self.draft_seconds += middle - begin
         self.verify_seconds += perf_counter() - middle
