@@ -36,9 +36,17 @@ PARTS: dict[str, frozenset[str]] = {
 }
 SIZED_FOLDERS = (*PARTS, "tests", "benchmarks", "scripts", "examples")
 
-# These see protocols only: `paceline.core`, the engine's own folder and what it gives back.
-LOOP_FILES = frozenset(f"orchestrator/engine/{name}.py" for name in ("engine", "rounds", "batch"))
-LOOP_IMPORTS = ("paceline.engine", "paceline.outputs")
+# Subfolders (and files) that see less than their folder, or more; the longest name counts.
+SUBFOLDERS: dict[str, frozenset[str]] = {
+    "placement/planning": frozenset({"core", "decoder", "config", "placement.planning", "placement.host.environment"}),
+    "placement/host": frozenset({"core", "placement.host", "placement.planning"}),
+    "placement/lookahead": frozenset({"core", "placement.lookahead"}),
+    "orchestrator/engine": frozenset({"core", "engine", "text", "outputs"}),
+    "orchestrator/engine/warmup.py": frozenset({"core", "decoder", "target", "engine", "outputs"}),
+    "orchestrator/text": frozenset({"core", "text", "outputs", "engine.request"}),
+}
+# Parts of the package that nobody else imports.
+NOT_IMPORTED = {"cli": "orchestrator/cli/"}
 
 # Other people's packages. Eager: at the top of a module. Inside a function anything goes, except in core,
 # and except what FENCED keeps to a few folders.
@@ -48,7 +56,10 @@ EAGER: dict[str, frozenset[str]] = {
     "orchestrator": frozenset({"torch", "numpy", "safetensors", "transformers", "pydantic", "typer", "rich"}),
 }
 EAGER_ELSEWHERE = frozenset({"torch", "numpy", "safetensors", "filelock"})
-FENCED: dict[str, tuple[str, ...]] = {"ray": ("placement/", "orchestrator/serving/")}
+FENCED: dict[str, tuple[str, ...]] = {"ray": ("placement/cluster/", "orchestrator/serving/")}
+
+# Environment variables are read and written in one file per role of a process.
+ENVIRONMENT_FILES = frozenset({"decoder/environment.py", "placement/host/environment.py"})
 
 # A little above the size a file or function should have: splitting what belongs together is worse.
 MAX_FILE_LINES = 340
@@ -56,14 +67,12 @@ MAX_FUNCTION_LINES = 66
 MAX_PARAMETERS = 8
 MAX_POSITIONAL = 3
 
-# Public entry points that keep Hugging Face's keywords; they turn them at once into Sampling and Stopping.
-# So is the constructor of the generator, whose keywords become a Plan.
-PUBLIC_ENTRY_POINTS: dict[str, frozenset[str]] = {
-    "orchestrator/": frozenset({"sample", "stream", "from_pretrained"}),
-    "orchestrator/generator.py": frozenset({"__init__"}),
-}
-# A command's parameters are the options of the command line.
-COMMAND_DECORATORS = frozenset({"command", "callback"})
+MAX_STATE = 8  # attributes that a class assigns after its constructor
+
+# Public entry points that keep the keywords of transformers-neuronx.
+PUBLIC_ENTRY_POINTS: dict[str, frozenset[str]] = {"orchestrator/auto.py": frozenset({"from_pretrained"})}
+# Commands whose parameters are still the options of the command line; others take configuration types.
+COMMAND_FILES = frozenset({f"orchestrator/cli/{name}.py" for name in ("train", "train_eagle", "medusa_tree")})
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -152,15 +161,21 @@ def check_imports(root: Path) -> list[Violation]:
 
 def own_import(file: str, item: Import) -> str | None:
     """What is wrong with a file's import of the package itself, or None."""
-    folder, part = file.split("/")[0], part_of(item.name)
-    if part not in PARTS[folder] and not any(is_within(item.name, f"{ROOT_PACKAGE}.{one}") for one in PARTS[folder]):
-        allowed = ", ".join(sorted(PARTS[folder]))
-        return f"{folder}/ may not import {item.name} ({part}/); it may import {allowed}"
-    if file not in LOOP_FILES or part == "core":
+    for part, home in NOT_IMPORTED.items():
+        if is_within(item.name, f"{ROOT_PACKAGE}.{part}") and not file.startswith(home):
+            return f"{item.name} is imported by {home} only"
+    place = max((name for name in (*PARTS, *SUBFOLDERS) if is_below(file, name)), key=len)
+    allowed = SUBFOLDERS.get(place) or PARTS[place]
+    part = part_of(item.name)
+    if (place in PARTS and part in allowed) or any(is_within(item.name, f"{ROOT_PACKAGE}.{one}") for one in allowed):
         return None
-    if any(is_within(item.name, allowed) for allowed in LOOP_IMPORTS):
-        return None
-    return f"{file} may not import {item.name}; only paceline.core, {' and '.join(LOOP_IMPORTS)}"
+    where = place if place.endswith(".py") else f"{place}/"
+    return f"{where} may not import {item.name} ({part}/); it may import {', '.join(sorted(allowed))}"
+
+
+def is_below(file: str, place: str) -> bool:
+    """Whether a file is that file, or in that folder."""
+    return file == place or file.startswith(f"{place}/")
 
 
 def is_within(name: str, package: str) -> bool:
@@ -185,6 +200,21 @@ def foreign_import(file: str, item: Import) -> str | None:
     return None if item.lazy else f"{folder}/ may import {top} only inside a function"
 
 
+# ---- environment
+
+
+def check_environment(root: Path) -> list[Violation]:
+    """Environment variables outside of the files that are for them."""
+    found = []
+    for file, _, tree in sources(root, tuple(PARTS)):
+        if file in ENVIRONMENT_FILES:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv", "os.putenv"):
+                found.append(Violation(file, node.lineno, f"variables are for {', '.join(sorted(ENVIRONMENT_FILES))}"))
+    return found
+
+
 # ---- sizes
 
 
@@ -200,7 +230,22 @@ def check_sizes(root: Path) -> list[Violation]:
         for function, in_class in functions_of(tree):
             messages = function_messages(file, function, in_class=in_class)
             found.extend(Violation(file, function.lineno, message) for message in messages)
+        if file.split("/")[0] in PARTS:
+            found.extend(state_violations(file, tree))
     return found
+
+
+def state_violations(file: str, tree: ast.Module) -> Iterator[Violation]:
+    """Classes that keep too much mutable state: attributes that their methods assign after the constructor."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        methods = [child for child in node.body if isinstance(child, Function) and child.name != "__init__"]
+        stores = (x for method in methods for x in ast.walk(method) if isinstance(x, ast.Attribute))
+        assigned = {x.attr for x in stores if isinstance(x.ctx, ast.Store) and ast.unparse(x.value) == "self"}
+        if len(assigned) > MAX_STATE:
+            message = f"{node.name} assigns {len(assigned)} attributes after its constructor; at most {MAX_STATE}"
+            yield Violation(file, node.lineno, message)
 
 
 def functions_of(node: ast.AST, *, in_class: bool = False) -> Iterator[tuple[Function, bool]]:
@@ -242,11 +287,8 @@ def has_fixed_signature(name: str) -> bool:
 
 
 def keeps_its_parameters(file: str, function: Function) -> bool:
-    """Whether it is a public entry point, a command of the command line, or a test (called by keyword)."""
-    if file.startswith("tests/") and function.name.startswith("test_"):
-        return True
-    marks = (mark.func if isinstance(mark, ast.Call) else mark for mark in function.decorator_list)
-    if any(isinstance(mark, ast.Attribute) and mark.attr in COMMAND_DECORATORS for mark in marks):
+    """Whether it is a public entry point, or a test (called by keyword)."""
+    if file in COMMAND_FILES or (file.startswith("tests/") and function.name.startswith("test_")):
         return True
     return any(file.startswith(where) and function.name in names for where, names in PUBLIC_ENTRY_POINTS.items())
 
@@ -283,7 +325,7 @@ def package_name(folder: Path) -> str:
 
 def check(root: Path) -> list[Violation]:
     """Every rule, over the whole tree."""
-    return sorted({*check_imports(root), *check_sizes(root), *check_packages(root)})
+    return sorted({*check_imports(root), *check_environment(root), *check_sizes(root), *check_packages(root)})
 
 
 def main() -> int:

@@ -90,7 +90,7 @@ class _Worker:
 
     def ready(self) -> Ready:
         """Replies when the worker is made."""
-        return Ready(processes.running(os.getpid()), self._spec.node, os.environ.get("PACELINE_CORES", ""))
+        return Ready(processes.running(os.getpid()), self._spec.node, environment.assigned_cores())
 
 
 class DraftWorker(_Worker):

@@ -63,6 +63,11 @@ def check(env: tuple[tuple[str, str], ...]) -> None:
         )
 
 
+def assigned_cores() -> str:
+    """The cores that this process was started with; "" if none."""
+    return os.environ.get("PACELINE_CORES", "")
+
+
 def without_cores(env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Variables for a child of a worker, which must not inherit the worker's cores: Ray and fork hand them down."""
     return dict(env or {}) | {CORES: "", "PACELINE_CORES": ""}
