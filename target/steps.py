@@ -102,7 +102,8 @@ class FusedStep(nn.Module):
         self.draft, self.verify, self.carry, self._lean = draft, verify, carry, lean
 
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        """The fields of a Commit; limit [B] int32, params [B, 4], seeds [B, 2]; and features [B, W, F] if they are read.
+        """The fields of a Commit; limit [B] int32, params [B, 4], seeds [B, 2]; and features [B, W, F] if they are
+        read.
 
         -> a report for the host, [B, W + 2] int32: tokens, count, and how deep the proposal went; if not ``lean``, the
         next Commit's tokens, count and start, and its features if they are read and not kept.

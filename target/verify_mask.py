@@ -58,6 +58,7 @@ class VerifyMask(nn.Module):
             shown = Tree.of(rows.expand(slots, nodes + 1).contiguous())
             depth = shown.depth
             level = depth[:, 1:]
-        # Ids out of range stay: no rule accepts them, and a drawn one counts as drawn, so that the distribution stays exact.
+        # Ids out of range stay: no rule accepts them, and a drawn one counts as drawn, so that the distribution stays
+        # exact.
         tokens = torch.where((level <= limit.unsqueeze(1)) & (drafts >= 0), drafts, PAD)
         return VerifyInputs(Proposal(tokens, None if shown is None else shown.parents[:, 1:] - 1), depth, shown)
