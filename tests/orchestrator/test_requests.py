@@ -102,17 +102,17 @@ SAMPLING_ERRORS = [
     ({"top_p": [0.9]}, "top_p must be a number or None, not list [0.9]"),
     ({"min_p": "0"}, "min_p must be a number"),
     ({"repetition_penalty": "1"}, "repetition_penalty must be a number"),
-    ({"seed": None}, "seed must be an integer or a list of them, not NoneType"),
+    ({"seed": None}, "seed must be an integer or a list of integers, not NoneType"),
     ({"seed": [1.5]}, "seed must be an integer or a list"),
-    ({"eos_token_id": "end"}, "eos_token_id must be an integer or a list of them, not str 'end'"),
+    ({"eos_token_id": "end"}, "eos_token_id must be an integer or a list of integers or None, not str 'end'"),
     ({"eos_token_id": [1, None]}, "eos_token_id must be an integer or a list"),
     ({"eos_token_id": torch.tensor([1])}, "not a tensor of shape [1]"),
-    ({"use_speculation": None}, "use_speculation must be True, False or a list of them, not NoneType None"),
-    ({"use_speculation": [1]}, "use_speculation must be True, False or a list of them, not list [1]"),
-    ({"stop_strings": [3]}, "stop_strings must be a string or a list of strings, not list [3]"),
+    ({"use_speculation": None}, "use_speculation must be True or False or a list of truth values, not NoneType None"),
+    ({"use_speculation": [1]}, "use_speculation must be True or False or a list of truth values, not list [1]"),
+    ({"stop_strings": [3]}, "stop_strings must be a string or a list of strings or None, not list [3]"),
     ({"stop_strings": "x", "tokenizer": "gpt2"}, "need the tokenizer"),
     ({"stopping_criteria_list": len}, "stopping_criteria_list must be a list of callables"),
-    ({"logits_processor": [3]}, "logits_processor must be a list of callables, not list [3]"),
+    ({"logits_processor": [3]}, "logits_processor must be a list of callables or None, not list [3]"),
 ]
 
 

@@ -144,7 +144,7 @@ WORDS = every_byte()
 )
 def test_special_tokens_stand_in_the_text_as_with_hugging_face(tokens: list[int], stops: list[str]) -> None:
     theirs = StopStringCriteria(WORDS, stops)
-    ours = StopChecker(Stopping(100, strings=tuple(stops), tokenizer=WORDS), tokens[:1])
+    ours = StopChecker(Stopping(100, stop_strings=StopStrings(tuple(stops)), tokenizer=WORDS), tokens[:1])
     for size in range(2, len(tokens) + 1):
         stop = bool(theirs(torch.tensor([tokens[:size]]), None))
         assert (ours.append(tokens[size - 1]) == "stop") == stop
@@ -153,18 +153,26 @@ def test_special_tokens_stand_in_the_text_as_with_hugging_face(tokens: list[int]
 
 
 def test_a_round_decided_token_by_token_ends_in_new_text_where_plain_decoding_does() -> None:
-    """It is told the tokens of a round before they are appended; each is looked at once."""
-    new = [*WORDS.encode("the ab"), 0, *WORDS.encode("the"), 0, *WORDS.encode("b the")]
-    stopping = Stopping(100, strings=("b the",), tokenizer=WORDS, in_new_text=True)
+    """The verifier appends the tokens of a round, and the batch is then given the same ones; each is looked at once."""
+    new = [*WORDS.encode("the ab"), 0, *WORDS.encode("the"), 0, *WORDS.encode("b the b the")]
+    stopping = Stopping(100, stop_strings=StopStrings(("b the",), scope="output"), tokenizer=WORDS)
     plain = StopChecker(stopping, [])
-    reasons = [plain.append(token) for token in new]
+    end = next(place for place, token in enumerate(new) if plain.append(token) is not None) + 1
+    assert 0 < end < len(new)
     for size in (1, 2, 3):
-        watch, said = StopChecker(stopping, []), []
+        checker, length = StopChecker(stopping, []), 0
         for at in range(0, len(new), size):
-            tokens = new[at : at + size]
-            said += [watch.ends(tokens[: i + 1]) for i in range(len(tokens))]
-            assert [watch.append(token) for token in tokens] == reasons[at : at + size]
-        assert said == [reason == "stop" for reason in reasons] and True in said
+            tokens: list[int] = []
+            for token in new[at : at + size]:
+                tokens.append(token)
+                if checker.append(token) is not None:
+                    break
+            kept, reason = checker.extend(tokens)
+            length += kept
+            assert kept == len(tokens) and (reason == "stop") == (length == end)
+            if reason is not None:
+                break
+        assert checker.text == new[:end]
 
 
 class Seen(StoppingCriteria):
