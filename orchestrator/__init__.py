@@ -4,6 +4,7 @@ from paceline import AutoDecoder, SpeculativeGenerator
 """
 
 from paceline.auto import AutoDecoder
+from paceline.auto_drafter import AutoDrafter
 from paceline.config import DRAFT_LENGTHS, SpeculativeConfig
 from paceline.core.acceptance.synthetic import SyntheticAcceptance
 from paceline.core.acceptance.typical import Typical
@@ -26,6 +27,7 @@ __all__ = [
     "DRAFT_LENGTHS",
     "GQA",
     "AutoDecoder",
+    "AutoDrafter",
     "Chain",
     "DynamicTree",
     "EagleDrafter",

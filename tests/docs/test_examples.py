@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import paceline
-from tests.docs.pages import python, renaming
+from tests.docs.pages import python
 
 
 def on_the_tiny_pair(block: str) -> str:
@@ -18,9 +18,7 @@ def on_the_tiny_pair(block: str) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    "page", ["README.md", pytest.param("docs/quickstart.md", marks=pytest.mark.xfail(reason=renaming, strict=False))]
-)
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
 def test_python_of_the_first_pages_runs(
     page: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -30,7 +28,6 @@ def test_python_of_the_first_pages_runs(
     assert capsys.readouterr().out.startswith("def main(argv=None):")
 
 
-@pytest.mark.xfail(reason=renaming, strict=False)
 def test_drafters_of_the_guide_keep_the_tokens(home: Path) -> None:
     blocks = python("docs/guide.md", marked=True)
     assert len(blocks) == 2
