@@ -6,9 +6,9 @@ What `fused.py` measures with; nothing is decided here.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -18,6 +18,7 @@ from paceline import SpeculativeGenerator
 from paceline.core.types import RoundReport
 from paceline.decoder.backends.base import MultiRoundStep
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.graph_key import GraphKey
 from paceline.outputs import Statistics
 
 
@@ -80,40 +81,35 @@ class _Timed:
 class _TimedRounds(_Timed):
     """One that runs several rounds in a call, and says how long each of them took."""
 
-    def run_rounds(self, *given: Any) -> tuple[list[RoundReport], list[Tensor]]:
+    def run_rounds(self, *inputs: Any) -> tuple[list[RoundReport], list[Tensor]]:
         assert isinstance(self._step, MultiRoundStep)
-        reports, made = self._step.run_rounds(*given)
+        reports, outputs = self._step.run_rounds(*inputs)
         self._clock.seconds += sum(report.seconds for report in reports)
-        return reports, made
+        return reports, outputs
 
 
 class Clock:
     """Time inside the graphs of some decoders, prompts left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoders: Iterable[CompiledDecoder]) -> None:
         self.seconds = 0.0
+        self._timed: dict[int, object] = {}
+        for decoder in decoders:
+            # Verifiers keep the steps they were given, so that a graph has to be timed from its first use on.
+            decoder.graph = partial(self._graph, decoder.graph)  # type: ignore[method-assign]
 
-    @contextmanager
-    def on(self, decoders: Sequence[CompiledDecoder]) -> Iterator[None]:
-        """Every graph they have by now is timed inside the block."""
-        before = [decoder._steps for decoder in decoders]
-        try:
-            for decoder in decoders:
-                decoder._steps = {
-                    key: step if key[0].is_prompt else self.timed(step) for key, step in decoder._steps.items()
-                }
-            yield
-        finally:
-            for decoder, steps in zip(decoders, before, strict=True):
-                decoder._steps = {**decoder._steps, **steps}  # what was made meanwhile was not timed, and is kept
-
-    def timed(self, step: Callable[..., object]) -> Callable[..., object]:
-        """The same step, timed."""
-        return _TimedRounds(step, self) if isinstance(step, MultiRoundStep) else _Timed(step, self)
+    def _graph(self, graph: Callable[..., Any], key: GraphKey, *arguments: Any, **options: Any) -> Any:
+        step = graph(key, *arguments, **options)
+        if key.is_prompt:
+            return step
+        if id(step) not in self._timed:
+            self._timed[id(step)] = (_TimedRounds if isinstance(step, MultiRoundStep) else _Timed)(step, self)
+        return self._timed[id(step)]
 
 
 def measure(modes: dict[str, Mode], prompts: Sequence[Sequence[int]], *, new: int, repeats: int) -> None:
     """``new`` tokens behind every prompt, in every mode, in turns; the first prompt comes once more, not counted."""
+    clock = Clock({id(one): one for mode in modes.values() for one in mode.generator.decoders}.values())
     for mode in modes.values():
         mode.generator.compile()
     for number, prompt in enumerate([prompts[0], *prompts]):
@@ -121,21 +117,20 @@ def measure(modes: dict[str, Mode], prompts: Sequence[Sequence[int]], *, new: in
             mode.seen.append([])
         for _ in range(repeats):
             for mode in modes.values():
-                mode.seen[-1].append(_run(mode.generator, prompt, new))
+                mode.seen[-1].append(_run(mode.generator, prompt, new, clock=clock))
         if number == 0:
             for mode in modes.values():
                 mode.seen.clear()
 
 
-def _run(generator: SpeculativeGenerator, prompt: Sequence[int], new: int) -> Run:
+def _run(generator: SpeculativeGenerator, prompt: Sequence[int], new: int, *, clock: Clock) -> Run:
     """A call for one token has a prompt to read and no round: what a longer one takes beyond that, its rounds take.
 
     A drafter that learns from earlier outputs learns that token too.
     """
     call, _ = _wall(generator, prompt, 1)
-    clock = Clock()
-    with clock.on(generator.decoders):
-        wall, done = _wall(generator, prompt, new)
+    clock.seconds = 0.0
+    wall, done = _wall(generator, prompt, new)
     return Run(wall - call, clock.seconds, done.new_tokens - 1, done.num_rounds, call)
 
 

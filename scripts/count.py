@@ -40,6 +40,7 @@ ROOT = Path(paceline.__file__).resolve().parents[1]
 STEP = "backends/eager.py"
 """Where a compiled step begins: what runs inside of it would run on the device."""
 
+ROW = re.compile(r"(?:Drafter|Rule|Family|Backend)Row\(")
 PROMPT = [5, 9, 5, 9, 5]
 SHORT, LONG = 21, 101
 
@@ -186,13 +187,16 @@ def serve_processes(root: Path) -> dict[str, object]:
 
 
 def extending(root: Path) -> dict[str, object]:
-    """Python of every complete example of docs/extending: blocks, lines without blank ones and comments, and rows."""
+    """Python of every complete example of docs/extending: files and their lines, without blank ones and comments, and
+    rows of a registry.
+    """
     found: dict[str, object] = {}
     for page in sorted((root / "docs" / "extending").glob("*.md")):
         blocks = re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
-        lines = [line for block in blocks for line in block.splitlines() if line.strip() and line.strip()[0] != "#"]
-        rows = sum(bool(re.match(r"\s*(Drafter|Rule|Family|Backend)Row\(", line)) for line in lines)
-        found[page.stem] = {"files": len(blocks), "lines": len(lines), "rows": rows}
+        files = [block for block in blocks if not ROW.search(block)]
+        lines = [line for block in files for line in block.splitlines() if line.strip() and line.strip()[0] != "#"]
+        rows = sum(len(ROW.findall(block)) for block in blocks)
+        found[page.stem] = {"files": len(files), "lines": len(lines), "rows": rows}
     return found
 
 
