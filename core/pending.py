@@ -18,9 +18,9 @@ from paceline.core.types import Commit
 class MissedTokens:
     """What one slot committed while nothing was proposed.
 
-    first_row     cache row of the first token
-    tokens    in order
-    features  [n, F], the states that predicted them, or None if commits carry none
+    first_row  cache row of the first token
+    tokens     in order
+    features   [n, F], the states that predicted them, or None if commits carry none
     """
 
     slot: int
@@ -30,43 +30,43 @@ class MissedTokens:
 
 
 class PendingCommits:
-    """Commits in order, and which slots have changed hands since."""
+    """Commits in order, and the slots whose requests have finished since."""
 
     def __init__(self) -> None:
         self._commits: list[tuple[Commit, set[int]]] = []
 
     def __len__(self) -> int:
-        """Commits that are kept."""
+        """How many commits are kept."""
         return len(self._commits)
 
     def add(self, commit: Commit) -> None:
-        """The newest commit."""
+        """Keep the newest commit."""
         self._commits.append((commit, set()))
 
     def forget(self, slot: int) -> None:
-        """The request in this slot is done: what was committed there does not concern the next one."""
-        for commit, gone in self._commits:
-            gone.update([slot], () if gone else _idle(commit))
-        self._commits = [(commit, gone) for commit, gone in self._commits if len(gone) < len(commit.count)]
+        """The request in this slot is finished: its commits are of no use to the next one."""
+        for commit, finished in self._commits:
+            finished.update([slot], () if finished else _idle(commit))
+        self._commits = [(commit, slots) for commit, slots in self._commits if len(slots) < len(commit.count)]
 
     def take(self) -> list[MissedTokens]:
-        """All but the newest commit, no slot twice. Afterwards the backlog is empty."""
+        """Take all but the newest commit, joined for each slot. Afterwards nothing is pending."""
         missed, self._commits = self._commits[:-1], []
         if not missed:
             return []
-        found: dict[int, tuple[int, list[int], list[Tensor]]] = {}
-        for commit, gone in missed:
-            rows, counts, starts = commit.tokens.tolist(), commit.count.tolist(), commit.first_row.tolist()
+        slots: dict[int, tuple[int, list[int], list[Tensor]]] = {}
+        for commit, finished in missed:
+            rows, counts, first_rows = commit.tokens.tolist(), commit.count.tolist(), commit.first_row.tolist()
             states = commit.states
-            for slot, start in enumerate(starts):
-                if start and slot not in gone:  # see `_idle`
-                    _, tokens, features = found.setdefault(slot, (start, [], []))
+            for slot, first_row in enumerate(first_rows):
+                if first_row and slot not in finished:  # see `_idle`
+                    _, tokens, features = slots.setdefault(slot, (first_row, [], []))
                     tokens.extend(rows[slot][: counts[slot]])
                     if states is not None:
                         features.append(states[slot, : counts[slot]])
         return [
-            MissedTokens(slot, start, tokens, torch.cat(features) if features else None)
-            for slot, (start, tokens, features) in found.items()
+            MissedTokens(slot, first_row, tokens, torch.cat(features) if features else None)
+            for slot, (first_row, tokens, features) in slots.items()
         ]
 
 

@@ -1,7 +1,7 @@
-"""Between the target's ids and a draft's: the same ids, or those tokens that both vocabularies have.
+"""Maps between the target's ids and a draft's: the same ids, or the tokens that both vocabularies have.
 
-With unequal vocabularies a draft proposes only tokens that the target has too, and reads what it lacks as a token of
-its own that stands for nothing. This is the vocabulary intersection (TLI) of Timor et al., arXiv 2502.05202. Since a
+With unequal vocabularies a draft proposes only tokens that the target has too, and reads what it lacks as its unknown
+token. This is the vocabulary intersection (TLI) of Timor et al., arXiv 2502.05202. Since a
 drafted token is verified like any other, only acceptance depends on it. Not here: reading tokenizers.
 """
 
@@ -25,7 +25,7 @@ class VocabMap(nn.Module):
 
     @property
     def name(self) -> str:
-        """What tells the graphs of one vocabulary from those of another."""
+        """What tells the graphs of one map from those of another."""
         return str(self._both)
 
     @property
@@ -47,7 +47,7 @@ class VocabMap(nn.Module):
 
 
 class IntersectionVocabMap(VocabMap):
-    """Tokens that stand in both vocabularies, under whatever ids.
+    """Tokens that are in both vocabularies, under whatever ids.
 
     target, draft  token -> id of each side; ``unknown`` is the draft's id for what it lacks
     """
@@ -76,12 +76,12 @@ class IntersectionVocabMap(VocabMap):
         return f"intersection {hashlib.sha256(repr(self._places).encode()).hexdigest()[:12]}"
 
     def known(self, tokens: Tensor) -> Tensor:
-        found = self.index[tokens.clamp(min=0, max=len(self._places) - 1)]
-        return torch.where(found < 0, self._unknown, found)
+        ids = self.index[tokens.clamp(min=0, max=len(self._places) - 1)]
+        return torch.where(ids < 0, self._unknown, ids)
 
     def logits(self, logits: Tensor) -> Tensor:
-        found = logits.index_select(-1, self.index.clamp(min=0))  # graphs index no other way
-        return torch.where(self.index < 0, reduce.NEGATIVE, found)
+        selected = logits.index_select(-1, self.index.clamp(min=0))  # graphs index no other way
+        return torch.where(self.index < 0, reduce.NEGATIVE, selected)
 
     def ids(self, tokens: Sequence[int]) -> list[int]:
         return [self._places[token] if self._places[token] >= 0 else self._unknown for token in tokens]
