@@ -40,7 +40,7 @@ class DraftSpec:
     name     a row of `paceline.registry.DRAFTERS`; None: the folder's config.json says which, or ``value`` is given
     path     folder of a draft model or of heads
     k        drafted tokens per round; None: those of the generator, or of the heads' tree
-    options  (name, value) pairs of its own, checked by `paceline.registry.make_drafter`
+    options  (name, value) pairs of its own, checked by `paceline.auto_drafter.make_drafter`
     value    a Python object in place of all these: a decoder, a drafter or a function
     """
 

@@ -38,7 +38,8 @@ def between(draft: CompiledDecoder, target: CompiledDecoder, kind: VocabularyLik
     """
     if not isinstance(kind, TokenizerPair) and kind not in KINDS:
         raise ConfigurationError(
-            f"vocabulary={kind!r} is unknown; use {', '.join(map(repr, KINDS))}, or Reencoding(target=..., draft=...)"
+            f"vocabulary={kind!r} is unknown; use {', '.join(map(repr, KINDS))}, or "
+            "TokenizerPair(target=..., draft=...)"
         )
     if draft.batch_size != target.batch_size:
         raise PairingError(
@@ -73,7 +74,7 @@ def _tokenizer(decoder: CompiledDecoder, side: str) -> Tokenizer:
             raise PairingError(f"vocabulary='retokenize' needs the {side}'s tokenizer: {error}") from error
     raise PairingError(
         f"vocabulary='retokenize' needs the {side}'s tokenizer, and it was loaded from no folder; give "
-        "vocabulary=Reencoding(target=..., draft=...)"
+        "vocabulary=TokenizerPair(target=..., draft=...)"
     )
 
 

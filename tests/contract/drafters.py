@@ -2,7 +2,7 @@
 
 A drafter that is asked for by its name has a row for free. Another one needs a row below that says how to make it.
 
-A row makes a generator over the tiny target, eager. Heads are random: what a drafter is logprob is no part of the
+A row makes a generator over the tiny target, eager. Heads are random: what a drafter is worth is no part of the
 contract, and a bad one sees more of a round than a good one.
 """
 
