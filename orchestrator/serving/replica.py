@@ -36,7 +36,7 @@ class Replica:
 
     def __init__(self, plan: Plan, members: Sequence[Placement], fault_policy: FaultPolicy) -> None:
         group = WorkerGroup(
-            plan.instance, members, fault_policy, given=ray.util.get_current_placement_group(), offset=_OWN_BUNDLE
+            plan.instance, members, fault_policy, existing=ray.util.get_current_placement_group(), offset=_OWN_BUNDLE
         )
         self._models = Deployment(plan, fault_policy, [group]).start()
         # Each stream blocks a thread of its own; the few of the event loop would make streams wait for each other.

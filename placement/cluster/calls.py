@@ -1,6 +1,6 @@
 """A call to a target, as its caller sees it: what each request has so far, and a stream that may be closed early.
 
-Not here: who serves it and what happens when a target dies (`deployment`).
+Not here: how it is served and what happens when a target dies (`deployment`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Call:
         return GenerateRequest(ticket, self.prompts, self.params, tuple(map(tuple, self.emitted)), tuple(self.open))
 
     def give_up(self) -> None:
-        """From any thread: the target is told, if one is at it."""
+        """From any thread: abort the request, if a target is serving it."""
         self.unwanted = True
         if self.abort is not None:
             with suppress(ray.exceptions.RayError):

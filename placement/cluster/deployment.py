@@ -3,8 +3,8 @@
     with launch(plan) as models:
         for piece in models.stream("chat", [ids], max_new_tokens=64): ...
 
-The caller's process only hands out requests and collects tokens, one message a round. It is also who notices that a
-target died, has it brought back, and lets the new one read what was emitted: the same tokens go on.
+The caller's process only hands out requests and collects tokens, one message a round. It also notices that a target
+died, restarts it, and lets the new one read what was emitted, so that the same tokens go on.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from paceline.placement.planning import validate_plan
 from paceline.placement.planning.core_range import CoreRange, Fragmentation
 from paceline.placement.planning.plan import Placement, Plan
 
-_HERE = "local"  # a new cluster, though another one may run on this machine
-_ASK = 30.0
-_SAY = 5.0  # seconds a target may take to say that it is alive
+_NEW_CLUSTER = "local"  # even if another one runs on this machine
+_CALL_S = 30.0
+_ALIVE_S = 5.0  # that a target may take to say that it is alive
 
 
 class Deployment:
@@ -62,10 +62,10 @@ class Deployment:
         Raises:
             ConfigurationError: no such target runs.
         """
-        found = next((group for group in self._groups if model in group.targets), None)
-        if found is None:
+        group = next((group for group in self._groups if model in group.targets), None)
+        if group is None:
             raise ConfigurationError(f"no target {model!r} runs here; there are {', '.join(self.models)}")
-        return found
+        return group
 
     def stream(
         self, model: str, prompts: Sequence[Sequence[int]], params: object = None, **overrides: object
@@ -96,15 +96,15 @@ class Deployment:
 
     def statistics(self, model: str) -> Settings:
         """Of all calls to a target since it was last idle, its drafter's health included."""
-        found: Settings = ray.get(
-            self.group(model).actor(model).statistics.options(concurrency_group=WATCH).remote(), timeout=_ASK
+        statistics: Settings = ray.get(
+            self.group(model).actor(model).statistics.options(concurrency_group=WATCH).remote(), timeout=_CALL_S
         )
-        return found
+        return statistics
 
     def fragmentation(self) -> dict[str, Fragmentation]:
         """Node -> what is free there, and in what pieces."""
-        found: dict[str, Fragmentation] = call_allocator(self.plan.instance, "report", timeout=_ASK)
-        return found
+        report: dict[str, Fragmentation] = call_allocator(self.plan.instance, "report", timeout=_CALL_S)
+        return report
 
     def cores(self) -> dict[str, CoreRange]:
         """Label -> cores it really has, of all workers that run."""
@@ -138,7 +138,7 @@ class Deployment:
         try:
             _stop(groups)
         finally:
-            end_unused(_ASK)
+            end_unused(_CALL_S)
 
     def __enter__(self) -> Deployment:
         return self
@@ -178,11 +178,11 @@ class Deployment:
         stream = worker.stream.options(num_returns="streaming").remote(call.request(ticket))
         abort = worker.abort.options(concurrency_group=WATCH)
         call.abort = partial(abort.remote, ticket)
-        patience = self._policy.startup_timeout_s + self._policy.stall_timeout_s
+        timeout = self._policy.startup_timeout_s + self._policy.stall_timeout_s
         try:
             while not call.unwanted:
-                self._await(stream, worker, patience)
-                patience = self._policy.stall_timeout_s
+                self._await(stream, worker, timeout)
+                timeout = self._policy.stall_timeout_s
                 try:
                     piece: TokenDelta = _value(next(stream))
                 except StopIteration:
@@ -197,18 +197,18 @@ class Deployment:
                 with suppress(ray.exceptions.RayError):
                     abort.remote(ticket)
 
-    def _await(self, stream: ray.ObjectRefGenerator, worker: ray.actor.ActorHandle, patience: float) -> None:
+    def _await(self, stream: ray.ObjectRefGenerator, worker: ray.actor.ActorHandle, timeout: float) -> None:
         """Until there is a piece; a target that serves others meanwhile is waited for.
 
         Raises:
-            GetTimeoutError: it serves nobody, or says nothing at all.
+            GetTimeoutError: it makes no progress for any request, or does not answer at all.
         """
         before = None
-        while not ray.wait([stream], timeout=patience)[0]:
-            now = ray.get(worker.progress.options(concurrency_group=WATCH).remote(), timeout=min(_SAY, patience))
+        while not ray.wait([stream], timeout=timeout)[0]:
+            now = ray.get(worker.progress.options(concurrency_group=WATCH).remote(), timeout=min(_ALIVE_S, timeout))
             if now == before:
-                raise ray.exceptions.GetTimeoutError(f"no token for {patience} seconds")
-            before, patience = now, self._policy.stall_timeout_s
+                raise ray.exceptions.GetTimeoutError(f"no token for {timeout} seconds")
+            before, timeout = now, self._policy.stall_timeout_s
 
 
 def launch(plan: Plan, *, fault_policy: FaultPolicy | None = None, address: str | None = None) -> Deployment:
@@ -224,7 +224,7 @@ def launch(plan: Plan, *, fault_policy: FaultPolicy | None = None, address: str 
     validate_plan.check(plan)
     if not ray.is_initialized():
         own = {} if address else {"resources": {RESOURCE: plan.instance.cores}, "include_dashboard": False}
-        ray.init(address=address or _HERE, namespace=NAMESPACE, log_to_driver=False, **own)
+        ray.init(address=address or _NEW_CLUSTER, namespace=NAMESPACE, log_to_driver=False, **own)
     return Deployment(plan, fault_policy or FaultPolicy()).start()
 
 
@@ -251,8 +251,8 @@ def groups_of(plan: Plan) -> list[list[Placement]]:
     """Placements that belong together: targets connected by drafts they share."""
     groups: list[list[Placement]] = []
     for item in plan.placements:
-        mine = {(item.name, item.replica)} | set(item.drafts_for)
-        linked = [g for g in groups if any(mine & ({(p.name, p.replica)} | set(p.drafts_for)) for p in g)]
+        members = {(item.name, item.replica)} | set(item.drafts_for)
+        linked = [g for g in groups if any(members & ({(p.name, p.replica)} | set(p.drafts_for)) for p in g)]
         groups = [g for g in groups if g not in linked] + [[item, *(p for g in linked for p in g)]]
     return groups
 
@@ -260,10 +260,10 @@ def groups_of(plan: Plan) -> list[list[Placement]]:
 def _value(reference: ray.ObjectRef) -> TokenDelta:
     """A piece; an error of ours as what it is."""
     try:
-        found: TokenDelta = ray.get(reference)
+        delta: TokenDelta = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         if isinstance(cause, Exception) and type(cause).__module__.startswith("paceline."):
             raise cause from error
         raise
-    return found
+    return delta

@@ -24,8 +24,8 @@ RESOURCE = "neuron_cores"
 
 
 class Reservation:
-    """Nodes and cores for the workers of a group. ``given``: the caller's placement group, from its bundle ``offset``
-    on, which is never removed here.
+    """Nodes and cores for the workers of a group. ``existing``: a placement group of the caller, from its bundle
+    ``offset`` on, which is never removed here.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class Reservation:
         placements: Sequence[Placement],
         fault_policy: FaultPolicy,
         *,
-        given: PlacementGroup | None,
+        existing: PlacementGroup | None,
         offset: int,
     ) -> None:
         self._instance, self._placements, self._policy = instance, placements, fault_policy
-        self._given, self._offset = given, offset
+        self._existing, self._offset = existing, offset
         self._group: PlacementGroup | None = None
         self._names: set[str] = set()  # under which cores were requested
 
@@ -88,13 +88,13 @@ class Reservation:
         """Give everything back."""
         if self._names:
             give_back(sorted(self._names), self._policy.placement_timeout_s)
-        if self._group is not None and self._given is None:
+        if self._group is not None and self._existing is None:
             remove_placement_group(self._group)
         self._names, self._group = set(), None
 
     def _reserve_nodes(self) -> list[str]:
         """For each placement a node with enough cores, as Ray counts them: the same for all if they are colocated."""
-        self._group = self._given
+        self._group = self._existing
         if self._group is None:
             bundles = [{RESOURCE: float(len(item.cores))} for item in self._placements]
             self._group = placement_group(bundles, strategy="STRICT_PACK" if self._policy.colocate else "PACK")

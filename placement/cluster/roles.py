@@ -78,7 +78,7 @@ class Target(Protocol):
         """End the stream with that ticket, and free its slots."""
 
     def progress(self) -> int:
-        """A number that grows while anybody is served."""
+        """A number that grows while any request is served."""
 
     def statistics(self) -> Settings:
         """Since the target was last idle; complete when it is idle again."""
@@ -96,7 +96,7 @@ def maker(path: str) -> Callable[..., object]:
     """
     module, _, name = path.partition(":")
     try:
-        found: Callable[..., object] = getattr(import_module(module), name)
+        function: Callable[..., object] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigurationError(f"{path!r} names no function ({error}); write module:function") from error
-    return found
+    return function

@@ -95,7 +95,7 @@ class Changes:
 
 
 class WorkerGroup:
-    """Workers that live and move together. ``given``: the caller's placement group, from its bundle ``offset`` on;
+    """Workers that live and move together. ``existing``: the caller's placement group, from its bundle ``offset`` on;
     such a group does not move.
     """
 
@@ -105,13 +105,13 @@ class WorkerGroup:
         placements: Sequence[Placement],
         fault_policy: FaultPolicy,
         *,
-        given: PlacementGroup | None = None,
+        existing: PlacementGroup | None = None,
         offset: int = 0,
     ) -> None:
         # Drafts first: a target calls its draft as soon as it is made.
         self.placements = sorted(placements, key=lambda item: item.role != "draft")
-        self._policy, self._moves_itself = fault_policy, given is None
-        self._reservation = Reservation(instance, self.placements, fault_policy, given=given, offset=offset)
+        self._policy, self._moves_itself = fault_policy, existing is None
+        self._reservation = Reservation(instance, self.placements, fault_policy, existing=existing, offset=offset)
         self._labels = frozenset(item.label for item in self.placements)
         self._changes = Changes()
         self._specs: dict[str, WorkerSpec] = {}

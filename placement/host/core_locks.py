@@ -1,7 +1,10 @@
-"""One process for each core, held by file locks: what the Neuron runtime does itself, for a host without it too.
+"""One process per core, by file locks: what the Neuron runtime does itself, also on a host without it.
 
-A lock goes with its process, however that ends, so a dead worker never keeps a core. Cores are told apart by node: on
-a simulated cluster every node has a core 0.
+A lock ends with its process, however that ends, so a dead worker never keeps a core. The file holds the pid of its
+owner. Cores are distinguished by node: on a simulated cluster every node has a core 0.
+
+Not `filelock`: the versions that may be installed truncate the file when another process tries to take it, which erases
+the owner's pid, and where flock is missing they use a lock that outlives its process.
 """
 
 from __future__ import annotations
@@ -28,35 +31,34 @@ class CoreLocks:
         self._cores, self._node = cores, re.sub(r"[^A-Za-z0-9_.-]", "_", node)
         self._held: list[int] = []
 
-    def acquire(self, patience: float = 10.0) -> None:
-        """Take every core, waiting for a process that is just ending.
+    def acquire(self, timeout: float = 10.0) -> None:
+        """Lock every core, waiting for a process that is just ending. If that fails, no core is locked.
 
         Raises:
-            CoresBusyError: another process keeps one.
-            WorkerError: the folder of the locks can be changed by another user, or a lock is no file of ours. However
-                it ends, if not well, none is held then.
+            CoresBusyError: another process uses one.
+            WorkerError: another user can change the folder of the locks, or a lock is not a file of this user.
         """
         folder = lock_folder() / self._node
         private(folder)
-        end = monotonic() + patience
+        deadline = monotonic() + timeout
         try:
             for core in self._cores.cores:
-                self._acquire(core, folder / f"core-{core}", end)
+                self._acquire(core, folder / f"core-{core}", deadline)
         except BaseException:
             self.release()
             raise
 
-    def _acquire(self, core: int, path: Path, end: float) -> None:
+    def _acquire(self, core: int, path: Path, deadline: float) -> None:
         try:
             number = os.open(path, _OPEN | os.O_CREAT, 0o600)
         except OSError as error:
-            raise WorkerError(f"the lock {path} cannot be opened ({error}); remove what lies there") from error
+            raise WorkerError(f"the lock {path} cannot be opened ({error}); remove what is there") from error
         self._held.append(number)
         while not _take(number):
-            if monotonic() > end:
+            if monotonic() > deadline:
                 raise CoresBusyError(
-                    f"core {core} of {self._cores} is in use by process {_owner(path)}; stop it, or plan with those "
-                    "cores taken"
+                    f"core {core} of {self._cores} is in use by process {_owner(path)}; stop it, or plan without "
+                    "these cores"
                 )
             sleep(_PAUSE)
         os.ftruncate(number, 0)
@@ -69,17 +71,17 @@ class CoreLocks:
 
 
 def held(node: str = "local") -> dict[int, int]:
-    """Core -> process of the cores in use on a node of this host."""
-    found = {}
+    """Core -> pid of its owner, for the cores in use on a node of this host."""
+    owners = {}
     folder = lock_folder() / re.sub(r"[^A-Za-z0-9_.-]", "_", node)
     for path in folder.glob("core-*") if folder.is_dir() else ():
         number = os.open(path, _OPEN)
         try:
             if not _take(number):
-                found[int(path.name.removeprefix("core-"))] = _owner(path)
+                owners[int(path.name.removeprefix("core-"))] = _owner(path)
         finally:
             os.close(number)
-    return found
+    return owners
 
 
 def _take(number: int) -> bool:

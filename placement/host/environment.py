@@ -1,4 +1,4 @@
-"""The variables of a process that runs on NeuronCores: made here, set here and checked here, and nowhere else.
+"""The variables of a process that runs on NeuronCores: computed, set and checked here and nowhere else.
 
 NEURON_RT_VISIBLE_CORES            the range, "0-7"
 NEURON_RT_ROOT_COMM_ID             one address for each process that uses several cores
@@ -32,26 +32,27 @@ def planned(
     instance: Instance, cores: CoreRange, *, label: str, threads: int, timeout: float
 ) -> tuple[tuple[str, str], ...]:
     """The variables of a process on these cores. Its port follows from them, so that no two that run have the same."""
-    found = {"PACELINE_CORES": str(cores), "OMP_NUM_THREADS": str(threads), _NOSET: "1"}
+    variables = {"PACELINE_CORES": str(cores), "OMP_NUM_THREADS": str(threads), _NOSET: "1"}
     if instance.sdk:
-        found |= {
+        variables |= {
             CORES: str(cores),
             "NEURON_RT_EXEC_TIMEOUT": str(int(timeout)),
             "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
             "NEURON_PROCESS_TAG": f"paceline:{label}"[:255],
         }
         if len(cores) > 1:
-            found["NEURON_RT_ROOT_COMM_ID"] = f"127.0.0.1:{FIRST_PORT + cores.first}"
+            variables["NEURON_RT_ROOT_COMM_ID"] = f"127.0.0.1:{FIRST_PORT + cores.first}"
         if instance.logical:
-            found["NEURON_LOGICAL_NC_CONFIG"] = found["NEURON_RT_VIRTUAL_CORE_SIZE"] = str(instance.logical)
-    return tuple(sorted(found.items()))
+            physical = str(instance.logical)
+            variables |= {"NEURON_LOGICAL_NC_CONFIG": physical, "NEURON_RT_VIRTUAL_CORE_SIZE": physical}
+    return tuple(sorted(variables.items()))
 
 
 def check(env: tuple[tuple[str, str], ...]) -> None:
-    """Assert that this process has the variables of its plan.
+    """Check that this process has the variables of its plan.
 
     Raises:
-        WorkerError: it has not; it must not touch a core.
+        WorkerError: it has not, and must not touch a core.
     """
     wrong = [
         f"{name} is {os.environ.get(name)!r}, not {value!r}" for name, value in env if os.environ.get(name) != value

@@ -1,6 +1,6 @@
-"""Which process is meant, when it is killed later: numbers of processes are given out again.
+"""Identifies a process beyond its pid, so that only that one is killed later: the system uses pids again.
 
-Not here: who is killed and why (`revival`, `group`), or on which machine (`nodes`).
+Not here: which process is killed and why (`remote.reconnect`, `cluster.worker_group`), and on which node (`nodes`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_STARTED = 19  # fields behind the name in /proc/PID/stat (proc_pid_stat(5): field 22)
+_STARTED = 19  # fields after the name in /proc/PID/stat (proc_pid_stat(5): field 22)
 _BITS = 31  # of a word on the wire; at 100 ticks a second the same count comes again after 248 days
 
 
@@ -33,7 +33,7 @@ def running(pid: int) -> Process:
 
 
 def kill(process: Process) -> bool:
-    """End it, if it still runs; whether it did. One that was stopped hears nothing else."""
+    """Kill it if it still runs; whether it did. SIGKILL, since a stopped process handles nothing else."""
     if _began(process.pid) != process.began:
         return False
     with suppress(ProcessLookupError):

@@ -42,18 +42,18 @@ def free_runs(instance: Instance, taken: Iterable[CoreRange], degree: int) -> li
 def best_fit(
     instance: Instance, taken: Sequence[CoreRange], degree: int, *, near: CoreRange | None = None
 ) -> CoreRange | None:
-    """Where a run of that length does least harm; None if there is no aligned room.
+    """Where a run of that length breaks up least free space; None if there is no aligned room.
 
     That is inside the smallest larger run that is still free; among equals nearest to ``near``, then lowest.
     """
     runs = free_runs(instance, taken, degree)
     if not runs:
         return None
-    whole = [(d, {run.first for run in free_runs(instance, taken, d)}) for d in instance.degrees if d > degree]
+    larger = [(d, {run.first for run in free_runs(instance, taken, d)}) for d in instance.degrees if d > degree]
 
     def breaks(run: CoreRange) -> int:
         """The longest free run this one would break."""
-        return max((d for d, firsts in whole if run.first - run.first % d in firsts), default=degree)
+        return max((d for d, firsts in larger if run.first - run.first % d in firsts), default=degree)
 
     def distance(run: CoreRange) -> int:
         return 0 if near is None else min(abs(run.first - near.last), abs(near.first - run.last))
@@ -65,7 +65,7 @@ def best_fit(
 class Fragmentation:
     """How much is free, and in what pieces.
 
-    free    cores nobody uses
+    free    cores that are not used
     runs    for every degree, longest first: (degree, how many aligned runs of it are free)
     largest the longest degree that can still be placed; 0 if none
     """

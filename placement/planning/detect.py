@@ -27,9 +27,9 @@ class Devices:
 
 def tool() -> Path | None:
     """Where `neuron-ls` is, if anywhere."""
-    found = shutil.which("neuron-ls")
-    if found:
-        return Path(found)
+    command = shutil.which("neuron-ls")
+    if command:
+        return Path(command)
     return USUAL_PLACE if USUAL_PLACE.is_file() else None
 
 
@@ -57,13 +57,13 @@ def parse(text: str) -> Devices:
 
 
 def matching(devices: Devices) -> Instance:
-    """The catalogue's entry with these devices, its memory corrected to what was found.
+    """The instance type with these devices, with the memory that they really have.
 
-    Types that differ only in the host (inf2.xlarge and inf2.8xlarge, trn1 and trn1n) are told apart by --instance;
+    Types that differ only in the host (inf2.xlarge and inf2.8xlarge, trn1 and trn1n) are distinguished by --instance;
     here the smallest host is assumed.
 
     Raises:
-        PlanError: no entry has so many devices and cores.
+        PlanError: no type has so many devices and cores.
     """
     fits = [
         item
@@ -73,7 +73,7 @@ def matching(devices: Devices) -> Instance:
     fits = [item for item in fits if (item.logical > 1) == (devices.logical > 1)] or fits
     if not fits:
         raise PlanError(
-            f"no instance of the catalogue has {devices.count} devices of {devices.cores_each} cores; "
+            f"no known instance type has {devices.count} devices of {devices.cores_each} cores; "
             "name the nearest with --instance"
         )
     smallest = min(fits, key=lambda item: item.vcpus)
@@ -84,7 +84,7 @@ def detect() -> Instance | None:
     """This machine's instance; None where there is no `neuron-ls`.
 
     Raises:
-        PlanError: the tool failed or said something unknown.
+        PlanError: the tool failed, or its output was not understood.
     """
     command = tool()
     if command is None:

@@ -14,7 +14,7 @@ from paceline.decoder.parallel.sharding import GQA, Shard, layout
 
 CODE_BYTES = 96 * (1 << 20)
 """Of loaded programs on every core (Neuron SDK, "Device memory"); they all stay resident."""
-_SLACK_ROWS = 256  # a cache's rows behind its last position, for a window or a padded chunk
+_SLACK_ROWS = 256  # a cache's rows after its last position, for a window or a padded chunk
 _CHUNK = 256  # rows of the largest default prefill graph
 
 NUMBER_BYTES = {"bf16": 2, "f16": 2, "f32": 4}

@@ -92,8 +92,8 @@ def instance(name: str) -> Instance:
     """The instance type of that name.
 
     Raises:
-        PlanError: it is not in the catalogue.
+        PlanError: there is no such type.
     """
     if name not in INSTANCES:
-        raise PlanError(f"instance {name!r} is not in the catalogue; there are {', '.join(INSTANCES)}")
+        raise PlanError(f"instance {name!r} is unknown; use one of {', '.join(INSTANCES)}")
     return INSTANCES[name]

@@ -44,9 +44,9 @@ def degree_of(model: ModelSpec, instance: Instance) -> int:
         PlanError: the degree is illegal, does not divide the heads, or the share does not fit on a core.
     """
     name = model.name
-    legal = [degree for degree in instance.degrees if not _obstacle(model, degree)]
+    legal = [degree for degree in instance.degrees if not _why_not(model, degree)]
     if not legal:
-        raise PlanError(f"{name} runs at no degree of {instance.name}: {_obstacle(model, instance.degrees[0])}")
+        raise PlanError(f"{name} runs at no degree of {instance.name}: {_why_not(model, instance.degrees[0])}")
     if model.degree is None:
         fits = [d for d in legal if _size(model, d).total <= instance.memory]
         if not fits:
@@ -63,7 +63,7 @@ def degree_of(model: ModelSpec, instance: Instance) -> int:
             f"{', '.join(map(str, instance.degrees))}"
         )
     if model.degree not in legal:
-        raise PlanError(f"{name}: {_obstacle(model, model.degree)}; use one of {', '.join(map(str, legal))}")
+        raise PlanError(f"{name}: {_why_not(model, model.degree)}; use one of {', '.join(map(str, legal))}")
     over = _size(model, model.degree).total - instance.memory
     if over > 0:
         raise PlanError(
@@ -82,37 +82,37 @@ def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[Cor
     needs = []
     for model in models:
         degree = degree_of(model, instance)
-        if (wanted := model.replicas * degree) > instance.cores:
+        if (needed := model.replicas * degree) > instance.cores:
             raise PlanError(
-                f"{model.name}: {model.replicas} replicas on {degree} cores each want {wanted} cores, and "
+                f"{model.name}: {model.replicas} replicas on {degree} cores each want {needed} cores, and "
                 f"{instance.name} has {instance.cores}; ask for fewer, or take a larger instance"
             )
         size = _size(model, degree)
         needs += [Need(model, replica, degree, size) for replica in range(model.replicas)]
-    seats = place(sorted(needs, key=lambda need: need.order), instance, taken)
-    by_cores = sorted(seats, key=lambda pair: pair[1])
+    assigned = place(sorted(needs, key=lambda need: need.order), instance, taken)
+    by_cores = sorted(assigned, key=lambda pair: pair[1])
     share = max(1, instance.vcpus // max(1, len(by_cores)))
     targets = [(need.model.name, need.replica) for need in needs if not need.model.draft_of]
-    made = [
-        replace(_placement(instance, index, seat, share=share), drafts_for=_targets_of(seat[0], targets))
-        for index, seat in enumerate(by_cores)
+    placements = [
+        replace(_placement(instance, index, pair, share=share), drafts_for=_targets_of(pair[0], targets))
+        for index, pair in enumerate(by_cores)
     ]
-    labels = [item.label for item in made]
+    labels = [item.label for item in placements]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise PlanError(f"a model and a replica of another would both be called {twice!r}; rename one of them")
-    return Plan(instance, tuple(made))
+    return Plan(instance, tuple(placements))
 
 
 def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange]) -> list[tuple[Need, CoreRange]]:
     """A range for every need, which come larger first."""
-    seats: list[tuple[Need, CoreRange]] = []
+    assigned: list[tuple[Need, CoreRange]] = []
     for need in needs:
-        used = [*taken, *(cores for _, cores in seats)]
+        used = [*taken, *(cores for _, cores in assigned)]
         partner = next(
             (
                 cores
-                for other, cores in seats
+                for other, cores in assigned
                 if other.model.name in need.model.draft_of and other.replica % need.model.replicas == need.replica
             ),
             None,
@@ -120,11 +120,11 @@ def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange])
         run = best_fit(instance, used, need.degree, near=partner)
         if run is None:
             raise PlanError(_no_room(need, needs, instance, used=used))
-        seats.append((need, run))
-    return seats
+        assigned.append((need, run))
+    return assigned
 
 
-def _obstacle(model: ModelSpec, degree: int) -> str:
+def _why_not(model: ModelSpec, degree: int) -> str:
     """Why a model cannot be divided over so many cores, with its K/V heads as asked; nothing if it can."""
     reasons = [why_not_divisible(model.config, degree), *(draft.why_not_divisible(degree) for draft in model.drafts)]
     if reason := next(filter(None, reasons), ""):
@@ -152,12 +152,12 @@ def _targets_of(need: Need, targets: Sequence[tuple[str, int]]) -> tuple[tuple[s
 
 def _no_room(need: Need, needs: Sequence[Need], instance: Instance, *, used: Sequence[CoreRange]) -> str:
     left = fragmentation(instance, used)
-    wanted = sum(n.degree for n in needs)
+    needed = sum(need.degree for need in needs)
     label = f"{need.model.name} (replica {need.replica})" if need.model.replicas > 1 else need.model.name
     if left.free < need.degree:
         return (
             f"{label} wants {need.degree} cores and {left.free} of {instance.cores} on {instance.name} are free "
-            f"({wanted} wanted in all); ask for less, or take a larger instance"
+            f"({needed} wanted in all); ask for less, or take a larger instance"
         )
     return (
         f"{label}: {left.free} cores free but no aligned run of {need.degree} on {instance.name} (the longest free run "
@@ -165,8 +165,8 @@ def _no_room(need: Need, needs: Sequence[Need], instance: Instance, *, used: Seq
     )
 
 
-def _placement(instance: Instance, index: int, seat: tuple[Need, CoreRange], *, share: int) -> Placement:
-    need, cores = seat
+def _placement(instance: Instance, index: int, assigned: tuple[Need, CoreRange], *, share: int) -> Placement:
+    need, cores = assigned
     label = need.model.name if not need.replica else f"{need.model.name}.{need.replica}"
     env = environment.planned(instance, cores, label=label, threads=share, timeout=_TIMEOUT)
     first = min(index * share, instance.vcpus - share)

@@ -1,7 +1,7 @@
-"""Whether a plan can be run, and not only drawn up: looked at before any process starts.
+"""Whether a plan can be run: checked before any process starts.
 
 A plan may be made from configurations alone and for models that no backend here divides. Not here: whether there is
-room (`paceline.placement.planning.planner`, `ledger`), or whether a worker's machine has what its backend needs.
+room (`planner`, `cluster.core_allocator`), or whether a worker's machine has what its backend needs.
 """
 
 from __future__ import annotations

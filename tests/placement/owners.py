@@ -25,7 +25,7 @@ def occupy(env: tuple[tuple[str, str], ...], cores: CoreRange, link: Connection)
     environment.check(env)
     torch.set_num_threads(1)
     try:
-        CoreLocks(cores).acquire(patience=0.5)
+        CoreLocks(cores).acquire(timeout=0.5)
     except CoresBusyError as error:
         link.send(str(error))
         return

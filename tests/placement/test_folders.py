@@ -45,7 +45,7 @@ def test_a_folder_or_a_link_of_another_user_is_refused(tmp_path: Path, monkeypat
         os.chown(path, 12345, 12345, follow_symlinks=False)
         monkeypatch.setenv("PACELINE_LOCKS", str(path))
         with pytest.raises(WorkerError, match="cannot be trusted"):
-            CoreLocks(CoreRange(0, 0)).acquire(patience=0)
+            CoreLocks(CoreRange(0, 0)).acquire(timeout=0)
     assert not list(elsewhere.iterdir())
 
 
@@ -56,8 +56,8 @@ def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path, monkeypatch: pyte
     precious.write_text("precious")
     (tmp_path / "local" / "core-1").symlink_to(precious)
     with pytest.raises(WorkerError, match="core-1 cannot be opened"):
-        CoreLocks(CoreRange(0, 1)).acquire(patience=0)
+        CoreLocks(CoreRange(0, 1)).acquire(timeout=0)
     assert precious.read_text() == "precious"
     again = CoreLocks(CoreRange(0, 0))
-    again.acquire(patience=0)  # what was taken before was given back
+    again.acquire(timeout=0)  # what was taken before was given back
     again.release()

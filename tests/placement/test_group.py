@@ -31,7 +31,7 @@ class Broken(worker_group.WorkerGroup):
 def test_a_failed_restart_says_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_group, "_kill", [].append)
     made = plan([model("chat")], INSTANCES["inf2.48xlarge"])
-    broken = Broken(made.instance, made.placements, FaultPolicy(), given=object())
+    broken = Broken(made.instance, made.placements, FaultPolicy(), existing=object())
     location = Location("chat", "here", made.placements[0].cores)
     (spec,) = worker_specs(made.instance, made.placements, FaultPolicy(), locations={"chat": location}).values()
     broken._workers["chat"] = Worker(spec, seen := object())

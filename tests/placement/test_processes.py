@@ -40,10 +40,10 @@ def test_a_core_has_one_owner_on_a_node() -> None:
     first.acquire()
     assert held() == dict.fromkeys(range(2, 6), os.getpid())
     with pytest.raises(CoresBusyError, match=f"core 5 of 5-6 is in use by process {os.getpid()}"):
-        second.acquire(patience=0.1)
-    CoreLocks(CoreRange(5, 6), node="another").acquire(patience=0)
+        second.acquire(timeout=0.1)
+    CoreLocks(CoreRange(5, 6), node="another").acquire(timeout=0)
     first.release()
-    second.acquire(patience=0)
+    second.acquire(timeout=0)
     assert sorted(held()) == [5, 6]
     second.release()
 
@@ -58,7 +58,7 @@ def test_cores_go_with_their_process() -> None:
     assert child.stdout is not None and child.stdout.readline()
     assert held() == {0: child.pid, 1: child.pid}
     child.kill()
-    CoreLocks(CoreRange(0, 1)).acquire(patience=10)
+    CoreLocks(CoreRange(0, 1)).acquire(timeout=10)
     child.wait()
     child.stdout.close()
 
