@@ -24,7 +24,7 @@ from paceline.draft.ngram import NgramDrafter
 from paceline.draft.none import NoDrafter
 from paceline.target.host_verifier import HostVerifier
 from tests.fakes import TableBody, TableDecoder, joint, misfit
-from tests.target.three_tokens import CHAIN, DRAFT, MANY, PROMPT, SLOTS, TARGET, K, V, model, three_tokens
+from tests.target.three_tokens import CHAIN, DRAFT, MANY, PROMPT, SLOTS, TARGET, K, SlotText, V, model, three_tokens
 
 
 @dataclass(frozen=True)
@@ -169,12 +169,10 @@ def test_an_argmax_draft_that_claims_a_softmax_law_is_seen() -> None:
 def test_ids_out_of_range_leave_the_law_as_it_is_on_the_host_too() -> None:
     slots = 1500  # taken one by one there
     target = TableDecoder(TARGET, slots=slots, kv_buckets=(24,))
-    verifier = HostVerifier(target, CHAIN, rule=Reject(), wide=True, processor=None)
+    verifier = HostVerifier(target, CHAIN, rule=Reject(), wide=True, slots=[SlotText(PROMPT) for _ in range(slots)])
     keys = torch.stack((torch.arange(slots, dtype=torch.int32), torch.full((slots,), 7, dtype=torch.int32)), 1)
     sampling = SamplingTensors(torch.tensor([param_row(Sampling(temperature=1.0))]).expand(slots, 4), keys)
     target.body.cache[:, : len(PROMPT)] = torch.tensor(PROMPT)
-    for slot in range(slots):
-        verifier._texts[slot] = list(PROMPT)
     ones = torch.ones(slots, dtype=torch.int32)
     commit = Commit(ones.unsqueeze(1) * PROMPT[-1], ones, ones * (len(PROMPT) - 1))
     bounds = RoundLimits(ones * K, len(PROMPT))

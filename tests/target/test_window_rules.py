@@ -17,6 +17,7 @@ from paceline.target.host_verifier import HostVerifier
 from tests.decoder.tiny import Workshop
 from tests.equality.laws import PROMPTS, plain, run, texts
 from tests.fakes import TableDecoder
+from tests.target.three_tokens import SlotText
 
 BEGIN, OWN, LIKELY, OTHER = 5, 2, 1, 15
 
@@ -51,9 +52,11 @@ def test_the_golden_case_of_a_frequency_penalty(penalty: float, wanted: list[int
     for none. 0.7 takes the third 1 (it stands 0.4 below 15 then), 1.5 the second.
     """
     penalise = FrequencyPenalty(penalty, prompt=1)
-    verifier = HostVerifier(always(), DraftShape.chain(3), rule=rule, wide=True, processor=penalise)
+    text = SlotText([BEGIN], penalise)
+    verifier = HostVerifier(always(), DraftShape.chain(3), rule=rule, wide=True, slots=[text])
     greedy = sampling_tensors([Sampling()])
     assert verifier.prefill(0, [BEGIN], greedy).token == OWN
+    text.append(OWN)
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(torch.tensor([[OWN, PAD, PAD, PAD]], dtype=torch.int32), one, one)
     proposal = Proposal(torch.full((1, 3), LIKELY, dtype=torch.int32))

@@ -5,13 +5,13 @@ Models are tables whose law is known, and their caches check themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from paceline.core.acceptance.base import AcceptanceRule
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, Processor
 from paceline.core.sampling import Sampling, param_row
 from paceline.core.types import PAD, Commit, DraftShape, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
@@ -32,6 +32,17 @@ DRAFT = near(TARGET, seed=1, spread=0.7)
 def model(slots: int = SLOTS, *, drawn: bool, confidence_threshold: float = 0.0) -> ModelDrafter:
     decoder = TableDecoder(DRAFT, slots=slots, kv_buckets=(24,))
     return ModelDrafter(decoder, K, vocabulary=VocabMap(V, V), drawn=drawn, confidence_threshold=confidence_threshold)
+
+
+class SlotText:
+    """A text in a slot that never ends. A `paceline.core.protocols.HostText`."""
+
+    def __init__(self, text: Sequence[int], processor: Processor | None = None) -> None:
+        self.text, self.processor = list(text), processor
+
+    def append(self, token: int) -> bool:
+        self.text.append(token)
+        return False
 
 
 def one_depth(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> TimedRound:
