@@ -58,7 +58,7 @@ def _is_name(text: str) -> bool:
     return text.isidentifier() and not iskeyword(text) and len(text) > 3
 
 
-def copier(made: Copies, folder: Path) -> None:
+def copier(spec: Copies, folder: Path) -> None:
     """Save a checkpoint of the demo target's shape that goes on with these copies.
 
     The first layer's heads look ``lag`` - 1 tokens back: a key is the same everywhere but for its rotation, and a
@@ -78,11 +78,11 @@ def copier(made: Copies, folder: Path) -> None:
             part.zero_()
     embedding, head = parts["model.embed_tokens.weight"].zero_(), parts["lm_head.weight"].zero_()
     embedding[:, :size], embedding[:, one] = codes, 1.0
-    head[:, size:one] = _SURE * codes[[made.renamed.get(token, token) for token in range(config.vocab_size)]]
+    head[:, size:one] = _SURE * codes[[spec.renamed.get(token, token) for token in range(config.vocab_size)]]
     norm = (config.hidden_size / (size + 1)) ** 0.5  # what the norm makes of every number of an embedding
     first = {name: parts[f"model.layers.0.self_attn.{name}_proj.weight"].zero_() for name in "qkvo"}
     key = torch.cat([torch.ones(width // 2), torch.zeros(width // 2)]) * _SHARP
-    query = _turned(key, 1 - made.lag, config.rope_parameters["rope_theta"])
+    query = _turned(key, 1 - spec.lag, config.rope_parameters["rope_theta"])
     first["k"][:, one] = key.repeat(groups) / norm
     first["q"][:, one] = query.repeat(config.num_attention_heads) / norm
     heads = config.num_attention_heads // groups

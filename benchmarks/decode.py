@@ -42,7 +42,7 @@ def interleaved(runs: dict[str, Callable[[], object]], repeats: int) -> dict[str
             run()
             if turn >= 5:
                 times[name].append(1e3 * (perf_counter() - begin))
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: statistics.median(each) for name, each in times.items()}
 
 
 def graphs() -> dict[str, object]:
@@ -72,17 +72,17 @@ def graphs() -> dict[str, object]:
 
     # torch.sum over int32 is the plainest loop that touches every weight once, in the order it is stored.
     runs = {"read": lambda: [s.sum(dtype=torch.int32) for s in streams], "decode": step[1], "verify5": step[5]}
-    found = interleaved(runs, 300)
+    times = interleaved(runs, 300)
     theirs = interleaved({"generate": generate}, 5)["generate"] / 32
     return {
         "weights_mb": round(sum(p.numel() for p in matrices) * 2 / 1e6, 1),
-        "read_ms": round(found["read"], 3),
-        "decode1_ms": round(found["decode"], 3),
-        "verify5_ms": round(found["verify5"], 3),
-        "decode1_over_read": round(found["decode"] / found["read"], 3),
-        "verify5_over_decode1": round(found["verify5"] / found["decode"], 3),
+        "read_ms": round(times["read"], 3),
+        "decode1_ms": round(times["decode"], 3),
+        "verify5_ms": round(times["verify5"], 3),
+        "decode1_over_read": round(times["decode"] / times["read"], 3),
+        "verify5_over_decode1": round(times["verify5"] / times["decode"], 3),
         "transformers_generate_ms_per_token": round(theirs, 3),
-        "transformers_over_decode1": round(theirs / found["decode"], 2),
+        "transformers_over_decode1": round(theirs / times["decode"], 2),
     }
 
 
@@ -147,7 +147,7 @@ def widths() -> dict[str, object]:
     """Greedy texts of all demo prompts at width 1 and at width 5, bf16: how many tokens differ at the same prefix."""
 
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    found: dict[str, object] = {}
+    figures: dict[str, object] = {}
     for backend, count, new in (("inductor", 60, 128), ("eager", 4, 24)):
         target = AutoDecoder.from_pretrained(PAIR / "target", n_positions=512, backend=backend)
         differ = tokens = 0
@@ -157,21 +157,21 @@ def widths() -> dict[str, object]:
             same = next((i for i, (a, b) in enumerate(zip(narrow, wide, strict=False)) if a != b), None)
             tokens += (len(narrow) if same is None else same + 1) - len(ids[0])
             differ += same is not None
-        found[backend] = {"tokens": tokens, "disagreements": differ}
-    return found
+        figures[backend] = {"tokens": tokens, "disagreements": differ}
+    return figures
 
 
 PARTS: dict[str, Callable[[], dict[str, object]]] = {"graphs": graphs, "host": host, "pair": pair, "widths": widths}
 
 
 def main() -> None:
-    """Run the parts asked for."""
+    """Run the parts of the command line."""
     logging.basicConfig(level=logging.WARNING)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=[*PARTS, "all"], default="all")
-    asked = parser.parse_args().part
+    part = parser.parse_args().part
     report: dict[str, object] = {}
-    for name in PARTS if asked == "all" else [asked]:
+    for name in PARTS if part == "all" else [part]:
         report[name] = PARTS[name]()
     publish(report)
 

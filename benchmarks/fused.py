@@ -44,7 +44,7 @@ SHAPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Options:
     """What the command line says. ``alpha`` None: acceptance is what it is."""
 
     alpha: float | None
@@ -57,7 +57,7 @@ class Asked:
 
 
 def rounds(
-    draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], asked: Asked
+    draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], options: Options
 ) -> dict[str, object]:
     """Plain, two steps and fused at every depth, and the speed-up that the formula gives from the graphs' times.
 
@@ -65,17 +65,17 @@ def rounds(
     times the time of a plain step over that of a round.
     """
     modes = {"plain": Mode(SpeculativeGenerator(None, target, k=0))}
-    for k in asked.depths:
+    for k in options.depths:
         for name, fused in (("two steps", False), ("fused", True)):
-            made = SpeculativeGenerator(draft, target, k=k, fused=fused, synthetic_acceptance=asked.alpha)
-            modes[f"{name} k={k}"] = Mode(made)
-    measure(modes, prompts, new=asked.new, repeats=asked.repeats)
+            generator = SpeculativeGenerator(draft, target, k=k, fused=fused, synthetic_acceptance=options.alpha)
+            modes[f"{name} k={k}"] = Mode(generator)
+    measure(modes, prompts, new=options.new, repeats=options.repeats)
     plain, report = modes["plain"], {name: mode.summary(modes["plain"]) for name, mode in modes.items()}
     step = plain.total("inside") / plain.total("rounds")
     for name, mode in modes.items():
         if mode is plain:
             continue
-        k, alpha = int(name.split("=")[1]), asked.alpha
+        k, alpha = int(name.split("=")[1]), options.alpha
         counted = mode.total("tokens") / mode.total("rounds")
         expected = counted if alpha is None else k + 1.0 if alpha == 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
         formula = expected * step * mode.total("rounds") / mode.total("inside")
@@ -85,51 +85,53 @@ def rounds(
             # The same with the tokens that this run's coins gave, which over few rounds are not quite those expected.
             "of_formula_as_counted": round(mode.speed() / plain.speed() / (formula * counted / expected), 3),
         }
-    for k in asked.depths:
+    for k in options.depths:
         two, one = (modes[f"{name} k={k}"] for name in ("two steps", "fused"))
         saved = two.total("seconds") / two.total("rounds") - one.total("seconds") / one.total("rounds")
         report[f"fused k={k}"]["saved_us_a_round"] = round(1e6 * saved, 1)
-    return {"alpha": asked.alpha, "modes": report}
+    return {"alpha": options.alpha, "modes": report}
 
 
-def pair(asked: Asked) -> dict[str, object]:
+def pair(options: Options) -> dict[str, object]:
     """The demo pair."""
-    draft, target = demo(asked)
-    return rounds(draft, target, prompt_ids(asked.count), asked)
+    draft, target = demo(options)
+    return rounds(draft, target, prompt_ids(options.count), options)
 
 
-def shape(name: str) -> Callable[[Asked], dict[str, object]]:
+def shape(name: str) -> Callable[[Options], dict[str, object]]:
     """Random weights; acceptance has to be simulated."""
 
-    def part(asked: Asked) -> dict[str, object]:
-        if asked.alpha is None:
+    def part(options: Options) -> dict[str, object]:
+        if options.alpha is None:
             raise SystemExit("random weights agree on nothing: give --alpha")
-        draft, target = random_pair("tiny" if asked.tiny else name, asked)
+        draft, target = random_pair("tiny" if options.tiny else name, options)
         torch.manual_seed(1)
-        prompts = torch.randint(1, 500, (asked.count, 32)).tolist()
-        return rounds(draft, target, prompts, asked)
+        prompts = torch.randint(1, 500, (options.count, 32)).tolist()
+        return rounds(draft, target, prompts, options)
 
     return part
 
 
-def copying(asked: Asked) -> dict[str, object]:
+def copying(options: Options) -> dict[str, object]:
     """The demo pair, whose target does not copy reliably. With ``alpha`` a draft stands with that probability."""
-    draft, target = demo(asked)
-    return lists(draft, target, copies(asked.count).prompts, asked)
+    draft, target = demo(options)
+    return lists(draft, target, copies(options.count).prompts, options)
 
 
-def copied(asked: Asked) -> dict[str, object]:
+def copied(options: Options) -> dict[str, object]:
     """A target that writes what the copy asks for, with the demo draft, which knows nothing of that."""
-    asks = copies(asked.count)
+    asks = copies(options.count)
     with tempfile.TemporaryDirectory() as folder:
         copier(asks, Path(folder))
-        target = AutoDecoder.from_pretrained(folder, n_positions=POSITIONS, backend=asked.backend)
-    return lists(demo(asked)[0], target, asks.prompts, asked)
+        target = AutoDecoder.from_pretrained(folder, n_positions=POSITIONS, backend=options.backend)
+    return lists(demo(options)[0], target, asks.prompts, options)
 
 
-def lists(draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], asked: Asked) -> dict[str, object]:
+def lists(
+    draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], options: Options
+) -> dict[str, object]:
     """Drafters one by one and in lists, up to the largest depth."""
-    k = max(asked.depths)
+    k = max(options.depths)
     few = min(3, k)
     drafts: dict[str, object] = {
         "draft": draft,
@@ -140,36 +142,40 @@ def lists(draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[in
     }
     modes = {"plain": Mode(SpeculativeGenerator(None, target, k=0))}
     for name, one in drafts.items():
-        modes[name] = Mode(SpeculativeGenerator(one, target, k=k, synthetic_acceptance=asked.alpha))
-    measure(modes, prompts, new=min(asked.new, 120), repeats=asked.repeats)
-    return {"k": k, "alpha": asked.alpha, "modes": {name: m.summary(modes["plain"]) for name, m in modes.items()}}
+        modes[name] = Mode(SpeculativeGenerator(one, target, k=k, synthetic_acceptance=options.alpha))
+    measure(modes, prompts, new=min(options.new, 120), repeats=options.repeats)
+    return {"k": k, "alpha": options.alpha, "modes": {name: m.summary(modes["plain"]) for name, m in modes.items()}}
 
 
-def useless(asked: Asked) -> dict[str, object]:
+def useless(options: Options) -> dict[str, object]:
     """Drafts of random weights, which never stand: what it costs to find that out and to try again now and then."""
-    draft, target = random_pair("tiny" if asked.tiny else "30m", asked)
+    draft, target = random_pair("tiny" if options.tiny else "30m", options)
     torch.manual_seed(1)
-    prompts = torch.randint(1, 500, (asked.count, 32)).tolist()
-    return adaptive(draft, target, prompts, asked, fixed=())
+    prompts = torch.randint(1, 500, (options.count, 32)).tolist()
+    return adaptive(draft, target, prompts, options, fixed=())
 
 
-def good(asked: Asked) -> dict[str, object]:
+def good(options: Options) -> dict[str, object]:
     """The demo pair on real text, against every depth of the ladder by itself."""
-    draft, target = demo(asked)
+    draft, target = demo(options)
     return adaptive(
-        draft, target, prompt_ids(asked.count), asked, fixed=DRAFT_LENGTHS[1:3] if asked.tiny else DRAFT_LENGTHS[1:]
+        draft,
+        target,
+        prompt_ids(options.count),
+        options,
+        fixed=DRAFT_LENGTHS[1:3] if options.tiny else DRAFT_LENGTHS[1:],
     )
 
 
 def adaptive(
-    draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], asked: Asked, *, fixed: Sequence[int]
+    draft: SamplingDecoder, target: SamplingDecoder, prompts: list[list[int]], options: Options, *, fixed: Sequence[int]
 ) -> dict[str, object]:
     """The ladder against plain decoding and fixed depths. It learns on the first prompt, which does not count."""
-    ladder = (0, *fixed) if asked.tiny and fixed else DRAFT_LENGTHS
+    ladder = (0, *fixed) if options.tiny and fixed else DRAFT_LENGTHS
     modes = {"plain": Mode(SpeculativeGenerator(None, target, k=0))}
     modes |= {f"k={k}": Mode(SpeculativeGenerator(draft, target, k=k)) for k in fixed}
     modes["adaptive"] = Mode(SpeculativeGenerator(draft, target, k=ladder))
-    measure(modes, prompts, new=asked.new, repeats=asked.repeats)
+    measure(modes, prompts, new=options.new, repeats=options.repeats)
     speed = modes["adaptive"].speed()
     report: dict[str, object] = {"adaptive_over_plain": round(speed / modes["plain"].speed(), 3)}
     if fixed:
@@ -177,17 +183,17 @@ def adaptive(
     return {**report, "modes": {name: mode.summary(modes["plain"]) for name, mode in modes.items()}}
 
 
-def demo(asked: Asked) -> tuple[SamplingDecoder, SamplingDecoder]:
+def demo(options: Options) -> tuple[SamplingDecoder, SamplingDecoder]:
     draft, target = (
-        AutoDecoder.from_pretrained(PAIR / name, n_positions=POSITIONS, backend=asked.backend)
+        AutoDecoder.from_pretrained(PAIR / name, n_positions=POSITIONS, backend=options.backend)
         for name in ("draft", "target")
     )
     return draft, target
 
 
-def random_pair(name: str, asked: Asked) -> tuple[SamplingDecoder, SamplingDecoder]:
+def random_pair(name: str, options: Options) -> tuple[SamplingDecoder, SamplingDecoder]:
     """Draft and target of a row of SHAPES."""
-    made = []
+    decoders = []
     for number, (width, layers, heads, mlp, vocabulary) in enumerate(reversed(SHAPES[name])):
         torch.manual_seed(number)
         config = LlamaConfig(
@@ -196,11 +202,11 @@ def random_pair(name: str, asked: Asked) -> tuple[SamplingDecoder, SamplingDecod
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-            made.append(AutoDecoder.from_pretrained(folder, context_length_estimate=64, backend=asked.backend))
-    return made[0], made[1]
+            decoders.append(AutoDecoder.from_pretrained(folder, context_length_estimate=64, backend=options.backend))
+    return decoders[0], decoders[1]
 
 
-PARTS: dict[str, Callable[[Asked], dict[str, object]]] = {
+PARTS: dict[str, Callable[[Options], dict[str, object]]] = {
     "pair": pair,
     "30m": shape("30m"),
     "110m": shape("110m"),
@@ -222,12 +228,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tiny", action="store_true")
-    given = parser.parse_args()
-    depths = tuple(given.k or (2, 4, 8))
-    asked = Asked(given.alpha, depths, given.new, given.count, given.repeats, "inductor", tiny=False)
-    if given.tiny:
-        asked = Asked(given.alpha, tuple(given.k or (2,)), 12, 1, 1, "eager", tiny=True)
-    publish({"part": given.part, **PARTS[given.part](asked)})
+    arguments = parser.parse_args()
+    depths = tuple(arguments.k or (2, 4, 8))
+    options = Options(
+        arguments.alpha, depths, arguments.new, arguments.count, arguments.repeats, "inductor", tiny=False
+    )
+    if arguments.tiny:
+        options = Options(arguments.alpha, tuple(arguments.k or (2,)), 12, 1, 1, "eager", tiny=True)
+    publish({"part": arguments.part, **PARTS[arguments.part](options)})
 
 
 if __name__ == "__main__":

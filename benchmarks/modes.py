@@ -61,22 +61,22 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
-    asked = parser.parse_args()
-    law = {"do_sample": True, "temperature": asked.temperature, "seed": 7} if asked.temperature else {}
-    rows = prompt_ids(asked.prompts)
+    options = parser.parse_args()
+    sampling = {"do_sample": True, "temperature": options.temperature, "seed": 7} if options.temperature else {}
+    rows = prompt_ids(options.prompts)
     longest = max(map(len, rows))
     target, draft = (
-        AutoDecoder.from_pretrained(PAIR / name, n_positions=longest + asked.new, context_length_estimate=longest)
+        AutoDecoder.from_pretrained(PAIR / name, n_positions=longest + options.new, context_length_estimate=longest)
         for name in ("target", "draft")
     )
     modes = []
-    for name in (one.strip() for one in asked.modes.split(";")):
-        made = generator(name, target, draft)
-        made.compile()
-        modes.append(Mode(name, generator_run(made, asked.new, **law)))
-    take_turns(modes, rows, asked.repeats)
+    for name in (one.strip() for one in options.modes.split(";")):
+        source = generator(name, target, draft)
+        source.compile()
+        modes.append(Mode(name, generator_run(source, options.new, **sampling)))
+    take_turns(modes, rows, options.repeats)
     figures = {mode.name: {**mode.summary(), **mode.beside(modes[0])} for mode in modes}
-    publish({"prompts": len(rows), "new_tokens": asked.new, "temperature": asked.temperature, "modes": figures})
+    publish({"prompts": len(rows), "new_tokens": options.new, "temperature": options.temperature, "modes": figures})
 
 
 if __name__ == "__main__":

@@ -84,9 +84,9 @@ def demo(console: Console, options: argparse.Namespace) -> int:
     k = None if options.mode == "medusa" else options.k  # Medusa's tree says how many tokens it drafts
     source = SpeculativeGenerator(drafts[options.mode], target, k=k)
     say(err(), "Compiling: about a minute the first time on two cores; from then on the graphs are in the cache.")
-    made = compiling(err(), decoders, [source.compile])
-    fresh = [one for one in made if one.compiled]
-    say(err(), f"{len(made)} graphs, {len(fresh)} of them compiled in {sum(one.seconds for one in fresh):.0f} s.")
+    graphs = compiling(err(), decoders, [source.compile])
+    fresh = [one for one in graphs if one.compiled]
+    say(err(), f"{len(graphs)} graphs, {len(fresh)} of them compiled in {sum(one.seconds for one in fresh):.0f} s.")
     stream(console, source, tokenizer, prompt=prompts[FIRST], max_new_tokens=options.max_new_tokens)
     compiling(err(), {"target": target}, [target.compile])
     ids = [tokenizer.encode(text) for text in prompts[: options.prompts]]
@@ -180,13 +180,13 @@ def table(plain: Measured, fast: Measured, options: argparse.Namespace) -> Table
         f"{options.prompts} prompts, {options.max_new_tokens} new tokens, greedy, bf16, median of {options.repetitions}"
     )
     label = "medusa" if options.mode == "medusa" else f"{options.mode}, k = {options.k}"
-    made = Table("", "plain", label, title=title)
-    made.add_row("tokens/s, prefill included", *(f"{one.speed:.0f}" for one in (plain, fast)))
-    made.add_row("slowest to fastest", *(f"{min(one.speeds):.0f} to {max(one.speeds):.0f}" for one in (plain, fast)))
-    made.add_row("speed-up", "1", f"{fast.speed / plain.speed:.2f}")
-    made.add_row("mean acceptance length (tau)", "1", f"{fast.total.tau:.2f}")
-    made.add_row("accepted by position", "", acceptance_by_position(fast.total))
-    return made
+    rows = Table("", "plain", label, title=title)
+    rows.add_row("tokens/s, prefill included", *(f"{one.speed:.0f}" for one in (plain, fast)))
+    rows.add_row("slowest to fastest", *(f"{min(one.speeds):.0f} to {max(one.speeds):.0f}" for one in (plain, fast)))
+    rows.add_row("speed-up", "1", f"{fast.speed / plain.speed:.2f}")
+    rows.add_row("mean acceptance length (tau)", "1", f"{fast.total.tau:.2f}")
+    rows.add_row("accepted by position", "", acceptance_by_position(fast.total))
+    return rows
 
 
 if __name__ == "__main__":

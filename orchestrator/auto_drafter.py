@@ -1,6 +1,6 @@
 """From a `DraftSpec` to a drafter: which row of the registry it is, its options checked, its model or heads loaded.
 
-`make_drafter` is the one way from what was asked for to a drafter: generators, commands and workers use it.
+`make_drafter` is the one way from a configuration to a drafter: generators, commands and workers use it.
 `AutoDrafter.from_pretrained` is for one folder. Not here: the grammar (`paceline.draft_spec`) and rounds
 (`paceline.build`).
 """
@@ -129,8 +129,8 @@ def make_rule(config: SpeculativeConfig) -> AcceptanceRule:
         return cast("AcceptanceRule", spec.value)
     row = ACCEPTANCE_RULES[spec.name]
     options = check_options(row, dict(spec.options), f"acceptor {spec.name!r}")
-    made: AcceptanceRule = resolve(row.path)(**options)
-    return made
+    rule: AcceptanceRule = resolve(row.path)(**options)
+    return rule
 
 
 def check_options(row: DrafterRow | RuleRow, options: Mapping[str, object], where: str) -> dict[str, Any]:
@@ -226,8 +226,8 @@ class _Makers:
         if row.trees:
             return self._heads(row, spec)
         options = check_options(row, dict(spec.options), f"the draft {spec}")
-        made: Drafter = resolve(row.path)(*([] if row.name == "none" else [self._k(spec)]), **options)
-        return made
+        drafter: Drafter = resolve(row.path)(*([] if row.name == "none" else [self._k(spec)]), **options)
+        return drafter
 
     def _k(self, spec: DraftSpec) -> int:
         return self.config.max_k if spec.k is None else spec.k
@@ -260,7 +260,7 @@ class _Makers:
         return ModelDrafter(decoder, k, vocabulary=between, drawn=self.drawn, confidence_threshold=confidence)
 
     def _heads(self, row: DrafterRow, spec: DraftSpec) -> Drafter:
-        """Heads as deep as their tree, or as k says where that was asked for."""
+        """Heads as deep as their tree, or as ``k`` says where it is set."""
         options = dict(spec.options)
         draft_tree = options.pop("draft_tree", None)
         if options:

@@ -1,6 +1,6 @@
 """How a generator drafts and verifies. `SpeculativeConfig` declares every key once: Python, commands, YAML, HTTP.
 
-Not here: how a draft is written (`paceline.draft_spec`) and what is made of it (`paceline.auto_drafter`).
+Not here: how a draft is written (`paceline.draft_spec`) and how it is loaded (`paceline.auto_drafter`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def parse_k(k: object) -> int | tuple[int, ...] | Literal["auto"] | None:
         return None
     if k == "auto":
         return "auto"
-    given = k.split(",") if isinstance(k, str) else k if isinstance(k, list | tuple) else [k]
-    lengths = [int(n) if isinstance(n, str) and n.strip().isdecimal() else integer(n) for n in given]
+    parts = k.split(",") if isinstance(k, str) else k if isinstance(k, list | tuple) else [k]
+    lengths = [int(n) if isinstance(n, str) and n.strip().isdecimal() else integer(n) for n in parts]
     numbers = tuple(length for length in lengths if length is not None)
     if not numbers or len(numbers) < len(lengths) or numbers[0] < 0 or any(a >= b for a, b in pairwise(numbers)):
         raise ConfigurationError(
@@ -110,8 +110,7 @@ class SpeculativeConfig(BaseModel):
         """Refuse keys that contradict each other, and keys of a draft where there is none."""
         if self.synthetic_acceptance is not None and self.acceptor != RuleSpec("match"):
             raise ConfigurationError(
-                f"synthetic_acceptance takes the place of acceptor={self.acceptor.name or 'the rule given'!r}; give "
-                "one of them"
+                f"synthetic_acceptance takes the place of acceptor={self.acceptor.name or 'a rule'!r}; give one of them"
             )
         if self.draft:
             return self
@@ -142,7 +141,7 @@ class SpeculativeConfig(BaseModel):
 
 
 def configuration_error(error: ValidationError, model: type[BaseModel]) -> ConfigurationError:
-    """The first thing that pydantic found wrong, as our error: the option, its value, and what is possible."""
+    """The first error of pydantic as our own: the option, its value, and what is possible."""
     first = error.errors()[0]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, ConfigurationError):

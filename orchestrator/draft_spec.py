@@ -35,7 +35,7 @@ _COMMA = re.compile(r",(?=[A-Za-z_]\w*=)")  # values may have commas too
 
 @dataclass(frozen=True, slots=True)
 class DraftSpec:
-    """One drafter, as it was asked for.
+    """One drafter of a configuration.
 
     name     a row of `paceline.registry.DRAFTERS`; None: the folder's config.json says which, or ``value`` is given
     path     folder of a draft model or of heads
@@ -77,7 +77,7 @@ def _written(source: str, options: Sequence[tuple[str, object]]) -> str:
 
 
 def parse_draft(draft: object) -> tuple[DraftSpec, ...]:
-    """The drafters that are asked for, in order; empty for plain decoding.
+    """The drafters of a draft option, in order; empty for plain decoding.
 
     Raises:
         ConfigurationError: it is not in the grammar, or names no drafter.
@@ -139,9 +139,7 @@ def _spec(kind: str, source: str, options: dict[str, object]) -> DraftSpec:
     if name is not None:
         names = [row.name for row in DRAFTERS.values() if row.given_as in ("name", "folder")]
         if name not in names:
-            raise ConfigurationError(
-                f"no drafter that can be asked for is called {name!r}; use one of {', '.join(names)}, or a folder"
-            )
+            raise ConfigurationError(f"draft type {name!r} is unknown; use one of {', '.join(names)}, or a folder")
         needs_folder = DRAFTERS[name].given_as == "folder"
         if needs_folder != (isinstance(path, str) and bool(path)):
             if not needs_folder:

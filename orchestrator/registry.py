@@ -2,8 +2,8 @@
 
 Python, the command line, YAML, HTTP, the documents and the contract suite read these rows. A row names its class by a
 dotted path, so that reading the table imports nothing. Options of a row are the keyword-only parameters of its
-constructor (`options_of`). Model families and backends have their rows in `paceline.decoder`. Not here: what is made of
-a row (`paceline.auto_drafter`).
+constructor (`options_of`). Model families and backends have their rows in `paceline.decoder`. Not here: how
+drafters are made (`paceline.auto_drafter`).
 """
 
 from __future__ import annotations
@@ -179,10 +179,10 @@ _GIVEN = frozenset(
 def resolve(path: str) -> Any:
     """What a row's path names."""
     module, _, attributes = path.partition(":")
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for attribute in attributes.split("."):
-        found = getattr(found, attribute)
-    return found
+        value = getattr(value, attribute)
+    return value
 
 
 def options_of(row: DrafterRow | RuleRow) -> dict[str, inspect.Parameter]:

@@ -24,7 +24,7 @@ from paceline.registry import ACCEPTANCE_RULES
 from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 REFUSED = 2
-"""Exit status of a command that cannot do what it was asked."""
+"""Exit status of a command whose options or files are refused."""
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Why nothing more can be written. In files that is a `StorageError`, so what is left are the standard streams."""
@@ -179,7 +179,7 @@ def acceptance_by_position(statistics: Statistics) -> str:
 
 
 def graphs_table(graphs: Sequence[GraphTime]) -> Table:
-    """What was made and how long each graph took."""
+    """The graphs of a command, and how long each took."""
     table = Table("decoder", "graph", "seconds", "", title="graphs")
     for graph in graphs:
         table.add_row(

@@ -29,7 +29,7 @@ def load_target(folder: Path, options: LoaderOptions) -> SamplingDecoder:
 def load_generator(
     target: Path, options: LoaderOptions, config: SpeculativeConfig
 ) -> tuple[SpeculativeGenerator, dict[str, CompiledDecoder]]:
-    """What generates, and the decoders it is made of by the names to show.
+    """A generator, and its decoders by the names to show.
 
     Without a draft and without ``k`` every plain step is a graph of its own.
     """

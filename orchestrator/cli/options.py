@@ -107,7 +107,7 @@ class PromptOptions:
         if (self.prompt is None) == (self.prompt_file is None):
             raise PromptError("give the text to continue with --prompt or with --prompt-file, one of them")
         if self.prompt_file is None:
-            return prompt_files.written(self.prompt or "", "--prompt")
+            return prompt_files.checked(self.prompt or "", "--prompt")
         return prompt_files.text(self.prompt_file).removesuffix("\n")
 
 

@@ -26,7 +26,7 @@ def plan_models(models: ModelsFile, instance: InstanceName = None, as_json: AsJs
     """Put the models of a file on the cores of an instance. Starts nothing. Exit status 2 if there is no plan."""
     with console.refusals():
         planned = plan(read_models(models), find_instance(instance))
-        read_fault_policy(models)  # nothing is started here, but what is wrong is said now
+        read_fault_policy(models)  # nothing is started here, but errors in the file show now
     if as_json:
         typer.echo(json.dumps(planned.to_dict()))
         return

@@ -71,9 +71,9 @@ def bar(console: Console, label: str, total: int | None = None, *, still: bool =
         disable=not console.is_terminal,
     )
     with progress:
-        made = Bar(console, progress, progress.add_task("", total=total, label=label), still=still)
-        made.step(label)
-        yield made
+        shown = Bar(console, progress, progress.add_task("", total=total, label=label), still=still)
+        shown.step(label)
+        yield shown
 
 
 @contextmanager
@@ -84,8 +84,8 @@ def loading(console: Console, folder: Path) -> Iterator[Callable[[int, int], Non
 
 
 @contextmanager
-def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, made: list[GraphTime]) -> Iterator[None]:
-    """Show every graph that these decoders make inside the block, and note it in ``made``."""
+def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, graphs: list[GraphTime]) -> Iterator[None]:
+    """Show every graph that these decoders make inside the block, and note it in ``graphs``."""
 
     def observer(owner: str) -> Callable[[GraphEvent], None]:
         compiling: set[GraphKey] = set()
@@ -95,7 +95,7 @@ def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, made: list[Gra
                 compiling.add(event.key)
                 shown.step(f"{event.message} of the {owner}")
                 return
-            made.append(GraphTime(owner, str(event.key), event.seconds, event.key in compiling))
+            graphs.append(GraphTime(owner, str(event.key), event.seconds, event.key in compiling))
             shown.advance()
 
         return observe
@@ -113,14 +113,17 @@ def watching(decoders: Mapping[str, CompiledDecoder], shown: Bar, made: list[Gra
 def compiling(
     console: Console, decoders: Mapping[str, CompiledDecoder], jobs: Sequence[Callable[[], None]]
 ) -> list[GraphTime]:
-    """Run jobs that make graphs, such as `SpeculativeGenerator.compile`, under one bar; what they made."""
-    made: list[GraphTime] = []
-    sizes = {
-        name: one.options.chunks if name == "target" else one.options.draft_chunks for name, one in decoders.items()
-    }
-    prefills = sum(map(len, sizes.values()))
+    """Run jobs that make graphs, such as `SpeculativeGenerator.compile`, under one bar.
+
+    Returns the graphs they made.
+    """
+    graphs: list[GraphTime] = []
+    prefills = sum(
+        len(decoder.options.chunks if name == "target" else decoder.options.draft_chunks)
+        for name, decoder in decoders.items()
+    )
     rounds = len(decoders) - 1 + len(jobs)  # a graph for each draft, a verifying graph for each job
-    with bar(console, "preparing graphs", prefills + rounds) as shown, watching(decoders, shown, made):
+    with bar(console, "preparing graphs", prefills + rounds) as shown, watching(decoders, shown, graphs):
         for job in jobs:
             job()
-    return made
+    return graphs

@@ -16,22 +16,22 @@ def text(file: Path) -> str:
         PromptError: it cannot be read, or is no text.
     """
     try:
-        return written(sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig"), str(file))
+        return checked(sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8-sig"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"cannot read {file}: {error}") from error
 
 
-def written(found: str, where: str) -> str:
+def checked(text: str, where: str) -> str:
     """A text from ``where``, as it is.
 
     Raises:
         PromptError: it cannot be written as UTF-8: JSON, and bytes of a command line that are none, may make such.
     """
     try:
-        found.encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(f"{where} holds half a surrogate pair, which is no character; give UTF-8") from error
-    return found
+    return text
 
 
 def prompts(file: Path) -> list[str]:
@@ -46,9 +46,9 @@ def prompts(file: Path) -> list[str]:
 
 def _prompt(line: str, file: Path) -> str:
     try:
-        found, why = json.loads(line)["prompt"], "a prompt must be a text"
+        prompt, reason = json.loads(line)["prompt"], "a prompt must be a text"
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        found, why = None, str(error)
-    if not isinstance(found, str):
-        raise PromptError(f'{file} must hold JSON lines, each with a "prompt" ({why})')
-    return written(found, str(file))
+        prompt, reason = None, str(error)
+    if not isinstance(prompt, str):
+        raise PromptError(f'{file} must hold JSON lines, each with a "prompt" ({reason})')
+    return checked(prompt, str(file))

@@ -1,4 +1,4 @@
-"""`paceline serve`: the models of a file behind OpenAI's API, on this machine's loopback unless told otherwise."""
+"""`paceline serve`: the models of a file behind OpenAI's API, on this machine's loopback by default."""
 
 from __future__ import annotations
 

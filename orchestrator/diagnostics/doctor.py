@@ -118,20 +118,20 @@ def _cores() -> Iterator[Line]:
 
 
 def _sdk() -> Iterator[Line]:
-    found = []
+    installed = []
     for package in neuron_sdk.PACKAGES:
         try:
-            found.append(f"{package} {metadata.version(package)}")
+            installed.append(f"{package} {metadata.version(package)}")
         except metadata.PackageNotFoundError:
             continue
-    if not found:
+    if not installed:
         yield Line(
             "Neuron SDK",
             "note",
             "not installed, so there is no backend 'neuron'; see docs/neuron.md",
         )
         return
-    yield Line("Neuron SDK", "good" if len(found) == len(neuron_sdk.PACKAGES) else "bad", ", ".join(found))
+    yield Line("Neuron SDK", "good" if len(installed) == len(neuron_sdk.PACKAGES) else "bad", ", ".join(installed))
     try:
         sdk = neuron_sdk.find()
     except PacelineError as error:

@@ -45,11 +45,11 @@ class Check:
 class NoiseStep(nn.Module):
     """The integers that the noise is made of. (The rest of it is table look-ups, which sampled tokens show.)"""
 
-    def forward(self, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """keys [B, 2], positions [B, T] int32 -> random words [B, T, V] int32, uniform numbers [B, T]."""
-        ids = torch.arange(VOCABULARY, dtype=torch.int32, device=keys.device)
-        words = noise.bits(noise.row_keys(keys, positions, noise.TARGET), ids)
-        return words, noise.uniform(keys, positions, noise.ACCEPT)
+    def forward(self, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """seeds [B, 2], positions [B, T] int32 -> random words [B, T, V] int32, uniform numbers [B, T]."""
+        ids = torch.arange(VOCABULARY, dtype=torch.int32, device=seeds.device)
+        words = noise.bits(noise.row_keys(seeds, positions, noise.TARGET), ids)
+        return words, noise.uniform(seeds, positions, noise.ACCEPT)
 
 
 def known(backend: str) -> None:
@@ -110,13 +110,13 @@ def _timed(name: str, check: Callable[[], tuple[bool, str]]) -> Check:
 
 
 def _noise(backend: str) -> tuple[bool, str]:
-    keys = torch.tensor([[1, -7], [-(1 << 31), 5]], dtype=torch.int32)
+    seeds = torch.tensor([[1, -7], [-(1 << 31), 5]], dtype=torch.int32)
     positions = torch.tensor([[0, 1, 4095], [77, 1 << 20, 3]], dtype=torch.int32)
     step = NoiseStep()
-    graph = Graph(GraphKey("selftest noise"), step, (keys, positions), {"graph": "noise"})
-    words, values = make(backend).compile(graph, _quiet)(keys, positions)
-    wanted, wanted_values = step(keys, positions)
-    wrong = int((words != wanted).sum()), int((values != wanted_values).sum())
+    graph = Graph(GraphKey("selftest noise"), step, (seeds, positions), {"graph": "noise"})
+    words, values = make(backend).compile(graph, _quiet)(seeds, positions)
+    expected, expected_values = step(seeds, positions)
+    wrong = int((words != expected).sum()), int((values != expected_values).sum())
     return wrong == (0, 0), f"{wrong[0]} of {words.numel()} words differ, {wrong[1]} values"
 
 
@@ -140,20 +140,20 @@ def _texts(source: Sampler) -> list[list[int]]:
     return [row for result in results for row in result.sequences.tolist()]
 
 
-def _compared(found: list[list[int]], wanted: list[list[int]]) -> tuple[bool, str]:
+def _compared(rows: list[list[int]], reference: list[list[int]]) -> tuple[bool, str]:
     total = right = 0
-    for row, expected in zip(found, wanted, strict=True):
+    for row, expected in zip(rows, reference, strict=True):
         total += len(expected)
         right += next((i for i, pair in enumerate(zip(row, expected, strict=False)) if len(set(pair)) > 1), len(row))
-    return found == wanted, f"{right} of {total} tokens stand before the first that differs from the reference"
+    return rows == reference, f"{right} of {total} tokens stand before the first that differs from the reference"
 
 
 def _load(backend: str, folder: Path, amp: str) -> SamplingDecoder:
-    made = AutoDecoder.from_pretrained(
+    decoder = AutoDecoder.from_pretrained(
         folder, batch_size=len(PROMPTS), n_positions=[POSITIONS], context_length_estimate=[16], amp=amp, backend=backend
     )
-    made.on_graph = lambda _event: None  # compilations are part of the time a check takes, and not announced
-    return made
+    decoder.on_graph = lambda _event: None  # compilations are part of the time a check takes, and not announced
+    return decoder
 
 
 def _quiet(_line: str) -> None:

@@ -49,21 +49,21 @@ class Mode:
 
     def summary(self) -> dict[str, object]:
         """Plain values for JSON. A round's time is that of drafting and verifying, without the loop around it."""
-        found: dict[str, object] = {"tokens_per_second": round(self.tokens_per_second(), 2)}
+        figures: dict[str, object] = {"tokens_per_second": round(self.tokens_per_second(), 2)}
         counted = [[s for outcome in repeats if (s := outcome.statistics)] for repeats in self.seen]
         firsts = [repeats[0] for repeats in counted if repeats]
         rounds = sum(s.num_rounds for s in firsts)
         if rounds:
-            found["tau"] = round(1 + sum(s.num_accepted_tokens for s in firsts) / rounds, 3)
-            found["acceptance_by_position"] = _by_position(firsts)
+            figures["tau"] = round(1 + sum(s.num_accepted_tokens for s in firsts) / rounds, 3)
+            figures["acceptance_by_position"] = _by_position(firsts)
             times = [
                 (s.draft_seconds + s.verify_seconds) / s.num_rounds
                 for repeats in counted
                 for s in repeats
                 if s.num_rounds
             ]
-            found["ms_per_round"] = round(1e3 * statistics.median(times), 3)
-        return found
+            figures["ms_per_round"] = round(1e3 * statistics.median(times), 3)
+        return figures
 
     def beside(self, other: Mode) -> dict[str, object]:
         """How this mode compares with another one on the same prompts."""
@@ -195,11 +195,11 @@ def _timed(run: Run, row: list[int]) -> Outcome:
 def _by_position(counted: list[Statistics]) -> list[float]:
     """Of the rounds that proposed a token at a place, the share in which it was accepted."""
     places = max(len(s.num_draft_tokens_per_pos) for s in counted)
-    found = []
+    figures = []
     for place in range(places):
         drafted = sum(s.num_draft_tokens_per_pos[place] for s in counted if place < len(s.num_draft_tokens_per_pos))
         accepted = sum(
             s.num_accepted_tokens_per_pos[place] for s in counted if place < len(s.num_accepted_tokens_per_pos)
         )
-        found.append(round(accepted / drafted, 3) if drafted else 0.0)
-    return found
+        figures.append(round(accepted / drafted, 3) if drafted else 0.0)
+    return figures
