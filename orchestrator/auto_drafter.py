@@ -269,7 +269,9 @@ class _Makers:
         if row.name == "medusa":
             heads: Drafter = maker(spec.path, self.target, tree=draft_tree)
         else:
-            tree = parse_draft_tree(str(draft_tree or "chain"), k=self._k(spec), drawn=self.drawn)
+            tree = draft_tree  # an object of the user's own, or text
+            if draft_tree is None or isinstance(draft_tree, str):
+                tree = parse_draft_tree(draft_tree or "chain", k=self._k(spec), drawn=self.drawn)
             heads = maker(spec.path, self.target, tree)
         k = self.config.k if spec.k is None else spec.k
         return _with_depth(heads, k, spec) if isinstance(k, int) else heads

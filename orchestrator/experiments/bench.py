@@ -54,7 +54,8 @@ class Mode:
         firsts = [repeats[0] for repeats in counted if repeats]
         rounds = sum(s.num_rounds for s in firsts)
         if rounds:
-            figures["tau"] = round(1 + sum(s.num_accepted_tokens for s in firsts) / rounds, 3)
+            drafts = sum(s.num_drafts for s in firsts)
+            figures["tau"] = round(1 + sum(s.num_accepted_tokens for s in firsts) / drafts, 3) if drafts else 1.0
             figures["acceptance_by_position"] = _by_position(firsts)
             times = [
                 (s.draft_seconds + s.verify_seconds) / s.num_rounds

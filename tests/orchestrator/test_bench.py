@@ -53,6 +53,7 @@ def test_acceptance_by_position_has_the_proposals_of_that_place_for_a_denominato
     """Rule C44, as printed by the benchmark: pooled over the prompts, not a mean of means."""
     few = Statistics(
         num_rounds=2,
+        num_drafts=2,
         num_draft_tokens=4,
         num_accepted_tokens=1,
         num_accepted_tokens_per_pos=[1, 0],
@@ -60,6 +61,7 @@ def test_acceptance_by_position_has_the_proposals_of_that_place_for_a_denominato
     )
     many = Statistics(
         num_rounds=8,
+        num_drafts=8,
         num_draft_tokens=8,
         num_accepted_tokens=8,
         num_accepted_tokens_per_pos=[8],
