@@ -44,7 +44,7 @@ def wanted(workshop: Workshop, prompts: list[list[int]], **asked: object) -> lis
 def pid_of(models: Deployment, label: str) -> int | None:
     """The process that holds the cores of a worker, which need not answer; None while there is none."""
     spec = models.group("chat").spec(label)
-    return held(spec.node).get(spec.cores.first)
+    return held(spec.node).get(spec.cores.first) or None  # 0: the owner has not written its pid yet
 
 
 def drafts(models: Deployment, target: str) -> bool:
