@@ -11,9 +11,9 @@ from torch import Tensor
 
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle.config import EagleConfig
-from paceline.eagle.corpus import FrozenTarget
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.training import Vocabulary
+from paceline.eagle.objective import Vocabulary
+from paceline.training.frozen_model import FrozenTarget
 
 _FC = 0.5  # of the identity in the fc of version 1: it mixes a token and a feature
 
@@ -49,14 +49,14 @@ def default_config(target: ModelConfig, *, version: int, layers: tuple[int, ...]
 def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: Vocabulary) -> TrainableHead:
     """A network of this configuration; ``depth`` is how many layers the target has."""
     torch.manual_seed(0)
-    network = TrainableHead(config, target.embedding, target.head if config.version == 1 else None)
+    network = TrainableHead(config, target.embedding, target.output.detach() if config.version == 1 else None)
     first, last = target.block(0), target.block(depth - 1)
     state = network.state_dict()
     wanted: dict[str, Tensor] = {f"layer.{name}": value for name, value in last.items()}
     size = config.hidden_size
     if config.version == 3:
         wanted["norm.weight"] = target.norm
-        wanted["lm_head.weight"] = target.head[vocabulary.ids]
+        wanted["lm_head.weight"] = target.output.detach()[vocabulary.ids]
         wanted["layer.hidden_norm.weight"] = last["input_layernorm.weight"]
         wanted["layer.input_layernorm.weight"] = first["input_layernorm.weight"]
         for side in "qkv":

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.weights.atomic_write import atomic_write
-from paceline.medusa.corpus import Windows
 from paceline.medusa.network import Heads
+from paceline.training.features import Windows
 
 TOP = 10
 """Ranks that are looked at, as Medusa's trees do."""

@@ -2,7 +2,7 @@
 
 A head is a number of residual blocks, x + silu(W x + b), then a projection to the vocabulary: its own, or the
 target's output layer. Holds weights only: which tokens are picked is `paceline.medusa.drafter`, training
-`paceline.medusa.training`, files `paceline.medusa.checkpoint`.
+`paceline.medusa.train`, files `paceline.medusa.checkpoint`.
 """
 
 from __future__ import annotations

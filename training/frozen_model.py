@@ -1,4 +1,4 @@
-"""A model as a plain float32 forward through transformers, for what learns from it: its states and its own text.
+"""The target as a plain float32 forward through transformers, for what learns from it: its states and its own text.
 
 Only training uses it; decoding is `paceline.decoder.decoder`.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.core.errors import CheckpointError, ConfigurationError
+
+_FORWARD = 8  # texts in one forward
 
 PRECISIONS = {"f32": torch.float32, "bf16": torch.bfloat16}
 
@@ -31,34 +34,87 @@ def products(precision: str) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
 
 
-class FrozenModel:
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """tokens [n, S] int64; last [n, S, H] after the final norm; streams [n, S, F] as a head reads them.
+
+    ``last[:, t]`` predicts ``tokens[:, t + 1]``.
+    """
+
+    tokens: Tensor
+    last: Tensor
+    streams: Tensor
+
+
+class FrozenTarget:
     """A checkpoint that transformers can load, without gradients.
+
+    layers     the residual streams that `read` gives; empty = the last hidden state
+    output     [V, H], the output layer
+    embedding  [V, H]
+    norm       [H], the weight of the final norm
 
     Raises:
         CheckpointError: it cannot be loaded.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, layers: tuple[int, ...] = ()) -> None:
         from transformers import AutoModelForCausalLM
 
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder} is no checkpoint that transformers can load ({error})") from error
+            raise CheckpointError(f"{folder} is not a checkpoint that transformers can load ({error})") from error
         model.eval().requires_grad_(False)
         self._model: Any = model
+        self.layers = layers
+        self.output = nn.Parameter(model.get_output_embeddings().weight.detach(), requires_grad=False)
+        self.embedding: Tensor = model.get_input_embeddings().weight.detach()
+        self.norm: Tensor = model.get_decoder().norm.weight.detach()
 
     def fingerprint(self) -> str:
-        """Tells this model from another one, wherever its files lie."""
+        """Tells this model from another one, wherever its files are."""
         config = {name: value for name, value in self._model.config.to_dict().items() if name != "_name_or_path"}
         sums = {name: float(x.sum(dtype=torch.float64)) for name, x in self._model.named_parameters()}
         return hashlib.sha256(json.dumps([config, sums], sort_keys=True, default=str).encode()).hexdigest()
+
+    def block(self, index: int) -> dict[str, Tensor]:
+        """Weights of one layer, by their short names."""
+        weights: dict[str, Tensor] = self._model.get_decoder().layers[index].state_dict()
+        return weights
+
+    @torch.no_grad()
+    def states(self, tokens: Tensor) -> Tensor:
+        """tokens [n, S] -> [n, S, H] float32, after the final norm."""
+        states: Tensor = self._model.get_decoder()(tokens, use_cache=False).last_hidden_state
+        return states
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor) -> Texts:
+        """tokens [n, S] -> the same with their states, in bfloat16."""
+        decoder = self._model.get_decoder()
+        before_norm: list[Tensor] = []
+        # transformers hands out the last stream only after the norm; a hook sees it before.
+        hook = decoder.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
+        try:
+            parts = [
+                decoder(part, output_hidden_states=True, use_cache=False).hidden_states
+                for part in tokens.split(_FORWARD)
+            ]
+        finally:
+            hook.remove()
+        last = torch.cat([part[-1] for part in parts]).bfloat16()
+        if not self.layers:
+            return Texts(tokens, last, last)
+        depth = len(decoder.layers)
+        streams = [torch.cat([part[i] for part in parts] if i < depth else before_norm) for i in self.layers]
+        return Texts(tokens, last, torch.cat(streams, -1).bfloat16())
 
     @torch.no_grad()
     def continued(self, prompts: Tensor, length: int, *, temperature: float = 0.0) -> Tensor:
         """prompts [n, S] -> [n, S + length], written by the model itself, greedily at temperature 0."""
         sampled = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature > 0 else {}
-        found: Tensor = self._model.generate(
+        tokens: Tensor = self._model.generate(
             prompts,
             attention_mask=torch.ones_like(prompts),
             min_new_tokens=length,
@@ -66,4 +122,4 @@ class FrozenModel:
             pad_token_id=0,
             **{"do_sample": False, **sampled},
         )
-        return found
+        return tokens

@@ -1,9 +1,10 @@
-"""`paceline tree` and `paceline convert-medusa`: trees for Medusa heads, and their file formats."""
+"""`paceline medusa-tree` and `paceline convert-medusa`: trees for Medusa heads, and their file formats."""
 
 from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -13,14 +14,18 @@ from torch import Tensor
 
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.cli import console, progress, prompt_files
+from paceline.cli.config_options import command
+from paceline.cli.options import TargetFolder
 from paceline.cli.train import results, token_stream
 from paceline.core.errors import ConfigurationError, PromptError
 from paceline.generator import SpeculativeGenerator
-from paceline.medusa import accuracy, checkpoint, corpus, search
-from paceline.medusa.corpus import FrozenTarget, Windows
+from paceline.medusa import accuracy, checkpoint, search
 from paceline.medusa.drafter import MedusaDrafter
 from paceline.outputs import GenerationResult
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
+from paceline.training.data import cut
+from paceline.training.features import Windows
+from paceline.training.frozen_model import FrozenTarget
 
 _PROMPT = 64  # tokens of a prompt that is cut out of data
 
@@ -28,18 +33,41 @@ _PROMPT = 64  # tokens of a prompt that is cut out of data
 app = typer.Typer(help="Trees and files of Medusa heads.", add_completion=False)
 
 
-@app.command()
-def tree(
-    target: Annotated[Path, typer.Option(help="Folder of the target.")],
-    medusa: Annotated[Path, typer.Option(help="Folder of the heads.")],
+@dataclass(frozen=True, slots=True)
+class TreeOptions:
+    """The tree, and the texts that it is searched and checked on."""
+
+    nodes: int = field(default=64, metadata={"help": "Nodes of the tree."})
+    prompts: Path | None = field(default=None, metadata={"help": 'JSON lines, each with a "prompt", to measure on.'})
+    data: tuple[Path, ...] | None = field(
+        default=None, metadata={"help": "Or text to cut prompts from, or .bin; repeatable."}
+    )
+    eval_samples: int = field(default=48, metadata={"help": "How many texts."})
+    max_new_tokens: int = field(default=128, metadata={"help": "New tokens of a text."})
+
+    def __post_init__(self) -> None:
+        if self.nodes < 1 or self.max_new_tokens < 1:
+            raise ConfigurationError(
+                f"--nodes {self.nodes} and --max-new-tokens {self.max_new_tokens} must be at least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class BackendOptions:
+    """How the target is loaded."""
+
+    backend: str = field(default="inductor", metadata={"help": "inductor (compiled, CPU) or eager."})
+    amp: str = field(default="bf16", metadata={"help": "Number format of weights and cache: bf16, f16 or f32."})
+
+
+@command(app, "medusa-tree")
+def medusa_tree(
+    target: TargetFolder,
+    heads: Annotated[Path, typer.Option(help="Folder of the heads.")],
     out: Annotated[Path, typer.Option(help="File for the choices.")],
-    nodes: Annotated[int, typer.Option(help="Nodes of the tree.")] = 64,
-    prompts: Annotated[Path | None, typer.Option(help='JSON lines, each with a "prompt", to measure on.')] = None,
-    data: Annotated[list[Path] | None, typer.Option(help="Or text to cut prompts from, or .bin; repeatable.")] = None,
-    count: Annotated[int, typer.Option(help="How many texts.")] = 48,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens of a text.")] = 128,
-    backend: Annotated[str, typer.Option(help="inductor (compiled, CPU) or eager.")] = "inductor",
-    amp: Annotated[str, typer.Option(help="Number format of weights and cache: bf16, f16 or f32.")] = "bf16",
+    *,
+    tree: TreeOptions,
+    loader: BackendOptions,
 ) -> None:
     """Build the best tree of so many nodes for the accuracy of heads, measured on the target's own greedy text.
 
@@ -47,28 +75,31 @@ def tree(
     holds. The last line of stdout is a JSON object with both.
     """
     with console.refusals():
-        if nodes < 1 or max_new_tokens < 1:
-            raise ConfigurationError(f"--nodes {nodes} and --max-new-tokens {max_new_tokens} must be at least 1")
         if out.is_dir():
             raise ConfigurationError(f"{out} is a folder; give a file for the choices")
-        rows = _prompts(target, prompts, data, count=count) if count > 1 else []
+        rows = _prompts(target, tree) if tree.eval_samples > 1 else []
         if len(rows) < 2:
             raise ConfigurationError("give at least two texts: one half to search with, one half to check on")
         results(out.parent)
+        length = tree.max_new_tokens
         with progress.loading(console.err(), target) as report:
             decoder = AutoDecoder.from_pretrained(
-                target, n_positions=max(map(len, rows)) + max_new_tokens, amp=amp, backend=backend, progress=report
+                target,
+                n_positions=max(map(len, rows)) + length,
+                amp=loader.amp,
+                backend=loader.backend,
+                progress=report,
             )
         searched, checked = rows[::2], rows[1::2]
-        found, single = _search(decoder, target, medusa, rows=searched, nodes=nodes, length=max_new_tokens)
-        found.choices.write(out)
-        drafter = MedusaDrafter.from_pretrained(medusa, decoder, tree=found.choices)
-        taus = _run(decoder, drafter, checked, length=max_new_tokens)
+        best, independent = _search(decoder, target, heads, rows=searched, nodes=tree.nodes, length=length)
+        best.choices.write(out)
+        drafter = MedusaDrafter.from_pretrained(heads, decoder, tree=best.choices)
+        taus = _run(decoder, drafter, checked, length=length)
     figures = {
-        "nodes": len(found.choices),
-        "depth": found.choices.depth,
-        "expected_tau": round(found.tau, 3),
-        "expected_tau_if_heads_were_independent": round(1 + single, 3),
+        "nodes": len(best.choices),
+        "depth": best.choices.depth,
+        "expected_tau": round(best.tau, 3),
+        "expected_tau_if_heads_were_independent": round(1 + independent, 3),
         "measured_tau": round(statistics.fmean(taus), 3),
         "standard_error": round(statistics.stdev(taus) / len(taus) ** 0.5, 3) if len(taus) > 1 else None,
         "texts": [len(searched), len(checked)],
@@ -121,12 +152,12 @@ def _run(decoder: SamplingDecoder, drafter: MedusaDrafter, rows: list[list[int]]
     return taus
 
 
-def _prompts(target: Path, file: Path | None, data: list[Path] | None, *, count: int) -> list[list[int]]:
-    if (file is None) == (not data):
+def _prompts(target: Path, tree: TreeOptions) -> list[list[int]]:
+    if (tree.prompts is None) == (not tree.data):
         raise PromptError("give texts to measure on with --prompts or with --data, one of them")
-    if file is None:
-        stream = token_stream(list(data or ()), target)
-        return [[int(token) for token in row] for row in corpus.cut(stream, count, _PROMPT, seed=1).tolist()]
+    if tree.prompts is None:
+        stream = token_stream(list(tree.data or ()), target)
+        return [[int(token) for token in row] for row in cut(stream, tree.eval_samples, _PROMPT, seed=1).tolist()]
     tokenizer = load_tokenizer(target)
-    texts = prompt_files.prompts(file)[:count]
-    return [prompt_ids(tokenizer, text, f"prompt {index} of {file}") for index, text in enumerate(texts, start=1)]
+    texts = prompt_files.prompts(tree.prompts)[: tree.eval_samples]
+    return [prompt_ids(tokenizer, text, f"prompt {index} of {tree.prompts}") for index, text in enumerate(texts, 1)]

@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -13,81 +14,76 @@ import numpy as np
 import typer
 
 from paceline.cli import console, progress
+from paceline.cli.config_options import command
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.models.config import ModelConfig
-from paceline.medusa import pipeline
+from paceline.medusa import train
 from paceline.medusa.config import MedusaConfig
-from paceline.medusa.corpus import FrozenTarget, Report
-from paceline.medusa.training import TrainingOptions
 from paceline.text.tokenizer import load_tokenizer
+from paceline.training.features import Report
+from paceline.training.frozen_model import FrozenTarget
 
-PRECISION = "Of products of matrices: f32, or bf16, which is faster on a CPU with instructions for it."
-STOPPED = "stopped before the end: run the same command again to go on"
+STOPPED = "stopped before the end: run the same command again to resume"
+
+Target = Annotated[Path, typer.Option(help="Folder of the model the heads are for.")]
+Data = Annotated[list[Path], typer.Option(help="Text, or .bin with uint16 token ids; a file or folder; repeatable.")]
+Out = Annotated[Path, typer.Option(help="Folder for the heads.")]
+WorkDir = Annotated[Path | None, typer.Option(help="Folder for intermediate files; default: OUT/work.")]
 
 app = typer.Typer(help="Train heads for a target.", no_args_is_help=True, add_completion=False)
 
 
-@app.command()
+@dataclass(frozen=True, slots=True)
+class MedusaHeadOptions:
+    """Which Medusa heads are trained."""
+
+    heads: int = field(default=4, metadata={"help": "How many tokens ahead, after the target's own."})
+    layers: int = field(default=1, metadata={"help": "Residual blocks of a head."})
+    tie_lm_head: bool = field(
+        default=True, metadata={"help": "Use the target's output layer; otherwise one for each head."}
+    )
+
+
+@command(app, "medusa")
 def medusa(
-    target: Annotated[Path, typer.Option(help="Folder of the model the heads are for.")],
-    data: Annotated[
-        list[Path], typer.Option(help="Text, or .bin with uint16 token ids; a file or folder; repeatable.")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for the heads.")],
-    heads: Annotated[int, typer.Option(help="How many tokens ahead, after the target's own.")] = 4,
-    layers: Annotated[int, typer.Option(help="Residual blocks of a head.")] = 1,
-    tied: Annotated[bool, typer.Option("--tied/--own", help="Use the target's output layer, or one per head.")] = True,
-    tokens: Annotated[int, typer.Option(help="Tokens of the data to train on.")] = 300_000,
-    generated: Annotated[int, typer.Option(help="Tokens of the target's own continuations to train on.")] = 0,
-    temperature: Annotated[list[float] | None, typer.Option(help="Of those, by turns. Default: 0 and 1.")] = None,
-    epochs: Annotated[float, typer.Option(help="Passes over all of it.")] = 1.0,
-    window: Annotated[int, typer.Option(help="Tokens of one text.")] = 256,
-    measured: Annotated[int, typer.Option(help="Texts to measure the accuracy on.")] = 64,
-    rows: Annotated[int, typer.Option(help="Texts in a step.")] = 8,
-    rate: Annotated[float, typer.Option(help="Largest learning rate.")] = 1e-3,
-    precision: Annotated[str, typer.Option(help=PRECISION)] = "f32",
-    labels: Annotated[str, typer.Option(help="target: its distribution; text: the tokens that came.")] = "target",
-    minutes: Annotated[float | None, typer.Option(help="Stop after so long; run again to go on.")] = None,
-    work: Annotated[Path | None, typer.Option(help="Folder for what is kept meanwhile; default: OUT/work.")] = None,
+    target: Target,
+    data: Data,
+    out: Out,
+    *,
+    heads: MedusaHeadOptions,
+    texts: train.MedusaTexts,
+    training: train.MedusaTraining,
+    work_dir: WorkDir = None,
 ) -> None:
     """Train Medusa heads on a frozen target. The last line of stdout is a JSON object with the accuracies."""
     with console.refusals():
-        plan = pipeline.Plan(
-            tokens=tokens,
-            generated=generated,
-            temperatures=tuple(temperature or (0.0, 1.0)),
-            window=window,
-            prompt=window // 4,
-            measured=measured,
-        )
-        options = TrainingOptions(
-            epochs=epochs, rows=rows, rate=rate, labels=labels, precision=precision, minutes=minutes
-        )
         sizes = ModelConfig.from_pretrained(target)
-        config = MedusaConfig(heads, layers, sizes.hidden_size, sizes.vocab_size, tied, base=target.name)
-        plan.check(config, sizes)
+        config = MedusaConfig(
+            heads.heads, heads.layers, sizes.hidden_size, sizes.vocab_size, heads.tie_lm_head, base=target.name
+        )
+        texts.check(config, sizes)
         stream = token_stream(data, target)
         results(out)
-        folder = results(work or out / "work")
+        work = results(work_dir or out / "work")
         frozen = FrozenTarget(target)
         with reports("training Medusa heads") as report, until_terminated():
-            states = pipeline.gather(frozen, stream, plan, work=folder, report=report)
-            found = pipeline.train(
+            states = train.gather(frozen, stream, texts, work=work, report=report)
+            accuracy = train.train(
                 frozen,
                 config,
-                options,
+                training,
                 states=states,
-                work=folder,
+                work=work,
                 out=out,
-                first=plan.prompt - 1,
+                first=texts.prompt_length - 1,
                 report=report,
             )
-    if found is None:
+    if accuracy is None:
         console.say(console.err(), STOPPED)
         raise typer.Exit(3)
-    table = found.top()
+    table = accuracy.top()
     console.err().print(console.values_table("top-1 and top-10 by head", {str(i): row for i, row in enumerate(table)}))
-    typer.echo(json.dumps({"heads": heads, "places": found.places, "top": table}))
+    typer.echo(json.dumps({"heads": heads.heads, "places": accuracy.places, "top": table}))
 
 
 @contextmanager

@@ -23,16 +23,16 @@ def head(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.py").write_text(" ".join(f"w{(i * i + i // 7) % VOCABULARY}" for i in range(2400)))
     command: list[object] = [
         "train", "eagle", "--target", target, "--data", folder / "text.py", "--out", folder / "out", "--version", 3,
-        "--layers", 0, "--layers", 1, "--layers", 2, "--draft-vocabulary", 60, "--tokens", 24 * 8 * 3, "--passes", 2,
+        "--layers", 0, "--layers", 1, "--layers", 2, "--draft-vocab-size", 60, "--tokens", 24 * 8 * 3, "--ttt-steps", 2,
         "--length", 24,
     ]  # fmt: skip
-    stopped = call(*command, "--minutes", 0)
+    stopped = call(*command, "--max-minutes", 0)
     assert stopped.exit_code == 3, stopped.stderr
-    assert "again to go on" in stopped.stderr and not (folder / "out" / "model.safetensors").exists()
+    assert "again to resume" in stopped.stderr and not (folder / "out" / "model.safetensors").exists()
     assert "training, loss" in stopped.stderr, "not on a terminal: lines"
     ended = terminated(*command)
-    assert ended.exit_code == 143 and "again to go on" in ended.stderr
-    assert torch.load(folder / "out" / "work" / "state.pt", weights_only=True)["state"]["done"] == 2
+    assert ended.exit_code == 143 and "again to resume" in ended.stderr
+    assert torch.load(folder / "out" / "work" / "state.pt", weights_only=True)["state"]["step"] == 2
     assert len(last(call(*command))["greedy chains"]) == 5  # type: ignore[arg-type]
     assert "of" in json.loads((folder / "out" / "work" / "log.jsonl").read_text().splitlines()[-1])
     return folder / "out"
@@ -73,16 +73,16 @@ def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str
     [
         (["--version", 2], "EAGLE-2"),
         (["--layers", 99], "numbered 0 to 2"),
-        (["--draft-vocabulary", 0], "1 to 96 ids"),
-        (["--version", 1, "--draft-vocabulary", 9], "not possible for version 1"),
-        (["--passes", 0], "passes and rows must be positive"),
-        (["--keep", "nan"], "no size"),
-        (["--keep", "1e300"], "no size"),
+        (["--draft-vocab-size", 0], "1 to 96 ids"),
+        (["--version", 1, "--draft-vocab-size", 9], "not possible for version 1"),
+        (["--ttt-steps", 0], "ttt_steps must be positive"),
+        (["--feature-cache-gb", "nan"], "not a size"),
+        (["--feature-cache-gb", "1e300"], "not a size"),
         (["--length", 200], "the target reads 128"),
         (["--data", "OTHER"], "token id 5000"),
         (["--data", "ODD"], "middle of a number"),
         (["--out", "FILE"], "cannot be made a folder"),
-        (["--out", "FILE", "--work", "FOLDER"], "cannot be made a folder"),
+        (["--out", "FILE", "--work-dir", "FOLDER"], "cannot be made a folder"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(target: Path, tmp_path: Path, arguments: list[object], said: str) -> None:

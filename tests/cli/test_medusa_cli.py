@@ -28,15 +28,15 @@ def heads(target: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     out = tmp_path_factory.mktemp("heads")
     command: list[object] = [
         "train", "medusa", "--target", target, "--data", data, "--out", out, "--heads", 2, "--tokens", 64 * 4,
-        "--window", 64, "--measured", 2, "--epochs", 4, "--rows", 2,
+        "--length", 64, "--eval-samples", 2, "--epochs", 4, "--batch-size", 2,
     ]  # fmt: skip
-    stopped = call(*command, "--minutes", 0)
+    stopped = call(*command, "--max-minutes", 0)
     assert stopped.exit_code == 3
-    assert "again to go on" in stopped.stderr
+    assert "again to resume" in stopped.stderr
     assert not (out / "model.safetensors").exists()
     ended = terminated(*command)
-    assert ended.exit_code == 143 and "again to go on" in ended.stderr
-    assert torch.load(out / "work" / "state.pt", weights_only=True)["state"]["step"] == 1
+    assert ended.exit_code == 143 and "again to resume" in ended.stderr
+    assert torch.load(out / "work" / "state.pt", weights_only=True)["state"]["step"] == 2
     done = call(*command)
     assert last(done)["heads"] == 2
     assert "training, loss" in done.stderr, "not on a terminal: lines"
@@ -82,10 +82,10 @@ def test_a_tree_is_searched_and_checked(target: Path, heads: Path, tmp_path: Pat
     prompts.write_text("\n".join(json.dumps({"prompt": f"w{i} w{2 * i}"}) for i in range(3, 9)))
     found = last(
         call(
-            "tree",
+            "medusa-tree",
             "--target",
             target,
-            "--medusa",
+            "--heads",
             heads,
             "--out",
             out,
@@ -139,9 +139,9 @@ def test_what_cannot_be_done_is_refused(target: Path, heads: Path, arguments: li
     [
         (["--nodes", 0], "--nodes 0"),
         (["--max-new-tokens", 0], "must be at least 1"),
-        (["--count", 1], "at least two texts"),
-        (["--count", 0], "at least two texts"),
-        (["--count", -2], "at least two texts"),
+        (["--eval-samples", 1], "at least two texts"),
+        (["--eval-samples", 0], "at least two texts"),
+        (["--eval-samples", -2], "at least two texts"),
         (["--out", "FOLDER"], "is a folder"),
         (["--out", "FILE/tree.json"], "cannot be made a folder"),
         (["--prompts", "FILE"], "one of them"),
@@ -154,7 +154,9 @@ def test_trees_that_cannot_be_are_refused(
     (tmp_path / "FOLDER").mkdir()
     given = [tmp_path / one if str(one).startswith("F") else one for one in arguments]
     out = [] if "--out" in given else ["--out", tmp_path / "tree.json"]
-    done = call("tree", "--target", target, "--medusa", heads, "--data", data, "--count", 4, *EAGER, *out, *given)
+    done = call(
+        "medusa-tree", "--target", target, "--heads", heads, "--data", data, "--eval-samples", 4, *EAGER, *out, *given
+    )
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
 
@@ -164,18 +166,18 @@ def test_trees_that_cannot_be_are_refused(
     [
         (["--heads", 0], "at least 1"),
         (["--heads", 60], "what 60 heads predict"),
-        (["--window", 200], "the target reads 128"),
+        (["--length", 200], "the target reads 128"),
         (["--temperature", -1], "greedy"),
-        (["--rate", "nan"], "must be positive"),
+        (["--learning-rate", "nan"], "must be positive"),
         (["--epochs", "inf"], "must be positive"),
-        (["--minutes", -1], "no time"),
+        (["--max-minutes", -1], "not a time"),
     ],
 )
 def test_trainings_that_cannot_be_are_refused(
     target: Path, data: Path, tmp_path: Path, arguments: list[object], said: str
 ) -> None:
     out = tmp_path / "out"
-    given = ("--target", target, "--data", data, "--out", out, "--tokens", 256, "--window", 64, "--measured", 2)
+    given = ("--target", target, "--data", data, "--out", out, "--tokens", 256, "--length", 64, "--eval-samples", 2)
     done = call("train", "medusa", *given, *arguments)
     assert done.exit_code == 2
     assert said in " ".join(done.stderr.split())
@@ -185,6 +187,6 @@ def test_trainings_that_cannot_be_are_refused(
 def test_data_that_is_not_there_is_refused(target: Path, tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text("")
     for wrong, said in ((tmp_path / "absent.txt", "does not exist"), (tmp_path / "empty.txt", "no text")):
-        done = call("train", "medusa", "--target", target, "--data", wrong, "--out", tmp_path / "out", "--window", 64)
+        done = call("train", "medusa", "--target", target, "--data", wrong, "--out", tmp_path / "out", "--length", 64)
         assert done.exit_code == 2
         assert said in done.stderr

@@ -15,17 +15,22 @@ from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.core.types import FeatureSpec
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.steps import prefill
-from paceline.eagle import initial, pipeline
-from paceline.eagle.corpus import Corpus, CorpusOptions, FrozenTarget, Texts
+from paceline.eagle import initial, train
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.pipeline import Plan
-from paceline.eagle.training import Trainer, TrainingOptions, Vocabulary, acceptance, muon, objective, target_law
+from paceline.eagle.objective import EagleTraining, Vocabulary, acceptance, objective, target_law
+from paceline.eagle.train import EagleHeadOptions, EagleTrainer, muon
+from paceline.training.features import CachedTextOptions, FeatureCache
+from paceline.training.frozen_model import FrozenTarget, Texts
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import Plain, config, random_head
 
-SHORT = CorpusOptions(length=24, measured=8, prompt=6, keep_bytes=1 << 30)
+SHORT = CachedTextOptions(length=24, prompt=6, eval_samples=8, feature_cache_gb=1)
 LAYERS = (0, 1, 2)
+
+
+def output(frozen: FrozenTarget) -> torch.Tensor:
+    return frozen.output.detach()
 
 
 def stream(texts: int = 160) -> np.ndarray:
@@ -35,14 +40,16 @@ def stream(texts: int = 160) -> np.ndarray:
     return ((starts[:, None] + np.arange(4)) % VOCABULARY).astype(np.uint16).flatten()
 
 
-def parts(workshop: Workshop, folder: Path, version: int) -> tuple[FrozenTarget, Corpus, TrainableHead, Vocabulary]:
+def parts(
+    workshop: Workshop, folder: Path, version: int
+) -> tuple[FrozenTarget, FeatureCache, TrainableHead, Vocabulary]:
     frozen = FrozenTarget(workshop.checkpoint(), LAYERS)
     sizes = ModelConfig.from_pretrained(workshop.checkpoint())
     counts = torch.from_numpy(np.bincount(stream(), minlength=VOCABULARY))
     vocabulary = Vocabulary.frequent(counts, 60 if version == 3 else VOCABULARY)
     made = initial.default_config(sizes, version=version, layers=LAYERS, draft_vocab_size=len(vocabulary.ids))
     network = initial.fresh(made, frozen, depth=sizes.num_layers, vocabulary=vocabulary)
-    return frozen, Corpus(frozen, stream(), SHORT, folder=folder / "states"), network, vocabulary
+    return frozen, FeatureCache(frozen, stream(), SHORT, folder=folder / "states"), network, vocabulary
 
 
 def test_states_are_those_a_decoder_hands_out(workshop: Workshop) -> None:
@@ -64,8 +71,8 @@ def test_the_objective_is_that_of_the_papers(workshop: Workshop, tmp_path: Path,
     frozen, corpus, _, _ = parts(workshop, tmp_path, 3)
     made = random_head(config(target.config, version, **({"draft_vocab_size": drafted} if version == 3 else {})))
     vocabulary = Vocabulary(made.weights["ids"] if version == 3 else torch.arange(VOCABULARY), VOCABULARY)
-    reference = Plain(made, frozen.embedding, frozen.head)
-    network = TrainableHead(made.config, frozen.embedding, frozen.head if version == 1 else None)
+    reference = Plain(made, frozen.embedding, output(frozen))
+    network = TrainableHead(made.config, frozen.embedding, output(frozen) if version == 1 else None)
     network.load_state_dict({name: x for name, x in made.weights.items() if name != "ids"})
     whole = corpus.batch(0)
     texts = Texts(whole.tokens[:2], whole.last[:2], whole.streams[:2])
@@ -76,16 +83,18 @@ def test_the_objective_is_that_of_the_papers(workshop: Workshop, tmp_path: Path,
             real = last if version == 1 else streams
             for place in range(size - 1 - number):
                 hidden = reference.hidden(real[: place + 1], tokens[1 : place + 2 + number].tolist())
-                logits = last[place + 1 + number] @ frozen.head.T
+                logits = last[place + 1 + number] @ output(frozen).T
                 errors.append(F.smooth_l1_loss(hidden, last[place + 1 + number]))
                 if int(logits.argmax()) in vocabulary.ids.tolist():
                     law = logits[vocabulary.ids].softmax(-1)
                     surprises.append(-(law * reference.scores(hidden).log_softmax(-1)).sum())
         loss = torch.stack(surprises).mean()
         wanted += 0.8**number * float(loss if version == 3 else 0.1 * loss + torch.stack(errors).mean())
-    found = objective(network, texts, TrainingOptions(tokens=1, passes=passes), head=frozen.head, vocabulary=vocabulary)
+    found = objective(
+        network, texts, EagleTraining(tokens=1, ttt_steps=passes), head=output(frozen), vocabulary=vocabulary
+    )
     assert float(found.detach()) == pytest.approx(wanted, rel=1e-3)
-    assert TrainingOptions(tokens=1).passes == 7, "as the paper's"
+    assert EagleTraining(tokens=1).passes(3) == 7, "as the paper's"
 
 
 @pytest.mark.parametrize(
@@ -93,21 +102,23 @@ def test_the_objective_is_that_of_the_papers(workshop: Workshop, tmp_path: Path,
 )
 def test_a_head_learns(workshop: Workshop, tmp_path: Path, version: int, passes: int, precision: str) -> None:
     frozen, corpus, network, vocabulary = parts(workshop, tmp_path, version)
-    options = TrainingOptions(tokens=24 * 64 * 6, passes=passes, rows=8, law_weight=1.0, rate=3e-3, precision=precision)
+    options = EagleTraining(
+        tokens=24 * 64 * 6, ttt_steps=passes, batch_size=8, ce_weight=1.0, learning_rate=3e-3, precision=precision
+    )
     texts = corpus.batch(1)
-    before = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary).detach())
-    measured = corpus.measured()
+    before = float(objective(network, texts, options, head=output(frozen), vocabulary=vocabulary).detach())
+    measured = corpus.eval_texts()
 
     def measure(trained: TrainableHead) -> list[float]:
-        return acceptance(trained, measured, depth=3, head=frozen.head, vocabulary=vocabulary, skip=SHORT.prompt)
+        return acceptance(trained, measured, depth=3, head=output(frozen), vocabulary=vocabulary, skip=SHORT.prompt)
 
-    trainer = Trainer(
-        network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path, measure=measure
+    trainer = EagleTrainer(
+        network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path, measure=measure
     )
     assert trainer.run(lambda *_: None)
     logged = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert logged[-1]["step"] == logged[-1]["of"] == trainer.steps and logged[-1]["loss"] < logged[0]["loss"]
-    after = float(objective(network, texts, options, head=frozen.head, vocabulary=vocabulary).detach())
+    after = float(objective(network, texts, options, head=output(frozen), vocabulary=vocabulary).detach())
     assert after < 0.9 * before
     assert {p.dtype for p in network.parameters()} == {torch.float32}, "only products are of another precision"
     shares = measure(network)
@@ -121,112 +132,116 @@ def test_a_stopped_run_ends_where_an_undisturbed_one_does(workshop: Workshop, tm
         done, runs = False, 0
         while not done:
             frozen, corpus, network, vocabulary = parts(workshop, tmp_path / name, 3)
-            options = TrainingOptions(tokens=24 * 8 * 6, passes=2, rows=8, minutes=minutes)
-            trainer = Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path / name)
+            options = EagleTraining(tokens=24 * 8 * 6, ttt_steps=2, batch_size=8, max_minutes=minutes)
+            trainer = EagleTrainer(
+                network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path / name
+            )
             done, runs = trainer.run(lambda *_: None), runs + 1
         assert runs == (1 if minutes is None else 6)
-        ends.append((trainer.done, trainer.network.state_dict()))
+        ends.append((trainer.step, trainer.network.state_dict()))
     assert ends[0][0] == ends[1][0]
     assert all(torch.equal(ends[0][1][name], value) for name, value in ends[1][1].items())
 
 
 def test_a_run_with_other_options_is_refused(workshop: Workshop, tmp_path: Path) -> None:
     frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
-    options = TrainingOptions(tokens=24 * 8, passes=1, rows=8)
-    Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path).run(lambda *_: None)
-    other = Corpus(frozen, (stream() + 1) % VOCABULARY, SHORT, folder=tmp_path / "states")
+    options = EagleTraining(tokens=24 * 8, ttt_steps=1, batch_size=8)
+    EagleTrainer(network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path).run(
+        lambda *_: None
+    )
+    other = FeatureCache(frozen, (stream() + 1) % VOCABULARY, SHORT, folder=tmp_path / "states")
     fewer = Vocabulary(vocabulary.ids.flip(0), VOCABULARY)
     for part, changed, texts, drafted in (
-        ("another rate", replace(options, rate=1e-5), corpus, vocabulary),
+        ("another learning_rate", replace(options, learning_rate=1e-5), corpus, vocabulary),
         ("another corpus", options, other, vocabulary),
         ("another drafted ids", options, corpus, fewer),
     ):
         with pytest.raises(ConfigurationError, match=part):
-            Trainer(network, texts, changed, head=frozen.head, vocabulary=drafted, folder=tmp_path)
-    Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path)
+            EagleTrainer(network, texts, changed, head=output(frozen), vocabulary=drafted, folder=tmp_path)
+    EagleTrainer(network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path)
 
 
 def test_a_run_that_is_broken_off_is_gone_on_with(workshop: Workshop, tmp_path: Path) -> None:
     """Between two steps the last one is kept; in the middle of a change nothing is."""
     frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
-    options = TrainingOptions(tokens=24 * 8 * 3, passes=1, rows=8)
+    options = EagleTraining(tokens=24 * 8 * 3, ttt_steps=1, batch_size=8)
 
     def stop(*_all: object) -> None:
         raise KeyboardInterrupt
 
-    def taken_up() -> Trainer:
-        return Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path)
+    def taken_up() -> EagleTrainer:
+        return EagleTrainer(network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path)
 
     with pytest.raises(KeyboardInterrupt):
         taken_up().run(stop)
     trainer = taken_up()
-    assert trainer.done == 1
+    assert trainer.step == 1
     trainer._optimizers[1].step = stop  # type: ignore[method-assign, assignment]
     with pytest.raises(KeyboardInterrupt):
         trainer.run(lambda *_: None)
     state = torch.load(tmp_path / "state.pt", weights_only=True)["state"]
-    assert state["done"] == 1
-    assert not all(torch.equal(state["network"][name], x) for name, x in network.state_dict().items())
+    assert state["step"] == 1
+    assert not all(torch.equal(state["weights"][name], x) for name, x in network.state_dict().items())
 
 
 def test_what_is_measured_is_not_trained_on(workshop: Workshop, tmp_path: Path) -> None:
     """Of 96 texts all were in reach of training, and half of what was measured was among them."""
     frozen = FrozenTarget(workshop.checkpoint(), LAYERS)
     texts = np.arange(96)[:, None] * np.ones(24, dtype=int)  # text i is i, over and over: as many as there are ids
-    corpus = Corpus(frozen, texts.flatten(), replace(SHORT, measured=32), folder=tmp_path)
+    corpus = FeatureCache(frozen, texts.flatten(), replace(SHORT, eval_samples=32), folder=tmp_path)
     trained = {int(row[0]) for number in range(corpus.batches) for row in corpus.batch(number).tokens}
-    measured = {int(row[0]) for row in corpus.measured().tokens}
+    measured = {int(row[0]) for row in corpus.eval_texts().tokens}
     assert (len(trained), len(measured)) == (64, 32) and not trained & measured
     with pytest.raises(ConfigurationError, match="give more"):
-        Corpus(frozen, texts.flatten(), replace(SHORT, measured=33), folder=tmp_path)
+        FeatureCache(frozen, texts.flatten(), replace(SHORT, eval_samples=33), folder=tmp_path)
     with pytest.raises(ConfigurationError, match="leaves texts out"):
-        TrainingOptions(tokens=100, rows=48)
+        EagleTraining(tokens=100, batch_size=48)
 
 
 def test_what_a_target_cannot_have_is_refused_before_it_is_run(workshop: Workshop) -> None:
     """Streams beyond its layers made heads that it refused itself; 0 ids meant all of them."""
     sizes = ModelConfig.from_pretrained(workshop.checkpoint())
-    pipeline.check(Plan(version=3, layers=LAYERS, draft_vocab_size=60), SHORT, sizes)
+    train.check(EagleHeadOptions(version=3, layers=LAYERS, draft_vocab_size=60), SHORT, sizes)
     for plan, said in (
-        (Plan(version=3, layers=(0, 9)), "numbered 0 to 2"),
-        (Plan(version=3, layers=(-1,)), "numbered 0 to 2"),
-        (Plan(version=3, draft_vocab_size=0), "1 to 96 ids"),
-        (Plan(version=3, draft_vocab_size=97), "1 to 96 ids"),
-        (Plan(version=1, draft_vocab_size=60), "not possible for version 1"),
-        (Plan(depth=20), "room for 20 drafts"),
+        (EagleHeadOptions(version=3, layers=(0, 9)), "numbered 0 to 2"),
+        (EagleHeadOptions(version=3, layers=(-1,)), "numbered 0 to 2"),
+        (EagleHeadOptions(version=3, draft_vocab_size=0), "1 to 96 ids"),
+        (EagleHeadOptions(version=3, draft_vocab_size=97), "1 to 96 ids"),
+        (EagleHeadOptions(version=1, draft_vocab_size=60), "not possible for version 1"),
+        (EagleHeadOptions(depth=20), "room for 20 drafts"),
     ):
         with pytest.raises(ConfigurationError, match=said):
-            pipeline.check(plan, SHORT, sizes)
+            train.check(plan, SHORT, sizes)
     with pytest.raises(ConfigurationError, match="the target reads 128"):
-        pipeline.check(Plan(), replace(SHORT, length=129), sizes)
+        train.check(EagleHeadOptions(), replace(SHORT, length=129), sizes)
     with pytest.raises(CheckpointError, match="EAGLE-2"):
-        pipeline.check(Plan(version=2), SHORT, sizes)
+        train.check(EagleHeadOptions(version=2), SHORT, sizes)
     nan = float("nan")
     for wrong in (
-        {"rate": nan},
-        {"rate": float("inf")},
+        {"learning_rate": nan},
+        {"learning_rate": float("inf")},
         {"feature_weight": nan},
-        {"law_weight": -1.0},
-        {"minutes": nan},
+        {"ce_weight": -1.0},
+        {"max_minutes": nan},
         {"precision": "f16"},
     ):
         with pytest.raises(ConfigurationError):
-            TrainingOptions(tokens=1, **wrong)  # type: ignore[arg-type]
+            EagleTraining(tokens=1, **wrong)  # type: ignore[arg-type]
 
 
 def test_a_run_that_diverges_is_no_result(workshop: Workshop, tmp_path: Path) -> None:
     frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
     network.fc.weight.data.fill_(torch.nan)
-    options = TrainingOptions(tokens=24 * 8, passes=1, rows=8)
-    trainer = Trainer(network, corpus, options, head=frozen.head, vocabulary=vocabulary, folder=tmp_path)
+    options = EagleTraining(tokens=24 * 8, ttt_steps=1, batch_size=8)
+    trainer = EagleTrainer(network, corpus, options, head=output(frozen), vocabulary=vocabulary, folder=tmp_path)
     with pytest.raises(ConfigurationError, match="step 0 is nan: the run has diverged"):
         trainer.run(lambda *_: None)
 
 
 def test_states_are_kept_up_to_the_bound_and_equal_either_way(workshop: Workshop, tmp_path: Path) -> None:
     frozen = FrozenTarget(workshop.checkpoint(), LAYERS)
-    one = Corpus(frozen, stream(), SHORT, folder=tmp_path / "kept")
-    none = Corpus(frozen, stream(), replace(SHORT, keep_bytes=0), folder=tmp_path / "none")
+    one = FeatureCache(frozen, stream(), SHORT, folder=tmp_path / "kept")
+    none = FeatureCache(frozen, stream(), replace(SHORT, feature_cache_gb=0), folder=tmp_path / "none")
     for corpus in (one, none):
         corpus.batch(0)
     assert len(list((tmp_path / "kept").rglob("*.safetensors"))) == 1
@@ -234,7 +249,7 @@ def test_states_are_kept_up_to_the_bound_and_equal_either_way(workshop: Workshop
     ours, theirs = one.batch(0), none.batch(0)
     assert torch.equal(ours.streams, theirs.streams) and torch.equal(ours.last, theirs.last)
     with pytest.raises(ConfigurationError, match="give more"):
-        Corpus(frozen, stream(10), SHORT, folder=tmp_path)
+        FeatureCache(frozen, stream(10), SHORT, folder=tmp_path)
 
 
 def test_the_law_over_a_part_of_the_vocabulary() -> None:
@@ -274,16 +289,16 @@ def test_updates_of_matrices_are_orthogonal_and_sized_like_those_of_adamw(shape:
 
 
 def test_a_trained_head_is_written_and_drafts(workshop: Workshop, tmp_path: Path) -> None:
-    shares = pipeline.train(
+    shares = train.train(
         workshop.checkpoint(),
         stream(),
-        Plan(version=3, layers=LAYERS, draft_vocab_size=60, depth=2),
-        corpus=SHORT,
-        options=TrainingOptions(tokens=24 * 8 * 2, passes=2, rows=8),
+        EagleHeadOptions(version=3, layers=LAYERS, draft_vocab_size=60, depth=2),
+        texts=SHORT,
+        options=EagleTraining(tokens=24 * 8 * 2, ttt_steps=2, batch_size=8),
         work=tmp_path / "work",
         out=tmp_path / "head",
         report=lambda *_: None,
     )
-    assert shares is not None and (tmp_path / "head" / pipeline.MEASURED).is_file()
+    assert shares is not None and (tmp_path / "head" / train.MEASURED).is_file()
     head = EagleDrafter.from_pretrained(tmp_path / "head", workshop.decoder(slots=1)).head
     assert head.config.draft_vocab_size == 60 and head.config.layers == LAYERS

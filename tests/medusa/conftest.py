@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.medusa import pipeline
+from paceline.medusa import train
 from paceline.medusa.config import MedusaConfig
-from paceline.medusa.corpus import FrozenTarget
-from paceline.medusa.pipeline import Plan
-from paceline.medusa.training import TrainingOptions
+from paceline.medusa.train import MedusaTexts, MedusaTraining
 from paceline.medusa.tree import Choices
+from paceline.training.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 
@@ -23,12 +22,12 @@ def heads_folder(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -
     out, work = tmp_path_factory.mktemp("heads"), tmp_path_factory.mktemp("heads-work")
     target = FrozenTarget(workshop.checkpoint("target"))
     stream = np.random.default_rng(1).integers(0, VOCABULARY, 9000).astype(np.int32)
-    plan = Plan(tokens=0, generated=128 * 40, window=40, prompt=4, measured=4)
-    states = pipeline.gather(target, stream, plan, work=work, report=lambda *_: None)
+    plan = MedusaTexts(tokens=0, self_distill_tokens=128 * 40, length=40, prompt=4, eval_samples=4)
+    states = train.gather(target, stream, plan, work=work, report=lambda *_: None)
     config = MedusaConfig(3, 1, 32, VOCABULARY, tied=True)
     torch.manual_seed(0)
-    options = TrainingOptions(epochs=6, rows=8, rate=5e-3)
-    pipeline.train(target, config, options, states=states, work=work, out=out, first=3, report=lambda *_: None)
+    options = MedusaTraining(epochs=6, batch_size=8, learning_rate=5e-3)
+    train.train(target, config, options, states=states, work=work, out=out, first=3, report=lambda *_: None)
     tree = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 1, 0], [3], [0, 0, 1]])
     tree.write(out / "tree.json")
     return out

@@ -14,16 +14,17 @@ from torch import Tensor
 
 from paceline.core.errors import CheckpointError, ConfigurationError
 from paceline.decoder.models.config import ModelConfig
-from paceline.medusa import accuracy, checkpoint, corpus, pipeline
+from paceline.medusa import accuracy, checkpoint, train
 from paceline.medusa.config import MedusaConfig
-from paceline.medusa.corpus import FrozenTarget, Windows
 from paceline.medusa.network import fresh
-from paceline.medusa.pipeline import Plan
-from paceline.medusa.training import Trainer, TrainingOptions
+from paceline.medusa.train import MedusaTexts, MedusaTrainer, MedusaTraining
+from paceline.training.data import cut
+from paceline.training.features import Windows, read_features
+from paceline.training.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop
 
 CONFIG = MedusaConfig(heads=2, layers=1, hidden_size=32, vocab_size=VOCABULARY, tied=True)
-PLAN = Plan(tokens=16 * 24, generated=16 * 24, window=24, prompt=6, measured=4)
+PLAN = MedusaTexts(tokens=16 * 24, self_distill_tokens=16 * 24, length=24, prompt=6, eval_samples=4)
 
 
 def quiet(_what: str, _done: int, _total: int) -> None:
@@ -46,15 +47,15 @@ def stream(seed: int = 0) -> np.ndarray:
 @pytest.fixture(scope="module")
 def states(target: FrozenTarget, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Kept states of the target."""
-    return pipeline.gather(target, stream(), PLAN, work=tmp_path_factory.mktemp("work"), report=quiet)
+    return train.gather(target, stream(), PLAN, work=tmp_path_factory.mktemp("work"), report=quiet)
 
 
 def trained(
-    target: FrozenTarget, states: Path, folder: Path, options: TrainingOptions, config: MedusaConfig = CONFIG
-) -> Trainer:
+    target: FrozenTarget, states: Path, folder: Path, options: MedusaTraining, config: MedusaConfig = CONFIG
+) -> MedusaTrainer:
     folder.mkdir(exist_ok=True)
-    heads, windows = fresh(config, target.output), corpus.kept(states / "train")
-    return Trainer(heads, windows, options, output=target.output, folder=folder, data=states.name)
+    heads, windows = fresh(config, target.output), read_features(states / "train")
+    return MedusaTrainer(heads, windows, options, output=target.output, folder=folder, data=states.name)
 
 
 def losses(folder: Path) -> list[list[float]]:
@@ -63,8 +64,8 @@ def losses(folder: Path) -> list[list[float]]:
 
 def test_states_are_those_that_predict_the_next_token(target: FrozenTarget, states: Path) -> None:
     """In greedy text the output layer puts the next token first at every place behind the prompt."""
-    kept = corpus.kept(states / "measure")
-    assert sum(map(len, kept)) == PLAN.measured
+    kept = read_features(states / "measure")
+    assert sum(map(len, kept)) == PLAN.eval_samples
     for part in kept:
         choices = (part.states.float() @ target.output.T).argmax(-1)
         agreed = choices[:, PLAN.prompt - 1 : -1] == part.tokens[:, PLAN.prompt :]
@@ -77,17 +78,17 @@ def test_gathering_again_computes_nothing(target: FrozenTarget, states: Path, mo
 
     monkeypatch.setattr(target, "states", refuse)
     monkeypatch.setattr(target, "continued", refuse)
-    assert pipeline.gather(target, stream(), PLAN, work=states.parent, report=quiet) == states
+    assert train.gather(target, stream(), PLAN, work=states.parent, report=quiet) == states
 
 
-@pytest.mark.parametrize("labels", ["target", "text"])
+@pytest.mark.parametrize("loss_target", ["target", "text"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_training_lowers_the_loss_and_leaves_the_target_alone(
-    target: FrozenTarget, states: Path, tmp_path: Path, tied: bool, labels: str
+    target: FrozenTarget, states: Path, tmp_path: Path, tied: bool, loss_target: str
 ) -> None:
     before = target.output.detach().clone()
     precision = "bf16" if tied else "f32"
-    options = TrainingOptions(epochs=10, rows=4, rate=3e-3, labels=labels, precision=precision)
+    options = MedusaTraining(epochs=10, batch_size=4, learning_rate=3e-3, loss_target=loss_target, precision=precision)
     trainer = trained(target, states, tmp_path, options, replace(CONFIG, tied=tied))
     assert trainer.run(silent)
     first, last = losses(tmp_path)[0], losses(tmp_path)[-1]
@@ -96,7 +97,7 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(
 
 
 def test_a_run_that_is_taken_up_again_ends_the_same(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
-    options = TrainingOptions(epochs=2, rows=4)
+    options = MedusaTraining(epochs=2, batch_size=4)
     whole = trained(target, states, tmp_path / "whole", options)
     assert whole.run(silent)
     parts = tmp_path / "parts"
@@ -120,19 +121,19 @@ def test_a_run_that_is_taken_up_again_ends_the_same(target: FrozenTarget, states
 
 
 def test_a_run_with_other_options_is_not_taken_up(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
-    trained(target, states, tmp_path, TrainingOptions(epochs=0.1)).run(silent)
-    with pytest.raises(ConfigurationError, match="another rate"):
-        trained(target, states, tmp_path, TrainingOptions(epochs=0.1, rate=1e-2))
+    trained(target, states, tmp_path, MedusaTraining(epochs=0.1)).run(silent)
+    with pytest.raises(ConfigurationError, match="another learning_rate"):
+        trained(target, states, tmp_path, MedusaTraining(epochs=0.1, learning_rate=1e-2))
     with pytest.raises(ConfigurationError, match=r"another heads \(2, now 3\)"):
-        trained(target, states, tmp_path, TrainingOptions(epochs=0.1), replace(CONFIG, heads=3))
-    assert not trained(target, states, tmp_path / "stopped", TrainingOptions(minutes=0.0)).run(silent)
+        trained(target, states, tmp_path, MedusaTraining(epochs=0.1), replace(CONFIG, heads=3))
+    assert not trained(target, states, tmp_path / "stopped", MedusaTraining(max_minutes=0.0)).run(silent)
 
 
 def test_a_run_that_diverges_is_no_result(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
     """Heads of NaN were written, and counted as right everywhere."""
-    options = TrainingOptions(epochs=4, rows=2, rate=1e36)
+    options = MedusaTraining(epochs=4, batch_size=2, learning_rate=1e36)
     with pytest.raises(ConfigurationError, match="has diverged"):
-        pipeline.train(
+        train.train(
             target, CONFIG, options, states=states, work=tmp_path, out=tmp_path, first=PLAN.prompt - 1, report=quiet
         )
     assert not (tmp_path / "model.safetensors").exists()
@@ -140,18 +141,18 @@ def test_a_run_that_diverges_is_no_result(target: FrozenTarget, states: Path, tm
     with torch.no_grad():
         for parameter in heads.own().values():
             parameter.fill_(torch.nan)
-    found = accuracy.measure(heads, corpus.kept(states / "measure", first=PLAN.prompt - 1), target.output.detach())
+    found = accuracy.measure(heads, read_features(states / "measure", first=PLAN.prompt - 1), target.output.detach())
     assert found.top() == [[0.0] * accuracy.TOP] * 2
 
 
 def test_other_data_are_not_taken_for_those_of_the_run_before(
     target: FrozenTarget, states: Path, tmp_path: Path
 ) -> None:
-    other = pipeline.gather(target, stream(1), PLAN, work=states.parent, report=quiet)
-    assert other != states and pipeline.gather(target, stream(), PLAN, work=states.parent, report=quiet) == states
-    texts = [corpus.kept(folder / "train")[0].tokens for folder in (states, other)]
+    other = train.gather(target, stream(1), PLAN, work=states.parent, report=quiet)
+    assert other != states and train.gather(target, stream(), PLAN, work=states.parent, report=quiet) == states
+    texts = [read_features(folder / "train")[0].tokens for folder in (states, other)]
     assert not torch.equal(*texts)
-    options = TrainingOptions(epochs=0.1)
+    options = MedusaTraining(epochs=0.1)
     assert trained(target, states, tmp_path, options).run(silent)
     with pytest.raises(ConfigurationError, match="another data"):
         trained(target, other, tmp_path, options)
@@ -164,7 +165,7 @@ def test_ranks_are_counted_place_by_place(target: FrozenTarget, states: Path) ->
     with torch.no_grad():
         for parameter in heads.own().values():
             parameter.normal_(std=0.3)
-    part = corpus.kept(states / "measure", first=PLAN.prompt - 1)[0]
+    part = read_features(states / "measure", first=PLAN.prompt - 1)[0]
     expected = []
     for tokens, states in zip(part.tokens, part.states.float(), strict=True):
         choices = (states @ target.output.T).argmax(-1).tolist()
@@ -182,45 +183,46 @@ def test_ranks_are_counted_place_by_place(target: FrozenTarget, states: Path) ->
 
 
 def test_the_whole_way_from_tokens_to_a_folder(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
-    options = TrainingOptions(epochs=4, rows=4, rate=3e-3)
-    found = pipeline.train(
+    options = MedusaTraining(epochs=4, batch_size=4, learning_rate=3e-3)
+    found = train.train(
         target, CONFIG, options, states=states, work=tmp_path, out=tmp_path, first=PLAN.prompt - 1, report=quiet
     )
     assert found is not None
     table = json.loads((tmp_path / "accuracy.json").read_text())
     assert table["places"] == found.places > 0
     again = checkpoint.heads(tmp_path, target.output, torch.float32)
-    measured = accuracy.measure(again, corpus.kept(states / "measure", first=PLAN.prompt - 1), target.output.detach())
+    measured = accuracy.measure(again, read_features(states / "measure", first=PLAN.prompt - 1), target.output.detach())
     assert measured.top()[0][9] == pytest.approx(found.top()[0][9], abs=0.05)  # bfloat16 on the way
 
 
 def test_what_cannot_be_trained_is_refused(workshop: Workshop, target: FrozenTarget, tmp_path: Path) -> None:
     nan, inf = float("nan"), float("inf")
     for wrong in (
-        {"labels": "soft"}, {"precision": "f16"}, {"epochs": 0}, {"epochs": nan}, {"epochs": inf}, {"rows": 0},
-        {"rate": 0.0}, {"rate": nan}, {"rate": inf}, {"minutes": -1.0}, {"minutes": nan},
+        {"loss_target": "soft"}, {"precision": "f16"}, {"epochs": 0}, {"epochs": nan}, {"epochs": inf},
+        {"batch_size": 0}, {"learning_rate": 0.0}, {"learning_rate": nan}, {"learning_rate": inf},
+        {"max_minutes": -1.0}, {"max_minutes": nan},
     ):  # fmt: skip
         with pytest.raises(ConfigurationError):
-            TrainingOptions(**wrong)  # type: ignore[arg-type]
+            MedusaTraining(**wrong)  # type: ignore[arg-type]
     for plan in (
-        {"tokens": 0}, {"window": 64, "prompt": 64}, {"measured": 0}, {"temperatures": ()},
-        {"temperatures": (0.5, -1.0)}, {"temperatures": (nan,)},
+        {"tokens": 0}, {"length": 64, "prompt": 64}, {"eval_samples": 0}, {"temperature": ()},
+        {"temperature": (0.5, -1.0)}, {"temperature": (nan,)},
     ):  # fmt: skip
         with pytest.raises(ConfigurationError):
-            Plan(**plan)  # type: ignore[arg-type]
+            MedusaTexts(**plan)  # type: ignore[arg-type]
     sizes = ModelConfig.from_pretrained(workshop.checkpoint("target"))
     PLAN.check(CONFIG, sizes)
-    for texts, heads in ((replace(PLAN, window=200), 2), (PLAN, 18)):
-        with pytest.raises(ConfigurationError, match="do not do"):
+    for texts, heads in ((replace(PLAN, length=200), 2), (PLAN, 18)):
+        with pytest.raises(ConfigurationError, match="do not fit"):
             texts.check(replace(CONFIG, heads=heads), sizes)
     with pytest.raises(ConfigurationError, match="give more"):
-        corpus.cut(np.zeros(100, dtype=np.int32), 5, 24, seed=0)
+        cut(np.zeros(100, dtype=np.int32), 5, 24, seed=0)
     short = [Windows(torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 3, 32))]
     with pytest.raises(ConfigurationError, match="too short"):
-        Trainer(
-            fresh(CONFIG, target.output), short, TrainingOptions(), output=target.output, folder=tmp_path, data="short"
+        MedusaTrainer(
+            fresh(CONFIG, target.output), short, MedusaTraining(), output=target.output, folder=tmp_path, data="short"
         )
     with pytest.raises(ConfigurationError, match="no text was long enough"):
         accuracy.measure(fresh(CONFIG, target.output), [Windows(short[0].tokens, short[0].states, 2)], target.output)
-    with pytest.raises(CheckpointError, match="no checkpoint"):
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
         FrozenTarget(tmp_path)

@@ -15,10 +15,11 @@ import torch
 
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import checkpoint
-from paceline.eagle.corpus import Corpus, CorpusOptions, FrozenTarget
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.pipeline import MEASURED
-from paceline.eagle.training import Vocabulary, acceptance
+from paceline.eagle.objective import Vocabulary, acceptance
+from paceline.eagle.train import MEASURED
+from paceline.training.features import CachedTextOptions, FeatureCache
+from paceline.training.frozen_model import FrozenTarget
 
 DEPTH = 5
 
@@ -36,18 +37,18 @@ def main() -> None:
     target = FrozenTarget(options.target, config.layers)
     weights = {name: x.float() for name, x in found.weights.items()}
     ids = weights.pop("ids", torch.arange(config.vocab_size)).long()
-    network = TrainableHead(config, target.embedding, target.head if config.version == 1 else None)
+    network = TrainableHead(config, target.embedding, target.output.detach() if config.version == 1 else None)
     network.load_state_dict(weights)
-    how = CorpusOptions(measured=options.texts, keep_bytes=0)
+    how = CachedTextOptions(eval_samples=options.texts, feature_cache_gb=0)
     stream = np.fromfile(options.data, dtype=np.uint16).astype(np.int32)
-    texts = Corpus(target, stream, how, folder=options.head / "work").measured()
+    texts = FeatureCache(target, stream, how, folder=options.head / "work").eval_texts()
     shares = acceptance(
         network,
         texts,
         depth=DEPTH,
-        head=target.head,
+        head=target.output.detach(),
         vocabulary=Vocabulary(ids, config.vocab_size),
-        skip=how.prompt,
+        skip=how.prompt_length,
     )
     written = json.dumps({"greedy chains": [round(share, 4) for share in shares]})
     (options.head / MEASURED).write_text(written + "\n", encoding="utf-8")

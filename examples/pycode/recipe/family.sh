@@ -32,8 +32,9 @@ own_text() {
 
 eagle() {
     paceline train eagle --version 3 --target "$OUT/target" --data "$W/own.bin" --data "$W/corpus.bin" \
-        --layers 2 --layers 5 --layers 8 --draft-vocabulary 3072 --tokens "$TOKENS" --passes 4 --rows 4 --keep 4 \
-        --precision "$PRECISION" --work "$W/eagle_work" --out "$OUT/eagle3"
+        --layers 2 --layers 5 --layers 8 --draft-vocab-size 3072 --tokens "$TOKENS" --ttt-steps 4 \
+        --batch-size 4 --feature-cache-gb 4 \
+        --precision "$PRECISION" --work-dir "$W/eagle_work" --out "$OUT/eagle3"
 }
 
 wired_draft() {
@@ -48,7 +49,8 @@ draft() {
 
 medusa() {
     paceline train medusa --target "$OUT/target" --data "$W/own.bin" --data "$W/corpus.bin" --tokens 393216 \
-        --heads 4 --layers 2 --rows 4 --epochs 3 --rate 0.0015 --precision "$PRECISION" --work "$W/medusa_work" \
+        --heads 4 --layers 2 --batch-size 4 --epochs 3 --learning-rate 0.0015 --precision "$PRECISION" \
+        --work-dir "$W/medusa_work" \
         --out "$OUT/medusa"
 }
 

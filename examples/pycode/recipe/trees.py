@@ -2,7 +2,7 @@
 
     python -m recipe.trees --states W/medusa_work/states-.../measure --target T --medusa M --nodes 2 4 8
 
-`paceline tree` makes one and decodes with it; this uses the texts that training kept for measuring.
+`paceline medusa-tree` makes one and decodes with it; this uses the texts that training kept for measuring.
 """
 
 import argparse
@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
-from paceline.medusa import accuracy, checkpoint, corpus, search
+from paceline.medusa import accuracy, checkpoint, search
+from paceline.training.features import read_features
+from paceline.training.frozen_model import FrozenTarget
 
 
 def main() -> None:
@@ -23,9 +25,9 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 3, 4, 8, 16, 32, 64])
     parser.add_argument("--prompt", type=int, default=64, help="tokens of a text that are not the target's")
     args = parser.parse_args()
-    target = corpus.FrozenTarget(args.target)
+    target = FrozenTarget(args.target)
     heads = checkpoint.heads(args.medusa, target.output, torch.float32)
-    measured = accuracy.measure(heads, corpus.kept(args.states, first=args.prompt - 1), target.output.detach())
+    measured = accuracy.measure(heads, read_features(args.states, first=args.prompt - 1), target.output.detach())
     children = search.by_places(measured.ranks, top=accuracy.TOP)
     taus = {}
     for nodes in args.nodes:

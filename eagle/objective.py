@@ -1,0 +1,167 @@
+"""What a head learns: losses, the training-time test, and the acceptance that it is measured by.
+
+EAGLE-1 (arXiv 2401.15077, section 4.2): smooth L1 on the next hidden state, and cross-entropy against the target's
+distribution. EAGLE-3 (arXiv 2503.01840): cross-entropy alone, over several passes in which the head reads its own
+output, each with 0.8 times the weight of the one before. Not here: the run (`paceline.eagle.train`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.core.errors import ConfigurationError
+from paceline.eagle.network import Past, TrainableHead
+from paceline.training.data import TEXTS_PER_FILE
+from paceline.training.frozen_model import Texts
+from paceline.training.options import TrainingOptions
+
+
+@dataclass(frozen=True, slots=True)
+class EagleTraining(TrainingOptions):
+    """How an EAGLE head is trained; the other options are those of every training.
+
+    learning_rate   2e-3 by default
+    batch_size      a divisor of `TEXTS_PER_FILE`, so that every text has its turn
+    tokens          in all, repeats of a text counted again
+    ttt_steps       passes of the training-time test; 1 = only on the target's own features; None = 7, version 1: 1
+    ttt_decay       weight of a pass, in terms of the one before
+    feature_weight  of the feature loss (version 1 only)
+    ce_weight       of the cross-entropy (version 1 only)
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    learning_rate: float = field(default=2e-3, metadata={"help": "Largest learning rate."})
+    tokens: int = field(default=1_000_000, metadata={"help": "Tokens to train on, repeats counted."})
+    ttt_steps: int | None = field(
+        default=None, metadata={"help": "Passes of the training-time test. Default: 7; version 1: 1."}
+    )
+    ttt_decay: float = field(default=0.8, metadata={"help": "Weight of a pass in terms of the one before."})
+    feature_weight: float = field(default=1.0, metadata={"help": "Version 1: of the feature loss."})
+    ce_weight: float = field(default=0.1, metadata={"help": "Version 1: of the cross-entropy."})
+
+    def __post_init__(self) -> None:
+        TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
+        if self.tokens < 1 or (self.ttt_steps is not None and self.ttt_steps < 1) or not 0 < self.ttt_decay <= 1:
+            raise ConfigurationError("tokens and ttt_steps must be positive, and ttt_decay in (0, 1]")
+        if not (0 <= self.feature_weight < math.inf and 0 <= self.ce_weight < math.inf):
+            raise ConfigurationError("feature_weight and ce_weight must be 0 or more")
+        if TEXTS_PER_FILE % self.batch_size:
+            raise ConfigurationError(
+                f"batch_size={self.batch_size} leaves texts out: give a divisor of {TEXTS_PER_FILE}"
+            )
+
+    def passes(self, version: int) -> int:
+        """Passes of the training-time test for a head of this version."""
+        if self.ttt_steps is None:
+            return 7 if version == 3 else 1
+        return self.ttt_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """Which ids a head drafts: ids [U] int64, ascending; all of the target's for version 1."""
+
+    ids: Tensor
+    size: int
+
+    @classmethod
+    def frequent(cls, counts: Tensor, keep: int) -> Vocabulary:
+        """The ``keep`` most frequent ids, the lower one of equals. counts [V]"""
+        order = torch.argsort(counts, descending=True, stable=True)
+        return cls(order[:keep].sort().values, len(counts))
+
+    @property
+    def offsets(self) -> Tensor:
+        """d2t [U] int64: the target's id of draft id i is i + d2t[i]."""
+        return self.ids - torch.arange(len(self.ids))
+
+    @property
+    def mask(self) -> Tensor:
+        """t2d [V] bool: whether the head can draft that id."""
+        return torch.zeros(self.size, dtype=torch.bool).index_fill(0, self.ids, True)
+
+
+def objective(
+    network: TrainableHead, texts: Texts, options: EagleTraining, *, head: Tensor, vocabulary: Vocabulary
+) -> Tensor:
+    """The loss of a few texts, a scalar. ``head`` [V, H] is the target's output layer."""
+    last = texts.last.float()
+    law, inside = target_law(last, head, vocabulary)
+    first, second, total = options.feature_weight, options.ce_weight, last.new_zeros(())
+    if network.config.version == 3:
+        first, second = 0.0, 1.0
+    for index, (hidden, ahead) in enumerate(passes(network, texts, options.passes(network.config.version))):
+        logits = network.logits(hidden).float()
+        weights = inside[:, ahead:].float()
+        surprise = -(law[:, ahead:] * F.log_softmax(logits, -1)).sum(-1)
+        loss = second * (surprise * weights).sum() / weights.sum().clamp(min=1)
+        if first:
+            loss = loss + first * F.smooth_l1_loss(hidden.float(), last[:, ahead:])
+        total = total + options.ttt_decay**index * loss
+    return total
+
+
+def passes(network: TrainableHead, texts: Texts, count: int) -> list[tuple[Tensor, int]]:
+    """The training-time test. For every pass: hidden [b, S - a, H] and how far ahead, a, of it its target's state lies.
+
+    Row i of pass j has read the target's features up to place i and the tokens up to i + 1 + j, and predicts the token
+    that the target's state at place i + a, a = 1 + j, predicts.
+    """
+    past: Past = []
+    size = texts.tokens.shape[1]
+    features = texts.last if network.config.version == 1 else texts.streams
+    hidden = network.fuse(features.float())
+    found = []
+    for index in range(min(count, size - 1)):
+        hidden = network(texts.tokens.roll(-1 - index, 1), hidden, past)
+        found.append((hidden[:, : size - 1 - index], 1 + index))
+    return found
+
+
+@torch.no_grad()
+def target_law(last: Tensor, head: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """The target's law over the drafted ids [b, S, U], and whether its best id is one of them [b, S]."""
+    logits = F.linear(last, head).float()
+    if len(vocabulary.ids) == vocabulary.size:
+        return logits.softmax(-1), torch.ones(last.shape[:2], dtype=torch.bool)
+    return logits[..., vocabulary.ids].softmax(-1), vocabulary.mask[logits.argmax(-1)]
+
+
+@torch.no_grad()
+def acceptance(
+    network: TrainableHead, texts: Texts, *, depth: int, head: Tensor, vocabulary: Vocabulary, skip: int
+) -> list[float]:
+    """Share of places from ``skip`` on where drafts 1, 2, ... are all the target's greedy choice.
+
+    On texts that the target wrote greedily this is the acceptance of greedy chains, each place being a beginning.
+    """
+    parts = [text_part(texts, index, 8) for index in range(-(-len(texts.tokens) // 8))]
+    agreements = [_agreements(network, part, depth, head=head, vocabulary=vocabulary) for part in parts]
+    agreed = torch.cat(agreements)[:, :, skip:]
+    return [float(x) for x in agreed.double().mean((0, 2))]
+
+
+def _agreements(network: TrainableHead, texts: Texts, count: int, *, head: Tensor, vocabulary: Vocabulary) -> Tensor:
+    """[b, passes, places] bool: whether drafts up to this pass were all right."""
+    choices = F.linear(texts.last.float(), head).argmax(-1)
+    size = texts.tokens.shape[1] - count
+    standing = torch.ones(len(texts.tokens), size, dtype=torch.bool)
+    rows = []
+    for hidden, ahead in passes(network, texts, count):
+        drafts = vocabulary.ids[network.logits(hidden).argmax(-1)]
+        standing = standing & (drafts[:, :size] == choices[:, ahead : ahead + size])
+        rows.append(standing)
+    return torch.stack(rows, 1)
+
+
+def text_part(texts: Texts, index: int, rows: int) -> Texts:
+    """Part ``index`` of some texts, ``rows`` of them."""
+    at = slice(index * rows, (index + 1) * rows)
+    return Texts(texts.tokens[at], texts.last[at], texts.streams[at])

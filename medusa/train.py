@@ -1,0 +1,242 @@
+"""Training of Medusa heads on a frozen target's states (Medusa-1 of Cai et al., arXiv 2401.10774).
+
+Head i reads the state at place t of a text and learns the token at t + i + 2. Its label is, by default, not that token
+but the target's whole distribution for it (distillation), which says more for every place. Heads share nothing, so
+their losses are simply added. Only the heads change.
+
+Each stage of `train` leaves files behind and is skipped when they are there: states of the target in a folder that is
+named by the target, the options and the data, and the state of the training. Not here: reading text files, measuring
+(`paceline.medusa.accuracy`), showing progress.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.models.config import ModelConfig
+from paceline.medusa import accuracy, checkpoint
+from paceline.medusa.accuracy import Accuracy
+from paceline.medusa.config import MedusaConfig
+from paceline.medusa.network import Heads, fresh
+from paceline.training import data
+from paceline.training.data import TEXTS_PER_FILE, TextOptions
+from paceline.training.features import Report, Windows, read_features, write_features
+from paceline.training.frozen_model import FrozenTarget, products
+from paceline.training.options import TrainingOptions
+from paceline.training.trainer import Trainer
+
+LOSS_TARGETS = ("target", "text")
+_WARMUP = 0.02  # share of the steps in which the learning rate rises
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaTraining(TrainingOptions):
+    """How Medusa heads are trained; the other options are those of every training.
+
+    epochs       passes over the kept windows
+    loss_target  "target": the target's distribution; "text": the tokens that came
+    seed         of the order of the windows
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    epochs: float = field(default=1.0, metadata={"help": "Passes over all texts."})
+    loss_target: str = field(
+        default="target", metadata={"help": "What heads learn: target, its distribution; text, the tokens that came."}
+    )
+    seed: int = field(default=0, metadata={"help": "Of the order of the texts."})
+
+    def __post_init__(self) -> None:
+        TrainingOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
+        if self.loss_target not in LOSS_TARGETS:
+            raise ConfigurationError(
+                f"loss_target={self.loss_target!r} is unknown; use one of {', '.join(LOSS_TARGETS)}"
+            )
+        if not 0 < self.epochs < math.inf:
+            raise ConfigurationError(f"epochs={self.epochs} must be positive")
+
+
+class MedusaTrainer(Trainer[tuple[Tensor, Tensor]]):
+    """Trains heads in place.
+
+    output  [V, H], the target's output layer
+    folder  holds the state of the run and its log
+    data    tells these windows from others
+
+    Raises:
+        ConfigurationError: the windows are too short, or the folder is of a run with other heads, windows or options.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        windows: Sequence[Windows],
+        options: MedusaTraining,
+        *,
+        output: Tensor,
+        folder: Path,
+        data: str,
+    ) -> None:
+        self.heads, self._windows, self._training = heads, windows, options
+        self._output = output.detach()
+        shortest = min((w.tokens.shape[1] for w in windows), default=0)
+        if shortest < heads.config.heads + 2:
+            raise ConfigurationError(
+                f"windows of {shortest} tokens are too short for {heads.config.heads} heads; keep longer ones"
+            )
+        parameters = heads.own()
+        for parameter in parameters.values():
+            parameter.requires_grad_(True)
+        optimizer = torch.optim.AdamW(
+            parameters.values(), lr=options.learning_rate, betas=(0.9, 0.99), weight_decay=0.0
+        )
+        per_epoch = sum(math.ceil(len(w) / options.batch_size) for w in windows)
+        steps = max(1, math.ceil(per_epoch * options.epochs))
+        sizes = {name: value for name, value in asdict(heads.config).items() if name != "base"}
+        super().__init__(
+            options,
+            parameters=parameters,
+            optimizers=[optimizer],
+            steps=steps,
+            folder=folder,
+            key={"data": data, **sizes, "steps": steps},
+        )
+
+    def rate(self) -> float:
+        return _schedule(self.step, self.steps)
+
+    def backward(self, batch: tuple[Tensor, Tensor]) -> list[float]:
+        """The loss of every head. tokens [n, L], states [n, L, H]."""
+        (tokens, states), precision = batch, self._training.precision
+        losses, linear = [], torch.nn.functional.linear
+        with torch.no_grad(), products(precision):
+            distill = self._training.loss_target == "target"
+            labels = torch.softmax(linear(states, self._output).float(), -1) if distill else None
+        for index in range(self.heads.config.heads):
+            ahead = index + 1  # state t has read token t and predicts t + 1; state t + ahead predicts this head's token
+            x = states[:, : -ahead - 1].flatten(0, 1)
+            with products(precision):
+                logits = self.heads.project(index, self.heads.heads[index](x, linear), linear).float()
+            if labels is None:
+                loss = torch.nn.functional.cross_entropy(logits, tokens[:, ahead + 1 :].flatten())
+            else:
+                loss = torch.nn.functional.cross_entropy(logits, labels[:, ahead:-1].flatten(0, 1))
+            loss.backward()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The order depends on the seed and the pass alone."""
+        rows = self._training.batch_size
+        places = [(file, at) for file, w in enumerate(self._windows) for at in range(0, len(w), rows)]
+        step = 0
+        while True:
+            order = torch.randperm(len(places), generator=torch.Generator().manual_seed(self._training.seed + step))
+            for index in order.tolist():
+                if step == self.steps:
+                    return
+                step += 1
+                if step > self.step:
+                    file, at = places[index]
+                    part = slice(at, at + rows)
+                    yield self._windows[file].tokens[part], self._windows[file].states[part].float()
+
+
+def _schedule(step: int, steps: int) -> float:
+    warm = max(1, round(_WARMUP * steps))
+    if step < warm:
+        return (step + 1) / warm
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaTexts(TextOptions):
+    """What heads are trained and measured on.
+
+    tokens               of the data, as they are
+    self_distill_tokens  of the target's own continuations of the data
+    temperature          at which it writes them, by turns; 0 is greedy
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    tokens: int = field(default=300_000, metadata={"help": "Tokens of the data to train on."})
+    self_distill_tokens: int = field(
+        default=0, metadata={"help": "Tokens of the target's own continuations to train on."}
+    )
+    temperature: tuple[float, ...] = field(
+        default=(0.0, 1.0), metadata={"help": "Of those, by turns; repeatable. Default: 0 and 1."}
+    )
+
+    def __post_init__(self) -> None:
+        TextOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
+        if min(self.tokens, self.self_distill_tokens) < 0 or self.tokens + self.self_distill_tokens < self.length:
+            raise ConfigurationError("train on at least one text: raise tokens or self_distill_tokens")
+        if not self.temperature or not all(0 <= value < math.inf for value in self.temperature):
+            raise ConfigurationError("temperature must be 0 (greedy) or more, once or several times")
+
+    def check(self, config: MedusaConfig, sizes: ModelConfig) -> None:
+        """Raise ConfigurationError unless such heads can be trained and measured on such texts of this target."""
+        if not self.prompt_length + config.heads < self.length <= sizes.max_position_embeddings:
+            raise ConfigurationError(
+                f"texts of {self.length} tokens do not fit: the target reads {sizes.max_position_embeddings}, and "
+                f"after a prompt of {self.prompt_length} there must be room for what {config.heads} heads predict"
+            )
+
+
+def gather(target: FrozenTarget, stream: np.ndarray, texts: MedusaTexts, *, work: Path, report: Report) -> Path:
+    """Make every file of states that is asked for and not there yet. -> the folder they are in"""
+    facts = [target.fingerprint(), asdict(texts), hashlib.sha256(np.ascontiguousarray(stream).tobytes()).hexdigest()]
+    states = work / f"states-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]}"
+    length, prompt = texts.length, texts.prompt_length
+    counts = [texts.tokens // length, texts.self_distill_tokens // length, texts.eval_samples]
+    real, distilled, measured = data.cut(stream, sum(counts), length, seed=0).split(counts)
+    batches = [lambda part=part: part for part in real.split(TEXTS_PER_FILE)] if len(real) else []
+    write_features(target, states / "train", "data", batches=batches, report=report)
+    if len(distilled):
+        own = data.self_generate(target, distilled[:, :prompt], length, temperatures=texts.temperature)
+        write_features(target, states / "train", "own", batches=own, report=report)
+    greedy = data.self_generate(target, measured[:, :prompt], length, temperatures=(0.0,))
+    write_features(target, states / "measure", "own", batches=greedy, report=report)
+    return states
+
+
+def train(
+    target: FrozenTarget,
+    config: MedusaConfig,
+    options: MedusaTraining,
+    *,
+    states: Path,
+    work: Path,
+    out: Path,
+    first: int,
+    report: Report,
+) -> Accuracy | None:
+    """Train on ``states`` that `gather` made; write bf16 heads to ``out``. None if the minutes were over before.
+
+    Also writes ``accuracy.json``: for every head the share of places where the target's token is among the best 1..10,
+    on the texts kept for that, from place ``first`` on.
+    """
+    checkpoint.check_place(out)
+    heads = fresh(config, target.output)
+    windows = read_features(states / "train")
+    trainer = MedusaTrainer(heads, windows, options, output=target.output, folder=work, data=states.name)
+    if not trainer.run(lambda step, steps, loss: report(f"training, loss {loss:.3f}", step, steps)):
+        return None
+    weights = {name: p.detach().to(torch.bfloat16) for name, p in heads.own().items()}
+    checkpoint.save(out, config, weights)
+    measured = accuracy.measure(heads, read_features(states / "measure", first=first), target.output.detach())
+    measured.write(out / "accuracy.json")
+    return measured

@@ -1,0 +1,70 @@
+"""Texts to learn from: cut out of a stream of tokens, or written by the target itself. Not here: reading text files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigurationError
+from paceline.training.frozen_model import FrozenTarget
+
+TEXTS_PER_FILE = 64
+"""Texts whose states are kept in one file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextOptions:
+    """How texts are made.
+
+    length        tokens of a text
+    prompt        of them, how many come from the data where the target goes on; None = a quarter
+    eval_samples  texts, written by the target greedily, that are measured on and not trained on
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    length: int = field(default=256, metadata={"help": "Tokens of a text."})
+    prompt: int | None = field(default=None, metadata={"help": "Of them, those the target goes on from; a quarter."})
+    eval_samples: int = field(default=64, metadata={"help": "Texts to measure on; they are not trained on."})
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.prompt_length < self.length or self.eval_samples < 1:
+            raise ConfigurationError("prompt must be at least 1 and shorter than length, and eval_samples positive")
+
+    @property
+    def prompt_length(self) -> int:
+        """``prompt`` as a number."""
+        return self.length // 4 if self.prompt is None else self.prompt
+
+
+def cut(stream: np.ndarray, count: int, length: int, *, seed: int) -> Tensor:
+    """Texts from evenly spread places of a token stream, in random order. -> [count, length] int64
+
+    Raises:
+        ConfigurationError: the stream is too short for as many that do not overlap.
+    """
+    room = len(stream) // length
+    if count > room:
+        raise ConfigurationError(
+            f"the data hold {len(stream)} tokens, enough for {room} texts of {length} and not for {count}; give more"
+        )
+    places = np.random.default_rng(seed).permutation(room)[:count] * length
+    return torch.from_numpy(np.stack([stream[at : at + length] for at in places]).astype(np.int64))
+
+
+def self_generate(
+    target: FrozenTarget, prompts: Tensor, length: int, *, temperatures: Sequence[float]
+) -> list[Callable[[], Tensor]]:
+    """The target's own continuations of prompts [n, S] to [<= `TEXTS_PER_FILE`, length] each, temperatures by turns."""
+
+    def batch(index: int, part: Tensor) -> Tensor:
+        torch.manual_seed(index)
+        return target.continued(part, length - part.shape[1], temperature=temperatures[index % len(temperatures)])
+
+    return [partial(batch, index, part) for index, part in enumerate(prompts.split(TEXTS_PER_FILE))]

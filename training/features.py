@@ -1,0 +1,164 @@
+"""The states of the frozen target for texts, which heads learn from: computed once and kept on disk.
+
+Two ways: `write_features` computes all of them before the training, in files that an interrupted run resumes from;
+`FeatureCache` computes them when they are asked for, and keeps as many as allowed. Not here: the training itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.weights.atomic_write import atomic_write, save_tensors
+from paceline.training.data import TEXTS_PER_FILE, TextOptions
+from paceline.training.frozen_model import FrozenTarget, Texts
+
+Report = Callable[[str, int, int], None]
+"""(what is being done, how much of it is done, how much there is)"""
+
+_GIGABYTE = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """tokens [n, L] int64, states [n, L, H]; ``states[:, t]`` predicts ``tokens[:, t + 1]``.
+
+    ``first`` is the first place that is not inside a prompt.
+    """
+
+    tokens: Tensor
+    states: Tensor
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def write_features(
+    target: FrozenTarget, folder: Path, name: str, *, batches: Sequence[Callable[[], Tensor]], report: Report
+) -> None:
+    """Make batches of windows, compute the target's states, and keep each batch in a file.
+
+    Files that are there already are left alone, so that an interrupted run resumes where it was.
+    """
+    for index, batch in enumerate(batches):
+        path = folder / f"{name}-{index:04d}.safetensors"
+        if path.is_file():
+            continue
+        report(f"states of the target ({name})", index, len(batches))
+        tokens = batch()
+        states = torch.cat([target.states(part) for part in tokens.split(8)]).to(torch.bfloat16)
+        save_tensors(path, {"tokens": tokens.to(torch.int32), "states": states})
+    report(f"states of the target ({name})", len(batches), len(batches))
+
+
+def read_features(folder: Path, *, first: int = 0) -> list[Windows]:
+    """All windows in a folder, one entry for each file, in order of their names; ``first`` as in `Windows`."""
+    windows = []
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(path)
+        windows.append(Windows(tensors["tokens"].to(torch.int64), tensors["states"], first))
+    return windows
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTextOptions(TextOptions):
+    """How texts are made, and how many of their states are kept.
+
+    feature_cache_gb  how many gigabytes may be kept on disk; what goes beyond is computed anew whenever it is needed
+    seed              of the order of the data
+
+    Raises:
+        ConfigurationError: a number is out of range.
+    """
+
+    eval_samples: int = field(default=32, metadata={"help": "Texts to measure on; they are not trained on."})
+    feature_cache_gb: float = field(default=2.0, metadata={"help": "GB of states to keep on disk; 0 = none."})
+    seed: int = field(default=0, metadata={"help": "Of the order of the data."})
+
+    def __post_init__(self) -> None:
+        TextOptions.__post_init__(self)  # `super()` does not work in a slotted dataclass
+        if not 0 <= self.feature_cache_gb * _GIGABYTE < math.inf:
+            raise ConfigurationError(
+                f"feature_cache_gb={self.feature_cache_gb} is not a size; give gigabytes, or 0 to keep nothing"
+            )
+
+
+class FeatureCache:
+    """Batches of texts with the target's states, by number, made when they are asked for and kept up to a bound.
+
+    ``stream`` [n] are the token ids of the data, end to end. A batch is made from its number alone, so that it is the
+    same whether it comes from the disk or not.
+
+    ``key`` tells these batches from those of another target, of other data or with other options.
+    """
+
+    def __init__(self, target: FrozenTarget, stream: np.ndarray, options: CachedTextOptions, *, folder: Path) -> None:
+        room = len(stream) // options.length
+        needed = TEXTS_PER_FILE + options.eval_samples
+        if room < needed:
+            raise ConfigurationError(
+                f"the data hold {len(stream)} tokens, and training needs at least {needed * options.length} "
+                f"({TEXTS_PER_FILE} texts of {options.length} to learn from and {options.eval_samples} to measure on); "
+                "give more"
+            )
+        self._target, self._stream, self._options = target, stream, options
+        self._order = np.random.default_rng(options.seed).permutation(room)
+        self.batches = (room - options.eval_samples) // TEXTS_PER_FILE
+        facts = {
+            "target": target.fingerprint(),
+            "layers": target.layers,
+            "options": {**asdict(options), "feature_cache_gb": None},
+            "data": hashlib.sha256(np.ascontiguousarray(stream).tobytes()).hexdigest(),
+        }
+        self.key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        self._folder = folder / self.key
+
+    @property
+    def length(self) -> int:
+        """Tokens of a text."""
+        return self._options.length
+
+    def batch(self, number: int) -> Texts:
+        """Batch ``number`` (modulo how many there are), from the disk if it is kept there."""
+        number %= self.batches
+        path = self._folder / f"{number:06d}.safetensors"
+        if path.is_file():
+            tensors = load_file(path)
+            return Texts(tensors["tokens"].to(torch.int64), tensors["last"], tensors.get("streams", tensors["last"]))
+        texts = self._target.read(self._rows(range(number * TEXTS_PER_FILE, (number + 1) * TEXTS_PER_FILE)))
+        self._keep(path, texts)
+        return texts
+
+    def eval_texts(self) -> Texts:
+        """Texts that the target went on with greedily, from the end of the order: no batch reaches there."""
+        options = self._options
+        length = options.prompt_length
+        prompts = self._rows(range(len(self._order) - options.eval_samples, len(self._order)))[:, :length]
+        return self._target.read(self._target.continued(prompts, options.length - length))
+
+    def _rows(self, which: range) -> Tensor:
+        length = self._options.length
+        rows = [self._stream[at * length : (at + 1) * length] for at in self._order[which.start : which.stop]]
+        return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+    def _keep(self, path: Path, texts: Texts) -> None:
+        tensors = {"tokens": texts.tokens.to(torch.int32), "last": texts.last}
+        if texts.streams is not texts.last and self._target.layers:
+            tensors["streams"] = texts.streams
+        size = sum(x.numel() * x.element_size() for x in tensors.values())
+        with atomic_write(path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        kept = sum(file.stat().st_size for file in path.parent.iterdir())
+        if kept + size <= self._options.feature_cache_gb * _GIGABYTE:
+            save_tensors(path, tensors)
