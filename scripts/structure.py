@@ -71,8 +71,6 @@ MAX_STATE = 8  # attributes that a class assigns after its constructor
 
 # Public entry points that keep the keywords of transformers-neuronx.
 PUBLIC_ENTRY_POINTS: dict[str, frozenset[str]] = {"orchestrator/auto.py": frozenset({"from_pretrained"})}
-# Commands whose parameters are still the options of the command line; others take configuration types.
-COMMAND_FILES = frozenset({f"orchestrator/cli/{name}.py" for name in ("train", "train_eagle", "medusa_tree")})
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -288,7 +286,7 @@ def has_fixed_signature(name: str) -> bool:
 
 def keeps_its_parameters(file: str, function: Function) -> bool:
     """Whether it is a public entry point, or a test (called by keyword)."""
-    if file in COMMAND_FILES or (file.startswith("tests/") and function.name.startswith("test_")):
+    if file.startswith("tests/") and function.name.startswith("test_"):
         return True
     return any(file.startswith(where) and function.name in names for where, names in PUBLIC_ENTRY_POINTS.items())
 

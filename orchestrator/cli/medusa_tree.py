@@ -112,6 +112,7 @@ def medusa_tree(
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder of Medusa heads, in any layout.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    *,
     target: Annotated[Path, typer.Option(help="Folder of the target the heads are for.")],
     layout: Annotated[str, typer.Option(help="paceline, medusa or nxd.")] = "paceline",
 ) -> None:

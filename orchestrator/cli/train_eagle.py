@@ -61,6 +61,7 @@ def eagle(
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder of an EAGLE head, in any layout.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    *,
     target: Annotated[Path, typer.Option(help="Folder of the target the head is for.")],
     layout: Annotated[str, typer.Option(help="paceline, eagle, nxd or speculators.")] = "paceline",
 ) -> None:

@@ -15,8 +15,6 @@ HISTORY = ("CHANGELOG.md", "docs/log.md", "docs/decisions/", "examples/")
 
 CURRENT = [page for page in PAGES if not page.startswith(HISTORY)]
 
-renaming = "the documents use names that the package is getting"
-
 
 def text(page: str) -> str:
     return (ROOT / page).read_text(encoding="utf-8")
