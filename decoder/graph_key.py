@@ -74,7 +74,7 @@ class GraphKey:
             self.variant,
         ]
         inner = ", ".join(part for part in parts if part)
-        own = f"{self.kind}[{inner}]@{self.bucket}"
+        own = self.kind + (f"[{inner}]" if inner else "") + (f"@{self.bucket}" if self.bucket else "")
         if self.draft is None:
             return own
         return f"{self.draft} in {own}"

@@ -37,7 +37,7 @@ HEATS: list[dict[str, object]] = [
 ]
 DRAFTERS = (
     "none", "ngram", "suffix", "function", "corpus", "model", "intersection", "retokenize", "ngram, model",
-    "suffix, re-encoding", "model, function",
+    "suffix, retokenize", "model, function",
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ CASES = st.builds(
     buckets=st.sampled_from([(32,), (16, 32)]),
     fused=st.sampled_from([None, False]),
     exact=st.booleans(),
-    confidence_threshold=st.sampled_from([0.0, 0.0, 0.4]),
+    confidence=st.sampled_from([0.0, 0.0, 0.4]),
 )
 CALLS = st.fixed_dictionaries(
     {

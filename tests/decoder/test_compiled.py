@@ -113,8 +113,10 @@ def test_the_graphs_of_a_decoder_share_its_weights_and_its_cache(workshop: Works
         named = {*decoder.body.named_parameters(remove_duplicate=False), *decoder.body.named_buffers()}
         own[side] = {f"body.{name}": value.data_ptr() for name, value in named}
     for side, decoder in {"draft.": draft, "verify.": target}.items():
-        known = dict(own[side])  # of a step of one model; behind them those of two in one graph
-        known |= {whose + name: value for whose, names in own.items() for name, value in names.items()}
+        known = dict(own[side])  # of a step of one model
+        known |= {"head." + name: value for name, value in own["draft."].items()}  # of a drafter's step by itself
+        known |= {"draft.head." + name: value for name, value in own["draft."].items()}  # of two models in one graph
+        known |= {"verify." + name: value for name, value in own["verify."].items()}
         assert len(decoder._steps) > 1
         for step in decoder._steps.values():
             held = step.keep  # type: ignore[attr-defined]
@@ -180,7 +182,7 @@ def test_nothing_to_load_and_nothing_to_save(workshop: Workshop, tmp_path: Path)
     eager = workshop.decoder()
     plain(eager, {}, prompts=PROMPTS[:1], new=1)
     for act in (eager.save, eager.load):
-        with pytest.raises(ArtefactError, match=r"eager.*use 'inductor'"):
+        with pytest.raises(ArtefactError, match=r"eager.*use one that (has|can): inductor"):
             act(tmp_path)
 
 

@@ -115,7 +115,7 @@ def test_processors_see_each_position_as_in_transformers(
     wanted = [generated(judge, prompt, max_new_tokens=14, **asked) for prompt in PROMPTS[:2]]
     for source in (load(folders[1], slots=2), None):
         rule = "match" if source is None else acceptor
-        generator = SpeculativeGenerator(source, load(folders[0], slots=2), k=3, rule=rule)
+        generator = SpeculativeGenerator(source, load(folders[0], slots=2), k=3, acceptor=rule)
         assert texts(run(generator, PROMPTS[:2], max_new_tokens=14, **asked)) == wanted
 
 

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from paceline import DRAFT_LENGTHS
+from paceline.config import parse_k
 from paceline.core.errors import ConfigurationError
-from paceline.engine.draft_length import DraftLengthController, of
+from paceline.engine.draft_length import DraftLengthController
 
 
 def told(
@@ -122,7 +123,7 @@ def test_a_draft_that_stops_short_of_its_rung_counts_as_one_that_does_not_stand(
 @pytest.mark.parametrize("k", [(), (2, 1), (0, 0, 1), (-1, 2)])
 def test_a_ladder_has_to_ascend(k: tuple[int, ...]) -> None:
     with pytest.raises(ConfigurationError, match="ascending"):
-        of(k)
+        parse_k(k)
 
 
 def test_each_of_several_plain_steps_is_a_round_to_the_pace() -> None:

@@ -62,7 +62,7 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
 def test_vocabularies_of_two_sizes_work_together(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int], asked: dict[str, object], acceptor: str, scores: bool
 ) -> None:
-    monkeypatch.setattr("paceline.vocab_compat._check", lambda *_: None)  # tables have no tokenizer
+    monkeypatch.setattr("paceline.vocab_compat.check_same_tokenizer", lambda *_: None)  # tables have no tokenizer
     big = table(16, seed=8, spread=2.0)
     draft, target = (
         TableDecoder((near(big, seed=9, spread=0.3) if i == 0 else big)[:size, :size, :size].contiguous())

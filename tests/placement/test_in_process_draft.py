@@ -71,7 +71,7 @@ def test_a_draft_that_a_degree_does_not_divide_is_named(home: Path) -> None:
     [
         ({"draft": "ngrm"}, "draft 'ngrm' is neither a drafter's name nor a folder"),
         ({"draft": {"k": 3}}, "needs `type` .* or `path`"),
-        ({"draft": {"type": "ngrams"}}, "no drafter .* is called 'ngrams'"),
+        ({"draft": {"type": "ngrams"}}, "draft type 'ngrams' is unknown"),
         ({"draft": "medusa"}, "'medusa' needs a folder"),
         ({"draft": "empty"}, "draft '.*empty' holds neither a model nor heads"),
         ({"draft": "ngram", "k": -1}, "k=-1 is no draft length"),
