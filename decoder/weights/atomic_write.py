@@ -3,7 +3,7 @@
 Not here: what is written.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -64,10 +64,20 @@ def save_pickle(path: Path, value: object) -> None:
             raise OSError(f"no room left, or {error}") from error
 
 
+def save_bytes(path: Path, parts: Iterable[bytes]) -> None:
+    """A file of these parts, end to end, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with _whole(path) as part, part.open("wb") as file:
+        file.writelines(parts)
+
+
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
     """A name to write to, which is renamed to ``path`` when the block ends well, and goes when it does not."""
-    part = path.with_suffix(".part")
+    part = path.with_name(f"{path.name}.part")
     with atomic_write(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -42,6 +42,9 @@ class TreeOptions:
     data: tuple[Path, ...] | None = field(
         default=None, metadata={"help": "Or text to cut prompts from, or .bin; repeatable."}
     )
+    data_dtype: str | None = field(
+        default=None, metadata={"help": "Of the ids in .bin files that have no header: uint16 or uint32."}
+    )
     eval_samples: int = field(default=48, metadata={"help": "How many texts."})
     max_new_tokens: int = field(default=128, metadata={"help": "New tokens of a text."})
 
@@ -157,7 +160,7 @@ def _prompts(target: Path, tree: TreeOptions) -> list[list[int]]:
     if (tree.prompts is None) == (not tree.data):
         raise PromptError("give texts to measure on with --prompts or with --data, one of them")
     if tree.prompts is None:
-        stream = token_stream(list(tree.data or ()), target)
+        stream = token_stream(list(tree.data or ()), target, dtype=tree.data_dtype)
         return [[int(token) for token in row] for row in cut(stream, tree.eval_samples, _PROMPT, seed=1).tolist()]
     tokenizer = load_tokenizer(target)
     texts = prompt_files.prompts(tree.prompts)[: tree.eval_samples]

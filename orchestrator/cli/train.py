@@ -22,11 +22,15 @@ from paceline.medusa.config import MedusaConfig
 from paceline.text.tokenizer import load_tokenizer
 from paceline.training.features import Report
 from paceline.training.frozen_model import FrozenTarget
+from paceline.training.token_files import read_tokens
 
 STOPPED = "stopped before the end: run the same command again to resume"
 
 Target = Annotated[Path, typer.Option(help="Folder of the model the heads are for.")]
-Data = Annotated[list[Path], typer.Option(help="Text, or .bin with uint16 token ids; a file or folder; repeatable.")]
+Data = Annotated[list[Path], typer.Option(help="Text, or .bin with token ids; a file or folder; repeatable.")]
+DataDtype = Annotated[
+    str | None, typer.Option(help="Of the ids in .bin files that have no header: uint16 or uint32. Others say it.")
+]
 Out = Annotated[Path, typer.Option(help="Folder for the heads.")]
 WorkDir = Annotated[Path | None, typer.Option(help="Folder for intermediate files; default: OUT/work.")]
 
@@ -54,6 +58,7 @@ def medusa(
     texts: train.MedusaTexts,
     training: train.MedusaTraining,
     work_dir: WorkDir = None,
+    data_dtype: DataDtype = None,
 ) -> None:
     """Train Medusa heads on a frozen target. The last line of stdout is a JSON object with the accuracies."""
     with console.refusals():
@@ -62,7 +67,7 @@ def medusa(
             heads.heads, heads.layers, sizes.hidden_size, sizes.vocab_size, heads.tie_lm_head, base=target.name
         )
         texts.check(config, sizes)
-        stream = token_stream(data, target)
+        stream = token_stream(data, target, dtype=data_dtype)
         results(out)
         work = results(work_dir or out / "work")
         frozen = FrozenTarget(target)
@@ -134,27 +139,28 @@ def results(folder: Path) -> Path:
     return folder
 
 
-def token_stream(paths: list[Path], target: Path) -> np.ndarray:
+def token_stream(paths: list[Path], target: Path, *, dtype: str | None = None) -> np.ndarray:
     """All tokens of files, end to end, as [n] int32. Folders are read for .py, .txt and .md.
+
+    ``dtype``: of ids in .bin files without a header (`paceline.training.token_files`).
 
     Raises:
         ConfigurationError: there is no such file, nothing in it, or ids that the target does not have.
     """
     files = [file for path in paths for file in _files(path)]
+    size = ModelConfig.from_pretrained(target).vocab_size
     tokenizer = load_tokenizer(target) if any(file.suffix != ".bin" for file in files) else None
     parts: list[np.ndarray] = []
     for file in files:
         if file.suffix == ".bin":
-            if file.stat().st_size % 2:
-                raise ConfigurationError(f"{file} ends in the middle of a number: .bin files hold uint16 token ids")
-            parts.append(np.fromfile(file, dtype=np.uint16).astype(np.int32))
+            parts.append(read_tokens(file, size, dtype=dtype))
         else:
             assert tokenizer is not None
             text = file.read_text(encoding="utf-8", errors="replace")
             parts.append(np.array(tokenizer.encode(text, verbose=False), dtype=np.int32))
     if not sum(map(len, parts)):
         raise ConfigurationError(f"no text in {', '.join(map(str, paths))}; give text files or a folder of them")
-    stream, size = np.concatenate(parts), ModelConfig.from_pretrained(target).vocab_size
+    stream = np.concatenate(parts)
     if stream.max() >= size:
         raise ConfigurationError(
             f"the data hold the token id {stream.max()}, and {target} has {size} ids; give data of its own tokenizer"

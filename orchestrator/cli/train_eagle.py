@@ -10,7 +10,18 @@ import typer
 
 from paceline.cli import console
 from paceline.cli.config_options import command
-from paceline.cli.train import STOPPED, Data, Out, Target, WorkDir, reports, results, token_stream, until_terminated
+from paceline.cli.train import (
+    STOPPED,
+    Data,
+    DataDtype,
+    Out,
+    Target,
+    WorkDir,
+    reports,
+    results,
+    token_stream,
+    until_terminated,
+)
 from paceline.decoder.models.config import ModelConfig
 from paceline.eagle import checkpoint, train
 from paceline.eagle.objective import EagleTraining
@@ -31,10 +42,11 @@ def eagle(
     texts: CachedTextOptions,
     training: EagleTraining,
     work_dir: WorkDir = None,
+    data_dtype: DataDtype = None,
 ) -> None:
     """Train an EAGLE head on a frozen target. The last line of stdout is a JSON object with the acceptance."""
     with console.refusals():
-        stream = token_stream(data, target)
+        stream = token_stream(data, target, dtype=data_dtype)
         train.check(head, texts, ModelConfig.from_pretrained(target))
         results(out)
         work = results(work_dir or out / "work")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import Result
 
+from paceline.training.token_files import write_tokens
 from tests.cli.calling import call, last, terminated
 from tests.decoder.tiny import VOCABULARY
 
@@ -79,8 +80,11 @@ def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str
         (["--feature-cache-gb", "nan"], "not a size"),
         (["--feature-cache-gb", "1e300"], "not a size"),
         (["--length", 200], "the target reads 128"),
-        (["--data", "OTHER"], "token id 5000"),
-        (["--data", "ODD"], "middle of a number"),
+        (["--data", "OTHER"], "of a vocabulary of 5001, and the target has 96"),
+        (["--data", "ODD"], "no header that says how wide its token ids are"),
+        (["--data", "ODD", "--data-dtype", "uint16"], "middle of a number"),
+        (["--data", "ODD", "--data-dtype", "uint32"], "ODD.bin holds ids of 32 bits, and ids of a vocabulary of 96"),
+        (["--data", "ODD", "--data-dtype", "int8"], "'int8' of token ids is unknown"),
         (["--out", "FILE"], "cannot be made a folder"),
         (["--out", "FILE", "--work-dir", "FOLDER"], "cannot be made a folder"),
     ],
@@ -88,9 +92,9 @@ def test_what_cannot_be_is_refused(target: Path, head: Path, arguments: list[str
 def test_trainings_that_cannot_be_are_refused(target: Path, tmp_path: Path, arguments: list[object], said: str) -> None:
     """Before the target is loaded."""
     files = {name: tmp_path / f"{name}.bin" for name in ("GOOD", "OTHER", "ODD", "FILE")}
-    ids = np.arange(6000, dtype=np.uint16) % VOCABULARY
-    ids.tofile(files["GOOD"])
-    np.where(ids == 7, np.uint16(5000), ids).tofile(files["OTHER"])
+    ids = np.arange(6000) % VOCABULARY
+    write_tokens(files["GOOD"], [ids], vocab_size=VOCABULARY)
+    write_tokens(files["OTHER"], [np.where(ids == 7, 5000, ids)], vocab_size=5001)
     files["ODD"].write_bytes(b"123")
     files["FILE"].touch()
     given = [{**files, "FOLDER": tmp_path}.get(str(one), one) for one in arguments]

@@ -10,7 +10,6 @@ import argparse
 import json
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from paceline.decoder.models.config import ModelConfig
@@ -20,6 +19,7 @@ from paceline.eagle.objective import Vocabulary, acceptance
 from paceline.eagle.train import MEASURED
 from paceline.training.features import CachedTextOptions, FeatureCache
 from paceline.training.frozen_model import FrozenTarget
+from paceline.training.token_files import read_tokens
 
 DEPTH = 5
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--head", type=Path, required=True, help="folder of the head; acceptance.json is written there")
-    parser.add_argument("--data", type=Path, required=True, help="uint16 token ids that nothing was trained on")
+    parser.add_argument("--data", type=Path, required=True, help="token ids that nothing was trained on")
     parser.add_argument("--texts", type=int, default=32)
     options = parser.parse_args()
     found = checkpoint.load(options.head, ModelConfig.from_pretrained(options.target))
@@ -40,7 +40,7 @@ def main() -> None:
     network = TrainableHead(config, target.embedding, target.output.detach() if config.version == 1 else None)
     network.load_state_dict(weights)
     how = CachedTextOptions(eval_samples=options.texts, feature_cache_gb=0)
-    stream = np.fromfile(options.data, dtype=np.uint16).astype(np.int32)
+    stream = read_tokens(options.data, config.vocab_size)
     texts = FeatureCache(target, stream, how, folder=options.head / "work").eval_texts()
     shares = acceptance(
         network,

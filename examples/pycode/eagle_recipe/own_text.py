@@ -2,7 +2,7 @@
 
     python examples/pycode/eagle_recipe/own_text.py --target examples/pycode/target --data train.bin --out own.bin
 
-Each text is 64 tokens of the data and the target's continuation up to 256. It writes uint16 token ids, end to end; a
+Each text is 64 tokens of the data and the target's continuation up to 256. It writes token ids, end to end; a
 run that was stopped goes on where it was.
 """
 
@@ -13,6 +13,8 @@ from time import perf_counter
 import numpy as np
 
 from paceline import AutoDecoder
+from paceline.decoder.models.config import ModelConfig
+from paceline.training.token_files import append_tokens, read_tokens, write_tokens
 
 PROMPT, LENGTH, SLOTS = 64, 256, 32
 
@@ -21,14 +23,17 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True)
-    parser.add_argument("--data", type=Path, required=True, help="uint16 token ids")
+    parser.add_argument("--data", type=Path, required=True, help="file of token ids")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--texts", type=int, default=800)
     parser.add_argument("--minutes", type=float, default=5.0, help="stop after so long")
     options = parser.parse_args()
-    stream = np.fromfile(options.data, dtype=np.uint16)
+    vocab_size = ModelConfig.from_pretrained(options.target).vocab_size
+    stream = read_tokens(options.data, vocab_size)
     places = np.random.default_rng(1).permutation(len(stream) // LENGTH)[: options.texts] * LENGTH
-    done = options.out.stat().st_size // 2 // LENGTH if options.out.exists() else 0
+    if not options.out.exists():
+        write_tokens(options.out, [], vocab_size=vocab_size)
+    done = len(read_tokens(options.out, vocab_size)) // LENGTH
     target = AutoDecoder.from_pretrained(
         options.target, batch_size=SLOTS, n_positions=LENGTH, context_length_estimate=PROMPT
     )
@@ -38,8 +43,7 @@ def main() -> None:
         prompts = [stream[places[i] : places[i] + PROMPT].astype(np.int64).tolist() for i in which]
         greedy = done // SLOTS % 2 == 0
         texts = target.sample(prompts, LENGTH, do_sample=not greedy, temperature=1.0, seed=done, eos_token_id=[])
-        with options.out.open("ab") as file:
-            file.write(np.asarray(texts, dtype=np.uint16).tobytes())
+        append_tokens(options.out, np.asarray(texts))
         done += len(prompts)
         print(f"{done} of {options.texts} texts, {perf_counter() - began:.0f} s", flush=True)
 

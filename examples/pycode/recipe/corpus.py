@@ -2,7 +2,7 @@
 
     python -m recipe.corpus --work W --tokenizer T --stdlib lib/python3.11 --packages P [P ...]
 
-Writes ``train.bin`` and ``held_out.bin`` (uint16 token ids, documents joined by the end token),
+Writes ``train.bin`` and ``held_out.bin`` (token ids behind a header, documents joined by the end token),
 ``held_out.json`` (texts by file name) and ``sources.json`` (what was used, with licences).
 """
 
@@ -16,8 +16,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from paceline.training.token_files import write_tokens
 
 # Never trained on: used for the loss curve, the evaluation and the prompts.
 HELD_OUT_PACKAGES = ["fastapi", "starlette", "pydantic", "aiohttp", "click", "rich", "typer", "requests"]
@@ -196,13 +197,13 @@ def gather_training(args: argparse.Namespace, held_out: dict[str, str]) -> Colle
 
 def write_stream(path: Path, tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> int:
     """Write documents as one token stream; returns its length."""
-    size = 0
-    with Path(path).open("wb") as file:
+
+    def parts() -> Iterator[list[int]]:
         for start in range(0, len(documents), 256):
             for ids in tokenizer(documents[start : start + 256]).input_ids:
-                np.array([*ids, tokenizer.eos_token_id], dtype=np.uint16).tofile(file)
-                size += len(ids) + 1
-    return size
+                yield [*ids, tokenizer.eos_token_id]
+
+    return write_tokens(Path(path), parts(), vocab_size=len(tokenizer))
 
 
 def main() -> None:

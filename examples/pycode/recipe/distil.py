@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
+from paceline.training.token_files import read_tokens
 from recipe.modelling import CONTEXT, END_ID, PAD_ID, Chunks, load_model, save_model
 from recipe.optim import cosine
 from recipe.parallel import Shared, start_workers
@@ -50,7 +51,7 @@ class Mixture:
         self.tokens, self.every, self.count = args.batch_tokens, args.own_every, 0
         self.own = torch.empty(0, CONTEXT, dtype=torch.long)
         if args.own_text:
-            stream = np.fromfile(args.own_text, dtype=np.uint16).astype(np.int64)
+            stream = read_tokens(args.own_text).astype(np.int64)
             self.own = torch.from_numpy(stream[: len(stream) // CONTEXT * CONTEXT]).view(-1, CONTEXT)
         else:
             self._write(args, target)
@@ -138,7 +139,7 @@ def main() -> None:
     common_arguments(parser)
     parser.add_argument("--target", type=Path, help="its folder, by default WORK/target")
     parser.add_argument("--start", default="draft_along", help="folder in WORK with the draft to start from")
-    parser.add_argument("--own-text", type=Path, help="text of the target's that is there already, uint16 ids")
+    parser.add_argument("--own-text", type=Path, help="text of the target's that is there already, .bin")
     parser.add_argument("--own-batches", type=int, default=4, help="how often each worker has the target write text")
     parser.add_argument("--own-rows", type=int, default=32, help=f"rows of {CONTEXT} tokens each time")
     parser.add_argument("--own-every", type=int, default=5, help="every n-th batch is the target's text")

@@ -25,9 +25,9 @@ once() {  # once FILE COMMAND...: until the file is there
 export_of() { python -m recipe.export --work "$W" --tokenizer target --out "$OUT" --models "$1"; }
 
 own_text() {
-    OMP_NUM_THREADS=2 python eagle_recipe/own_text.py --target "$OUT/target" --data "$W/train.bin" --out "$W/own.part" \
+    OMP_NUM_THREADS=2 python eagle_recipe/own_text.py --target "$OUT/target" --data "$W/train.bin" --out "$W/unfinished.bin" \
         --texts "$TEXTS" --minutes 60
-    mv "$W/own.part" "$W/own.bin"
+    mv "$W/unfinished.bin" "$W/own.bin"
 }
 
 eagle() {
@@ -61,7 +61,7 @@ trees() {
 
 once "$OUT/target" export_of target
 once "$W/own.bin" own_text
-head -c 262144 "$W/train.bin" > "$W/corpus.bin"  # 512 texts as they are
+head -c 262160 "$W/train.bin" > "$W/corpus.bin"  # its header and 512 texts as they are
 export OMP_NUM_THREADS=1
 once "$OUT/eagle3/acceptance.json" eagle &
 once "$W/wired_draft" wired_draft

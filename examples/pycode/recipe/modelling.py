@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from paceline.training.token_files import read_tokens
+
 CONTEXT = 1024  # the longest training sequence; short ones are parts of such a chunk
 BLOCK = 128  # query rows per block in `blocked_causal_attention`
 END_ID, PAD_ID = 4094, 4095
@@ -141,7 +143,7 @@ class Chunks:
     """
 
     def __init__(self, path: Path, seed: int, repeats: float = 0.0) -> None:
-        self.data = np.fromfile(path, dtype=np.uint16)
+        self.data = read_tokens(path)
         self.rng = np.random.default_rng(seed)
         self.order: list[int] = []
         self.repeats = repeats

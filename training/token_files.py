@@ -1,0 +1,137 @@
+"""Files of token ids to train on: a header that says how wide the ids are and of which vocabulary, then the ids.
+
+    8 bytes  "PLTOKENS"
+    u16      version of this header, 1
+    u16      bytes of an id, 2 or 4
+    u32      size of the vocabulary
+    ...      the ids end to end; all numbers are little-endian
+
+Ids of 16 bits read as 32, or the other way round, are other ids and no error; hence the header. The width follows from
+the vocabulary: 16 bits up to 65,536 ids, 32 above. Not here: texts cut from the ids (`paceline.training.data`).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.weights.atomic_write import atomic_write, save_bytes
+
+MAGIC = b"PLTOKENS"
+_HEADER = struct.Struct("<8sHHI")
+HEADER_BYTES = _HEADER.size
+"""16: where the ids begin."""
+
+DTYPES = {"uint16": 2, "uint32": 4}
+"""Names of the widths that ids may have, and their bytes."""
+
+
+def write_tokens(path: Path, parts: Iterable[ArrayLike], *, vocab_size: int) -> int:
+    """Write ids [n] of each part, end to end, whole or not at all. Returns how many there are.
+
+    Raises:
+        ConfigurationError: an id is not in the vocabulary.
+        StorageError: the file cannot be written.
+    """
+    size, width = 0, _width(vocab_size)
+
+    def pieces() -> Iterable[bytes]:
+        nonlocal size
+        yield _HEADER.pack(MAGIC, 1, width, vocab_size)
+        for part in parts:
+            ids = np.asarray(part).reshape(-1)
+            size += len(ids)
+            yield _packed(path, ids, vocab_size)
+
+    save_bytes(path, pieces())
+    return size
+
+
+def append_tokens(path: Path, ids: ArrayLike) -> None:
+    """Add ids [n] to a file that `write_tokens` began.
+
+    Raises:
+        ConfigurationError: it has no such header, or an id is not in its vocabulary.
+        StorageError: the file cannot be written.
+    """
+    header = _header(path)
+    if header is None:
+        raise ConfigurationError(f"{path} has no header of a file of token ids; begin it with write_tokens")
+    packed = _packed(path, np.asarray(ids).reshape(-1), header[1])
+    with atomic_write(path), path.open("ab") as file:
+        file.write(packed)
+
+
+def read_tokens(path: Path, vocab_size: int | None = None, *, dtype: str | None = None) -> np.ndarray:
+    """All ids of a file, [n] int32.
+
+    vocab_size  of the target; None: any
+    dtype       "uint16" or "uint32", the width of the ids of a file without a header; a header goes before it
+
+    Raises:
+        ConfigurationError: the width is unknown or not that of the vocabulary, or an id is not in the vocabulary.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigurationError(f"the data type {dtype!r} of token ids is unknown; use one of {', '.join(DTYPES)}")
+    header = _header(path)
+    width, start = (DTYPES[dtype], 0) if header is None and dtype is not None else (0, HEADER_BYTES)
+    if header is not None:
+        width = header[0]
+        if vocab_size is not None and header[1] > vocab_size:
+            raise ConfigurationError(
+                f"{path} holds ids of a vocabulary of {header[1]}, and the target has {vocab_size}; give data of its "
+                "own tokenizer"
+            )
+    elif dtype is None:
+        raise ConfigurationError(
+            f"{path} has no header that says how wide its token ids are; write it with "
+            "paceline.training.token_files.write_tokens, or say --data-dtype uint16 or uint32"
+        )
+    if vocab_size is not None and width != _width(vocab_size):
+        raise ConfigurationError(
+            f"{path} holds ids of {8 * width} bits, and ids of a vocabulary of {vocab_size} have "
+            f"{8 * _width(vocab_size)}; it is another tokenizer's, or was written wrong: write it again"
+        )
+    if (path.stat().st_size - start) % width:
+        raise ConfigurationError(f"{path} ends in the middle of a number of {8 * width} bits; write it again")
+    ids = np.fromfile(path, dtype=f"<u{width}", offset=start)
+    limit = vocab_size if header is None else header[1]
+    if limit is not None and len(ids) and ids.max() >= limit:
+        raise ConfigurationError(
+            f"{path} holds the token id {ids.max()}, and its vocabulary has {limit} ids; give data of the target's own "
+            "tokenizer, or another --data-dtype"
+        )
+    return ids.astype(np.int32)
+
+
+def _width(vocab_size: int) -> int:
+    """Bytes of an id."""
+    return 2 if vocab_size <= 1 << 16 else 4
+
+
+def _packed(path: Path, ids: np.ndarray, vocab_size: int) -> bytes:
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise ConfigurationError(
+            f"{path}: token ids {ids.min()} to {ids.max()} are not of a vocabulary of {vocab_size}; give its own size"
+        )
+    return ids.astype(f"<u{_width(vocab_size)}").tobytes()
+
+
+def _header(path: Path) -> tuple[int, int] | None:
+    """Bytes of an id and the size of the vocabulary; None for a file that does not begin with a header."""
+    with path.open("rb") as file:
+        raw = file.read(HEADER_BYTES)
+    if len(raw) < HEADER_BYTES or not raw.startswith(MAGIC):
+        return None
+    _, version, width, vocab_size = _HEADER.unpack(raw)
+    if version != 1 or width != _width(vocab_size):
+        raise ConfigurationError(
+            f"{path} has a header of token ids that is not understood (version {version}, {width} bytes an id, "
+            f"{vocab_size} ids); write it again"
+        )
+    return width, vocab_size
