@@ -7,6 +7,7 @@ Pickles are read by torch's restricted unpickler. Not here: the names of the lay
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.decoder.weights.files import check_finite, find_weight_files, open_weight_file, write_weight_file
-from paceline.eagle import formats
+from paceline.eagle import exports, formats
 from paceline.eagle.config import CONFIG, EagleConfig
 from paceline.eagle.formats import EMBEDDING, HEAD, MASK, OFFSETS
 
@@ -43,13 +44,18 @@ class Checkpoint:
     embedding: Tensor | None
 
 
-def load(folder: Path, target: ModelConfig, *, head: Tensor | None = None) -> Checkpoint:
-    """Read a head for this target. ``head`` [V, H] is the target's output layer, or its first rows, to compare a
-    copy of it with.
+def load(
+    folder: Path, target: ModelConfig, *, head: Tensor | None = None, aux_layers: Sequence[int] | None = None
+) -> Checkpoint:
+    """Read a head for this target.
+
+    head        [V, H], the target's output layer, or its first rows, to compare a copy of it with
+    aux_layers  residual streams of the target that a head of version 3 reads, in place of what its config.json says
 
     Raises:
         CheckpointError: what the folder holds cannot be used.
         PairingError: it is a head for another target.
+        ConfigurationError: ``aux_layers`` does not fit, or is needed.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give the folder that holds an EAGLE head")
@@ -63,7 +69,7 @@ def load(folder: Path, target: ModelConfig, *, head: Tensor | None = None) -> Ch
             raise CheckpointError(f"{folder} holds {own} twice; keep one of the two")
         if own is not None:
             named[own] = value
-    config = formats.parse(fields, layout, version, target=target, names=named)
+    config = formats.parse(fields, layout, version, target=target, names=named, override=aux_layers)
     config.check_target(target)
     embedding = named.pop(EMBEDDING, None)
     if version == 1:
@@ -77,30 +83,55 @@ def load(folder: Path, target: ModelConfig, *, head: Tensor | None = None) -> Ch
     return Checkpoint(config, named | ({"ids": ids} if version == 3 else {}), embedding)
 
 
+@dataclass(frozen=True, slots=True)
+class TargetTensors:
+    """What a target adds to a head that is written in the layout "nxd", and what is asked of it there.
+
+    embedding   [V, H]
+    head        [V, H], the output layer
+    num_layers  how many layers it has
+    """
+
+    embedding: Tensor
+    head: Tensor
+    num_layers: int
+
+
 def save(
-    folder: Path, checkpoint: Checkpoint, *, layout: str = "paceline", head: Tensor | None = None, base: str = ""
+    folder: Path,
+    checkpoint: Checkpoint,
+    *,
+    layout: str = "paceline",
+    target: TargetTensors | None = None,
+    base: str = "",
 ) -> Path:
     """Write a head, with its config.json; the file of weights.
 
-    ``head`` [V, H] is the target's output layer, which layout "nxd" wants a copy of; ``base`` says where the target
-    came from, which layout "speculators" wants to know.
+    ``target`` is needed for layout "nxd", which holds copies of its embedding and, in version 1, of its output layer.
+    ``base`` says where the target came from, which layout "speculators" wants to know.
 
     Raises:
-        ConfigurationError: the layout is unknown or cannot hold this head.
+        ConfigurationError: the layout is unknown, or its readers cannot run this head (`paceline.eagle.exports`).
     """
     config, version = checkpoint.config, checkpoint.config.version
     facts = formats.written(config, layout, base=base)
-    tensors = dict(checkpoint.weights)
+    if layout == "nxd" and target is None:
+        raise ConfigurationError("layout 'nxd' holds the target's embedding and output layer: give the target")
+    exports.check_export(config, layout, num_layers=None if target is None else target.num_layers)
+    tensors, embedding = dict(checkpoint.weights), checkpoint.embedding
     if version == 3:
         ids = tensors.pop("ids").to(torch.int64)
-        tensors[OFFSETS] = ids - torch.arange(len(ids))
-        tensors[MASK] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-    elif layout == "nxd":
-        if head is None:
-            raise ConfigurationError("layout 'nxd' holds a copy of the target's output layer: give the target")
-        tensors[HEAD] = head
-    if checkpoint.embedding is not None:
-        tensors[EMBEDDING] = checkpoint.embedding
+        if layout == "nxd":  # drafts the whole vocabulary, in its own order
+            tensors[HEAD] = tensors[HEAD][ids.argsort()]
+        else:
+            tensors[OFFSETS] = ids - torch.arange(len(ids))
+            tensors[MASK] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    if layout == "nxd" and target is not None:
+        embedding = target.embedding if embedding is None else embedding
+        if version == 1:
+            tensors[HEAD] = target.head
+    if embedding is not None:
+        tensors[EMBEDDING] = embedding
     named = {formats.foreign_name(name, layout, version): x.detach().clone() for name, x in tensors.items()}
     path = folder / "model.safetensors"
     write_weight_file(path, named)
@@ -113,11 +144,11 @@ def save(
 
 
 def convert(
-    source: Path, out: Path, target: ModelConfig, *, layout: str, head: Tensor | None = None, base: str = ""
+    source: Path, out: Path, target: ModelConfig, *, layout: str, tensors: TargetTensors | None = None, base: str = ""
 ) -> Checkpoint:
     """Read a head in any layout and write it in another; see `load` and `save`."""
-    found = load(source, target, head=head)
-    save(out, found, layout=layout, head=head, base=base)
+    found = load(source, target, head=None if tensors is None else tensors.head)
+    save(out, found, layout=layout, target=tensors, base=base)
     return found
 
 
@@ -167,6 +198,11 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 def _compare(folder: Path, found: dict[str, Tensor], wanted: dict[str, tuple[int, ...]]) -> None:
     missing = sorted(set(wanted) - set(found))
+    if missing == [HEAD]:
+        raise MissingWeightsError(
+            f"{folder} lacks {HEAD}: it shares the target's output layer, which is not supported in version 3, or is "
+            "not complete; use a head with an output layer of its own"
+        )
     if missing:
         raise MissingWeightsError(
             f"{folder} lacks {', '.join(missing[:4])}; fetch it in full, with its own config.json"

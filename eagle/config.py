@@ -18,6 +18,7 @@ from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import RopeConfig
 from paceline.decoder.weights.atomic_write import atomic_write
+from paceline.eagle.aux_layers import layer_ids
 
 CONFIG = "config.json"
 
@@ -25,15 +26,15 @@ CONFIG = "config.json"
 def is_eagle_config(fields: Mapping[str, object]) -> bool:
     """Whether the keys of a config.json say that the folder holds an EAGLE head, in whatever layout.
 
-    The EAGLE repository's own files describe the head as a Llama of one layer. What tells them from such a model is the
-    ``bias`` of ``fc`` (version 1), or the draft vocabulary (version 3).
+    The EAGLE repository's own files describe the head as a Llama, of one layer or of as many as the target. What tells
+    them from such a model is the ``bias`` of ``fc`` (version 1), or the draft vocabulary (version 3).
     """
-    if "paceline_eagle" in fields or fields.get("speculators_model_type") in ("eagle", "eagle3"):
+    if "paceline_eagle" in fields or "speculators_model_type" in fields:
         return True
     architectures = fields.get("architectures")
     named = isinstance(architectures, list) and any("eagle" in str(name).lower() for name in architectures)
-    one_layer = fields.get("num_hidden_layers") == 1 and ("bias" in fields or "draft_vocab_size" in fields)
-    return named or "eagle_config" in fields or one_layer
+    one_layer = fields.get("num_hidden_layers") == 1 and ("bias" in fields or "fc_bias" in fields)
+    return named or "eagle_config" in fields or "draft_vocab_size" in fields or one_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +172,6 @@ def parse_own(fields: Fields) -> EagleConfig:
         rope=_rope(fields),
         layers=layer_ids(fields, "layers") or (),
     )
-
-
-def layer_ids(fields: Fields, key: str) -> tuple[int, ...] | None:
-    """A list of layer numbers, None where the key is absent."""
-    value = fields.values.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, list) or any(isinstance(v, bool) or not isinstance(v, int) or v < 0 for v in value):
-        raise CheckpointError(f"{fields.where}: {key} is {value!r}, but must be a list of layer numbers from 0 on")
-    return tuple(value)
 
 
 def _rope(fields: Fields) -> RopeConfig:

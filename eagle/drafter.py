@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.weights.files import check_finite
 from paceline.draft.base import HeadDrafter
 from paceline.eagle import checkpoint
+from paceline.eagle.aux_layers import parse_layers
 from paceline.eagle.head import EagleHead
 from paceline.eagle.tree import Chain, DraftTree
 
@@ -52,22 +54,30 @@ class EagleDrafter(HeadDrafter):
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], target: CompiledDecoder, draft_tree: DraftTree | None = None
+        cls,
+        path: str | os.PathLike[str],
+        target: CompiledDecoder,
+        draft_tree: DraftTree | None = None,
+        *,
+        aux_layers: str | int | Sequence[int] | None = None,
     ) -> EagleDrafter:
         """Load a head for ``target``, which lends it its embedding and, to version 1, its output layer.
 
         path        folder in the layout of the EAGLE repository, NxD Inference, speculators, or our own
         draft_tree  how drafts grow; default: a chain of 4
+        aux_layers  residual streams of the target that a head of version 3 reads, as in (2, 16, 29) or "2,16,29", in
+                    place of what its config.json says; which are read is logged
 
         Raises:
             CheckpointError: the folder cannot be used, or its weights not in the target's number format.
             PairingError: the head is for another target.
-            ConfigurationError: the draft tree does not fit.
+            ConfigurationError: the draft tree or ``aux_layers`` does not fit.
         """
         model, folder, dtype = target.body.model, Path(path), target.options.dtype
         # Over a divided target this is rank 0, whose rows are the first: copies of those are taken for copies of all.
         rows = min(len(model.head), target.config.vocab_size)
-        found = checkpoint.load(folder, target.config, head=model.head[:rows])
+        layers = parse_layers(aux_layers)
+        found = checkpoint.load(folder, target.config, head=model.head[:rows], aux_layers=layers)
         floats = {name: x for name, x in found.weights.items() if name != "ids"}
         weights = found.weights | {name: check_finite(name, x, dtype, where=folder) for name, x in floats.items()}
         embedding = found.embedding

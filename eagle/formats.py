@@ -1,18 +1,22 @@
 """How other projects name the tensors of an EAGLE head and write its configuration, both ways.
 
-Known: our own (``paceline``), the EAGLE repository's (``eagle``), NxD Inference's (``nxd``: EAGLE's with a copy of the
-target's output layer) and vllm-project/speculators' (``speculators``). Pure renaming; files are `checkpoint.py`'s.
+Known: our own (``paceline``), the EAGLE repository's (``eagle``, also SpecForge's), NxD Inference's (``nxd``: EAGLE's
+with copies of the target's embedding and output layer, and a layer called layers.0 in version 3 too) and
+vllm-project/speculators' (``speculators``). Pure renaming; files are `checkpoint.py`'s, keys that are not understood
+`known_keys.py`'s, and what readers of a written head can run is in `exports.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, replace
 
 from paceline.core.errors import CheckpointError, ConfigurationError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.models.config import ModelConfig
-from paceline.eagle.config import EagleConfig, check_version, layer_ids, parse_own
+from paceline.eagle import aux_layers, known_keys
+from paceline.eagle.config import EagleConfig, check_version, parse_own
 
 LAYOUTS = ("paceline", "eagle", "nxd", "speculators")
 EMBEDDING, HEAD, OFFSETS, MASK = "embed_tokens.weight", "lm_head.weight", "d2t", "t2d"
@@ -24,11 +28,13 @@ _LAYER = {
     ("eagle", 1): "layers.0.",
     ("eagle", 3): "midlayer.",
     ("nxd", 1): "layers.0.",
-    ("nxd", 3): "midlayer.",
+    ("nxd", 3): "layers.0.",
     ("speculators", 1): "transformer.",
     ("speculators", 3): "layers.0.",
 }
-_REFUSED = ("embedding_layernorm.weight", "pre_lm_head_layernorm.weight", "embed_layernorm.weight", "input_norm.weight")
+_REFUSED = re.compile(r"(embedding_layernorm|pre_lm_head_layernorm|embed_layernorm|input_norm|fc_norm\.\d+)\.weight")
+_FURTHER = re.compile(r"(layers|midlayers|additional_layers)\.[1-9]\d*\..+")  # of a head of several layers
+_MODEL = "model."  # before every name, where a head was saved as a part of a model
 _TOKENS = 4  # a round, where the reader of a written head is not told how many; a chain's default here too
 # Saved by some trainers, without a meaning for drafting.
 _HARMLESS = ("rotary_emb.inv_freq", "verifier_lm_head.weight", "verifier_norm.weight")
@@ -39,25 +45,23 @@ def layout_of(config: Fields, names: Iterable[str]) -> tuple[str, int]:
 
     Raises:
         CheckpointError: these are no tensors of an EAGLE head.
+        UnknownArchitectureError: a key of its config.json is not understood.
     """
-    found = set(names)
+    found = {name.removeprefix(_MODEL) for name in names}
     if "paceline_eagle" in config.values:
         version = config.integer("version")
         check_version(version)
         return "paceline", version
+    known_keys.check_keys(config)
     kind = config.values.get("speculators_model_type")
     if kind is not None:
-        if kind not in ("eagle", "eagle3"):
-            raise UnknownArchitectureError(
-                f"{config.where}: speculators_model_type {kind!r} is not supported; supported: eagle, eagle3"
-            )
         return "speculators", 3 if kind == "eagle3" else 1
     if "fc.weight" not in found:
         raise CheckpointError(f"{config.where}: the weights beside it hold no fc.weight, so this is no EAGLE head")
     if any(name.startswith("midlayer.") for name in found):
         return "eagle", 3
     if OFFSETS in found or "layers.0.hidden_norm.weight" in found:
-        return "speculators", 3
+        return "speculators" if "transformer_layer_config" in config.values else "nxd", 3
     return ("nxd" if HEAD in found else "eagle"), 1
 
 
@@ -65,9 +69,15 @@ def own_name(name: str, layout: str, version: int) -> str | None:
     """Our name of a tensor; None if it means nothing here.
 
     Raises:
-        UnknownArchitectureError: a norm that heads here do not have.
+        UnknownArchitectureError: a norm or a second layer, which heads here do not have.
     """
-    if name in _REFUSED:
+    if layout != "paceline":
+        name = name.removeprefix(_MODEL)
+    if _FURTHER.fullmatch(name):
+        raise UnknownArchitectureError(
+            f"the tensor {name} belongs to a head of several layers, which is not supported; use a head of one layer"
+        )
+    if _REFUSED.fullmatch(name):
         raise UnknownArchitectureError(
             f"the tensor {name} belongs to a variant of EAGLE with more norms, which is not supported; "
             "use a head without it"
@@ -91,20 +101,41 @@ def foreign_name(name: str, layout: str, version: int) -> str:
     return name
 
 
-def parse(config: Fields, layout: str, version: int, *, target: ModelConfig, names: Iterable[str]) -> EagleConfig:
-    """The configuration of a head in any layout. ``names`` are its tensors by our names."""
+def parse(
+    config: Fields,
+    layout: str,
+    version: int,
+    *,
+    target: ModelConfig,
+    names: Iterable[str],
+    override: Sequence[int] | None = None,
+) -> EagleConfig:
+    """The configuration of a head in any layout. ``names`` are its tensors by our names.
+
+    ``override``: the residual streams that a head of version 3 reads, whatever the file says.
+
+    Raises:
+        CheckpointError: a key is missing or has a wrong value.
+        ConfigurationError: ``override`` is for a head of version 1, or the head names no layers of a small target.
+    """
+    if override is not None and version == 1:
+        raise ConfigurationError(f"{config.where}: an EAGLE-1 head reads the last hidden state; leave aux_layers out")
     if layout == "paceline":
-        return parse_own(config)
+        own = parse_own(config)
+        if override is None:
+            return own
+        return replace(own, layers=aux_layers.overridden(config.where, own.layers, override))
     nested = config.child("transformer_layer_config") if layout == "speculators" else config
     if nested is None:
         raise CheckpointError(f"{config.where}: transformer_layer_config is missing; download the file again")
-    if layout == "speculators" and config.flag("layernorms", False):
-        raise UnknownArchitectureError(f"{config.where}: layernorms = true is not supported; use a head without them")
-    sizes = ModelConfig.from_fields(Fields({"model_type": "llama", **nested.values}, nested.where))
+    if layout == "speculators" and version == 3:
+        known_keys.check_residual(config)
+    # How many layers there are is said by the tensors: published files have the target's number.
+    usual = {"model_type": "llama", "num_hidden_layers": 1}
+    sizes = ModelConfig.from_fields(Fields({**usual, **nested.values}, nested.where))
     present = set(names)
-    # EAGLE reads the streams before these layers; checkpoints may override them.
-    layers = layer_ids(config, "eagle_aux_hidden_state_layer_ids") or _nested_layers(config)
-    depth = target.num_layers
+    layers = aux_layers.layers_of(config, target, override) if version == 3 else ()
+    _check_count(config, layers)
     return EagleConfig(
         version=version,
         hidden_size=sizes.hidden_size,
@@ -123,23 +154,32 @@ def parse(config: Fields, layout: str, version: int, *, target: ModelConfig, nam
         fc_bias="fc.bias" in present,
         input_norm=version == 1 and "layer.input_layernorm.weight" in present,
         norm_before_residual=version == 3 and config.flag("norm_before_residual", False),
-        layers=(layers or (2, depth // 2, depth - 3)) if version == 3 else (),
+        layers=layers,
     )
+
+
+def _check_count(config: Fields, layers: Sequence[int]) -> None:
+    """Raise CheckpointError where ``num_aux_hidden_states`` is there and says something else."""
+    for fields in (config, config.child("eagle_config")):
+        count = fields.values.get("num_aux_hidden_states") if fields is not None else None
+        if layers and count is not None and count != len(layers):
+            raise CheckpointError(
+                f"{config.where}: num_aux_hidden_states is {count!r}, and the head reads residual streams "
+                f"{list(layers)}; correct the file, or set aux_layers"
+            )
 
 
 def written(config: EagleConfig, layout: str, *, base: str = "") -> dict[str, object]:
     """The config.json of a foreign layout. ``base``: name or path of the target, for speculators.
 
     Raises:
-        ConfigurationError: the layout cannot say what this head needs.
+        ConfigurationError: there is no such layout.
     """
     if layout not in LAYOUTS:
         raise ConfigurationError(f"layout={layout!r} is unknown; use one of {', '.join(LAYOUTS)}")
-    if config.norm_before_residual and layout != "speculators":
-        raise ConfigurationError(f"layout {layout!r} has no norm_before_residual; use 'paceline' or 'speculators'")
     sizes = _sizes(config)
     if layout != "speculators":
-        extra: dict[str, object] = {"bias": config.fc_bias}
+        extra: dict[str, object] = {"fc_bias" if layout == "nxd" else "bias": config.fc_bias}
         if config.version == 3:
             layers = {"eagle_aux_hidden_state_layer_ids": list(config.layers)}
             extra = {"draft_vocab_size": config.draft_vocab_size, "eagle_config": layers}
@@ -196,8 +236,3 @@ def _sizes(config: EagleConfig) -> dict[str, object]:
         "eos_token_id": None,
     }
     return found if kind == "default" else {**found, "rope_scaling": {"rope_type": kind, **rope}}
-
-
-def _nested_layers(config: Fields) -> tuple[int, ...] | None:
-    nested = config.child("eagle_config")
-    return None if nested is None else layer_ids(nested, "eagle_aux_hidden_state_layer_ids")

@@ -18,11 +18,6 @@ from paceline.training.frozen_model import FrozenTarget
 _FC = 0.5  # of the identity in the fc of version 1: it mixes a token and a feature
 
 
-def default_layers(count: int) -> tuple[int, int, int]:
-    """A low, a middle and the last residual stream of a target with ``count`` layers."""
-    return (min(2, count), (count + 2) // 2, count)
-
-
 def default_config(target: ModelConfig, *, version: int, layers: tuple[int, ...], draft_vocab_size: int) -> EagleConfig:
     """A head of the target's own sizes."""
     longest = target.rope.longest or target.max_position_embeddings

@@ -22,6 +22,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.eagle import checkpoint, initial
+from paceline.eagle.aux_layers import default_layers
 from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.config import check_version
 from paceline.eagle.network import TrainableHead
@@ -116,8 +117,9 @@ class EagleHeadOptions:
     """Which head is trained.
 
     version           1 (also for EAGLE-2) or 3
-    layers            version 3: the target's residual streams it reads; empty = a low, a middle and the last one.
-                      For version 1 they only decide what is kept, so that a head of version 3 may use it too
+    layers            version 3: the target's residual streams it reads; empty = those before layers 2, L/2 and L - 3,
+                      as in EAGLE's own code. For version 1 they only decide what is kept, so that a head of version 3
+                      may use it too
     draft_vocab_size  version 3: the most frequent ids of the data, so many; None = all
     depth             of the chains whose acceptance is measured
     """
@@ -125,7 +127,7 @@ class EagleHeadOptions:
     version: int = field(default=3, metadata={"help": "1 (also for EAGLE-2) or 3."})
     layers: tuple[int, ...] = field(
         default=(),
-        metadata={"help": "Version 3: a residual stream to read; repeatable. Default: three of them."},
+        metadata={"help": "Version 3: a residual stream to read; repeatable. Default: before layers 2, L/2, L - 3."},
     )
     draft_vocab_size: int | None = field(default=None, metadata={"help": "Version 3: so many ids can be drafted."})
     depth: int = field(default=5, metadata={"help": "Of the chains whose acceptance is measured."})
@@ -148,7 +150,7 @@ def train(
     """
     sizes = ModelConfig.from_pretrained(target)
     check(head, texts, sizes)
-    layers = head.layers or (initial.default_layers(sizes.num_layers) if head.version == 3 else ())
+    layers = head.layers or (default_layers(sizes.num_layers) if head.version == 3 else ())
     frozen = FrozenTarget(target, layers)
     counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
     drafted = sizes.vocab_size if head.draft_vocab_size is None else head.draft_vocab_size
@@ -188,6 +190,8 @@ def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) 
             f"texts of {texts.length} tokens do not fit: the target reads {sizes.max_position_embeddings}, and after "
             f"a prompt of {texts.prompt_length} there must be room for {head.depth} drafts"
         )
+    if head.version == 3 and not head.layers:
+        default_layers(sizes.num_layers)
 
 
 def write(out: Path, network: TrainableHead, vocabulary: Vocabulary, *, shares: list[float]) -> None:

@@ -57,7 +57,7 @@ class AutoDrafter:
         path     folder of a decoder, Medusa heads or an EAGLE head
         k        drafted tokens per round; default: 4, or what the tree of the heads says
         options  of the row: those of `AutoDecoder.from_pretrained` for a model (default: the target's), ``draft_tree``
-                 for heads
+                 for heads, and ``aux_layers`` for an EAGLE-3 head: the target's residual streams that it reads
 
         Raises:
             CheckpointError: the folder cannot be used.
@@ -207,6 +207,10 @@ def _with_model(spec: DraftSpec, target: CompiledDecoder, load: LoadModel) -> Dr
     return DraftSpec(k=spec.k, value=load(path, **(defaults | options)))
 
 
+_HEAD_OPTIONS: dict[str, tuple[str, ...]] = {"medusa": (), "eagle": ("aux_layers",)}
+"""Options of heads besides ``draft_tree``, by row."""
+
+
 class _Makers:
     """Makes the drafters of one configuration. ``decoders`` are the draft models among them."""
 
@@ -263,8 +267,10 @@ class _Makers:
         """Heads as deep as their tree, or as ``k`` says where it is set."""
         options = dict(spec.options)
         draft_tree = options.pop("draft_tree", None)
+        own = {name: options.pop(name) for name in _HEAD_OPTIONS[row.name] if name in options}
         if options:
-            raise ConfigurationError(f"the draft {spec} has no option {min(options)!r}; it takes draft_tree and k")
+            names = ", ".join(("draft_tree", *_HEAD_OPTIONS[row.name]))
+            raise ConfigurationError(f"the draft {spec} has no option {min(options)!r}; it takes {names} and k")
         maker = resolve(row.path)
         if row.name == "medusa":
             heads: Drafter = maker(spec.path, self.target, tree=draft_tree)
@@ -272,7 +278,7 @@ class _Makers:
             tree = draft_tree  # an object of the user's own, or text
             if draft_tree is None or isinstance(draft_tree, str):
                 tree = parse_draft_tree(draft_tree or "chain", k=self._k(spec), drawn=self.drawn)
-            heads = maker(spec.path, self.target, tree)
+            heads = maker(spec.path, self.target, tree, **own)
         k = self.config.k if spec.k is None else spec.k
         return _with_depth(heads, k, spec) if isinstance(k, int) else heads
 

@@ -79,8 +79,7 @@ def convert(
 ) -> None:
     """Rewrite an EAGLE head in another layout: ours, the EAGLE repository's, NxD Inference's or speculators'."""
     with console.refusals():
-        head = FrozenTarget(target).output.detach()
-        checkpoint.convert(
-            source, results(out), ModelConfig.from_pretrained(target), layout=layout, head=head, base=str(target)
-        )
+        frozen, sizes = FrozenTarget(target), ModelConfig.from_pretrained(target)
+        tensors = checkpoint.TargetTensors(frozen.embedding, frozen.output.detach(), sizes.num_layers)
+        checkpoint.convert(source, results(out), sizes, layout=layout, tensors=tensors, base=str(target))
     console.say(console.out(), str(out))

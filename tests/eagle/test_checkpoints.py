@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -24,7 +24,7 @@ from paceline.core.errors import (
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import RopeConfig
 from paceline.eagle import checkpoint
-from paceline.eagle.checkpoint import Checkpoint
+from paceline.eagle.checkpoint import Checkpoint, TargetTensors
 from paceline.eagle.drafter import EagleDrafter
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.eagle.heads import config, random_head
@@ -33,6 +33,13 @@ from tests.eagle.heads import config, random_head
 @pytest.fixture
 def target(workshop: Workshop) -> ModelConfig:
     return workshop.decoder(slots=1).config
+
+
+def tensors_of(target: ModelConfig) -> TargetTensors:
+    """What a target adds to a head in NxD Inference's layout, as random numbers."""
+    torch.manual_seed(3)
+    shape = (VOCABULARY, target.hidden_size)
+    return TargetTensors(torch.randn(shape), torch.randn(shape), target.num_layers)
 
 
 def rewritten(folder: Path, change: dict[str, Tensor | None] | None = None, **settings: object) -> Path:
@@ -49,32 +56,98 @@ def rewritten(folder: Path, change: dict[str, Tensor | None] | None = None, **se
     return folder
 
 
-@pytest.mark.parametrize("layout", ["paceline", "eagle", "nxd", "speculators"])
-@pytest.mark.parametrize(
-    ("version", "changes"),
-    [
+HELD = [
+    (layout, version, changes)
+    for layout in ("paceline", "eagle", "nxd", "speculators")
+    for version, changes in (
         (1, {}),
-        (1, {"fc_bias": True, "attention_bias": True, "mlp_bias": True}),
-        (1, {"input_norm": True}),
+        (1, {"fc_bias": True}),
         (3, {}),
         (3, {"draft_vocab_size": VOCABULARY}),
-    ],
-)
+        (3, {"draft_vocab_size": VOCABULARY, "layers": (2, 4, 5)}),
+    )
+    if layout != "nxd" or version == 1 or "layers" in changes  # the rest it cannot hold: see `EXPORTS`
+]
+
+
+@pytest.mark.parametrize(("layout", "version", "changes"), HELD)
 def test_every_layout_comes_back(
     target: ModelConfig, tmp_path: Path, layout: str, version: int, changes: dict[str, object]
 ) -> None:
-    made = random_head(config(target, version, **changes))
-    head = torch.randn(VOCABULARY, target.hidden_size)
-    checkpoint.save(tmp_path, made, layout=layout, head=head)
-    found = checkpoint.load(tmp_path, target, head=head)
+    target = replace(target, num_layers=8)
+    made, lent = random_head(config(target, version, **changes)), tensors_of(target)
+    checkpoint.save(tmp_path, made, layout=layout, target=lent)
+    found = checkpoint.load(tmp_path, target, head=lent.head)
     assert found.config == made.config
     assert found.weights.keys() == made.weights.keys()
     assert all(torch.equal(found.weights[name], value) for name, value in made.weights.items())
 
 
+@pytest.mark.parametrize(
+    ("layout", "version", "changes"),
+    [
+        ("speculators", 1, {"attention_bias": True, "mlp_bias": True}),
+        ("nxd", 1, {"attention_bias": True, "mlp_bias": True, "input_norm": True}),
+        ("speculators", 3, {"norm_before_residual": True, "layers": (0, 1)}),
+    ],
+)
+def test_what_only_some_layouts_hold_comes_back_from_them(
+    target: ModelConfig, tmp_path: Path, layout: str, version: int, changes: dict[str, object]
+) -> None:
+    made, lent = random_head(config(target, version, **changes)), tensors_of(target)
+    checkpoint.save(tmp_path, made, layout=layout, target=lent)
+    assert checkpoint.load(tmp_path, target, head=lent.head).config == made.config
+
+
+EXPORTS: list[tuple[str, int, dict[str, object], str]] = [
+    ("eagle", 3, {"norm_before_residual": True}, "norm_before_residual, which only speculators"),
+    ("nxd", 3, {"norm_before_residual": True}, "norm_before_residual, which only speculators"),
+    ("eagle", 1, {"input_norm": True}, "which in version 1 only NxD Inference does"),
+    ("speculators", 1, {"input_norm": True}, "which in version 1 only NxD Inference does"),
+    ("eagle", 1, {"attention_bias": True}, "biases, which EAGLE's own code and SGLang leave out"),
+    ("eagle", 3, {"mlp_bias": True}, "biases, which EAGLE's own code and SGLang leave out"),
+    ("eagle", 3, {"layers": (1, 2, 3)}, r"residual streams \[1, 2, 3\], and SGLang takes ids that begin with 1"),
+    ("speculators", 3, {"layers": (1, 2, 3)}, r"residual streams \[1, 2, 3\], and SGLang takes ids that begin with 1"),
+    ("eagle", 3, {"layers": (2, 4)}, "reads 2 residual streams of the target, and readers of this layout three"),
+    ("nxd", 3, {}, "does not read d2t, and this head drafts 48 of 96 ids; train one with the whole vocabulary"),
+    ("nxd", 3, {"draft_vocab_size": VOCABULARY}, r"reads residual streams \[2, 4, 5\] of a target with 8 layers"),
+    ("nxd", 3, {"draft_vocab_size": VOCABULARY, "target_hidden_size": 64}, "takes the width of the head"),
+]
+
+
+@pytest.mark.parametrize(("layout", "version", "changes", "said"), EXPORTS)
+def test_heads_that_readers_of_a_layout_cannot_run_are_not_written(
+    target: ModelConfig, tmp_path: Path, layout: str, version: int, changes: dict[str, object], said: str
+) -> None:
+    target = replace(target, num_layers=8)
+    with pytest.raises(ConfigurationError, match=said):
+        checkpoint.save(
+            tmp_path, random_head(config(target, version, **changes)), layout=layout, target=tensors_of(target)
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_head_for_nxd_inference_holds_what_it_reads(target: ModelConfig, tmp_path: Path) -> None:
+    """It borrows nothing of the target, calls the layer layers.0 and the bias of fc `fc_bias`, and knows no d2t."""
+    target = replace(target, num_layers=8)
+    lent = tensors_of(target)
+    three = random_head(config(target, 3, draft_vocab_size=VOCABULARY, layers=(2, 4, 5)))
+    names = set(load_file(checkpoint.save(tmp_path / "3", three, layout="nxd", target=lent)))
+    assert {"layers.0.hidden_norm.weight", "lm_head.weight", "embed_tokens.weight", "norm.weight"} <= names
+    assert not {"d2t", "t2d"} & names and not any(name.startswith("midlayer.") for name in names)
+    mixed = Checkpoint(three.config, {**three.weights, "ids": torch.arange(VOCABULARY).flip(0)}, None)
+    stored = load_file(checkpoint.save(tmp_path / "mixed", mixed, layout="nxd", target=lent))
+    assert torch.equal(stored["lm_head.weight"], three.weights["lm_head.weight"].flip(0)), "rows in the order of ids"
+    file = checkpoint.save(tmp_path / "1", random_head(config(target, 1, fc_bias=True)), layout="nxd", target=lent)
+    stored = load_file(file)
+    assert torch.equal(stored["embed_tokens.weight"], lent.embedding)
+    assert torch.equal(stored["lm_head.weight"], lent.head)
+    written = json.loads((tmp_path / "1" / "config.json").read_text())
+    assert written["fc_bias"] is True and "bias" not in written
+
+
 def test_names_are_those_of_the_projects(target: ModelConfig, tmp_path: Path) -> None:
     three, one = random_head(config(target, 3)), random_head(config(target, 1, fc_bias=True))
-    head = torch.randn(VOCABULARY, target.hidden_size)
     for layout, made, names in (
         (
             "eagle",
@@ -86,13 +159,10 @@ def test_names_are_those_of_the_projects(target: ModelConfig, tmp_path: Path) ->
         ("speculators", one, {"transformer.mlp.up_proj.weight", "fusion_fc.weight", "fusion_fc.bias"}),
         ("speculators", three, {"layers.0.hidden_norm.weight", "norm.weight", "lm_head.weight"}),
     ):
-        file = checkpoint.save(tmp_path / f"{layout}{made.config.version}", made, layout=layout, head=head)
+        file = checkpoint.save(
+            tmp_path / f"{layout}{made.config.version}", made, layout=layout, target=tensors_of(target)
+        )
         assert names <= set(load_file(file)), (layout, made.config.version)
-    norm = random_head(config(target, 3, norm_before_residual=True))
-    checkpoint.save(tmp_path / "norm", norm, layout="speculators")
-    assert checkpoint.load(tmp_path / "norm", target).config.norm_before_residual
-    with pytest.raises(ConfigurationError, match="norm_before_residual"):
-        checkpoint.save(tmp_path / "no", norm, layout="eagle")
 
 
 def test_layers_default_to_those_of_eagle_3(workshop: Workshop, tmp_path: Path) -> None:
@@ -213,11 +283,10 @@ def test_the_repository_s_own_file_is_a_pickle(target: ModelConfig, tmp_path: Pa
 
 
 def test_foreign_layouts_are_refused_where_they_say_something_else(target: ModelConfig, tmp_path: Path) -> None:
-    one = random_head(config(target, 1))
-    head = torch.randn(VOCABULARY, target.hidden_size)
-    checkpoint.save(tmp_path / "nxd", one, layout="nxd", head=head)
+    one, lent = random_head(config(target, 1)), tensors_of(target)
+    checkpoint.save(tmp_path / "nxd", one, layout="nxd", target=lent)
     with pytest.raises(CheckpointError, match="output layer"):
-        checkpoint.load(tmp_path / "nxd", target, head=head + 1)
+        checkpoint.load(tmp_path / "nxd", target, head=lent.head + 1)
     checkpoint.save(tmp_path / "spec", one, layout="speculators")
     with pytest.raises(UnknownArchitectureError, match="layernorms"):
         checkpoint.load(rewritten(tmp_path / "spec", None, layernorms=True), target)

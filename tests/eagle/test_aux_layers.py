@@ -1,0 +1,97 @@
+"""Which streams of the target a head reads: the default by size, and the user's word against the file's."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.auto_drafter import AutoDrafter, make_drafter
+from paceline.config import SpeculativeConfig
+from paceline.core.errors import ConfigurationError, PairingError, WeightShapeError
+from paceline.decoder.models.config import ModelConfig
+from paceline.eagle import checkpoint, train
+from paceline.eagle.aux_layers import default_layers, parse_layers
+from paceline.eagle.drafter import EagleDrafter
+from paceline.eagle.train import EagleHeadOptions
+from paceline.registry import DRAFTERS, options_of
+from paceline.training.features import CachedTextOptions
+from tests.decoder.tiny import Workshop
+from tests.eagle.heads import config, random_head
+
+
+@pytest.mark.parametrize("count", [7, 8, 16, 32, 36, 48, 80])
+def test_the_default_is_that_of_eagle(count: int) -> None:
+    layers = default_layers(count)
+    assert layers == (2, count // 2, count - 3)
+    assert len(set(layers)) == 3 and list(layers) == sorted(layers)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 6])
+def test_a_small_target_has_no_default_and_says_so(workshop: Workshop, count: int) -> None:
+    with pytest.raises(ConfigurationError, match=f"with {count} layers; name streams of 0 to {count}: --layers"):
+        default_layers(count)
+    sizes = replace(ModelConfig.from_pretrained(workshop.checkpoint()), num_layers=count)
+    texts = CachedTextOptions(length=24, prompt=6)
+    with pytest.raises(ConfigurationError, match="not three different ones"):
+        train.check(EagleHeadOptions(version=3), texts, sizes)
+    train.check(EagleHeadOptions(version=3, layers=(0, 1)), texts, sizes)
+    train.check(EagleHeadOptions(version=1), texts, sizes)
+
+
+def test_the_option_is_text_or_numbers() -> None:
+    for given in ("2,16,29", (2, 16, 29), [2, 16, 29], " 2, 16 ,29"):
+        assert parse_layers(given) == (2, 16, 29)
+    assert parse_layers(5) == parse_layers("5") == (5,) and parse_layers(None) is None
+    for wrong in ("2,x", "", (), "-1,2", (2.5,), (True,), 1.0, {"a": 1}):
+        with pytest.raises(ConfigurationError, match="must be residual streams of the target"):
+            parse_layers(wrong)
+
+
+@pytest.mark.parametrize("layout", ["paceline", "eagle", "speculators"])
+def test_the_user_s_word_goes_before_the_file_s(
+    workshop: Workshop, tmp_path: Path, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By argument and in the grammar; the log says both."""
+    caplog.set_level(logging.INFO, "paceline")
+    target = workshop.decoder(slots=1)
+    checkpoint.save(tmp_path, random_head(config(target.config, 3, layers=(0, 1, 2))), layout=layout)
+    assert EagleDrafter.from_pretrained(tmp_path, target).reads.layers == (0, 1, 2)
+    for made in (
+        EagleDrafter.from_pretrained(tmp_path, target, aux_layers=(1, 2, 2)),
+        AutoDrafter.from_pretrained(tmp_path, target, aux_layers=[1, 2, 2]),
+        make_drafter(SpeculativeConfig(draft=f"{tmp_path}:aux_layers=1,2,2,k=3"), target)[0],
+        make_drafter(SpeculativeConfig(draft={"path": str(tmp_path), "aux_layers": [1, 2, 2]}), target)[0],
+    ):
+        assert isinstance(made, EagleDrafter) and made.reads.layers == (1, 2, 2)
+    said = "reads residual streams [1, 2, 2] of the target, by aux_layers; the file says [0, 1, 2]"
+    assert caplog.text.count(said) == 4
+    with pytest.raises(PairingError, match="the target has 2 layers"):
+        EagleDrafter.from_pretrained(tmp_path, target, aux_layers=(1, 2, 3))
+    with pytest.raises(WeightShapeError, match=r"fc.weight"):
+        EagleDrafter.from_pretrained(tmp_path, target, aux_layers=(1, 2))
+
+
+def test_it_is_an_option_of_eagle_3_heads_alone(workshop: Workshop, tmp_path: Path) -> None:
+    assert "aux_layers" in options_of(DRAFTERS["eagle"]) and "aux_layers" not in options_of(DRAFTERS["medusa"])
+    target = workshop.decoder(slots=1)
+    for layout in ("paceline", "eagle"):
+        checkpoint.save(tmp_path / layout, random_head(config(target.config, 1)), layout=layout)
+        with pytest.raises(ConfigurationError, match="reads the last hidden state; leave aux_layers out"):
+            EagleDrafter.from_pretrained(tmp_path / layout, target, aux_layers="1,2")
+    with pytest.raises(ConfigurationError, match="no option 'amp'; it takes draft_tree, aux_layers and k"):
+        make_drafter(SpeculativeConfig(draft=f"{tmp_path / 'eagle'}:amp=f32"), target)
+
+
+def test_a_file_without_ids_needs_the_option_where_the_target_is_small(workshop: Workshop, tmp_path: Path) -> None:
+    target = workshop.decoder(slots=1)
+    checkpoint.save(tmp_path, random_head(config(target.config, 3)), layout="eagle")
+    told = json.loads((tmp_path / "config.json").read_text())
+    del told["eagle_config"]
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigurationError, match="of a target with 2 layers; name streams of 0 to 2"):
+        EagleDrafter.from_pretrained(tmp_path, target)
+    assert EagleDrafter.from_pretrained(tmp_path, target, aux_layers="0,1,2").reads.layers == (0, 1, 2)

@@ -1,0 +1,227 @@
+"""Configurations of published heads: each is read right, or refused with the reason. See published/README.md.
+
+The files in ``published`` hold the config.json as it was found, where, and the sizes of the target. Weights are not
+needed to read them: the tensors are a list of names, those that EAGLE's issue 265 prints and those that speculators
+writes. A few are read with random weights of these names too.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from paceline.core.errors import CheckpointError, PacelineError, UnknownArchitectureError
+from paceline.decoder.json_fields import Fields
+from paceline.decoder.models.config import ModelConfig
+from paceline.eagle import checkpoint, formats
+from paceline.eagle.config import EagleConfig, is_eagle_config
+from tests.decoder.tiny import VOCABULARY, Workshop
+from tests.eagle.heads import config as tiny_config
+from tests.eagle.heads import random_head
+
+UNKNOWN = UnknownArchitectureError
+FOLDER = Path(__file__).parent / "published"
+_PARTS = [
+    *(f"self_attn.{side}_proj.weight" for side in "qkvo"),
+    *(f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+    "post_attention_layernorm.weight",
+]
+_THREE = ["d2t", "t2d", "fc.weight", "lm_head.weight", "norm.weight"]
+_NORMS = ["hidden_norm.weight", "input_layernorm.weight"]
+TENSORS = {
+    "eagle1": ["embed_tokens.weight", "fc.weight", *(f"layers.0.{name}" for name in _PARTS)],
+    "eagle3": [*_THREE, *(f"midlayer.{name}" for name in (*_PARTS, *_NORMS))],
+    "speculators3": ["embed_tokens.weight", *_THREE, *(f"layers.0.{name}" for name in (*_PARTS, *_NORMS))],
+}
+TENSORS["eagle1, fc.bias"] = [*TENSORS["eagle1"], "fc.bias"]
+
+
+def entry(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return found
+
+
+def target_of(sizes: dict[str, Any], model_type: str = "llama") -> ModelConfig:
+    """A target of these sizes; what else it is made of does not matter to a head."""
+    named = {"num_hidden_layers": sizes["num_layers"], "num_attention_heads": 2, "intermediate_size": 8}
+    fields = {"model_type": "llama", **named, "hidden_size": sizes["hidden_size"], "vocab_size": sizes["vocab_size"]}
+    return replace(ModelConfig.from_fields(Fields(fields, "target")), model_type=model_type)
+
+
+def read(name: str, *, model_type: str = "llama", **changes: object) -> EagleConfig:
+    """The configuration as a folder with such a head is read, but for the weights."""
+    found = entry(name)
+    fields = Fields({**found["config"], **changes}, f"{name}/config.json")
+    target, tensors = target_of(found["target"], model_type), TENSORS[found["tensors"]]
+    layout, version = formats.layout_of(fields, tensors)
+    names = [formats.own_name(tensor, layout, version) for tensor in tensors]
+    made = formats.parse(fields, layout, version, target=target, names=[n for n in names if n is not None])
+    made.check_target(target)
+    return made
+
+
+def draft(made: EagleConfig) -> tuple[object, ...]:
+    """Version, streams, drafted ids, heads, their width, theta and longest text."""
+    heads = (made.num_heads, made.num_kv_heads, made.head_dim)
+    return (made.version, made.layers, made.draft_vocab_size, heads, made.rope.theta, made.max_position_embeddings)
+
+
+READ: dict[str, tuple[object, ...]] = {
+    "eagle-llama3-8b": (1, (), 128256, (32, 8, 128), 500000.0, 2048),
+    "eagle-vicuna-7b": (1, (), 32000, (32, 32, 128), 10000.0, 2048),
+    "eagle-vicuna-33b": (1, (), 32000, (52, 13, 128), 10000.0, 2048),
+    "eagle3-llama3.1-8b": (3, (2, 16, 29), 32000, (32, 8, 128), 10000.0, 2048),
+    "specforge-llama3-8b": (3, (2, 16, 29), 32000, (32, 8, 128), 10000.0, 2048),
+    "specforge-qwen3-235b": (3, (2, 47, 91), 32000, (64, 4, 128), 1e6, 40960),
+    "specforge-gpt-oss-120b": (3, (2, 18, 34), 32000, (64, 8, 64), 10000.0, 4096),
+    "nvidia-qwen3-235b": (3, (2, 47, 91), 151936, (64, 4, 128), 5e6, 2048),
+    "nebius-gpt-oss-20b": (3, (2, 12, 21), 64000, (64, 8, 64), 150000.0, 2048),
+    "angelslim-qwen3-4b": (3, (2, 18, 33), 32000, (32, 8, 128), 1e6, 40960),
+    "angelslim-qwen2.5-7b": (3, (2, 14, 25), 32000, (28, 4, 128), 1e6, 131072),
+    "tensorrt-llm-llama3.1-8b": (3, (2, 16, 29), 32000, (32, 8, 128), 500000.0, 131072),
+    "speculators-gemma4-31b": (3, (2, 30, 57), 32000, (32, 16, 256), 10000.0, 262144),
+    "speculators-qwen3-8b": (3, (2, 18, 33), 32000, (32, 8, 128), 1e6, 40960),
+    "speculators-qwen3-32b": (3, (2, 32, 61), 32000, (64, 8, 128), 1e6, 2048),
+}
+REFUSED = {
+    "eagle-mixtral-8x7b": "model_type 'mixtral' is not supported; supported: llama",
+    "specforge-qwen3-30b-eagle3.1": "norm_output has two meanings",
+    "specforge-qwen3-8b-peagle": "PEagleDraftModel, a head of another kind .P-EAGLE",
+    "speculators-gpt-oss-20b": "norm_before_fc = true is not supported: the joined streams of the target are",
+    "speculators-qwen3-moe-eagle3.1": "norm_before_fc = true is not supported",
+    "speculators-mistral-123b-eagle3.1": "norm_before_fc = true is not supported",
+    "angelslim-qwen3-vl-4b": "'image_token_id' is not a setting of an EAGLE head known here",
+    "nvidia-gpt-oss-120b-v2": "use_aux_hidden_state = false is not supported: an EAGLE-3 layer reads the target's last",
+    "nvidia-gpt-oss-120b-v3": "norm_before_fc = true is not supported",
+}
+
+
+def test_every_file_has_a_verdict_and_stands_in_the_table() -> None:
+    names = {path.stem for path in FOLDER.glob("*.json")}
+    assert names == READ.keys() | REFUSED.keys() and not READ.keys() & REFUSED.keys()
+    table = (FOLDER / "README.md").read_text()
+    assert all(f"`{name}`" in table and entry(name)["looked_up"] in table for name in names)
+    assert all(is_eagle_config(entry(name)["config"]) for name in names - {"eagle-vicuna-7b", "eagle-vicuna-33b"} - {
+        "eagle-mixtral-8x7b"
+    }), "the oldest files say nothing that a Llama of one layer would not"  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_it_is_read_right(name: str) -> None:
+    made = read(name)
+    assert draft(made) == READ[name]
+    assert made.norm_before_residual == name.startswith("speculators")
+    assert made.fc_bias == name.startswith("eagle-vicuna") and not made.input_norm
+    assert made.rope.type == {"tensorrt-llm-llama3.1-8b": "llama3", "nebius-gpt-oss-20b": "yarn"}.get(name, "default")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_with_the_reason(name: str) -> None:
+    with pytest.raises(UnknownArchitectureError, match=REFUSED[name]):
+        read(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "error", "said"),
+    [
+        ("specforge-qwen3-30b-eagle3.1", {"norm_output": None}, UNKNOWN, "fc_norm = true is not"),
+        ("eagle3-llama3.1-8b", {"norm_output": False}, UNKNOWN, "norm_output has two meanings"),
+        ("speculators-qwen3-8b", {"norm_output": True}, UNKNOWN, "norm_output = true is not supported"),
+        ("speculators-qwen3-8b", {"norm_before_residual": None}, CheckpointError, "norm_before_residual is missing"),
+        ("speculators-qwen3-8b", {"speculators_model_type": "peagle"}, UNKNOWN, "'peagle' is not"),
+        ("speculators-qwen3-8b", {"layernorm": True}, UNKNOWN, "'layernorm' is not a setting"),
+        ("eagle3-llama3.1-8b", {"norm_bias": True}, UNKNOWN, "norm_bias = true is not supported: norms"),
+        ("eagle3-llama3.1-8b", {"qkv_bias": True}, UNKNOWN, "qkv_bias = true is not supported"),
+        ("eagle3-llama3.1-8b", {"hidden_act": "gelu"}, UNKNOWN, "hidden_act 'gelu' is not supported"),
+        ("eagle3-llama3.1-8b", {"logit_scale": 0.5}, UNKNOWN, "logit_scale = 0.5 is not supported"),
+        ("eagle3-llama3.1-8b", {"sliding_window": 128}, UNKNOWN, "sliding_window = 128 is not"),
+        ("eagle3-llama3.1-8b", {"layer_types": ["x"]}, UNKNOWN, "use a head with full attention"),
+        ("angelslim-qwen2.5-7b", {"use_sliding_window": True}, UNKNOWN, "use_sliding_window = true"),
+        ("eagle3-llama3.1-8b", {"rope_scaling": {"mrope_section": [1]}}, UNKNOWN, "'mrope_section'"),
+        ("eagle3-llama3.1-8b", {"target_layer_ids": [1]}, UNKNOWN, "'target_layer_ids' is not"),
+        ("eagle3-llama3.1-8b", {"num_aux_hidden_states": 4}, CheckpointError, "num_aux_hidden_states is 4"),
+        ("nebius-gpt-oss-20b", {"truncated_vocab_size": 9}, CheckpointError, "truncated_vocab_size is 9 and draft"),
+        ("specforge-qwen3-235b", {"eagle_aux_hidden_state_layer_ids": [2, 47, 91]}, CheckpointError, "keep the one"),
+        ("eagle3-llama3.1-8b", {"eagle_config": {"norm_before_fc": True}}, UNKNOWN, "eagle_config: norm"),
+        ("eagle3-llama3.1-8b", {"eagle_config": {"parallel_draft_step": 4}}, UNKNOWN, "in one pass"),
+        ("eagle3-llama3.1-8b", {"eagle_config": {"target_hidden_size": 8}}, UNKNOWN, "'target_hidden"),
+    ],
+)  # fmt: skip
+def test_a_key_that_would_change_the_head_is_refused_by_name(
+    name: str, changes: dict[str, object], error: type[PacelineError], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        read(name, **changes)
+
+
+def test_the_mirror_case_is_not_refused() -> None:
+    """Values that change nothing, and remarks of transformers, are passed over."""
+    made = read("speculators-mistral-123b-eagle3.1", norm_before_fc=False, norm_output=False)
+    assert draft(made)[1:4] == ((2, 44, 85), 32000, (96, 8, 128)) and made.rope.type == "yarn"
+    plain = read("eagle3-llama3.1-8b")
+    assert read("eagle3-llama3.1-8b", use_sliding_window=False, sliding_window=4096, is_causal=True) == plain
+    assert read("eagle3-llama3.1-8b", layer_types=["full_attention"], dtype="bfloat16", auto_map={}) == plain
+    assert read("eagle3-llama3.1-8b", num_hidden_layers=40) == plain, "EAGLE3-Vicuna1.3-13B says so, and has one layer"
+
+
+def test_ids_that_begin_with_1_are_outputs_of_layers(caplog: pytest.LogCaptureFixture) -> None:
+    """SGLang's rule: [1, 17, 33] are the streams 2, 18 and 34, but of gpt-oss the streams 1, 17 and 33 themselves."""
+    caplog.set_level(logging.INFO, "paceline")
+    assert read("specforge-gpt-oss-120b").layers == (2, 18, 34)
+    assert "begin with 1 and are taken for layers whose output is read" in caplog.text
+    assert "reads residual streams [2, 18, 34] of the target; if that is wrong, set aux_layers=1,17,33" in caplog.text
+    caplog.clear()
+    assert read("specforge-gpt-oss-120b", model_type="gpt_oss").layers == (1, 17, 33)
+    assert "reads residual streams [1, 17, 33]" in caplog.text and "begin with 1" not in caplog.text
+    assert read("speculators-gemma4-31b").layers == (2, 30, 57)
+    assert "reads residual streams [2, 30, 57]" in caplog.text
+    assert read("eagle3-llama3.1-8b").layers == (2, 16, 29)
+    assert "names no layers: the head reads residual streams [2, 16, 29]" in caplog.text
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize(
+    ("name", "version", "layout"),
+    [
+        ("eagle-llama3-8b", 1, "eagle"),
+        ("eagle3-llama3.1-8b", 3, "eagle"),
+        ("specforge-qwen3-235b", 3, "eagle"),
+        ("angelslim-qwen3-4b", 3, "nxd"),  # names of layers.0 beside a flat configuration
+        ("speculators-gemma4-31b", 3, "speculators"),
+    ],
+)
+def test_with_weights_of_these_names(
+    workshop: Workshop, tmp_path: Path, name: str, version: int, layout: str, prefix: str
+) -> None:
+    """The same configuration with the sizes of the tiny target, beside random weights."""
+    target = replace(workshop.decoder(slots=1).config, num_layers=8)
+    made = random_head(tiny_config(target, version, layers=(2, 4, 5) if version == 3 else ()))
+    sizes = formats.written(made.config, "eagle")
+    told = entry(name)["config"]
+    inner = told.get("transformer_layer_config", told)
+    inner |= {key: sizes[key] for key in inner.keys() & sizes.keys() if key not in ("architectures", "torch_dtype")}
+    inner |= {"head_dim": made.config.head_dim, "rms_norm_eps": made.config.rms_norm_eps, "rope_theta": 10000.0}
+    if version == 3:
+        told["draft_vocab_size"] = made.config.draft_vocab_size
+    if "eagle_config" in told:
+        told["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [1, 3, 4]
+    if "eagle_aux_hidden_state_layer_ids" in told:
+        told["eagle_aux_hidden_state_layer_ids"] = [2, 4, 5]
+    tensors = {formats.foreign_name(own, layout, version): x for own, x in made.weights.items() if own != "ids"}
+    if version == 3:
+        tensors["d2t"] = made.weights["ids"] - torch.arange(len(made.weights["ids"]))
+    tensors["embed_tokens.weight"] = torch.randn(VOCABULARY, target.hidden_size)
+    save_file({prefix + own: x for own, x in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    found = checkpoint.load(tmp_path, target)
+    assert found.config.layers == made.config.layers and found.config.version == version
+    assert found.config.norm_before_residual == (layout == "speculators") and found.embedding is not None
+    assert found.weights.keys() == made.weights.keys()
+    assert all(torch.equal(found.weights[own], x) for own, x in made.weights.items())
