@@ -29,8 +29,9 @@ from paceline.medusa.network import Heads
 
 log = logging.getLogger("paceline")
 
-FILES = {"paceline": "model.safetensors", "medusa": "medusa_lm_head.pt", "nxd": "model.safetensors"}
-_NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+# NxD Inference reads medusa_heads.pt from the folder of the target, and no other file.
+FILES = {"paceline": "model.safetensors", "medusa": "medusa_lm_head.pt", "nxd": "medusa_heads.pt"}
+_NAMES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "medusa_heads.pt")
 TREE = "tree.json"
 
 

@@ -10,16 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.core.errors import ConfigurationError
+from paceline.core.errors import ConfigurationError, UnknownArchitectureError
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.weights.atomic_write import atomic_write
 
 CONFIG = "config.json"
+# Every key of heads; others may stand there where the file is the target's with these added.
+_KEYS = frozenset({"medusa_num_heads", "medusa_num_layers", "medusa_tied_projection"})
 
 
 def is_medusa_config(fields: Mapping[str, object]) -> bool:
     """Whether the keys of a config.json say that the folder holds Medusa heads, in whatever layout."""
-    return "medusa_num_heads" in fields
+    return "medusa_num_heads" in fields or fields.get("model_type") == "medusa"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,8 @@ class MedusaConfig:
 class Claims:
     """What a config.json says; published ones say little of it, and not always the truth, so tensors decide.
 
+    Keys of heads that are not understood are refused by name; those of the target, which some files hold too, are not.
+
     ``tied`` is None where the file does not say.
     """
 
@@ -96,9 +100,21 @@ class Claims:
 
         Raises:
             CheckpointError: it is absent, no JSON object, or a value has a wrong type.
+            UnknownArchitectureError: a key of heads is not understood, or the file is for vLLM's own layout.
         """
         path = folder / CONFIG
         fields = Fields(read_json_object(path), str(path))
+        if fields.values.get("model_type") == "medusa":
+            raise UnknownArchitectureError(
+                f"{path}: model_type 'medusa' is vLLM's own layout (blocks.0.layers.0, lm_heads.0, perhaps with a "
+                "reduced vocabulary), which is not supported; use the checkpoint that it was made from"
+            )
+        for key, value in fields.values.items():
+            if key.startswith("medusa") and key not in _KEYS and value is not None:
+                raise UnknownArchitectureError(
+                    f"{path}: {key!r} is not a setting of Medusa heads known here, and passing over it could make them "
+                    "draft badly; remove it if it has no effect"
+                )
 
         def optional(key: str, minimum: int) -> int | None:
             return None if fields.values.get(key) is None else fields.integer(key, minimum=minimum)

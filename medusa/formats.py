@@ -26,6 +26,7 @@ LAYOUTS = ("paceline", "medusa", "nxd")
 _OURS = re.compile(r"heads\.(\d+)\.(?:blocks\.(\d+)\.(weight|bias)|projection\.weight)")
 _THEIRS = re.compile(r"(?:.*\b)?medusa_head(?:\.|s\.|_)(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
 _BARE = re.compile(r"(\d+)\.(\d+)\.(?:linear\.)?(weight|bias)")
+_VLLM = re.compile(r"blocks\.\d+\.layers\.\d+\..+|lm_heads\.\d+\..+|token_map")
 _PART = re.compile(r"(?:(?:.*\b)?medusa_head(?:\.|s\.|_)|heads\.)?\d+\..+")  # of a head, known or not
 
 
@@ -41,6 +42,11 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for name in names:
         ours = _ours(name)
+        if _VLLM.fullmatch(name):
+            raise CheckpointError(
+                f"{name} is a name of vLLM's own layout of Medusa heads, which is not supported; use the checkpoint "
+                "that it was made from"
+            )
         if ours is None and _PART.fullmatch(name):
             raise CheckpointError(
                 f"{name} belongs to a Medusa head, and heads here have no such part: they are residual blocks and a "

@@ -107,7 +107,7 @@ def test_a_tree_is_searched_and_checked(target: Path, heads: Path, tmp_path: Pat
 def test_heads_are_converted(target: Path, heads: Path, tmp_path: Path) -> None:
     for layout, file in (
         ("medusa", "medusa_lm_head.pt"),
-        ("nxd", "model.safetensors"),
+        ("nxd", "medusa_heads.pt"),
         ("paceline", "model.safetensors"),
     ):
         done = call("convert-medusa", heads, tmp_path / layout, "--target", target, "--layout", layout)

@@ -13,6 +13,7 @@ from paceline.core.errors import (
     CheckpointError,
     ConfigurationError,
     MissingWeightsError,
+    UnknownArchitectureError,
     WeightShapeError,
     WeightValueError,
 )
@@ -109,7 +110,7 @@ def test_the_names_of_other_projects(tmp_path: Path) -> None:
     names = set(torch.load(tmp_path / "m" / "medusa_lm_head.pt", weights_only=True))
     assert names == {f"{i}.{rest}" for i in range(3) for rest in ("0.linear.weight", "0.linear.bias", "1.weight")}
     checkpoint.save(tmp_path / "n", OWN, weights(OWN), layout="nxd")
-    names = set(load_file(tmp_path / "n" / "model.safetensors"))
+    names = set(torch.load(tmp_path / "n" / "medusa_heads.pt", weights_only=True))
     assert names == {
         f"medusa_head_{i}.{rest}" for i in range(3) for rest in ("0.linear.weight", "0.linear.bias", "1.weight")
     }
@@ -251,6 +252,27 @@ def test_heads_are_not_written_behind_others(tmp_path: Path, layout: str, stale:
         assert checkpoint.save(tmp_path, OWN, weights(OWN, seed=seed), layout=layout).stat().st_mode & 0o777 == 0o644
         found = checkpoint.load(tmp_path, vocab_size=9).weights
         assert all(torch.equal(found[name], x) for name, x in weights(OWN, seed=seed).items())
+
+
+def test_settings_of_heads_that_are_not_understood_are_refused(tmp_path: Path) -> None:
+    """The rest of the file may be the target's own, whose keys are not the heads'."""
+    checkpoint.save(tmp_path, OWN, weights(OWN), layout="medusa")
+    path = tmp_path / "config.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps({**told, "num_attention_heads": 4, "medusa_choices": None}))
+    checkpoint.load(tmp_path, vocab_size=9)
+    for more, said in (
+        ({"medusa_num_decoders": 2}, "'medusa_num_decoders' is not a setting"),
+        ({"model_type": "medusa", "num_heads": 5}, "vLLM's own layout"),
+    ):
+        path.write_text(json.dumps({**told, **more}))
+        with pytest.raises(UnknownArchitectureError, match=said):
+            checkpoint.load(tmp_path, vocab_size=9)
+    path.unlink()
+    (tmp_path / "medusa_lm_head.pt").unlink()
+    save_file({"blocks.0.layers.0.weight": torch.ones(6, 6)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"blocks.0.layers.0.weight is a name of vLLM's own layout"):
+        checkpoint.load(tmp_path, vocab_size=9)
 
 
 def test_a_pickle_with_code_in_it_is_not_run(tmp_path: Path) -> None:
