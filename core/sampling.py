@@ -6,14 +6,21 @@ Not the law itself: what these numbers do to logits is in `paceline.core.probs`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from paceline.core.errors import SamplingError
-from paceline.core.types import SamplingTensors
+from paceline.core.types import SamplingKind, SamplingTensors
+
+TOP_K_LIMIT = 256
+"""The largest top-k of the kind of sampling "top-k", whose graphs choose among so many ids alone."""
+
+SAMPLING_KINDS: tuple[SamplingKind, ...] = get_args(SamplingKind)
+"""All kinds, from the narrowest to the widest."""
 
 _MAX_EXACT_FLOAT = 1 << 24  # top-k travels in a float32 tensor; no vocabulary is that large
 _LEAST_TEMPERATURE = 1e-20
@@ -87,7 +94,30 @@ def sampling_tensors(requests: Sequence[Sampling]) -> SamplingTensors:
     """Tensors for a batch of requests, in slot order."""
     knobs: Tensor = torch.tensor([param_row(r) for r in requests], dtype=torch.float32)
     keys: Tensor = torch.tensor([seed_row(r.seed) for r in requests], dtype=torch.int32)
-    return SamplingTensors(knobs, keys)
+    return SamplingTensors(knobs, keys, widest(map(kind_of, requests)))
+
+
+def kind_of(sampling: Sampling) -> SamplingKind:
+    """The kind of one request: the narrowest that gives its tokens."""
+    return _kind(sampling.temperature, sampling.top_k)
+
+
+def widest(kinds: Iterable[SamplingKind]) -> SamplingKind:
+    """The narrowest kind that serves requests of all these kinds; greedy, if there are none."""
+    return max(kinds, key=SAMPLING_KINDS.index, default="greedy")
+
+
+def kind_of_params(params: Tensor) -> SamplingKind:
+    """The kind of a batch, from its ``params`` [B, 4] alone: of tensors that came from another process."""
+    return widest(_kind(temperature, top_k) for temperature, top_k, *_ in params.tolist())
+
+
+def _kind(temperature: float, top_k: float) -> SamplingKind:
+    if temperature == 0:
+        return "greedy"
+    if top_k == 0 or top_k >= _MAX_EXACT_FLOAT:  # no vocabulary is that large, so nothing is cut
+        return "full"
+    return "top-k" if top_k <= TOP_K_LIMIT else "wide"
 
 
 def _signed(word: int) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,6 +30,15 @@ PAD = -1
 
 IDLE = 1 << 30
 """Room in a slot that holds no request."""
+
+SamplingKind = Literal["greedy", "top-k", "full", "wide"]
+"""What the rows of a call ask of the choice of a token, from the narrowest kind to the widest.
+
+    greedy  every row has temperature 0: the largest logit, and neither noise nor filters
+    top-k   every row that samples has 1 <= top-k <= `paceline.core.sampling.TOP_K_LIMIT`
+    full    some row that samples has top-k off: noise for the whole vocabulary
+    wide    some row that samples has a top-k above the limit: the whole vocabulary is sorted too
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +200,13 @@ class SamplingTensors:
 
     params  [B, 4] float32: temperature (0 = greedy), top-k (0 = off), top-p (1 = off), min-p (0 = off)
     seeds   [B, 2] int32: the two halves of the 64-bit seed
+    kind    what a graph may assume of all rows; a wider kind than they need gives every row the same tokens. Not a
+            tensor: it is part of the graph, for kernels that have a graph for every kind
     """
 
     params: Tensor
     seeds: Tensor
+    kind: SamplingKind = "full"
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ class Reject:
         scores = torch.where(weights > 0, weights.clamp(min=1e-38).log(), reduce.NEGATIVE)
         hot = (sampling.params[:, :1] > 0).to(torch.float32)
         unfiltered = torch.cat((hot, torch.zeros_like(hot), torch.ones_like(hot), torch.zeros_like(hot)), 1)
-        drawn_from = SamplingTensors(unfiltered, sampling.seeds)
+        drawn_from = SamplingTensors(unfiltered, sampling.seeds, "full")
         token = view.sample_tokens(scores.unsqueeze(1), where, drawn_from, stream=noise.RESIDUAL).squeeze(1)
         rows = torch.arange(1, nodes + 1, dtype=torch.int32, device=target.device).expand(slots, nodes)
         return Accepted(torch.where(standing, rows, PAD), count, token)

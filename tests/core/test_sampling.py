@@ -7,7 +7,18 @@ import torch
 
 from paceline.core import probs, reduce
 from paceline.core.errors import RequestError, SamplingError
-from paceline.core.sampling import Sampling, param_row, sampling_tensors, seed_row
+from paceline.core.sampling import (
+    SAMPLING_KINDS,
+    TOP_K_LIMIT,
+    Sampling,
+    kind_of,
+    kind_of_params,
+    param_row,
+    sampling_tensors,
+    seed_row,
+    widest,
+)
+from paceline.core.types import SamplingKind
 
 
 @pytest.mark.parametrize(
@@ -87,3 +98,37 @@ def test_a_batch_keeps_slot_order_and_types() -> None:
     assert made.params.tolist() == [[0.5, 3.0, 0.75, 0.25], [0.0, 0.0, 1.0, 0.0]]
     assert made.seeds.tolist() == [[5, 0], [0, 0]]
     assert (made.params.dtype, made.seeds.dtype) == (torch.float32, torch.int32)
+
+
+KINDS: list[tuple[dict[str, float], SamplingKind]] = [
+    ({}, "greedy"),
+    ({"top_k": 5, "top_p": 0.5}, "greedy"),
+    ({"temperature": 1e-20, "top_k": 1}, "top-k"),
+    ({"temperature": 1.0, "top_k": TOP_K_LIMIT, "min_p": 0.1}, "top-k"),
+    ({"temperature": 1.0}, "full"),
+    ({"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}, "full"),
+    ({"temperature": 1.0, "top_k": 10**30}, "full"),
+    ({"temperature": 1.0, "top_k": TOP_K_LIMIT + 1}, "wide"),
+]
+
+
+@pytest.mark.parametrize(("values", "kind"), KINDS, ids=str)
+def test_the_kind_of_a_request_is_that_of_its_tensors(values: dict[str, float], kind: SamplingKind) -> None:
+    one = Sampling(**values)  # type: ignore[arg-type]
+    made = sampling_tensors([one])
+    assert kind_of(one) == kind_of_params(made.params) == made.kind == kind
+
+
+def test_a_batch_has_the_widest_kind_of_its_rows() -> None:
+    rows = [Sampling(**values) for values, _ in KINDS]  # type: ignore[arg-type]
+    for last in range(1, len(rows) + 1):
+        kinds = [kind for _, kind in KINDS[:last]]
+        made = sampling_tensors(rows[:last])
+        assert made.kind == kind_of_params(made.params) == widest(kinds) == kinds[-1]
+        assert widest(reversed(kinds)) == kinds[-1]
+
+
+def test_the_kinds_are_in_order_and_no_rows_at_all_are_greedy() -> None:
+    assert SAMPLING_KINDS == ("greedy", "top-k", "full", "wide")
+    assert widest([]) == "greedy" and widest(SAMPLING_KINDS) == "wide"
+    assert kind_of_params(torch.zeros(0, 4)) == "greedy"
