@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.protocols import Processor
-from paceline.core.sampling import Sampling, param_row, sampling_tensors
+from paceline.core.sampling import Sampling, param_row, sampling_tensors, widest
 from paceline.core.types import (
     IDLE,
     PAD,
@@ -23,6 +23,7 @@ from paceline.core.types import (
     PrefillResult,
     RoundLimits,
     RoundResult,
+    SamplingKind,
     SamplingTensors,
 )
 from paceline.engine.request import Request
@@ -74,6 +75,7 @@ class RoundShape:
 class Batch:
     """Commit, sampling and limits of all slots, and the texts in them.
 
+    The kind of ``sampling`` is the widest of the requests that take part in rounds now.
     ``slots`` holds the request of every slot or None; the list is shared with who decides on the host.
     """
 
@@ -83,6 +85,7 @@ class Batch:
         self.slots, self._shape, self._statistics = slots, shape, statistics
         self.active: list[int] = []  # slots that hold a request, ascending; changes in place
         self.sampling = sampling_tensors([Sampling()] * size)
+        self._kinds: list[SamplingKind] = ["greedy"] * size
         tokens = torch.full((size, shape.width), PAD, dtype=torch.int32)
         tokens[:, 0] = 0
         zeros = torch.zeros(size, dtype=torch.int32)
@@ -105,7 +108,7 @@ class Batch:
         """
         seated = self.slots[slot]
         assert seated is not None
-        self.sampling.params[slot], self.sampling.seeds[slot] = row.params[0], row.seeds[0]
+        self.sampling.params[slot], self.sampling.seeds[slot], self._kinds[slot] = row.params[0], row.seeds[0], row.kind
         insort(self.active, slot)
         self._requests_changed()
         self._set_commit(slot, first.token, len(seated.request.prompt))
@@ -177,6 +180,7 @@ class Batch:
 
     def _requests_changed(self) -> None:
         """Work out again what depends on which requests are there."""
+        self.sampling = replace(self.sampling, kind=widest(self._kinds))
         seated = [slot for slot in self.slots if slot is not None]
         self._remaining = [-1] * len(self.slots)
         depth = self._shape.max_accept
@@ -207,9 +211,9 @@ class Batch:
         """Take a request out of its slot, which then computes harmless tokens from row 0 of its cache on."""
         self.slots[slot] = None
         self.active.remove(slot)
+        self.sampling.params[slot], self._kinds[slot] = _GREEDY, "greedy"  # the cheapest kind of sampling
         self._requests_changed()
         self._set_commit(slot, 0, 0)
-        self.sampling.params[slot] = _GREEDY  # the cheapest kind of sampling
 
     def _set_commit(self, slot: int, token: int, first_row: int) -> None:
         """One committed token in a slot."""

@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from paceline.core.errors import ChannelError
+from paceline.core.sampling import kind_of_params
 from paceline.core.types import SamplingTensors
 from paceline.placement.host.processes import Process
 
@@ -60,7 +61,7 @@ class AddRequest(_Message, frozen=True, tag="add"):
 
 
 class SamplingWords(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """`SamplingTensors` as bytes: ``params`` float32 [B, 4], ``seeds`` int32 [B, 2]."""
+    """`SamplingTensors` as bytes: ``params`` float32 [B, 4], ``seeds`` int32 [B, 2]. Their kind follows from them."""
 
     params: memoryview
     seeds: memoryview
@@ -73,7 +74,8 @@ class SamplingWords(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     def tensors(self) -> SamplingTensors:
         """The tensors again."""
         params = torch.frombuffer(bytearray(self.params), dtype=torch.float32).view(-1, 4)
-        return SamplingTensors(params, torch.frombuffer(bytearray(self.seeds), dtype=torch.int32).view(-1, 2))
+        seeds = torch.frombuffer(bytearray(self.seeds), dtype=torch.int32).view(-1, 2)
+        return SamplingTensors(params, seeds, kind_of_params(params))
 
 
 class ProposeRequest(_Message, frozen=True, tag="propose"):

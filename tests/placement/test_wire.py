@@ -60,6 +60,7 @@ def test_sampling_comes_out_as_it_went_in() -> None:
     sampling = sampling_tensors([Sampling(0.5, top_k=3, seed=-3), Sampling()])
     again = messages.SamplingWords.of(sampling).tensors()
     assert torch.equal(again.params, sampling.params) and torch.equal(again.seeds, sampling.seeds)
+    assert again.kind == sampling.kind == "top-k"
 
 
 @pytest.mark.parametrize(("slots", "width"), [(1, 5), (4, 2)])
