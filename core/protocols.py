@@ -21,6 +21,7 @@ from paceline.core.types import (
     Proposal,
     RoundLimits,
     RoundResult,
+    SamplingKind,
     SamplingTensors,
 )
 
@@ -96,8 +97,8 @@ class TraceableDrafter(Drafter, Protocol):
     def bucket(self, rows: int) -> int:
         """The bucket of its cache for texts that need so many rows: how many positions its step reads."""
 
-    def step(self, bucket: int) -> nn.Module:
-        """The step of a bucket.
+    def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
+        """The step of a bucket, for rounds of a kind of sampling: the ``kind`` of its `SamplingTensors`.
 
         forward(tokens, count, first_row, params, seeds, *features) -> (drafts [B, N],), followed by parents [B, N] for
         a dynamic draft shape, and by the probabilities [B, N, V] if they are drawn. Its parameters and buffers are

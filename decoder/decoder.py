@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ArtefactError, ConfigurationError, DecoderBusyError
-from paceline.core.types import FeatureSpec, SamplingTensors
+from paceline.core.types import FeatureSpec, SamplingKind, SamplingTensors
 from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphKey
@@ -178,6 +178,10 @@ class CompiledDecoder:
     def bucket_for(self, rows: int) -> int:
         """The smallest bucket that holds so many rows; the largest if none does."""
         return self.kv_buckets[min(bisect_left(self.kv_buckets, rows), len(self.kv_buckets) - 1)]
+
+    def sampling_kind(self, kind: SamplingKind) -> SamplingKind:
+        """The kind of the graph for a round of that kind: "full" where one graph serves all kinds."""
+        return kind if self.body.kernels.sampling_kinds else "full"
 
     def graph(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.core.types import DraftKey, DraftShape
+from paceline.core.types import DraftKey, DraftShape, SamplingKind
 
 Kind = Literal["prefill", "window", "compact", "verify", "autoregressive", "draft", "read"] | str
 """What a graph does. Kinds of other parts (a self-test, a new drafter's own graphs) are as good."""
@@ -34,6 +34,8 @@ class GraphKey:
     next_width    the same of the commit that it makes
     kept          whether features stay on the device between two calls
     draft         the drafter's step inside it
+    sampling      the kind of sampling of its rows: what it may assume of them; "full" for every round where kernels do
+                  not distinguish kinds; None = no token is chosen in it
     variant       what else tells it from its siblings
     """
 
@@ -48,6 +50,7 @@ class GraphKey:
     next_width: int = 0
     kept: bool = False
     draft: DraftKey | None = None
+    sampling: SamplingKind | None = None
     variant: str = ""
 
     @property
@@ -71,6 +74,7 @@ class GraphKey:
             f"commit {self.commit_width} to {self.next_width}" if self.next_width else "",
             f"commit {self.commit_width}" if self.commit_width and not self.next_width else "",
             "kept" if self.kept else "",
+            "" if self.sampling is None or self.sampling == "full" else self.sampling,
             self.variant,
         ]
         inner = ", ".join(part for part in parts if part)

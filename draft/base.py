@@ -20,7 +20,16 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.pending import PendingCommits
-from paceline.core.types import Commit, DraftKey, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.core.types import (
+    Commit,
+    DraftKey,
+    DraftShape,
+    FeatureSpec,
+    Proposal,
+    RoundLimits,
+    SamplingKind,
+    SamplingTensors,
+)
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
 from paceline.draft.heads import AutoregressiveHead, DraftHead, ReadStep, row_shift
@@ -155,9 +164,9 @@ class HeadDrafter:
         shorter.draft_shape = DraftShape.chain(length)
         return shorter
 
-    def step(self, bucket: int) -> nn.Module:
+    def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
         """See `paceline.core.protocols.TraceableDrafter`."""
-        return self.head.step(self.draft_shape.num_draft_tokens, bucket)
+        return self.head.step(self.draft_shape.num_draft_tokens, bucket, kind)
 
     def step_key(self, bucket: int) -> DraftKey:
         """See `paceline.core.protocols.TraceableDrafter`."""
@@ -209,8 +218,9 @@ class HeadDrafter:
         if self.reads is not None:
             inputs.append(_features(commit.states, self))
         bucket, width = self.bucket(bounds.max_rows), commit.tokens.shape[1]
-        key = GraphKey("draft", width, bucket, commit_width=width, draft=self.step_key(bucket))
-        out = self._graph(key, self.step, inputs)
+        kind = self.decoder.sampling_kind(sampling.kind)
+        key = GraphKey("draft", width, bucket, commit_width=width, sampling=kind, draft=self.step_key(bucket))
+        out = self._graph(key, lambda bucket: self.step(bucket, kind), inputs)
         if self.draft_shape.dynamic:
             return Proposal(out[0], out[1])
         return Proposal(out[0], self.draft_shape.parents, out[1] if len(out) > 1 else None)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core import noise, probs
-from paceline.core.types import PAD, FeatureSpec, SamplingTensors
+from paceline.core.types import PAD, FeatureSpec, SamplingKind, SamplingTensors
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
 from paceline.decoder.options import DecoderOptions
 
@@ -40,7 +40,7 @@ class DraftHead(nn.Module, ABC):
         return []
 
     @abstractmethod
-    def step(self, k: int, bucket: int) -> nn.Module:
+    def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
         """The step that drafts chains of ``k``; see `paceline.core.protocols.TraceableDrafter.step`."""
 
 
@@ -71,8 +71,8 @@ class AutoregressiveHead(DraftHead):
         """hidden [B, n, H], positions [B, n] int32 -> tokens [B, n] int32, chosen as the target chooses."""
         return self.kernels.sample_tokens(self.logits(hidden).contiguous(), positions, sampling)
 
-    def step(self, k: int, bucket: int) -> nn.Module:
-        return ChainStep(self, k, bucket)
+    def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
+        return ChainStep(self, k, bucket, kind=kind)
 
     def place(self, row: Tensor, count: int, bucket: int, *, tree: Tree | None = None) -> CachePosition:
         """``count`` rows in every slot from row [B] on.
@@ -98,8 +98,8 @@ class ParallelHead(DraftHead):
     def parallel(self, state: Tensor, k: int) -> Tensor:
         """state [B, F] float32 -> logits [B, k, V] float32 of the tokens at the next k positions."""
 
-    def step(self, k: int, bucket: int) -> nn.Module:
-        return ParallelStep(self, k)
+    def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
+        return ParallelStep(self, k, kind=kind)
 
 
 class ChainStep(nn.Module):
@@ -108,13 +108,22 @@ class ChainStep(nn.Module):
     drawn       draw from the head's probabilities and report them; otherwise choose with the target's noise
     confidence  from the first place on where the largest probability (no temperature, no filter) is below it, drafts
                 are PAD
+    kind        of sampling, of the rounds it is for
     """
 
     def __init__(
-        self, head: AutoregressiveHead, k: int, bucket: int, *, drawn: bool = False, confidence: float = 0.0
+        self,
+        head: AutoregressiveHead,
+        k: int,
+        bucket: int,
+        *,
+        drawn: bool = False,
+        confidence: float = 0.0,
+        kind: SamplingKind = "full",
     ) -> None:
         super().__init__()
-        self.head, self._k, self._bucket, self._drawn, self._confidence = head, k, bucket, drawn, confidence
+        self.head, self._k, self._bucket, self._kind = head, k, bucket, kind
+        self._drawn, self._confidence = drawn, confidence
 
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, *features: Tensor
@@ -122,7 +131,7 @@ class ChainStep(nn.Module):
         """The fields of a Commit [B, W], params [B, 4], seeds [B, 2], features [B, W, F] if the head reads them
         -> drafts [B, k] int32, and their probabilities [B, k, V] if they are drawn.
         """
-        head, sampling = self.head, SamplingTensors(params, seeds)
+        head, sampling = self.head, SamplingTensors(params, seeds, self._kind)
         shift = row_shift(head)
         place = head.place(first_row - shift, tokens.shape[1], self._bucket)
         hidden = head.read(tokens.clamp(min=0), features[0] if features else None, place, last=count - 1)
@@ -151,11 +160,11 @@ class ChainStep(nn.Module):
 
 
 class ParallelStep(nn.Module):
-    """Draft ``k`` tokens at once."""
+    """Draft ``k`` tokens at once. ``kind``: of sampling, of the rounds it is for."""
 
-    def __init__(self, head: ParallelHead, k: int) -> None:
+    def __init__(self, head: ParallelHead, k: int, *, kind: SamplingKind = "full") -> None:
         super().__init__()
-        self.head, self._k = head, k
+        self.head, self._k, self._kind = head, k, kind
 
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
@@ -164,7 +173,7 @@ class ParallelStep(nn.Module):
         logits = self.head.parallel(at_index(features, count - 1).squeeze(1), self._k)
         ahead = torch.arange(self._k, dtype=torch.int32, device=tokens.device)
         positions = (first_row + count).unsqueeze(1) + ahead
-        return (self.choose(logits, positions, SamplingTensors(params, seeds)),)
+        return (self.choose(logits, positions, SamplingTensors(params, seeds, self._kind)),)
 
     def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         """logits [B, k, V], positions [B, k] int32 -> tokens [B, N] int32; N = k, the head's first choices."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import DraftKey, SamplingTensors
+from paceline.core.types import DraftKey, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.options import DecoderOptions
@@ -86,10 +86,10 @@ class ModelDrafter(HeadDrafter):
         """See `paceline.core.protocols.TraceableDrafter`: drafters over one decoder share compiled steps."""
         return self.decoder.body
 
-    def step(self, bucket: int) -> nn.Module:
+    def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
         """See `paceline.core.protocols.TraceableDrafter`."""
         k = self.draft_shape.num_draft_tokens
-        return ChainStep(self._model, k, bucket, drawn=self._drawn, confidence=self._confidence)
+        return ChainStep(self._model, k, bucket, drawn=self._drawn, confidence=self._confidence, kind=kind)
 
     def step_key(self, bucket: int) -> DraftKey:
         """See `paceline.core.protocols.TraceableDrafter`."""

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import DraftKey
+from paceline.core.types import DraftKey, SamplingKind
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.weights.files import check_finite
 from paceline.draft.base import HeadDrafter
@@ -105,9 +105,9 @@ class EagleDrafter(HeadDrafter):
         shorter.draft_tree = Chain(length, drawn=isinstance(self.draft_tree, Chain) and self.draft_tree.drawn)
         return shorter
 
-    def step(self, bucket: int) -> nn.Module:
+    def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
         """See `paceline.core.protocols.TraceableDrafter`."""
-        return self.draft_tree.step(self.head, bucket)
+        return self.draft_tree.step(self.head, bucket, kind)
 
     def step_key(self, bucket: int) -> DraftKey:
         """See `paceline.core.protocols.TraceableDrafter`."""

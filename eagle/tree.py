@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline.core import noise, reduce, tree
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import DraftShape, SamplingTensors
+from paceline.core.types import DraftShape, SamplingKind, SamplingTensors
 from paceline.decoder.kernels.protocol import Tree
 from paceline.draft.heads import ChainStep, row_shift
 from paceline.eagle.head import EagleHead, LastPair
@@ -29,17 +29,22 @@ class Chain:
         self.rows = 1  # each by itself
         self.name = f"chain {length}" + (", drawn" if drawn else "")
 
-    def step(self, head: EagleHead, bucket: int) -> nn.Module:
-        """The step that drafts it."""
-        return ChainStep(head, self.draft_shape.num_draft_tokens, bucket, drawn=self.drawn)
+    def step(self, head: EagleHead, bucket: int, kind: SamplingKind) -> nn.Module:
+        """The step that drafts it, for rounds of a kind of sampling."""
+        return ChainStep(head, self.draft_shape.num_draft_tokens, bucket, drawn=self.drawn, kind=kind)
 
 
 class TreeStep(nn.Module):
-    """Read a commit with its features, then grow a tree of drafts from its last pair."""
+    """Read a commit with its features, then grow a tree of drafts from its last pair.
 
-    def __init__(self, head: EagleHead, draft_tree: StaticTree | DynamicTree, bucket: int) -> None:
+    ``kind``: of sampling, of the rounds it is for.
+    """
+
+    def __init__(
+        self, head: EagleHead, draft_tree: StaticTree | DynamicTree, bucket: int, *, kind: SamplingKind = "full"
+    ) -> None:
         super().__init__()
-        self.head, self.draft_tree, self._bucket = head, draft_tree, bucket
+        self.head, self.draft_tree, self._bucket, self._kind = head, draft_tree, bucket, kind
 
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
@@ -47,7 +52,8 @@ class TreeStep(nn.Module):
         """The fields of a Commit [B, W], params [B, 4], seeds [B, 2], features [B, W, F] -> what the tree gives."""
         place = self.head.place(first_row - row_shift(self.head), tokens.shape[1], self._bucket)
         root = self.head.last_pair(tokens.clamp(min=0), features, place, last=count - 1)
-        drafts: tuple[Tensor, ...] = self.draft_tree(self.head, root, SamplingTensors(params, seeds), self._bucket)
+        sampling = SamplingTensors(params, seeds, self._kind)
+        drafts: tuple[Tensor, ...] = self.draft_tree(self.head, root, sampling, self._bucket)
         return drafts
 
 
@@ -82,9 +88,9 @@ class StaticTree(nn.Module):
     def _fix(self, name: str, values: list[int]) -> None:
         self.register_buffer(name, torch.tensor(values, dtype=torch.int32))
 
-    def step(self, head: EagleHead, bucket: int) -> nn.Module:
-        """The step that drafts it."""
-        return TreeStep(head, self, bucket)
+    def step(self, head: EagleHead, bucket: int, kind: SamplingKind) -> nn.Module:
+        """The step that drafts it, for rounds of a kind of sampling."""
+        return TreeStep(head, self, bucket, kind=kind)
 
     def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, bucket: int) -> tuple[Tensor, ...]:
         """-> drafts [B, N] int32."""
@@ -120,9 +126,9 @@ class DynamicTree(nn.Module):
         self.register_buffer("owner", torch.arange(width * width, dtype=torch.int32) // width)
         self.register_buffer("same", torch.eye(width))
 
-    def step(self, head: EagleHead, bucket: int) -> nn.Module:
-        """The step that drafts it."""
-        return TreeStep(head, self, bucket)
+    def step(self, head: EagleHead, bucket: int, kind: SamplingKind) -> nn.Module:
+        """The step that drafts it, for rounds of a kind of sampling."""
+        return TreeStep(head, self, bucket, kind=kind)
 
     def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, bucket: int) -> tuple[Tensor, ...]:
         """-> drafts [B, N] int32, parents [B, N] int32."""

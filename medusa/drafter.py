@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.core import reduce, tree
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import DraftKey, SamplingTensors
+from paceline.core.types import DraftKey, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.options import DecoderOptions
@@ -43,12 +43,12 @@ class MedusaHead(ParallelHead):
 
 
 class MedusaStep(ParallelStep):
-    """From a commit's last state to the tokens of the tree."""
+    """From a commit's last state to the tokens of the tree. ``kind``: of sampling, of the rounds it is for."""
 
     index: Tensor
 
-    def __init__(self, head: MedusaHead, choices: Choices) -> None:
-        super().__init__(head, choices.depth)
+    def __init__(self, head: MedusaHead, choices: Choices, *, kind: SamplingKind = "full") -> None:
+        super().__init__(head, choices.depth, kind=kind)
         self._widths = choices.widths
         ranks = max(choices.widths)
         index = [(len(path) - 1) * ranks + path[-1] for path in choices.paths]
@@ -86,8 +86,8 @@ class MedusaDrafter(HeadDrafter):
         choices.check(heads=heads.config.heads, top=heads.config.vocab_size)
         head = MedusaHead(heads, target.body.kernels, target.options)
         super().__init__(head, target, tree.draft_shape(choices.parents))
+        self.head: MedusaHead = head
         self.heads, self.choices = heads, choices
-        self._step = MedusaStep(head, choices)
         ranks = hashlib.sha256(json.dumps(self.cache_key()).encode()).hexdigest()[:12]
         self._key = DraftKey("medusa", self.draft_shape, variant=ranks)
 
@@ -128,9 +128,9 @@ class MedusaDrafter(HeadDrafter):
         super().shortened(length)
         return MedusaDrafter(self.heads, self.decoder, Choices(self.choices.paths[:length]))
 
-    def step(self, bucket: int) -> nn.Module:
+    def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
         """See `paceline.core.protocols.TraceableDrafter`; the same for every bucket."""
-        return self._step
+        return MedusaStep(self.head, self.choices, kind=kind)
 
     def step_key(self, bucket: int) -> DraftKey:
         """See `paceline.core.protocols.TraceableDrafter`; the heads have no cache of their own."""

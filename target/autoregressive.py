@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from paceline.core.types import PAD, Commit, PrefillResult, RoundLimits, SamplingTensors
+from paceline.core.types import PAD, Commit, PrefillResult, RoundLimits, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.steps import prefill
@@ -16,19 +16,25 @@ from paceline.target.steps import root_of
 
 
 class AutoregressiveStep(nn.Module):
-    """``steps`` target passes over one token each, unrolled; ``width`` is that of a commit, and no less."""
+    """``steps`` target passes over one token each, unrolled; ``width`` is that of a commit, and no less.
 
-    def __init__(self, body: ModelWithCache, bucket: int, *, steps: int, width: int) -> None:
+    ``kind``: of sampling, of the rounds it is for.
+    """
+
+    def __init__(
+        self, body: ModelWithCache, bucket: int, *, steps: int, width: int, kind: SamplingKind = "full"
+    ) -> None:
         super().__init__()
         self.body, self._bucket, self._steps, self._unused = body, bucket, steps, width - steps
+        self._kind = kind
 
     def forward(
-        self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor
+        self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, params: Tensor, seeds: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The fields of a Commit; limit [B] int32, tokens besides the first; params [B, 4], seeds [B, 2]
         -> tokens and count of the next Commit.
         """
-        sampling = SamplingTensors(*rest)
+        sampling = SamplingTensors(params, seeds, self._kind)
         token, row = root_of(tokens, count, start)
         token = token.clamp(min=0).unsqueeze(1)
         chosen: list[Tensor] = []
@@ -60,8 +66,9 @@ class AutoregressiveDecoder:
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Commit:
         """Up to ``limits.max_accept + 1`` tokens in every slot."""
         inputs = [commit.tokens, commit.count, commit.first_row, limits.max_accept, sampling.params, sampling.seeds]
-        make = partial(AutoregressiveStep, steps=self.steps, width=self._width)
+        kind = self.decoder.sampling_kind(sampling.kind)
+        make = partial(AutoregressiveStep, steps=self.steps, width=self._width, kind=kind)
         bucket, width = self.decoder.bucket_for(limits.max_rows), commit.tokens.shape[1]
-        key = GraphKey("autoregressive", self.steps, bucket, commit_width=width, next_width=self._width)
+        key = GraphKey("autoregressive", self.steps, bucket, commit_width=width, next_width=self._width, sampling=kind)
         tokens, count = self.decoder.graph(key, make, inputs)(*inputs)
         return Commit(tokens, count, commit.first_row + commit.count)

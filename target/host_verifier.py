@@ -95,7 +95,7 @@ class HostVerifier:
         paths: list[list[int]] = []
         answers: list[list[int]] = []
         for slot, text in enumerate(self._slots):
-            own = SamplingTensors(sampling.params[slot : slot + 1], sampling.seeds[slot : slot + 1])
+            own = SamplingTensors(sampling.params[slot : slot + 1], sampling.seeds[slot : slot + 1], sampling.kind)
             if text is None or int(row[slot]) != len(text.text) - 1:  # no request takes part in this round
                 way, answer = list[int](), [0]
                 scores = self.logprobs[slot]

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.acceptance.base import AcceptanceRule, TargetView, committed
-from paceline.core.types import PAD, DraftShape, FeatureSpec, SamplingTensors
+from paceline.core.types import PAD, DraftShape, FeatureSpec, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.target.verify_mask import VerifyMask
 
 
 class VerifyStep(nn.Module):
-    """Target pass over the root and the proposed tokens, probabilities, acceptance, and compaction of the cache."""
+    """Target pass over the root and the proposed tokens, probabilities, acceptance, and compaction of the cache.
+
+    ``kind``: of sampling, of the rounds it is for.
+    """
 
     def __init__(
         self,
@@ -29,10 +32,11 @@ class VerifyStep(nn.Module):
         rule: AcceptanceRule,
         reads: FeatureSpec | None = None,
         width: int | None = None,
+        kind: SamplingKind = "full",
     ) -> None:
         super().__init__()
         self.body, self._bucket, self._rule, self._reads = body, bucket, rule, reads
-        self.draft_shape = draft_shape
+        self.draft_shape, self._kind = draft_shape, kind
         self.window = VerifyMask(draft_shape)
         self._unused = 0 if width is None else width - draft_shape.depth - 1
 
@@ -44,7 +48,7 @@ class VerifyStep(nn.Module):
         rounds of several depths share one shape of commits, or D + 1.
         """
         params, seeds, *proposed = rest
-        sampling = SamplingTensors(params, seeds)
+        sampling = SamplingTensors(params, seeds, self._kind)
         drafts = proposed.pop(0) if proposed else tokens[:, :0]
         parents = proposed.pop(0) if self.draft_shape.dynamic else None
         token, row = root_of(tokens, count, start)

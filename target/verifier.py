@@ -29,6 +29,7 @@ from paceline.core.types import (
     RoundLimits,
     RoundReport,
     RoundResult,
+    SamplingKind,
     SamplingTensors,
 )
 from paceline.decoder.backends.base import MultiRoundStep, Step
@@ -37,8 +38,8 @@ from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.steps import prefill
 from paceline.target.steps import FusedStep, VerifyStep, pad_draft_probs
 
-_Fused = tuple[TraceableDrafter, int, int, bool]
-"""A drafter, the bucket of its cache, that of the target's, and whether features are on the device."""
+_Fused = tuple[TraceableDrafter, int, int, bool, SamplingKind]
+"""A drafter, its bucket, that of the target, whether features are on the device, and the kind of sampling."""
 
 
 class CompiledVerifier:
@@ -68,7 +69,7 @@ class CompiledVerifier:
         self._width = draft_shape.depth + 1 if width is None else width
         self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
-        self._keys: dict[tuple[DraftShape, int, int, bool], GraphKey] = {}  # every round asks for one
+        self._keys: dict[tuple[DraftShape, int, int, bool, SamplingKind], GraphKey] = {}  # every round asks for one
         self._fused_steps: dict[_Fused, Step | MultiRoundStep] = {}
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
 
@@ -101,8 +102,9 @@ class CompiledVerifier:
             inputs += [proposal.draft_probs] if drawn and proposal.draft_probs is not None else []
         elif draft_shape.num_draft_tokens:
             inputs.append(self._nothing)
-        key = self._key(draft_shape, commit.tokens.shape[1], self.decoder.bucket_for(limits.max_rows), drawn=drawn)
-        step = self.decoder.graph(key, partial(self._step, draft_shape=draft_shape), inputs)
+        bucket, kind = self.decoder.bucket_for(limits.max_rows), self.decoder.sampling_kind(sampling.kind)
+        key = self._key(draft_shape, commit.tokens.shape[1], bucket, kind=kind, drawn=drawn)
+        step = self.decoder.graph(key, partial(self._step, draft_shape=draft_shape, kind=kind), inputs)
         tokens, count, *features = step(*inputs)
         return Commit(tokens, count, commit.first_row + commit.count, features[0] if features else None)
 
@@ -123,7 +125,7 @@ class CompiledVerifier:
             carry, kept = self._carry(commit, self._reads), isinstance(commit.features, DeviceFeatures)
             inputs += [commit.features] if isinstance(commit.features, Tensor) else []
         bucket, draft_bucket = self.decoder.bucket_for(limits.max_rows), drafter.bucket(limits.max_rows)
-        which = (drafter, draft_bucket, bucket, kept)
+        which = (drafter, draft_bucket, bucket, kept, self.decoder.sampling_kind(sampling.kind))
         step = self._fused_steps.get(which)
         if step is None:
             step = self._fused_steps[which] = self._fused_step(which, carry, inputs)
@@ -141,19 +143,19 @@ class CompiledVerifier:
 
     def _fused_step(self, which: _Fused, carry: FeatureBuffer | None, inputs: list[Tensor]) -> Step | MultiRoundStep:
         """The graph of a drafter's step and its verification."""
-        drafter, draft_bucket, bucket, kept = which
-        alone = self._key(self.draft_shape, self._width, bucket)
+        drafter, draft_bucket, bucket, kept, kind = which
+        alone = self._key(self.draft_shape, self._width, bucket, kind=kind)
         key = replace(alone, kept=kept, draft=drafter.step_key(draft_bucket))
 
         def make(body: ModelWithCache, bucket: int) -> nn.Module:
-            verify = self._step(body, bucket, draft_shape=self.draft_shape)
-            return FusedStep(drafter.step(draft_bucket), verify, carry, lean=self.decoder.backend.device_state)
+            verify = self._step(body, bucket, draft_shape=self.draft_shape, kind=kind)
+            return FusedStep(drafter.step(draft_bucket, kind), verify, carry, lean=self.decoder.backend.device_state)
 
         return self.decoder.graph(key, make, inputs, guest=drafter.cache_key, owner=drafter.state)
 
     def _in_one_bucket(self, limits: MultiRoundLimits, which: _Fused, rows: int) -> MultiRoundLimits:
         """Fewer rounds, where the drafter would need another graph before the last of them."""
-        drafter, draft_bucket, bucket, _ = which
+        drafter, draft_bucket, bucket, *_ = which
         rounds = limits.max_rounds
         while rounds > 1 and drafter.bucket(min(rows + (rounds - 1) * self._width, bucket)) != draft_bucket:
             rounds //= 2
@@ -166,13 +168,22 @@ class CompiledVerifier:
         width = self.decoder.config.hidden_size * max(1, len(reads.layers))
         return self.decoder.carry(*commit.tokens.shape, width)
 
-    def _step(self, body: ModelWithCache, bucket: int, *, draft_shape: DraftShape) -> VerifyStep:
-        width = self._width
-        return VerifyStep(body, bucket, draft_shape=draft_shape, rule=self._rule, reads=self._reads, width=width)
+    def _step(self, body: ModelWithCache, bucket: int, *, draft_shape: DraftShape, kind: SamplingKind) -> VerifyStep:
+        return VerifyStep(
+            body,
+            bucket,
+            draft_shape=draft_shape,
+            rule=self._rule,
+            reads=self._reads,
+            width=self._width,
+            kind=kind,
+        )
 
-    def _key(self, draft_shape: DraftShape, width: int, bucket: int, *, drawn: bool = False) -> GraphKey:
+    def _key(
+        self, draft_shape: DraftShape, width: int, bucket: int, *, kind: SamplingKind, drawn: bool = False
+    ) -> GraphKey:
         """Of the graph that verifies proposals of a shape, after commits of ``width`` tokens."""
-        which = (draft_shape, width, bucket, drawn)
+        which = (draft_shape, width, bucket, drawn, kind)
         if which not in self._keys:
             self._keys[which] = GraphKey(
                 "verify",
@@ -184,6 +195,7 @@ class CompiledVerifier:
                 features=None if self._reads is None else self._reads.layers,
                 commit_width=width,
                 next_width=self._width,
+                sampling=kind,
             )
         return self._keys[which]
 

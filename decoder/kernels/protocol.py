@@ -74,9 +74,12 @@ class Kernels(Protocol):
 
     Activations are float32; weights and caches have the type that ``amp`` names.
     ``batch_invariant``: a row's bits do not depend on the number of rows of its window.
+    ``sampling_kinds``: a graph is made for every kind of sampling, and relies on `SamplingTensors.kind`. Otherwise one
+    graph serves all kinds: its kernels look at the values of every row, and the kind says nothing.
     """
 
     batch_invariant: bool
+    sampling_kinds: bool
 
     @property
     def layers(self) -> LayerKernels | None:

@@ -23,6 +23,7 @@ class TorchKernels:
     """Plain PyTorch on one device, eager."""
 
     batch_invariant = False  # matrix products of attention sum in an order that may depend on the number of rows
+    sampling_kinds = False  # they look at the values of every row
     layers = None
 
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:

@@ -38,6 +38,7 @@ class Native:
     """The `Kernels` of a CPU, compiled. Inputs must be contiguous, which is made sure of here."""
 
     batch_invariant = True
+    sampling_kinds = False  # they look at the values of every row
 
     def __init__(self) -> None:
         register()

@@ -14,7 +14,7 @@ from paceline.core import tree
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
 from paceline.core.acceptance.typical import Typical
-from paceline.core.types import DraftShape, FeatureSpec
+from paceline.core.types import DraftShape, FeatureSpec, SamplingKind
 from paceline.decoder.decoder import FeatureBuffer, ModelWithCache
 from paceline.decoder.steps import CompactPathStep, PrefillStep, WindowStep
 from paceline.draft.heads import ChainStep, ReadStep
@@ -50,29 +50,31 @@ def draft(body: ModelWithCache, bucket: int, *, vocabulary: VocabMap = SAME, **o
     return ChainStep(ModelHead(body, vocabulary, body.options), NODES, bucket, **options)
 
 
-def fused(body: ModelWithCache, reach: int) -> nn.Module:
+def fused(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
     """A model that drafts for its copy, which has a cache of its own."""
-    return FusedStep(draft(deepcopy(body), reach, drawn=False), verify(body, reach))
+    return FusedStep(draft(deepcopy(body), reach, drawn=False, kind=kind), verify(body, reach, kind=kind))
 
 
-def medusa(body: ModelWithCache, reach: int, *, carry: bool = False) -> nn.Module:
+def medusa(body: ModelWithCache, reach: int, *, carry: bool = False, kind: SamplingKind = "full") -> nn.Module:
     """Two tied heads, and the tree they fill. ``carry``: features stay on the device."""
     shape = MedusaConfig(2, 1, body.config.hidden_size, VOCABULARY, tied=True)
     heads = Heads(shape, body.model.head, torch.float32, group=body.group)
     torch.manual_seed(0)
     heads.fill({name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
     choices = Choices.of([[0], [1], [0, 0], [0, 1], [1, 0]])
-    drafts = MedusaStep(MedusaHead(heads, body.kernels, body.options), choices)
-    checked = verify(body, reach, draft_shape=tree.draft_shape(choices.parents), reads=FeatureSpec())
+    drafts = MedusaStep(MedusaHead(heads, body.kernels, body.options), choices, kind=kind)
+    checked = verify(body, reach, draft_shape=tree.draft_shape(choices.parents), reads=FeatureSpec(), kind=kind)
     return FusedStep(drafts, checked, FeatureBuffer((SLOTS, WIDTH, body.config.hidden_size)) if carry else None)
 
 
-def eagle(body: ModelWithCache, reach: int, *, version: int, draft_tree: DraftTree) -> nn.Module:
+def eagle(
+    body: ModelWithCache, reach: int, *, version: int, draft_tree: DraftTree, kind: SamplingKind = "full"
+) -> nn.Module:
     """A random head that borrows of the target, and the target."""
     head = eagle_head(body, version)
     reads = head.config.reads
-    checked = verify(body, reach, draft_shape=draft_tree.draft_shape, reads=reads)
-    return FusedStep(draft_tree.step(head, reach), checked)
+    checked = verify(body, reach, draft_shape=draft_tree.draft_shape, reads=reads, kind=kind)
+    return FusedStep(draft_tree.step(head, reach, kind), checked)
 
 
 def eagle_head(body: ModelWithCache, version: int) -> EagleHead:
@@ -80,12 +82,12 @@ def eagle_head(body: ModelWithCache, version: int) -> EagleHead:
     return EagleHead(found.config, dict(found.weights), lent=body.lent, kernels=body.kernels, options=body.options)
 
 
-def some_known(body: ModelWithCache, reach: int) -> nn.Module:
+def some_known(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:
     """A draft that stops where it doubts, has tokens that the target has not, and others under other ids."""
     target = {str(number): number for number in range(VOCABULARY)}
     own = {str(number if number % 5 else -number): VOCABULARY - 1 - number for number in range(VOCABULARY)}
     between = IntersectionVocabMap(target, own, sizes=(VOCABULARY, VOCABULARY))
-    return draft(body, reach, drawn=False, vocabulary=between, confidence=0.3)
+    return draft(body, reach, drawn=False, vocabulary=between, confidence=0.3, kind=kind)
 
 
 STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
@@ -115,6 +117,9 @@ STEPS: dict[str, Callable[[ModelWithCache, int], nn.Module]] = {
     "fused eagle 3, chain": partial(eagle, version=3, draft_tree=Chain(NODES)),
     "fused eagle 3, static tree": partial(eagle, version=3, draft_tree=StaticTree((-1, -1, 0))),
 }
+
+SAMPLED = tuple(name for name in STEPS if name.startswith(("verify", "draft", "fused", "plain")))
+"""Those in which tokens are chosen: they take a kind of sampling."""
 
 
 def inputs(name: str, seed: int, *, row: int | None = None, slots: int = SLOTS) -> tuple[Tensor, ...]:

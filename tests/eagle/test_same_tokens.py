@@ -147,7 +147,7 @@ def test_the_law_of_a_drawn_chain_is_what_it_was_drawn_from(
     wanted[:, made.head.ids.long()] = (logits / temperature).softmax(-1)
     monkeypatch.setattr(made.head, "read", lambda *_, **__: hidden)
     ints = torch.ones(slots, 1, dtype=torch.int32)
-    step, first = made.step(target.n_positions), []
+    step, first = made.step(target.n_positions, "full"), []
     for number in range(rounds):
         seeds = [Sampling(temperature=temperature, seed=number * slots + slot) for slot in range(slots)]
         sampling = sampling_tensors(seeds)

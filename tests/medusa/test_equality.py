@@ -219,7 +219,7 @@ def test_it_is_a_drafter_that_can_be_fused(workshop: Workshop, heads_folder: Pat
     assert alike.step_key(1) == drafter.step_key(1), (
         "heads of one shape share artefacts, whatever target they came with"
     )
-    assert not any(p.requires_grad for p in drafter.step(1).parameters())
+    assert not any(p.requires_grad for p in drafter.step(1, "full").parameters())
 
 
 def test_trees_and_targets_that_do_not_fit_are_refused(workshop: Workshop, heads_folder: Path) -> None:

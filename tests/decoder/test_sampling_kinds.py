@@ -1,0 +1,154 @@
+"""Kinds of sampling in graphs: which graph a round asks for, and what its kernels are told.
+
+The kernels here have a graph for every kind and check each of their calls; what they choose is what plain PyTorch
+chooses from the values, so that no token may change.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.core import noise
+from paceline.core.sampling import SAMPLING_KINDS, kind_of_params
+from paceline.core.types import SamplingKind, SamplingTensors
+from paceline.decoder.graph_key import GraphKey
+from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.eagle.tree import DynamicTree
+from tests.decoder.steps import SAMPLED, STEPS, inputs
+from tests.decoder.tiny import Workshop, fresh
+from tests.eagle.heads import drafter
+from tests.equality.laws import LAWS, plain, run, texts
+
+KINDS: dict[SamplingKind, dict[str, object]] = {
+    "greedy": LAWS["greedy"],
+    "top-k": LAWS["hot and cut"],
+    "full": LAWS["cool"],
+    "wide": {**LAWS["cool"], "top_k": 300},
+}
+
+
+class KernelsByKind(TorchKernels):
+    """Kernels that rely on the kind: it must be as wide as the values. ``seen``: the kinds of all calls."""
+
+    sampling_kinds = True
+
+    def __init__(self) -> None:
+        self.seen: set[SamplingKind] = set()
+
+    def sample_tokens(
+        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
+    ) -> Tensor:
+        self._check(sampling)
+        return super().sample_tokens(logits, positions, sampling, stream=stream)
+
+    def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
+        self._check(sampling)
+        return super().probabilities(logits, sampling)
+
+    def _check(self, sampling: SamplingTensors) -> None:
+        self.seen.add(sampling.kind)
+        least = SAMPLING_KINDS.index(kind_of_params(sampling.params))
+        assert SAMPLING_KINDS.index(sampling.kind) >= least, f"{sampling.kind} is too narrow for {sampling.params}"
+
+
+def by_kind(workshop: Workshop, role: str = "target") -> tuple[SamplingDecoder, KernelsByKind]:
+    """A decoder of its own whose kernels have a graph for every kind."""
+    decoder, kernels = fresh(workshop.checkpoint(role), batch_size=2), KernelsByKind()
+    decoder.on_graph = lambda _event: None
+    decoder.backend.kernels = decoder.body.kernels = kernels
+    return decoder, kernels
+
+
+def made(*decoders: SamplingDecoder) -> list[GraphKey]:
+    """The graphs that were asked for."""
+    return [key for decoder in decoders for key, _ in decoder._steps]
+
+
+DRAFTS: dict[str, tuple[object, dict[str, object], set[str]]] = {
+    "nothing": (None, {"k": 0}, {"verify"}),
+    "several plain steps": (None, {"k": 3}, {"autoregressive"}),
+    "n-grams": ("ngram", {"k": 3}, {"verify"}),
+    "a model": ("draft", {"k": 3, "fused": False}, {"verify", "draft"}),
+    "a fused model": ("draft", {"k": 3}, {"verify"}),
+    "a fused model that draws": ("draft", {"k": 3, "acceptor": "reject"}, {"verify"}),
+    "a fused head": ("head", {}, {"verify"}),
+    "a head": ("head", {"fused": False}, {"verify", "draft"}),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_every_kind_has_graphs_of_its_own_and_the_same_tokens(
+    workshop: Workshop, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    source, options, graphs = DRAFTS[name]
+    target, kernels = by_kind(workshop)
+    draft, draft_kernels = by_kind(workshop, "draft")
+    if source == "head":
+        source = drafter(tmp_path_factory.mktemp("head"), target, 3, DynamicTree(5, depth=2, width=2))
+    generator = SpeculativeGenerator(draft if source == "draft" else source, target, **options)  # type: ignore[arg-type]
+    for kind, law in KINDS.items():
+        before = set(made(target, draft))
+        kernels.seen.clear()
+        draft_kernels.seen.clear()
+        result = run(generator, law)
+        rounds = [key for key in made(target, draft) if key.is_round or key.kind == "draft"]
+        assert {key.sampling for key in rounds if key not in before} == {kind}, "other kinds have no graph for it"
+        assert {key.kind for key in rounds} == graphs
+        # What `reject` draws after a rejection is of the whole vocabulary.
+        assert kernels.seen | draft_kernels.seen <= {kind, "full" if "acceptor" in options else kind}
+        if "acceptor" not in options or kind == "greedy":
+            assert texts(result) == plain(workshop.decoder(), law)
+    keys = made(target, draft)
+    assert all(key.sampling is None for key in keys if not key.is_round and key.kind != "draft")
+    fused = {key.sampling for key in keys if key.draft is not None and key.is_round}
+    assert fused == (set(KINDS) if "fused" in name else set())
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_a_step_tells_its_kernels_the_kind_it_was_made_for(workshop: Workshop, name: str) -> None:
+    decoder = workshop.decoder()
+    body, kernels = deepcopy(decoder.body), KernelsByKind()
+    body.kernels = kernels
+    step = STEPS[name](body, decoder.n_positions, kind="wide")  # type: ignore[call-arg]
+    for module in step.modules():
+        if isinstance(getattr(module, "kernels", None), KernelsByKind):
+            module.kernels = kernels  # also of a draft model in the same step, which is a copy
+    with torch.no_grad():
+        step(*inputs(name, 1))
+    assert kernels.seen == ({"wide", "full"} if "reject" in name else {"wide"})
+
+
+def test_kernels_that_look_at_values_have_one_graph_for_all_kinds(workshop: Workshop) -> None:
+    draft, target = (fresh(workshop.checkpoint(role), batch_size=2) for role in ("draft", "target"))
+    generator = SpeculativeGenerator(draft, target, k=3)
+    for law in KINDS.values():
+        run(generator, law)
+    assert {key.sampling for key in made(target, draft) if key.is_round} == {"full"}
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_compile_makes_the_graphs_of_all_kinds_but_the_widest(workshop: Workshop, fused: bool | None) -> None:
+    target, _ = by_kind(workshop)
+    draft, _ = by_kind(workshop, "draft")
+    generator = SpeculativeGenerator(draft, target, k=3, fused=fused)
+    generator.compile()
+    before = set(made(target, draft))
+    assert {key.sampling for key in before} == {None, "greedy", "top-k", "full"}
+    for kind in ("greedy", "top-k", "full"):
+        assert texts(run(generator, KINDS[kind])) == plain(workshop.decoder(), KINDS[kind])  # type: ignore[index]
+    assert set(made(target, draft)) == before
+    run(generator, KINDS["wide"])
+    assert {key.sampling for key in set(made(target, draft)) - before} == {"wide"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [(None, "verify[2]@64"), ("full", "verify[2]@64"), ("greedy", "verify[2, greedy]@64")]
+)
+def test_a_key_names_a_kind_where_there_is_something_to_tell(kind: SamplingKind | None, text: str) -> None:
+    assert str(GraphKey("verify", 2, 64, sampling=kind)) == text
