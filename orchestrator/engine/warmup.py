@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import product
 
 import torch
 
-from paceline.core.types import Commit, DeviceFeatures, Proposal, RoundLimits, SamplingTensors
+from paceline.core.types import Commit, DeviceFeatures, Proposal, RoundLimits, SamplingKind, SamplingTensors
 from paceline.decoder import steps
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine.adaptive import AdaptiveRound, fitted
@@ -18,9 +19,13 @@ from paceline.engine.rounds import TwoGraphRound
 from paceline.outputs import Statistics
 from paceline.target.verifier import CompiledVerifier
 
+COMPILED_KINDS: tuple[SamplingKind, ...] = ("greedy", "top-k", "full")
+"""Kinds of sampling that rounds are compiled for. A top-k above the limit is rare; its graphs are made when needed."""
+
 
 def compile_graphs(engine: Engine, options: CallOptions, decoders: Sequence[CompiledDecoder]) -> None:
-    """Compile the prefill graphs of all decoders, and those of a round with a proposal and without, in all buckets.
+    """Compile the prefill graphs of all decoders, and those of a round with a proposal and without, in all buckets and
+    for `COMPILED_KINDS`.
 
     decoders  the target first
     """
@@ -34,7 +39,7 @@ def compile_graphs(engine: Engine, options: CallOptions, decoders: Sequence[Comp
                 steps.prefill(decoder, 0, [0] * size, start=start, chunks=decoder.options.draft_chunks)
         batch = Batch([None] * slots, replace(variant.shape, max_accept=0), Statistics())
         commit = batch.commit
-        sampling = SamplingTensors(batch.sampling.params[:1], batch.sampling.seeds[:1])
+        sampling = SamplingTensors(batch.sampling.params[:1], batch.sampling.seeds[:1], batch.sampling.kind)
         for start, size in chunks(target):
             # Through the round, which knows what the drafter reads of the target.
             features = variant.round.start(0, [0] * (start + size), sampling).features
@@ -43,8 +48,13 @@ def compile_graphs(engine: Engine, options: CallOptions, decoders: Sequence[Comp
             variant.round.finish_request(0)
         for one, own_width, limits in _rounds(variant):
             own = commit if own_width == width else fitted(commit, own_width)[1]
-            for rows in lengths(target):
-                _run(one, own, sampling=batch.sampling, rows=rows, limits=limits)
+            for kind, rows in product(distinct_kinds(decoders), lengths(target)):
+                _run(one, own, sampling=replace(batch.sampling, kind=kind), rows=rows, limits=limits)
+
+
+def distinct_kinds(decoders: Sequence[CompiledDecoder]) -> list[SamplingKind]:
+    """Those of `COMPILED_KINDS` that have graphs of their own on some of the decoders."""
+    return list({tuple(one.sampling_kind(kind) for one in decoders): kind for kind in COMPILED_KINDS}.values())
 
 
 def _rounds(variant: Variant) -> Iterator[tuple[TimedRound, int, list[int]]]:

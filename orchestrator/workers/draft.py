@@ -6,6 +6,7 @@ Not here: the process, its socket and its cores (`paceline.placement`).
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -104,7 +105,8 @@ def make_drafters(settings: Mapping[str, object]) -> DraftPool:
 
 
 def compile_drafter(drafter: ModelDrafter, width: int, *, rereads: bool) -> None:
-    """Compile every graph that proposing takes, in every KV bucket, by running each of them once.
+    """Compile every graph that proposing takes, in every KV bucket and for every kind of sampling that warm-up knows,
+    by running each of them once.
 
     ``width``: tokens of the widest commit. ``rereads``: the drafter works ahead, and reads rows again for that.
     """
@@ -115,8 +117,10 @@ def compile_drafter(drafter: ModelDrafter, width: int, *, rereads: bool) -> None
     tokens = torch.full((slots, width), PAD, dtype=torch.int32)
     tokens[:, 0] = 0
     one, zero = torch.ones(slots, dtype=torch.int32), torch.zeros(slots, dtype=torch.int32)
-    commit, sampling = Commit(tokens, one, zero), sampling_tensors([Sampling()] * slots)
+    commit, greedy = Commit(tokens, one, zero), sampling_tensors([Sampling()] * slots)
     for rows in warmup.lengths(decoder):
-        drafter.propose(commit, sampling, RoundLimits(zero + drafter.draft_shape.num_draft_tokens, rows))
+        limits = RoundLimits(zero + drafter.draft_shape.num_draft_tokens, rows)
+        for kind in warmup.distinct_kinds([decoder]):
+            drafter.propose(commit, replace(greedy, kind=kind), limits)
         if rereads:
             SecondChoices(decoder, drafter.vocabulary).reread(commit, rows)
