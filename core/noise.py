@@ -1,20 +1,23 @@
 """Counter-based Gumbel noise: randomness as a function of (seed, position, token id), not a state.
 
-The same three numbers give the same noise bit for bit on every backend and in a tensor of any shape, because
-everything up to the last conversion is 32-bit integer arithmetic: no product of floats is ever added to another
-float, so a compiler that contracts multiply-add cannot change a bit.
+The random word of these three numbers is the same bits on every backend and in a tensor of any shape. Accelerators may
+compute integers in float32, which is exact below 2**24 only. So a word is two limbs of 16 bits, every product is one of
+16 by 8 bits, and no intermediate reaches 2**24. There are no tables and no gathers.
 
-Not a general random generator: quality was weighed for picking tokens, not for cryptography.
+A row (a seed, a position and a stream) has 64 bits of state: the seed's four limbs go through a permutation in which
+the position and the stream are mixed twice, so that no two seeds are windows of one sequence. An id goes through seven
+rounds whose keys come from that state. A round multiplies one limb by an odd number, keeps the product's low 16 bits as
+the one limb, and adds its upper 16 bits to the other by exclusive or, which can be undone: of one row, no two ids share
+a word. Six rounds fail serial tests over neighbouring ids for some rows; seven were not seen to.
 
-Sources: the mixing function is "lowbias32" (C. Wellons, hash-prospector); that argmax(log p + Gumbel noise) is a draw
-from p is the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014). Logarithms are read from a table with linear
-interpolation in units of 2**-24, error below 6e-8.
+Not a general random generator: quality was weighed for picking tokens (docs/results.md), not for cryptography.
+
+Sources: rounds of a product's two halves are those of Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2,
+3", 2011), with smaller limbs; that argmax(log p + Gumbel noise) is a draw from p is the Gumbel-max trick (Gumbel 1954;
+Maddison et al. 2014); the logarithm's polynomial is that of Cephes' logf; the form of log1p is that of Kahan.
 """
 
 from __future__ import annotations
-
-import math
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -22,95 +25,111 @@ from torch import Tensor
 TARGET, DRAFT, ACCEPT, RESIDUAL = 0, 1, 2, 3
 """Streams: independent noise for the same seed and position. Coupled drafting reads the TARGET stream."""
 
-_CELLS = 2048  # cells of each table; the low bits that are left over interpolate inside a cell
-_SCALE = 1 << 24
-_LN2 = round(math.log(2) * _SCALE)
-_GOLDEN = -1640531527  # 0x9E3779B9 as a signed word
-_STREAM = 0x6C8E9CF5
-_ROW = 0x2545F491
+LIMBS = 4
+"""Limbs of a seed."""
+
+ID_ROUNDS = 7
+_LIMB = 0xFFFF
+_ROW_ROUNDS = 5  # before the position is mixed in for the second time, and after
+_MULTIPLIER, _ADDEND, _STEP = 0xB5, 0x9E37, 0x3C6E
+_SCALE = -(2.0**-16) * (1 - 2.0**-24)  # so that no uniform number is rounded to 1
+
+# Of Cephes' logf, from the highest power down.
+_POLYNOMIAL = (
+    7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+    2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+)  # fmt: skip
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+_ROOT_HALF = 0.70710678118654752440
 
 
-@lru_cache(maxsize=1)
-def log_table() -> tuple[int, ...]:
-    """Two tables of `_CELLS` + 1 integers in units of 2**-24, one behind the other.
+def row_keys(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+    """The keys of every row: two limbs, then the odd multipliers of 8 bits of the rounds of its ids.
 
-    The first holds ln(1 + i / _CELLS). The second holds r(w) = ln(-ln(1 - w) / w) for w = i / (2 * _CELLS), the
-    smooth part of the Gumbel quantile in the lower half of the unit interval.
+    seeds [B, 4] int32 limbs, positions [B, T] int32 below 2**24 -> [B, T, 2 + 7] int32
     """
-    logs = [round(math.log1p(i / _CELLS) * _SCALE) for i in range(_CELLS + 1)]
-    halves = [i / (2 * _CELLS) for i in range(_CELLS + 1)]
-    rest = [0] + [round(math.log(-math.log1p(-w) / w) * _SCALE) for w in halves[1:]]
-    return tuple(logs + rest)
+    low, high = positions & _LIMB, positions >> 16
+    place = torch.stack((low, high ^ (stream << 8)), -1)
+    x, y = seeds[:, None, :2] ^ place, seeds[:, None, 2:].expand(-1, positions.shape[1], -1)
+    x, y = _permute(x, y, _ROW_ROUNDS)
+    x, y = _permute(x ^ place, y, _ROW_ROUNDS)
+    more, _ = _permute(x, y, 1)
+    halves = torch.cat((y, more), -1)
+    multipliers = torch.cat((halves & 0xFF, halves >> 8), -1)[..., :ID_ROUNDS] | 0x81
+    return torch.cat((x, multipliers), -1)
 
 
-def row_keys(keys: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """Mix seed, position and stream. keys [B, 2] int32, positions [B, T] int32 -> [B, T, 2] int32."""
-    low, high = keys[:, :1], keys[:, 1:]
-    first = _mix(_mix(low ^ _ROW) + positions * _GOLDEN)
-    first = _mix((first ^ high) + stream * _STREAM)
-    return torch.stack((first, _mix(first ^ _GOLDEN)), dim=-1)
+def words(rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """32 random bits for every row and id, as their upper and their lower 16.
+
+    rows [B, T, 9] int32, ids [n] or [B, T, n] int32, 0 to 2**24 - 1 -> twice [B, T, n] int32
+    """
+    high, low = (ids & _LIMB) ^ rows[..., :1], (ids >> 16) ^ rows[..., 1:2]
+    for index in range(2, 2 + ID_ROUNDS):
+        product = high * rows[..., index : index + 1]
+        high, low = low ^ (product >> 8), product & _LIMB
+    return high, low
 
 
-def bits(rows: Tensor, ids: Tensor) -> Tensor:
-    """32 random bits for every row and id. rows [B, T, 2] int32, ids [V] int32 -> [B, T, V] int32."""
-    return _mix(_mix(ids * _GOLDEN + rows[..., :1]) ^ rows[..., 1:])
+def gumbel(
+    seeds: Tensor, positions: Tensor, ids: int | Tensor, *, stream: int = TARGET, traced: bool = False
+) -> Tensor:
+    """Standard Gumbel noise for token ids [n] or [B, T, n] int32; a number n means 0 to n - 1.
 
-
-def gumbel(keys: Tensor, positions: Tensor, ids: int | Tensor, *, stream: int = TARGET) -> Tensor:
-    """Standard Gumbel noise for token ids [V] int32; a number V means 0 to V - 1.
-
-    -> [B, T, V] float32, between -3.2 and 22.9
+    ``traced``: by the logarithm of the backend that compiles it, which may differ in the last bits from that of another
+    backend. Otherwise by arithmetic alone, whose bits are those of the native kernels on every CPU.
+    -> [B, T, n] float32, between -2.9 and 22.9
     """
     if isinstance(ids, int):
-        ids = torch.arange(ids, dtype=torch.int32, device=keys.device)
-    return gumbel_of_bits(bits(row_keys(keys, positions, stream), ids))
+        ids = torch.arange(ids, dtype=torch.int32, device=seeds.device)
+    return gumbel_of_words(*words(row_keys(seeds, positions, stream), ids), traced=traced)
 
 
-def uniform(keys: Tensor, positions: Tensor, stream: int) -> Tensor:
+def uniform(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
     """One uniform number in [0, 1) for every position. -> [B, T] float32, a multiple of 2**-24."""
-    zero = torch.zeros(1, dtype=torch.int32, device=keys.device)
-    word = bits(row_keys(keys, positions, stream), zero)[..., 0]
-    return _shift(word, 8).to(torch.float32) * 2.0**-24
+    zero = torch.zeros(1, dtype=torch.int32, device=seeds.device)
+    high, low = words(row_keys(seeds, positions, stream), zero)
+    return ((high * 256) + (low >> 8)).squeeze(-1).to(torch.float32) * 2.0**-24
 
 
-def gumbel_of_bits(word: Tensor) -> Tensor:
-    """The Gumbel quantile -ln(-ln(1 - w)) of w = (word + 0.5) / 2**32, with ``word`` read as unsigned.
+def gumbel_of_words(high: Tensor, low: Tensor, *, traced: bool = False) -> Tensor:
+    """The Gumbel quantile -ln(-ln(1 - u)) of u = (high * 2**16 + low + 0.5) / 2**32, which is exact to a few ulp.
 
-    In the lower half it is -ln(w) - r(w); in the upper half the inner logarithm is read from the table directly.
+    Every product that is added to something is exact, so that a compiler which contracts the two changes no bit.
     """
-    table = torch.tensor(log_table(), dtype=torch.int32, device=word.device)
-    upper = word < 0  # the top bit, as the sign
-    folded = torch.where(upper, ~word, word)  # w or 1 - w, whichever is the smaller
-    high, low = _shift(folded, 16), folded & 0xFFFF
-    # Both products are exact, so the sum is rounded once whether or not it is contracted.
-    small = high.to(torch.float32) * 2.0**-16 + (low.to(torch.float32) + 0.5) * 2.0**-32
-    first = _log_fixed(small, table)
-    rest_cell, rest_part = _shift(folded, 20), _shift(folded, 8) & 0xFFF
-    rest = _interpolate(table, rest_cell + (_CELLS + 1), rest_part)
-    inner = _log_fixed(first.to(torch.float32) * -(2.0**-24), table)
-    return torch.where(upper, -inner, -first - rest).to(torch.float32) * 2.0**-24
+    fraction = low.to(torch.float32) * 2.0**-16 + 2.0**-17
+    negative = (high.to(torch.float32) + fraction) * _SCALE  # -u
+    if traced:
+        return -torch.log(-torch.log1p(negative))
+    return -_log(_minus_log1p(negative))
 
 
-def _log_fixed(x: Tensor, table: Tensor) -> Tensor:
-    """Natural logarithm of positive float32 numbers, as int32 in units of 2**-24."""
-    word = x.view(torch.int32)
-    exponent = (word >> 23) - 127
-    return exponent * _LN2 + _interpolate(table, (word >> 12) & (_CELLS - 1), word & 0xFFF)
+def _minus_log1p(negative: Tensor) -> Tensor:
+    """-ln(1 + x) for -1 < x < 0, to a few ulp."""
+    rest = negative + 1.0
+    exponential = _log(rest) / (rest - 1.0) * -negative
+    return torch.where(rest == 1.0, -negative, exponential)
 
 
-def _interpolate(table: Tensor, cell: Tensor, part: Tensor) -> Tensor:
-    """Linear interpolation inside a cell; ``part`` counts 4096ths of it."""
-    left = table[cell]
-    return left + (((table[cell + 1] - left) * part) >> 12)
+def _log(x: Tensor) -> Tensor:
+    """ln of positive, normal float32 numbers, to about an ulp. One rounding at a time, as the native kernel does it."""
+    mantissa, exponent = torch.frexp(x)
+    below = mantissa < _ROOT_HALF
+    exponent = (exponent - below.to(torch.int32)).to(torch.float32)
+    m = torch.where(below, mantissa + mantissa, mantissa) - 1.0
+    square = m * m
+    y = torch.full_like(m, _POLYNOMIAL[0])
+    for coefficient in _POLYNOMIAL[1:]:
+        y = y * m + coefficient
+    y = y * m * square
+    y = y + exponent * _LN2_LOW
+    y = y - square * 0.5
+    return (m + y) + exponent * _LN2_HIGH
 
 
-def _mix(x: Tensor) -> Tensor:
-    """lowbias32 on signed words; products wrap around."""
-    x = (x ^ _shift(x, 16)) * 0x7FEB352D
-    x = (x ^ _shift(x, 15)) * -2073254261  # 0x846CA68B
-    return x ^ _shift(x, 16)
-
-
-def _shift(x: Tensor, by: int) -> Tensor:
-    """Logical right shift of signed words."""
-    return (x >> by) & ((1 << (32 - by)) - 1)
+def _permute(x: Tensor, y: Tensor, rounds: int) -> tuple[Tensor, Tensor]:
+    """Rounds of a permutation of four limbs, two and two. [..., 2] int32 each."""
+    for index in range(rounds):
+        product = x * _MULTIPLIER + (_ADDEND + index * _STEP & _LIMB)
+        x, y = y.flip(-1) ^ (product >> 8), product & _LIMB
+    return x, y

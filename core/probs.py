@@ -14,27 +14,42 @@ from paceline.core.types import SamplingTensors
 
 
 def sample_tokens(
-    logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET, cut: bool = True
+    logits: Tensor,
+    positions: Tensor,
+    sampling: SamplingTensors,
+    *,
+    stream: int = noise.TARGET,
+    cut: bool = True,
+    traced: bool = False,
 ) -> Tensor:
     """The token each row picks: argmax of the filtered, tempered logits plus the noise of its position.
 
     logits [B, T, V] float32, positions [B, T] int32 (of the token that is picked) -> [B, T] int32
     ``cut=False`` is for a caller who knows that top-k, top-p and min-p are off in every row: it changes nothing then.
+    ``traced``: see `paceline.core.noise.gumbel`.
     """
     scores = apply_top_k_top_p_min_p(logits, sampling) if cut else apply_temperature(logits, sampling)
     ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    return reduce.argmax(add_gumbel(scores, positions, sampling, ids=ids, stream=stream))
+    return reduce.argmax(add_gumbel(scores, positions, sampling, ids=ids, stream=stream, traced=traced))
 
 
 def add_gumbel(
-    scores: Tensor, positions: Tensor, sampling: SamplingTensors, *, ids: Tensor, stream: int = noise.TARGET
+    scores: Tensor,
+    positions: Tensor,
+    sampling: SamplingTensors,
+    *,
+    ids: Tensor,
+    stream: int = noise.TARGET,
+    traced: bool = False,
 ) -> Tensor:
     """Filtered or tempered scores plus the noise of their position where a row samples: the largest is the choice.
 
-    scores [B, T, V] float32 of the ids [V] int32, which may be some of the vocabulary only -> [B, T, V] float32
+    scores [B, T, V] float32 of the ids [V] or [B, T, V] int32, which may be some of the vocabulary only
+    -> [B, T, V] float32
     """
     hot = (sampling.params[:, 0] > 0).view(-1, 1, 1)
-    return torch.where(hot, scores + noise.gumbel(sampling.seeds, positions, ids, stream=stream), scores)
+    drawn = noise.gumbel(sampling.seeds, positions, ids, stream=stream, traced=traced)
+    return torch.where(hot, scores + drawn, scores)
 
 
 def apply_temperature(logits: Tensor, sampling: SamplingTensors) -> Tensor:

@@ -27,6 +27,7 @@ _LEAST_TEMPERATURE = 1e-20
 """Above 0. Logits over less reach past `reduce.NEGATIVE`, which stands for what is cut, and past float32."""
 _MOST_TEMPERATURE = 1e20
 """Over more, `reduce.NEGATIVE` itself comes near the logits, and what is banned would be drawn."""
+_WORD = (1 << 64) - 1
 _LEAST_TOP_P = 1e-30
 """Less is 0 in float32, at the latest on a device without its smallest numbers, and nothing stands inside of that."""
 
@@ -85,16 +86,24 @@ def param_row(sampling: Sampling) -> list[float]:
 
 
 def seed_row(seed: int) -> list[int]:
-    """The row of `SamplingTensors.keys` of one request: low and high 32 bits, as signed integers."""
-    bits = seed & 0xFFFFFFFFFFFFFFFF
-    return [_signed(bits & 0xFFFFFFFF), _signed(bits >> 32)]
+    """The row of `SamplingTensors.seeds` of one request: the mixed seed in limbs of 16 bits, the lowest first."""
+    mixed = _mix(seed)
+    return [mixed >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
+
+
+def row_seed(seed: int, row: int) -> int:
+    """The seed of a row of a call with one seed: its own for row 0, and for others a hash of the seed and the row.
+
+    So the first row of a batch is what a single prompt is, and calls with seeds 0, 1, 2 and so on share no rows.
+    """
+    return seed if row == 0 else _mix(_mix(seed) + row)
 
 
 def sampling_tensors(requests: Sequence[Sampling]) -> SamplingTensors:
     """Tensors for a batch of requests, in slot order."""
-    knobs: Tensor = torch.tensor([param_row(r) for r in requests], dtype=torch.float32)
-    keys: Tensor = torch.tensor([seed_row(r.seed) for r in requests], dtype=torch.int32)
-    return SamplingTensors(knobs, keys, widest(map(kind_of, requests)))
+    params: Tensor = torch.tensor([param_row(r) for r in requests], dtype=torch.float32)
+    seeds: Tensor = torch.tensor([seed_row(r.seed) for r in requests], dtype=torch.int32)
+    return SamplingTensors(params, seeds, widest(map(kind_of, requests)))
 
 
 def kind_of(sampling: Sampling) -> SamplingKind:
@@ -120,5 +129,9 @@ def _kind(temperature: float, top_k: float) -> SamplingKind:
     return "top-k" if top_k <= TOP_K_LIMIT else "wide"
 
 
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >= 1 << 31 else word
+def _mix(x: int) -> int:
+    """SplitMix64's output function (Steele, Lea and Flood, 2014), a permutation of 64-bit words."""
+    x = (x + 0x9E3779B97F4A7C15) & _WORD
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD
+    return x ^ x >> 31

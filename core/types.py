@@ -199,7 +199,7 @@ class SamplingTensors:
     """How every slot samples, as tensors, so that no value is baked into a graph.
 
     params  [B, 4] float32: temperature (0 = greedy), top-k (0 = off), top-p (1 = off), min-p (0 = off)
-    seeds   [B, 2] int32: the two halves of the 64-bit seed
+    seeds   [B, 4] int32: the 64-bit seed, mixed, in limbs of 16 bits (`paceline.core.sampling.seed_row`)
     kind    what a graph may assume of all rows; a wider kind than they need gives every row the same tokens. Not a
             tensor: it is part of the graph, for kernels that have a graph for every kind
     """

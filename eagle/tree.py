@@ -237,24 +237,13 @@ def best(
     picks = torch.cat(tokens, -1)
     temperature = sampling.params[:, :1].unsqueeze(-1)
     hot = temperature > 0
-    rows = noise.row_keys(sampling.seeds, positions, noise.TARGET)
     scores = logits / torch.where(hot, temperature, 1.0)
-    scores = scores + torch.where(hot, gumbel(noise.bits(rows, head.ids)), 0.0)
+    drawn = noise.gumbel(sampling.seeds, positions, head.ids, traced=head.kernels.sampling_kinds)
+    scores = scores + torch.where(hot, drawn, 0.0)
     high = scores.amax(-1, keepdim=True)
     total = high + (scores - high).exp().sum(-1, keepdim=True).log()
     places = head.places[picks].clamp(max=scores.shape[-1] - 1).to(torch.int64)
     return (scores.gather(-1, places) - total).clamp(max=0.0), picks
-
-
-def gumbel(word: Tensor) -> Tensor:
-    """`noise.gumbel_of_bits` in plain float32, right to some 1e-5, which a guess does not mind; it needs no table."""
-    upper = word < 0
-    folded = torch.where(upper, ~word, word)
-    small = (folded >> 8).to(torch.float32) * 2.0**-24 + 2.0**-25
-    # log1p by its series where 1 - small would be rounded away: not every compiler is known to have log1p.
-    near = small * (1.0 + small * (0.5 + small * (1.0 / 3.0)))
-    lower = torch.where(small < 1.0 / 64.0, near, -torch.log(-(small - 1.0)))
-    return -torch.where(upper, -torch.log(small), lower).log()
 
 
 def kept(tokens: Tensor, logprob: Tensor, parents: Tensor, *, nodes: int) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ ALLOWED = {
     "xor": "bitwise like and/or; to be seen on hardware first: `paceline selftest` compares the noise bit by bit",
     "shift-right-arithmetic": "EVRF022 refuses it for other widths than 32 bits, so 32 bits are taken",
     "logistic": "named in the release notes of compiler 2.27 (complex64 operators)",
+    "log-plus-one": "named in the release notes of compiler 2.32 (complex64 operators)",
     "dynamic-slice": "named in the same notes",
     "reduce-scatter": "EVRF063 refuses it for integers, so floats are taken",
 }

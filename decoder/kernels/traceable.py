@@ -70,7 +70,7 @@ class TraceableKernels:
         self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
         """As `Kernels.sample_tokens`; greedy is a value of the knobs, not a branch."""
-        return probs.sample_tokens(logits, positions, sampling, stream=stream)
+        return probs.sample_tokens(logits, positions, sampling, stream=stream, traced=True)
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         """As `Kernels.probabilities`."""

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 
-from paceline.core import noise
 from paceline.core.errors import BackendError
 from paceline.decoder import environment
 from paceline.decoder.compile import cache
@@ -49,16 +48,7 @@ def library() -> ctypes.CDLL:
         BackendError: no compiler, or the build failed.
     """
     folder = cache.ensure(environment.cache_root() / "native", library_facts(), _build)
-    loaded = ctypes.CDLL(str(folder / "kernels.so"), mode=ctypes.RTLD_GLOBAL)
-    loaded.paceline_set_noise_table(_noise_table())
-    return loaded
-
-
-@lru_cache(maxsize=1)
-def _noise_table() -> ctypes.Array[ctypes.c_int32]:
-    """Kept for the life of the process: the library points into it."""
-    table = noise.log_table()
-    return (ctypes.c_int32 * len(table))(*table)
+    return ctypes.CDLL(str(folder / "kernels.so"), mode=ctypes.RTLD_GLOBAL)
 
 
 def require_compiler() -> str:

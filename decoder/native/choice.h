@@ -8,46 +8,75 @@
 
 namespace {
 
-// The tables of paceline.core.noise.log_table, handed over once when the library is loaded.
-const int32_t* noise_table = nullptr;
-constexpr int CELLS = 2048;
-constexpr int32_t LN2 = 11629080;
-constexpr uint32_t GOLDEN = 0x9E3779B9u, STREAM = 0x6C8E9CF5u, ROW = 0x2545F491u;
+constexpr int ID_ROUNDS = 7, ROW_ROUNDS = 5;
+constexpr float NOISE_SCALE = -0x1p-16f * (1 - 0x1p-24f);
 
-template <class U>
-inline U mix(U x) {
-  x = (x ^ (x >> 16)) * 0x7FEB352Du;
-  x = (x ^ (x >> 15)) * 0x846CA68Bu;
-  return x ^ (x >> 16);
-}
-inline VecI look_up(VecI cell) {
-#ifdef __AVX2__
-  return (VecI)_mm256_i32gather_epi32(noise_table, (__m256i)cell, 4);
-#else
-  VecI found;
-  for (int i = 0; i < VL; i++) found[i] = noise_table[cell[i]];
-  return found;
-#endif
-}
-inline VecI interpolate(VecI cell, VecI part) {
-  VecI left = look_up(cell);
-  return left + (((look_up(cell + 1) - left) * part) >> 12);
-}
-inline VecI log_fixed(Vec x) {
-  VecI word = (VecI)x;
-  return ((word >> 23) - 127) * LN2 + interpolate((word >> 12) & (CELLS - 1), word & 0xFFF);
-}
-inline Vec to_float(VecI x) { return __builtin_convertvector(x, Vec); }
+// Keys of a row: two limbs of 16 bits, then the multipliers of the rounds of its ids, as paceline.core.noise.row_keys.
+struct RowKeys {
+  uint32_t limbs[2], multipliers[8];
+  RowKeys(const int32_t* seed, int32_t position, int64_t stream) {
+    const uint32_t place[2] = {(uint32_t)position & 0xFFFF, (uint32_t)(position >> 16) ^ ((uint32_t)stream << 8)};
+    uint32_t x[2] = {(uint32_t)seed[0] ^ place[0], (uint32_t)seed[1] ^ place[1]};
+    uint32_t y[2] = {(uint32_t)seed[2], (uint32_t)seed[3]};
+    auto permute = [&](int rounds) {
+      for (int i = 0; i < rounds; i++) {
+        const uint32_t add = (0x9E37 + i * 0x3C6E) & 0xFFFF, first = x[0] * 0xB5 + add, second = x[1] * 0xB5 + add;
+        x[0] = y[1] ^ (first >> 8), x[1] = y[0] ^ (second >> 8);
+        y[0] = first & 0xFFFF, y[1] = second & 0xFFFF;
+      }
+    };
+    permute(ROW_ROUNDS);
+    x[0] ^= place[0], x[1] ^= place[1];
+    permute(ROW_ROUNDS);
+    limbs[0] = x[0], limbs[1] = x[1];
+    uint32_t halves[4] = {y[0], y[1], 0, 0};
+    permute(1);
+    halves[2] = x[0], halves[3] = x[1];
+    for (int i = 0; i < 4; i++) {
+      multipliers[i] = (halves[i] & 0xFF) | 0x81;
+      multipliers[4 + i] = (halves[i] >> 8) | 0x81;
+    }
+  }
+};
 
-// The same steps as paceline.core.noise.gumbel_of_bits.
-inline Vec gumbel(VecU bits) {
-  VecI upper = (VecI)bits < 0;  // all ones or zero
-  VecU folded = bits ^ (VecU)upper;
-  Vec small = to_float((VecI)(folded >> 16)) * 0x1p-16f + (to_float((VecI)(folded & 0xFFFFu)) + 0.5f) * 0x1p-32f;
-  VecI first = log_fixed(small);
-  VecI rest = interpolate((VecI)((folded >> 20) & (CELLS - 1)) + CELLS + 1, (VecI)((folded >> 8) & 0xFFFu));
-  VecI inner = log_fixed(larger(to_float(first) * -0x1p-24f, Vec{} + 0x1p-24f));
-  return to_float(upper ? -inner : -first - rest) * 0x1p-24f;
+// ln of positive, normal numbers: Cephes' logf, one rounding at a time, as paceline.core.noise._log.
+inline Vec logarithm(Vec x) {
+  VecI bits = (VecI)x;
+  VecI exponent = ((bits >> 23) & 0xFF) - 126;
+  Vec mantissa = (Vec)((bits & 0x007FFFFF) | 0x3F000000);  // 0.5 to 1
+  VecI below = mantissa < 0.70710678118654752440f;         // all ones or zero
+  Vec m = (below ? mantissa + mantissa : mantissa) - 1.0f;
+  Vec e = __builtin_convertvector(exponent + below, Vec);
+  Vec square = m * m;
+  constexpr float polynomial[] = {7.0376836292e-2f,  -1.1514610310e-1f, 1.1676998740e-1f,
+                                  -1.2420140846e-1f, 1.4249322787e-1f,  -1.6668057665e-1f,
+                                  2.0000714765e-1f,  -2.4999993993e-1f, 3.3333331174e-1f};
+  Vec y = Vec{} + polynomial[0];
+  for (int i = 1; i < 9; i++) y = y * m + polynomial[i];
+  y = y * m * square;
+  y = y + e * -2.12194440e-4f;
+  y = y - square * 0.5f;
+  return (m + y) + e * 0.693359375f;
+}
+
+// The same steps as paceline.core.noise.gumbel_of_words.
+inline Vec gumbel_of_words(VecI high, VecI low) {
+  Vec fraction = __builtin_convertvector(low, Vec) * 0x1p-16f + 0x1p-17f;
+  Vec negative = (__builtin_convertvector(high, Vec) + fraction) * NOISE_SCALE;
+  Vec rest = negative + 1.0f;
+  Vec exponential = logarithm(rest) / (rest - 1.0f) * -negative;
+  return -logarithm(rest == 1.0f ? -negative : exponential);
+}
+
+// Noise of eight ids of a row. Limbs are below 2^16, so that signed and unsigned words are the same.
+inline Vec gumbel(const RowKeys& row, VecI ids) {
+  VecI high = (ids & 0xFFFF) ^ (int32_t)row.limbs[0], low = (ids >> 16) ^ (int32_t)row.limbs[1];
+  for (int i = 0; i < ID_ROUNDS; i++) {
+    VecI product = high * (int32_t)row.multipliers[i];
+    high = low ^ (product >> 8);
+    low = product & 0xFFFF;
+  }
+  return gumbel_of_words(high, low);
 }
 
 inline int32_t ordered(float x) {
@@ -155,12 +184,9 @@ void choose(const Choose& c, int32_t* out) {
     scores.resize(V + VL);
     for (int64_t v = 0; v < V; v++) scores[v] = logits[v] / knobs[0];
     filter(scores.data(), V, knobs[1], knobs[2], knobs[3], weights, order);
-    uint32_t low = c.keys[i / c.window * 2], high = c.keys[i / c.window * 2 + 1];
-    uint32_t key = mix(mix(low ^ ROW) + (uint32_t)c.positions[i] * GOLDEN);
-    key = mix((key ^ high) + (uint32_t)c.stream * STREAM);
-    uint32_t second = mix(key ^ GOLDEN);
+    const RowKeys row(c.keys + i / c.window * 4, c.positions[i], c.stream);
     for (int64_t v = 0; v < V; v += VL) {
-      Vec drawn = load(scores.data() + v) + gumbel(mix(mix(((VecU)lanes() + (uint32_t)v) * GOLDEN + key) ^ second));
+      Vec drawn = load(scores.data() + v) + gumbel(row, lanes() + (int32_t)v);
       std::memcpy(scores.data() + v, &drawn, sizeof drawn);
     }
     out[i] = argmax(scores.data(), V);

@@ -90,7 +90,14 @@ extern "C" void paceline_law(const float* logits, const float* knobs, float* out
 // How many sums lie side by side in a register.
 extern "C" int64_t paceline_abreast() { return ABREAST; }
 
-extern "C" void paceline_set_noise_table(const int32_t* table) { noise_table = table; }
+// The noise of ids 0 to n - 1 of one row, to be compared with paceline.core.noise.
+extern "C" void paceline_gumbel(const int32_t* seed, int64_t position, int64_t stream, float* out, int64_t n) {
+  const RowKeys row(seed, (int32_t)position, stream);
+  for (int64_t v = 0; v < n; v += VL) {
+    const Vec drawn = gumbel(row, lanes() + (int32_t)v);
+    std::memcpy(out + v, &drawn, sizeof(float) * std::min<int64_t>(VL, n - v));
+  }
+}
 
 // ------------------------------------------------------------------------------------- entry points of compiled graphs --
 

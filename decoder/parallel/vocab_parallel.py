@@ -75,7 +75,7 @@ def choose(
         scores = every.index_select(-1, ids.clamp(max=size - 1))
     else:
         scores = probs.apply_temperature(logits, sampling)
-    scores = probs.add_gumbel(scores, positions, sampling, ids=ids, stream=stream)
+    scores = probs.add_gumbel(scores, positions, sampling, ids=ids, stream=stream, traced=kernels.sampling_kinds)
     scores = torch.where(ids < size, scores, 2 * reduce.NEGATIVE)  # rows that fill up the last rank's part
     pair = group.gather(torch.stack(reduce.max_with_index(scores, ids.to(torch.float32), size), -1))
     _, winner = reduce.max_with_index(pair[..., 0].movedim(0, -1), pair[..., 1].movedim(0, -1), size)

@@ -16,7 +16,7 @@ from torch import Tensor
 from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ContextError, PromptError, SamplingError
 from paceline.core.protocols import Processor
-from paceline.core.sampling import Sampling
+from paceline.core.sampling import Sampling, row_seed
 from paceline.engine import validation
 from paceline.engine.stopping import Criterion, Stopping
 from paceline.text.processors import processor_list
@@ -38,7 +38,7 @@ class SamplingParams:
     max_new_tokens          most tokens behind the prompt; default: as many as the decoder has positions for
     do_sample               False (default): greedy, whatever the next four say
     temperature, top_k, top_p, min_p   as in Hugging Face; None switches a filter off
-    seed                    row b draws with seed + b; or one seed for every row
+    seed                    row 0 draws with it, row b with a hash of it and b; or one seed for every row
     eos_token_id            ids that end a text; default: the checkpoint's; [] for none
     pad_token_id            fills shorter rows of the result; default: the checkpoint's, else its first eos id, else 0
     stop_strings            texts that end a text, as Hugging Face's; need ``tokenizer``; `StopStrings` says more
@@ -112,7 +112,7 @@ class SamplingParams:
 
     def sampling_of(self, row: int) -> Sampling:
         """How one row draws. All values are checked, also where the row is greedy and none of them is used."""
-        seed = self.seed[row] if isinstance(self.seed, Sequence) else self.seed + row
+        seed = self.seed[row] if isinstance(self.seed, Sequence) else row_seed(self.seed, row)
         drawn = Sampling(
             temperature=self.temperature,
             top_k=self.top_k or 0,

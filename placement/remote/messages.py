@@ -61,7 +61,7 @@ class AddRequest(_Message, frozen=True, tag="add"):
 
 
 class SamplingWords(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """`SamplingTensors` as bytes: ``params`` float32 [B, 4], ``seeds`` int32 [B, 2]. Their kind follows from them."""
+    """`SamplingTensors` as bytes: ``params`` float32 [B, 4], ``seeds`` int32 [B, 4]. Their kind follows from them."""
 
     params: memoryview
     seeds: memoryview
@@ -74,7 +74,7 @@ class SamplingWords(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
     def tensors(self) -> SamplingTensors:
         """The tensors again."""
         params = torch.frombuffer(bytearray(self.params), dtype=torch.float32).view(-1, 4)
-        seeds = torch.frombuffer(bytearray(self.seeds), dtype=torch.int32).view(-1, 2)
+        seeds = torch.frombuffer(bytearray(self.seeds), dtype=torch.int32).view(-1, 4)
         return SamplingTensors(params, seeds, kind_of_params(params))
 
 
@@ -102,7 +102,7 @@ class ProposeRequest(_Message, frozen=True, tag="propose"):
             raise ValueError(f"{len(self.numbers)} bytes for a commit of {slots} slots, {self.width} wide")
         if sampling is not None and (len(sampling.params), len(sampling.seeds)) != (
             4 * _WORD * slots,
-            2 * _WORD * slots,
+            4 * _WORD * slots,
         ):
             raise ValueError(f"sampling parameters that are not those of {slots} slots")
 

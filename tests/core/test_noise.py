@@ -2,71 +2,49 @@
 
 import math
 import random
+from collections.abc import Callable
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from paceline.core import noise
-from paceline.core.sampling import seed_row
-from paceline.core.types import SamplingTensors
+from paceline.core.sampling import row_seed, seed_row
+from tests.float32_integers import IntegersThroughFloat32
 
-WORD = 0xFFFFFFFF
+LIMB = 0xFFFF
 SCALE = 1 << 24
-CELLS = 2048
 
 
-def mix(x: int) -> int:
-    """lowbias32."""
-    x ^= x >> 16
-    x = x * 0x7FEB352D & WORD
-    x ^= x >> 15
-    x = x * 0x846CA68B & WORD
-    return x ^ x >> 16
+def small(number: int) -> int:
+    """An intermediate result, which float32 must hold exactly."""
+    assert 0 <= number < SCALE
+    return number
 
 
-def word_of(seed: int, position: int, token: int, *, stream: int) -> int:
-    low, high = seed & WORD, seed >> 32 & WORD
-    first = mix((mix(low ^ 0x2545F491) + position * 0x9E3779B9) & WORD)
-    first = mix(((first ^ high) + stream * 0x6C8E9CF5) & WORD)
-    second = mix(first ^ 0x9E3779B9)
-    return mix(mix((token * 0x9E3779B9 + first) & WORD) ^ second)
+def permuted(x: list[int], y: list[int], rounds: int) -> tuple[list[int], list[int]]:
+    for index in range(rounds):
+        products = [small(small(limb * 0xB5) + (0x9E37 + index * 0x3C6E & LIMB)) for limb in x]
+        x = [y[1] ^ products[0] >> 8, y[0] ^ products[1] >> 8]
+        y = [product & LIMB for product in products]
+    return x, y
 
 
-def nearest_float(numerator: int, bits: int) -> tuple[int, int]:
-    """mantissa of 24 bits and exponent of numerator / 2**bits as float32, rounded half to even."""
-    size = numerator.bit_length()
-    if size <= 24:
-        return numerator << (24 - size), size - 1 - bits
-    drop = size - 24
-    kept, rest, half = numerator >> drop, numerator & ((1 << drop) - 1), 1 << (drop - 1)
-    kept += rest > half or (rest == half and kept & 1)
-    if kept == 1 << 24:
-        kept, size = kept >> 1, size + 1
-    return kept, size - 1 - bits
-
-
-def log_fixed(numerator: int, bits: int) -> int:
-    table = noise.log_table()
-    mantissa, exponent = nearest_float(numerator, bits)
-    fraction = mantissa & (SCALE // 2 - 1)
-    return exponent * round(math.log(2) * SCALE) + between(table, fraction >> 12, fraction & 0xFFF)
-
-
-def between(table: tuple[int, ...], cell: int, part: int) -> int:
-    return table[cell] + ((table[cell + 1] - table[cell]) * part >> 12)
-
-
-def gumbel_of(word: int) -> float:
-    upper = word >> 31
-    folded = word ^ WORD if upper else word
-    first = log_fixed(2 * folded + 1, 33)
-    if upper:
-        units = -log_fixed(-first, 24)
-    else:
-        units = -first - between(noise.log_table()[CELLS + 1 :], folded >> 20, folded >> 8 & 0xFFF)
-    mantissa, exponent = nearest_float(abs(units), 24) if units else (0, 0)
-    return math.copysign(mantissa * 2.0 ** (exponent - 23), units)
+def word_of(seed: int, position: int, token: int, *, stream: int) -> tuple[int, int]:
+    """The two limbs of a random word."""
+    limbs = seed_row(seed)
+    place = [position & LIMB, position >> 16 ^ stream << 8]
+    x, y = permuted([limbs[0] ^ place[0], limbs[1] ^ place[1]], limbs[2:], 5)
+    x, y = permuted([x[0] ^ place[0], x[1] ^ place[1]], y, 5)
+    halves = y + permuted(x, y, 1)[0]
+    multipliers = [half & 0xFF | 0x81 for half in halves] + [half >> 8 | 0x81 for half in halves]
+    high, low = token & LIMB ^ x[0], token >> 16 ^ x[1]
+    for multiplier in multipliers[:7]:
+        product = small(high * multiplier)
+        high, low = low ^ product >> 8, product & LIMB
+    return high, low
 
 
 def keys(*seeds: int) -> torch.Tensor:
@@ -82,63 +60,139 @@ SEEDS = [0, 1, -1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, -(2**63), 2**64 - 1, 1234
 
 @pytest.mark.parametrize("stream", [noise.TARGET, noise.DRAFT, noise.ACCEPT, noise.RESIDUAL])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_noise_equals_the_reference_in_plain_integers(seed: int, stream: int) -> None:
-    places = [0, 1, 77, 4095, 131071]
-    got = noise.gumbel(keys(seed), positions(places), 40, stream=stream)[0].tolist()
-    for place, row in zip(places, got, strict=True):
-        assert row == [gumbel_of(word_of(seed, place, token, stream=stream)) for token in range(40)]
+def test_words_equal_the_reference_in_plain_integers(seed: int, stream: int) -> None:
+    places, ids = [0, 1, 77, 4095, 131071, SCALE - 1], [0, 1, 2, 255, 65535, 65536, 128255, SCALE - 1]
+    rows = noise.row_keys(keys(seed), positions(places), stream)
+    high, low = (limb[0].tolist() for limb in noise.words(rows, torch.tensor(ids, dtype=torch.int32)))
+    for place, *got in zip(places, high, low, strict=True):
+        assert list(zip(*got, strict=True)) == [word_of(seed, place, token, stream=stream) for token in ids]
     uniform = noise.uniform(keys(seed), positions(places), stream)[0].tolist()
-    assert uniform == [(word_of(seed, place, 0, stream=stream) >> 8) / SCALE for place in places]
+    words = [word_of(seed, place, 0, stream=stream) for place in places]
+    assert uniform == [((high << 16 | low) >> 8) / SCALE for high, low in words]
 
 
-def test_every_word_becomes_the_gumbel_quantile() -> None:
+@pytest.mark.parametrize("traced", [False, True])
+def test_every_word_becomes_the_gumbel_quantile(traced: bool) -> None:
+    """Within two units in the last place, of numbers below 1 of those at 1."""
     edges = [0, 1, 2, 255, 256, 2**20 - 1, 2**20, 2**31 - 1, 2**31, 2**31 + 1, 2**32 - 256, 2**32 - 2, 2**32 - 1]
-    words = edges + [random.Random(0).getrandbits(32) for _ in range(3000)]
-    signed = torch.tensor([w - (1 << 32) if w >> 31 else w for w in words], dtype=torch.int32)
-    got = noise.gumbel_of_bits(signed).tolist()
-    assert got == [gumbel_of(word) for word in words]
-    for word, value in zip(words, got, strict=True):
-        tail = (word + 0.5) / 2**32
-        exact = -math.log(-math.log1p(-tail))
-        assert value == pytest.approx(exact, abs=2e-6)
+    words = edges + [random.Random(0).getrandbits(32) for _ in range(300_000)]
+    high, low = (torch.tensor([word >> shift & LIMB for word in words], dtype=torch.int32) for shift in (16, 0))
+    got = noise.gumbel_of_words(high, low, traced=traced).double()
+    fraction = low.float() * 2.0**-16 + 2.0**-17
+    uniform = ((high.float() + fraction) * (2.0**-16 * (1 - 2.0**-24))).double()  # as far as float32 can say it
+    assert float((uniform - (high.double() * 2**16 + low.double() + 0.5) * 2.0**-32).abs().max()) < 2.0**-23
+    exact = -torch.log(-torch.log1p(-uniform))
+    assert float(((got - exact).abs() / (exact.abs().clamp(min=1.0) * 2.0**-23)).max()) <= 2
+    assert torch.isfinite(got).all() and float(got.max()) < 22.9 and float(got.min()) > -2.9
 
 
 def test_noise_does_not_depend_on_its_neighbours() -> None:
     whole = noise.gumbel(keys(5, 6, 7), positions([3, 4, 5], [9, 8, 7], [0, 0, 1]), 300)
     alone = noise.gumbel(keys(6), positions([8]), 300)
     assert torch.equal(whole[1, 1], alone[0, 0])
-    assert torch.equal(whole[2, 0], whole[2, 1])
+    assert torch.equal(whole[2, 0], whole[2, 1]) and not torch.equal(whole[2, 0], whole[2, 2])
     assert torch.equal(noise.gumbel(keys(6), positions([8]), 11)[0, 0], alone[0, 0, :11])
-    rows = noise.row_keys(keys(6), positions([8]), noise.TARGET)
     some = torch.tensor([299, 0, 17], dtype=torch.int32)
-    assert torch.equal(noise.gumbel_of_bits(noise.bits(rows, some))[0, 0], alone[0, 0, some.long()])
+    assert torch.equal(noise.gumbel(keys(6), positions([8]), some)[0, 0], alone[0, 0, some.long()])
+    each = some.view(1, 1, 3).expand(3, 2, 3)  # ids of their own for every row
+    assert torch.equal(
+        noise.gumbel(keys(5, 6, 7), positions([0, 4], [8, 8], [1, 2]), each)[1, 1], alone[0, 0, some.long()]
+    )
     uniforms = noise.uniform(keys(5, 6), positions([1, 2, 3], [4, 5, 6]), noise.ACCEPT)
     assert torch.equal(uniforms[1, 2], noise.uniform(keys(6), positions([6]), noise.ACCEPT)[0, 0])
 
 
-@pytest.mark.parametrize("axis", ["ids", "positions", "seeds"])
-def test_noise_is_standard_gumbel_along_every_axis(axis: str) -> None:
-    count = 1_000_000
-    if axis == "ids":
-        draws = noise.gumbel(keys(3), positions([0]), count)
-    elif axis == "positions":
-        draws = noise.gumbel(keys(3), torch.arange(count, dtype=torch.int32).unsqueeze(0), 1)
-    else:
-        many = torch.stack((torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32)), 1)
-        draws = noise.gumbel(many, torch.zeros(count, 1, dtype=torch.int32), 1)
-    values = draws.flatten().double()
-    assert float(values.mean()) == pytest.approx(0.5772157, abs=5 * 1.2825 / 1000)
-    assert float(values.var()) == pytest.approx(math.pi**2 / 6, abs=5 * 2.98 / 1000)
+def test_words_are_the_same_where_integers_go_through_float32() -> None:
+    seeds, places = keys(*SEEDS), positions(*[[0, 1, 77, 4095, 131071, SCALE - 1]] * len(SEEDS))
+    ids = torch.arange(0, SCALE, 4093, dtype=torch.int32)
+    exact = noise.words(noise.row_keys(seeds, places, noise.RESIDUAL), ids)
+    with IntegersThroughFloat32() as seen:
+        rounded = noise.words(noise.row_keys(seeds, places, noise.RESIDUAL), ids)
+        drawn = noise.uniform(seeds, places, noise.ACCEPT)
+    assert all(torch.equal(one, other) for one, other in zip(exact, rounded, strict=True))
+    assert torch.equal(drawn, noise.uniform(seeds, places, noise.ACCEPT))
+    assert SCALE // 2 < seen.largest < SCALE
+
+
+def test_integers_through_float32_do_spoil_what_is_larger() -> None:
+    """The check itself: a product of whole words is not exact there."""
+    words = torch.tensor([0x7FEB352D, 12345679], dtype=torch.int32)
+    with IntegersThroughFloat32():
+        assert not torch.equal(words * 3, torch.tensor([0x7FEB352D * 3 - (1 << 32), 12345679 * 3], dtype=torch.int32))
+
+
+DRAWS = 1 << 21
+
+
+def limbs(numbers: torch.Tensor) -> torch.Tensor:
+    """Seeds that were not mixed, so that neighbours differ in few bits."""
+    zero = torch.zeros_like(numbers)
+    return torch.stack((numbers & LIMB, numbers >> 16, zero, zero), -1)
+
+
+def along_ids() -> torch.Tensor:
+    return draws(keys(3), positions([5]), torch.arange(DRAWS, dtype=torch.int32))
+
+
+def along_positions() -> torch.Tensor:
+    return draws(keys(3), torch.arange(DRAWS, dtype=torch.int32).unsqueeze(0), torch.tensor([7], dtype=torch.int32))
+
+
+def along_seeds() -> torch.Tensor:
+    numbers = torch.arange(DRAWS, dtype=torch.int32)
+    return draws(limbs(numbers), torch.full((DRAWS, 1), 9, dtype=torch.int32), torch.tensor([7], dtype=torch.int32))
+
+
+def along_rows() -> torch.Tensor:
+    """Rows of one call, each at a few positions and ids."""
+    seeds = keys(*[row_seed(11, row) for row in range(1 << 13)])
+    return draws(seeds, positions(*[list(range(16))] * len(seeds)), torch.arange(16, dtype=torch.int32))
+
+
+def draws(seeds: torch.Tensor, places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Random words as numbers."""
+    high, low = noise.words(noise.row_keys(seeds, places, noise.TARGET), ids)
+    return high.flatten().to(torch.int64) * 65536 + low.flatten()
+
+
+@pytest.mark.parametrize("axis", [along_ids, along_positions, along_seeds, along_rows])
+def test_words_are_random_along_every_axis(axis: Callable[[], torch.Tensor]) -> None:
+    """Chi-square of every byte, of neighbours' leading bits at several distances, and of Gumbel's law."""
+    words = axis().numpy()
+    assert len(words) == DRAWS
+    pvalues = [chi_square(words >> shift & 0xFF) for shift in (0, 8, 16, 24)]
+    for lag in (1, 2, 3, 16, 255, 256, 4096):
+        for shift in (0, 12, 28):
+            bits = words >> shift & 0xF
+            pvalues.append(chi_square(bits[lag:] << 4 | bits[:-lag]))
+    assert min(pvalues) > 1e-3 / len(pvalues), pvalues
+    high, low = (torch.from_numpy(part.astype(np.int32)) for part in (words >> 16, words & LIMB))
+    values = noise.gumbel_of_words(high, low).double()
+    assert float(values.mean()) == pytest.approx(0.5772157, abs=5 * 1.2825 / math.sqrt(DRAWS))
+    assert float(values.var()) == pytest.approx(math.pi**2 / 6, abs=5 * 2.98 / math.sqrt(DRAWS))
     assert stats.kstest(values.numpy(), "gumbel_r").pvalue > 1e-3
-    neighbours = torch.corrcoef(torch.stack((values[:-1], values[1:])))[0, 1]
-    assert abs(float(neighbours)) < 5e-3
 
 
-def test_streams_are_independent_of_each_other() -> None:
-    where = torch.arange(2000, dtype=torch.int32).unsqueeze(0)
-    streams = [noise.gumbel(keys(3), where, 100, stream=s).flatten().double() for s in range(4)]
-    across = torch.corrcoef(torch.stack(streams))
-    assert float((across - torch.eye(4)).abs().max()) < 5 / math.sqrt(200_000)
+def chi_square(values: np.ndarray) -> float:
+    return float(stats.chisquare(np.bincount(values, minlength=256)).pvalue)
+
+
+def test_rows_streams_and_positions_are_independent_of_each_other() -> None:
+    """The same ids in 64 rows each of seeds, positions and streams: pairs of leading bits, and correlations."""
+    ids = torch.arange(1 << 15, dtype=torch.int32)
+    rows = [
+        *draws(limbs(torch.arange(20, dtype=torch.int32)), positions(*[[5]] * 20), ids).view(20, -1),
+        *draws(keys(3), positions(list(range(20))), ids).view(20, -1),
+        *draws(keys(*range(100, 120)), positions(*[[5]] * 20), ids).view(20, -1),
+    ]
+    for stream in range(4):
+        high, low = noise.words(noise.row_keys(keys(77), positions([5]), stream), ids)
+        rows.append((high.to(torch.int64) * 65536 + low).flatten())
+    several = np.stack([row.numpy() for row in rows])
+    correlation = np.corrcoef(several.astype(np.float64))
+    assert np.abs(correlation - np.eye(len(rows))).max() < 5.5 / math.sqrt(len(ids))
+    pvalues = [chi_square(a >> 28 << 4 | b >> 28) for a, b in pairwise(several)]
+    assert min(pvalues) > 1e-3 / len(pvalues)
 
 
 def test_uniforms_fill_the_unit_interval_without_its_end() -> None:
@@ -152,4 +206,34 @@ def test_uniforms_fill_the_unit_interval_without_its_end() -> None:
 def test_seeds_are_told_apart_in_all_64_bits() -> None:
     rows = [noise.gumbel(keys(1 << bit), positions([0]), 8)[0, 0] for bit in range(64)]
     assert len({tuple(row.tolist()) for row in rows}) == 64
-    assert SamplingTensors(torch.zeros(1, 4), keys(-1)).seeds.tolist() == [[-1, -1]]
+
+
+def test_no_seed_is_a_window_of_another() -> None:
+    """The first words of 20,000 seeds at 64 positions: none comes twice, as a shifted copy would."""
+    words = [along_windows(first) for first in range(0, 20_000, 2_000)]
+    found = np.concatenate(words)
+    assert len(np.unique(found)) == len(found)
+
+
+def along_windows(first: int) -> np.ndarray:
+    """64 bits of every row: the words of two ids."""
+    seeds = limbs(torch.arange(first, first + 2_000, dtype=torch.int32))
+    places = torch.arange(0, 64 * 31, 31, dtype=torch.int32).expand(2_000, -1)
+    ids = torch.tensor([0, 1], dtype=torch.int32)
+    high, low = noise.words(noise.row_keys(seeds, places, noise.TARGET), ids)
+    word = high.to(torch.int64) * 65536 + low
+    return (word[..., 0] << 31 ^ word[..., 1]).flatten().numpy()
+
+
+def test_calls_with_seeds_that_follow_each_other_share_no_rows() -> None:
+    """Counting over seeds and rows counts independent draws: the law of the choice among 8 equal tokens."""
+    rows = [row_seed(seed, row) for seed in range(60) for row in range(64)]
+    assert len(set(rows)) == len(rows) and [row_seed(seed, 0) for seed in range(60)] == list(range(60))
+    chosen = noise.gumbel(keys(*rows), positions(*[[12]] * len(rows)), 8).argmax(-1).flatten()
+    counts = np.bincount(chosen.numpy(), minlength=8)
+    assert stats.chisquare(counts).pvalue > 1e-3
+    pairs = chosen.view(60, 64)
+    assert (
+        stats.chisquare(np.bincount((pairs[1:, :-1] * 8 + pairs[:-1, 1:]).flatten().numpy(), minlength=64)).pvalue
+        > 1e-3
+    )

@@ -13,6 +13,7 @@ from torch import Tensor
 from paceline.core import noise, probs
 from paceline.core.acceptance.base import committed
 from paceline.core.acceptance.rejection import Reject
+from paceline.core.sampling import seed_row
 from paceline.core.types import PAD, Accepted, Proposal, SamplingTensors
 from tests.core.deciding import decide, matched
 from tests.fakes import misfit
@@ -23,7 +24,7 @@ Q = torch.tensor([0.05, 0.6, 0.2, 0.15])
 
 
 def trials(count: int = TRIALS, *, temperature: float = 1.0) -> SamplingTensors:
-    keys = torch.stack((torch.arange(count, dtype=torch.int32), torch.zeros(count, dtype=torch.int32)), 1)
+    keys = torch.tensor([seed_row(seed) for seed in range(count)], dtype=torch.int32)
     return SamplingTensors(torch.tensor([[temperature, 0.0, 1.0, 0.0]]).expand(count, 4), keys)
 
 

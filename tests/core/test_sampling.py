@@ -14,6 +14,7 @@ from paceline.core.sampling import (
     kind_of,
     kind_of_params,
     param_row,
+    row_seed,
     sampling_tensors,
     seed_row,
     widest,
@@ -85,18 +86,25 @@ def test_the_default_is_greedy_and_cuts_nothing() -> None:
     assert param_row(Sampling()) == [0.0, 0.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("seed", "words"),
-    [(0, [0, 0]), (-1, [-1, -1]), ((1 << 64) - 1, [-1, -1]), (1 << 31, [-(1 << 31), 0]), (5 + (7 << 32), [5, 7])],
-)
-def test_a_seed_is_two_signed_words(seed: int, words: list[int]) -> None:
-    assert seed_row(seed) == words
+def test_a_seed_is_four_limbs_and_no_two_are_alike() -> None:
+    """The first output of SplitMix64 for seed 0 is 0xE220A8397B1DCDAF."""
+    assert seed_row(0) == [0xCDAF, 0x7B1D, 0xA839, 0xE220]
+    assert seed_row(-1) == seed_row((1 << 64) - 1)
+    seeds = [*range(1000), *(1 << bit for bit in range(10, 64))]
+    rows = {tuple(seed_row(seed)) for seed in seeds}
+    assert len(rows) == len(seeds) and all(0 <= limb < 1 << 16 for row in rows for limb in row)
+
+
+def test_row_0_has_the_seed_itself_and_other_rows_a_hash() -> None:
+    assert row_seed(7, 0) == 7 and row_seed(-7, 0) == -7
+    assert len({row_seed(seed, row) for seed in range(100) for row in range(100)}) == 10_000
+    assert all(0 <= row_seed(-1, row) < 1 << 64 for row in range(1, 50))
 
 
 def test_a_batch_keeps_slot_order_and_types() -> None:
     made = sampling_tensors([Sampling(temperature=0.5, top_k=3, top_p=0.75, min_p=0.25, seed=5), Sampling()])
     assert made.params.tolist() == [[0.5, 3.0, 0.75, 0.25], [0.0, 0.0, 1.0, 0.0]]
-    assert made.seeds.tolist() == [[5, 0], [0, 0]]
+    assert made.seeds.tolist() == [seed_row(5), seed_row(0)]
     assert (made.params.dtype, made.seeds.dtype) == (torch.float32, torch.int32)
 
 

@@ -80,7 +80,7 @@ def inputs(name: str, seed: int) -> tuple[Tensor, ...]:
     if name == "window":
         return ids(0, VOCABULARY, SLOTS, WIDTH), ids(0, 90, SLOTS)
     commit = (ids(0, VOCABULARY, SLOTS, WIDTH), ids(1, WIDTH, SLOTS), ids(0, 90, SLOTS))
-    knobs, keys = torch.rand(SLOTS, 4, generator=generator) * seed, ids(-(1 << 31), (1 << 31) - 1, SLOTS, 2)
+    knobs, keys = torch.rand(SLOTS, 4, generator=generator) * seed, ids(0, (1 << 16) - 1, SLOTS, 4)
     if name == "fused":
         return *commit, ids(0, NODES, SLOTS), knobs, keys
     if name == "verify, grown":

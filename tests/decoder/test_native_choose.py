@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from paceline.core import noise, probs
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import SamplingTensors
+from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native
 
 SIZES = [1, 7, 8, 100, 4096]
@@ -94,6 +97,20 @@ def test_the_noise_has_the_same_bits(native: Native) -> None:
                 raised = -drawn
                 raised[..., index] += 2.0**-18
                 assert (native.sample_tokens(raised, positions, sampling, stream=stream) == index).all()
+
+
+def test_the_noise_is_bit_for_bit_that_of_plain_arithmetic() -> None:
+    size = 5003
+    for seed in (0, 1, -3, 1 << 40, (1 << 64) - 1):
+        seeds = one(Sampling(1.0, seed=seed)).seeds
+        for position in (0, 1, 4095, (1 << 24) - 1):
+            for stream in range(4):
+                out = torch.empty(size)
+                numbers = (ctypes.c_int64(position), ctypes.c_int64(stream))
+                pointers = [ctypes.c_void_p(x.data_ptr()) for x in (seeds, out)]
+                build.library().paceline_gumbel(pointers[0], *numbers, pointers[1], ctypes.c_int64(size))
+                place = torch.tensor([[position]], dtype=torch.int32)
+                assert torch.equal(out, noise.gumbel(seeds, place, size, stream=stream)[0, 0])
 
 
 def test_zero_logits_choose_the_largest_noise(native: Native) -> None:

@@ -1,4 +1,4 @@
-"""Parts of draft_tree by themselves: the noise behind picks, what is kept of a tree, the choice among equals."""
+"""Parts of draft_tree by themselves: what is kept of a tree, the choice among equals."""
 
 from __future__ import annotations
 
@@ -9,20 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.core import noise, reduce
+from paceline.core import reduce
 from paceline.core.sampling import Sampling, sampling_tensors
-from paceline.eagle.tree import Chain, best, gumbel, kept
+from paceline.eagle.tree import Chain, best, kept
 from tests.decoder.tiny import Workshop
 from tests.eagle.heads import drafter
-
-
-def test_the_plain_noise_is_that_of_the_target() -> None:
-    keys, positions = torch.tensor([[5, 9]], dtype=torch.int32), torch.arange(20, dtype=torch.int32)[None]
-    exact = noise.gumbel(keys, positions, 4096)
-    words = noise.bits(noise.row_keys(keys, positions, noise.TARGET), torch.arange(4096, dtype=torch.int32))
-    torch.testing.assert_close(gumbel(words), exact, rtol=1e-4, atol=1e-4)
-    ends = gumbel(torch.tensor([0, -1, -(1 << 31), (1 << 31) - 1], dtype=torch.int32))
-    assert torch.isfinite(ends).all()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])

@@ -7,7 +7,7 @@ import torch
 
 from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
 from paceline.core import probs
-from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.sampling import Sampling, row_seed, sampling_tensors
 from paceline.outputs import GenerationResult
 from tests.fakes import Checked, TableDecoder, near, table
 from tests.orchestrator.drafting import anti_oracle, coin, oracle
@@ -149,7 +149,7 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
         many = texts(run(Checked(target(3, logits=DRAFT), target(3), acceptor=acceptor), PROMPTS, seed=11, **asked))
         for row, prompt in enumerate(PROMPTS):
             one = Checked(target(1, logits=DRAFT), target(1), acceptor=acceptor)
-            assert texts(run(one, [prompt], seed=11 + row, **asked)) == [many[row]]
-        seeds = [11 + row for row in range(len(PROMPTS))]
+            assert texts(run(one, [prompt], seed=row_seed(11, row), **asked)) == [many[row]]
+        seeds = [row_seed(11, row) for row in range(len(PROMPTS))]
         again = Checked(target(3, logits=DRAFT), target(3), acceptor=acceptor)
         assert texts(run(again, PROMPTS, seed=seeds, **asked)) == many

@@ -16,7 +16,7 @@ from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
 from paceline.core.protocols import Drafter
-from paceline.core.sampling import Sampling, param_row, sampling_tensors
+from paceline.core.sampling import Sampling, param_row, sampling_tensors, seed_row
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
 from paceline.draft.function import FunctionDrafter
 from paceline.draft.model import ModelDrafter
@@ -170,7 +170,7 @@ def test_ids_out_of_range_leave_the_law_as_it_is_on_the_host_too() -> None:
     slots = 1500  # taken one by one there
     target = TableDecoder(TARGET, slots=slots, kv_buckets=(24,))
     verifier = HostVerifier(target, CHAIN, rule=Reject(), wide=True, slots=[SlotText(PROMPT) for _ in range(slots)])
-    keys = torch.stack((torch.arange(slots, dtype=torch.int32), torch.full((slots,), 7, dtype=torch.int32)), 1)
+    keys = torch.tensor([seed_row(seed + (7 << 32)) for seed in range(slots)], dtype=torch.int32)
     sampling = SamplingTensors(torch.tensor([param_row(Sampling(temperature=1.0))]).expand(slots, 4), keys)
     target.body.cache[:, : len(PROMPT)] = torch.tensor(PROMPT)
     ones = torch.ones(slots, dtype=torch.int32)

@@ -12,7 +12,7 @@ import torch
 
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.protocols import Drafter, Processor
-from paceline.core.sampling import Sampling, param_row
+from paceline.core.sampling import Sampling, param_row, seed_row
 from paceline.core.types import PAD, Commit, DraftShape, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
@@ -77,7 +77,7 @@ def three_tokens(
     first[:, 0] = PROMPT[-1]
     ones = torch.ones(slots, dtype=torch.int32)
     commit = Commit(first, ones, ones * (len(PROMPT) - 1))
-    keys = torch.stack((torch.arange(slots, dtype=torch.int32), ones * 77), 1)
+    keys = torch.tensor([seed_row(seed + (77 << 32)) for seed in range(slots)], dtype=torch.int32)
     sampling = SamplingTensors(torch.tensor([param_row(knobs)]).expand(slots, 4), keys)
     counts = []
     while int(rounds.truth.length.min()) < len(PROMPT) + 3:
