@@ -20,17 +20,33 @@ def sample_tokens(
     *,
     stream: int = noise.TARGET,
     cut: bool = True,
-    traced: bool = False,
 ) -> Tensor:
     """The token each row picks: argmax of the filtered, tempered logits plus the noise of its position.
 
     logits [B, T, V] float32, positions [B, T] int32 (of the token that is picked) -> [B, T] int32
     ``cut=False`` is for a caller who knows that top-k, top-p and min-p are off in every row: it changes nothing then.
-    ``traced``: see `paceline.core.noise.gumbel`.
     """
     scores = apply_top_k_top_p_min_p(logits, sampling) if cut else apply_temperature(logits, sampling)
     ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    return reduce.argmax(add_gumbel(scores, positions, sampling, ids=ids, stream=stream, traced=traced))
+    return reduce.argmax(add_gumbel(scores, positions, sampling, ids=ids, stream=stream))
+
+
+def rank_tokens(
+    logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int, ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The first ``count`` choices of every row in their order, each as if those before it were not there.
+
+    logits [B, T, n] float32 of the ids [n] int32, ascending (None: all), positions [B, T] int32
+    -> ids [B, T, count] int32, the first what `sample_tokens` picks; their log-probabilities [B, T, count] float32,
+    where a row samples those of the law given the noise. What the filters cut comes behind all that they leave.
+    """
+    if ids is None:
+        ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    hot = (sampling.params[:, 0] > 0).view(-1, 1, 1)
+    scores = torch.where(hot, apply_top_k_top_p_min_p(logits, sampling), logits.to(torch.float32))
+    drawn = add_gumbel(scores, positions, sampling, ids=ids)
+    ordered, places = torch.sort(drawn, dim=-1, descending=True, stable=True)
+    return ids[places[..., :count]], torch.log_softmax(ordered, -1)[..., :count]
 
 
 def add_gumbel(
@@ -40,7 +56,6 @@ def add_gumbel(
     *,
     ids: Tensor,
     stream: int = noise.TARGET,
-    traced: bool = False,
 ) -> Tensor:
     """Filtered or tempered scores plus the noise of their position where a row samples: the largest is the choice.
 
@@ -48,7 +63,7 @@ def add_gumbel(
     -> [B, T, V] float32
     """
     hot = (sampling.params[:, 0] > 0).view(-1, 1, 1)
-    drawn = noise.gumbel(sampling.seeds, positions, ids, stream=stream, traced=traced)
+    drawn = noise.gumbel(sampling.seeds, positions, ids, stream=stream)
     return torch.where(hot, scores + drawn, scores)
 
 

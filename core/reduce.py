@@ -52,36 +52,34 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def topk_mask(scores: Tensor, keep: Tensor) -> Tensor:
-    """Mask of the ``keep`` largest scores of every row, lowest ids first among equals.
+    """Mask of the ``keep`` largest scores of every row, and of all that equal the smallest of these.
 
     scores [..., V] float32, keep [...] float32 (a count, at least 1) -> [..., V] bool
     """
     ordered = _ordered(scores)
     target = keep.unsqueeze(-1)
-    edge = _search(ordered, lambda above: above.to(torch.float32).sum(-1, keepdim=True) >= target)
-    over, tied = ordered > edge, ordered == edge
-    room = target - over.to(torch.float32).sum(-1, keepdim=True)
-    rank = tied.to(torch.float32).cumsum(-1)
-    return over | (tied & (rank <= room))
+    return ordered >= _search(ordered, lambda above: above.to(torch.float32).sum(-1, keepdim=True) >= target)
 
 
 def topp_mask(weights: Tensor, mass: Tensor) -> Tensor:
-    """Mask of the smallest set of largest weights whose sum reaches ``mass``, lowest ids first among equals.
+    """Mask of the largest weights whose sum reaches ``mass``, and of all that equal the smallest of these.
 
     weights [..., V] float32, not negative; mass [...] float32 -> [..., V] bool, never empty
     """
     ordered = _ordered(weights)
     target = mass.unsqueeze(-1)
     zero = torch.zeros((), dtype=weights.dtype, device=weights.device)
+    return ordered >= _search(ordered, lambda above: torch.where(above, weights, zero).sum(-1, keepdim=True) >= target)
 
-    def reaches(above: Tensor) -> Tensor:
-        return torch.where(above, weights, zero).sum(-1, keepdim=True) >= target
 
-    edge = _search(ordered, reaches)
-    over, tied = ordered > edge, ordered == edge
-    before = torch.where(over, weights, zero).sum(-1, keepdim=True)
-    rank = tied.to(torch.float32).cumsum(-1) - 1.0
-    return over | (tied & (before + rank * weights < target))
+def first_of_largest(values: Tensor, border: Tensor, count: int) -> Tensor:
+    """Mask of exactly ``count`` of the largest values, the first of equals.
+
+    values [..., n] float32, border [..., 1] the smallest of the ``count`` largest -> [..., n] bool
+    """
+    over, tied = values > border, values == border
+    before = over.to(torch.float32).sum(-1, keepdim=True)
+    return over | (tied & (before + tied.to(torch.float32).cumsum(-1) <= float(count)))
 
 
 def _ordered(x: Tensor) -> Tensor:

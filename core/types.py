@@ -37,7 +37,7 @@ SamplingKind = Literal["greedy", "top-k", "full", "wide"]
     greedy  every row has temperature 0: the largest logit, and neither noise nor filters
     top-k   every row that samples has 1 <= top-k <= `paceline.core.sampling.TOP_K_LIMIT`
     full    some row that samples has top-k off: noise for the whole vocabulary
-    wide    some row that samples has a top-k above the limit: the whole vocabulary is sorted too
+    wide    some row that samples has a top-k above the limit: its tokens are found in the whole vocabulary too
 """
 
 

@@ -13,9 +13,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.core import noise, reduce, tree
+from paceline.core import reduce, tree
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftShape, SamplingKind, SamplingTensors
+from paceline.decoder.kernels.graph_topk import topk
 from paceline.decoder.kernels.protocol import Tree
 from paceline.draft.heads import ChainStep, row_shift
 from paceline.eagle.head import EagleHead, LastPair
@@ -222,28 +223,13 @@ def best(
 ) -> tuple[Tensor, Tensor]:
     """The likeliest next tokens of nodes of one level. hidden [B, n, H], positions [B, 1] int32 of the drafted tokens.
 
-    -> logprob [B, n, count], log-probabilities, with a temperature those of the law given the position's noise (without
-    top-k, top-p and min-p); tokens [B, n, count] int32, the target's ids, the first of them what a chain would take.
+    -> logprob [B, n, count], with a temperature of the law given the position's noise; tokens [B, n, count] int32, the
+    target's ids, the first of them what a chain would take.
     """
-    logits = head.scores(hidden)
-    left, at = head.spread(logits), positions.expand(-1, hidden.shape[1])
-    everything = torch.arange(left.shape[-1], dtype=torch.int32, device=left.device)
-    tokens: list[Tensor] = []
-    for _ in range(count):
-        # By the kernel, one after the other: a comparison of scores with their largest must not see them computed
-        # twice, and a compiler may do that, with other roundings.
-        tokens.append(head.kernels.sample_tokens(left.contiguous(), at.contiguous(), sampling).unsqueeze(-1))
-        left = torch.where(everything == tokens[-1], reduce.NEGATIVE, left)
-    picks = torch.cat(tokens, -1)
-    temperature = sampling.params[:, :1].unsqueeze(-1)
-    hot = temperature > 0
-    scores = logits / torch.where(hot, temperature, 1.0)
-    drawn = noise.gumbel(sampling.seeds, positions, head.ids, traced=head.kernels.sampling_kinds)
-    scores = scores + torch.where(hot, drawn, 0.0)
-    high = scores.amax(-1, keepdim=True)
-    total = high + (scores - high).exp().sum(-1, keepdim=True).log()
-    places = head.places[picks].clamp(max=scores.shape[-1] - 1).to(torch.int64)
-    return (scores.gather(-1, places) - total).clamp(max=0.0), picks
+    at = positions.expand(-1, hidden.shape[1]).contiguous()
+    scores = head.scores(hidden).contiguous()
+    tokens, logprob = head.kernels.rank_tokens(scores, at, sampling, count=count, ids=head.ids)
+    return logprob, tokens
 
 
 def kept(tokens: Tensor, logprob: Tensor, parents: Tensor, *, nodes: int) -> tuple[Tensor, Tensor]:
@@ -251,7 +237,7 @@ def kept(tokens: Tensor, logprob: Tensor, parents: Tensor, *, nodes: int) -> tup
 
     tokens, parents [B, M] int32 (-1 = the root), logprob [B, M] -> tokens, parents [B, nodes] int32
     """
-    chosen = reduce.topk_mask(logprob, torch.full_like(logprob[:, 0], float(nodes)))
+    chosen = reduce.first_of_largest(logprob, topk(logprob, nodes)[0][:, -1:], nodes)
     rank = chosen.to(torch.float32).cumsum(-1) - 1.0
     above = rank.gather(1, parents.clamp(min=0).to(torch.int64))
     above = torch.where(parents < 0, float(tree.ROOT), above)

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from paceline.core import reduce, tree
+from paceline.core import tree
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftKey, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
@@ -55,20 +55,9 @@ class MedusaStep(ParallelStep):
         self.register_buffer("index", torch.tensor(index, dtype=torch.int32))
 
     def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
-        """The tokens of the nodes. Each head is asked again and again without the tokens that it chose before.
-
-        It chooses as the target does: the kernel knows the noise and the filters.
-        """
-        ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-        ranked = []
-        for rank in range(max(self._widths)):
-            # Levels at the end whose nodes have lower ranks only are left out.
-            used = 1 + max(level for level, width in enumerate(self._widths) if width > rank)
-            logits = logits[:, :used]
-            tokens = self.head.kernels.sample_tokens(logits.contiguous(), positions[:, :used], sampling)
-            logits = torch.where(ids == tokens.unsqueeze(-1), reduce.NEGATIVE, logits)
-            ranked.append(nn.functional.pad(tokens, (0, len(self._widths) - used)))
-        return torch.stack(ranked, -1).flatten(1).index_select(1, self.index)
+        """The tokens of the nodes: the first choices of every head, which chooses as the target does."""
+        ranked, _ = self.head.kernels.rank_tokens(logits.contiguous(), positions, sampling, count=max(self._widths))
+        return ranked.flatten(1).index_select(1, self.index)
 
 
 class MedusaDrafter(HeadDrafter):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paceline.core.errors import BackendError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
-from paceline.decoder.compile.lowering import Lowered, lower, state_of
+from paceline.decoder.compile.lowering import Lowered, TopK, lower, state_of
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.parallel.collectives import Collectives
@@ -143,7 +143,7 @@ def hlo(graph: Graph, *, ranks: Collectives | None = None) -> str:
     state = {name: tensor.detach().to(home.torch) for name, tensor in state_of(graph.module, lowered).items()}
     inputs = [x.to(home.torch) for x in graph.example]
     home.library.sync()
-    results = traced(home, lowered, state, inputs=inputs, ranks=ranks)
+    results = traced(home, lowered, state, inputs=inputs, ranks=ranks, topk=partial(_custom_topk, home))
     text: str = home.bridge._get_xla_tensors_hlo(results)
     home.bridge._clear_pending_irs(str(home.torch))
     return text
@@ -156,6 +156,7 @@ def traced(
     *,
     inputs: list[Tensor],
     ranks: Collectives | None = None,
+    topk: TopK | None = None,
 ) -> list[Tensor]:
     """Changed state and outputs as lazy tensors, not yet computed.
 
@@ -165,12 +166,20 @@ def traced(
     home.library.sync()
     home.reset_counters()
     with torch.no_grad():
-        changed, outputs = lowered.run(state, inputs, ranks=ranks)
+        changed, outputs = lowered.run(state, inputs, ranks=ranks, topk=topk)
     if strange := home.fallbacks():
         raise BackendError(
             f"torch_xla has no lowering for {', '.join(sorted(strange))}; rewrite it in decoder/compile/rewrites.py"
         )
     return [*changed.values(), *outputs]
+
+
+def _custom_topk(home: Device, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The call that stands for top-k in what the Neuron compiler is given: its own, which nothing here could run."""
+    shape = [*x.shape[:-1], count]
+    made = home.bridge._xla_custom_call([x], "AwsNeuronTopK", [shape, shape], [x.dtype, torch.int32], False, "", 0, {})
+    values, places = made
+    return values, places
 
 
 def _library() -> ModuleType:

@@ -18,9 +18,9 @@ from paceline.decoder.compile.lowering import Lowered, constants_of, operator
 _LOWERS = """
     __and__ __or__ __xor__ _to_copy _unsafe_view abs add alias amax amin arange bitwise_not
     bitwise_right_shift cat clamp clone convert_element_type detach div embedding eq exp expand flip full full_like
-    ge getitem gt index_put index_select le linear log log1p lt matmul mul ne neg new_zeros ones_like pad permute
-    pow reshape rsqrt select silu slice split split_with_sizes squeeze stack sub sum transpose unsqueeze view
-    where zeros zeros_like
+    ge getitem gt index_put index_select largest le linear log log1p lt matmul maximum mul ne neg new_zeros ones_like
+    pad permute pow reshape rsqrt select silu slice split split_with_sizes squeeze stack sub sum transpose unsqueeze
+    view where zeros zeros_like
 """
 LOWERS = frozenset(_LOWERS.split())
 """Operators that were seen to lower to HLO without findings. Another one is not wrong: it has not been looked at."""

@@ -9,7 +9,7 @@ are on.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from paceline.core.errors import BackendError
 from paceline.decoder.compile import rewrites
+from paceline.decoder.kernels import graph_topk
 from paceline.decoder.parallel.collectives import Collectives
+
+TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+"""As `paceline.decoder.kernels.graph_topk.topk`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +46,20 @@ class Lowered:
         return found
 
     def run(
-        self, state: Mapping[str, Tensor], inputs: Sequence[Tensor], *, ranks: Collectives | None = None
+        self,
+        state: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        ranks: Collectives | None = None,
+        topk: TopK | None = None,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Execute on the device of the inputs. -> new values of what changed, outputs.
 
-        ``ranks`` are what the step's collectives become there; without them PyTorch's own are called.
+        ``ranks`` are what the step's collectives become there, and ``topk`` what `paceline.decoder.kernels.graph_topk`
+        becomes; without them PyTorch's own are called.
         """
         given = [state[name] for name in self.state]
-        flat = _Anywhere(self.graph, inputs[0].device, ranks).run(*given, *inputs)
+        flat = _Anywhere(self.graph, inputs[0].device, ranks=ranks, topk=topk).run(*given, *inputs)
         changed = dict(zip(self.changed, flat, strict=False))
         return changed, list(flat[len(self.changed) :])
 
@@ -107,9 +117,11 @@ def operator(target: object) -> str:
 class _Anywhere(fx.Interpreter):
     """Runs a graph on another device than the one it was traced on."""
 
-    def __init__(self, module: fx.GraphModule, device: torch.device, ranks: Collectives | None) -> None:
+    def __init__(
+        self, module: fx.GraphModule, device: torch.device, *, ranks: Collectives | None, topk: TopK | None
+    ) -> None:
         super().__init__(module)
-        self._device, self._ranks = device, ranks
+        self._device, self._ranks, self._topk = device, ranks, topk
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if self._ranks is not None and target.__module__ == "torch._ops._c10d_functional":
@@ -117,6 +129,8 @@ class _Anywhere(fx.Interpreter):
             if name == "wait_tensor":
                 return args[0]
             return self._ranks.reduce(args[0]) if name == "all_reduce" else self._ranks.gather(args[0][0])
+        if self._topk is not None and target is graph_topk.operator():
+            return self._topk(*args)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self._device}
         return super().call_function(target, args, kwargs)

@@ -107,6 +107,17 @@ class Kernels(Protocol):
     ) -> Tensor:
         """As `paceline.core.probs.sample_tokens`."""
 
+    def rank_tokens(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sampling: SamplingTensors,
+        *,
+        count: int,
+        ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `paceline.core.probs.rank_tokens`. In one call: a draft tree asks for all children of a level."""
+
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         """As `paceline.core.probs.probabilities`, up to float32's rounding: what `sample_tokens` draws from."""
 

@@ -72,6 +72,17 @@ class TorchKernels:
             return reduce.argmax(logits)
         return probs.sample_tokens(logits, positions, sampling, stream=stream, cut=self.cuts(sampling))
 
+    def rank_tokens(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sampling: SamplingTensors,
+        *,
+        count: int,
+        ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return probs.rank_tokens(logits, positions, sampling, count=count, ids=ids)
+
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         return probs.probabilities(logits, sampling, cut=self.cuts(sampling))
 

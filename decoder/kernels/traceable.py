@@ -9,6 +9,7 @@ native kernels' part.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from paceline.core import noise, probs, reduce
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import SamplingTensors
+from paceline.decoder.kernels import graph_sampling
 from paceline.decoder.kernels.protocol import CachePosition
 
 MAX_EXACT = 1 << 24
@@ -69,12 +71,29 @@ class TraceableKernels:
     def sample_tokens(
         self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
-        """As `Kernels.sample_tokens`; greedy is a value of the knobs, not a branch."""
-        return probs.sample_tokens(logits, positions, sampling, stream=stream, traced=True)
+        """As `Kernels.sample_tokens`; what it computes follows from the kind of sampling."""
+        return graph_sampling.sample_tokens(
+            logits, positions, sampling, shard=graph_sampling.Shard.whole(logits), stream=stream
+        )
+
+    def rank_tokens(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sampling: SamplingTensors,
+        *,
+        count: int,
+        ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `Kernels.rank_tokens`."""
+        shard = graph_sampling.Shard.whole(logits)
+        if ids is not None:
+            shard = replace(shard, ids=ids)
+        return graph_sampling.rank_tokens(logits, positions, sampling, count=count, shard=shard)
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         """As `Kernels.probabilities`."""
-        return probs.probabilities(logits, sampling)
+        return graph_sampling.probabilities(logits, sampling)
 
     def cuts(self, sampling: SamplingTensors) -> bool:
         """As `Kernels.cuts`."""

@@ -121,23 +121,16 @@ void filter(float* s, int64_t V, float top_k, float top_p, float min_p, std::vec
   order.assign(V + VL, INT32_MIN);  // behind the end: below every edge that is ever tried
   if (top_k > 0 && top_k < (float)V) {
     for (int64_t i = 0; i < V; i++) order[i] = ordered(s[i]);
-    int32_t edge = search(order.data(), nullptr, V, top_k);
-    float room = top_k;
-    for (int64_t i = 0; i < V; i++) room -= order[i] > edge;
+    const int32_t edge = search(order.data(), nullptr, V, top_k);
     for (int64_t i = 0; i < V; i++)
-      if (order[i] < edge || (order[i] == edge && room-- < 1)) s[i] = NEGATIVE;
+      if (order[i] < edge) s[i] = NEGATIVE;
   }
   if (top_p < 1) {
     softmax(s, weights.data(), V);
     for (int64_t i = 0; i < V; i++) order[i] = ordered(weights[i]);
-    int32_t edge = search(order.data(), weights.data(), V, top_p);
-    float before = 0, rank = 0;
-    for (int64_t i = 0; i < V; i++) before += order[i] > edge ? weights[i] : 0.0f;
-    for (int64_t i = 0; i < V; i++) {
-      if (order[i] > edge) continue;
-      bool kept = order[i] == edge && before + rank++ * weights[i] < top_p;
-      if (!kept) s[i] = NEGATIVE;
-    }
+    const int32_t edge = search(order.data(), weights.data(), V, top_p);
+    for (int64_t i = 0; i < V; i++)
+      if (order[i] < edge) s[i] = NEGATIVE;
   }
   if (min_p > 0) {
     softmax(s, weights.data(), V);
@@ -164,32 +157,66 @@ int32_t argmax(const float* s, int64_t V) {
   return (int32_t)V - 1;  // not a number anywhere: stay a legal id
 }
 
+// Rows of logits, how they sample, and the noise of their positions. `ids` is null for all ids in order.
 struct Choose {
   int64_t batch, window, vocabulary, stream;
   const float *logits, *knobs;
-  const int32_t *positions, *keys;
+  const int32_t *positions, *keys, *ids;
+
+  // What the choice is the largest of: tempered, filtered and with noise where the row samples. Padded to whole vectors.
+  void score(int64_t i, std::vector<float>& scores) const {
+    const int64_t V = vocabulary;
+    const float *line = logits + i * V, *knob = knobs + i / window * 4;
+    scores.resize(V + VL);
+    if (knob[0] <= 0) {  // one-hot: no filter removes the largest logit
+      std::copy(line, line + V, scores.begin());
+      return;
+    }
+    static thread_local std::vector<float> weights;
+    static thread_local std::vector<int32_t> order;
+    for (int64_t v = 0; v < V; v++) scores[v] = line[v] / knob[0];
+    filter(scores.data(), V, knob[1], knob[2], knob[3], weights, order);
+    const RowKeys row(keys + i / window * 4, positions[i], stream);
+    for (int64_t v = 0; v < V; v += VL) {
+      VecI id = lanes() + (int32_t)v;
+      if (ids)
+        for (int j = 0; j < VL; j++) id[j] = v + j < V ? ids[v + j] : 0;
+      const Vec drawn = load(scores.data() + v) + gumbel(row, id);
+      std::memcpy(scores.data() + v, &drawn, sizeof drawn);
+    }
+  }
 };
 
 void choose(const Choose& c, int32_t* out) {
   const int64_t V = c.vocabulary;
 #pragma omp parallel for schedule(static) if (c.batch * c.window * V > 16384)
   for (int64_t i = 0; i < c.batch * c.window; i++) {
-    const float *logits = c.logits + i * V, *knobs = c.knobs + i / c.window * 4;
-    if (knobs[0] <= 0) {  // one-hot: no filter removes the largest logit
-      out[i] = argmax(logits, V);
+    if (c.knobs[i / c.window * 4] <= 0) {
+      out[i] = argmax(c.logits + i * V, V);
       continue;
     }
-    static thread_local std::vector<float> scores, weights;
-    static thread_local std::vector<int32_t> order;
-    scores.resize(V + VL);
-    for (int64_t v = 0; v < V; v++) scores[v] = logits[v] / knobs[0];
-    filter(scores.data(), V, knobs[1], knobs[2], knobs[3], weights, order);
-    const RowKeys row(c.keys + i / c.window * 4, c.positions[i], c.stream);
-    for (int64_t v = 0; v < V; v += VL) {
-      Vec drawn = load(scores.data() + v) + gumbel(row, lanes() + (int32_t)v);
-      std::memcpy(scores.data() + v, &drawn, sizeof drawn);
-    }
+    static thread_local std::vector<float> scores;
+    c.score(i, scores);
     out[i] = argmax(scores.data(), V);
+  }
+}
+
+// The first `count` choices of every row and their log-probabilities, as paceline.core.probs.rank_tokens.
+void rank(const Choose& c, int64_t count, int32_t* tokens, float* logprobs) {
+  const int64_t V = c.vocabulary;
+#pragma omp parallel for schedule(static) if (c.batch * c.window * V > 16384)
+  for (int64_t i = 0; i < c.batch * c.window; i++) {
+    static thread_local std::vector<float> scores, weights;
+    c.score(i, scores);
+    weights.assign(scores.begin(), scores.end());
+    const float high = *std::max_element(scores.begin(), scores.begin() + V);
+    const float mass = -std::log(weigh(weights.data(), V));
+    for (int64_t k = 0; k < count; k++) {
+      const int32_t best = argmax(scores.data(), V);
+      tokens[i * count + k] = c.ids ? c.ids[best] : best;
+      logprobs[i * count + k] = scores[best] - high - mass;
+      scores[best] = 2 * NEGATIVE;
+    }
   }
 }
 

@@ -79,7 +79,13 @@ extern "C" void paceline_keep(void* keys, void* values, const int32_t* row, cons
 
 extern "C" void paceline_choose(const float* logits, const int32_t* positions, const float* knobs, const int32_t* keys,
                                 int32_t* out, int64_t batch, int64_t window, int64_t vocabulary, int64_t stream) {
-  choose(Choose{batch, window, vocabulary, stream, logits, knobs, positions, keys}, out);
+  choose(Choose{batch, window, vocabulary, stream, logits, knobs, positions, keys, nullptr}, out);
+}
+
+// sizes: batch, window, vocabulary, count
+extern "C" void paceline_rank(const float* logits, const int32_t* positions, const float* knobs, const int32_t* keys,
+                              const int32_t* ids, int32_t* tokens, float* logprobs, const int64_t* sizes) {
+  rank(Choose{sizes[0], sizes[1], sizes[2], 0, logits, knobs, positions, keys, ids}, sizes[3], tokens, logprobs);
 }
 
 extern "C" void paceline_law(const float* logits, const float* knobs, float* out, int64_t batch, int64_t window,
@@ -199,6 +205,16 @@ extern "C" int32_t aoti_torch_cpu_row_choose(Handle logits, Handle positions, Ha
   *ret = empty(2, s, aoti_torch_dtype_int32());
   paceline_choose(data<float>(logits), data<int32_t>(positions), data<float>(knobs), data<int32_t>(keys),
                   data<int32_t>(*ret), s[0], s[1], s[2], stream);
+  return 0;
+}
+
+extern "C" int32_t aoti_torch_cpu_row_rank(Handle logits, Handle positions, Handle knobs, Handle keys, Handle* ids,
+                                           int64_t count, Handle* tokens, Handle* logprobs) {
+  const int64_t *s = sizes(logits), made[3] = {s[0], s[1], count}, all[4] = {s[0], s[1], s[2], count};
+  *tokens = empty(3, made, aoti_torch_dtype_int32());
+  *logprobs = empty(3, made, aoti_torch_dtype_float32());
+  paceline_rank(data<float>(logits), data<int32_t>(positions), data<float>(knobs), data<int32_t>(keys),
+                ids == nullptr ? nullptr : data<int32_t>(*ids), data<int32_t>(*tokens), data<float>(*logprobs), all);
   return 0;
 }
 

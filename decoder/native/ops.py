@@ -30,6 +30,7 @@ row_mlp(Tensor hidden, Tensor norm, float eps, Tensor gate_up, Tensor? gate_up_b
 Tensor? count) -> Tensor
 row_keep(Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor path, Tensor slots) -> Tensor
 row_choose(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, int stream) -> Tensor
+row_rank(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, Tensor? ids, int count) -> (Tensor, Tensor)
 row_law(Tensor logits, Tensor knobs) -> Tensor
 """
 
@@ -97,6 +98,20 @@ class Native:
         )
         return made
 
+    def rank_tokens(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        sampling: SamplingTensors,
+        *,
+        count: int,
+        ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        made: tuple[Tensor, Tensor] = torch.ops.paceline.row_rank(
+            logits, positions.contiguous(), sampling.params, sampling.seeds, ids, count
+        )
+        return made
+
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         made: Tensor = torch.ops.paceline.row_law(logits, sampling.params)
         return made
@@ -126,6 +141,9 @@ def c_shims() -> dict[object, list[str]]:
         ops.row_mlp.default: [f"{head}mlp({mlp}, AtenTensorHandle* ret)"],
         ops.row_keep.default: [f"{head}keep({handles[5]}, AtenTensorHandle* ret)"],
         ops.row_choose.default: [f"{head}choose({handles[4]}, int64_t stream, AtenTensorHandle* ret)"],
+        ops.row_rank.default: [
+            f"{head}rank({handles[4]}, {maybe}ids, int64_t count, AtenTensorHandle* ret0, AtenTensorHandle* ret1)"
+        ],
         ops.row_law.default: [f"{head}law({tensors}, AtenTensorHandle* ret)"],
     }
 
@@ -137,7 +155,7 @@ def register() -> torch.library.Library:
     made = torch.library.Library("paceline", "DEF")
     for schema in _SCHEMAS.strip().splitlines():
         made.define(schema)
-    bodies: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    bodies: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
         "row_linear": (_linear, _shape_linear),
         "row_linear_real": (_linear_real, _shape_linear_real),
         "row_attend": (_attend, _shape_attend),
@@ -146,6 +164,7 @@ def register() -> torch.library.Library:
         "row_mlp": (_mlp, _shape_half),
         "row_keep": (_keep, _shape_keep),
         "row_choose": (_choose, _shape_choose),
+        "row_rank": (_rank, _shape_rank),
         "row_law": (_law, _shape_law),
     }
     for name, (body, shape) in bodies.items():
@@ -176,6 +195,13 @@ def _shape_keep(_ks: Tensor, _vs: Tensor, row: Tensor, *_rest: Tensor) -> Tensor
 
 def _shape_choose(logits: Tensor, *_rest: object) -> Tensor:
     return logits.new_empty(*logits.shape[:-1], dtype=torch.int32)
+
+
+def _shape_rank(logits: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    count = rest[-1]
+    assert isinstance(count, int)
+    shape = (*logits.shape[:-1], count)
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
 
 
 def _shape_law(logits: Tensor, _knobs: Tensor) -> Tensor:
@@ -256,6 +282,16 @@ def _choose(logits: Tensor, positions: Tensor, knobs: Tensor, *rest: object) -> 
     numbers = (ctypes.c_int64(n) for n in (*logits.shape, stream))
     build.library().paceline_choose(*pointers, *numbers)
     return out
+
+
+def _rank(logits: Tensor, positions: Tensor, knobs: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    keys, ids, count = rest
+    assert isinstance(keys, Tensor) and isinstance(count, int)
+    tokens, logprobs = _shape_rank(logits, count)
+    inputs = (logits, positions, knobs, keys, ids if isinstance(ids, Tensor) else None)
+    sizes = (ctypes.c_int64 * 4)(*logits.shape, count)
+    build.library().paceline_rank(*(_pointer(x) for x in (*inputs, tokens, logprobs)), sizes)
+    return tokens, logprobs
 
 
 def _law(logits: Tensor, knobs: Tensor) -> Tensor:

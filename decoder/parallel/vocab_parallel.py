@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
+from paceline.decoder.kernels import graph_sampling
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel.collectives import Collectives
 
@@ -65,17 +66,20 @@ def choose(
     """As `Kernels.sample_tokens`, from logits of this rank's ids: [b, T, n], ids [n] int32, V = ``size`` -> [b, T]
     int32.
 
-    What crosses between ranks is the best score and its id. Only where a filter may be on, whole rows are gathered:
-    which tokens stand depends on all of them.
+    What crosses between ranks is the best score and its id. Only where a filter may be on, kernels that look at values
+    gather whole rows: which tokens stand depends on all of them. Those with kinds of sampling gather the largest.
     """
     if group.degree == 1:
         return kernels.sample_tokens(logits, positions, sampling, stream=stream)
+    if kernels.sampling_kinds:
+        shard = graph_sampling.Shard(ids, size, group)
+        return graph_sampling.sample_tokens(logits, positions, sampling, shard=shard, stream=stream)
     if kernels.cuts(sampling):
         every = probs.apply_top_k_top_p_min_p(whole(logits, size, group), sampling)
         scores = every.index_select(-1, ids.clamp(max=size - 1))
     else:
         scores = probs.apply_temperature(logits, sampling)
-    scores = probs.add_gumbel(scores, positions, sampling, ids=ids, stream=stream, traced=kernels.sampling_kinds)
+    scores = probs.add_gumbel(scores, positions, sampling, ids=ids, stream=stream)
     scores = torch.where(ids < size, scores, 2 * reduce.NEGATIVE)  # rows that fill up the last rank's part
     pair = group.gather(torch.stack(reduce.max_with_index(scores, ids.to(torch.float32), size), -1))
     _, winner = reduce.max_with_index(pair[..., 0].movedim(0, -1), pair[..., 1].movedim(0, -1), size)

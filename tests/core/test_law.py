@@ -92,9 +92,29 @@ def test_greedy_is_the_one_hot_law_of_the_lowest_largest_id() -> None:
     assert probs.sample_tokens(logits, torch.tensor([[7, 8, 9]], dtype=torch.int32), batch()).tolist() == [[1, 0, 3]]
 
 
-def test_equal_logits_at_the_border_of_top_k_are_cut_by_id() -> None:
-    found = probs.probabilities(torch.tensor([[[1.0, 2.0, 1.0, 1.0]]]), batch(temperature=1.0, top_k=2))
-    assert (found[0, 0] > 0).tolist() == [True, True, False, False]
+@pytest.mark.parametrize("cut", [{"top_k": 2}, {"top_p": 0.5}], ids=str)
+def test_equal_logits_at_a_border_stand_together_as_in_transformers_top_k(cut: dict[str, float]) -> None:
+    found = probs.probabilities(torch.tensor([[[1.0, 2.0, 1.0, 1.0, 0.0]]]), batch(temperature=1.0, **cut))
+    assert (found[0, 0] > 0).tolist() == [True, True, True, True, False]
+
+
+def test_tokens_are_ranked_as_they_would_be_chosen_one_after_the_other() -> None:
+    logits = torch.randn(2, 3, 40, generator=torch.Generator().manual_seed(3))
+    where = torch.tensor([[3, 4, 5], [9, 9, 7]], dtype=torch.int32)
+    sampling = sampling_tensors([Sampling(temperature=0.8, seed=4), Sampling()])
+    ids, logprob = probs.rank_tokens(logits, where, sampling, count=5)
+    left = logits.clone()
+    for place in range(5):
+        chosen = probs.sample_tokens(left, where, sampling)
+        assert torch.equal(ids[..., place], chosen)
+        left.scatter_(-1, chosen.long().unsqueeze(-1), -1e30)
+    exact = logits[1].log_softmax(-1).sort(-1, descending=True).values[:, :5]
+    torch.testing.assert_close(logprob[1], exact)
+    some = torch.tensor([2, 7, 11, 30], dtype=torch.int32)
+    part, _ = probs.rank_tokens(logits[..., some.long()], where, sampling, count=4, ids=some)
+    every, _ = probs.rank_tokens(logits, where, sampling, count=40)
+    kept = [[token for token in row if token in some.tolist()] for row in every.flatten(0, 1).tolist()]
+    assert part.flatten(0, 1).tolist() == kept
 
 
 def test_half_precision_logits_give_a_float32_law() -> None:

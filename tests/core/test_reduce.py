@@ -1,4 +1,4 @@
-"""Reductions against plain Python sorting: ties go to the lowest id."""
+"""Reductions against plain Python sorting: of the largest, the lowest id wins; at a border, equals stand together."""
 
 import math
 
@@ -47,9 +47,18 @@ def test_argmax_of_equals_is_the_first_id_and_of_the_last_largest_the_last(size:
 
 
 @given(scores, st.integers(1, 14))
-def test_largest_keeps_the_first_of_a_stable_sort(values: list[float], keep: int) -> None:
+def test_the_largest_stand_with_all_that_equal_the_smallest_of_them(values: list[float], keep: int) -> None:
     got = reduce.topk_mask(torch.tensor([values], dtype=torch.float32), torch.tensor([float(keep)]))
-    kept = set(ranked(values)[:keep])
+    border = values[ranked(values)[:keep][-1]]
+    assert got[0].tolist() == [value >= border for value in values]
+
+
+@given(scores, st.integers(1, 12))
+def test_exactly_so_many_of_the_largest_are_the_first_of_a_stable_sort(values: list[float], count: int) -> None:
+    count = min(count, len(values))
+    rows = torch.tensor([values], dtype=torch.float32)
+    got = reduce.first_of_largest(rows, rows.sort(descending=True).values[:, count - 1 : count], count)
+    kept = set(ranked(values)[:count])
     assert got[0].tolist() == [i in kept for i in range(len(values))]
 
 
@@ -62,7 +71,8 @@ def test_heaviest_keeps_the_smallest_set_that_reaches_the_mass(parts: list[int],
             break
         kept.add(index)
     assert kept
-    assert got[0].tolist() == [i in kept for i in range(len(parts))]
+    border = min(parts[i] for i in kept)
+    assert got[0].tolist() == [part >= border for part in parts]
 
 
 def test_every_row_has_its_own_count_and_mass() -> None:

@@ -149,7 +149,7 @@ def inputs(name: str, seed: int, *, row: int | None = None, slots: int = SLOTS) 
     temperature, top_k = torch.rand(slots, generator=generator) * seed, ids(0, 40, slots).to(torch.float32)
     top_p, min_p = 1 - torch.rand(2, slots, generator=generator) * 0.3
     knobs = torch.stack((temperature, top_k, top_p, 0.1 - min_p * 0.1), 1)
-    keys = ids(-(1 << 31), (1 << 31) - 1, slots, 2)
+    keys = ids(0, (1 << 16) - 1, slots, 4)
     if name.startswith("draft"):
         return *commit, knobs, keys
     round_ = (*commit, ids(0, NODES + 1, slots), knobs, keys)

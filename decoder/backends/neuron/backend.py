@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.core import reduce
 from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, Step
@@ -34,6 +35,7 @@ from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.parallel.collectives import Collectives, DeviceGroup, SingleRank
 
 MAX_INPUTS = 16
+_TOPK_MULTIPLE = 8
 
 
 class NeuronBackend:
@@ -138,7 +140,7 @@ class Stateful(nn.Module):
         """The step's inputs as x0, x1, ... -> its outputs."""
         given = [x for name in input_names() if (x := inputs.get(name)) is not None]
         state = {inner: getattr(self, name) for inner, name in self.shared.items()}
-        changed, outputs = self._lowered.run(state, given, ranks=self._ranks)
+        changed, outputs = self._lowered.run(state, given, ranks=self._ranks, topk=device_topk)
         for inner, value in changed.items():
             setattr(self, self.shared[inner], value)
         return tuple(outputs)
@@ -147,6 +149,21 @@ class Stateful(nn.Module):
         [Parameter("self", Parameter.POSITIONAL_OR_KEYWORD), Parameter("x0", Parameter.POSITIONAL_OR_KEYWORD)]
         + [Parameter(f"x{i}", Parameter.POSITIONAL_OR_KEYWORD, default=None) for i in range(1, MAX_INPUTS)]
     )
+
+
+def device_topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The SDK's top-k (custom call AwsNeuronTopK) in place of `paceline.decoder.kernels.graph_topk.topk`.
+
+    It takes rows [n, width] whose width is a multiple of 8; its order among equals is not documented, and nothing here
+    depends on it.
+    """
+    operators = importlib.import_module("torch_neuronx.xla_impl.ops")
+    width, rows = x.shape[-1], x.reshape(-1, x.shape[-1])
+    if missing := -width % _TOPK_MULTIPLE:
+        rows = nn.functional.pad(rows, (0, missing), value=2 * reduce.NEGATIVE)
+    values, places = operators.TopK.apply(rows, count, dim=1)
+    shape = (*x.shape[:-1], count)
+    return values.reshape(shape), places.to(torch.int32).clamp(max=width - 1).reshape(shape)
 
 
 def input_names() -> list[str]:

@@ -1,0 +1,330 @@
+"""The choice of a token in operations that graph compilers take, at a cost that a vocabulary of 128,000 bears.
+
+The law is that of `paceline.core.probs`, which says it in a few lines. Here every kind of sampling does only what it
+needs, over rows of logits that may be divided over ranks:
+
+    greedy  the largest logit
+    top-k   the 256 largest logits, by the compiler's top-k; all else happens on those
+    full    noise on every id; the best 127 by logit plus noise are candidates, and seven halvings find which of them
+            the top-p nucleus holds. A nucleus inside of the 256 largest logits is decided on those.
+    wide    as full, for top-k above 256: two searches over the row find its border and the nucleus
+
+Equals stand or fall together at the border of top-k and of the nucleus, so that it does not matter in which order the
+compiler's top-k gives them. No sort, no table, no integer above 2**24, and nothing is gathered from a row by its id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from paceline.core import noise, reduce
+from paceline.core.sampling import TOP_K_LIMIT
+from paceline.core.types import SamplingTensors
+from paceline.decoder.kernels.graph_topk import topk
+from paceline.decoder.parallel.collectives import Collectives, SingleRank
+
+CANDIDATES = 127
+"""Of the full kind; one less than a power of two, so that seven halvings tell apart how many of them the nucleus holds.
+
+That it holds none has a probability of at most (1 - top_p)**127, and only where the 256 largest logits hold less than
+top_p. Then the choice is among those 256.
+"""
+
+_LEAST = -88.0
+"""Below this exp is 0 in float32."""
+_HALVINGS = 30  # of the 88 between the largest score and that: to less than float32 tells apart there
+_NOWHERE = 2 * reduce.NEGATIVE  # below everything that is cut
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The ids whose logits this rank has.
+
+    ids    [n] int32, ascending; without gaps if the vocabulary is divided, and then those from ``size`` on fill up the
+           last rank's part
+    size   above every real id
+    group  the ranks
+    """
+
+    ids: Tensor
+    size: int
+    group: Collectives
+
+    @classmethod
+    def whole(cls, logits: Tensor) -> Shard:
+        """All ids of logits [b, T, V]."""
+        size = logits.shape[-1]
+        return cls(torch.arange(size, dtype=torch.int32, device=logits.device), size, SingleRank())
+
+    @property
+    def divided(self) -> bool:
+        return self.group.degree > 1
+
+    def real(self, logits: Tensor) -> Tensor:
+        """Logits [b, T, n] in which the ids that fill up are never chosen."""
+        filled_up = self.divided and len(self.ids) * self.group.degree > self.size
+        return torch.where(self.ids < self.size, logits, _NOWHERE) if filled_up else logits
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks of numbers [b, T, 1]."""
+        return self.group.reduce(x) if self.divided else x
+
+    def largest(self, x: Tensor) -> Tensor:
+        """The largest number of a row [b, T, n] on any rank. -> [b, T, 1]"""
+        high = x.amax(-1, keepdim=True)
+        return self.group.gather(high).amax(0) if self.divided else high
+
+    def top(self, x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The largest numbers of a row [b, T, n]: at least ``count``, or as many as there are, and their places.
+
+        -> values and places [b, T, K], in any order, of all ranks together; places count the ids, [b, T, K] int32;
+        the ``count`` largest values, falling
+        """
+        values, places = topk(x, min(count, x.shape[-1]))
+        if not self.divided:
+            return values, places, values
+        # Ids travel as float32, which is exact for them. Every rank sends its own largest, and all are kept.
+        pair = (values, (places + self.ids[0]).to(torch.float32))
+        values, ids = (self.group.gather(part).movedim(0, -2).flatten(-2) for part in pair)
+        falling = topk(values, min(count, values.shape[-1]))[0]
+        return values, ids.to(torch.int32), falling
+
+    def ids_at(self, places: Tensor) -> Tensor:
+        """The ids that `top` counted."""
+        return places if self.divided else self.ids.index_select(0, places.flatten()).reshape(places.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Params:
+    """Columns of `SamplingTensors.params`, each [b, 1, 1]; ``temperature`` is 1 where a row is greedy."""
+
+    hot: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+
+    @classmethod
+    def of(cls, sampling: SamplingTensors) -> _Params:
+        temperature, top_k, top_p, min_p = (sampling.params[:, i].view(-1, 1, 1) for i in range(4))
+        hot = temperature > 0
+        return cls(hot, torch.where(hot, temperature, 1.0), top_k, top_p, min_p)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """Ids of every row that a choice is made among.
+
+    ids     [b, T, K] int32
+    drawn   [b, T, K] float32, logits over temperature, plus noise where a row samples
+    stands  [b, T, K] bool, what the filters leave
+    """
+
+    ids: Tensor
+    drawn: Tensor
+    stands: Tensor
+
+    def best(self, size: int) -> Tensor:
+        """The choice: the lowest id of the largest that stands. -> [b, T] int32"""
+        scores = torch.where(self.stands, self.drawn, _NOWHERE)
+        return reduce.clamp_ids(reduce.max_with_index(scores, self.ids.to(torch.float32), size)[1], size)
+
+    def first(self, count: int) -> tuple[Tensor, Tensor]:
+        """Ids and scores of the first choices, what is cut behind all that stands. -> [b, T, count] each"""
+        places = topk(torch.where(self.stands, self.drawn, reduce.NEGATIVE), count)[1].to(torch.int64)
+        return self.ids.gather(-1, places), self.drawn.gather(-1, places)
+
+
+class _Rows:
+    """Rows of logits [b, T, n] of this rank's ids, how they sample, and the noise of their positions."""
+
+    def __init__(
+        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, shard: Shard, stream: int
+    ) -> None:
+        self.logits, self.shard = shard.real(logits.to(torch.float32)), shard
+        self.params = _Params.of(sampling)
+        self._positions, self._seeds, self._stream = positions, sampling.seeds, stream
+
+    def gumbel(self, ids: Tensor) -> Tensor:
+        """[n] or [b, T, n] int32 -> [b, T, n]"""
+        return noise.gumbel(self._seeds, self._positions, ids, stream=self._stream, traced=True)
+
+    @cached_property
+    def tempered(self) -> Tensor:
+        return self.logits / self.params.temperature
+
+    @cached_property
+    def high(self) -> Tensor:
+        return self.shard.largest(self.tempered)
+
+    @cached_property
+    def weights(self) -> Tensor:
+        return torch.exp(self.tempered - self.high)
+
+    @cached_property
+    def mass(self) -> Tensor:
+        return self.shard.sum(self.weights.sum(-1, keepdim=True))
+
+    @cached_property
+    def drawn(self) -> Tensor:
+        """With noise in every row, also where it is greedy."""
+        return self.tempered + self.gumbel(self.shard.ids)
+
+    def filtered(self) -> Tensor:
+        """With noise where a row samples, and far below where the filters cut. [b, T, n]"""
+        drawn = torch.where(self.params.hot, self.drawn, self.tempered)
+        inside = _inside(self.tempered - self.high, self.weights, self.params, shard=self.shard)
+        return torch.where(inside, drawn, _NOWHERE)
+
+    def of_list(self, *, limit: int = TOP_K_LIMIT, full: bool = False) -> tuple[_Choices, Tensor]:
+        """Among the ``limit`` largest logits; and whether they hold all of the nucleus, [b, T, 1] bool.
+
+        ``full``: rows without top-k sample too, and there top-p is a part of the whole row's mass.
+        """
+        params = self.params
+        values, places, falling = self.shard.top(self.logits, limit)
+        ids, falling = self.shard.ids_at(places), falling / params.temperature
+        size = falling.shape[-1]
+        count = torch.where(params.top_k > 0, params.top_k, float(size)).clamp(max=float(size))
+        high, border = falling[..., :1], _at(falling, count.to(torch.int32) - 1)
+        weights = torch.where(falling >= border, torch.exp(falling - high), 0.0)
+        running = weights.cumsum(-1)
+        total = running[..., -1:]
+        target = params.top_p * (torch.where(params.top_k > 0, total, self.mass) if full else total)
+        before = torch.nn.functional.pad(running[..., :-1], (1, 0))
+        holds = (weights >= params.min_p) & ((before < target) | (params.top_p >= 1.0))
+        border = torch.maximum(border, torch.where(holds, falling, -reduce.NEGATIVE).amin(-1, keepdim=True))
+        scores = values / params.temperature
+        drawn = torch.where(params.hot, scores + self.gumbel(ids), scores)
+        return _Choices(ids, drawn, scores >= border), (total >= target) & (params.top_p < 1.0)
+
+    def of_candidates(self) -> tuple[_Choices, Tensor]:
+        """Among the best by logit plus noise, of rows without top-k; and whether any of them stands, [b, T, 1] bool."""
+        params = self.params
+        drawn, places, best = self.shard.top(self.drawn, CANDIDATES)
+        ids = self.shard.ids_at(places)
+        gumbel = self.gumbel(ids)
+        # What was added to the noise, to the last bits; a score that is less than that above it counts as its equal.
+        scores = drawn - gumbel
+        scores = scores + (drawn.abs() + gumbel.abs()) * 2.0**-22
+        scores = torch.where(drawn >= best[..., -1:], scores, _NOWHERE)
+        falling = topk(scores, best.shape[-1])[0]
+        count = _count_inside(falling, self.tempered, self.weights, target=params.top_p * self.mass, shard=self.shard)
+        border = _at(falling, count - 1)  # of the last candidate that the nucleus holds
+        stands = ((scores >= border) & (count > 0)) | (params.top_p >= 1.0)
+        stands = stands & (torch.exp(scores - self.high) >= params.min_p)
+        return _Choices(ids, drawn, stands), stands.to(torch.float32).amax(-1, keepdim=True) > 0
+
+
+def sample_tokens(
+    logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, shard: Shard, stream: int = noise.TARGET
+) -> Tensor:
+    """As `paceline.core.probs.sample_tokens`, from logits of this rank's ids. [b, T, n] -> [b, T] int32"""
+    rows = _Rows(logits, positions, sampling, shard=shard, stream=stream)
+    if sampling.kind == "greedy":
+        return _largest(rows.logits, shard)
+    if sampling.kind == "top-k":
+        return rows.of_list()[0].best(shard.size)
+    if sampling.kind == "wide":
+        return _largest(rows.filtered(), shard)
+    (listed, decided), (candidates, any_stands) = rows.of_list(full=True), rows.of_candidates()
+    of_list = ~rows.params.hot | (rows.params.top_k > 0) | decided | ~any_stands
+    return torch.where(of_list.squeeze(-1), listed.best(shard.size), candidates.best(shard.size))
+
+
+def rank_tokens(
+    logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int, shard: Shard
+) -> tuple[Tensor, Tensor]:
+    """As `paceline.core.probs.rank_tokens`, of a vocabulary that is not divided.
+
+    What a filter cuts comes behind all that stands, in an order of its own.
+    """
+    rows = _Rows(logits, positions, sampling, shard=shard, stream=noise.TARGET)
+    if sampling.kind in ("greedy", "wide"):
+        scores = rows.logits if sampling.kind == "greedy" else rows.filtered()
+        values, places, _ = shard.top(scores, count)
+        return shard.ids_at(places), _log_softmax(values, scores)
+    listed, decided = rows.of_list(limit=max(TOP_K_LIMIT, count), full=sampling.kind == "full")
+    ids, values = listed.first(count)
+    values = _log_softmax(values, listed.drawn)
+    if sampling.kind == "top-k":
+        return ids, values
+    candidates, any_stands = rows.of_candidates()
+    others, scores = candidates.first(count)
+    of_list = ~rows.params.hot | (rows.params.top_k > 0) | decided | ~any_stands
+    return torch.where(of_list, ids, others), torch.where(of_list, values, _log_softmax(scores, rows.drawn))
+
+
+def probabilities(logits: Tensor, sampling: SamplingTensors) -> Tensor:
+    """As `paceline.core.probs.probabilities`, of a vocabulary that is not divided. [b, T, V] -> [b, T, V] float32"""
+    shard = Shard.whole(logits)
+    one_hot = (shard.ids == reduce.argmax(logits).unsqueeze(-1)).to(torch.float32)
+    if sampling.kind == "greedy":
+        return one_hot
+    nowhere = torch.zeros(logits.shape[:-1], dtype=torch.int32, device=logits.device)
+    rows = _Rows(logits, nowhere, sampling, shard=shard, stream=noise.TARGET)
+    inside = _inside(rows.tempered - rows.high, rows.weights, rows.params, shard=shard)
+    weights = torch.where(inside, rows.weights, 0.0)
+    return torch.where(rows.params.hot, weights / weights.sum(-1, keepdim=True), one_hot)
+
+
+def _largest(scores: Tensor, shard: Shard) -> Tensor:
+    """The id of the largest score of whole rows [b, T, n], the lowest of equals. Ranks send the best and its id."""
+    best = reduce.max_with_index(scores, shard.ids.to(torch.float32), shard.size)
+    if not shard.divided:
+        return reduce.clamp_ids(best[1], shard.size)
+    pair = shard.group.gather(torch.stack(best, -1))
+    _, winner = reduce.max_with_index(pair[..., 0].movedim(0, -1), pair[..., 1].movedim(0, -1), shard.size)
+    return reduce.clamp_ids(winner, shard.size)
+
+
+def _at(falling: Tensor, place: Tensor) -> Tensor:
+    """The number at a place of every list. [b, T, K], [b, T or 1, 1] int32 -> [b, T, 1]; 0 for a place that is none"""
+    places = torch.arange(falling.shape[-1], dtype=torch.int32, device=falling.device)
+    return torch.where(places == place, falling, 0.0).sum(-1, keepdim=True)
+
+
+def _count_inside(falling: Tensor, tempered: Tensor, weights: Tensor, *, target: Tensor, shard: Shard) -> Tensor:
+    """How many of the candidates' scores are in the nucleus: those for which what is likelier weighs less than target.
+
+    falling [b, T, K], tempered and weights [b, T, n], target [b, T, 1] -> [b, T, 1] int32
+    """
+    count = torch.zeros_like(target, dtype=torch.int32)
+    for step in (64, 32, 16, 8, 4, 2, 1):
+        if step <= falling.shape[-1]:
+            trial = count + step
+            likelier = torch.where(tempered > _at(falling, trial - 1), weights, 0.0).sum(-1, keepdim=True)
+            holds = (shard.sum(likelier) < target) & (trial <= falling.shape[-1])
+            count = torch.where(holds, trial, count)
+    return count
+
+
+def _inside(below: Tensor, weights: Tensor, params: _Params, *, shard: Shard) -> Tensor:
+    """What the filters leave of whole rows. ``below``: scores less the largest. [b, T, n] -> [b, T, n] bool"""
+
+    def border(numbers: Tensor, target: Tensor) -> Tensor:
+        """The largest score from which on the numbers add up to the target."""
+        low, high = torch.full_like(target, _LEAST), torch.zeros_like(target)
+        for _ in range(_HALVINGS):
+            middle = (low + high) * 0.5
+            found = shard.sum(torch.where(below >= middle, numbers, 0.0).sum(-1, keepdim=True)) >= target
+            low, high = torch.where(found, middle, low), torch.where(found, high, middle)
+        return low
+
+    some = params.top_k > 0
+    count = torch.where(some, params.top_k, 1.0).expand_as(below[..., :1])
+    inside = (below >= border(torch.ones_like(weights), count)) | ~some
+    weights = torch.where(inside, weights, 0.0)
+    mass = shard.sum(weights.sum(-1, keepdim=True))
+    nucleus = (below >= border(weights, params.top_p * mass)) | (params.top_p >= 1.0)
+    return inside & nucleus & (weights >= params.min_p)
+
+
+def _log_softmax(values: Tensor, over: Tensor) -> Tensor:
+    """Some numbers of a row, less the logarithm of the sum of exponentials of all of it. [b, T, k], [b, T, n]"""
+    high = over.amax(-1, keepdim=True)
+    return (values - high - torch.log(torch.exp(over - high).sum(-1, keepdim=True))).clamp(max=0.0)

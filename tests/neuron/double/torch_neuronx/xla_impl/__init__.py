@@ -1,0 +1,1 @@
+"""As the SDK's package of the same name."""

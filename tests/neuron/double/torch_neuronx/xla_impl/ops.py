@@ -1,0 +1,21 @@
+"""Operators that the SDK has custom calls for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class TopK:
+    """Rows only, of a width that is a multiple of 8; of equals the last comes first, so that nobody relies on more."""
+
+    @staticmethod
+    def apply(tensor: Tensor, k: int, dim: int = -1) -> tuple[Tensor, Tensor]:
+        if tensor.dim() != 2 or dim not in (1, -1):
+            raise RuntimeError("TopK takes rows, and their last dimension")
+        if tensor.shape[1] % 8 or not tensor.is_floating_point():
+            raise RuntimeError(f"TopK of rows of {tensor.shape[1]} {tensor.dtype}")
+        if k > tensor.shape[1] or k > 16384:
+            raise RuntimeError(f"EVRF014: TopK of {k}")
+        values, places = torch.sort(tensor.flip(1), dim=1, descending=True, stable=True)
+        return values[:, :k], tensor.shape[1] - 1 - places[:, :k]
