@@ -48,11 +48,13 @@ class Shard:
            last rank's part
     size   above every real id
     group  the ranks
+    gaps   whether the ids have gaps
     """
 
     ids: Tensor
     size: int
     group: Collectives
+    gaps: bool = False
 
     @classmethod
     def whole(cls, logits: Tensor) -> Shard:
@@ -95,7 +97,7 @@ class Shard:
 
     def ids_at(self, places: Tensor) -> Tensor:
         """The ids that `top` counted."""
-        return places if self.divided else self.ids.index_select(0, places.flatten()).reshape(places.shape)
+        return self.ids.index_select(0, places.flatten()).reshape(places.shape) if self.gaps else places
 
 
 @dataclass(frozen=True, slots=True)

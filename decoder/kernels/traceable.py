@@ -88,7 +88,7 @@ class TraceableKernels:
         """As `Kernels.rank_tokens`."""
         shard = graph_sampling.Shard.whole(logits)
         if ids is not None:
-            shard = replace(shard, ids=ids)
+            shard = replace(shard, ids=ids, gaps=True)
         return graph_sampling.rank_tokens(logits, positions, sampling, count=count, shard=shard)
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:

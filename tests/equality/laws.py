@@ -38,7 +38,7 @@ class Growing(LogitsProcessor):
 
 PROCESSORS: dict[str, Callable[[], Law]] = {
     "repetition penalty": lambda: {"repetition_penalty": 1.4},
-    "no repeated n-grams": lambda: {"no_repeat_ngram_size": 2},
+    "no repeated n-grams": lambda: {"no_repeat_ngram_size": 1},
     "both and one with a memory": lambda: {
         "repetition_penalty": 1.2,
         "no_repeat_ngram_size": 3,

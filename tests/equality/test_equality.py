@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from paceline import SpeculativeGenerator
+from paceline.core.sampling import row_seed
 from tests.decoder.tiny import Workshop, fresh
 from tests.equality.laws import LAWS, NEW, PROMPTS, assert_rolled_back, plain, run, stumbling, texts
 
@@ -63,7 +64,7 @@ def test_a_text_does_not_depend_on_the_batch_it_is_in(
     generator = SpeculativeGenerator(draft, target, k=4)
     assert texts(run(generator, LAWS[law])) == expected[backend, law]  # four requests queue for one slot
     for row, prompt in enumerate(PROMPTS):
-        alone = {**LAWS[law], "seed": int(str(LAWS[law].get("seed", 0))) + row}
+        alone = {**LAWS[law], "seed": row_seed(int(str(LAWS[law].get("seed", 0))), row)}
         assert texts(run(generator, alone, prompts=[prompt])) == [expected[backend, law][row]]
 
 
@@ -102,7 +103,7 @@ def test_more_requests_than_slots_queue(workshop: Workshop) -> None:
     law = LAWS["cool"]
     known = plain(target, law, prompts=prompts, new=9)
     assert texts(run(SpeculativeGenerator(draft, target, k=4), law, prompts=prompts, new=9)) == known
-    seeds = [11 + i for i in range(len(prompts))]
+    seeds = [row_seed(11, i) for i in range(len(prompts))]
     order = [7, 0, 10, 3, 4, 9, 1, 8, 2, 6, 5]
     other = {**law, "seed": [seeds[i] for i in order]}
     shuffled = texts(run(SpeculativeGenerator("ngram", target, k=2), other, prompts=[prompts[i] for i in order], new=9))
