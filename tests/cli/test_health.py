@@ -69,7 +69,7 @@ def test_neuron_ls_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 def test_a_right_backend_passes_the_selftest() -> None:
     done = CliRunner().invoke(app, ["selftest", "--backend", "eager"])
     assert done.exit_code == 0, done.output
-    assert done.stdout.count("ok  ") == 5 and "0 of 3072 words differ" in done.stdout
+    assert done.stdout.count("ok  ") == 5 and "0 of 6144 limbs differ" in done.stdout
     assert "\n- Neuron SDK: " in done.stdout and f"\n- torch: {torch.__version__}" in done.stdout
 
 
