@@ -128,7 +128,7 @@ class ChainStep(nn.Module):
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, *features: Tensor
     ) -> tuple[Tensor, ...]:
-        """The fields of a Commit [B, W], params [B, 4], seeds [B, 2], features [B, W, F] if the head reads them
+        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] if the head reads them
         -> drafts [B, k] int32, and their probabilities [B, k, V] if they are drawn.
         """
         head, sampling = self.head, SamplingTensors(params, seeds, self._kind)
@@ -169,7 +169,7 @@ class ParallelStep(nn.Module):
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
     ) -> tuple[Tensor]:
-        """The fields of a Commit [B, W], params [B, 4], seeds [B, 2], features [B, W, F] -> drafts [B, N] int32."""
+        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] -> drafts [B, N] int32."""
         logits = self.head.parallel(at_index(features, count - 1).squeeze(1), self._k)
         ahead = torch.arange(self._k, dtype=torch.int32, device=tokens.device)
         positions = (first_row + count).unsqueeze(1) + ahead

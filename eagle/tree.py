@@ -50,7 +50,7 @@ class TreeStep(nn.Module):
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
     ) -> tuple[Tensor, ...]:
-        """The fields of a Commit [B, W], params [B, 4], seeds [B, 2], features [B, W, F] -> what the tree gives."""
+        """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] -> what the tree gives."""
         place = self.head.place(first_row - row_shift(self.head), tokens.shape[1], self._bucket)
         root = self.head.last_pair(tokens.clamp(min=0), features, place, last=count - 1)
         sampling = SamplingTensors(params, seeds, self._kind)

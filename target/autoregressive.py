@@ -31,7 +31,7 @@ class AutoregressiveStep(nn.Module):
     def forward(
         self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, params: Tensor, seeds: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The fields of a Commit; limit [B] int32, tokens besides the first; params [B, 4], seeds [B, 2]
+        """The fields of a Commit; limit [B] int32, tokens besides the first; params [B, 4], seeds [B, 4]
         -> tokens and count of the next Commit.
         """
         sampling = SamplingTensors(params, seeds, self._kind)

@@ -41,7 +41,7 @@ class VerifyStep(nn.Module):
         self._unused = 0 if width is None else width - draft_shape.depth - 1
 
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        """The fields of a Commit; then limit [B] int32, params [B, 4], seeds [B, 2]; then, if N > 0, what a drafter's
+        """The fields of a Commit; then limit [B] int32, params [B, 4], seeds [B, 4]; then, if N > 0, what a drafter's
         step gives: drafts [B, N], parents [B, N] of a dynamic draft shape, draft_probs [B, N, V] if they were drawn.
 
         -> tokens [B, W] and count [B] of the next Commit, and its features if they are read. W is ``width``, where
@@ -106,7 +106,7 @@ class FusedStep(nn.Module):
         self.draft, self.verify, self.carry, self._lean = draft, verify, carry, lean
 
     def forward(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        """The fields of a Commit; limit [B] int32, params [B, 4], seeds [B, 2]; and features [B, W, F] if they are
+        """The fields of a Commit; limit [B] int32, params [B, 4], seeds [B, 4]; and features [B, W, F] if they are
         read.
 
         -> a report for the host, [B, W + 2] int32: tokens, count, and how deep the proposal went; if not ``lean``, the
