@@ -112,7 +112,7 @@ def test_every_row_number_is_in_range_at_the_ends_of_a_cache(made: Made, row: in
     state = copies(step, lowered)
     seen = Indices(lowered.graph)
     seen.run(*(state[n] for n in lowered.state), *inputs(name, 7, row=row))
-    assert seen.checked >= 8
+    assert seen.checked >= 7
 
 
 @pytest.mark.parametrize(("name", "rows"), [("prefill", [0, 64 - 16]), ("window, tree", [0, 64 - 3, 63, 64, 127, 140])])
