@@ -13,6 +13,7 @@ import shutil
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -38,8 +39,12 @@ def modules(package: str, folder: Path) -> list[str]:
     return [package, *(f"{package}.{path.stem}" for path in files if ast.get_docstring(ast.parse(path.read_text())))]
 
 
+@event_priority(100)
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Lay out the sources, and list the pages of the reference."""
+    """Lay out the sources, and list the pages of the reference.
+
+    It runs before mkdocstrings' own hook, which keeps only those of its paths that exist by then.
+    """
     shutil.rmtree(LAYOUT, ignore_errors=True)
     for name, folder in packages().items():
         place = LAYOUT / name.replace(".", "/")
