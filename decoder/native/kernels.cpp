@@ -99,9 +99,13 @@ extern "C" int64_t paceline_abreast() { return ABREAST; }
 // The noise of ids 0 to n - 1 of one row, to be compared with paceline.core.noise.
 extern "C" void paceline_gumbel(const int32_t* seed, int64_t position, int64_t stream, float* out, int64_t n) {
   const RowKeys row(seed, (int32_t)position, stream);
-  for (int64_t v = 0; v < n; v += VL) {
-    const Vec drawn = gumbel(row, lanes() + (int32_t)v);
-    std::memcpy(out + v, &drawn, sizeof(float) * std::min<int64_t>(VL, n - v));
+  for (int64_t v = 0; v < n; v += WORDS) {
+    float drawn[WORDS];
+    Words high, low;
+    limbs((int32_t)v, nullptr, high, low);
+    words(row, high, low);
+    gumbel(high, low, drawn);
+    std::memcpy(out + v, drawn, sizeof(float) * std::min<int64_t>(WORDS, n - v));
   }
 }
 

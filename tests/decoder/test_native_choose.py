@@ -63,6 +63,18 @@ def test_ties_fall_as_in_the_law(native: Native, size: int) -> None:
         assert torch.equal(native.sample_tokens(x, places(), sampling), probs.sample_tokens(x, places(), sampling))
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 30.0])
+def test_of_a_large_vocabulary_what_cannot_win_gets_no_noise(native: Native, spread: float) -> None:
+    """Ids beyond 16 bits, a size that no block divides, and nuclei whose first draws lie outside."""
+    knobs = [*KNOBS, Sampling(1.0, top_k=3000, top_p=0.3, seed=11), Sampling(1.5, top_p=0.01, min_p=1e-4, seed=12)]
+    sampling = sampling_tensors(knobs)
+    x = torch.randn(len(knobs), 2, 70_001, generator=torch.Generator().manual_seed(5)) * spread
+    if not spread:
+        x = torch.randint(3, x.shape, generator=torch.Generator().manual_seed(5)).float()
+    at = torch.arange(2 * len(knobs), dtype=torch.int32).view(-1, 2)
+    assert torch.equal(native.sample_tokens(x, at, sampling), probs.sample_tokens(x, at, sampling))
+
+
 def one(sampling: Sampling) -> SamplingTensors:
     return sampling_tensors([sampling])
 
