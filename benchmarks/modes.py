@@ -9,6 +9,7 @@ A mode is one of
     plain                    the target alone
     ngram K, suffix K        drafts without a model
     pair K, fused K          the draft model, in two graphs or in one with the target
+    pair K reject            the same under rejection sampling, which gives other tokens of the same law
     medusa FILE              the heads of examples/pycode/medusa with a tree of that folder
     FOLDER TREE              the EAGLE heads of a folder of examples/pycode: "eagle3 chain:3", "eagle3 dynamic:8,4,3"
 
@@ -42,7 +43,8 @@ def generator(name: str, target: SamplingDecoder, draft: SamplingDecoder) -> Spe
     if kind in ("ngram", "suffix"):
         return SpeculativeGenerator(kind, target, k=int(how))
     if kind in ("pair", "fused"):
-        return SpeculativeGenerator(draft, target, k=int(how), fused=kind == "fused")
+        length, _, rule = how.partition(" ")
+        return SpeculativeGenerator(draft, target, k=int(length), fused=kind == "fused", acceptor=rule or "match")
     heads: dict[str, object] = {"path": str(PAIR / kind)}
     if kind == "medusa":
         heads["draft_tree"] = str(PAIR / kind / f"{how}.json")
@@ -56,7 +58,7 @@ def generator(name: str, target: SamplingDecoder, draft: SamplingDecoder) -> Spe
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", default=MODES, help="with semicolons between")
+    parser.add_argument("--modes", default=MODES, help="with semicolons between; _ stands for a space")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--new", type=int, default=128)
@@ -70,7 +72,7 @@ def main() -> None:
         for name in ("target", "draft")
     )
     modes = []
-    for name in (one.strip() for one in options.modes.split(";")):
+    for name in (one.replace("_", " ").strip() for one in options.modes.split(";")):
         source = generator(name, target, draft)
         source.compile()
         modes.append(Mode(name, generator_run(source, options.new, **sampling)))

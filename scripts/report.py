@@ -26,10 +26,15 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "results.md"
 IMAGES = ROOT / "docs" / "images"
 
+RULES = "plain;pair_2;pair_2_reject;pair_4;pair_4_reject;pair_8;pair_8_reject"
+
 # Name of a measurement: the command that makes it, for scripts/measure.
 COMMANDS = {
     "modes": "benchmarks/modes.py --repeats 2",
     "modes-t1": "benchmarks/modes.py --repeats 2 --temperature 1",
+    "rules": f"benchmarks/modes.py --repeats 2 --temperature 0.7 --modes {RULES}",
+    "rules-t1": f"benchmarks/modes.py --repeats 2 --temperature 1 --modes {RULES}",
+    "sampling": "benchmarks/sampling.py",
     "pair": "benchmarks/fused.py --part pair",
     "30m": "benchmarks/fused.py --part 30m --alpha 0.8 --count 3 --new 96",
     "110m": "benchmarks/fused.py --part 110m --alpha 0.8 --count 3 --new 96",

@@ -91,6 +91,38 @@ def modes(reports: Reports) -> str:
     return table(head, rows)
 
 
+def rules(reports: Reports) -> str:
+    """Match beside rejection sampling, for every k and temperature."""
+    rows = []
+    for name, temperature in (("rules", 0.7), ("rules-t1", 1)):
+        measured = reports.get(name, {}).get("modes", {})
+        for mode, match in measured.items():
+            if (reject := measured.get(f"{mode} reject")) is None:
+                continue
+            lost = number(100 * (1 - match["tau"] / reject["tau"]), 1, " %")
+            pair = [cell for row in (match, reject) for cell in (number(row["tau"]), number(row["over_plain"]))]
+            rows.append((temperature, mode.removeprefix("pair "), *pair, lost))
+    head = [
+        "temperature",
+        "k",
+        "match: acceptance length",
+        "speed-up",
+        "reject: acceptance length",
+        "speed-up",
+        "price",
+    ]
+    return table(head, rows)
+
+
+def sampling(reports: Reports) -> str:
+    """What a kind of sampling costs beside greedy decoding."""
+    rows = [
+        (name, number(row["ms"], 2, " ms"), number(100 * (row["over_greedy"] - 1), 1, " %"))
+        for name, row in reports["sampling"]["kinds"].items()
+    ]
+    return table(["sampling", "time of a token", "over greedy"], rows)
+
+
 def targets(reports: Reports) -> str:
     """One row for each target and k."""
     rows = []
@@ -211,6 +243,8 @@ def equality(reports: Reports) -> str:
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Reports], str]]] = {
     "facts": ((), facts),
     "modes": (("modes",), modes),
+    "rules": (("rules", "rules-t1"), rules),
+    "sampling": (("sampling",), sampling),
     "targets": (("pair", "30m", "110m"), targets),
     "adaptive": (("adaptive", "useless"), adaptive),
     "copier": (("copier",), copier),
