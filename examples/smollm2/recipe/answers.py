@@ -1,0 +1,63 @@
+"""Have the target answer instructions; the conversations, as token ids, are what its drafters learn from.
+
+    python examples/smollm2/recipe/answers.py --target smollm2 --instructions train.jsonl --out answers.bin
+
+Every third answer is greedy, the others at temperature 0.7 and 1. A conversation is the chat template's prompt, the
+answer and the end of the turn, end to end with the next one. A run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from time import perf_counter
+
+from transformers import AutoTokenizer
+
+from paceline import AutoDecoder
+from paceline.decoder.models.config import ModelConfig
+from paceline.training.token_files import append_tokens, write_tokens
+
+SLOTS, LONGEST_PROMPT, ROOM = 16, 320, 576
+TEMPERATURES = (0.0, 0.7, 1.0)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--instructions", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--new", type=int, default=224, help="tokens of an answer, at most")
+    parser.add_argument("--minutes", type=float, default=30.0, help="stop after so long")
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    rows = [json.loads(line)["prompt"] for line in options.instructions.read_text().splitlines()]
+    vocab_size = ModelConfig.from_pretrained(options.target).vocab_size
+    progress = options.out.with_suffix(".done")  # instructions that were answered
+    if not options.out.exists():
+        write_tokens(options.out, [], vocab_size=vocab_size)
+        progress.write_text("0")
+    target = AutoDecoder.from_pretrained(
+        options.target, batch_size=SLOTS, n_positions=ROOM, context_length_estimate=LONGEST_PROMPT
+    )
+    began, done, written = perf_counter(), int(progress.read_text()), 0
+    while done < len(rows) and perf_counter() - began < 60 * options.minutes:
+        chats = [[{"role": "user", "content": row}] for row in rows[done : done + SLOTS]]
+        prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+        prompts = [prompt for prompt in prompts if len(prompt) <= LONGEST_PROMPT]
+        heat = TEMPERATURES[done // SLOTS % len(TEMPERATURES)]
+        sampling = {"do_sample": True, "temperature": heat} if heat else {}
+        texts = target.sample(prompts, max_new_tokens=options.new, seed=done, **sampling)
+        for text in texts:
+            ids = [int(token) for token in text if token >= 0]
+            append_tokens(options.out, ids)
+            written += len(ids)
+        done += SLOTS
+        progress.write_text(str(done))
+        print(f"{done} of {len(rows)} instructions, {written} tokens, {perf_counter() - began:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
