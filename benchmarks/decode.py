@@ -5,6 +5,7 @@
     python benchmarks/decode.py --part host      what the host adds to a round of the demo pair
     python benchmarks/decode.py --part pair      tokens per second of the demo pair in every mode
     python benchmarks/decode.py --part widths    how often decode[1] and verify[5] disagree on the demo prompts
+    python benchmarks/decode.py --part backends  how often inductor and eager disagree
 
 Times are medians over interleaved repeats. Nothing else should run on the machine: a thread that is preempted inside
 a parallel product stalls it for a scheduler slice.
@@ -20,11 +21,12 @@ from collections.abc import Callable
 from time import perf_counter
 
 import torch
-from common import PAIR, prompts, publish
+from common import PAIR, prompt_ids, prompts, publish
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from turns import Clock
 
 from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.core import noise
 from paceline.core.acceptance.match import Match
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits
@@ -161,7 +163,41 @@ def widths() -> dict[str, object]:
     return figures
 
 
-PARTS: dict[str, Callable[[], dict[str, object]]] = {"graphs": graphs, "host": host, "pair": pair, "widths": widths}
+def backends() -> dict[str, object]:
+    """Texts of the demo target on two backends at the same seeds: how many tokens differ at the same prefix."""
+    rows, figures = prompt_ids(24), dict[str, object]()
+    for amp in ("f32", "bf16"):
+        ours, plain = (
+            AutoDecoder.from_pretrained(PAIR / "target", n_positions=256, backend=backend, amp=amp)
+            for backend in ("inductor", "eager")
+        )
+        for heat in (0.0, 1.0):
+            sampling = {"do_sample": True, "temperature": heat, "seed": 7} if heat else {}
+            differ = tokens = 0
+            for ids in rows:
+                a, b = (d.sample([ids], max_new_tokens=64, **sampling)[0].tolist() for d in (ours, plain))
+                same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+                tokens += (len(a) if same is None else same + 1) - len(ids)
+                differ += same is not None
+            figures[f"{amp}, temperature {heat:g}"] = {"tokens": tokens, "disagreements": differ}
+    size, count, differ = 8192, 64, 0
+    keys = sampling_tensors([Sampling(1.0, seed=3)]).seeds
+    for turn in range(200):
+        logits = 3 * torch.randn(1, count, size, generator=torch.Generator().manual_seed(turn))
+        places = torch.arange(turn * count, (turn + 1) * count, dtype=torch.int32)[None]
+        a, b = ((logits + noise.gumbel(keys, places, size, traced=traced)).argmax(-1) for traced in (False, True))
+        differ += int((a != b).sum())
+    figures["logarithm alone"] = {"tokens": 200 * count, "disagreements": differ}
+    return figures
+
+
+PARTS: dict[str, Callable[[], dict[str, object]]] = {
+    "graphs": graphs,
+    "host": host,
+    "pair": pair,
+    "widths": widths,
+    "backends": backends,
+}
 
 
 def main() -> None:

@@ -236,6 +236,9 @@ def equality(reports: Reports) -> str:
     for backend, row in reports.get("decode", {}).get("widths", {}).items():
         pair = f"`verify[5]` with `decode[1]`, backend `{backend}`"
         rows.append((pair, f"{row['tokens']} tokens", row["disagreements"]))
+    for what, row in reports.get("decode", {}).get("backends", {}).items():
+        compared = "logarithm of `torch` with ours" if "logarithm" in what else f"`inductor` with `eager`, {what}"
+        rows.append((compared, f"{row['tokens']} tokens", row["disagreements"]))
     return table(["compared", "number", "different"], rows)
 
 

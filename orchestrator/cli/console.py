@@ -113,7 +113,7 @@ class TextView:
         """What the styles mean."""
         if self._marks:
             return f"{_MARKS[0]}drafted and accepted{_MARKS[1]}, the rest is the target's own"
-        return f"[{_DRAFTED}]bold green[/]: drafted and accepted; plain: the target's own"
+        return legend()
 
     def _piece(self, text: str, *, drafted: bool) -> str:
         if text:
@@ -132,6 +132,11 @@ class TextView:
         else:
             self._console.file.write(text)
         self._console.file.flush()
+
+
+def legend() -> str:
+    """What the styles of a `TextView` mean on a terminal."""
+    return f"[{_DRAFTED}]bold green[/]: drafted and accepted; plain: the target's own."
 
 
 def statistics_table(statistics: Statistics, seconds: float | None = None) -> Table:

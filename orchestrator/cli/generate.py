@@ -16,6 +16,7 @@ from paceline.cli.options import LoaderOptions, OutputOptions, PromptOptions, Sa
 from paceline.config import SpeculativeConfig
 from paceline.engine.request import Request
 from paceline.outputs import FinishReason, RequestOutput, Statistics
+from paceline.text.chat import chat_ids
 from paceline.text.tokenizer import IncrementalDetokenizer, Tokenizer, load_tokenizer, prompt_ids
 
 app = typer.Typer()
@@ -47,7 +48,8 @@ def generate(
             console.say(console.err(), "note: greedy decoding ignores top-k, top-p and min-p; set --temperature")
         generator, decoders = load_generator(target, loader, config)
         tokenizer = load_tokenizer(target)
-        ids, params = prompt_ids(tokenizer, text), sampling.params(tokenizer)
+        ids = chat_ids(tokenizer, [{"role": "user", "content": text}]) if prompt.chat else prompt_ids(tokenizer, text)
+        params = sampling.params(tokenizer)
         Request.batch([ids], params, generator.limits)  # what is refused is refused before compiling
         if loader.backend != "eager":
             progress.compiling(console.err(), decoders, [generator.compile])

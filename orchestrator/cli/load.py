@@ -33,7 +33,13 @@ def load_generator(
 
     Without a draft and without ``k`` every plain step is a graph of its own.
     """
-    decoder = load_target(target, options)
+    return load_draft(load_target(target, options), config)
+
+
+def load_draft(
+    decoder: SamplingDecoder, config: SpeculativeConfig
+) -> tuple[SpeculativeGenerator, dict[str, CompiledDecoder]]:
+    """The same of a target that is there."""
     config = load_draft_models(config, decoder, load_decoder)
     if not config.draft and config.k is None:
         config = config.model_copy(update={"k": 0})

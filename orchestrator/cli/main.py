@@ -13,6 +13,7 @@ import typer
 import paceline
 from paceline.cli import (
     bench,
+    chat,
     compile,  # noqa: A004
     console,
     diagnostics,
@@ -34,7 +35,7 @@ app = typer.Typer(
 )
 train.app.registered_commands += train_eagle.app.registered_commands
 app.add_typer(train.app, name="train")
-for module in (generate, compile, bench, plan, serve, tables, diagnostics, medusa_tree):
+for module in (generate, chat, compile, bench, plan, serve, tables, diagnostics, medusa_tree):
     app.registered_commands += module.app.registered_commands
 app.registered_commands += train_eagle.files.registered_commands
 

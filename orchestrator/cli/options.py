@@ -97,6 +97,9 @@ class PromptOptions:
         Path | None,
         typer.Option(help="File with the prompt ('-': stdin); one newline at its end is left out.", allow_dash=True),
     ] = None
+    chat: Annotated[
+        bool, typer.Option("--chat", help="The text is a question, put into the model's chat template.")
+    ] = False
 
     def text(self) -> str:
         """The prompt.

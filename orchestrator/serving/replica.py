@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
 
 import ray
 
+from paceline.core.errors import PromptError
 from paceline.placement.cluster.actors import STREAMS
 from paceline.placement.cluster.calls import Stream
 from paceline.placement.cluster.deployment import Deployment
@@ -24,6 +24,7 @@ from paceline.placement.planning.plan import Placement, Plan
 from paceline.serving.errors import refusal
 from paceline.serving.protocol import ChatRequest, CompletionRequest, RefusedError
 from paceline.serving.responses import Accepted, Failed, TextDelta
+from paceline.text.chat import chat_ids
 from paceline.text.stop_strings import StopStringFilter, StopStrings
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -80,15 +81,11 @@ def encode_prompts(tokenizer: Tokenizer, request: CompletionRequest | ChatReques
     """
     if isinstance(request, CompletionRequest):
         return [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
-    chat_tokenizer: Any = tokenizer
-    if not getattr(chat_tokenizer, "chat_template", None):
-        raise RefusedError(400, f"{request.model} has no chat template; use /v1/completions", param="messages")
     messages = [{"role": message.role, "content": message.text} for message in request.messages]
     try:
-        text = chat_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # templates are programs that raise what they like
-        raise RefusedError(400, f"the chat template refuses these messages: {error}", param="messages") from error
-    return [list(chat_tokenizer.encode(text, add_special_tokens=False))]
+        return [chat_ids(tokenizer, messages)]
+    except PromptError as error:
+        raise RefusedError(400, f"{request.model}: {error}", param="messages") from error
 
 
 def _text_of(delta: TokenDelta, filter_: StopStringFilter) -> TextDelta:

@@ -1,0 +1,70 @@
+"""Conversations as prompts, by the chat template of a model's tokenizer. Not here: reading and showing them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.core.detokenizer import Tokenizer
+from paceline.core.errors import PromptError
+
+Message = Mapping[str, str]
+
+
+def chat_ids(tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
+    """The ids of a conversation, with the beginning of the assistant's next turn. Messages are {"role", "content"}.
+
+    Raises:
+        PromptError: the model has no chat template, or its template refuses the messages.
+    """
+    chat_tokenizer: Any = tokenizer
+    if not getattr(chat_tokenizer, "chat_template", None):
+        raise PromptError("this model has no chat template; it can only continue a text")
+    try:
+        text = chat_tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates are programs that raise what they like
+        raise PromptError(f"the chat template refuses these messages: {error}") from error
+    return list(chat_tokenizer.encode(text, add_special_tokens=False))
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What was said so far, within the length that a model reads.
+
+    room    most ids of a prompt: what the model reads, less what an answer may have
+    system  the first message; None leaves it to the template
+    """
+
+    tokenizer: Tokenizer
+    room: int
+    system: str | None = None
+    turns: list[Message] = field(default_factory=list)
+
+    def ask(self, text: str) -> tuple[list[int], int]:
+        """Add a question. -> its prompt's ids, and how many messages at the beginning were forgotten to make room
+
+        Raises:
+            PromptError: it is too long by itself, or the template refuses it. It is not added then.
+        """
+        turns: list[Message] = [*self.turns, {"role": "user", "content": text}]
+        for forgotten in range(0, len(turns), 2):  # a question and its answer at a time
+            ids = chat_ids(self.tokenizer, [*self._first(), *turns[forgotten:]])
+            if len(ids) <= self.room:
+                self.turns = turns[forgotten:]
+                return ids, forgotten
+        raise PromptError(
+            f"the question alone has {len(ids)} tokens with its template, and there is room for {self.room}; "
+            "shorten it, lower --max-new-tokens or raise --n-positions"
+        )
+
+    def answer(self, text: str) -> None:
+        """Add what the model said, whole or not."""
+        self.turns.append({"role": "assistant", "content": text})
+
+    def clear(self) -> None:
+        """Forget what was said; the system message stays."""
+        self.turns.clear()
+
+    def _first(self) -> list[Message]:
+        return [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -1,0 +1,131 @@
+"""`paceline chat` and `generate --chat`: the template, the conversation's memory, and the commands."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.main import app
+from paceline.core.errors import PromptError
+from paceline.outputs import RequestOutput
+from paceline.text.chat import Conversation, chat_ids
+from paceline.text.tokenizer import load_tokenizer
+from tests.cli.calling import call, last
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "w1 {{ m.content }} {% endfor %}{% if add_generation_prompt %}w2{% endif %}"
+)
+SHORT = ("--backend", "eager", "--amp", "f32", "--n-positions", 96, "--max-new-tokens", 6)
+
+
+@pytest.fixture(scope="module")
+def chatty(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with a chat template: w1 before every message, w2 before an answer."""
+    folder = tmp_path_factory.mktemp("chat") / "target"
+    shutil.copytree(target, folder)
+    fields = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**fields, "chat_template": TEMPLATE}))
+    return folder
+
+
+def talk(folder: Path, *lines: str, options: tuple[object, ...] = ()) -> tuple[list[str], str]:
+    """What a conversation writes: the answers, and everything else."""
+    arguments = ["chat", "--target", str(folder), *map(str, (*SHORT, *options))]
+    done = CliRunner().invoke(app, arguments, input="".join(f"{line}\n" for line in lines))
+    assert done.exit_code == 0, done.stderr
+    return [line.strip() for line in done.stdout.splitlines() if line.strip()], done.stderr
+
+
+def answer(folder: Path, text: str, *options: object) -> str:
+    """What `generate` makes of a text that has its template already."""
+    made = last(call("generate", "--target", folder, *SHORT, "--json", *options, "--prompt", text))
+    return str(made["text"]).strip()
+
+
+def test_a_question_goes_through_the_template(chatty: Path) -> None:
+    expected = answer(chatty, "w1 w5 w2")
+    assert answer(chatty, "w5", "--chat") == expected
+    assert answer(chatty, "w5") != expected
+    assert talk(chatty, "w5")[0] == [expected]
+
+
+def test_answers_are_remembered_until_reset(chatty: Path) -> None:
+    first = answer(chatty, "w1 w5 w2")
+    second = answer(chatty, f"w1 w5 w1 {first} w1 w6 w2")
+    alone = answer(chatty, "w1 w6 w2")
+    assert second != alone
+    assert talk(chatty, "w5", "w6", "/reset", "w6")[0] == [first, second, alone]
+
+
+def test_the_mode_changes_no_token_and_the_seed_does(chatty: Path) -> None:
+    hot = ("--temperature", 1.0)
+    lines = ("w5", "/reset", "/mode ngram", "w5", "/stats", "/reset", "/mode plain", "w5", "/reset", "/seed 9", "w5")
+    answers, rest = talk(chatty, *lines, options=hot)
+    assert answers[0] == answers[1] == answers[2] == answer(chatty, "w1 w5 w2", *hot)
+    assert answers[3] == answer(chatty, "w1 w5 w2", *hot, "--seed", 9) != answers[0]
+    assert "acceptance length" in rest
+
+
+def test_a_system_message_comes_first(chatty: Path) -> None:
+    expected = answer(chatty, "w1 w7 w1 w5 w2")
+    assert talk(chatty, "w5", options=("--system", "w7"))[0] == [expected]
+    assert talk(chatty, "/system w7", "w5")[0] == [expected]
+
+
+def test_what_is_wrong_is_said_and_the_conversation_goes_on(chatty: Path) -> None:
+    answers, rest = talk(chatty, "/mode nobody", " ".join(["w3"] * 200), "/what", "", "w5", "/quit", "w6")
+    assert answers == [answer(chatty, "w1 w5 w2")]
+    assert "nobody" in rest
+    assert "room for 90" in rest
+    assert "/mode DRAFT" in rest
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.cli import console
+
+    show, seen = console.TextView.show, [0]
+
+    def interrupted(view: console.TextView, event: RequestOutput) -> str:
+        seen[0] += 1
+        if seen[0] == 3:
+            raise KeyboardInterrupt
+        return show(view, event)
+
+    monkeypatch.setattr(console.TextView, "show", interrupted)
+    whole = answer(chatty, "w1 w5 w2").split()
+    answers, rest = talk(chatty, "w5", "w6")
+    assert "stopped" in rest
+    said = answers[0].split()
+    assert said == whole[: len(said)] and len(said) < len(whole)
+    assert answers[1] == answer(chatty, f"w1 w5 w1 {' '.join(said)} w1 w6 w2")
+
+
+def test_without_a_template_it_is_refused(target: Path) -> None:
+    done = call("generate", "--target", target, *SHORT, "--chat", "--prompt", "w5")
+    assert done.exit_code == 2
+    assert "no chat template" in done.stderr
+
+
+def test_the_oldest_turns_make_room(chatty: Path) -> None:
+    tokenizer = load_tokenizer(chatty)
+    talk_ = Conversation(tokenizer, room=12)
+    assert talk_.ask("w5 w5")[1] == 0
+    talk_.answer("w8 w8 w8")
+    ids, forgotten = talk_.ask("w6")
+    assert (ids, forgotten) == (chat_ids(tokenizer, talk_.turns), 0)
+    talk_.answer("w9 w9")
+    ids, forgotten = talk_.ask("w7")
+    assert forgotten == 2
+    assert tokenizer.decode(ids) == "w1 w6 w1 w9 w9 w1 w7 w2"
+    talk_.answer("w4")
+    before = list(talk_.turns)
+    with pytest.raises(PromptError, match="room for 12"):
+        talk_.ask(" ".join(["w3"] * 20))
+    assert talk_.turns == before
+    with pytest.raises(PromptError, match="no tools"):
+        chat_ids(tokenizer, [{"role": "tool", "content": "w1"}])
