@@ -10,13 +10,13 @@ from typing import Annotated
 
 import typer
 
+from paceline.auto import SamplingDecoder
 from paceline.cli import console, progress
 from paceline.cli.config_options import command
 from paceline.cli.load import load_draft, load_target
 from paceline.cli.options import LoaderOptions, SamplingOptions, TargetFolder
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import PacelineError
-from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine.request import SamplingParams
 from paceline.generator import SpeculativeGenerator
 from paceline.outputs import Statistics
@@ -60,7 +60,7 @@ def chat(
 class Modes:
     """Generators of one target by who drafts; each is made, and compiled, when it is first asked for."""
 
-    target: CompiledDecoder
+    target: SamplingDecoder
     config: SpeculativeConfig
     compiled: bool
     made: dict[str | None, SpeculativeGenerator] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Modes:
             config = self.config
             if draft is not None:
                 options = {"draft": None if draft == "plain" else draft}
-                config = SpeculativeConfig(**{**_given(self.config), "k": None, **options})  # type: ignore[arg-type]
+                config = SpeculativeConfig(**{**_given(self.config), "k": None, **options})
             generator, decoders = load_draft(self.target, config)
             if self.compiled:
                 progress.compiling(console.err(), decoders, [generator.compile])
