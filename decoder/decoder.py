@@ -24,6 +24,7 @@ from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
+from paceline.decoder.kernels.vocab_part import VocabPart
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import MAX_WIDTH, DecoderOptions
@@ -105,15 +106,8 @@ class ModelWithCache(nn.Module):
 
         hidden [b, T, H], positions [b, T] int32 -> [b, T] int32
         """
-        return choose(
-            self.model.logits(hidden),
-            positions,
-            sampling,
-            ids=self.model.ids,
-            size=self.config.vocab_size,
-            group=self.group,
-            kernels=self.kernels,
-        )
+        part = VocabPart(self.model.ids, self.config.vocab_size, self.group)
+        return choose(self.model.logits(hidden), positions, sampling, part=part, kernels=self.kernels)
 
 
 @dataclass(frozen=True, slots=True)

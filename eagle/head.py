@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core import reduce
+from paceline.core.types import SamplingTensors
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, MlpWeights
+from paceline.decoder.kernels.vocab_part import VocabPart
 from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
-from paceline.decoder.parallel.vocab_parallel import SharedHead, embedded, whole
+from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, embedded, rank, whole
 from paceline.draft.heads import AutoregressiveHead, at_index
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.network import EagleNetwork, EagleWeights, Qkv
@@ -144,6 +146,26 @@ class EagleHead(AutoregressiveHead):
     def scores(self, hidden: Tensor) -> Tensor:
         """[b, n, H] -> [b, n, U] float32."""
         return whole(self.network.scores(hidden), self.config.draft_vocab_size, self._groups[1])
+
+    @property
+    def part(self) -> VocabPart:
+        """The ids that this rank's `EagleNetwork.scores` are of."""
+        sizes, group = self.config, self._groups[1]
+        ids = self.rows if group.degree > 1 else self.ids
+        return VocabPart(ids, sizes.vocab_size, group, gaps=sizes.draft_vocab_size < sizes.vocab_size)
+
+    def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
+        part = self.part
+        if part.gaps and not self.kernels.sampling_kinds:
+            return super().sample_tokens(hidden, positions, sampling)
+        return choose(self.network.scores(hidden), positions, sampling, part=part, kernels=self.kernels)
+
+    def rank_tokens(
+        self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int
+    ) -> tuple[Tensor, Tensor]:
+        """The first choices of a position, as `Kernels.rank_tokens`. hidden [b, n, H] -> [b, n, count] twice"""
+        scores = self.network.scores(hidden)
+        return rank(scores, positions, sampling, count=count, part=self.part, kernels=self.kernels)
 
     def spread(self, scores: Tensor) -> Tensor:
         """[b, n, U] -> [b, n, V], `reduce.NEGATIVE` for ids that cannot be drafted."""

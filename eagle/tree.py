@@ -227,8 +227,7 @@ def best(
     target's ids, the first of them what a chain would take.
     """
     at = positions.expand(-1, hidden.shape[1]).contiguous()
-    scores = head.scores(hidden).contiguous()
-    tokens, logprob = head.kernels.rank_tokens(scores, at, sampling, count=count, ids=head.ids)
+    tokens, logprob = head.rank_tokens(hidden, at, sampling, count=count)
     return logprob, tokens
 
 
@@ -239,13 +238,13 @@ def kept(tokens: Tensor, logprob: Tensor, parents: Tensor, *, nodes: int) -> tup
     """
     chosen = reduce.first_of_largest(logprob, topk(logprob, nodes)[0][:, -1:], nodes)
     rank = chosen.to(torch.float32).cumsum(-1) - 1.0
-    above = rank.gather(1, parents.clamp(min=0).to(torch.int64))
-    above = torch.where(parents < 0, float(tree.ROOT), above)
     wanted = torch.arange(nodes, dtype=torch.float32, device=logprob.device).view(1, -1, 1)
     mine = ((rank.unsqueeze(1) == wanted) & chosen.unsqueeze(1)).to(torch.float32)
-    found = [(mine * x.to(torch.float32).unsqueeze(1)).sum(-1).to(torch.int32) for x in (tokens, above)]
+    token, parent = ((mine * x.to(torch.float32).unsqueeze(1)).sum(-1).to(torch.int32) for x in (tokens, parents))
+    above = rank.gather(1, parent.clamp(min=0).to(torch.int64)).to(torch.int32)
+    above = torch.where(parent < 0, tree.ROOT, above)
     before = torch.arange(-1, nodes - 1, dtype=torch.int32, device=logprob.device)
-    return found[0], torch.where(found[1] < before, found[1], before)
+    return token, torch.where(above < before, above, before)
 
 
 def _positions(root: LastPair, ahead: int = 1) -> Tensor:

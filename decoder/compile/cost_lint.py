@@ -1,4 +1,4 @@
-"""What the rows of a vocabulary cost in a lowered graph: operations over them, reductions, gathers and collectives.
+"""What the rows of a vocabulary cost in a graph: operations over them, reductions, top-k, gathers and collectives.
 
 A device's vector engine goes over a row once for every operation, whatever the operation is, so that the number of
 passes is what a sampler costs where the vocabulary is large. Operations on constants alone are left out: compilers fold
@@ -7,11 +7,17 @@ them. Not here: the model's products, which are no passes over rows of logits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, fx
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from paceline.decoder.compile import rewrites
 from paceline.decoder.compile.lowering import Lowered, operator
 
 _FREE = frozenset(
@@ -24,6 +30,7 @@ _FREE = frozenset(
         "full",
         "full_like",
         "getitem",
+        "lift_fresh_copy",
         "new_zeros",
         "ones_like",
         "permute",
@@ -33,6 +40,7 @@ _FREE = frozenset(
         "split",
         "split_with_sizes",
         "squeeze",
+        "t",
         "transpose",
         "unsqueeze",
         "view",
@@ -43,56 +51,97 @@ _FREE = frozenset(
 )
 """Operations that compute nothing, or fill a tensor with one number."""
 _REDUCTIONS = frozenset({"amax", "amin", "sum"})
-_PRODUCTS = frozenset({"linear", "matmul", "embedding"})
-_GATHERS = frozenset({"index_select", "gather", "index"})
+_PRODUCTS = frozenset({"addmm", "bmm", "embedding", "linear", "matmul", "mm"})
+_GATHERS = frozenset({"gather", "index", "index_select"})
 _COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor"})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowCost:
-    """Of a graph, in rows of the vocabulary's part that a rank has.
+    """Of a graph, in rows of ``width`` numbers: those of the vocabulary, or of the part of it that a rank has.
 
     passes      elementwise operations, each counted as often as rows that it goes over
     reductions  the same of sums, maxima and minima
     topk        the same of top-k
-    gathered    most numbers that one operation gathers by their place in a row, in all rows of a call together
-    sent        most numbers that one collective sends
+    gathered    most single numbers that one operation gathers by their places, in all rows together
+    sent        most numbers of a row that one collective sends: the longest side of what it is given
     """
 
-    passes: float
-    reductions: float
-    topk: float
-    gathered: int
-    sent: int
+    width: int
+    passes: float = 0.0
+    reductions: float = 0.0
+    topk: float = 0.0
+    gathered: int = 0
+    sent: int = 0
 
-    def each(self, rows: int) -> RowCost:
-        """The same for each of so many rows."""
-        return RowCost(
-            self.passes / rows, self.reductions / rows, self.topk / rows, self.gathered // rows, self.sent // rows
-        )
+    def add(self, name: str, given: object, made: object) -> None:
+        """Count an operation of that name with these arguments and results. Whole rows of a table are no gather."""
+        taken, out = list(_tensors(given)), max((x.numel() for x in _tensors(made)), default=0)
+        size = max((x.numel() for x in taken), default=0)
+        if name in _GATHERS:
+            whole = name == "index_select" and _is_of_rows(taken[0], given)
+            self.gathered = max(self.gathered, 0 if whole else out)
+        elif name in _COLLECTIVES:
+            self.sent = max(self.sent, *taken[0].shape)
+        elif name == "largest":
+            self.topk += self._rows(size)
+        elif name in _REDUCTIONS:
+            self.reductions += self._rows(size)
+        elif name not in _FREE | _PRODUCTS:
+            self.passes += self._rows(out)
+
+    def _rows(self, size: int) -> float:
+        return size / self.width if size >= self.width else 0.0
 
 
 def row_cost(lowered: Lowered, width: int) -> RowCost:
     """What a graph does with rows of ``width`` numbers or more."""
-    passes = reductions = topk = 0.0
-    gathered = sent = 0
-    made = _made_of_inputs(lowered.graph.graph)
-    for node in lowered.graph.graph.nodes:
-        if node.op != "call_function" or node not in made:
-            continue
-        name, given = operator(node.target), max((x.numel() for x in _tensors(node.args)), default=0)
-        out = max((x.numel() for x in _tensors([node])), default=0)
-        if name in _GATHERS:
-            gathered = max(gathered, out)
-        elif name in _COLLECTIVES:
-            sent = max(sent, given)
-        elif name == "largest":
-            topk += given / width if given >= width else 0.0
-        elif name in _REDUCTIONS:
-            reductions += given / width if given >= width else 0.0
-        elif name not in _FREE | _PRODUCTS and out >= width:
-            passes += out / width
-    return RowCost(passes, reductions, topk, gathered, sent)
+    cost, graph = RowCost(width), lowered.graph.graph
+    made = _made_of_inputs(graph)
+    for node in graph.nodes:
+        if node.op == "call_function" and node in made:
+            cost.add(operator(node.target), node.args, node)
+    return cost
+
+
+def step_cost(step: nn.Module, example: Sequence[Tensor], width: int) -> RowCost:
+    """As `row_cost` of the graph that a step is lowered to, without making it, which may take minutes.
+
+    The step runs on shapes alone, and every operation is rewritten as it is while a step is lowered.
+    """
+    counting = _Counting(width)
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake, counting:
+        given = [fake.from_tensor(x) for x in example]
+        counting.note([*given, *step.parameters(), *step.buffers()])
+        step(*given)
+    return counting.cost
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the operations that depend on tensors it was told of."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.cost = RowCost(width)
+        self._rewrites, self._noted = rewrites.table(), WeakTensorKeyDictionary()
+
+    def note(self, values: object) -> None:
+        for x in _tensors(values):
+            self._noted[x] = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in self._rewrites:
+            with self:
+                made = self._rewrites[func](*args, **(kwargs or {}))
+            if made is not NotImplemented:
+                return made
+        made = func(*args, **(kwargs or {}))
+        if any(x in self._noted for x in _tensors(args)):
+            self.note(made)
+            self.cost.add(operator(func), args, made)
+        return made
 
 
 def _made_of_inputs(graph: fx.Graph) -> set[fx.Node]:
@@ -102,6 +151,12 @@ def _made_of_inputs(graph: fx.Graph) -> set[fx.Node]:
         if node.op == "placeholder" or any(one in found for one in node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _is_of_rows(table: Tensor, given: object) -> bool:
+    """Whether an `index_select` moves runs of numbers that lie side by side."""
+    assert isinstance(given, Sequence)
+    return table.shape[given[1] % table.dim() + 1 :].numel() > 1
 
 
 def _tensors(values: object) -> Iterator[Tensor]:

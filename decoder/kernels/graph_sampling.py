@@ -23,9 +23,9 @@ from torch import Tensor
 
 from paceline.core import noise, reduce
 from paceline.core.sampling import TOP_K_LIMIT
-from paceline.core.types import SamplingTensors
+from paceline.core.types import SamplingKind, SamplingTensors
 from paceline.decoder.kernels.graph_topk import topk
-from paceline.decoder.parallel.collectives import Collectives, SingleRank
+from paceline.decoder.kernels.vocab_part import NOWHERE, VocabPart
 
 CANDIDATES = 127
 """Of the full kind; one less than a power of two, so that seven halvings tell apart how many of them the nucleus holds.
@@ -37,67 +37,6 @@ top_p. Then the choice is among those 256.
 _LEAST = -88.0
 """Below this exp is 0 in float32."""
 _HALVINGS = 30  # of the 88 between the largest score and that: to less than float32 tells apart there
-_NOWHERE = 2 * reduce.NEGATIVE  # below everything that is cut
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The ids whose logits this rank has.
-
-    ids    [n] int32, ascending; without gaps if the vocabulary is divided, and then those from ``size`` on fill up the
-           last rank's part
-    size   above every real id
-    group  the ranks
-    gaps   whether the ids have gaps
-    """
-
-    ids: Tensor
-    size: int
-    group: Collectives
-    gaps: bool = False
-
-    @classmethod
-    def whole(cls, logits: Tensor) -> Shard:
-        """All ids of logits [b, T, V]."""
-        size = logits.shape[-1]
-        return cls(torch.arange(size, dtype=torch.int32, device=logits.device), size, SingleRank())
-
-    @property
-    def divided(self) -> bool:
-        return self.group.degree > 1
-
-    def real(self, logits: Tensor) -> Tensor:
-        """Logits [b, T, n] in which the ids that fill up are never chosen."""
-        filled_up = self.divided and len(self.ids) * self.group.degree > self.size
-        return torch.where(self.ids < self.size, logits, _NOWHERE) if filled_up else logits
-
-    def sum(self, x: Tensor) -> Tensor:
-        """The sum over ranks of numbers [b, T, 1]."""
-        return self.group.reduce(x) if self.divided else x
-
-    def largest(self, x: Tensor) -> Tensor:
-        """The largest number of a row [b, T, n] on any rank. -> [b, T, 1]"""
-        high = x.amax(-1, keepdim=True)
-        return self.group.gather(high).amax(0) if self.divided else high
-
-    def top(self, x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The largest numbers of a row [b, T, n]: at least ``count``, or as many as there are, and their places.
-
-        -> values and places [b, T, K], in any order, of all ranks together; places count the ids, [b, T, K] int32;
-        the ``count`` largest values, falling
-        """
-        values, places = topk(x, min(count, x.shape[-1]))
-        if not self.divided:
-            return values, places, values
-        # Ids travel as float32, which is exact for them. Every rank sends its own largest, and all are kept.
-        pair = (values, (places + self.ids[0]).to(torch.float32))
-        values, ids = (self.group.gather(part).movedim(0, -2).flatten(-2) for part in pair)
-        falling = topk(values, min(count, values.shape[-1]))[0]
-        return values, ids.to(torch.int32), falling
-
-    def ids_at(self, places: Tensor) -> Tensor:
-        """The ids that `top` counted."""
-        return self.ids.index_select(0, places.flatten()).reshape(places.shape) if self.gaps else places
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +58,7 @@ class _Params:
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """Ids of every row that a choice is made among.
+    """Ids of every row that a choice is made among, on each rank some.
 
     ids     [b, T, K] int32
     drawn   [b, T, K] float32, logits over temperature, plus noise where a row samples
@@ -129,25 +68,29 @@ class _Choices:
     ids: Tensor
     drawn: Tensor
     stands: Tensor
+    part: VocabPart
 
-    def best(self, size: int) -> Tensor:
+    def best(self) -> Tensor:
         """The choice: the lowest id of the largest that stands. -> [b, T] int32"""
-        scores = torch.where(self.stands, self.drawn, _NOWHERE)
-        return reduce.clamp_ids(reduce.max_with_index(scores, self.ids.to(torch.float32), size)[1], size)
+        return _largest(torch.where(self.stands, self.drawn, NOWHERE), self.ids, self.part)
 
     def first(self, count: int) -> tuple[Tensor, Tensor]:
         """Ids and scores of the first choices, what is cut behind all that stands. -> [b, T, count] each"""
-        places = topk(torch.where(self.stands, self.drawn, reduce.NEGATIVE), count)[1].to(torch.int64)
-        return self.ids.gather(-1, places), self.drawn.gather(-1, places)
+        keys = torch.where(self.stands, self.drawn, reduce.NEGATIVE)
+        keys, found = topk(keys, min(count, keys.shape[-1]))
+        places = found.to(torch.int64)
+        drawn, ids = self.drawn.gather(-1, places), self.ids.gather(-1, places)
+        drawn, ids = self.part.merged(keys, drawn, ids, count=count)
+        return ids, drawn
 
 
 class _Rows:
     """Rows of logits [b, T, n] of this rank's ids, how they sample, and the noise of their positions."""
 
     def __init__(
-        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, shard: Shard, stream: int
+        self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, part: VocabPart, stream: int
     ) -> None:
-        self.logits, self.shard = shard.real(logits.to(torch.float32)), shard
+        self.logits, self.part = part.real(logits.to(torch.float32)), part
         self.params = _Params.of(sampling)
         self._positions, self._seeds, self._stream = positions, sampling.seeds, stream
 
@@ -161,7 +104,7 @@ class _Rows:
 
     @cached_property
     def high(self) -> Tensor:
-        return self.shard.largest(self.tempered)
+        return self.part.largest(self.tempered)
 
     @cached_property
     def weights(self) -> Tensor:
@@ -169,28 +112,41 @@ class _Rows:
 
     @cached_property
     def mass(self) -> Tensor:
-        return self.shard.sum(self.weights.sum(-1, keepdim=True))
+        return self.part.sum(self.weights.sum(-1, keepdim=True))
 
     @cached_property
     def drawn(self) -> Tensor:
         """With noise in every row, also where it is greedy."""
-        return self.tempered + self.gumbel(self.shard.ids)
+        return self.tempered + self.gumbel(self.part.ids)
 
     def filtered(self) -> Tensor:
         """With noise where a row samples, and far below where the filters cut. [b, T, n]"""
         drawn = torch.where(self.params.hot, self.drawn, self.tempered)
-        inside = _inside(self.tempered - self.high, self.weights, self.params, shard=self.shard)
-        return torch.where(inside, drawn, _NOWHERE)
+        inside = _inside(self.tempered - self.high, self.weights, self.params, part=self.part)
+        return torch.where(inside, drawn, NOWHERE)
 
     def of_list(self, *, limit: int = TOP_K_LIMIT, full: bool = False) -> tuple[_Choices, Tensor]:
         """Among the ``limit`` largest logits; and whether they hold all of the nucleus, [b, T, 1] bool.
 
-        ``full``: rows without top-k sample too, and there top-p is a part of the whole row's mass.
+        ``full``: as for `border`.
         """
         params = self.params
-        values, places, falling = self.shard.top(self.logits, limit)
-        ids, falling = self.shard.ids_at(places), falling / params.temperature
-        size = falling.shape[-1]
+        values, ids = self.part.best(self.logits, limit)
+        scores = values / params.temperature
+        falling = self.part.falling(scores, limit)
+        border, decided = self.border(falling, full=full)
+        drawn = torch.where(params.hot, scores + self.gumbel(ids), scores)
+        if self.part.divided:  # the largest of one rank need not be among the largest of all
+            drawn = torch.where(scores >= falling[..., -1:], drawn, NOWHERE)
+        return _Choices(ids, drawn, scores >= border, self.part), decided
+
+    def border(self, falling: Tensor, *, full: bool) -> tuple[Tensor, Tensor]:
+        """From the largest scores of every row, falling [b, T, K]: the smallest that the filters leave, [b, T, 1]; and
+        whether the nucleus is inside of them, [b, T, 1] bool.
+
+        ``full``: rows without top-k sample too, and there top-p is a part of the whole row's mass.
+        """
+        params, size = self.params, falling.shape[-1]
         count = torch.where(params.top_k > 0, params.top_k, float(size)).clamp(max=float(size))
         high, border = falling[..., :1], _at(falling, count.to(torch.int32) - 1)
         weights = torch.where(falling >= border, torch.exp(falling - high), 0.0)
@@ -200,88 +156,105 @@ class _Rows:
         before = torch.nn.functional.pad(running[..., :-1], (1, 0))
         holds = (weights >= params.min_p) & ((before < target) | (params.top_p >= 1.0))
         border = torch.maximum(border, torch.where(holds, falling, -reduce.NEGATIVE).amin(-1, keepdim=True))
-        scores = values / params.temperature
-        drawn = torch.where(params.hot, scores + self.gumbel(ids), scores)
-        return _Choices(ids, drawn, scores >= border), (total >= target) & (params.top_p < 1.0)
+        return border, (total >= target) & (params.top_p < 1.0)
 
     def of_candidates(self) -> tuple[_Choices, Tensor]:
         """Among the best by logit plus noise, of rows without top-k; and whether any of them stands, [b, T, 1] bool."""
-        params = self.params
-        drawn, places, best = self.shard.top(self.drawn, CANDIDATES)
-        ids = self.shard.ids_at(places)
-        gumbel = self.gumbel(ids)
+        params, part = self.params, self.part
+        drawn, ids = part.best(self.drawn, CANDIDATES)
+        best, gumbel = part.falling(drawn, CANDIDATES), self.gumbel(ids)
         # What was added to the noise, to the last bits; a score that is less than that above it counts as its equal.
         scores = drawn - gumbel
         scores = scores + (drawn.abs() + gumbel.abs()) * 2.0**-22
-        scores = torch.where(drawn >= best[..., -1:], scores, _NOWHERE)
-        falling = topk(scores, best.shape[-1])[0]
-        count = _count_inside(falling, self.tempered, self.weights, target=params.top_p * self.mass, shard=self.shard)
+        scores = torch.where(drawn >= best[..., -1:], scores, NOWHERE)
+        falling = part.largest_of_all(scores, best.shape[-1])
+        count = _count_inside(falling, self.tempered, self.weights, target=params.top_p * self.mass, part=part)
         border = _at(falling, count - 1)  # of the last candidate that the nucleus holds
         stands = ((scores >= border) & (count > 0)) | (params.top_p >= 1.0)
         stands = stands & (torch.exp(scores - self.high) >= params.min_p)
-        return _Choices(ids, drawn, stands), stands.to(torch.float32).amax(-1, keepdim=True) > 0
+        return _Choices(ids, drawn, stands, part), part.largest(stands.to(torch.float32)) > 0
 
 
 def sample_tokens(
-    logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, shard: Shard, stream: int = noise.TARGET
+    logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, part: VocabPart, stream: int = noise.TARGET
 ) -> Tensor:
     """As `paceline.core.probs.sample_tokens`, from logits of this rank's ids. [b, T, n] -> [b, T] int32"""
-    rows = _Rows(logits, positions, sampling, shard=shard, stream=stream)
+    rows = _Rows(logits, positions, sampling, part=part, stream=stream)
     if sampling.kind == "greedy":
-        return _largest(rows.logits, shard)
+        return _largest(rows.logits, part.ids, part)
     if sampling.kind == "top-k":
-        return rows.of_list()[0].best(shard.size)
+        return rows.of_list()[0].best()
     if sampling.kind == "wide":
-        return _largest(rows.filtered(), shard)
+        return _largest(rows.filtered(), part.ids, part)
     (listed, decided), (candidates, any_stands) = rows.of_list(full=True), rows.of_candidates()
     of_list = ~rows.params.hot | (rows.params.top_k > 0) | decided | ~any_stands
-    return torch.where(of_list.squeeze(-1), listed.best(shard.size), candidates.best(shard.size))
+    return torch.where(of_list.squeeze(-1), listed.best(), candidates.best())
 
 
 def rank_tokens(
-    logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int, shard: Shard
+    logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int, part: VocabPart
 ) -> tuple[Tensor, Tensor]:
-    """As `paceline.core.probs.rank_tokens`, of a vocabulary that is not divided.
+    """As `paceline.core.probs.rank_tokens`, from logits of this rank's ids. [b, T, n] -> [b, T, count] twice
 
     What a filter cuts comes behind all that stands, in an order of its own.
     """
-    rows = _Rows(logits, positions, sampling, shard=shard, stream=noise.TARGET)
+    rows = _Rows(logits, positions, sampling, part=part, stream=noise.TARGET)
     if sampling.kind in ("greedy", "wide"):
         scores = rows.logits if sampling.kind == "greedy" else rows.filtered()
-        values, places, _ = shard.top(scores, count)
-        return shard.ids_at(places), _log_softmax(values, scores)
+        values, ids = part.best(scores, count)
+        values, ids = part.merged(values, values, ids, count=count)
+        return ids, _log_softmax(values, scores, part=part)
     listed, decided = rows.of_list(limit=max(TOP_K_LIMIT, count), full=sampling.kind == "full")
     ids, values = listed.first(count)
-    values = _log_softmax(values, listed.drawn)
+    values = _log_softmax(values, listed.drawn, part=part)
     if sampling.kind == "top-k":
         return ids, values
     candidates, any_stands = rows.of_candidates()
     others, scores = candidates.first(count)
     of_list = ~rows.params.hot | (rows.params.top_k > 0) | decided | ~any_stands
-    return torch.where(of_list, ids, others), torch.where(of_list, values, _log_softmax(scores, rows.drawn))
+    return torch.where(of_list, ids, others), torch.where(of_list, values, _log_softmax(scores, rows.drawn, part=part))
 
 
 def probabilities(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """As `paceline.core.probs.probabilities`, of a vocabulary that is not divided. [b, T, V] -> [b, T, V] float32"""
-    shard = Shard.whole(logits)
-    one_hot = (shard.ids == reduce.argmax(logits).unsqueeze(-1)).to(torch.float32)
+    part = VocabPart.whole(logits)
+    one_hot = (part.ids == reduce.argmax(logits).unsqueeze(-1)).to(torch.float32)
     if sampling.kind == "greedy":
         return one_hot
     nowhere = torch.zeros(logits.shape[:-1], dtype=torch.int32, device=logits.device)
-    rows = _Rows(logits, nowhere, sampling, shard=shard, stream=noise.TARGET)
-    inside = _inside(rows.tempered - rows.high, rows.weights, rows.params, shard=shard)
-    weights = torch.where(inside, rows.weights, 0.0)
+    rows = _Rows(logits, nowhere, sampling, part=part, stream=noise.TARGET)
+    weights = torch.where(_standing(rows, sampling.kind), rows.weights, 0.0)
     return torch.where(rows.params.hot, weights / weights.sum(-1, keepdim=True), one_hot)
 
 
-def _largest(scores: Tensor, shard: Shard) -> Tensor:
-    """The id of the largest score of whole rows [b, T, n], the lowest of equals. Ranks send the best and its id."""
-    best = reduce.max_with_index(scores, shard.ids.to(torch.float32), shard.size)
-    if not shard.divided:
-        return reduce.clamp_ids(best[1], shard.size)
-    pair = shard.group.gather(torch.stack(best, -1))
-    _, winner = reduce.max_with_index(pair[..., 0].movedim(0, -1), pair[..., 1].movedim(0, -1), shard.size)
-    return reduce.clamp_ids(winner, shard.size)
+def _standing(rows: _Rows, kind: SamplingKind) -> Tensor:
+    """What the filters leave of whole rows; where they need no more than the largest logits, by the border of those.
+
+    -> [b, T, n] bool
+    """
+    below, params = rows.tempered - rows.high, rows.params
+    if kind == "wide":
+        return _inside(below, rows.weights, params, part=rows.part)
+    falling = topk(rows.tempered, min(TOP_K_LIMIT, rows.tempered.shape[-1]))[0]
+    border, decided = rows.border(falling, full=kind == "full")
+    listed = rows.tempered >= border
+    if kind == "top-k":
+        return listed
+    nucleus = _nucleus(below, rows.weights, params, part=rows.part)
+    return torch.where((params.top_k > 0) | decided, listed, nucleus)
+
+
+def _largest(scores: Tensor, ids: Tensor, part: VocabPart) -> Tensor:
+    """The id of the largest score of all ranks', the lowest of equals. Ranks send the best and its id.
+
+    scores [b, T, K] of ids [K] or [b, T, K] int32 -> [b, T] int32
+    """
+    best = reduce.max_with_index(scores, ids.to(torch.float32), part.size)
+    if not part.divided:
+        return reduce.clamp_ids(best[1], part.size)
+    pair = part.group.gather(torch.stack(best, -1))
+    _, winner = reduce.max_with_index(pair[..., 0].movedim(0, -1), pair[..., 1].movedim(0, -1), part.size)
+    return reduce.clamp_ids(winner, part.size)
 
 
 def _at(falling: Tensor, place: Tensor) -> Tensor:
@@ -290,7 +263,7 @@ def _at(falling: Tensor, place: Tensor) -> Tensor:
     return torch.where(places == place, falling, 0.0).sum(-1, keepdim=True)
 
 
-def _count_inside(falling: Tensor, tempered: Tensor, weights: Tensor, *, target: Tensor, shard: Shard) -> Tensor:
+def _count_inside(falling: Tensor, tempered: Tensor, weights: Tensor, *, target: Tensor, part: VocabPart) -> Tensor:
     """How many of the candidates' scores are in the nucleus: those for which what is likelier weighs less than target.
 
     falling [b, T, K], tempered and weights [b, T, n], target [b, T, 1] -> [b, T, 1] int32
@@ -300,33 +273,40 @@ def _count_inside(falling: Tensor, tempered: Tensor, weights: Tensor, *, target:
         if step <= falling.shape[-1]:
             trial = count + step
             likelier = torch.where(tempered > _at(falling, trial - 1), weights, 0.0).sum(-1, keepdim=True)
-            holds = (shard.sum(likelier) < target) & (trial <= falling.shape[-1])
+            holds = (part.sum(likelier) < target) & (trial <= falling.shape[-1])
             count = torch.where(holds, trial, count)
     return count
 
 
-def _inside(below: Tensor, weights: Tensor, params: _Params, *, shard: Shard) -> Tensor:
+def _search(below: Tensor, numbers: Tensor, target: Tensor, *, part: VocabPart) -> Tensor:
+    """The largest score from which on the numbers add up to the target. [b, T, n] twice, [b, T, 1] -> [b, T, 1]"""
+    low, high = torch.full_like(target, _LEAST), torch.zeros_like(target)
+    for _ in range(_HALVINGS):
+        middle = (low + high) * 0.5
+        found = part.sum(torch.where(below >= middle, numbers, 0.0).sum(-1, keepdim=True)) >= target
+        low, high = torch.where(found, middle, low), torch.where(found, high, middle)
+    return low
+
+
+def _inside(below: Tensor, weights: Tensor, params: _Params, *, part: VocabPart) -> Tensor:
     """What the filters leave of whole rows. ``below``: scores less the largest. [b, T, n] -> [b, T, n] bool"""
-
-    def border(numbers: Tensor, target: Tensor) -> Tensor:
-        """The largest score from which on the numbers add up to the target."""
-        low, high = torch.full_like(target, _LEAST), torch.zeros_like(target)
-        for _ in range(_HALVINGS):
-            middle = (low + high) * 0.5
-            found = shard.sum(torch.where(below >= middle, numbers, 0.0).sum(-1, keepdim=True)) >= target
-            low, high = torch.where(found, middle, low), torch.where(found, high, middle)
-        return low
-
     some = params.top_k > 0
     count = torch.where(some, params.top_k, 1.0).expand_as(below[..., :1])
-    inside = (below >= border(torch.ones_like(weights), count)) | ~some
-    weights = torch.where(inside, weights, 0.0)
-    mass = shard.sum(weights.sum(-1, keepdim=True))
-    nucleus = (below >= border(weights, params.top_p * mass)) | (params.top_p >= 1.0)
-    return inside & nucleus & (weights >= params.min_p)
+    inside = (below >= _search(below, torch.ones_like(weights), count, part=part)) | ~some
+    return inside & _nucleus(below, torch.where(inside, weights, 0.0), params, part=part)
 
 
-def _log_softmax(values: Tensor, over: Tensor) -> Tensor:
-    """Some numbers of a row, less the logarithm of the sum of exponentials of all of it. [b, T, k], [b, T, n]"""
-    high = over.amax(-1, keepdim=True)
-    return (values - high - torch.log(torch.exp(over - high).sum(-1, keepdim=True))).clamp(max=0.0)
+def _nucleus(below: Tensor, weights: Tensor, params: _Params, *, part: VocabPart) -> Tensor:
+    """What top-p and min-p leave of whole rows. ``weights``: 0 where top-k cuts. [b, T, n] -> [b, T, n] bool"""
+    target = params.top_p * part.sum(weights.sum(-1, keepdim=True))
+    inside = (below >= _search(below, weights, target, part=part)) | (params.top_p >= 1.0)
+    return inside & (weights >= params.min_p)
+
+
+def _log_softmax(values: Tensor, over: Tensor, *, part: VocabPart) -> Tensor:
+    """Some numbers of a row, less the logarithm of the sum of exponentials of all of it.
+
+    values [b, T, k], over [b, T, n], of which every rank has some -> [b, T, k]
+    """
+    high = part.largest(over)
+    return (values - high - torch.log(part.sum(torch.exp(over - high).sum(-1, keepdim=True)))).clamp(max=0.0)

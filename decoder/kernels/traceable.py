@@ -19,6 +19,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.types import SamplingTensors
 from paceline.decoder.kernels import graph_sampling
 from paceline.decoder.kernels.protocol import CachePosition
+from paceline.decoder.kernels.vocab_part import VocabPart
 
 MAX_EXACT = 1 << 24
 """Integers below this survive a compiler that computes them in float32."""
@@ -72,9 +73,7 @@ class TraceableKernels:
         self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
         """As `Kernels.sample_tokens`; what it computes follows from the kind of sampling."""
-        return graph_sampling.sample_tokens(
-            logits, positions, sampling, shard=graph_sampling.Shard.whole(logits), stream=stream
-        )
+        return graph_sampling.sample_tokens(logits, positions, sampling, part=VocabPart.whole(logits), stream=stream)
 
     def rank_tokens(
         self,
@@ -86,10 +85,10 @@ class TraceableKernels:
         ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As `Kernels.rank_tokens`."""
-        shard = graph_sampling.Shard.whole(logits)
+        part = VocabPart.whole(logits)
         if ids is not None:
-            shard = replace(shard, ids=ids, gaps=True)
-        return graph_sampling.rank_tokens(logits, positions, sampling, count=count, shard=shard)
+            part = replace(part, ids=ids, gaps=True)
+        return graph_sampling.rank_tokens(logits, positions, sampling, count=count, part=part)
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
         """As `Kernels.probabilities`."""

@@ -15,6 +15,7 @@ from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
 from paceline.decoder.kernels import graph_sampling
 from paceline.decoder.kernels.protocol import Kernels
+from paceline.decoder.kernels.vocab_part import VocabPart
 from paceline.decoder.parallel.collectives import Collectives
 
 
@@ -57,23 +58,22 @@ def choose(
     positions: Tensor,
     sampling: SamplingTensors,
     *,
-    ids: Tensor,
-    size: int,
-    group: Collectives,
+    part: VocabPart,
     kernels: Kernels,
     stream: int = noise.TARGET,
 ) -> Tensor:
-    """As `Kernels.sample_tokens`, from logits of this rank's ids: [b, T, n], ids [n] int32, V = ``size`` -> [b, T]
-    int32.
+    """As `Kernels.sample_tokens`, from logits of this rank's ids: [b, T, n] -> [b, T] int32
 
     What crosses between ranks is the best score and its id. Only where a filter may be on, kernels that look at values
     gather whole rows: which tokens stand depends on all of them. Those with kinds of sampling gather the largest.
+    Kernels that look at values take no ids with gaps here.
     """
-    if group.degree == 1:
+    if kernels.sampling_kinds and (part.divided or part.gaps):
+        return graph_sampling.sample_tokens(logits, positions, sampling, part=part, stream=stream)
+    assert not part.gaps, "only graphs of a kind of sampling choose among some ids"
+    if not part.divided:
         return kernels.sample_tokens(logits, positions, sampling, stream=stream)
-    if kernels.sampling_kinds:
-        shard = graph_sampling.Shard(ids, size, group)
-        return graph_sampling.sample_tokens(logits, positions, sampling, shard=shard, stream=stream)
+    ids, size, group = part.ids, part.size, part.group
     if kernels.cuts(sampling):
         every = probs.apply_top_k_top_p_min_p(whole(logits, size, group), sampling)
         scores = every.index_select(-1, ids.clamp(max=size - 1))
@@ -84,3 +84,22 @@ def choose(
     pair = group.gather(torch.stack(reduce.max_with_index(scores, ids.to(torch.float32), size), -1))
     _, winner = reduce.max_with_index(pair[..., 0].movedim(0, -1), pair[..., 1].movedim(0, -1), size)
     return reduce.clamp_ids(winner, size)
+
+
+def rank(
+    logits: Tensor,
+    positions: Tensor,
+    sampling: SamplingTensors,
+    *,
+    count: int,
+    part: VocabPart,
+    kernels: Kernels,
+) -> tuple[Tensor, Tensor]:
+    """As `Kernels.rank_tokens`, from logits of this rank's ids: [b, T, n] -> [b, T, count] int32 and float32
+
+    Between ranks go the largest of every row; kernels that look at values gather whole rows.
+    """
+    if part.divided and kernels.sampling_kinds:
+        return graph_sampling.rank_tokens(logits, positions, sampling, count=count, part=part)
+    every = whole(logits, part.size, part.group).contiguous()
+    return kernels.rank_tokens(every, positions, sampling, count=count, ids=part.ids if part.gaps else None)

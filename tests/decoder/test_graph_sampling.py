@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -12,12 +14,10 @@ from torch import Tensor, nn
 from paceline.core import probs
 from paceline.core.sampling import Sampling, kind_of, sampling_tensors, widest
 from paceline.core.types import SamplingKind, SamplingTensors
-from paceline.decoder.compile.cost_lint import RowCost, row_cost
 from paceline.decoder.compile.lowering import constants_of, lower
 from paceline.decoder.kernels import graph_sampling
-from paceline.decoder.kernels.graph_sampling import Shard
 from paceline.decoder.kernels.traceable import TraceableKernels
-from paceline.decoder.parallel.collectives import SingleRank
+from paceline.decoder.kernels.vocab_part import VocabPart
 from tests.float32_integers import IntegersThroughFloat32
 
 KINDS: tuple[SamplingKind, ...] = ("greedy", "top-k", "full", "wide")
@@ -96,20 +96,77 @@ def test_a_wide_nucleus_is_drawn_from_as_a_whole() -> None:
     assert float(chosen.double().mean()) == pytest.approx(float((law * ids).sum()), abs=5 * 507 / 3000**0.5)
 
 
-class Step(nn.Module):
-    """What a graph does with rows of logits: choose, rank, and say the law."""
+class WaitingError(Exception):
+    """A rank needs what others have not sent yet."""
 
-    def __init__(self, kind: SamplingKind, shard: Shard | None = None, count: int = 0) -> None:
+
+class Ranks:
+    """Ranks that take turns: each begins anew until all have sent what it needs."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree, self._rank, self._next = degree, 0, 0
+        self._sent: list[dict[int, Tensor]] = []  # of every collective, by rank
+
+    def run(self, work: Callable[[int], tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        """What every rank returns."""
+        found: dict[int, tuple[Tensor, ...]] = {}
+        while len(found) < self.degree:
+            for rank in set(range(self.degree)) - set(found):
+                self._rank, self._next = rank, 0
+                with suppress(WaitingError):
+                    found[rank] = work(rank)
+        return [found[rank] for rank in range(self.degree)]
+
+    def gather(self, x: Tensor) -> Tensor:
+        self._next += 1
+        if self._next > len(self._sent):
+            self._sent.append({})
+        sent = self._sent[self._next - 1]
+        sent[self._rank] = x
+        if len(sent) < self.degree:
+            raise WaitingError
+        return torch.stack([sent[rank] for rank in range(self.degree)])
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return self.gather(x).sum(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_divided_vocabulary_gives_the_same_choices_in_the_same_order(kind: SamplingKind) -> None:
+    """Also where the last of four ranks has ids that are none."""
+    for size, count in ((30, 10), (1001, 7)):
+        logits, positions, sampling = rows(kind, size, 1.5, size)
+        wanted = KERNELS.rank_tokens(logits, positions, sampling, count=count)
+        law = probs.probabilities(logits, sampling).gather(-1, wanted[0].to(torch.int64))
+        stands = (law > 0) | (kind == "greedy")  # what is cut has an order of its own
+        ranks, share = Ranks(4), -(-size // 4)
+        padded = torch.nn.functional.pad(logits, (0, 4 * share - size))
+
+        def work(rank: int) -> tuple[Tensor, ...]:
+            ids = torch.arange(rank * share, (rank + 1) * share, dtype=torch.int32)  # noqa: B023
+            part = VocabPart(ids, size, ranks)  # noqa: B023
+            given = (padded[..., rank * share : (rank + 1) * share], positions, sampling)  # noqa: B023
+            token = graph_sampling.sample_tokens(*given, part=part)
+            return (token, *graph_sampling.rank_tokens(*given, count=count, part=part))  # noqa: B023
+
+        for token, ids, logprob in ranks.run(work):
+            assert torch.equal(token, wanted[0][..., 0])
+            assert torch.equal(ids[stands], wanted[0][stands])
+            torch.testing.assert_close(logprob[stands], wanted[1][stands], rtol=1e-4, atol=1e-4)
+
+
+class Step(nn.Module):
+    """What a graph does with rows of logits: choose, or rank."""
+
+    def __init__(self, kind: SamplingKind, count: int = 0) -> None:
         super().__init__()
-        self.kind, self.shard, self.count = kind, shard, count
+        self.kind, self.count = kind, count
 
     def forward(self, logits: Tensor, positions: Tensor, params: Tensor, seeds: Tensor) -> tuple[Tensor, ...]:
         sampling = SamplingTensors(params, seeds, self.kind)
         if self.count:
             return KERNELS.rank_tokens(logits, positions, sampling, count=self.count)
-        if self.shard is None:
-            return (KERNELS.sample_tokens(logits, positions, sampling),)
-        return (graph_sampling.sample_tokens(logits, positions, sampling, shard=self.shard),)
+        return (KERNELS.sample_tokens(logits, positions, sampling),)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,49 +181,3 @@ def test_a_lowered_graph_gives_the_same_tokens_where_integers_go_through_float32
         assert all(torch.equal(one, other) for one, other in zip(plain, rounded, strict=True))
         assert torch.equal(plain[0] if not step.count else plain[0][..., 0], probs.sample_tokens(*given[:2], sampling))
         assert kind == "greedy" or (1 << 23) < seen.largest < (1 << 24)
-
-
-VOCABULARY, DEGREE = 128_256, 8
-
-
-class Ranks:
-    """A group as a graph sees it: shapes only."""
-
-    degree = DEGREE
-
-    def reduce(self, x: Tensor) -> Tensor:
-        return x * float(DEGREE)
-
-    def gather(self, x: Tensor) -> Tensor:
-        return torch.stack([x] * DEGREE)
-
-
-def cost(kind: SamplingKind, window: int, *, count: int = 0, divided: bool = False) -> RowCost:
-    """Of every row of a vocabulary of 128,256 ids, or of a rank's part of it."""
-    width = VOCABULARY // DEGREE if divided else VOCABULARY
-    shard = Shard(torch.arange(width, dtype=torch.int32), VOCABULARY, Ranks() if divided else SingleRank())
-    given = (torch.zeros(1, window, width), torch.zeros(1, window, dtype=torch.int32))
-    sampling = sampling_tensors([Sampling()])
-    step = Step(kind, shard if not count else None, count)
-    return row_cost(lower("cost", step, (*given, sampling.params, sampling.seeds)), width).each(window)
-
-
-BUDGETS = {"greedy": (6, 2, 0), "top-k": (6, 2, 1), "full": (60, 12, 2)}
-"""Passes, reductions and calls of top-k for each row."""
-
-
-@pytest.mark.parametrize("divided", [False, True], ids=["whole", "divided by 8"])
-@pytest.mark.parametrize("kind", BUDGETS)
-def test_a_row_of_a_large_vocabulary_stays_within_its_budget(kind: SamplingKind, divided: bool) -> None:
-    passes, reductions, topk = BUDGETS[kind]
-    for window in (1, 5):
-        found = cost(kind, window, divided=divided)
-        assert found.passes <= passes and found.reductions <= reductions and found.topk <= topk, found
-        assert found.gathered <= 256
-
-
-def test_children_of_a_tree_cost_one_top_k_a_level() -> None:
-    """Ten nodes of a level with ten children each, over a draft's vocabulary of the size of a target's."""
-    for kind, (passes, topk) in {"greedy": (6, 1), "top-k": (6, 1), "full": (65, 2)}.items():
-        found = cost(kind, 10, count=10)  # type: ignore[arg-type]
-        assert found.passes <= passes and found.topk <= topk and found.gathered <= 256, found
