@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from paceline.core.errors import SamplingError
+from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.core.types import SamplingKind, SamplingTensors
 
 TOP_K_LIMIT = 256
@@ -114,6 +114,17 @@ def kind_of(sampling: Sampling) -> SamplingKind:
 def widest(kinds: Iterable[SamplingKind]) -> SamplingKind:
     """The narrowest kind that serves requests of all these kinds; greedy, if there are none."""
     return max(kinds, key=SAMPLING_KINDS.index, default="greedy")
+
+
+def known_kinds(names: Sequence[str]) -> tuple[SamplingKind, ...]:
+    """The kinds of these names, from the narrowest to the widest.
+
+    Raises:
+        ConfigurationError: there is no such kind, or no name.
+    """
+    if not names or any(name not in SAMPLING_KINDS for name in names):
+        raise ConfigurationError(f"kinds={list(names)} of sampling: give one or more of {', '.join(SAMPLING_KINDS)}")
+    return tuple(kind for kind in SAMPLING_KINDS if kind in names)
 
 
 def kind_of_params(params: Tensor) -> SamplingKind:

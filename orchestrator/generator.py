@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, overload
 
@@ -14,6 +14,7 @@ from paceline.auto import SamplingDecoder
 from paceline.auto_drafter import make_drafter, make_rule
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
+from paceline.core.sampling import known_kinds
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine import warmup
 from paceline.engine.engine import CallOptions
@@ -149,9 +150,18 @@ class SpeculativeGenerator:
         """
         return OutputStream(self, queue, options)
 
-    def compile(self, verify_width: int | None = None) -> None:
-        """Compile every graph that a call without logits processors needs, so that no call has to wait for one."""
-        warmup.compile_graphs(self.engine, CallOptions(verify_width=verify_width), self.decoders)
+    def compile(self, verify_width: int | None = None, *, kinds: Sequence[str] = warmup.COMPILED_KINDS) -> None:
+        """Compile every graph that a call without logits processors needs, so that no call has to wait for one.
+
+        kinds  of sampling: "greedy", "top-k" (1 to 256), "full" (other sampling) and "wide" (a larger top-k). Backends
+               whose graphs differ by kind (xla, neuron) compile these alone; another one is compiled, and logged, by
+               the first call that needs it
+
+        Raises:
+            ConfigurationError: a kind is unknown, or there is none.
+        """
+        options, kinds = CallOptions(verify_width=verify_width), known_kinds(kinds)
+        warmup.compile_graphs(self.engine, options, self.decoders, kinds=kinds)
 
     @contextmanager
     def _held(self) -> Iterator[Statistics]:

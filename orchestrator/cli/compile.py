@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +14,10 @@ from paceline.cli.load import load_generator
 from paceline.cli.options import LoaderOptions
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ArtefactError
+from paceline.core.sampling import known_kinds
 from paceline.decoder.environment import cache_root
 from paceline.draft_spec import parse_draft
+from paceline.engine.warmup import COMPILED_KINDS
 from paceline.generator import SpeculativeGenerator
 
 app = typer.Typer()
@@ -26,6 +29,10 @@ def compile_graphs(
     config: SpeculativeConfig,
     loader: LoaderOptions,
     *,
+    sampling: Annotated[
+        list[str] | None,
+        typer.Option(help="Kind of sampling, where graphs differ by it; repeatable. Default: greedy, top-k and full."),
+    ] = None,
     save: Annotated[Path | None, typer.Option(help="Also copy the graphs to this folder, to ship them.")] = None,
 ) -> None:
     """Compile all graphs of a model and its draft ahead of their first use, and keep them in the cache.
@@ -38,12 +45,15 @@ def compile_graphs(
             raise ArtefactError("backend 'eager' compiles nothing, so there is nothing to save; use 'inductor'")
         if not config.draft:
             config = config.model_copy(update={"draft": parse_draft("ngram")})
+        kinds = known_kinds(sampling or COMPILED_KINDS)
         generator, decoders = load_generator(target, loader, config)
         if loader.backend == "eager":
             console.say(console.err(), "backend 'eager' runs steps as they are written: there is nothing to compile")
             return
         plain = SpeculativeGenerator(None, generator.target, k=0)
-        graphs = progress.compiling(console.err(), decoders, [generator.compile, plain.compile])
+        graphs = progress.compiling(
+            console.err(), decoders, [partial(one.compile, kinds=kinds) for one in (generator, plain)]
+        )
         if save:
             for decoder in decoders.values():
                 decoder.save(save)

@@ -20,14 +20,20 @@ from paceline.outputs import Statistics
 from paceline.target.verifier import CompiledVerifier
 
 COMPILED_KINDS: tuple[SamplingKind, ...] = ("greedy", "top-k", "full")
-"""Kinds of sampling that rounds are compiled for. A top-k above the limit is rare; its graphs are made when needed."""
+"""Kinds of sampling that rounds are compiled for by default. A top-k above the limit is rare."""
 
 
-def compile_graphs(engine: Engine, options: CallOptions, decoders: Sequence[CompiledDecoder]) -> None:
-    """Compile the prefill graphs of all decoders, and those of a round with a proposal and without, in all buckets and
-    for `COMPILED_KINDS`.
+def compile_graphs(
+    engine: Engine,
+    options: CallOptions,
+    decoders: Sequence[CompiledDecoder],
+    *,
+    kinds: Sequence[SamplingKind] = COMPILED_KINDS,
+) -> None:
+    """Compile the prefill graphs of all decoders, and those of a round with a proposal and without, in all buckets.
 
     decoders  the target first
+    kinds     of sampling that rounds are compiled for
     """
     variant, target, holder = engine.variant(options), decoders[0], object()
     slots, width = engine.num_slots, variant.shape.width
@@ -48,13 +54,15 @@ def compile_graphs(engine: Engine, options: CallOptions, decoders: Sequence[Comp
             variant.round.finish_request(0)
         for one, own_width, limits in _rounds(variant):
             own = commit if own_width == width else fitted(commit, own_width)[1]
-            for kind, rows in product(distinct_kinds(decoders), lengths(target)):
+            for kind, rows in product(distinct_kinds(decoders, kinds), lengths(target)):
                 _run(one, own, sampling=replace(batch.sampling, kind=kind), rows=rows, limits=limits)
 
 
-def distinct_kinds(decoders: Sequence[CompiledDecoder]) -> list[SamplingKind]:
-    """Those of `COMPILED_KINDS` that have graphs of their own on some of the decoders."""
-    return list({tuple(one.sampling_kind(kind) for one in decoders): kind for kind in COMPILED_KINDS}.values())
+def distinct_kinds(
+    decoders: Sequence[CompiledDecoder], kinds: Sequence[SamplingKind] = COMPILED_KINDS
+) -> list[SamplingKind]:
+    """Those that have graphs of their own on some of the decoders."""
+    return list({tuple(one.sampling_kind(kind) for one in decoders): kind for kind in kinds}.values())
 
 
 def _rounds(variant: Variant) -> Iterator[tuple[TimedRound, int, list[int]]]:

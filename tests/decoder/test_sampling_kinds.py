@@ -15,6 +15,7 @@ from torch import Tensor
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core import noise
+from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import SAMPLING_KINDS, kind_of_params
 from paceline.core.types import SamplingKind, SamplingTensors
 from paceline.decoder.graph_key import GraphKey
@@ -145,6 +146,27 @@ def test_compile_makes_the_graphs_of_all_kinds_but_the_widest(workshop: Workshop
     assert set(made(target, draft)) == before
     run(generator, KINDS["wide"])
     assert {key.sampling for key in set(made(target, draft)) - before} == {"wide"}
+
+
+@pytest.mark.parametrize("fused", [None, False])
+def test_compile_makes_the_graphs_of_the_kinds_that_are_named(workshop: Workshop, fused: bool | None) -> None:
+    (draft, _), (target, _) = by_kind(workshop, "draft"), by_kind(workshop)
+    generator = SpeculativeGenerator(draft, target, k=3, fused=fused)
+    generator.compile(kinds=["full", "greedy"])
+    before = set(made(target, draft))
+    assert {key.sampling for key in before if key.is_round} == {"greedy", "full"}
+    for kind in ("greedy", "full"):
+        run(generator, KINDS[kind])  # type: ignore[index]
+    assert set(made(target, draft)) == before
+    run(generator, KINDS["top-k"])
+    assert {key.sampling for key in set(made(target, draft)) - before} == {"top-k"}
+
+
+def test_kinds_that_are_unknown_are_refused(workshop: Workshop) -> None:
+    generator = SpeculativeGenerator(None, workshop.decoder())
+    for kinds in ([], ["cold"], ["greedy", "Full"]):
+        with pytest.raises(ConfigurationError, match="greedy, top-k, full, wide"):
+            generator.compile(kinds=kinds)
 
 
 @pytest.mark.parametrize(
