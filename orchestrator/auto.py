@@ -1,10 +1,9 @@
-"""`AutoDecoder.from_pretrained`: a Hugging Face folder becomes a decoder that can `sample`."""
+"""`AutoDecoder.from_pretrained`: a checkpoint becomes a decoder that can `sample`."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -18,6 +17,7 @@ from paceline.decoder.options import decoder_options
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.sharding import GQA, Shard
 from paceline.decoder.weights.checkpoint import load_weights
+from paceline.decoder.weights.locate import checkpoint_path
 from paceline.engine.request import InputIds, SamplingParams
 from paceline.outputs import GenerationResult, Statistics
 
@@ -78,7 +78,7 @@ class SamplingDecoder(CompiledDecoder):
 
 
 class AutoDecoder:
-    """Finds out from a folder's config.json which family it is."""
+    """Finds out from a checkpoint's configuration which family it is."""
 
     @staticmethod
     def from_pretrained(
@@ -95,7 +95,8 @@ class AutoDecoder:
     ) -> SamplingDecoder:
         """Load a decoder.
 
-        path                     folder with config.json and safetensors or .bin weights, whole or sharded
+        path                     folder with config.json and safetensors or .bin weights, whole or sharded; a GGUF file,
+                                 or a folder with one and no other weights; or the name of a model that was fetched
         batch_size               slots; fixed
         n_positions              longest text, or the ascending list of buckets of the cache length; default: what the
                                  model was trained on. A single number gives buckets 128, 256, 512, ... up to it
@@ -111,12 +112,13 @@ class AutoDecoder:
         Graphs are compiled at first use, or by ``compile()``, and found in the cache from then on.
 
         Raises:
-            CheckpointError: the folder cannot be used.
+            CheckpointError: the folder or file cannot be used.
             ConfigurationError: an option is out of range, keys and values do not fit into this machine's memory, the
                 model's rope scaling has no fixed table of so many positions, or it cannot be divided like that.
             BackendError: the backend cannot work here.
         """
-        config = ModelConfig.from_pretrained(path)
+        place = checkpoint_path(path)
+        config = ModelConfig.from_pretrained(place)
         layout = sharding.layout(config, tp_degree, group_query_attention)
         options = decoder_options(
             batch_size=batch_size,
@@ -131,8 +133,8 @@ class AutoDecoder:
         engine = make(backend, layout.degree)
         if not engine.device_state:  # its state stays in this machine's memory
             kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
-        weights = load_weights(path, config, options.dtype, progress=progress, shard=shard)
+        weights = load_weights(place, config, options.dtype, progress=progress, shard=shard)
         decoder = SamplingDecoder(config, options, weights, backend=engine)
-        engine.attach(decoder.body, os.fspath(path))
-        decoder.folder = Path(path)
+        engine.attach(decoder.body, os.fspath(place))
+        decoder.folder = place
         return decoder

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, cast, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -23,6 +22,8 @@ from paceline.core.protocols import Drafter, Shortens
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.locate import checkpoint_path
 from paceline.draft.fallback import FallbackDrafter
 from paceline.draft.function import FunctionDrafter
 from paceline.draft.model import ModelDrafter
@@ -39,7 +40,7 @@ LoadModel = Callable[..., CompiledDecoder]
 
 
 class AutoDrafter:
-    """Finds out from a folder's config.json what drafts: a model, Medusa heads or an EAGLE head."""
+    """Finds out from a checkpoint's configuration what drafts: a model, Medusa heads or an EAGLE head."""
 
     @staticmethod
     def from_pretrained(
@@ -54,7 +55,8 @@ class AutoDrafter:
     ) -> Drafter:
         """Load a drafter for ``target``.
 
-        path     folder of a decoder, Medusa heads or an EAGLE head
+        path     folder of a decoder, Medusa heads or an EAGLE head; of a decoder also a GGUF file, or the name of a
+                 model that was fetched
         k        drafted tokens per round; default: 4, or what the tree of the heads says
         options  of the row: those of `AutoDecoder.from_pretrained` for a model (default: the target's), ``draft_tree``
                  for heads, and ``aux_layers`` for an EAGLE-3 head: the target's residual streams that it reads
@@ -167,12 +169,14 @@ def _hints(row: DrafterRow | RuleRow) -> dict[str, Any]:
 
 
 def recognise(path: str) -> str:
-    """The row of the registry that a folder is for: ``model``, ``medusa`` or ``eagle``, by its config.json.
+    """The row of the registry that a checkpoint is for: ``model``, ``medusa`` or ``eagle``, by its config.json.
 
     Raises:
         CheckpointError: there is no such folder, or no config.json in it.
     """
-    folder = Path(path)
+    folder = checkpoint_path(path)
+    if is_gguf(folder):
+        return "model"
     if not folder.is_dir():
         names = ", ".join(row.name for row in DRAFTERS.values() if row.given_as == "name")
         raise CheckpointError(f"draft {path!r} is neither a folder nor a drafter's name; the names are {names}")

@@ -11,8 +11,11 @@ from pathlib import Path
 from paceline.core.detokenizer import Tokenizer, plain_text
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError
 from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.locate import checkpoint_path
 from paceline.draft.retokenizing import TokenizerPair
 from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
+from paceline.text.gguf_tokenizer import gguf_vocabulary
 from paceline.text.tokenizer import load_tokenizer
 
 LEAST_SHARED = 0.05
@@ -123,7 +126,10 @@ def check_same_tokenizer(folders: tuple[Path | None, Path | None], sizes: tuple[
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Token -> id of a tokenizer.json, added tokens included."""
+    """Token -> id of a tokenizer.json, added tokens included, or of a GGUF file."""
+    folder = checkpoint_path(folder)
+    if is_gguf(folder):
+        return gguf_vocabulary(folder)
     path = folder / "tokenizer.json"
     if not path.is_file():
         return None

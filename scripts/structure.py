@@ -43,7 +43,9 @@ SUBFOLDERS: dict[str, frozenset[str]] = {
     "placement/lookahead": frozenset({"core", "placement.lookahead"}),
     "orchestrator/engine": frozenset({"core", "engine", "text", "outputs"}),
     "orchestrator/engine/warmup.py": frozenset({"core", "decoder", "target", "engine", "outputs"}),
-    "orchestrator/text": frozenset({"core", "text", "outputs", "engine.request"}),
+    "orchestrator/text": frozenset(
+        {"core", "decoder.gguf", "decoder.json_fields", "decoder.weights", "text", "outputs", "engine.request"}
+    ),
 }
 # Parts of the package that nobody else imports.
 NOT_IMPORTED = {"cli": "orchestrator/cli/"}

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.core.errors import CheckpointError, ConfigurationError
+from paceline.core.errors import ConfigurationError
+from paceline.training.transformers_model import transformers_model
 
 _FORWARD = 8  # texts in one forward
 
@@ -59,13 +60,8 @@ class FrozenTarget:
     """
 
     def __init__(self, folder: Path, layers: tuple[int, ...] = ()) -> None:
-        from transformers import AutoModelForCausalLM
-
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder} is not a checkpoint that transformers can load ({error})") from error
-        model.eval().requires_grad_(False)
+        model = transformers_model(folder, torch.float32)
+        model.requires_grad_(False)
         self._model: Any = model
         self.layers = layers
         self.output = nn.Parameter(model.get_output_embeddings().weight.detach(), requires_grad=False)

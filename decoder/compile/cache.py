@@ -25,7 +25,7 @@ from paceline.core.errors import ArtefactError
 from paceline.decoder.weights.atomic_write import atomic_write
 
 MANIFEST = "manifest.json"
-_CACHE_REMEDY = "make room, or set PACELINE_CACHE to a folder of yours for compiled graphs"
+_CACHE_REMEDY = "make room, or set PACELINE_CACHE to a folder of yours"
 Facts = Mapping[str, object]
 
 _SOURCES = frozenset({".py", ".cpp", ".h"})
@@ -40,13 +40,15 @@ def key(facts: Facts) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
 
 
-def ensure(root: Path, facts: Facts, build: Callable[[Path], None]) -> Path:
+def ensure(root: Path, facts: Facts, build: Callable[[Path], None], *, prefix: str = "") -> Path:
     """The folder of the artefact with these facts, built by ``build(folder)`` if it is not there yet.
+
+    ``prefix``: of the folder's name, for people who look for it.
 
     Raises:
         StorageError: it is not there and cannot be written.
     """
-    folder = root / key(facts)
+    folder = root / f"{prefix}{key(facts)}"
     if (folder / MANIFEST).is_file():
         return folder
     with atomic_write(root, _CACHE_REMEDY):
@@ -65,9 +67,9 @@ def ensure(root: Path, facts: Facts, build: Callable[[Path], None]) -> Path:
     return folder
 
 
-def find(root: Path, facts: Facts) -> Path | None:
-    """The folder of the artefact with these facts, if it is there."""
-    folder = root / key(facts)
+def find(root: Path, facts: Facts, *, prefix: str = "") -> Path | None:
+    """The folder of the artefact with these facts, if it is there; ``prefix`` as in `ensure`."""
+    folder = root / f"{prefix}{key(facts)}"
     return folder if (folder / MANIFEST).is_file() else None
 
 

@@ -1,10 +1,11 @@
-"""What a decoder must know about a model: its sizes, its options and its special ids, read from a checkpoint folder.
+"""What a decoder must know about a model: its sizes, its options and its special ids, read from a checkpoint.
 
 Reads ``config.json`` and ``generation_config.json`` as plain JSON, in the layout of transformers 4 (``rope_theta``,
-``rope_scaling``) or 5 (``rope_parameters``). What its keys mean is said by the model's family; `standard` reads those
-that most families have. Runs no code from the folder, does not import transformers, and looks neither at the weights
-(`paceline.decoder.weights.checkpoint`) nor at the tokenizer. Keys that say nothing about the computation are ignored;
-those that would change it in a way that is not implemented are refused by name.
+``rope_scaling``) or 5 (``rope_parameters``); of a GGUF file, its metadata in the words of config.json. What its keys
+mean is said by the model's family; `standard` reads those that most families have. Runs no code from the folder, does
+not import transformers, and looks neither at the weights (`paceline.decoder.weights.checkpoint`) nor at the tokenizer.
+Keys that say nothing about the computation are ignored; those that would change it in a way that is not implemented are
+refused by name.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from paceline.core.errors import CheckpointError, UnknownArchitectureError
+from paceline.decoder.gguf.checkpoint import read_config
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models import registry
 from paceline.decoder.models.rope import ROPE_TYPES, RopeConfig
+from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.known_models import KNOWN_MODELS
+from paceline.decoder.weights.locate import checkpoint_path
 
 _ROPE_KEYS = frozenset(
     {
@@ -68,13 +73,14 @@ class ModelConfig:
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str]) -> ModelConfig:
-        """The configuration of the Hugging Face checkpoint in the folder ``path``."""
-        if not isinstance(path, (str, os.PathLike)):
-            raise CheckpointError(f"{path!r} is no path; give the local folder of a Hugging Face checkpoint.")
-        folder = Path(path)
+        """The configuration of a checkpoint: a Hugging Face folder, a GGUF file, or a known model by its name."""
+        folder = checkpoint_path(path)
+        if is_gguf(folder):
+            return cls.from_fields(Fields(read_config(folder), str(folder)))
         if not folder.is_dir():
             raise CheckpointError(
-                f"{folder} is not a folder; give the local folder of a Hugging Face checkpoint (with config.json)."
+                f"{folder} is not a folder; give the local folder of a Hugging Face checkpoint (with config.json), a "
+                f"GGUF file, or a known model's name ({', '.join(KNOWN_MODELS)})."
             )
         config = Fields(read_json_object(folder / "config.json"), str(folder / "config.json"))
         generation_file = folder / "generation_config.json"

@@ -29,8 +29,10 @@ from paceline.decoder.weights.files import (
     WeightFile,
     check_stored,
     find_weight_files,
+    is_gguf,
     open_weight_file,
 )
+from paceline.decoder.weights.locate import checkpoint_path
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -51,7 +53,7 @@ def load_weights(
     progress: Callable[[int, int], None] | None = None,
     shard: Shard | None = None,
 ) -> dict[str, Tensor]:
-    """All tensors that the model's family asks for, from the folder ``path``, contiguous, on the CPU.
+    """All tensors that the model's family asks for, from the folder or GGUF file ``path``, contiguous, on the CPU.
 
     Of a ``shard``, its rank's parts alone are read; names and shapes of all tensors are checked nevertheless.
 
@@ -62,10 +64,11 @@ def load_weights(
         raise ConfigurationError(f"weights cannot be loaded as {dtype}; choose one of {', '.join(map(str, _DTYPES))}.")
     family = registry.family(config.model_type)
     expected = family.tensors(config)
-    places = _survey(Path(path))
+    place = checkpoint_path(path)
+    places = _survey(place)
     originals = {copy: name for name, spec in expected.items() for copy in spec.copies if copy in places}
     relevant = [name for name in places if family.ignored is None or not family.ignored.fullmatch(name)]
-    _check_names(Path(path), relevant, expected, copies=set(originals))
+    _check_names(place, relevant, expected, copies=set(originals))
     # Copies, which some checkpoints keep of tied tensors, are read, compared and dropped.
     specs = expected | {copy: expected[name] for copy, name in originals.items()}
     _check_infos(places, specs)
@@ -87,12 +90,12 @@ def load_weights(
     return {name: loaded[name] for name in expected}
 
 
-def _survey(folder: Path) -> dict[str, _Place]:
+def _survey(path: Path) -> dict[str, _Place]:
     """Every tensor in the folder's files. The files are believed, not their index, which only names them."""
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder; give the local folder of a Hugging Face checkpoint.")
+    if not path.is_dir() and not is_gguf(path):
+        raise CheckpointError(f"{path} is not a folder; give the local folder of a Hugging Face checkpoint.")
     places: dict[str, _Place] = {}
-    for file in find_weight_files(folder):
+    for file in [path] if is_gguf(path) else find_weight_files(path):
         with open_weight_file(file) as source:
             for name, info in source.infos().items():
                 if name in places:
@@ -108,15 +111,15 @@ def _check_names(folder: Path, found: list[str], expected: dict[str, TensorSpec]
     missing = [name for name in expected if name not in found]
     if missing:
         raise MissingWeightsError(
-            f"{folder} lacks {_some(missing)}; download the checkpoint in full, and check that config.json "
-            "belongs to these weights (num_hidden_layers, tie_word_embeddings and the *_bias options decide "
-            "what is needed)."
+            f"{folder} lacks {_some(missing)}; download the checkpoint in full, and check that "
+            f"{_configuration(folder)} belongs to these weights (num_hidden_layers, tie_word_embeddings and the *_bias "
+            "options decide what is needed)."
         )
     surplus = [name for name in found if name not in expected and name not in copies]
     if surplus:
         raise CheckpointError(
-            f"{folder} holds tensors that a decoder with this config.json does not use: {_some(surplus)}; "
-            "check that config.json belongs to these weights and that they are of a causal language model."
+            f"{folder} holds tensors that a decoder with this configuration does not use: {_some(surplus)}; check that "
+            f"{_configuration(folder)} belongs to these weights and that they are of a causal language model."
         )
 
 
@@ -125,8 +128,8 @@ def _check_infos(places: dict[str, _Place], specs: dict[str, TensorSpec]) -> Non
         place = places[name]
         if place.info.shape != spec.shape:
             raise WeightShapeError(
-                f"{place.file}: {name} has shape {list(place.info.shape)}, but config.json asks for "
-                f"{list(spec.shape)}; use the config.json that belongs to these weights."
+                f"{place.file}: {name} has shape {list(place.info.shape)}, but {_configuration(place.file)} asks for "
+                f"{list(spec.shape)}; use the one that belongs to these weights."
             )
         check_stored(name, place.info.dtype, where=place.file)
 
@@ -170,6 +173,11 @@ def _check_tied(file: Path, copy: str, original: str, *, equal: bool) -> None:
             f"{file}: {copy} differs from {original}, although config.json says tie_word_embeddings; "
             "set it to false to use both, or download the checkpoint again."
         )
+
+
+def _configuration(path: Path) -> str:
+    """Where the configuration stands."""
+    return "the file's metadata" if is_gguf(path) else "config.json"
 
 
 def _some(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The files a checkpoint's weights are in: which ones there are, and one of them opened, in either format.
+"""The files a checkpoint's weights are in: which ones there are, and one of them opened, in any format.
 
 Gives names, shapes and tensors as they lie in a file, and writes such files. It does not know what a model needs; that
 comparison is ``decoder/weights.py``. A pickle (``.bin``) is read by torch's restricted unpickler only, which builds
@@ -39,6 +39,11 @@ class TensorInfo:
     dtype: str
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is named as a GGUF file, be it there or not."""
+    return path.suffix.lower() == ".gguf" and not path.is_dir()
+
+
 class WeightFile(Protocol):
     """An open file of weights. A tensor from ``read`` may lie in the file's memory: copy what is to stay."""
 
@@ -48,6 +53,11 @@ class WeightFile(Protocol):
 
     def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
         """Rows (dim 0) or columns (dim 1) of a ``span``, whose end is not included; no others are read."""
+
+
+def has_weight_files(folder: Path) -> bool:
+    """Whether a folder holds safetensors or pickles by the usual names."""
+    return any((folder / name).is_file() for name in _CANDIDATES)
 
 
 def find_weight_files(folder: Path) -> list[Path]:
@@ -69,6 +79,11 @@ def open_weight_file(path: Path) -> Iterator[WeightFile]:
         raise MissingWeightsError(
             f"{path} is a Git LFS pointer and not the weights themselves; run `git lfs pull` in its folder."
         )
+    if is_gguf(path):
+        from paceline.decoder.gguf.checkpoint import GgufFile  # it imports this module
+
+        yield GgufFile.open(path)
+        return
     if path.suffix != ".safetensors":
         yield _PickleFile(path, _unpickle(path, start))
         return

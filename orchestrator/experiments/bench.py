@@ -15,12 +15,13 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.generator import Sampler, SpeculativeGenerator
 from paceline.outputs import GenerationResult, Statistics
 from paceline.text.tokenizer import load_tokenizer, prompt_ids
+from paceline.training.transformers_model import transformers_model
 
 Run = Callable[[list[int]], "Outcome"]
 
@@ -158,10 +159,7 @@ def _hugging_face(target: str, draft: str, max_new_tokens: int) -> list[Mode]:
     """`generate` alone and with an assistant, in both number formats: which is faster depends on the machine."""
     modes = []
     for name, dtype in (("bf16", torch.bfloat16), ("f32", torch.float32)):
-        big, small = (
-            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True).eval()
-            for path in (target, draft)
-        )
+        big, small = (transformers_model(path, dtype) for path in (target, draft))
         for model in (big, small):
             if not model.generation_config.eos_token_id:  # an empty list of ids, which `generate` cannot take
                 model.generation_config.eos_token_id = None

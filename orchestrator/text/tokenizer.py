@@ -1,4 +1,4 @@
-"""Tokenizers from checkpoints' folders, and prompts as ids. Pieces of growing text: `paceline.core.detokenizer`."""
+"""Tokenizers from checkpoints, and prompts as ids. Pieces of growing text: `paceline.core.detokenizer`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ from typing import Any
 
 from paceline.core.detokenizer import IncrementalDetokenizer, Tokenizer
 from paceline.core.errors import CheckpointError, PromptError
+from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.locate import checkpoint_path
+from paceline.text.gguf_tokenizer import load_gguf_tokenizer
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer", "load_tokenizer", "prompt_ids"]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in a checkpoint's folder; code in the folder is never run, nothing is fetched.
+    """The tokenizer of a checkpoint: a folder, a GGUF file, or a fetched model. No code in it is run.
 
     Raises:
         CheckpointError: there is none that can be read.
     """
+    folder = checkpoint_path(folder)
+    if is_gguf(folder):
+        return load_gguf_tokenizer(folder)
     from transformers import AutoTokenizer  # slow to import; most workers never see a text
 
     try:

@@ -14,6 +14,7 @@ from paceline.config import SpeculativeConfig
 from paceline.core.errors import CheckpointError, ConfigurationError, PlanError
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import why_not_divisible
+from paceline.decoder.weights.files import is_gguf
 from paceline.placement.planning.footprint import NUMBER_BYTES, Footprint, Shape, cache_bytes, footprint
 
 KEYS = ("draft", "k", "acceptor", "exact", "fused", "confidence_threshold", "vocabulary")
@@ -60,7 +61,8 @@ class InProcessDraft:
 
 
 def read_speculative(keys: Mapping[str, object], where: str, resolve: Callable[[str], Path]) -> SpeculativeConfig:
-    """The keys of a target that say who drafts in its process. ``resolve``: from a path as written to a folder.
+    """The keys of a target that say who drafts in its process. ``resolve``: from a path as written to a
+    folder or a GGUF file.
 
     Raises:
         PlanError: a value is wrong, or names a folder that is not there.
@@ -72,7 +74,7 @@ def read_speculative(keys: Mapping[str, object], where: str, resolve: Callable[[
     specs = []
     for spec in config.draft:
         folder = None if spec.path is None else resolve(spec.path)
-        if folder is not None and not folder.is_dir():
+        if folder is not None and not folder.is_dir() and not is_gguf(folder):
             raise PlanError(
                 f"{where}: draft {spec.path!r} is neither a drafter's name nor a folder; correct it, or give "
                 "{path: DIR}"

@@ -7,7 +7,8 @@
 Keys of a model:
 
     name          letters, digits, "-", "_" and "."
-    path          checkpoint folder; or ``config``: a config.json (or its folder) to plan without weights
+    path          checkpoint folder, GGUF file, or name of a fetched model; or ``config``: a config.json (or its folder)
+                  to plan without weights
     tp_degree     a number, or "auto" (default): the smallest legal degree whose share fits on a core
     n_positions   longest sequence; default: what the model was trained on (more can be planned, but not loaded)
     batch_size    slots, default 1
@@ -45,6 +46,9 @@ from paceline.core.errors import PlanError
 from paceline.decoder.backends.base import BACKENDS
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import GQA
+from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.known_models import KNOWN_MODELS
+from paceline.decoder.weights.locate import checkpoint_path
 from paceline.placement.planning.footprint import Shape
 from paceline.placement.planning.in_process_draft import (
     KEYS,
@@ -235,15 +239,23 @@ def _configuration(entry: ModelEntry, folder: Path, where: str) -> tuple[ModelCo
         return ModelConfig.from_pretrained(home), home
     if entry.config is not None and entry.path is None:
         file = _resolve(folder, entry.config, where)
-        return (ModelConfig.from_pretrained(file) if file.is_dir() else ModelConfig.from_file(file)), None
+        whole = file.is_dir() or is_gguf(file)
+        return (ModelConfig.from_pretrained(file) if whole else ModelConfig.from_file(file)), None
     raise PlanError(f"{where}: give `path` (a checkpoint folder) or `config` (a config.json), one of them")
 
 
 def _resolve(folder: Path, path: str, where: str) -> Path:
-    """Beside the models file, else in the current folder; absolute, since workers run in other folders."""
+    """Beside the models file, else in the current folder, else a model that was fetched.
+
+    Absolute, since workers run in other folders.
+    """
     try:
         beside, here = (folder / path).resolve(), Path(path).resolve()
-        return here if here.exists() and not beside.exists() else beside
+        if beside.exists():
+            return beside
+        if path in KNOWN_MODELS:
+            return checkpoint_path(path).resolve()
+        return here if here.exists() else beside
     except (OSError, ValueError) as error:
         raise PlanError(f"{where}: {path[:80]!r} cannot be looked for ({error}); give the path of a folder") from error
 
