@@ -2,10 +2,8 @@
 
 import errno
 import os
-import resource
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,19 +16,9 @@ from paceline.decoder.compile import cache
 from paceline.decoder.weights.atomic_write import atomic_write, save_pickle, save_tensors
 from paceline.decoder.weights.files import write_weight_file
 from paceline.training.state import RunState
+from tests.full_disk import full_disk
 
 LARGE = {"weight": torch.zeros(50_000)}
-
-
-@contextmanager
-def full_disk(room: int = 20_000) -> Iterator[None]:
-    """No file may grow beyond ``room`` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize(
