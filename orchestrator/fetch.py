@@ -105,9 +105,10 @@ def _refusal(row: KnownModel, said: str) -> FetchError | StorageError:
         return StorageError(
             f"there is no room to download {what} ({row.megabytes} MB); make room, or set PACELINE_CACHE"
         )
-    errors = [line for line in said.splitlines() if line.startswith("ERROR:")] or said.splitlines()[-1:]
+    lines = said.splitlines()
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:]
     return FetchError(
-        f"{what} cannot be downloaded: {' '.join(errors).removeprefix('ERROR: ') or 'pip did not say why'}. Is there a "
+        f"{what} cannot be downloaded: {'; '.join(errors) or 'pip did not say why'}. Is there a "
         "network, and does the index that pip is configured for (`pip config list`) have the package?"
     )
 
