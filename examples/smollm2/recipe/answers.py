@@ -13,10 +13,10 @@ import json
 from pathlib import Path
 from time import perf_counter
 
-from transformers import AutoTokenizer
-
 from paceline import AutoDecoder
 from paceline.decoder.models.config import ModelConfig
+from paceline.text.chat import chat_ids
+from paceline.text.tokenizer import load_tokenizer
 from paceline.training.token_files import append_tokens, write_tokens
 
 SLOTS, LONGEST_PROMPT, ROOM = 16, 320, 576
@@ -26,13 +26,13 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True)
+    parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--instructions", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--new", type=int, default=224, help="tokens of an answer, at most")
     parser.add_argument("--minutes", type=float, default=30.0, help="stop after so long")
     options = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    tokenizer = load_tokenizer(options.target)
     rows = [json.loads(line)["prompt"] for line in options.instructions.read_text().splitlines()]
     vocab_size = ModelConfig.from_pretrained(options.target).vocab_size
     progress = options.out.with_suffix(".done")  # instructions that were answered
@@ -45,8 +45,7 @@ def main() -> None:
     began, done, written = perf_counter(), int(progress.read_text()), 0
     while done < len(rows) and perf_counter() - began < 60 * options.minutes:
         chats = [[{"role": "user", "content": row}] for row in rows[done : done + SLOTS]]
-        prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
-        prompts = [prompt for prompt in prompts if len(prompt) <= LONGEST_PROMPT]
+        prompts = [ids for chat in chats if len(ids := chat_ids(tokenizer, chat)) <= LONGEST_PROMPT]
         heat = TEMPERATURES[done // SLOTS % len(TEMPERATURES)]
         sampling = {"do_sample": True, "temperature": heat} if heat else {}
         texts = target.sample(prompts, max_new_tokens=options.new, seed=done, **sampling)
