@@ -34,7 +34,10 @@ _LEAST_TOP_P = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Sampling of one request. ``temperature == 0`` is greedy decoding.
+    """Sampling of one request. ``temperature == 0`` is greedy decoding: of equal logits at the top the lowest id.
+
+    ``top_k == 1`` is not quite: equal logits at the border of top-k stand together, so of equal ones at the top any may
+    be drawn.
 
     Raises:
         SamplingError: a value is out of range.
@@ -54,7 +57,8 @@ class Sampling:
             raise SamplingError(f"top_p must be in (0, 1], not {self.top_p}; 1 switches it off", param="top_p")
         if self.top_p < _LEAST_TOP_P:
             raise SamplingError(
-                f"top_p={self.top_p} is below {_LEAST_TOP_P}, the least that float32 tells from 0; top_k=1 is greedy",
+                f"top_p={self.top_p} is below {_LEAST_TOP_P}, the least that float32 tells from 0; temperature 0 is "
+                "greedy",
                 param="top_p",
             )
         if not 0 <= self.min_p <= 1:

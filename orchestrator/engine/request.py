@@ -37,7 +37,8 @@ class SamplingParams:
     sequence_length         most tokens of a text, prompt included; the smaller of this and ``max_new_tokens`` holds
     max_new_tokens          most tokens behind the prompt; default: as many as the decoder has positions for
     do_sample               False (default): greedy, whatever the next four say
-    temperature, top_k, top_p, min_p   as in Hugging Face; None switches a filter off
+    temperature, top_k, top_p, min_p   as in Hugging Face; None switches a filter off. Equal logits at the border of
+                            top-k stand together, so that ``top_k=1`` draws among equal ones at the top: it is not greedy
     seed                    row 0 draws with it, row b with a hash of it and b; or one seed for every row
     eos_token_id            ids that end a text; default: the checkpoint's; [] for none
     pad_token_id            fills shorter rows of the result; default: the checkpoint's, else its first eos id, else 0

@@ -35,7 +35,7 @@ from paceline.core.types import SamplingKind
         ({"top_k": -1}, "top_k must be 0 (off) or a positive integer, not -1"),
         ({"top_p": 0.0}, "top_p must be in (0, 1], not 0.0"),
         ({"top_p": 1.01}, "top_p"),
-        ({"top_p": 9e-31}, "top_p=9e-31 is below 1e-30"),
+        ({"top_p": 9e-31}, "top_p=9e-31 is below 1e-30, the least that float32 tells from 0; temperature 0 is greedy"),
         ({"top_p": math.nan}, "top_p"),
         ({"min_p": -0.1}, "min_p must be in [0, 1], not -0.1"),
         ({"min_p": 1.1}, "min_p"),
@@ -65,6 +65,15 @@ def test_the_least_temperature_is_greedy_whatever_is_cut(sign: int) -> None:
     asked = sampling_tensors([Sampling(temperature=1e-20, top_k=5), Sampling(temperature=1e-20, top_p=0.9)])
     positions = torch.arange(6, dtype=torch.int32).view(2, 3)
     assert torch.equal(probs.sample_tokens(logits, positions, asked), logits.argmax(-1).to(torch.int32))
+
+
+def test_top_k_of_one_draws_among_equals_at_the_top_and_temperature_0_takes_the_lowest() -> None:
+    logits, seeds = torch.tensor([[[1.0, 3.0, 2.0, 3.0]]]).expand(64, -1, -1), range(64)
+    where = torch.zeros(64, 1, dtype=torch.int32)
+    drawn = sampling_tensors([Sampling(temperature=1.0, top_k=1, seed=seed) for seed in seeds])
+    assert set(probs.sample_tokens(logits, where, drawn).flatten().tolist()) == {1, 3}
+    greedy = sampling_tensors([Sampling(seed=seed) for seed in seeds])
+    assert set(probs.sample_tokens(logits, where, greedy).flatten().tolist()) == {1}
 
 
 def test_the_least_top_p_is_greedy() -> None:
