@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.protocols import Drafter, Processor
@@ -29,9 +30,12 @@ TARGET = table(V, seed=0, spread=1.2)
 DRAFT = near(TARGET, seed=1, spread=0.7)
 
 
-def model(slots: int = SLOTS, *, drawn: bool, confidence_threshold: float = 0.0) -> ModelDrafter:
-    decoder = TableDecoder(DRAFT, slots=slots, kv_buckets=(24,))
-    return ModelDrafter(decoder, K, vocabulary=VocabMap(V, V), drawn=drawn, confidence_threshold=confidence_threshold)
+def model(
+    slots: int = SLOTS, *, drawn: bool, confidence_threshold: float = 0.0, logits: Tensor = DRAFT
+) -> ModelDrafter:
+    decoder, size = TableDecoder(logits, slots=slots, kv_buckets=(24,)), len(logits)
+    vocabulary = VocabMap(size, size)
+    return ModelDrafter(decoder, K, vocabulary=vocabulary, drawn=drawn, confidence_threshold=confidence_threshold)
 
 
 class SlotText:
@@ -57,32 +61,35 @@ def three_tokens(
     slots: int = SLOTS,
     rounds_of: Rounds = one_depth,
     by_itself: bool = False,
+    logits: Tensor = TARGET,
+    prompt: Sequence[int] = PROMPT,
 ) -> tuple[np.ndarray, float]:
     """The first three tokens of every slot, and the mean number committed per round.
 
     ``by_itself``: how deep a slot may go next depends on how much it gained last, as a controller would have it.
+    ``logits``: the target's table [V, V, V].
     """
-    target = TableDecoder(TARGET, slots=slots, kv_buckets=(24,))
+    target = TableDecoder(logits, slots=slots, kv_buckets=(24,))
     bodies = [target.body] + ([source.decoder.body] if isinstance(source, ModelDrafter) else [])
     inner = getattr(source, "inner", source)
     for body in [*bodies, *([inner.decoder.body] if isinstance(inner, ModelDrafter) else [])]:
-        body.cache[:, : len(PROMPT) - 1] = torch.tensor(PROMPT[:-1])
+        body.cache[:, : len(prompt) - 1] = torch.tensor(prompt[:-1])
     if not isinstance(inner, ModelDrafter):
         for slot in range(slots):
-            inner.add_request(slot, PROMPT[:-1])
+            inner.add_request(slot, prompt[:-1])
     rounds = WatchedRound(rounds_of(source, target, rule), bodies)
-    rounds.truth.text[:, : len(PROMPT)] = torch.tensor(PROMPT)
-    rounds.truth.length[:] = len(PROMPT)
+    rounds.truth.text[:, : len(prompt)] = torch.tensor(prompt)
+    rounds.truth.length[:] = len(prompt)
     first = torch.full((slots, K + 1), PAD, dtype=torch.int32)
-    first[:, 0] = PROMPT[-1]
+    first[:, 0] = prompt[-1]
     ones = torch.ones(slots, dtype=torch.int32)
-    commit = Commit(first, ones, ones * (len(PROMPT) - 1))
+    commit = Commit(first, ones, ones * (len(prompt) - 1))
     keys = torch.tensor([seed_row(seed + (77 << 32)) for seed in range(slots)], dtype=torch.int32)
     sampling = SamplingTensors(torch.tensor([param_row(knobs)]).expand(slots, 4), keys)
     counts = []
-    while int(rounds.truth.length.min()) < len(PROMPT) + 3:
+    while int(rounds.truth.length.min()) < len(prompt) + 3:
         rows = int(rounds.truth.length.max())
         limit = (commit.count + 1).clamp(max=K) - 1 if by_itself else ones * source.draft_shape.num_draft_tokens
         commit = rounds(commit, sampling, RoundLimits(limit.to(torch.int32), rows)).commit
         counts.append(float(commit.count.double().mean()))
-    return rounds.truth.text[:, len(PROMPT) : len(PROMPT) + 3].numpy(), sum(counts) / len(counts)
+    return rounds.truth.text[:, len(prompt) : len(prompt) + 3].numpy(), sum(counts) / len(counts)
