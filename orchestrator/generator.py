@@ -15,6 +15,7 @@ from paceline.auto_drafter import make_drafter, make_rule
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import known_kinds
+from paceline.decoder.backends.base import sampling_refusal
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine import warmup
 from paceline.engine.engine import CallOptions
@@ -57,8 +58,10 @@ class SpeculativeGenerator:
         # Asked here once: looking for a protocol's methods takes as long as the rest of a call's set-up.
         self._reporter = self.drafter if isinstance(self.drafter, ReportsHealth) else None
         self.engine = build.engine(target, self.drafter, self.config, rule=self._rule)
-        self.limits = TargetLimits(target.config.vocab_size, target.n_positions, tuple(target.config.eos_token_ids))
         config = target.config
+        refusals = (refusal for one in self.decoders if (refusal := sampling_refusal(one.backend)) is not None)
+        eos_token_ids = tuple(config.eos_token_ids)
+        self.limits = TargetLimits(config.vocab_size, target.n_positions, eos_token_ids, next(refusals, None))
         self._pad_token_id = config.pad_token_id if config.pad_token_id is not None else (*config.eos_token_ids, 0)[0]
         self.statistics = Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
         if not self._rule.lossless:

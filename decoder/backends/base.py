@@ -144,6 +144,25 @@ class Backend(Protocol):
         """Take compiled graphs from a folder; ``facts`` are those of the decoder."""
 
 
+@runtime_checkable
+class ChecksNoise(Protocol):
+    """A backend on whose machines the noise has to be seen to be right before requests may sample.
+
+    Others compute integers as PyTorch does, and the test suite shows it.
+    """
+
+    def sampling_refusal(self) -> str | None:
+        """Why requests that sample are refused on this machine, with what to do; None if they are not."""
+
+    def record_noise_check(self, *, passed: bool) -> None:
+        """Keep the outcome of the check of the noise (`paceline selftest`) for later processes."""
+
+
+def sampling_refusal(backend: Backend) -> str | None:
+    """Why requests that sample are refused on a backend, with what to do; None if they are not."""
+    return backend.sampling_refusal() if isinstance(backend, ChecksNoise) else None
+
+
 class LocalBackend:
     """Defaults: one rank, whose graphs work on this process's own tensors, and nothing to save.
 

@@ -21,12 +21,12 @@ import torch
 
 from paceline.core.errors import PacelineError
 from paceline.decoder import environment
+from paceline.decoder.backends.neuron import noise_record
 from paceline.decoder.backends.neuron import sdk as neuron_sdk
 from paceline.decoder.native import build
 from paceline.placement.planning import detect
 
 Level = Literal["good", "note", "bad"]
-_DRIVER = Path("/sys/module/neuron/version")
 _SECONDS = 20
 
 
@@ -94,7 +94,7 @@ def _chips() -> Iterator[Line]:
     else:
         yield Line("Neuron chips", "good", f"{len(devices)} devices{f' on {family}' if family else ''}")
     try:
-        yield Line("driver", "good", _DRIVER.read_text(encoding="utf-8").strip())
+        yield Line("driver", "good", noise_record.DRIVER.read_text(encoding="utf-8").strip())
     except OSError as error:
         yield Line("driver", "bad", f"the kernel module neuron is not loaded ({error}); install aws-neuronx-dkms")
     yield from _cores()
@@ -140,3 +140,6 @@ def _sdk() -> Iterator[Line]:
         degrees = ", ".join(map(str, sdk.capability.degrees))
         text = f"SDK 2.{sdk.minor} for {sdk.chip.value}, logical cores of {sdk.logical}, the runtime takes tp {degrees}"
         yield Line("backend 'neuron'", "good", text)
+        refusal = noise_record.refusal(sdk)
+        level: Level = "good" if refusal is None else "note"
+        yield Line("sampling on 'neuron'", level, refusal or "the check of the noise has passed here")

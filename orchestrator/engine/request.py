@@ -38,7 +38,7 @@ class SamplingParams:
     max_new_tokens          most tokens behind the prompt; default: as many as the decoder has positions for
     do_sample               False (default): greedy, whatever the next four say
     temperature, top_k, top_p, min_p   as in Hugging Face; None switches a filter off. Equal logits at the border of
-                            top-k stand together, so that ``top_k=1`` draws among equal ones at the top: it is not greedy
+                            top-k stand together, so ``top_k=1`` draws among equal ones at the top: it is not greedy
     seed                    row 0 draws with it, row b with a hash of it and b; or one seed for every row
     eos_token_id            ids that end a text; default: the checkpoint's; [] for none
     pad_token_id            fills shorter rows of the result; default: the checkpoint's, else its first eos id, else 0
@@ -167,11 +167,15 @@ _KINDS: dict[str, validation.Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class TargetLimits:
-    """What a target can take: size of its vocabulary, longest text, and the ids that end one by default."""
+    """What a target can take: size of its vocabulary, longest text, and the ids that end one by default.
+
+    ``sampling_refusal``: why it takes greedy requests alone, with what to do; None = it takes all.
+    """
 
     vocab_size: int
     n_positions: int
     eos_token_ids: tuple[int, ...]
+    sampling_refusal: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +242,8 @@ class Request:
             length = params.max_length(len(prompt), limits.n_positions)
             stopping = Stopping(length, end_ids, stop_strings, params.tokenizer, criteria)
             sampling, speculation = params.sampling_of(index), params.use_speculation
+            if limits.sampling_refusal is not None and sampling.temperature > 0:
+                raise SamplingError(limits.sampling_refusal, param="temperature")
             if not isinstance(speculation, bool):
                 speculation = speculation[index]
             requests.append(cls(index, prompt, sampling, stopping, speculation, processor, params.output_scores))

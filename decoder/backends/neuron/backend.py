@@ -23,6 +23,7 @@ from paceline.core import reduce
 from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, Step
+from paceline.decoder.backends.neuron import noise_record
 from paceline.decoder.backends.neuron import ranks as neuron_ranks
 from paceline.decoder.backends.neuron import sdk as neuron_sdk
 from paceline.decoder.backends.neuron.layout import NEFF, Compiler, Entry
@@ -92,6 +93,14 @@ class NeuronBackend:
         assert isinstance(body, ModelWithCache)
         if self.group.degree > 1:
             self._chip.names.divide(body, neuron_ranks.others(body, path))
+
+    def sampling_refusal(self) -> str | None:
+        """See `paceline.decoder.backends.base.ChecksNoise`."""
+        return noise_record.refusal(self._chip.sdk)
+
+    def record_noise_check(self, *, passed: bool) -> None:
+        """See `paceline.decoder.backends.base.ChecksNoise`."""
+        noise_record.write(self._chip.sdk, outcome=passed)
 
     def close(self) -> None:
         """Cores are this process's until it ends."""
