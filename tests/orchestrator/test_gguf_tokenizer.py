@@ -109,6 +109,7 @@ PIECES += [
     (f"{SPACE}he", -3.0, 1),
     ("llo", -4.0, 1),
     (f"{SPACE}hello", -5.0, 1),
+    ("el", -9.0, 1),  # loses against the others, by its score
 ]
 PIECES += [(SPACE, -6.0, 1), *((letter, -7.0, 1) for letter in "helo,.w")]
 
