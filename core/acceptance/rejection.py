@@ -13,7 +13,8 @@ import torch
 
 from paceline.core import noise, reduce
 from paceline.core.acceptance.base import Needs, TargetView
-from paceline.core.types import PAD, Accepted, Proposal, SamplingTensors
+from paceline.core.sampling import TOP_K_LIMIT
+from paceline.core.types import PAD, Accepted, Proposal, SamplingKind, SamplingTensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +57,21 @@ class Reject:
         weights = torch.where(residual.sum(-1, keepdim=True) > 0, residual, at)
         where = torch.where(here, view.positions, 0).sum(-1, keepdim=True, dtype=torch.int32)
         scores = torch.where(weights > 0, weights.clamp(min=1e-38).log(), reduce.NEGATIVE)
-        hot = (sampling.params[:, :1] > 0).to(torch.float32)
-        unfiltered = torch.cat((hot, torch.zeros_like(hot), torch.ones_like(hot), torch.zeros_like(hot)), 1)
-        drawn_from = SamplingTensors(unfiltered, sampling.seeds, "full")
+        drawn_from = _unfiltered(sampling)
         token = view.sample_tokens(scores.unsqueeze(1), where, drawn_from, stream=noise.RESIDUAL).squeeze(1)
         rows = torch.arange(1, nodes + 1, dtype=torch.int32, device=target.device).expand(slots, nodes)
         return Accepted(torch.where(standing, rows, PAD), count, token)
+
+
+def _unfiltered(sampling: SamplingTensors) -> SamplingTensors:
+    """How a residual is drawn: at temperature 1 where the row samples, and without the filters, which made p already.
+
+    A residual has no id that p lacks. So where every row has a top-k of 256 at most, the 256 largest are all there is,
+    and a graph that looks at those alone costs a fraction of one over the vocabulary.
+    """
+    hot = (sampling.params[:, :1] > 0).to(torch.float32)
+    none, off = torch.zeros_like(hot), torch.ones_like(hot)
+    if sampling.kind == "top-k":
+        return SamplingTensors(torch.cat((hot, off * TOP_K_LIMIT, off, none), 1), sampling.seeds, "top-k")
+    kind: SamplingKind = "greedy" if sampling.kind == "greedy" else "full"
+    return SamplingTensors(torch.cat((hot, none, off, none), 1), sampling.seeds, kind)
