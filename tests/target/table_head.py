@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.core.types import DraftKey, SamplingKind
+from paceline.core.types import DraftKey, SamplingKind, SamplingTensors
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.options import DecoderOptions
@@ -54,6 +54,11 @@ class TableHead(DraftHead):
 
     def scores(self, hidden: Tensor) -> Tensor:
         return self.get_buffer("table")[hidden.squeeze(-1).long()]
+
+    def rank_tokens(
+        self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int
+    ) -> tuple[Tensor, Tensor]:
+        return self.kernels.rank_tokens(self.scores(hidden), positions, sampling, count=count)
 
 
 class TableTreeDrafter(HeadDrafter):
