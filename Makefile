@@ -16,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .PHONY: help setup demo test test-xla check bench measure charts picture docs clean
 
 help:
-	@echo "make setup | demo [MODE=...] | test | test-xla | check | bench | measure | charts | picture | docs | clean"
+	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-xla | check | bench | measure | charts | picture | docs | clean"
 
 setup: $(VENV)/.stamp
 
@@ -27,7 +27,7 @@ $(VENV)/.stamp: pyproject.toml
 	@touch $@
 
 demo: setup
-	$(BIN)/python examples/demo.py $(if $(MODE),--mode $(MODE))
+	$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(MODE),--mode $(MODE))
 
 # Two processes share the test files among them.
 WORKERS ?= 2

@@ -16,7 +16,8 @@
     |   |-- ArtefactError        saved graphs do not fit this decoder or this machine
     |   `-- RankError            a process of a model divided over ranks failed or is gone
     |-- DecoderBusyError         two generations want one KV cache at the same time
-    |-- FetchError               a known model cannot be fetched: no network, no pip, another file than expected
+    |-- FetchError               a known model cannot be fetched: no pip, another file than expected
+    |     |-- DownloadError      the package index gave nothing
     |-- StorageError             a file cannot be written: the disk is full, or read-only, or not the user's
     `-- PlacementError           models cannot be put on cores, or cannot be kept running there
         |-- PlanError            no plan exists (also a ConfigurationError)
@@ -99,6 +100,10 @@ class DecoderBusyError(PacelineError):
 
 class FetchError(PacelineError):
     """A known model cannot be fetched: no network, no pip, or another file than expected."""
+
+
+class DownloadError(FetchError):
+    """The package index could not be reached, or does not have the package."""
 
 
 class StorageError(PacelineError):

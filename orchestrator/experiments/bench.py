@@ -48,9 +48,25 @@ class Mode:
         times = [statistics.median(outcome.seconds for outcome in repeats) for repeats in self.seen]
         return sum(len(repeats[0].tokens) for repeats in self.seen) / sum(times)
 
+    def decode_tokens_per_second(self) -> float | None:
+        """The same without the time that prompts took; None where that is not known."""
+        if not all(outcome.statistics for repeats in self.seen for outcome in repeats):
+            return None
+        times = [
+            statistics.median(o.seconds - o.statistics.prefill_seconds for o in repeats if o.statistics)
+            for repeats in self.seen
+        ]
+        return sum(len(repeats[0].tokens) for repeats in self.seen) / sum(times)
+
+    def part(self, rows: Sequence[int]) -> Mode:
+        """The same, of some of the prompts."""
+        return Mode(self.name, self.run, [self.seen[row] for row in rows])
+
     def summary(self) -> dict[str, object]:
         """Plain values for JSON. A round's time is that of drafting and verifying, without the loop around it."""
         figures: dict[str, object] = {"tokens_per_second": round(self.tokens_per_second(), 2)}
+        if (decoding := self.decode_tokens_per_second()) is not None:
+            figures["decode_tokens_per_second"] = round(decoding, 2)
         counted = [[s for outcome in repeats if (s := outcome.statistics)] for repeats in self.seen]
         firsts = [repeats[0] for repeats in counted if repeats]
         rounds = sum(s.num_rounds for s in firsts)
@@ -70,10 +86,13 @@ class Mode:
     def beside(self, other: Mode) -> dict[str, object]:
         """How this mode compares with another one on the same prompts."""
         pairs = zip(self.seen, other.seen, strict=True)
-        return {
-            "over_" + other.name: round(self.tokens_per_second() / other.tokens_per_second(), 3),
-            "texts_unlike_" + other.name: sum(a[0].tokens != b[0].tokens for a, b in pairs),
+        figures: dict[str, object] = {
+            "over_" + other.name: round(self.tokens_per_second() / other.tokens_per_second(), 3)
         }
+        ours, theirs = self.decode_tokens_per_second(), other.decode_tokens_per_second()
+        if ours and theirs:
+            figures["decode_over_" + other.name] = round(ours / theirs, 3)
+        return {**figures, "texts_unlike_" + other.name: sum(a[0].tokens != b[0].tokens for a, b in pairs)}
 
 
 def bench_pair(

