@@ -32,6 +32,8 @@ RULES = "plain;pair_2;pair_2_reject;pair_4;pair_4_reject;pair_8;pair_8_reject"
 COMMANDS = {
     "modes": "benchmarks/modes.py --repeats 2",
     "modes-t1": "benchmarks/modes.py --repeats 2 --temperature 1",
+    "chat": "benchmarks/modes.py --model smollm2 --prompts 2 --repeats 2 --beside transformers llama.cpp",
+    "chat-t07": "benchmarks/modes.py --model smollm2 --prompts 2 --repeats 2 --temperature 0.7",
     "rules": f"benchmarks/modes.py --repeats 2 --temperature 0.7 --modes {RULES}",
     "rules-t1": f"benchmarks/modes.py --repeats 2 --temperature 1 --modes {RULES}",
     "sampling": "benchmarks/sampling.py",

@@ -22,6 +22,8 @@ GAIN, LOSS, PLAIN, SAMPLED = "#3f8fd2", "#c9822c", "#8b949e", "#7cc0a5"
 def family(mode: str) -> str:
     """What a mode is one setting of; the chart shows the fastest setting of each."""
     kind, _, how = mode.partition(" ")
+    if "+" in mode:
+        return "list"
     large_tree = "dynamic" in how or (kind == "medusa" and int(how.removeprefix("tree-")) > 4)
     return f"{kind}, large tree" if large_tree else kind
 
@@ -50,6 +52,23 @@ def speed(axes: Any, reports: Reports) -> None:
     axes.set_xlabel("speed-up over plain decoding (thin bars: temperature 1)")
 
 
+def chat(axes: Any, reports: Reports) -> None:
+    """Bars: tokens per second of the chat model, ours and others'."""
+    speeds = {name: figures["tokens_per_second"] for name, figures in reports["chat"]["modes"].items()}
+    fastest: dict[str, str] = {}
+    for name, value in speeds.items():
+        best = fastest.setdefault(family(name), name)
+        fastest[family(name)] = name if value > speeds[best] else best
+    names = sorted(fastest.values(), key=speeds.__getitem__)
+    for place, name in enumerate(names):
+        theirs = name.startswith(("transformers", "llama.cpp"))
+        axes.barh(place, speeds[name], color=PLAIN if theirs or name == "plain" else GAIN)
+        axes.text(speeds[name] + 1, place, f"{speeds[name]:.0f}", va="center", color=INK, fontsize=9)
+    axes.set_yticks(range(len(names)), [label(name) for name in names])
+    axes.set_xlim(0, 1.12 * max(speeds.values()))
+    axes.set_xlabel("tokens per second, prompt included, greedy, SmolLM2-135M-Instruct")
+
+
 def targets(axes: Any, reports: Reports) -> None:
     """Lines: speed-up by k for targets of three sizes."""
     for name, title, color in (
@@ -74,6 +93,7 @@ def targets(axes: Any, reports: Reports) -> None:
 # File: what draws it, the measurements it shows (the first is needed), and its size in inches.
 CHARTS = {
     "speed.svg": (speed, ("modes", "modes-t1"), (7.2, 3.6)),
+    "chat.svg": (chat, ("chat",), (7.2, 3.2)),
     "targets.svg": (targets, ("pair", "30m", "110m"), (7.2, 3.2)),
 }
 

@@ -33,6 +33,8 @@ def label(mode: str) -> str:
     """What a mode of benchmarks/modes.py is called: 'fused 2' -> 'draft model, k = 2'."""
     kind, _, how = mode.partition(" ")
     shape, _, size = how.partition(":")
+    if "+" in mode:
+        return " + ".join(label(part.strip()) for part in mode.split("+"))
     names = {
         "plain": "plain decoding",
         "ngram": f"n-gram, k = {how}",
@@ -89,6 +91,48 @@ def modes(reports: Reports) -> str:
         "accepted, by position",
     ]
     return table(head, rows)
+
+
+def chat(reports: Reports) -> str:
+    """The chat model: every side, greedy, and our modes at temperature 0.7."""
+    greedy, sampled = (reports.get(name, {}).get("modes", {}) for name in ("chat", "chat-t07"))
+    faster = bold_best([figures.get("decode_over_plain") for figures in greedy.values()])
+    rows = [
+        (
+            label(name),
+            number(figures["tokens_per_second"], 0),
+            number(figures.get("over_plain")),
+            faster[place],
+            number(sampled.get(name, {}).get("decode_over_plain")),
+            number(figures.get("tau")),
+            number(figures.get("ms_per_round"), 1),
+            " ".join(f"{share:.2f}".lstrip("0") for share in figures.get("acceptance_by_position", ())),
+        )
+        for place, (name, figures) in enumerate(greedy.items())
+    ]
+    head = [
+        "mode",
+        "tokens/s with the prompt",
+        "speed-up",
+        "without the prompt",
+        "the same at temperature 0.7",
+        "acceptance length",
+        "ms a round",
+        "accepted, by position",
+    ]
+    return table(head, rows)
+
+
+def categories(reports: Reports) -> str:
+    """The chat model by category of prompts: speed-up without the prompt, and acceptance length."""
+    measured = reports["chat"]["categories"]
+    modes = [name for name in next(iter(measured.values())) if name != "plain"]
+    rows = []
+    for category, found in measured.items():
+        faster = bold_best([found[mode].get("decode_over_plain") for mode in modes])
+        cells = [f"{ratio} ({number(found[mode].get('tau'))})" for mode, ratio in zip(modes, faster, strict=True)]
+        rows.append((category, number(found["plain"]["decode_tokens_per_second"], 0), *cells))
+    return table(["category", "plain, tokens/s", *map(label, modes)], rows)
 
 
 def rules(reports: Reports) -> str:
@@ -246,6 +290,8 @@ def equality(reports: Reports) -> str:
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Reports], str]]] = {
     "facts": ((), facts),
     "modes": (("modes",), modes),
+    "chat": (("chat", "chat-t07"), chat),
+    "categories": (("chat",), categories),
     "rules": (("rules", "rules-t1"), rules),
     "sampling": (("sampling",), sampling),
     "targets": (("pair", "30m", "110m"), targets),

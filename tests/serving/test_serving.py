@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,11 +26,10 @@ from paceline.core.errors import ConfigurationError, WorkerError
 from paceline.placement import INSTANCES, plan
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.model_specs import models_of
-from paceline.placement.remote.drafter import DraftTimeouts
 from paceline.serving import launch as serving_run
-from paceline.serving.app import application, build, deploy_config
+from paceline.serving.app import build, deploy_config
 from tests.decoder.tiny import VOCABULARY, save_pair
-from tests.simulation import check_nothing_left
+from tests.serving.served import served
 
 pytestmark = pytest.mark.ray
 PROMPT = "def f(a, b):"
@@ -69,25 +67,8 @@ def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
         {"name": "small", "path": str(home / "draft"), **shape},
     ]
     planned = plan(models_of(entries, folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
-    with socket.socket() as link:
-        link.bind(("127.0.0.1", 0))
-        port = link.getsockname()[1]
-    fault_policy = FaultPolicy(
-        startup_timeout_s=90,
-        stall_timeout_s=30,
-        placement_timeout_s=20,
-        draft_timeouts=DraftTimeouts(reply_timeout_s=2),
-    )
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    try:
-        serve.run(application(planned, fault_policy), name="paceline", route_prefix="/")
-        with openai.OpenAI(
-            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
-        ) as connected:
-            yield connected
-    finally:
-        serve.shutdown()
-        check_nothing_left(90)  # a replica has 60 seconds to end, the ledger then ten
+    with served(planned) as connected:
+        yield connected
 
 
 def said(home: Path, prompt: str, **asked: object) -> str:

@@ -1,0 +1,93 @@
+"""Measure how many drafted tokens of each drafter are accepted, greedily, and write `acceptance.json`.
+
+    python examples/smollm2/recipe/measure.py --target smollm2 --out examples/smollm2/acceptance.json
+
+One held-out prompt of every category, in float32, which gives the same tokens on every machine but for near-ties: what
+a test repeats. Speeds, and every prompt, are `benchmarks/modes.py --model smollm2`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.decoder.weights.locate import checkpoint_path
+from paceline.outputs import GenerationResult
+from paceline.text.chat import chat_ids
+from paceline.text.tokenizer import load_tokenizer
+
+FOLDER = Path(__file__).resolve().parents[1]
+NEW, LONGEST, ROOM = 32, 192, 256
+
+Drafts = dict[str, dict[str, object]]
+
+
+def drafts() -> Drafts:
+    """Who drafts, by name: keywords of `SpeculativeGenerator`."""
+    eagle = str(FOLDER / "eagle3")
+    return {
+        "ngram": {"draft": "ngram", "k": 4},
+        "suffix": {"draft": "suffix", "k": 4},
+        "draft": {"draft": load(FOLDER / "draft"), "k": 3, "vocabulary": "intersection"},
+        "medusa": {"draft": {"path": str(FOLDER / "medusa")}},
+        "eagle3": {"draft": {"path": eagle, "k": 4}},
+        "eagle3, dynamic tree": {"draft": {"path": eagle, "draft_tree": "dynamic:8,4,3"}},
+        "suffix, eagle3": {"draft": ["suffix", {"path": eagle}], "k": 4},
+    }
+
+
+def load(path: Path) -> SamplingDecoder:
+    """In plain PyTorch, which compiles nothing."""
+    return AutoDecoder.from_pretrained(
+        path, n_positions=ROOM, context_length_estimate=LONGEST, amp="f32", backend="eager"
+    )
+
+
+def prompts(target: Path) -> list[list[int]]:
+    """The first of each category that fits, in the chat template."""
+    tokenizer = load_tokenizer(target)
+    found: dict[str, list[int]] = {}
+    for line in (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        ids = chat_ids(tokenizer, [{"role": "user", "content": row["prompt"]}])
+        if len(ids) <= LONGEST:
+            found.setdefault(row["category"], ids)
+    return list(found.values())
+
+
+def run(generator: SpeculativeGenerator | SamplingDecoder, rows: list[list[int]], **asked: object) -> dict[str, object]:
+    """The texts, one prompt at a time, and what was counted over all of them."""
+    texts, drafts, accepted = [], 0, [0] * 64
+    for row in rows:
+        made = generator.sample([row], max_new_tokens=NEW, return_dict=True, **asked)  # type: ignore[arg-type]
+        assert isinstance(made, GenerationResult)
+        texts.append(made.sequences[0, : int(made.lengths[0])].tolist())
+        drafts += made.statistics.num_drafts
+        for place, count in enumerate(made.statistics.num_accepted_tokens_per_pos):
+            accepted[place] += count
+    depth = max((place + 1 for place, count in enumerate(accepted) if count), default=0)
+    return {"texts": texts, "num_drafts": drafts, "num_accepted_tokens_per_pos": accepted[:depth]}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    path = checkpoint_path(options.target)
+    target, rows = load(path), prompts(path)
+    report: dict[str, object] = {"prompts": len(rows), "new_tokens": NEW}
+    for name, given in drafts().items():
+        counted = run(SpeculativeGenerator(target=target, **given), rows)  # type: ignore[arg-type]
+        del counted["texts"]
+        report[name] = counted
+        print(name, counted, flush=True)
+    options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

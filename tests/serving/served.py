@@ -1,0 +1,40 @@
+"""A plan behind HTTP on real Ray Serve, for tests that ask it with OpenAI's own client; no tests in here."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import openai
+from ray import serve
+
+from paceline.placement import Plan
+from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.remote.drafter import DraftTimeouts
+from paceline.serving.app import application
+from tests.simulation import check_nothing_left
+
+
+@contextmanager
+def served(planned: Plan) -> Iterator[openai.OpenAI]:
+    """A client of it, while it is served."""
+    with socket.socket() as link:
+        link.bind(("127.0.0.1", 0))
+        port = link.getsockname()[1]
+    fault_policy = FaultPolicy(
+        startup_timeout_s=90,
+        stall_timeout_s=30,
+        placement_timeout_s=20,
+        draft_timeouts=DraftTimeouts(reply_timeout_s=2),
+    )
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    try:
+        serve.run(application(planned, fault_policy), name="paceline", route_prefix="/")
+        with openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
+        ) as connected:
+            yield connected
+    finally:
+        serve.shutdown()
+        check_nothing_left(90)  # a replica has 60 seconds to end, the ledger then ten
