@@ -79,13 +79,14 @@ def heads(
     *,
     vocab_size: int | None = None,
     group: Collectives | None = None,
+    ids: Tensor | None = None,
 ) -> Heads:
     """Heads from a folder, ready to use with a target whose output layer [V, H] this is. Raises as `load`.
 
-    Of a target divided over ``group``, ``output`` is this rank's part, and V must be said.
+    Of a target divided over ``group``, ``output`` is this rank's part, of the ids ``ids``, and V must be said.
     """
     found = load(folder, vocab_size=vocab_size or output.shape[0])
-    made = Heads(found.config, output, dtype, group=group)
+    made = Heads(found.config, output, dtype, group=group, ids=ids)
     made.fill(found.weights)
     return made
 

@@ -21,6 +21,7 @@ from paceline.core.types import DraftKey, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.options import DecoderOptions
+from paceline.decoder.parallel.vocab_parallel import rank
 from paceline.draft.base import HeadDrafter
 from paceline.draft.heads import ParallelHead, ParallelStep
 from paceline.medusa import checkpoint
@@ -38,14 +39,15 @@ class MedusaHead(ParallelHead):
         self.heads = heads
 
     def parallel(self, state: Tensor, k: int) -> Tensor:
-        logits: Tensor = self.heads(state, self.kernels.linear, k)
-        return logits
+        """As `ParallelHead.parallel`; of a divided target, the logits of this rank's ids (`Heads.part`)."""
+        return self.heads.scores(state, self.kernels.linear, k)
 
 
 class MedusaStep(ParallelStep):
     """From a commit's last state to the tokens of the tree. ``kind``: of sampling, of the rounds it is for."""
 
     index: Tensor
+    head: MedusaHead
 
     def __init__(self, head: MedusaHead, choices: Choices, *, kind: SamplingKind = "full") -> None:
         super().__init__(head, choices.depth, kind=kind)
@@ -56,7 +58,8 @@ class MedusaStep(ParallelStep):
 
     def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         """The tokens of the nodes: the first choices of every head, which chooses as the target does."""
-        ranked, _ = self.head.kernels.rank_tokens(logits.contiguous(), positions, sampling, count=max(self._widths))
+        count, part = max(self._widths), self.head.heads.part(logits)
+        ranked, _ = rank(logits.contiguous(), positions, sampling, count=count, part=part, kernels=self.head.kernels)
         return ranked.flatten(1).index_select(1, self.index)
 
 
@@ -96,8 +99,10 @@ class MedusaDrafter(HeadDrafter):
         """
         folder = Path(path)
         choices = None if tree is None else _choices(tree)
-        body, size = target.body, target.config.vocab_size
-        heads = checkpoint.heads(folder, body.model.head, target.options.dtype, vocab_size=size, group=body.group)
+        lent, size = target.body.lent, target.config.vocab_size
+        heads = checkpoint.heads(
+            folder, lent.head, target.options.dtype, vocab_size=size, group=lent.group, ids=lent.ids
+        )
         if choices is None:
             shipped = folder / checkpoint.TREE
             choices = Choices.read(shipped) if shipped.is_file() else Choices.chain(heads.config.heads)

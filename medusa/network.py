@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import MissingWeightsError, WeightShapeError, WeightValueError
+from paceline.decoder.kernels.vocab_part import VocabPart
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import whole
 from paceline.medusa.config import MedusaConfig
@@ -59,14 +60,23 @@ class Heads(nn.Module):
     """All heads. Weights are NaN until `fill` has set every one of them.
 
     ``output``  [V, H], the target's output layer: the very parameter, which is not copied and not saved; of a target
-                that is divided over ``group``, this rank's rows of it
+                that is divided over ``group``, this rank's rows of it, whose ids are ``ids`` [n] int32
     """
 
+    ids: Tensor
+
     def __init__(
-        self, config: MedusaConfig, output: nn.Parameter, dtype: torch.dtype, *, group: Collectives | None = None
+        self,
+        config: MedusaConfig,
+        output: nn.Parameter,
+        dtype: torch.dtype,
+        *,
+        group: Collectives | None = None,
+        ids: Tensor | None = None,
     ) -> None:
         super().__init__()
         self._group: Collectives = group or SingleRank()
+        assert ids is not None or self._group.degree == 1
         if tuple(output.shape) != (-(-config.vocab_size // self._group.degree), config.hidden_size):
             raise WeightShapeError(
                 f"the heads are for a target with an output layer of {[config.vocab_size, config.hidden_size]}, and "
@@ -76,20 +86,35 @@ class Heads(nn.Module):
         self.heads = nn.ModuleList(Head(config, dtype) for _ in range(config.heads))
         if config.tied:
             self.output = output
+            if ids is not None and self._group.degree > 1:
+                self.register_buffer("ids", ids)
 
     def forward(self, states: Tensor, linear: Linear, used: int | None = None) -> Tensor:
         """states [B, H] float32 -> logits [B, used, V] float32 of the first ``used`` heads; None = all of them."""
+        return self._whole(self.scores(states, linear, used))
+
+    def scores(self, states: Tensor, linear: Linear, used: int | None = None) -> Tensor:
+        """As `forward`, of this rank's ids alone: those of `part`."""
         heads = list(self.heads)[:used]
         ahead = torch.stack([head(states, linear) for head in heads], 1)
         if self.config.tied:
-            return self.project(0, ahead, linear)
+            return linear(ahead, self.output)
         return torch.cat([self.project(i, ahead[:, i : i + 1], linear) for i in range(len(heads))], 1)
+
+    def part(self, scores: Tensor) -> VocabPart:
+        """The ids that `scores` are of."""
+        if self.config.tied and self._group.degree > 1:
+            return VocabPart(self.ids, self.config.vocab_size, self._group)
+        return VocabPart.whole(scores)
 
     def project(self, index: int, x: Tensor, linear: Linear) -> Tensor:
         """What the blocks of one head made of a state, [..., H] -> its logits [..., V]."""
         if self.config.tied:
-            return whole(linear(x, self.output), self.config.vocab_size, self._group)
+            return self._whole(linear(x, self.output))
         return linear(x, self.get_parameter(f"heads.{index}.projection.weight"))
+
+    def _whole(self, scores: Tensor) -> Tensor:
+        return whole(scores, self.config.vocab_size, self._group) if self.config.tied else scores
 
     def own(self) -> dict[str, nn.Parameter]:
         """The heads' own parameters by name, the target's output layer left out."""

@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from paceline.core import tree
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.acceptance.match import Match
-from paceline.core.types import DraftShape, SamplingKind
+from paceline.core.types import DraftShape, FeatureSpec, SamplingKind
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.kernels.traceable import TraceableKernels
@@ -29,6 +30,10 @@ from paceline.draft.vocab_map import VocabMap
 from paceline.eagle import initial
 from paceline.eagle.head import EagleHead
 from paceline.eagle.tree import DraftTree
+from paceline.medusa.config import MedusaConfig
+from paceline.medusa.drafter import MedusaHead, MedusaStep
+from paceline.medusa.network import Heads
+from paceline.medusa.tree import Choices
 from paceline.target.steps import FusedStep, VerifyStep
 
 VOCABULARY, HEADS, HIDDEN, POSITIONS = 128_256, 8, 16, 32
@@ -86,6 +91,18 @@ def eagle_round(
     shape = draft_tree.draft_shape
     checked = VerifyStep(target, POSITIONS, draft_shape=shape, rule=Match(), reads=head.config.reads, kind=kind)
     return FusedStep(draft_tree.step(head, POSITIONS, kind), checked)
+
+
+def medusa_round(degree: int, kind: SamplingKind, choices: Choices) -> nn.Module:
+    """Tied heads that fill a tree."""
+    target = body(degree)
+    shape = MedusaConfig(choices.depth, 1, HIDDEN, VOCABULARY, tied=True)
+    heads = Heads(shape, target.model.head, torch.float32, group=target.group, ids=target.model.ids)
+    heads.fill({name: torch.zeros(size) for name, size in shape.shapes().items()})
+    drafts = MedusaStep(MedusaHead(heads, target.kernels, target.options), choices, kind=kind)
+    draft_shape = tree.draft_shape(choices.parents)
+    checked = VerifyStep(target, POSITIONS, draft_shape=draft_shape, rule=Match(), reads=FeatureSpec(), kind=kind)
+    return FusedStep(drafts, checked)
 
 
 def inputs(step: nn.Module, depth: int) -> tuple[Tensor, ...]:

@@ -58,7 +58,7 @@ def fused(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> n
 def medusa(body: ModelWithCache, reach: int, *, carry: bool = False, kind: SamplingKind = "full") -> nn.Module:
     """Two tied heads, and the tree they fill. ``carry``: features stay on the device."""
     shape = MedusaConfig(2, 1, body.config.hidden_size, VOCABULARY, tied=True)
-    heads = Heads(shape, body.model.head, torch.float32, group=body.group)
+    heads = Heads(shape, body.model.head, torch.float32, group=body.group, ids=body.model.ids)
     torch.manual_seed(0)
     heads.fill({name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
     choices = Choices.of([[0], [1], [0, 0], [0, 1], [1, 0]])

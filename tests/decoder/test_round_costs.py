@@ -16,8 +16,9 @@ from paceline.core.types import SamplingKind
 from paceline.decoder.compile.cost_lint import RowCost, row_cost, step_cost
 from paceline.decoder.compile.lowering import lower
 from paceline.eagle.tree import Chain, DynamicTree
+from paceline.medusa.tree import Choices
 from tests.decoder import large
-from tests.decoder.large import VOCABULARY, eagle_round, inputs, pair_round
+from tests.decoder.large import VOCABULARY, eagle_round, inputs, medusa_round, pair_round
 
 K = 4
 WIDTH, DEPTH, NODES = 10, 8, 60  # of EAGLE-2's own tree
@@ -65,6 +66,16 @@ def test_a_fused_round_of_two_models_stays_within_its_budget(kind: SamplingKind,
     check(found, BUDGETS[kind], K + K + 1)
     assert found.gathered == 0
     assert (found.sent > 0) == (degree > 1)
+
+
+@pytest.mark.parametrize("degree", [1, 8])
+@pytest.mark.parametrize("kind", BUDGETS)
+def test_a_round_with_tied_medusa_heads_stays_within_its_budget(kind: SamplingKind, degree: int) -> None:
+    choices = Choices.of([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [0, 0, 0, 0]])
+    passes, reductions, topk = BUDGETS[kind]
+    found = cost(medusa_round(degree, kind, choices), degree, depth=choices.depth)
+    check(found, (passes, reductions, topk + (kind == "greedy")), choices.depth + len(choices) + 1)
+    assert found.gathered == len(choices)  # which choice of which head a node is
 
 
 @pytest.mark.parametrize("degree", [1, 8])
