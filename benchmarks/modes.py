@@ -14,7 +14,7 @@ A mode is one of
     pair K reject            the same under rejection sampling, which gives other tokens of the same law
     medusa FILE              the heads of the model's folder in examples/ with a tree of that folder
     FOLDER TREE              the EAGLE heads of a folder there: "eagle3 chain:3", "eagle3 dynamic:8,4,3"
-    MODE + MODE              the first of the two that has a proposal
+    MODE + MODE              the first of the two that has a proposal: "suffix 6 + pair 3"; no heads in such a list
 
 Every mode takes its turn on every prompt; a figure is the median of the repeats. Texts are compared with those of the
 first mode: one that gives other tokens is counted. Nothing else should run on the machine. Compiling (15 to 40 seconds
@@ -46,7 +46,7 @@ MODES = (
 )
 CHAT_MODES = (
     "plain; ngram 4; suffix 6; fused 3; medusa tree-8; eagle3 chain:2; eagle3 chain:3; eagle3 chain:4; "
-    "eagle3 dynamic:8,4,3; suffix 6 + eagle3 chain:3"
+    "eagle3 dynamic:8,4,3; suffix 6 + pair 3"
 )
 
 
@@ -93,7 +93,14 @@ def generator(name: str, model: Model, target: SamplingDecoder, draft: SamplingD
     """What decodes in the mode with that name."""
     parts = [part.strip() for part in name.split("+")]
     if len(parts) > 1:
-        return SpeculativeGenerator([source(part, model, draft) for part in parts], target)
+        pair = any(part.startswith(("pair", "fused")) for part in parts)
+        length = max(int(part.split()[1]) for part in parts)
+        return SpeculativeGenerator(
+            [source(part, model, draft) for part in parts],
+            target,
+            k=length,
+            vocabulary=model.vocabulary if pair else "same",
+        )
     kind, _, how = name.partition(" ")
     if kind not in ("pair", "fused"):
         return SpeculativeGenerator(source(name, model, draft), target)

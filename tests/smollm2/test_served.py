@@ -18,7 +18,7 @@ HEAD = Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "eagle3"
 
 @pytest.fixture(scope="module")
 def client(cluster: object, smollm2: Path) -> Iterator[openai.OpenAI]:
-    shape = {"n_positions": 128, "context_length_estimate": 64, "amp": "f32", "backend": "eager", "batch_size": 1}
+    shape = {"n_positions": 128, "amp": "f32", "backend": "eager", "batch_size": 1}
     entry = {"name": "smollm2", "path": str(smollm2), "draft": {"path": str(HEAD), "k": 3}, **shape}
     with served(plan(models_of([entry], folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])) as connected:
         yield connected

@@ -27,15 +27,14 @@ Drafts = dict[str, dict[str, object]]
 
 def drafts() -> Drafts:
     """Who drafts, by name: keywords of `SpeculativeGenerator`."""
-    eagle = str(FOLDER / "eagle3")
+    eagle, draft = str(FOLDER / "eagle3"), load(FOLDER / "draft")
     return {
         "ngram": {"draft": "ngram", "k": 4},
         "suffix": {"draft": "suffix", "k": 4},
-        "draft": {"draft": load(FOLDER / "draft"), "k": 3, "vocabulary": "intersection"},
-        "medusa": {"draft": {"path": str(FOLDER / "medusa")}},
+        "draft": {"draft": draft, "k": 3, "vocabulary": "intersection"},
         "eagle3": {"draft": {"path": eagle, "k": 4}},
         "eagle3, dynamic tree": {"draft": {"path": eagle, "draft_tree": "dynamic:8,4,3"}},
-        "suffix, eagle3": {"draft": ["suffix", {"path": eagle}], "k": 4},
+        "suffix, draft": {"draft": ["suffix", draft], "k": 3, "vocabulary": "intersection"},
     }
 
 
