@@ -1,0 +1,1 @@
+"""Requests and answers in OpenAI's formats. Values only: no HTTP, no model."""

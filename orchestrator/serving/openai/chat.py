@@ -1,0 +1,190 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.serving.openai.fields import (
+    MAX_LOGPROBS,
+    CountField,
+    GuidedFields,
+    IgnoredFields,
+    ModelField,
+    ResponseFormat,
+    SamplingFields,
+    StopField,
+    StreamFields,
+    Strict,
+    StructuredOutputs,
+)
+
+
+class TextPart(Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(Strict):
+    """What the model called. ``arguments``: a JSON object, as a text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call in a message of the assistant."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Strict):
+    """One turn of a conversation. Clients send messages back as they received them, so empty extras are dropped."""
+
+    role: Annotated[str, Field(min_length=1)]
+    content: str | list[TextPart] = ""
+    name: str | None = None
+    tool_calls: list[ToolCall] = []
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {name: v for name, v in fields.items() if name in cls.model_fields or v not in (None, "", [], {})}
+
+    @property
+    def text(self) -> str:
+        """The whole content."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class FunctionDefinition(Strict):
+    """A function that the model may call. ``parameters``: a JSON schema."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class Tool(Strict):
+    """Something that the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Strict):
+    """Of ``tool_choice``."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class Prediction(Strict):
+    """Predicted output: the text that the answer resembles; it is the drafter of this request."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        """The whole prediction."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
+    """Answer a conversation. ``max_completion_tokens`` is the newer name of ``max_tokens`` and wins over it."""
+
+    prompt_field: ClassVar[str] = "messages"
+
+    model: ModelField
+    messages: Annotated[
+        list[Message],
+        Field(min_length=1, max_length=4096, description="a list of messages that have a role and a content"),
+    ]
+    max_tokens: Annotated[int | None, Field(ge=1, description="at least 1")] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1, description="at least 1")] = None
+    stop: StopField = []
+    n: CountField = 1
+    logprobs: Annotated[bool, Field(description="true or false")] = False
+    top_logprobs: Annotated[
+        int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"a whole number from 0 to {MAX_LOGPROBS}")
+    ] = None
+    tools: Annotated[list[Tool], Field(max_length=128, description="a list of functions")] = []
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        Field(description='"none", "auto", "required", or the name of a function as an object'),
+    ] = None
+    functions: Annotated[
+        list[Any], Field(max_length=0, description="an empty list; give functions by their newer name, tools")
+    ] = []
+    function_call: Annotated[Literal["none", "auto"], Field(description="left out; tool_choice is its newer name")] = (
+        "none"
+    )
+    response_format: Annotated[
+        ResponseFormat, Field(description='{"type": "text"}, "json_object", or "json_schema" with a json_schema')
+    ] = ResponseFormat(type="text")
+    prediction: Annotated[Prediction | None, Field(description='{"type": "content", "content": ...} with a text')] = (
+        None
+    )
+    modalities: Annotated[
+        list[Literal["text"]], Field(max_length=1, description='["text"]; nothing else is served')
+    ] = ["text"]
+    audio: Annotated[None, Field(description="left out; no audio is served")] = None
+    web_search_options: Annotated[None, Field(description="left out; nothing is searched")] = None
+    reasoning_effort: Annotated[str | None, Field(description="a text; the chat template may read it")] = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any], Field(description="an object; what the chat template reads beside the messages")
+    ] = {}
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.tool_choice in ("auto", "required") and not self.tools:
+            raise ValueError(f"tool_choice is {self.tool_choice!r}, and there are no tools")
+        if isinstance(self.tool_choice, NamedTool):
+            names = [tool.function.name for tool in self.tools]
+            if self.tool_choice.function.name not in names:
+                raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools")
+        return self
+
+    @property
+    def candidates(self) -> int:
+        """Texts that are generated."""
+        return self.n
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Most tokens of an answer; None: as many as the model has positions for."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        """How many alternatives of each token get a log-probability beside its own; None: not even that."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def tools_offered(self) -> list[Tool]:
+        """Those that the template shows to the model."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """What the text must be."""
+        return self.response_format.structured or self.guided

@@ -1,0 +1,98 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator, Field, model_validator
+
+from paceline.serving.openai.fields import (
+    MAX_LOGPROBS,
+    CountField,
+    GuidedFields,
+    IgnoredFields,
+    ModelField,
+    ResponseFormat,
+    SamplingFields,
+    StopField,
+    StreamFields,
+    StructuredOutputs,
+    only,
+)
+
+DEFAULT_TOKENS = 16  # OpenAI's default of max_tokens for completions; chat has none
+MAX_PROMPTS = 2048
+
+Prompt = str | list[int] | list[str] | list[list[int]]
+
+
+def _not_empty(value: Prompt) -> Prompt:
+    """Neither a list nor one of the lists in it is empty."""
+    parts = value if isinstance(value, list) else [value]
+    if not parts or any(part == [] for part in parts):
+        raise ValueError("an empty list")
+    return value
+
+
+class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
+    """Continue prompts. A request without a seed gets one when it is read, so that its answer can be resumed."""
+
+    prompt_field: ClassVar[str] = "prompt"
+
+    model: ModelField
+    prompt: Annotated[
+        str | list[int] | Annotated[list[str] | list[list[int]], Field(max_length=MAX_PROMPTS)],
+        AfterValidator(_not_empty),
+        Field(description=f"a text, a list of ids, or a list of at most {MAX_PROMPTS} texts or lists of ids"),
+    ]
+    max_tokens: Annotated[int, Field(ge=1, description="at least 1")] = DEFAULT_TOKENS
+    stop: StopField = []
+    n: CountField = 1
+    best_of: Annotated[int | None, Field(ge=1, le=20, description="a whole number from n to 20")] = None
+    echo: Annotated[bool, Field(description="true or false")] = False
+    suffix: Annotated[str, only(""), Field(description="empty; nothing is inserted before a suffix")] = ""
+    logprobs: Annotated[
+        int | None, Field(ge=0, le=MAX_LOGPROBS, description=f"a whole number from 0 to {MAX_LOGPROBS}")
+    ] = None
+    prediction: Annotated[None, Field(description="left out; it is a field of chat completions")] = None
+    response_format: Annotated[
+        ResponseFormat, Field(description='{"type": "text"}, "json_object", or "json_schema" with a json_schema')
+    ] = ResponseFormat(type="text")
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of={self.best_of} is less than n={self.n}")
+        if self.stream and (self.best_of or self.n) > self.n:
+            raise ValueError("best_of above n cannot be streamed, since the best are known at the end")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo with logprobs is not served: prompts have no log-probabilities here")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or as ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        ids = [item for item in self.prompt if isinstance(item, int)]
+        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
+
+    @property
+    def candidates(self) -> int:
+        """Texts that are generated for each prompt; the best n are shown."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Most tokens of an answer."""
+        return self.max_tokens
+
+    @property
+    def top_logprobs_wanted(self) -> int | None:
+        """How many alternatives of each token get a log-probability beside its own; None: not even that."""
+        return self.logprobs
+
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """What the text must be."""
+        return self.response_format.structured or self.guided

@@ -1,0 +1,247 @@
+"""What the requests of all endpoints have in common, and how a body becomes one.
+
+What a field means is OpenAI's, or vLLM's where OpenAI has none. An unknown field is refused by name; a null is a
+missing field. Ranges of sampling values are checked by `SamplingParams`, in one place for every way into the engine. A
+field's description completes "must be ..." in an error's message.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from paceline.serving.refused import RefusedError
+from paceline.serving.settings import SpecMetrics
+
+T = TypeVar("T")
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+MAX_STOPS = 4
+MAX_CHOICES = 128
+MAX_LOGPROBS = 20
+
+
+def only(served: T) -> AfterValidator:
+    """The one value of a field that is served."""
+
+    def check(value: T) -> T:
+        if value != served:
+            raise ValueError(f"only {served!r} is served")
+        return value
+
+    return AfterValidator(check)
+
+
+class Strict(BaseModel):
+    """A value of a request: no unknown fields, no conversion of types, nothing infinite."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, fields: Any) -> Any:
+        """A null is a missing field."""
+        if not isinstance(fields, dict):
+            return fields
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class StreamOptions(Strict):
+    """Of a streamed answer. ``include_obfuscation`` is ignored: nothing is padded."""
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
+
+
+class SpeculativeOptions(Strict):
+    """How one request is drafted for: never more than the server's own setting.
+
+    enabled  false: nothing is drafted; plain decoding
+    k        most drafted tokens of a round
+    metrics  what the answer says about acceptance, in place of the server's setting
+    """
+
+    enabled: bool = True
+    k: Annotated[int | None, Field(ge=0)] = None
+    metrics: SpecMetrics | None = None
+
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is drafted."""
+        return not self.enabled or self.k == 0
+
+
+class IgnoredFields(Strict):
+    """Accepted, checked for their type, and ignored: they change no answer."""
+
+    user: Annotated[str, Field(description="a text")] = ""
+    metadata: Annotated[dict[str, Any], Field(description="an object")] = {}
+    store: Annotated[bool, Field(description="true or false")] = False
+    service_tier: Annotated[str, Field(description="a text")] = ""
+    parallel_tool_calls: Annotated[bool, Field(description="true or false")] = True
+    safety_identifier: Annotated[str, Field(description="a text")] = ""
+    prompt_cache_key: Annotated[str, Field(description="a text")] = ""
+    prompt_cache_retention: Annotated[str, Field(description="a text")] = ""
+
+
+class SamplingFields(Strict):
+    """How tokens are chosen."""
+
+    temperature: Annotated[float, Field(description="a number")] = 1.0
+    top_p: Annotated[float | None, Field(description="a number")] = None
+    top_k: Annotated[int | None, Field(description="a whole number, 0 or -1 for off")] = None
+    min_p: Annotated[float | None, Field(description="a number")] = None
+    seed: Annotated[
+        int, Field(default_factory=lambda: secrets.randbits(31), description="a whole number, or left out for any")
+    ]
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2, description="a number from -2 to 2")] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, description="a number above 0")] = 1.0
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]],
+        Field(max_length=300, description="an object from at most 300 token ids to numbers from -100 to 100"),
+    ] = {}
+    speculative: Annotated[
+        SpeculativeOptions,
+        Field(description='an object such as {"enabled": false}, {"k": 2} or {"metrics": "detailed"}'),
+    ] = SpeculativeOptions()
+
+    @model_validator(mode="after")
+    def _check_bias(self) -> SamplingFields:
+        for name in self.logit_bias:
+            if not name.isascii() or not name.isdecimal():
+                raise ValueError(f"logit_bias names token ids, not {name!r}")
+        return self
+
+
+class StreamFields(Strict):
+    """How the answer comes, and what it says about its tokens."""
+
+    stream: Annotated[bool, Field(description="true or false")] = False
+    stream_options: Annotated[StreamOptions, Field(description="an object whose include_usage is true or false")] = (
+        StreamOptions()
+    )
+    return_token_ids: Annotated[bool, Field(description="true or false")] = False
+    return_token_origins: Annotated[bool, Field(description="true or false")] = False
+
+
+class StructuredOutputs(Strict):
+    """vLLM's ``structured_outputs``: what the text must be. Exactly one is given."""
+
+    json_schema: Annotated[dict[str, Any] | str | bool | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: Annotated[list[str] | None, Field(min_length=1)] = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"one of json, regex, choice, grammar and json_object, not {len(given)}")
+        return self
+
+
+class GuidedFields(Strict):
+    """vLLM's ways to say what the text must be, the older names too."""
+
+    structured_outputs: Annotated[
+        StructuredOutputs | None,
+        Field(description="an object with one of json, regex, choice, grammar and json_object"),
+    ] = None
+    guided_json: Annotated[dict[str, Any] | str | None, Field(description="a JSON schema")] = None
+    guided_regex: Annotated[str | None, Field(description="a regular expression")] = None
+    guided_choice: Annotated[list[str] | None, Field(min_length=1, description="a list of texts")] = None
+    guided_grammar: Annotated[str | None, Field(description="a grammar")] = None
+
+    @property
+    def guided(self) -> StructuredOutputs | None:
+        """What was given by either name."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs
+        old = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
+        given = {name: value for name, value in old.items() if value is not None}
+        return StructuredOutputs.model_validate(given) if given else None
+
+
+StopField = Annotated[
+    str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_STOPS)],
+    Field(description=f"a text or a list of at most {MAX_STOPS} texts, none of them empty"),
+]
+ModelField = Annotated[str, Field(min_length=1, description="the name of a model")]
+CountField = Annotated[int, Field(ge=1, le=MAX_CHOICES, description=f"a whole number from 1 to {MAX_CHOICES}")]
+
+ResponseFormatType = Literal["text", "json_object", "json_schema"]
+
+
+class JsonSchema(Strict):
+    """Of ``response_format``."""
+
+    name: str = ""
+    description: str = ""
+    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    strict: bool = False
+
+
+class ResponseFormat(Strict):
+    """Which texts are possible: all, JSON objects, or what a schema allows."""
+
+    type: ResponseFormatType
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with type json_schema")
+        return self
+
+    @property
+    def structured(self) -> StructuredOutputs | None:
+        """The same as vLLM's ``structured_outputs``."""
+        if self.json_schema is not None:
+            return StructuredOutputs.model_validate({"json": self.json_schema.schema_})
+        return StructuredOutputs(json_object=True) if self.type == "json_object" else None
+
+
+def read_body(model: type[ModelT], body: bytes) -> ModelT:
+    """Check the JSON of a request. In C from end to end, so a MiB of it takes some 20 ms.
+
+    Raises:
+        RefusedError: with status 400, and the field that is wrong.
+    """
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise _refusal(error, model) from error
+    except RecursionError as error:
+        raise RefusedError(400, "the body is nested too deeply") from error
+
+
+def _refusal(error: ValidationError, model: type[BaseModel]) -> RefusedError:
+    """The first error of a validation, by the field of the request that it is in."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return RefusedError(400, f"the body is not JSON ({first['msg']})")
+    if not first["loc"]:
+        message = first["msg"] if first["type"] == "value_error" else "the body must be a JSON object"
+        return RefusedError(400, message.removeprefix("Value error, "))
+    name, *inside = map(str, first["loc"])
+    if name not in model.model_fields:
+        return RefusedError(400, f"{name!r} is not a field of this endpoint", param=name)
+    if first["type"] == "extra_forbidden":
+        return RefusedError(400, f"{inside[-1]!r} is not a field of {name}; leave it out", param=name)
+    description = model.model_fields[name].description or "as OpenAI's API says"
+    if first["type"] == "missing" and not inside:
+        return RefusedError(400, f"{name} is missing; it must be {description}", param=name)
+    value = repr(first["input"])
+    shown = value if len(value) <= 120 else value[:117] + "..."
+    why = f" ({first['msg'].removeprefix('Value error, ')})" if inside or first["type"] == "value_error" else ""
+    return RefusedError(400, f"{name} must be {description}, not {shown}{why}", param=name)

@@ -1,0 +1,187 @@
+"""POST /v1/responses, without state: every request brings the whole conversation.
+
+A request becomes a `ChatRequest`, since both ask a model the same; only the answer is written otherwise
+(`paceline.serving.render.responses_writer`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from paceline.serving.openai.chat import ChatRequest
+from paceline.serving.openai.fields import GuidedFields, ModelField, SamplingFields, StreamOptions, Strict, only
+from paceline.serving.refused import RefusedError
+
+
+class ContentPart(Strict):
+    """A part of an item's content."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+    annotations: list[Any] = []
+    logprobs: list[Any] = []
+
+
+class InputItem(Strict):
+    """A message, a call that the model made, or the result of one. Only what its ``type`` has is given."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    id: str | None = None
+    status: str | None = None
+    role: Annotated[str | None, Field(min_length=1)] = None
+    content: str | list[ContentPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | None = None
+    summary: list[Any] = []
+
+    @model_validator(mode="after")
+    def _complete(self) -> InputItem:
+        needed = {
+            "message": ("role", "content"),
+            "function_call": ("call_id", "name", "arguments"),
+            "function_call_output": ("call_id", "output"),
+            "reasoning": (),
+        }[self.type]
+        for name in needed:
+            if getattr(self, name) is None:
+                raise ValueError(f"an item of type {self.type} has a {name}")
+        return self
+
+    @property
+    def text(self) -> str:
+        """The whole content."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content or [])
+
+    def message(self) -> dict[str, Any] | None:
+        """As a message of a chat; None: nothing the model reads."""
+        if self.type == "message":
+            return {"role": "system" if self.role == "developer" else self.role, "content": self.text}
+        if self.type == "function_call":
+            call = {
+                "id": self.call_id,
+                "type": "function",
+                "function": {"name": self.name, "arguments": self.arguments},
+            }
+            return {"role": "assistant", "content": "", "tool_calls": [call]}
+        if self.type == "function_call_output":
+            return {"role": "tool", "content": self.output, "tool_call_id": self.call_id}
+        return None
+
+
+class FunctionTool(Strict):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str = ""
+    parameters: dict[str, Any] = {}
+    strict: bool = False
+
+
+class NamedFunction(Strict):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Strict):
+    """Which texts are possible."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    description: str = ""
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool = False
+
+
+class TextOptions(Strict):
+    """Of the answer's text."""
+
+    format: TextFormat = TextFormat(type="text")
+    verbosity: Literal["low", "medium", "high"] = "medium"
+
+
+class ReasoningOptions(Strict):
+    """Passed to the chat template, which may read it."""
+
+    effort: str | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesRequest(SamplingFields, GuidedFields):
+    """Answer. Nothing is kept: ``store`` must be left out or false, and no earlier answer can be named."""
+
+    prompt_field: ClassVar[str] = "input"
+
+    model: ModelField
+    input: Annotated[
+        str | Annotated[list[InputItem], Field(min_length=1, max_length=4096)],
+        Field(description="a text or a list of items"),
+    ]
+    instructions: Annotated[str | None, Field(description="a text")] = None
+    max_output_tokens: Annotated[int | None, Field(ge=1, description="at least 1")] = None
+    tools: Annotated[list[FunctionTool], Field(max_length=128, description="a list of functions")] = []
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedFunction | None,
+        Field(description='"none", "auto", "required", or the name of a function as an object'),
+    ] = None
+    text: Annotated[TextOptions, Field(description="an object with a format")] = TextOptions()
+    reasoning: Annotated[ReasoningOptions, Field(description="an object with an effort")] = ReasoningOptions()
+    top_logprobs: Annotated[
+        int | None, only(None), Field(description="left out; log-probabilities are served by chat completions")
+    ] = None
+    stream: Annotated[bool, Field(description="true or false")] = False
+    stream_options: Annotated[StreamOptions, Field(description="an object")] = StreamOptions()
+    store: Annotated[bool, only(False), Field(description="false; nothing is kept here")] = False
+    previous_response_id: Annotated[
+        None, Field(description="left out; nothing is kept here, so send the whole conversation as input")
+    ] = None
+    conversation: Annotated[None, Field(description="left out; nothing is kept here")] = None
+    background: Annotated[bool, only(False), Field(description="false; nothing runs in the background")] = False
+    include: Annotated[list[str], Field(max_length=0, description="an empty list")] = []
+    truncation: Annotated[Literal["disabled"], Field(description='"disabled"; nothing is cut')] = "disabled"
+    parallel_tool_calls: Annotated[bool, Field(description="true or false")] = True
+    max_tool_calls: Annotated[int | None, Field(ge=1, description="at least 1")] = None
+    metadata: Annotated[dict[str, Any], Field(description="an object")] = {}
+    user: Annotated[str, Field(description="a text")] = ""
+    service_tier: Annotated[str, Field(description="a text")] = ""
+    safety_identifier: Annotated[str, Field(description="a text")] = ""
+    prompt_cache_key: Annotated[str, Field(description="a text")] = ""
+
+    def chat(self) -> ChatRequest:
+        """The same as a chat.
+
+        Raises:
+            RefusedError: its items are no conversation.
+        """
+        first = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        items = [InputItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        messages = [*first, *(message for item in items if (message := item.message()) is not None)]
+        if not messages:
+            raise RefusedError(400, "input holds nothing that the model reads", param="input")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        fields |= {name: getattr(self, name) for name in GuidedFields.model_fields}
+        form = self.text.format
+        schema = {"name": form.name, "schema": form.schema_ or {}} if form.type == "json_schema" else None
+        choice = self.tool_choice
+        named = isinstance(choice, NamedFunction)
+        tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools]
+        fields |= {
+            "model": self.model,
+            "messages": messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": tools,
+            "tool_choice": {"type": "function", "function": {"name": choice.name}} if named else choice,  # type: ignore[union-attr]
+            "response_format": {"type": form.type, "json_schema": schema},
+            "stream": self.stream,
+            "reasoning_effort": self.reasoning.effort,
+        }
+        return ChatRequest.model_validate(fields)

@@ -1,0 +1,53 @@
+"""POST /tokenize and /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, model_validator
+
+from paceline.serving.openai.chat import Message, Tool
+from paceline.serving.openai.fields import ModelField, Strict
+
+
+class TokenizeRequest(Strict):
+    """The ids of a text (``prompt``) or of a conversation (``messages``); one of them is given."""
+
+    model: ModelField
+    prompt: Annotated[str | None, Field(description="a text")] = None
+    messages: Annotated[
+        list[Message] | None, Field(min_length=1, max_length=4096, description="a list of messages")
+    ] = None
+    tools: Annotated[list[Tool], Field(max_length=128, description="a list of functions")] = []
+    add_special_tokens: Annotated[bool, Field(description="true or false")] = True
+    add_generation_prompt: Annotated[bool, Field(description="true or false")] = True
+    return_token_strs: Annotated[bool, Field(description="true or false")] = False
+    chat_template_kwargs: Annotated[dict[str, Any], Field(description="an object")] = {}
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class TokenizeResponse(Strict):
+    """The ids, how many there are, and how many the model can read."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(Strict):
+    """The text of ids, special tokens included."""
+
+    model: ModelField
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(description="a list of ids")]
+
+
+class DetokenizeResponse(Strict):
+    """The text."""
+
+    prompt: str

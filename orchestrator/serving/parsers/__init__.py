@@ -1,0 +1,1 @@
+"""What a model says beside plain text, found in its text: reasoning and tool calls. Values only."""

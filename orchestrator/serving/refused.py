@@ -1,0 +1,83 @@
+"""A request that gets an OpenAI error object, and the object. Values only: no HTTP, no model, no Ray."""
+
+from __future__ import annotations
+
+import logging
+
+from paceline.core.errors import BackendError, ContextError, PlacementError, PromptError, RequestError, SamplingError
+
+log = logging.getLogger("paceline")
+
+UNAVAILABLE = "model_unavailable"
+TOO_LONG = "context_length_exceeded"  # OpenAI's; its clients look for it, and shorten the prompt
+
+_MAX_MESSAGE = 400  # characters of an error's message, which may quote what was sent
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class RefusedError(Exception):
+    """A request that gets an error object.
+
+    status         HTTP's
+    param, code    as in OpenAI's error object
+    retry_after_s  seconds after which asking again makes sense (429, 503); None: not said
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        message = message if len(message) <= _MAX_MESSAGE else message[: _MAX_MESSAGE - 3] + "..."
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """It crosses processes."""
+        return _restore, (self.status, self.message, self.param, self.code, self.retry_after_s)
+
+    @property
+    def body(self) -> dict[str, object]:
+        """OpenAI's error object."""
+        kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the HTTP answer."""
+        found = {} if self.retry_after_s is None else {"retry-after": str(max(1, round(self.retry_after_s)))}
+        return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+
+
+def _restore(status: int, message: str, *rest: object) -> RefusedError:
+    param, code, retry_after_s = rest
+    return RefusedError(status, message, param=param, code=code, retry_after_s=retry_after_s)  # type: ignore[arg-type]
+
+
+def refusal(error: Exception, prompt_field: str | None = None) -> RefusedError:
+    """The error object for one of our own errors: 400 for the request's fault, 503 where a part is gone, else 500.
+
+    ``prompt_field``: the field that holds the prompt, where it is known. An unforeseen error is logged.
+    """
+    if isinstance(error, RefusedError):
+        return error
+    if isinstance(error, PromptError):
+        code = TOO_LONG if isinstance(error, ContextError) else None
+        return RefusedError(400, str(error), param=prompt_field, code=code)
+    if isinstance(error, RequestError):
+        return RefusedError(400, str(error), param=error.param if isinstance(error, SamplingError) else None)
+    if isinstance(error, PlacementError | BackendError):
+        return RefusedError(503, str(error), code=UNAVAILABLE)
+    log.error("a request failed", exc_info=error)
+    return RefusedError(500, f"the server failed at this request ({type(error).__name__}); its log says why")
+
+
+def model_not_found(name: str, served: list[str]) -> RefusedError:
+    """404 for a model that is not served; ``served``: those that are."""
+    there = f"there are {', '.join(served)}" if served else "no model is ready"
+    return RefusedError(404, f"model {name!r} is not served; {there}", param="model", code="model_not_found")

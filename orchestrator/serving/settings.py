@@ -1,0 +1,52 @@
+"""What an operator says about the HTTP edge. Not here: what is served, and on which cores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from paceline.core.errors import ConfigurationError
+
+SpecMetrics = Literal["none", "summary", "detailed"]
+"""As vLLM's ``--per-request-spec-decode-metrics``."""
+
+DEFAULT_MAX_BODY = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ApiSettings:
+    """Settings of the HTTP edge.
+
+    api_keys            of which a request must have one; () lets everybody in
+    max_body_bytes      of a request; more is refused (413) before it is read into memory
+    request_timeout_s   seconds that an answer may take; None: as long as it takes
+    ping_s              seconds of silence in a stream after which a comment is sent, so that no proxy closes it
+    spec_metrics        what answers say about acceptance: nothing, totals, or every step too
+    access_log          whether every request is logged, as a line of JSON
+    page                whether the page at / is served
+
+    Raises:
+        ConfigurationError: a value is out of range.
+    """
+
+    api_keys: tuple[str, ...] = ()
+    max_body_bytes: int = DEFAULT_MAX_BODY
+    request_timeout_s: float | None = None
+    ping_s: float = 15.0
+    spec_metrics: SpecMetrics = "summary"
+    access_log: bool = True
+    page: bool = True
+
+    def __post_init__(self) -> None:
+        if not all(self.api_keys):
+            raise ConfigurationError("an API key is empty; leave it out, or give one that is not")
+        if self.max_body_bytes < 1:
+            raise ConfigurationError(f"max_body_bytes must be at least 1, not {self.max_body_bytes}")
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise ConfigurationError(f"request_timeout_s must be above 0, not {self.request_timeout_s}")
+        if not self.ping_s > 0:
+            raise ConfigurationError(f"ping_s must be above 0, not {self.ping_s}")
+        if self.spec_metrics not in get_args(SpecMetrics):
+            raise ConfigurationError(
+                f"spec_metrics={self.spec_metrics!r} is unknown; use {', '.join(get_args(SpecMetrics))}"
+            )
