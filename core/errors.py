@@ -15,6 +15,8 @@
     |-- BackendError             a compiler or a device is missing, or compiling failed
     |   |-- ArtefactError        saved graphs do not fit this decoder or this machine
     |   `-- RankError            a process of a model divided over ranks failed or is gone
+    |-- QueueFullError           more requests wait than may; carries when to ask again
+    |-- DeadlineError            a request was not finished in the time its caller gave it
     |-- DecoderBusyError         two generations want one KV cache at the same time
     |-- FetchError               a known model cannot be fetched: no pip, another file than expected
     |     |-- DownloadError      the package index gave nothing
@@ -92,6 +94,22 @@ class ArtefactError(BackendError):
 
 class RankError(BackendError):
     """A process of a model divided over ranks failed or is gone."""
+
+
+class QueueFullError(PacelineError):
+    """More requests wait than may. ``retry_after``: seconds after which there may be room, as far as that is known."""
+
+    def __init__(self, message: str, retry_after: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+    def __reduce__(self) -> tuple[type["QueueFullError"], tuple[str, float]]:
+        """Keep the number when the error crosses a process."""
+        return type(self), (str(self), self.retry_after)
+
+
+class DeadlineError(PacelineError, TimeoutError):
+    """A request was not finished in the time its caller gave it."""
 
 
 class DecoderBusyError(PacelineError):

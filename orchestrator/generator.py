@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 from torch import Tensor
 
@@ -151,7 +151,11 @@ class SpeculativeGenerator:
 
         Requests that join later share rounds with those that are there, and get the same tokens as alone.
         """
-        return OutputStream(self, queue, options)
+        return HeldStream(self, options, lambda statistics: self.engine.run(queue, options, statistics))
+
+    def steps(self, queue: RequestQueue, options: CallOptions) -> StepStream:
+        """As `serve`, all outputs of a step together; see `paceline.engine.engine.Engine.steps`."""
+        return HeldStream(self, options, lambda statistics: self.engine.steps(queue, options, statistics))
 
     def compile(self, verify_width: int | None = None, *, kinds: Sequence[str] = warmup.COMPILED_KINDS) -> None:
         """Compile every graph that a call without logits processors needs, so that no call has to wait for one.
@@ -188,10 +192,18 @@ Sampler = SpeculativeGenerator | SamplingDecoder
 """What continues prompts."""
 
 
-class OutputStream(Iterator[RequestOutput]):
-    """Outputs of a call. It holds the generator's decoders until it is at its end, closed or dropped."""
+Item = TypeVar("Item")
 
-    def __init__(self, generator: SpeculativeGenerator, queue: RequestQueue, options: CallOptions) -> None:
+
+class HeldStream(Iterator[Item]):
+    """What a call gives. It holds the generator's decoders until it is at its end, closed or dropped."""
+
+    def __init__(
+        self,
+        generator: SpeculativeGenerator,
+        options: CallOptions,
+        begin: Callable[[Statistics], Generator[Item, None, None]],
+    ) -> None:
         self._resources = ExitStack()
         statistics = self._resources.enter_context(generator._held())
         try:
@@ -199,20 +211,27 @@ class OutputStream(Iterator[RequestOutput]):
         except BaseException:
             self._resources.close()
             raise
-        self._outputs: Generator[RequestOutput, None, None] = generator.engine.run(queue, options, statistics)
+        self._items = begin(statistics)
 
-    def __next__(self) -> RequestOutput:
+    def __next__(self) -> Item:
         try:
-            return next(self._outputs)
+            return next(self._items)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """End the call; its requests are given up."""
-        self._outputs.close()
+        self._items.close()
         self._resources.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_outputs"):
+        if hasattr(self, "_items"):
             self.close()
+
+
+OutputStream = HeldStream[RequestOutput]
+"""Outputs of a call, one by one."""
+
+StepStream = HeldStream[list[RequestOutput]]
+"""Outputs of a call, step by step."""

@@ -27,6 +27,7 @@ class RequestOutput:
     accepted       how many of them, from the first on, were drafted; the rest is the target's own
     finish_reason  set on the last output of a request
     logprobs       one for every token, if ``output_scores`` was set
+    drafted        how deep the proposal went that this round verified; 0 = nothing was drafted
     """
 
     index: int
@@ -34,6 +35,7 @@ class RequestOutput:
     accepted: int
     finish_reason: FinishReason | None = None
     logprobs: tuple[float, ...] | None = None
+    drafted: int = 0
 
 
 @runtime_checkable

@@ -114,7 +114,7 @@ class Batch:
         self._set_commit(slot, first.token, len(seated.request.prompt))
         if first.features is not None:
             self._features(first.features)[slot, 0] = first.features[-1]
-        return self._append(slot, seated, [first.token], accepted=0, logprobs=logprobs)
+        return self._append(slot, seated, [first.token], accepted=(0, 0), logprobs=logprobs)
 
     def apply(self, result: RoundResult, logprobs: list[list[float]] | None) -> list[RequestOutput]:
         """Take over what rounds committed; one output for every request and round."""
@@ -131,9 +131,8 @@ class Batch:
                 self._remaining[slot] -= len(tokens)
                 # Several plain steps in one graph commit tokens that nobody drafted.
                 accepted = min(len(tokens) - 1, drafted)
-                output = self._append(
-                    slot, seated, tokens, accepted=accepted, logprobs=logprobs[slot] if logprobs else None
-                )
+                scores = logprobs[slot] if logprobs else None
+                output = self._append(slot, seated, tokens, accepted=(accepted, drafted), logprobs=scores)
                 self._statistics.count(drafted, output.accepted, rounds=len(tokens) - accepted)
                 outputs.append(output)
         return outputs
@@ -198,14 +197,16 @@ class Batch:
         return features
 
     def _append(
-        self, slot: int, seated: Slot, tokens: Sequence[int], *, accepted: int, logprobs: list[float] | None
+        self, slot: int, seated: Slot, tokens: Sequence[int], *, accepted: tuple[int, int], logprobs: list[float] | None
     ) -> RequestOutput:
+        """``accepted``: how many of the tokens were drafted, and how deep the proposal went."""
         kept, reason = seated.checker.extend(tokens)
         self._statistics.new_tokens += kept
         if reason is not None:
             self._free(slot)
         scores = tuple(logprobs[:kept]) if logprobs is not None and seated.request.output_scores else None
-        return RequestOutput(seated.request.index, tuple(tokens[:kept]), min(accepted, kept), reason, scores)
+        stood, drafted = accepted
+        return RequestOutput(seated.request.index, tuple(tokens[:kept]), min(stood, kept), reason, scores, drafted)
 
     def _free(self, slot: int) -> None:
         """Take a request out of its slot, which then computes harmless tokens from row 0 of its cache on."""

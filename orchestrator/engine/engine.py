@@ -18,6 +18,9 @@ from paceline.engine.queue import RequestQueue
 from paceline.engine.request import Request
 from paceline.outputs import RequestOutput, Statistics
 
+BOOK_AFTER_S = 0.1
+"""Seconds after which the times in the statistics are brought up to date: more often costs more than it tells."""
+
 
 class TimedRound(Protocol):
     """A `paceline.core.protocols.Round` that says where its time went, and the draft length it chose, if it chooses.
@@ -107,9 +110,19 @@ class Engine:
         self, queue: RequestQueue, options: CallOptions, statistics: Statistics
     ) -> Generator[RequestOutput, None, None]:
         """Run until the queue is empty and every request has finished; at most one output for a request and round."""
+        for outputs in self.steps(queue, options, statistics):
+            yield from outputs
+
+    def steps(
+        self, queue: RequestQueue, options: CallOptions, statistics: Statistics
+    ) -> Generator[list[RequestOutput], None, None]:
+        """The same, step by step: what each prompt and each call of the rounds gave to all requests together.
+
+        A list may be empty: it is a sign of life. The queue is asked again between any two of them.
+        """
         variant = self.variant(options)
         rounds, logprobs = variant.round, variant.logprobs
-        clock = _Clock(rounds)
+        clock = _Clock(rounds, statistics)
         batch = Batch(self._slots, variant.shape, statistics)
         held: set[int] = set()  # slots whose request the round knows
         try:
@@ -130,42 +143,49 @@ class Engine:
                     outputs.append(batch.join(slot, row, first, logprobs=scores))
                     if len(held) > len(batch.active):  # the text ended with its first token
                         _finish(rounds, held, batch.active)
-                if not outputs and not batch.active:
+                if outputs:
+                    yield from clock.handed_over(outputs)
+                elif not batch.active:
                     break
                 if batch.active:
                     result = rounds(batch.commit, batch.sampling, batch.limits())
                     if rounds.draft_length is not None:
                         statistics.draft_lengths += [rounds.draft_length] * len(result.reports)
-                    outputs += batch.apply(result, logprobs.logprobs if logprobs is not None else None)
+                    outputs = batch.apply(result, logprobs.logprobs if logprobs is not None else None)
                     if len(held) > len(batch.active):
                         _finish(rounds, held, batch.active)
-                for output in outputs:
-                    left = perf_counter()
-                    yield output
-                    clock.away += perf_counter() - left
+                    yield from clock.handed_over(outputs)
         finally:
             _finish(rounds, held, ())
-            clock.book(statistics)
+            clock.book()
 
 
 class _Clock:
-    """Where the time of one run goes. ``away``: seconds that the consumer of the outputs spent."""
+    """Where the time of one run goes. The consumer's time, between two steps, is not counted."""
 
-    def __init__(self, rounds: TimedRound) -> None:
-        self._rounds, self.away = rounds, 0.0
+    def __init__(self, rounds: TimedRound, statistics: Statistics) -> None:
+        self._rounds, self._statistics, self._away = rounds, statistics, 0.0
         self._before = (rounds.prefill_seconds, rounds.draft_seconds, rounds.verify_seconds)
         self._begin = perf_counter()
 
-    def book(self, statistics: Statistics) -> None:
-        """Add the times of this run to the statistics."""
-        rounds, (prefill, draft, verify) = self._rounds, self._before
-        prefill, draft = rounds.prefill_seconds - prefill, rounds.draft_seconds - draft
-        verify = rounds.verify_seconds - verify
+    def handed_over(self, outputs: list[RequestOutput]) -> Generator[list[RequestOutput], None, None]:
+        """One step for the consumer, with statistics that are up to date."""
+        left = perf_counter()
+        if left - self._begin > BOOK_AFTER_S:
+            self.book()
+        yield outputs
+        self._away += perf_counter() - left
+
+    def book(self) -> None:
+        """Add the times since this was last done to the statistics."""
+        rounds, statistics, now = self._rounds, self._statistics, perf_counter()
+        after = (rounds.prefill_seconds, rounds.draft_seconds, rounds.verify_seconds)
+        prefill, draft, verify = (new - old for new, old in zip(after, self._before, strict=True))
         statistics.prefill_seconds += prefill
         statistics.draft_seconds += draft
         statistics.verify_seconds += verify
-        wall = perf_counter() - self._begin - self.away
-        statistics.host_seconds += max(0.0, wall - prefill - draft - verify)
+        statistics.host_seconds += max(0.0, now - self._begin - self._away - prefill - draft - verify)
+        self._before, self._begin, self._away = after, now, 0.0
 
 
 def _finish(rounds: TimedRound, held: set[int], active: Sequence[int]) -> None:

@@ -1,164 +1,155 @@
-"""`SharedEngine`: calls from many threads share the rounds of one generator.
+"""`SharedEngine`: calls of many callers share the rounds of one generator.
 
-Requests take free slots between rounds, in the order of their calls, and leave when they are finished or aborted. A
-call that needs rounds of another kind (`CallOptions`) waits until the slots are empty, and calls of the first kind wait
-for it. Not here: what a request is (`engine.request`), rounds (`engine.engine`), processes and sockets.
+Requests take free slots between rounds, in turns (`workers.turns`), and leave when they are finished or aborted. A
+call that needs rounds of another kind (`CallOptions`) waits until the slots are empty, and calls whose turn is later
+wait for it. Not here: what a request is (`engine.request`), rounds (`engine.engine`), event loops
+(`workers.async_engine`), processes and sockets.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Collection, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from itertools import count
 from queue import SimpleQueue
-from typing import Any
+from time import monotonic
 
 import torch
 
-from paceline.core.detokenizer import Decodes
-from paceline.core.errors import CheckpointError
+from paceline.core.errors import DeadlineError, PacelineError, QueueFullError, RankError
+from paceline.core.sampling import Sampling
 from paceline.engine.engine import CallOptions
+from paceline.engine.queue import ListQueue
 from paceline.engine.request import Request
+from paceline.engine.stopping import Stopping
 from paceline.generator import SpeculativeGenerator
 from paceline.outputs import RequestOutput
+from paceline.workers.calls import Call, CallState, CallUpdate, Sink
+from paceline.workers.engine_figures import EngineFigures, Totals
 from paceline.workers.replay import Replay
+from paceline.workers.turns import Turns
+
+log = logging.getLogger("paceline")
 
 
-class GuardedTokenizer:
-    """A tokenizer that never raises in a round, where the error would end the requests of other callers too.
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """What a shared engine takes on. ``max_waiting``: requests that may wait for a slot; None = any number."""
 
-    ``failed``: the error it would have raised.
-    """
-
-    def __init__(self, tokenizer: Decodes) -> None:
-        self._tokenizer = tokenizer
-        self.failed: CheckpointError | None = None
-
-    def decode(self, token_ids: list[int], **options: Any) -> str:
-        try:
-            text: object = self._tokenizer.decode(token_ids, **options)
-            if isinstance(text, str):
-                return text
-            reason = f"{text!r} is no text"
-        except Exception as error:  # tokenizers raise errors of any class
-            reason = repr(error)
-        self.failed = CheckpointError(
-            f"the tokenizer cannot turn ids {token_ids} into text, in which stop strings are searched ({reason}); "
-            "give the model its own tokenizer, or ask without stop strings"
-        )
-        return ""
-
-
-class RequestGroup:
-    """The requests of one call, which share a tokenizer.
-
-    options     the kind of rounds they need
-    outputs     go to the caller: None ends them, an error is raised there
-    unfinished  number of requests
-    """
-
-    def __init__(
-        self,
-        requests: Sequence[Request],
-        emitted: Sequence[Sequence[int]],
-        *,
-        numbers: Sequence[int],
-        options: CallOptions,
-    ) -> None:
-        tokenizer = requests[0].stopping.tokenizer
-        self._tokenizer = None if tokenizer is None else GuardedTokenizer(tokenizer)
-        self.indices = {number: request.index for number, request in zip(numbers, requests, strict=True)}
-        guarded = [
-            replace(request, index=number, stopping=replace(request.stopping, tokenizer=self._tokenizer))
-            for number, request in zip(numbers, requests, strict=True)
-        ]
-        self.waiting = deque(zip(guarded, emitted, strict=True))
-        self.unfinished, self.options = len(requests), options
-        self.outputs: SimpleQueue[RequestOutput | Exception | None] = SimpleQueue()
-
-    @property
-    def failed(self) -> CheckpointError | None:
-        """Why it cannot go on, if it cannot."""
-        return None if self._tokenizer is None else self._tokenizer.failed
+    max_waiting: int | None = None
 
 
 class SharedEngine:
     """A `paceline.engine.engine.RequestQueue` of a generator that runs in a thread of its own.
 
-    ``num_outputs``: how many outputs requests have received; it grows while anyone is served.
+    heartbeat  grows with every prompt, chunk of a prompt and call of the rounds: it stands still only where nothing is
+               asked, or something hangs
+    failure    why the last round failed, if that was not the fault of a request; None again after one that succeeds
     """
 
-    def __init__(self, generator: SpeculativeGenerator, replay: Replay | None) -> None:
-        self._generator, self._replay = generator, replay
+    def __init__(
+        self, generator: SpeculativeGenerator, replay: Replay | None, *, limits: EngineLimits | None = None
+    ) -> None:
+        self._generator, self._replay, self._limits = generator, replay, limits or EngineLimits()
         self._changed = threading.Condition()
-        self._groups: dict[str, RequestGroup] = {}  # by ticket, in order of arrival
-        self._running: dict[int, RequestGroup] = {}  # by the number of a request in a slot
+        self._calls: dict[str, CallState] = {}  # by ticket, in order of arrival
+        self._turns = Turns()
+        self._running: dict[int, CallState] = {}  # by the number of a request in a slot
         self._aborted: set[int] = set()  # requests in slots that the engine is to drop
         self._aborted_early: deque[str] = deque(maxlen=256)  # tickets that were aborted before their call arrived
         self._options = CallOptions()  # of the rounds that run now
         self._numbers = count()
-        self.num_outputs = 0
+        self._totals = Totals()
+        self.heartbeat = 0
+        self.failure: Exception | None = None
         threading.Thread(
             target=self._work, args=(torch.get_num_threads(),), daemon=True, name="paceline-engine"
         ).start()
+
+    # ---- callers, from any thread
+
+    @property
+    def healthy(self) -> bool:
+        """Whether rounds succeed, as far as that was tried."""
+        return self.failure is None
+
+    def figures(self) -> EngineFigures:
+        """How many requests there are, and what was done for all of them so far."""
+        with self._changed:
+            waiting = sum(len(state.waiting) for state in self._calls.values())
+            return self._totals.figures(len(self._running), waiting, self._generator.statistics)
+
+    def submit(self, call: Call, sink: Sink) -> None:
+        """Take on a call; ``sink`` gets its updates, the last of which says that it ended.
+
+        Raises:
+            QueueFullError: too many requests wait; this call has no effect.
+        """
+        with self._changed:
+            if call.ticket in self._aborted_early:
+                sink([CallUpdate(call.ticket, ended=True)])
+                return
+            waiting, most = sum(len(state.waiting) for state in self._calls.values()), self._limits.max_waiting
+            if most is not None and waiting + len(call.requests) > most:
+                raise QueueFullError(
+                    f"{waiting} requests wait already, and {most} may (max_waiting); this call has "
+                    f"{len(call.requests)} more. Ask again later, or with fewer prompts"
+                )
+            assert call.ticket not in self._calls, "a ticket names one call"
+            numbers = [next(self._numbers) for _ in call.requests]
+            state = self._calls[call.ticket] = CallState.of(call, sink, numbers)
+            self._turns.add(state)
+            self._changed.notify()
 
     def stream(
         self,
         ticket: str,
         requests: Sequence[Request],
-        emitted: Sequence[Sequence[int]],
+        emitted: Sequence[Sequence[int]] = (),
         *,
         verify_width: int | None = None,
     ) -> Generator[RequestOutput, None, None]:
-        """Outputs of the requests of one call. From any thread.
-
-        ``emitted``: tokens that each request has emitted before a fault; they are verified again and come out again.
-        """
-        group = self._enqueue(ticket, requests, emitted, verify_width=verify_width)
-        if group is None:
-            return
+        """Outputs of the requests of one call, for a thread that waits for them; see `Call`."""
+        updates: SimpleQueue[list[CallUpdate]] = SimpleQueue()
+        self.submit(Call(ticket, requests, emitted, verify_width), updates.put)
         try:
-            while (output := group.outputs.get()) is not None:
-                if isinstance(output, Exception):
-                    raise output
-                yield replace(output, index=group.indices[output.index])
+            while True:
+                for update in updates.get():
+                    yield from update.outputs
+                    if update.error is not None:
+                        raise update.error
+                    if update.ended:
+                        return
         finally:
-            with self._changed:
-                if self._groups.get(ticket) is group:
-                    self._end(ticket, None)
+            self.end(ticket)
 
     def abort(self, ticket: str) -> None:
-        """End the stream of that call; its slots are free after the round that runs now."""
-        with self._changed:
-            if ticket in self._groups:
-                self._end(ticket, None)
-            else:
-                self._aborted_early.append(ticket)
+        """End that call, now or when it arrives; its slots are free after the step that runs now."""
+        if not self.end(ticket):
+            self._aborted_early.append(ticket)
 
-    def _enqueue(
-        self, ticket: str, requests: Sequence[Request], emitted: Sequence[Sequence[int]], *, verify_width: int | None
-    ) -> RequestGroup | None:
-        options = CallOptions.of(requests, verify_width)
+    def end(self, ticket: str) -> bool:
+        """End that call if it is under way. -> whether it was"""
         with self._changed:
-            if ticket in self._aborted_early:
-                return None
-            numbers = [next(self._numbers) for _ in requests]
-            group = self._groups[ticket] = RequestGroup(requests, emitted, numbers=numbers, options=options)
-            self._changed.notify()
-            return group
+            state = self._calls.get(ticket)
+            if state is not None:
+                self._end(state, None)
+            return state is not None
 
-    # ---- the request queue, and the thread that runs rounds
+    # ---- the request queue, asked by the engine between steps
 
     def pop(self) -> Request | None:
         """See `paceline.engine.engine.RequestQueue`."""
         with self._changed:
-            group = self._first_waiting()
-            if group is None or group.options != self._options:
+            state = self._turns.first()
+            if state is None or state.options != self._options:
                 return None
-            request, emitted = group.waiting.popleft()
-            self._running[request.index] = group
+            request, emitted = state.seat()
+            self._turns.took()
+            self._running[request.index] = state
             if self._replay is not None:
                 self._replay.expect(emitted)
             return request
@@ -166,58 +157,96 @@ class SharedEngine:
     def take_aborted(self) -> Collection[int]:
         """See `paceline.engine.engine.RequestQueue`."""
         with self._changed:
+            self._end_late()
             aborted, self._aborted = self._aborted, set()
             return aborted
 
-    def _first_waiting(self) -> RequestGroup | None:
-        return next((group for group in self._groups.values() if group.waiting), None)
+    # ---- the thread that runs rounds
 
     def _work(self, threads: int) -> None:
         torch.set_num_threads(threads)  # each thread has a number of its own
         while True:
             with self._changed:
-                group = self._changed.wait_for(self._first_waiting)
-                assert group is not None
-                self._options = group.options
+                state = self._changed.wait_for(self._turns.first)
+                assert state is not None
+                self._options = state.options
             try:
-                for output in self._generator.serve(self, self._options):
-                    self._hand_out(output)
-            except Exception as error:  # every caller gets it, whatever it is; later calls may succeed
+                for outputs in self._generator.steps(self, self._options):
+                    self.heartbeat += 1
+                    self.failure = None
+                    self._hand_out(outputs)
+                self._after_run()
+            except Exception as error:  # whatever it is; later calls may succeed
+                self._after_run()
                 self._fail(error)
-            with self._changed:
-                self._end_finished()
-                self._aborted.clear()
 
-    def _hand_out(self, output: RequestOutput) -> None:
+    def _hand_out(self, outputs: Sequence[RequestOutput]) -> None:
+        """Tell every sink of a step, once."""
         with self._changed:
-            self._end_finished()
-            self.num_outputs += 1
-            group = self._running.get(output.index)
-            if group is None:
-                return
-            if (error := group.failed) is not None:
-                self._end(next(ticket for ticket, other in self._groups.items() if other is group), error)
-                return
-            group.outputs.put(output)
-            if output.finish_reason is not None:
-                del self._running[output.index]
-                group.unfinished -= 1
+            gained: dict[int, tuple[CallState, list[RequestOutput]]] = {}
+            for output in outputs:
+                state = self._running.get(output.index)
+                if state is None:
+                    continue
+                gained.setdefault(id(state), (state, []))[1].append(output)
+                if output.finish_reason is not None:
+                    del self._running[output.index]
+            told: dict[Sink, list[CallUpdate]] = {}
+            for state, own in gained.values():
+                if (error := state.failed) is not None:
+                    self._end(state, error)
+                    continue
+                update = state.update(own)
+                self._totals.finished(update.finished)
+                if update.ended:
+                    del self._calls[state.call.ticket]
+                told.setdefault(state.sink, []).append(update)
+            for sink, updates in told.items():
+                sink(updates)
 
-    def _end_finished(self) -> None:
-        """End the streams of finished calls: only now, since statistics include their last round from now on."""
-        for ticket in [ticket for ticket, group in self._groups.items() if not group.unfinished]:
-            self._end(ticket, None)
+    def _after_run(self) -> None:
+        with self._changed:
+            self._totals.add(self._generator.statistics)
+            self._aborted.clear()
 
-    def _end(self, ticket: str, error: Exception | None) -> None:
+    def _end(self, state: CallState, error: Exception | None) -> None:
         """The call takes part in no further round."""
-        group = self._groups.pop(ticket)
-        for index in [index for index, other in self._running.items() if other is group]:
-            del self._running[index]
-            self._aborted.add(index)
-        group.outputs.put(error)
+        del self._calls[state.call.ticket]
+        self._turns.remove(state)
+        self._aborted.update(state.running)
+        for number in state.running:
+            self._running.pop(number, None)
+        state.sink([CallUpdate(state.call.ticket, ended=True, error=error)])
+
+    def _end_late(self) -> None:
+        """End the calls whose time is over."""
+        now = monotonic()
+        for state in list(self._calls.values()):
+            if state.call.deadline is not None and now > state.call.deadline:
+                seated = "its answer was not complete" if state.running else "no slot was free for it"
+                self._end(state, DeadlineError(f"the time given to this call is over, and {seated}; ask for less"))
 
     def _fail(self, error: Exception) -> None:
+        """A step failed: so do the calls that have requests in slots. Those that wait go on, if rounds still work."""
         with self._changed:
-            self._end_finished()
-            for ticket in list(self._groups):
-                self._end(ticket, error)
+            for state in [state for state in self._calls.values() if state.running]:
+                self._end(state, error)
+            self._aborted.clear()
+        log.warning("a round failed: %s: %s", type(error).__name__, error)
+        if isinstance(error, PacelineError) and not isinstance(error, RankError):
+            return  # a request's own fault, such as processors that left no token
+        try:
+            self._probe()
+        except Exception as again:
+            self.failure = again
+            with self._changed:
+                for state in list(self._calls.values()):
+                    self._end(state, again)
+                self._aborted.clear()
+
+    def _probe(self) -> None:
+        """Run a request of our own, to see whether rounds work."""
+        prompt = (0,)
+        request = Request(0, prompt, Sampling(), Stopping(min(4, self._generator.limits.n_positions)))
+        for _ in self._generator.steps(ListQueue([request]), CallOptions()):
+            self.heartbeat += 1

@@ -70,7 +70,7 @@ class TargetHost:
 
     def progress(self) -> int:
         """See `paceline.placement.cluster.roles.Target`."""
-        return self._engine.num_outputs
+        return self._engine.heartbeat
 
     def statistics(self) -> Mapping[str, object]:
         """See `paceline.placement.cluster.roles.Target`."""

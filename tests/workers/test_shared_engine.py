@@ -44,11 +44,12 @@ class Gate:
             inner.reads,
         )
         self.add_request, self.finish_request, self.update = inner.add_request, inner.finish_request, inner.update
-        self.open, self.together, self.fails = threading.Semaphore(0), [], False
+        self.open, self.together, self.fails, self.fail_next = threading.Semaphore(0), [], False, 0
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         assert self.open.acquire(timeout=20)
-        if self.fails:
+        if self.fails or self.fail_next:
+            self.fail_next = max(0, self.fail_next - 1)
             raise RuntimeError("asked for")
         self.together.append(int((commit.first_row > 0).sum()))
         return self._inner.propose(commit, sampling, bounds)
@@ -113,7 +114,7 @@ def test_who_leaves_makes_room_and_hears_no_more() -> None:
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(say, made, "first", PROMPTS[0], max_new_tokens=50)
         made[1].let(1)
-        until(lambda: made[0].num_outputs)
+        until(lambda: made[0].heartbeat)
         second, third = (pool.submit(say, made, name, PROMPTS[1], max_new_tokens=9) for name in ("second", "third"))
         made[1].let(2)
         made[0].abort("first")
@@ -169,7 +170,7 @@ def test_a_request_that_cannot_be_served_leaves_the_others_alone() -> None:
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(say, made, "other", PROMPTS[0], max_new_tokens=20)
         made[1].let(1)
-        until(lambda: made[0].num_outputs)
+        until(lambda: made[0].heartbeat)
         with pytest.raises(SamplingError, match="surrogate"):
             say(made, "bad", PROMPTS[1], stop_strings="\ud800", tokenizer=Pieces([b"x"] * V), max_new_tokens=5)
         made[1].let(1000)
@@ -210,7 +211,7 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(answer: str | None, p
     with pytest.raises(CheckpointError):
         list(made[0].stream("three", three, [[]] * 3))
     assert say(made, "next", PROMPTS[3], **asked) == wanted(PROMPTS[3], **asked)
-    assert not made[0]._running and not made[0]._groups
+    assert not made[0]._running and not made[0]._calls
 
 
 @pytest.mark.parametrize("drafts", [True, False])

@@ -1,0 +1,175 @@
+"""Calls to a shared engine: what a caller asks, what it hears, and the state of a call between the two.
+
+Not here: whose turn it is (`workers.turns`), and the thread that runs rounds (`workers.shared_engine`).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from time import monotonic
+from typing import Any
+
+from paceline.core.detokenizer import Decodes
+from paceline.core.errors import CheckpointError
+from paceline.engine.engine import CallOptions
+from paceline.engine.request import Request
+from paceline.outputs import RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What one caller asks: requests that are answered together.
+
+    ticket        names the call, like no other that is under way; `SharedEngine.abort` takes it
+    requests      as `Request.batch` makes them
+    emitted       tokens that each request has emitted before a fault; they are verified again and come out again. Empty
+                  = none of them has
+    verify_width  see `paceline.engine.request.SamplingParams`
+    key           who asks: keys take turns, and so do the calls of a key
+    deadline      `time.monotonic` by which all is finished, else the call ends with DeadlineError; None = no limit
+    """
+
+    ticket: str
+    requests: Sequence[Request]
+    emitted: Sequence[Sequence[int]] = ()
+    verify_width: int | None = None
+    key: str = ""
+    deadline: float | None = None
+
+    @property
+    def options(self) -> CallOptions:
+        """The kind of rounds its requests need."""
+        return CallOptions.of(self.requests, self.verify_width)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """Where the time of a finished request went, in seconds.
+
+    index    of the request in its call
+    queue    from its arrival to its slot
+    prefill  from there to its first token
+    decode   from there to its end
+    """
+
+    index: int
+    queue: float
+    prefill: float
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallUpdate:
+    """What one call hears of one step of the engine.
+
+    ticket    of the call
+    outputs   what its requests gained
+    finished  timing of the requests that ended with these outputs
+    ended     no other update follows
+    error     why it ended before its requests were finished; None also where it was aborted
+    """
+
+    ticket: str
+    outputs: tuple[RequestOutput, ...] = ()
+    finished: tuple[RequestTiming, ...] = ()
+    ended: bool = False
+    error: Exception | None = None
+
+
+Sink = Callable[[list[CallUpdate]], None]
+"""Takes the updates of one step: of all calls that share the sink. Called in the engine's thread; it must not block."""
+
+
+class GuardedTokenizer:
+    """A tokenizer that never raises in a round, where the error would end the requests of other callers too.
+
+    ``failed``: the error it would have raised.
+    """
+
+    def __init__(self, tokenizer: Decodes) -> None:
+        self._tokenizer = tokenizer
+        self.failed: CheckpointError | None = None
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        try:
+            text: object = self._tokenizer.decode(token_ids, **options)
+            if isinstance(text, str):
+                return text
+            reason = f"{text!r} is no text"
+        except Exception as error:  # tokenizers raise errors of any class
+            reason = repr(error)
+        self.failed = CheckpointError(
+            f"the tokenizer cannot turn ids {token_ids} into text, in which stop strings are searched ({reason}); "
+            "give the model its own tokenizer, or ask without stop strings"
+        )
+        return ""
+
+
+@dataclass(slots=True)
+class SeatedTimes:
+    """When a request in a slot got there, and when its first token was out. `time.monotonic`"""
+
+    seated: float
+    first: float | None = None
+
+
+@dataclass(slots=True)
+class CallState:
+    """A call that is not over, in the engine's thread or under its lock.
+
+    waiting     requests without a slot, numbered as the engine knows them, and what each has emitted
+    running     those in slots, by that number
+    unfinished  number of requests
+    """
+
+    call: Call
+    sink: Sink
+    indices: dict[int, int]  # number -> index in the call
+    tokenizer: GuardedTokenizer | None
+    waiting: deque[tuple[Request, Sequence[int]]]
+    unfinished: int
+    options: CallOptions
+    arrived: float = field(default_factory=monotonic)
+    running: dict[int, SeatedTimes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, call: Call, sink: Sink, numbers: Sequence[int]) -> CallState:
+        """``numbers``: what the engine calls its requests."""
+        found = call.requests[0].stopping.tokenizer
+        tokenizer = None if found is None else GuardedTokenizer(found)
+        guarded = [
+            replace(request, index=number, stopping=replace(request.stopping, tokenizer=tokenizer))
+            for number, request in zip(numbers, call.requests, strict=True)
+        ]
+        indices = {number: request.index for number, request in zip(numbers, call.requests, strict=True)}
+        emitted = call.emitted or [()] * len(guarded)
+        waiting = deque(zip(guarded, emitted, strict=True))
+        return cls(call, sink, indices, tokenizer, waiting, len(guarded), call.options)
+
+    @property
+    def failed(self) -> CheckpointError | None:
+        """Why it cannot go on, if it cannot."""
+        return None if self.tokenizer is None else self.tokenizer.failed
+
+    def seat(self) -> tuple[Request, Sequence[int]]:
+        """Its first waiting request takes a slot."""
+        request, emitted = self.waiting.popleft()
+        self.running[request.index] = SeatedTimes(monotonic())
+        return request, emitted
+
+    def update(self, outputs: Sequence[RequestOutput]) -> CallUpdate:
+        """What its caller hears of a step in which its requests gained these outputs."""
+        finished, now = [], monotonic()
+        for output in outputs:
+            times = self.running[output.index]
+            if times.first is None:
+                times.first = now
+            if output.finish_reason is not None:
+                del self.running[output.index]
+                self.unfinished -= 1
+                queue, prefill = times.seated - self.arrived, times.first - times.seated
+                finished.append(RequestTiming(self.indices[output.index], queue, prefill, now - times.first))
+        told = tuple(replace(output, index=self.indices[output.index]) for output in outputs)
+        return CallUpdate(self.call.ticket, told, tuple(finished), ended=not self.unfinished)

@@ -1,0 +1,115 @@
+"""What a shared engine counts, for metrics: plain numbers, of all calls since it was built. Names follow vLLM's.
+
+Not here: how they are exported.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from paceline.outputs import Statistics
+from paceline.workers.calls import RequestTiming
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """A snapshot. Counts and seconds add up over all calls.
+
+    running, waiting             requests in slots, and requests without one
+    finished                     requests that were served to their end
+    generation_tokens            tokens of all outputs
+    num_drafts, num_draft_tokens, num_accepted_tokens, num_accepted_tokens_per_pos   see `paceline.outputs.Statistics`
+    draft_lengths                how often each draft length was chosen for a round, where there is a choice
+    queue_seconds                from arrival to a slot, of finished requests
+    prefill_seconds, decode_seconds   of finished requests: from there to the first token, and on to the end
+    engine_prefill_seconds       time the engine spent in prompts; engine_draft_seconds, engine_verify_seconds,
+                                 engine_host_seconds: in drafting, verification and everything else
+    """
+
+    running: int
+    waiting: int
+    finished: int
+    generation_tokens: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: tuple[int, ...]
+    draft_lengths: dict[int, int]
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    engine_prefill_seconds: float
+    engine_draft_seconds: float
+    engine_verify_seconds: float
+    engine_host_seconds: float
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums over runs of the engine that are over, and over finished requests."""
+
+    _sum: Statistics = field(default_factory=Statistics)
+    _lengths: Counter[int] = field(default_factory=Counter)
+    _added: Statistics | None = None  # the last run, which is part of the sums
+    _requests: int = 0
+    _seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)
+
+    def finished(self, timings: Sequence[RequestTiming]) -> None:
+        """Requests were served to their end."""
+        for one in timings:
+            queue, prefill, decode = self._seconds
+            self._requests += 1
+            self._seconds = (queue + one.queue, prefill + one.prefill, decode + one.decode)
+
+    def add(self, run: Statistics) -> None:
+        """A run of the engine is over."""
+        if run is not self._added:
+            self._sum, self._lengths, self._added = _plus(self._sum, run), self._lengths + _lengths(run), run
+
+    def figures(self, running: int, waiting: int, run: Statistics) -> EngineFigures:
+        """A snapshot; ``run``: of the engine's last run, which may be under way."""
+        over = run is self._added
+        total = self._sum if over else _plus(self._sum, run)
+        lengths = self._lengths if over else self._lengths + _lengths(run)
+        return EngineFigures(
+            running,
+            waiting,
+            self._requests,
+            total.new_tokens,
+            total.num_drafts,
+            total.num_draft_tokens,
+            total.num_accepted_tokens,
+            tuple(total.num_accepted_tokens_per_pos),
+            dict(sorted(lengths.items())),
+            *self._seconds,
+            total.prefill_seconds,
+            total.draft_seconds,
+            total.verify_seconds,
+            total.host_seconds,
+        )
+
+
+def _lengths(run: Statistics) -> Counter[int]:
+    return Counter(list(run.draft_lengths))
+
+
+def _plus(one: Statistics, other: Statistics) -> Statistics:
+    def summed(name: str) -> list[int]:
+        return [a + b for a, b in zip_longest(getattr(one, name), getattr(other, name), fillvalue=0)]
+
+    return Statistics(
+        num_rounds=one.num_rounds + other.num_rounds,
+        num_drafts=one.num_drafts + other.num_drafts,
+        num_draft_tokens=one.num_draft_tokens + other.num_draft_tokens,
+        num_accepted_tokens=one.num_accepted_tokens + other.num_accepted_tokens,
+        num_draft_tokens_per_pos=summed("num_draft_tokens_per_pos"),
+        num_accepted_tokens_per_pos=summed("num_accepted_tokens_per_pos"),
+        new_tokens=one.new_tokens + other.new_tokens,
+        prefill_seconds=one.prefill_seconds + other.prefill_seconds,
+        draft_seconds=one.draft_seconds + other.draft_seconds,
+        verify_seconds=one.verify_seconds + other.verify_seconds,
+        host_seconds=one.host_seconds + other.host_seconds,
+    )
