@@ -1,7 +1,6 @@
 """The house rules that a syntax tree can show: who imports whom, sizes, and the list of packages.
 
-Reads the sources and never imports them. It is not a linter: style is ruff's, types are mypy's.
-Prints each violation as `file:line: message` and exits 1 if there is one.
+Reads the sources and never imports them. It is no linter. Prints `file:line: message`, and exits 1 if there is one.
 """
 
 from __future__ import annotations
@@ -50,15 +49,17 @@ SUBFOLDERS: dict[str, frozenset[str]] = {
 # Parts of the package that nobody else imports.
 NOT_IMPORTED = {"cli": "orchestrator/cli/"}
 
-# Other people's packages. Eager: at the top of a module. Inside a function anything goes, except in core,
-# and except what FENCED keeps to a few folders.
+# Other people's packages at the top of a module. In a function anything goes, but for core and for what FENCED names.
 EAGER: dict[str, frozenset[str]] = {
     "core": frozenset({"torch"}),
     "placement": frozenset({"torch", "numpy", "safetensors", "pydantic", "msgspec"}),
     "orchestrator": frozenset({"torch", "numpy", "safetensors", "transformers", "pydantic", "typer", "rich"}),
 }
 EAGER_ELSEWHERE = frozenset({"torch", "numpy", "safetensors", "filelock"})
-FENCED: dict[str, tuple[str, ...]] = {"ray": ("placement/cluster/", "orchestrator/serving/")}
+FENCED: dict[str, tuple[str, ...]] = {
+    "ray": ("placement/cluster/", "orchestrator/serving/"),
+    **dict.fromkeys(("fastapi", "starlette", "uvicorn"), ("orchestrator/serving/", "orchestrator/cli/")),
+}
 
 # Environment variables are read and written in one file per role of a process.
 ENVIRONMENT_FILES = frozenset({"decoder/environment.py", "placement/host/environment.py"})
@@ -68,7 +69,6 @@ MAX_FILE_LINES = 340
 MAX_FUNCTION_LINES = 66
 MAX_PARAMETERS = 8
 MAX_POSITIONAL = 3
-
 MAX_STATE = 8  # attributes that a class assigns after its constructor
 
 # Public entry points that keep the keywords of transformers-neuronx.

@@ -183,7 +183,7 @@ class Batch:
         seated = [slot for slot in self.slots if slot is not None]
         self._remaining = [-1] * len(self.slots)
         depth = self._shape.max_accept
-        self._depths = [depth if slot is not None and slot.request.use_speculation else 0 for slot in self.slots]
+        self._depths = [0 if slot is None else min(depth, slot.request.most_drafted) for slot in self.slots]
         end_ids = frozenset[int]().union(*(slot.request.stopping.eos for slot in seated))
         # None: a text may end for another reason than an id, so the host looks at every round.
         self._end_ids = None if any(slot.checker.checks_each_token for slot in seated) else end_ids

@@ -6,6 +6,7 @@ build the same value.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -48,6 +49,7 @@ class SamplingParams:
     no_repeat_ngram_size, repetition_penalty   as in Hugging Face; they run as processors
     output_scores           also give the log-probability of every new token
     use_speculation         False, or one entry for every prompt: draft nothing for it
+    max_draft_tokens        most drafted tokens of a round that are verified; None = as many as the drafter proposes
     verify_width            rows of the verifying graph, at least k + 1; to compare runs at equal width
 
     Raises:
@@ -72,12 +74,18 @@ class SamplingParams:
     repetition_penalty: float | None = None
     output_scores: bool = False
     use_speculation: bool | Sequence[bool] = True
+    max_draft_tokens: int | None = None
     verify_width: int | None = None
 
     def __post_init__(self) -> None:
         validation.check_types(self, _KINDS)
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise SamplingError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if self.max_draft_tokens is not None and self.max_draft_tokens < 1:
+            raise SamplingError(
+                f"max_draft_tokens must be at least 1, not {self.max_draft_tokens}; to draft nothing, give "
+                "use_speculation=False"
+            )
 
     @classmethod
     def merge(
@@ -162,6 +170,7 @@ _KINDS: dict[str, validation.Kind] = {
     "repetition_penalty": validation.Kind("a number", optional=True),
     "output_scores": validation.Kind("True or False"),
     "use_speculation": validation.Kind("True or False", listed=True),
+    "max_draft_tokens": validation.Kind("an integer", optional=True),
 }
 
 
@@ -184,6 +193,7 @@ class Request:
 
     index            its place in the call
     use_speculation  whether anything is drafted for it
+    max_draft_tokens most drafted tokens of a round that are verified; None = as many as there are
     processor        Hugging Face logits processors, as one; they run on the host
     output_scores    whether log-probabilities are wanted
     """
@@ -195,6 +205,14 @@ class Request:
     use_speculation: bool = True
     processor: Processor | None = None
     output_scores: bool = False
+    max_draft_tokens: int | None = None
+
+    @property
+    def most_drafted(self) -> int:
+        """Most drafted tokens of a round, as far as the request says."""
+        if not self.use_speculation:
+            return 0
+        return sys.maxsize if self.max_draft_tokens is None else self.max_draft_tokens
 
     @classmethod
     def batch(
@@ -246,7 +264,18 @@ class Request:
                 raise SamplingError(limits.sampling_refusal, param="temperature")
             if not isinstance(speculation, bool):
                 speculation = speculation[index]
-            requests.append(cls(index, prompt, sampling, stopping, speculation, processor, params.output_scores))
+            requests.append(
+                cls(
+                    index,
+                    prompt,
+                    sampling,
+                    stopping,
+                    use_speculation=speculation,
+                    processor=processor,
+                    output_scores=params.output_scores,
+                    max_draft_tokens=params.max_draft_tokens,
+                )
+            )
         return requests
 
 

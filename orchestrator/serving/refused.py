@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import logging
 
-from paceline.core.errors import BackendError, ContextError, PlacementError, PromptError, RequestError, SamplingError
+from paceline.core.errors import (
+    BackendError,
+    ContextError,
+    DeadlineError,
+    PlacementError,
+    PromptError,
+    QueueFullError,
+    RequestError,
+    SamplingError,
+)
 
 log = logging.getLogger("paceline")
 
@@ -71,6 +80,10 @@ def refusal(error: Exception, prompt_field: str | None = None) -> RefusedError:
         return RefusedError(400, str(error), param=prompt_field, code=code)
     if isinstance(error, RequestError):
         return RefusedError(400, str(error), param=error.param if isinstance(error, SamplingError) else None)
+    if isinstance(error, QueueFullError):
+        return RefusedError(429, str(error), code="queue_full", retry_after_s=error.retry_after)
+    if isinstance(error, DeadlineError):
+        return RefusedError(504, str(error), code="deadline_exceeded")
     if isinstance(error, PlacementError | BackendError):
         return RefusedError(503, str(error), code=UNAVAILABLE)
     log.error("a request failed", exc_info=error)

@@ -1,0 +1,129 @@
+"""What every HTTP request passes before its route: the access log, API keys, and the limit of bodies. Plain ASGI."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from hashlib import sha256
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paceline.serving.refused import RefusedError
+
+log = logging.getLogger("paceline.access")
+
+REQUEST_ID = "x-request-id"
+CLIENT_CLOSED = 499  # of a request whose client did not wait for the answer; nginx's number
+
+_GOOD_ID = re.compile(r"[\w.:\-]{1,128}", re.ASCII)
+_OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
+
+
+def refused_response(error: RefusedError) -> JSONResponse:
+    """An error object as an HTTP answer."""
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+class AccessLog:
+    """Gives every request an id, answers with it, and logs a line of JSON when the answer is over.
+
+    The line has what routes put into ``scope["state"]["access"]``, too. ``enabled``: whether it is logged.
+    """
+
+    def __init__(self, app: ASGIApp, *, enabled: bool) -> None:
+        self._app, self._enabled = app, enabled
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = given if _GOOD_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        about: dict[str, object] = {"request_id": request_id}
+        scope.setdefault("state", {})["access"] = about
+        begin, first, status = time.perf_counter(), 0.0, 500
+
+        async def send_on(message: Message) -> None:
+            nonlocal first, status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            elif not first:
+                first = time.perf_counter() - begin
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        finally:
+            if self._enabled:
+                line = {
+                    "time": time.time(),
+                    "method": scope["method"],
+                    "path": scope["path"],
+                    "status": status,
+                    "first_byte_s": round(first, 4),
+                    "seconds": round(time.perf_counter() - begin, 4),
+                }
+                log.info(json.dumps(line | about, ensure_ascii=False))
+
+
+class ApiKeys:
+    """Lets in who has one of the keys, compared in a time that says nothing about them. () lets everybody in."""
+
+    def __init__(self, app: ASGIApp, *, keys: Sequence[str]) -> None:
+        self._app, self._digests = app, [sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._digests and scope["path"] not in _OPEN_PATHS:
+            given = sha256(api_key(scope).encode()).digest()
+            if not sum(hmac.compare_digest(given, digest) for digest in self._digests):  # all of them, always
+                refused = RefusedError(
+                    401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key"
+                )
+                await refused_response(refused)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def api_key(scope: Scope) -> str:
+    """The key of a request, or ""."""
+    kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+    return key.strip() if kind.lower() == "bearer" else ""
+
+
+class BodyLimit:
+    """Refuses bodies that are too long by what they say of their length, and stops reading those that do not say it."""
+
+    def __init__(self, app: ASGIApp, *, limit: int) -> None:
+        self._app, self._limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._limit:
+            await refused_response(self._refused)(scope, receive, send)
+            return
+        read = 0
+
+        async def receive_less() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > self._limit:
+                raise self._refused
+            return message
+
+        await self._app(scope, receive_less, send)
+
+    @property
+    def _refused(self) -> RefusedError:
+        return RefusedError(413, f"the body has more than {self._limit} bytes", code="request_too_large")

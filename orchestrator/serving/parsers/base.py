@@ -1,0 +1,67 @@
+"""What a piece of an answer says: text for the reader, reasoning, and calls of tools.
+
+Parsers are fed a growing text and hand out what is certain. What they have handed out depends on the text alone, not on
+how it was cut into pieces; an answer can so be resumed at any token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """What a call gained.
+
+    index      of the call in the answer
+    name       of the function, with the first delta of the call; None later
+    arguments  more of its arguments, which are a JSON object as a text
+    """
+
+    index: int
+    name: str | None
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What an answer gained."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallDelta, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls)
+
+    def __add__(self, other: Delta) -> Delta:
+        return Delta(self.content + other.content, self.reasoning + other.reasoning, self.tool_calls + other.tool_calls)
+
+
+class Parser(Protocol):
+    """Finds one kind of thing in a growing text."""
+
+    def push(self, text: str) -> Delta:
+        """More text; what is certain now."""
+
+    def flush(self) -> Delta:
+        """The text is at its end; what was held back."""
+
+
+class PlainText:
+    """All of it is for the reader."""
+
+    def push(self, text: str) -> Delta:
+        """See `Parser`."""
+        return Delta(text)
+
+    def flush(self) -> Delta:
+        """See `Parser`."""
+        return Delta()
+
+
+def overlap(text: str, marker: str) -> int:
+    """How many characters at the end of a text are a beginning of the marker, but not all of it."""
+    longest = min(len(marker) - 1, len(text))
+    return next((size for size in range(longest, 0, -1) if text.endswith(marker[:size])), 0)

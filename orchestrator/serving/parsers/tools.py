@@ -1,0 +1,245 @@
+"""Tool calls in the forms that chat templates teach their models, each found by a parser of its own.
+
+`tool_format` tells from a template which one. Names are vLLM's (``--tool-call-parser``).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from paceline.serving.parsers.base import Delta, Parser, ToolCallDelta, overlap
+from paceline.serving.parsers.json_call import JsonCall, JsonValue
+
+
+class HermesParser:
+    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>, any number of them, with text around: Hermes, Qwen."""
+
+    _START, _END = "<tool_call>", "</tool_call>"
+
+    def __init__(self) -> None:
+        self._held, self._index = "", 0
+        self._call: JsonCall | None = None
+
+    def push(self, text: str) -> Delta:
+        """See `Parser`."""
+        self._held += text
+        delta = Delta()
+        while True:
+            marker = self._START if self._call is None else self._END
+            place = self._held.find(marker)
+            certain = place if place >= 0 else len(self._held) - overlap(self._held, marker)
+            piece, self._held = self._held[:certain], self._held[certain:]
+            if self._call is None:
+                delta += Delta(piece if piece.strip() or not self._index else "")
+            else:
+                delta += _grown(self._call, piece, self._index)
+            if place < 0:
+                return delta
+            self._held = self._held[len(marker) :]
+            if self._call is None:
+                self._call = JsonCall()
+            else:
+                delta += self._finish()
+
+    def flush(self) -> Delta:
+        """See `Parser`."""
+        held, self._held = self._held, ""
+        if self._call is None:
+            return Delta(held)
+        return _grown(self._call, held, self._index) + self._finish()
+
+    def _finish(self) -> Delta:
+        call, self._call = self._call, None
+        assert call is not None
+        if call.name is not None:
+            self._index += 1
+            return Delta()
+        if (rest := call.rest()) is None:  # no call after all
+            return Delta(f"{self._START}{call.text}{self._END}")
+        self._index += 1
+        return Delta(tool_calls=(ToolCallDelta(self._index - 1, *rest),))
+
+
+class LlamaJsonParser:
+    """The whole answer is {"name": ..., "parameters": {...}}, several behind each other or parted by ";": Llama 3."""
+
+    def __init__(self) -> None:
+        self._text, self._index = "", 0
+        self._plain = False
+        self._call: JsonCall | None = None
+        self._value: JsonValue | None = None
+
+    def push(self, text: str) -> Delta:
+        """See `Parser`."""
+        if self._plain:
+            return Delta(text)
+        delta, text = Delta(), self._text + text
+        self._text = ""
+        while text:
+            if self._call is None:
+                begun = text.lstrip(" \n;" if self._index else " \n").removeprefix("<|python_tag|>")
+                if begun and not begun.startswith("{") and not "<|python_tag|>".startswith(begun):
+                    self._plain = True
+                    return delta + Delta(text if not self._index else begun)
+                if not begun.startswith("{"):
+                    self._text = text
+                    return delta
+                self._call, self._value, text = JsonCall(), JsonValue(), begun
+            assert self._value is not None
+            end = self._value.end(text)
+            delta += _grown(self._call, text[:end], self._index)
+            if end is None:
+                return delta
+            text = text[end:]
+            delta += self._finish()
+        return delta
+
+    def flush(self) -> Delta:
+        """See `Parser`."""
+        held, self._text = self._text, ""
+        return Delta(held if not self._index else "") if self._call is None else self._finish()
+
+    def _finish(self) -> Delta:
+        call, self._call = self._call, None
+        assert call is not None
+        if call.name is not None:
+            self._index += 1
+            return Delta()
+        if (rest := call.rest()) is None:
+            self._plain = True
+            return Delta(call.text)
+        self._index += 1
+        return Delta(tool_calls=(ToolCallDelta(self._index - 1, *rest),))
+
+
+class PythonicParser:
+    """The whole answer is a Python list of calls, [f(a=1), g(b="x")]: Llama 3.2 and 4. Handed out when complete."""
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._plain = False
+
+    def push(self, text: str) -> Delta:
+        """See `Parser`."""
+        if self._plain:
+            return Delta(text)
+        self._text += text
+        begun = self._text.lstrip()
+        if begun and not begun.startswith("["):
+            self._plain, held, self._text = True, self._text, ""
+            return Delta(held)
+        return Delta()
+
+    def flush(self) -> Delta:
+        """See `Parser`."""
+        text, self._text = self._text, ""
+        calls = _python_calls(text.strip())
+        return Delta(text) if calls is None else Delta(tool_calls=calls)
+
+
+class JsonListParser:
+    """The whole answer is [{"name": ..., "parameters": {...}}, ...]: what a grammar makes of tool_choice: required."""
+
+    def __init__(self) -> None:
+        self._text, self._index = "", 0
+        self._call: JsonCall | None = None
+        self._value: JsonValue | None = None
+
+    def push(self, text: str) -> Delta:
+        """See `Parser`."""
+        delta = Delta()
+        while text:
+            if self._call is None:
+                place = text.find("{")
+                if place < 0:
+                    return delta
+                self._call, self._value, text = JsonCall(), JsonValue(), text[place:]
+            assert self._value is not None
+            end = self._value.end(text)
+            delta += _grown(self._call, text[:end], self._index)
+            if end is None:
+                return delta
+            text, call, self._call = text[end:], self._call, None
+            if (rest := call.rest()) is not None:
+                delta += Delta(tool_calls=(ToolCallDelta(self._index, *rest),))
+            self._index += 1
+        return delta
+
+    def flush(self) -> Delta:
+        """See `Parser`."""
+        return Delta()
+
+
+class NamedCallParser:
+    """The whole answer is the arguments of one function: what a grammar makes of a tool_choice with a name."""
+
+    def __init__(self, name: str) -> None:
+        self._name: str | None = name
+
+    def push(self, text: str) -> Delta:
+        """See `Parser`."""
+        name, self._name = self._name, None
+        return Delta(tool_calls=(ToolCallDelta(0, name, text),))
+
+    def flush(self) -> Delta:
+        """See `Parser`."""
+        return Delta()
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """A form of tool calls.
+
+    name     vLLM's
+    make     a parser, for one answer
+    markers  a template with all of these teaches it
+    """
+
+    name: str
+    make: Callable[[], Parser]
+    markers: tuple[str, ...]
+
+
+TOOL_FORMATS: tuple[ToolFormat, ...] = (
+    ToolFormat("hermes", HermesParser, ("<tool_call>",)),
+    ToolFormat("pythonic", PythonicParser, ("[func_name1(",)),
+    ToolFormat("llama3_json", LlamaJsonParser, ('"parameters"', '"name"')),
+)
+"""In the order in which templates are searched."""
+
+
+def tool_format(template: str) -> ToolFormat | None:
+    """The form that a chat template teaches, if it has a place for tools at all and the form is known."""
+    if "tools" not in template:
+        return None
+    return next((row for row in TOOL_FORMATS if all(marker in template for marker in row.markers)), None)
+
+
+def _grown(call: JsonCall, text: str, index: int) -> Delta:
+    """What a call gains by more text."""
+    before = call.name
+    arguments = call.push(text)
+    if not arguments:
+        return Delta()
+    return Delta(tool_calls=(ToolCallDelta(index, call.name if before is None else None, arguments),))
+
+
+def _python_calls(text: str) -> tuple[ToolCallDelta, ...] | None:
+    """Calls with literal keyword arguments; None: the text is something else. Nothing is executed."""
+    try:
+        tree = ast.parse(text, mode="eval").body
+        if not isinstance(tree, ast.List) or not tree.elts:
+            return None
+        calls = []
+        for index, call in enumerate(tree.elts):
+            if not isinstance(call, ast.Call) or call.args or any(one.arg is None for one in call.keywords):
+                return None
+            arguments = {one.arg: ast.literal_eval(one.value) for one in call.keywords}
+            written = json.dumps(arguments, ensure_ascii=False)
+            calls.append(ToolCallDelta(index, ast.unparse(call.func), written))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
+    return tuple(calls)

@@ -1,0 +1,1 @@
+"""Answers, from tokens to finished bytes. No model, no HTTP, no Ray."""
