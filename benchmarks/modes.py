@@ -11,7 +11,7 @@ A mode is one of
     plain                    the target alone
     ngram K, suffix K        drafts without a model
     pair K, fused K          the draft model, in two graphs or in one with the target
-    pair K reject            the same under rejection sampling, which gives other tokens of the same law
+    pair K reject            the same under rejection sampling, which gives other tokens of the same distribution
     medusa FILE              the heads of the model's folder in examples/ with a tree of that folder
     FOLDER TREE              the EAGLE heads of a folder there: "eagle3 chain:3", "eagle3 dynamic:8,4,3"
     MODE + MODE              the first of the two that has a proposal: "suffix 6 + pair 3"; no heads in such a list

@@ -10,7 +10,7 @@ rounds whose keys come from that state. A round multiplies one limb by an odd nu
 the one limb, and adds its upper 16 bits to the other by exclusive or, which can be undone: of one row, no two ids share
 a word. Six rounds fail serial tests over neighbouring ids for some rows; seven were not seen to.
 
-Not a general random generator: quality was weighed for picking tokens (docs/results.md), not for cryptography.
+Not a general random generator: quality was tested for picking tokens (docs/decisions/0011), not for cryptography.
 
 Sources: rounds of a product's two halves are those of Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2,
 3", 2011), with smaller limbs; that argmax(log p + Gumbel noise) is a draw from p is the Gumbel-max trick (Gumbel 1954;

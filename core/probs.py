@@ -1,7 +1,7 @@
-"""From logits to a law and to a choice: the only place that makes probabilities, for target and draft alike.
+"""From logits to probabilities and to a choice: the only place that makes probabilities, for target and draft alike.
 
 Everything is float32. The order is Hugging Face's: temperature, top-k, top-p, min-p. Greedy (temperature 0) is the
-one-hot law of the largest logit, not a branch; equal logits are won by the lowest id.
+one-hot distribution of the largest logit, not a branch; equal logits are won by the lowest id.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def sample_tokens(
     stream: int = noise.TARGET,
     cut: bool = True,
 ) -> Tensor:
-    """The token each row picks: argmax of the filtered, tempered logits plus the noise of its position.
+    """The token each row picks: argmax of the filtered, scaled logits plus the noise of its position.
 
     logits [B, T, V] float32, positions [B, T] int32 (of the token that is picked) -> [B, T] int32
     ``cut=False`` is for a caller who knows that top-k, top-p and min-p are off in every row: it changes nothing then.
@@ -38,7 +38,7 @@ def rank_tokens(
 
     logits [B, T, n] float32 of the ids [n] int32, ascending (None: all), positions [B, T] int32
     -> ids [B, T, count] int32, the first what `sample_tokens` picks; their log-probabilities [B, T, count] float32,
-    where a row samples those of the law given the noise. What the filters cut comes behind all that they leave.
+    where a row samples those of the distribution given the noise. What the filters cut comes after all they leave.
     """
     if ids is None:
         ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
@@ -57,7 +57,7 @@ def add_gumbel(
     ids: Tensor,
     stream: int = noise.TARGET,
 ) -> Tensor:
-    """Filtered or tempered scores plus the noise of their position where a row samples: the largest is the choice.
+    """Filtered or scaled scores plus the noise of their position where a row samples: the largest is the choice.
 
     scores [B, T, V] float32 of the ids [V] or [B, T, V] int32, which may be some of the vocabulary only
     -> [B, T, V] float32
@@ -88,7 +88,7 @@ def apply_top_k_top_p_min_p(logits: Tensor, sampling: SamplingTensors) -> Tensor
 
 
 def probabilities(logits: Tensor, sampling: SamplingTensors, *, cut: bool = True) -> Tensor:
-    """The law that `choose` draws from. [B, T, V] -> [B, T, V] float32, rows sum to one."""
+    """The distribution that `sample_tokens` draws from. [B, T, V] -> [B, T, V] float32, rows sum to one."""
     scores = apply_top_k_top_p_min_p(logits, sampling) if cut else apply_temperature(logits, sampling)
     hot = (sampling.params[:, 0] > 0).view(-1, 1, 1)
     ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)

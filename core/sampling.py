@@ -1,6 +1,6 @@
 """How one request samples, as a checked value, and how a batch of them becomes tensors.
 
-Not the law itself: what these numbers do to logits is in `paceline.core.probs`.
+What these numbers do to logits is in `paceline.core.probs`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Sampling:
 
 
 def param_row(sampling: Sampling) -> list[float]:
-    """The row of `SamplingTensors.knobs` of one request."""
+    """The row of `SamplingTensors.params` of one request."""
     return [sampling.temperature, float(min(sampling.top_k, _MAX_EXACT_FLOAT)), sampling.top_p, sampling.min_p]
 
 

@@ -1,7 +1,7 @@
 """A model with its cache on a backend: what target and drafters build their graphs from.
 
 Stores rows, never a length: rolling back is not advancing. All graphs share one set of weights and one cache.
-Not here: laws, acceptance and loops.
+Not here: probabilities, acceptance and loops.
 """
 
 from __future__ import annotations

@@ -93,14 +93,14 @@ def objective(
 ) -> Tensor:
     """The loss of a few texts, a scalar. ``head`` [V, H] is the target's output layer."""
     last = texts.last.float()
-    law, inside = target_law(last, head, vocabulary)
+    probs, inside = target_probs(last, head, vocabulary)
     first, second, total = options.feature_weight, options.ce_weight, last.new_zeros(())
     if network.config.version == 3:
         first, second = 0.0, 1.0
     for index, (hidden, ahead) in enumerate(passes(network, texts, options.passes(network.config.version))):
         logits = network.logits(hidden).float()
         weights = inside[:, ahead:].float()
-        surprise = -(law[:, ahead:] * F.log_softmax(logits, -1)).sum(-1)
+        surprise = -(probs[:, ahead:] * F.log_softmax(logits, -1)).sum(-1)
         loss = second * (surprise * weights).sum() / weights.sum().clamp(min=1)
         if first:
             loss = loss + first * F.smooth_l1_loss(hidden.float(), last[:, ahead:])
@@ -126,8 +126,8 @@ def passes(network: TrainableHead, texts: Texts, count: int) -> list[tuple[Tenso
 
 
 @torch.no_grad()
-def target_law(last: Tensor, head: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """The target's law over the drafted ids [b, S, U], and whether its best id is one of them [b, S]."""
+def target_probs(last: Tensor, head: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+    """The target's distribution over the drafted ids [b, S, U], and whether its best id is one of them [b, S]."""
     logits = F.linear(last, head).float()
     if len(vocabulary.ids) == vocabulary.size:
         return logits.softmax(-1), torch.ones(last.shape[:2], dtype=torch.bool)

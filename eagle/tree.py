@@ -223,7 +223,7 @@ def best(
 ) -> tuple[Tensor, Tensor]:
     """The likeliest next tokens of nodes of one level. hidden [B, n, H], positions [B, 1] int32 of the drafted tokens.
 
-    -> logprob [B, n, count], with a temperature of the law given the position's noise; tokens [B, n, count] int32, the
+    -> logprob [B, n, count], with a temperature those given the position's noise; tokens [B, n, count] int32, the
     target's ids, the first of them what a chain would take.
     """
     at = positions.expand(-1, hidden.shape[1]).contiguous()

@@ -1,6 +1,6 @@
 """The choice of a token in operations that graph compilers take, at a cost that a vocabulary of 128,000 bears.
 
-The law is that of `paceline.core.probs`, which says it in a few lines. Here every kind of sampling does only what it
+The distribution is that of `paceline.core.probs`, which says it in a few lines. Here every kind of sampling does only what it
 needs, over rows of logits that may be divided over ranks:
 
     greedy  the largest logit
@@ -99,16 +99,16 @@ class _Rows:
         return noise.gumbel(self._seeds, self._positions, ids, stream=self._stream, traced=True)
 
     @cached_property
-    def tempered(self) -> Tensor:
+    def scaled(self) -> Tensor:
         return self.logits / self.params.temperature
 
     @cached_property
     def high(self) -> Tensor:
-        return self.part.largest(self.tempered)
+        return self.part.largest(self.scaled)
 
     @cached_property
     def weights(self) -> Tensor:
-        return torch.exp(self.tempered - self.high)
+        return torch.exp(self.scaled - self.high)
 
     @cached_property
     def mass(self) -> Tensor:
@@ -117,12 +117,12 @@ class _Rows:
     @cached_property
     def drawn(self) -> Tensor:
         """With noise in every row, also where it is greedy."""
-        return self.tempered + self.gumbel(self.part.ids)
+        return self.scaled + self.gumbel(self.part.ids)
 
     def filtered(self) -> Tensor:
         """With noise where a row samples, and far below where the filters cut. [b, T, n]"""
-        drawn = torch.where(self.params.hot, self.drawn, self.tempered)
-        inside = _inside(self.tempered - self.high, self.weights, self.params, part=self.part)
+        drawn = torch.where(self.params.hot, self.drawn, self.scaled)
+        inside = _inside(self.scaled - self.high, self.weights, self.params, part=self.part)
         return torch.where(inside, drawn, NOWHERE)
 
     def of_list(self, *, limit: int = TOP_K_LIMIT, full: bool = False) -> tuple[_Choices, Tensor]:
@@ -168,7 +168,7 @@ class _Rows:
         scores = scores + (drawn.abs() + gumbel.abs()) * 2.0**-22
         scores = torch.where(drawn >= best[..., -1:], scores, NOWHERE)
         falling = part.largest_of_all(scores, best.shape[-1])
-        count = _count_inside(falling, self.tempered, self.weights, target=params.top_p * self.mass, part=part)
+        count = _count_inside(falling, self.scaled, self.weights, target=params.top_p * self.mass, part=part)
         border = _at(falling, count - 1)  # of the last candidate that the nucleus holds
         stands = ((scores >= border) & (count > 0)) | (params.top_p >= 1.0)
         stands = stands & (torch.exp(scores - self.high) >= params.min_p)
@@ -232,12 +232,12 @@ def _standing(rows: _Rows, kind: SamplingKind) -> Tensor:
 
     -> [b, T, n] bool
     """
-    below, params = rows.tempered - rows.high, rows.params
+    below, params = rows.scaled - rows.high, rows.params
     if kind == "wide":
         return _inside(below, rows.weights, params, part=rows.part)
-    falling = topk(rows.tempered, min(TOP_K_LIMIT, rows.tempered.shape[-1]))[0]
+    falling = topk(rows.scaled, min(TOP_K_LIMIT, rows.scaled.shape[-1]))[0]
     border, decided = rows.border(falling, full=kind == "full")
-    listed = rows.tempered >= border
+    listed = rows.scaled >= border
     if kind == "top-k":
         return listed
     nucleus = _nucleus(below, rows.weights, params, part=rows.part)
@@ -263,16 +263,16 @@ def _at(falling: Tensor, place: Tensor) -> Tensor:
     return torch.where(places == place, falling, 0.0).sum(-1, keepdim=True)
 
 
-def _count_inside(falling: Tensor, tempered: Tensor, weights: Tensor, *, target: Tensor, part: VocabPart) -> Tensor:
+def _count_inside(falling: Tensor, scaled: Tensor, weights: Tensor, *, target: Tensor, part: VocabPart) -> Tensor:
     """How many of the candidates' scores are in the nucleus: those for which what is likelier weighs less than target.
 
-    falling [b, T, K], tempered and weights [b, T, n], target [b, T, 1] -> [b, T, 1] int32
+    falling [b, T, K], scaled and weights [b, T, n], target [b, T, 1] -> [b, T, 1] int32
     """
     count = torch.zeros_like(target, dtype=torch.int32)
     for step in (64, 32, 16, 8, 4, 2, 1):
         if step <= falling.shape[-1]:
             trial = count + step
-            likelier = torch.where(tempered > _at(falling, trial - 1), weights, 0.0).sum(-1, keepdim=True)
+            likelier = torch.where(scaled > _at(falling, trial - 1), weights, 0.0).sum(-1, keepdim=True)
             holds = (part.sum(likelier) < target) & (trial <= falling.shape[-1])
             count = torch.where(holds, trial, count)
     return count

@@ -68,7 +68,7 @@ class TorchKernels:
     def sample_tokens(
         self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
-        if not bool((sampling.params[:, 0] > 0).any()):  # eager may look at values; a greedy law needs no noise
+        if not bool((sampling.params[:, 0] > 0).any()):  # eager may look at values; greedy rows need no noise
             return reduce.argmax(logits)
         return probs.sample_tokens(logits, positions, sampling, stream=stream, cut=self.cuts(sampling))
 

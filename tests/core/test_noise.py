@@ -196,7 +196,7 @@ def test_rows_streams_and_positions_are_independent_of_each_other() -> None:
 
 
 def test_uniforms_fill_the_unit_interval_without_its_end() -> None:
-    draws = noise.uniform(keys(3), torch.arange(1_000_000, dtype=torch.int32).unsqueeze(0), noise.ACCEPT)[0].double()
+    draws = noise.uniform(keys(3), torch.arange(DRAWS, dtype=torch.int32).unsqueeze(0), noise.ACCEPT)[0].double()
     assert 0 <= float(draws.min()) < 1e-5
     assert 1 - 1e-5 < float(draws.max()) < 1
     assert torch.equal(draws * SCALE, (draws * SCALE).round())

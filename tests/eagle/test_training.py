@@ -18,7 +18,7 @@ from paceline.decoder.steps import prefill
 from paceline.eagle import initial, train
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.objective import EagleTraining, Vocabulary, acceptance, objective, target_law
+from paceline.eagle.objective import EagleTraining, Vocabulary, acceptance, objective, target_probs
 from paceline.eagle.train import EagleHeadOptions, EagleTrainer, muon
 from paceline.training.features import CachedTextOptions, FeatureCache
 from paceline.training.frozen_model import FrozenTarget, Texts
@@ -257,9 +257,9 @@ def test_the_law_over_a_part_of_the_vocabulary() -> None:
     assert vocabulary.ids.tolist() == [1, 3, 5] and vocabulary.offsets.tolist() == [1, 2, 3]
     assert vocabulary.mask.tolist() == [False, True, False, True, False, True]
     head, last = torch.eye(6), torch.tensor([[[0.0, 1, 2, 0, 0, 0], [0, 0, 0, 5, 0, 0]]])
-    law, inside = target_law(last, head, vocabulary)
+    probs, inside = target_probs(last, head, vocabulary)
     assert inside.tolist() == [[False, True]]
-    torch.testing.assert_close(law[0, 0], F.softmax(torch.tensor([1.0, 0.0, 0.0]), 0))
+    torch.testing.assert_close(probs[0, 0], F.softmax(torch.tensor([1.0, 0.0, 0.0]), 0))
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16)])

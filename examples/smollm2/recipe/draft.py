@@ -4,7 +4,7 @@
 
 The draft begins with two of the target's layers and with the embedding of the ids that are most frequent in the data:
 its tokenizer holds these alone, so that `--vocabulary intersection` maps between the two. The loss is the KL divergence
-from the target's law over those ids, plus half of the total variation distance: one minus that is the chance that a
+from the target's distribution over those ids, plus half of the total variation distance: one minus that is the chance that a
 sampled draft token is accepted. A run that was stopped goes on where it was.
 """
 
@@ -27,7 +27,7 @@ from paceline.cli.train import token_stream
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.eagle.aux_layers import default_layers
-from paceline.eagle.objective import Vocabulary, target_law, text_part
+from paceline.eagle.objective import Vocabulary, target_probs, text_part
 from paceline.eagle.train import muon
 from paceline.training.data import TEXTS_PER_FILE
 from paceline.training.features import CachedTextOptions, FeatureCache
@@ -90,10 +90,10 @@ class DraftTrainer(Trainer[Texts]):
 
     def backward(self, batch: Texts) -> list[float]:
         with products(self._training.precision):
-            law, inside = target_law(batch.last.float(), self._output, self._vocabulary)
+            probs, inside = target_probs(batch.last.float(), self._output, self._vocabulary)
             found = self._model(self._places[batch.tokens], use_cache=False).logits.float().log_softmax(-1)
-        divergence = (law * (law.clamp(min=1e-9).log() - found)).sum(-1)
-        distance = 1 - torch.minimum(law, found.exp()).sum(-1)
+        divergence = (probs * (probs.clamp(min=1e-9).log() - found)).sum(-1)
+        distance = 1 - torch.minimum(probs, found.exp()).sum(-1)
         weights = inside.float()
         loss = ((divergence + DISTANCE * distance) * weights).sum() / weights.sum().clamp(min=1)
         loss.backward()
