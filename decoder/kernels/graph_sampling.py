@@ -1,7 +1,7 @@
 """The choice of a token in operations that graph compilers take, at a cost that a vocabulary of 128,000 bears.
 
-The distribution is that of `paceline.core.probs`, which says it in a few lines. Here every kind of sampling does only what it
-needs, over rows of logits that may be divided over ranks:
+The distribution is that of `paceline.core.probs`, which says it in a few lines. Here every kind of sampling does
+only what it needs, over rows of logits that may be divided over ranks:
 
     greedy  the largest logit
     top-k   the 256 largest logits, by the compiler's top-k; all else happens on those

@@ -122,7 +122,7 @@ class TargetSession:
 
 
 def _undrawn_rows(proposal: Proposal) -> list[list[int]]:
-    """The ids of a proposal; only chains that were not drawn can cross processes, since no probabilities travel with them."""
+    """The ids of a proposal; only chains that were not drawn can cross processes: no probabilities travel with them."""
     if proposal.draft_probs is not None or proposal.parents is not None:
         raise ValueError("a drafter in another process must propose chains that are not drawn")
     rows: list[list[int]] = proposal.tokens.tolist()  # one call of the tensor library: see `cache_warm`

@@ -1,9 +1,9 @@
 """The record that the check of the noise has passed here: without one, requests that sample are refused on Neuron.
 
 The noise is made of integers (`paceline.core.noise`). Where a device computes them otherwise than it should, texts are
-drawn from a wrong distribution although every logit is right, and nothing else shows it. So `paceline selftest` compares them
-bit by bit, and leaves a record in the cache folder, below a hash of everything the outcome may depend on. Not here:
-the check itself.
+drawn from a wrong distribution although every logit is right, and nothing else shows it. So `paceline selftest`
+compares them bit by bit, and leaves a record in the cache folder, below a hash of everything the outcome may depend
+on. Not here: the check itself.
 """
 
 from __future__ import annotations
