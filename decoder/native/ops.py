@@ -29,9 +29,9 @@ Tensor cos, Tensor sin, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, 
 row_mlp(Tensor hidden, Tensor norm, float eps, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, \
 Tensor? count) -> Tensor
 row_keep(Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor path, Tensor slots) -> Tensor
-row_choose(Tensor logits, Tensor positions, Tensor params, Tensor keys, int stream) -> Tensor
-row_rank(Tensor logits, Tensor positions, Tensor params, Tensor keys, Tensor? ids, int count) -> (Tensor, Tensor)
-row_probs(Tensor logits, Tensor params) -> Tensor
+row_choose(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, int stream) -> Tensor
+row_rank(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, Tensor? ids, int count) -> (Tensor, Tensor)
+row_law(Tensor logits, Tensor knobs) -> Tensor
 """
 
 
@@ -113,7 +113,7 @@ class Native:
         return made
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
-        made: Tensor = torch.ops.paceline.row_probs(logits, sampling.params)
+        made: Tensor = torch.ops.paceline.row_law(logits, sampling.params)
         return made
 
     def cuts(self, sampling: SamplingTensors) -> bool:
@@ -144,7 +144,7 @@ def c_shims() -> dict[object, list[str]]:
         ops.row_rank.default: [
             f"{head}rank({handles[4]}, {maybe}ids, int64_t count, AtenTensorHandle* ret0, AtenTensorHandle* ret1)"
         ],
-        ops.row_probs.default: [f"{head}probs({tensors}, AtenTensorHandle* ret)"],
+        ops.row_law.default: [f"{head}law({tensors}, AtenTensorHandle* ret)"],
     }
 
 
@@ -165,7 +165,7 @@ def register() -> torch.library.Library:
         "row_keep": (_keep, _shape_keep),
         "row_choose": (_choose, _shape_choose),
         "row_rank": (_rank, _shape_rank),
-        "row_probs": (_probs, _shape_probs),
+        "row_law": (_law, _shape_law),
     }
     for name, (body, shape) in bodies.items():
         made.impl(name, body, "CPU")
@@ -204,7 +204,7 @@ def _shape_rank(logits: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
 
 
-def _shape_probs(logits: Tensor, _params: Tensor) -> Tensor:
+def _shape_law(logits: Tensor, _knobs: Tensor) -> Tensor:
     return torch.empty_like(logits)
 
 
@@ -274,28 +274,28 @@ def _keep(keys: Tensor, values: Tensor, row: Tensor, *rest: Tensor) -> Tensor:
     return moved
 
 
-def _choose(logits: Tensor, positions: Tensor, params: Tensor, *rest: object) -> Tensor:
+def _choose(logits: Tensor, positions: Tensor, knobs: Tensor, *rest: object) -> Tensor:
     keys, stream = rest
     assert isinstance(keys, Tensor) and isinstance(stream, int)
     out = _shape_choose(logits)
-    pointers = (_pointer(x) for x in (logits, positions, params, keys, out))
+    pointers = (_pointer(x) for x in (logits, positions, knobs, keys, out))
     numbers = (ctypes.c_int64(n) for n in (*logits.shape, stream))
     build.library().paceline_choose(*pointers, *numbers)
     return out
 
 
-def _rank(logits: Tensor, positions: Tensor, params: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+def _rank(logits: Tensor, positions: Tensor, knobs: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     keys, ids, count = rest
     assert isinstance(keys, Tensor) and isinstance(count, int)
     tokens, logprobs = _shape_rank(logits, count)
-    inputs = (logits, positions, params, keys, ids if isinstance(ids, Tensor) else None)
+    inputs = (logits, positions, knobs, keys, ids if isinstance(ids, Tensor) else None)
     sizes = (ctypes.c_int64 * 4)(*logits.shape, count)
     build.library().paceline_rank(*(_pointer(x) for x in (*inputs, tokens, logprobs)), sizes)
     return tokens, logprobs
 
 
-def _probs(logits: Tensor, params: Tensor) -> Tensor:
-    out = _shape_probs(logits, params)
-    pointers = (_pointer(x) for x in (logits, params, out))
-    build.library().paceline_probs(*pointers, *(ctypes.c_int64(n) for n in logits.shape))
+def _law(logits: Tensor, knobs: Tensor) -> Tensor:
+    out = _shape_law(logits, knobs)
+    pointers = (_pointer(x) for x in (logits, knobs, out))
+    build.library().paceline_law(*pointers, *(ctypes.c_int64(n) for n in logits.shape))
     return out

@@ -72,19 +72,19 @@ struct Blocks {
   }
 };
 
-// A row to choose from: what top-k leaves of its scores over the temperature, in the order of ids, and their weights.
+// A row to choose from: what top-k leaves of its tempered scores, in the order of ids, and their weights.
 struct Row : Blocks {
   std::vector<int32_t> ids;  // of the scores, in whole blocks; empty where they are all ids in order
   std::vector<float> weights;
   float most;  // the largest score, whose weight is 1
   float mass;  // of all weights
 
-  void temper(const float* line, int64_t n, const float* param) {
+  void temper(const float* line, int64_t n, const float* knob) {
     resize(n);
-    for (int64_t v = 0; v < n; v++) scores[v] = line[v] / param[0];
+    for (int64_t v = 0; v < n; v++) scores[v] = line[v] / knob[0];
     ids.clear();
     measure();
-    if (param[1] > 0 && param[1] < (float)n) keep_top((int64_t)param[1]);
+    if (knob[1] > 0 && knob[1] < (float)n) keep_top((int64_t)knob[1]);
     most = maxima[highest_block()];
   }
 
