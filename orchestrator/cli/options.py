@@ -19,7 +19,10 @@ from paceline.engine.request import SamplingParams
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 InstanceName = Annotated[
-    str | None, typer.Option(help="Instance type, such as inf2.48xlarge, or cpu; default: what neuron-ls finds.")
+    str | None,
+    typer.Option(
+        help="Instance type, such as inf2.48xlarge, or cpu: this machine's CPUs; default: what neuron-ls finds."
+    ),
 ]
 ModelsFile = Annotated[Path, typer.Argument(help="YAML file with a list `models`.")]
 TargetFolder = Annotated[Path, typer.Option(help="Folder of the target.")]

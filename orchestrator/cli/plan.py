@@ -9,10 +9,8 @@ from rich.table import Table
 
 from paceline.cli import console
 from paceline.cli.options import AsJson, InstanceName, ModelsFile
-from paceline.core.errors import PlanError
-from paceline.placement import Instance, Plan, plan, read_fault_policy, read_models
-from paceline.placement import instance as catalogued
-from paceline.placement.planning.detect import detect
+from paceline.placement import Plan, plan, read_fault_policy, read_models
+from paceline.placement.planning.detect import instance_named
 from paceline.placement.planning.render_plan import marks, render_plan
 
 _MIB = 1 << 20
@@ -25,7 +23,7 @@ app = typer.Typer()
 def plan_models(models: ModelsFile, instance: InstanceName = None, as_json: AsJson = False) -> None:
     """Put the models of a file on the cores of an instance. Starts nothing. Exit status 2 if there is no plan."""
     with console.refusals():
-        planned = plan(read_models(models), find_instance(instance))
+        planned = plan(read_models(models), instance_named(instance))
         read_fault_policy(models)  # nothing is started here, but errors in the file show now
     if as_json:
         typer.echo(json.dumps(planned.to_dict()))
@@ -35,20 +33,6 @@ def plan_models(models: ModelsFile, instance: InstanceName = None, as_json: AsJs
     left = planned.fragmentation
     runs = ", ".join(f"{count} of {degree}" for degree, count in left.runs if count)
     console.say(console.out(), f"\nfree: {left.free} cores" + (f"; aligned runs: {runs}" if runs else ""))
-
-
-def find_instance(name: str | None) -> Instance:
-    """The instance named, or this machine's.
-
-    Raises:
-        PlanError: none was named and this machine has no Neuron devices.
-    """
-    if name is not None:
-        return catalogued(name)
-    detected = detect()
-    if detected is None:
-        raise PlanError("there is no neuron-ls here to ask; name the machine with --instance (cpu to simulate)")
-    return detected
 
 
 def plan_table(planned: Plan) -> Table:

@@ -1,55 +1,162 @@
-"""`paceline serve`: the models of a file behind OpenAI's API, on this machine's loopback by default."""
+"""`paceline serve`: models behind OpenAI's API, on this machine's loopback by default."""
 
 from __future__ import annotations
 
+import ipaddress
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from paceline.cli import console
 from paceline.cli.config_options import command
-from paceline.cli.options import InstanceName, ModelsFile
-from paceline.cli.plan import find_instance, plan_table
-from paceline.core.errors import BackendError
-from paceline.placement import plan, read_fault_policy, read_models
+from paceline.cli.options import InstanceName
+from paceline.cli.plan import plan_table
+from paceline.core.errors import BackendError, ConfigurationError
+from paceline.placement import FaultPolicy, ModelSpec, read_fault_policy, read_models
 from paceline.placement.planning import validate_plan
+from paceline.placement.planning.detect import instance_named
+from paceline.placement.planning.groups import plan_groups
+from paceline.placement.planning.model_specs import models_of
+from paceline.serving.settings import DEFAULT_MAX_BODY, ApiSettings, SpecMetrics
 
 app = typer.Typer()
+
+API_KEY = "PACELINE_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """Where the server runs."""
+    """Where the server runs, and who may use it."""
 
     instance: InstanceName = None
-    host: Annotated[str, typer.Option(help="Address to listen at; anybody who reaches it can use it.")] = "127.0.0.1"
+    host: Annotated[str, typer.Option(help="Address to listen at; other than loopback only with an API key.")] = (
+        "127.0.0.1"
+    )
     port: Annotated[int, typer.Option(help="Port to listen at.")] = 8000
     address: Annotated[str | None, typer.Option(help="Of a Ray cluster to join; default: start one here.")] = None
+    api_key: Annotated[
+        tuple[str, ...] | None,
+        typer.Option(help=f"Key that requests must have; repeatable. Better in the variable {API_KEY}."),
+    ] = None
+    max_body_bytes: Annotated[int, typer.Option(help="Longest body of a request.")] = DEFAULT_MAX_BODY
+    request_timeout_s: Annotated[float | None, typer.Option(help="Seconds that an answer may take.")] = None
+    per_request_spec_decode_metrics: Annotated[
+        str, typer.Option(help="What answers say about acceptance: none, summary or detailed.")
+    ] = "none"
     print_serve_config: Annotated[
         bool, typer.Option("--print-serve-config", help="Print the file for `serve deploy`; start nothing.")
     ] = False
 
+    def settings(self) -> ApiSettings:
+        """Settings of the HTTP edge.
+
+        Raises:
+            ConfigurationError: one is wrong, or anybody could use the server.
+        """
+        keys = tuple(self.api_key or ()) or tuple(key for key in [os.environ.get(API_KEY, "")] if key)
+        if not keys and not _is_loopback(self.host):
+            raise ConfigurationError(
+                f"--host {self.host} lets others reach the server, and there is no API key; give --api-key (or set "
+                f"{API_KEY}), or listen at 127.0.0.1"
+            )
+        spec_metrics: SpecMetrics = self.per_request_spec_decode_metrics  # type: ignore[assignment]  # checked there
+        return ApiSettings(
+            keys, self.max_body_bytes, request_timeout_s=self.request_timeout_s, spec_metrics=spec_metrics
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OneModel:
+    """A model to serve without a file; the keys are those of an entry of `models`."""
+
+    target: Annotated[Path | None, typer.Option(help="Folder of the target, where there is no models file.")] = None
+    name: Annotated[str | None, typer.Option(help="What requests call it; default: the folder's name.")] = None
+    draft: Annotated[tuple[str, ...] | None, typer.Option(help="Who drafts: ngram, suffix, a folder; repeatable.")] = (
+        None
+    )
+    k: Annotated[str | None, typer.Option(help="Drafted tokens per round: 4, 0,2,4 or auto.")] = None
+    acceptor: Annotated[str | None, typer.Option(help="Acceptance rule: match, reject or typical.")] = None
+    backend: Annotated[str | None, typer.Option(help="What compiles and runs the graphs.")] = None
+    amp: Annotated[str | None, typer.Option(help="Number format: bf16, f16 or f32.")] = None
+    batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 8
+    n_positions: Annotated[int | None, typer.Option(help="Longest text; default: the model's own.")] = None
+    tp_degree: Annotated[int | None, typer.Option(help="Cores the model is divided over; default: as it fits.")] = None
+
+    def entries(self) -> list[dict[str, object]]:
+        """The list `models` of a file with this model alone."""
+        assert self.target is not None
+        values = {
+            "name": self.name or self.target.resolve().name,
+            "path": str(self.target.resolve()),
+            "draft": list(self.draft) if self.draft else None,
+            "k": self.k,
+            "acceptor": self.acceptor,
+            "backend": self.backend,
+            "amp": self.amp,
+            "batch_size": self.batch_size,
+            "n_positions": self.n_positions,
+            "tp_degree": self.tp_degree,
+        }
+        return [{key: value for key, value in values.items() if value is not None}]
+
 
 @command(app, "serve")
-def serve_models(models: ModelsFile, options: ServeOptions) -> None:
-    """Serve the models of a file: /v1/models, /v1/completions, /v1/chat/completions. Ends with Ctrl-C."""
+def serve_models(
+    options: ServeOptions,
+    model: OneModel,
+    models: Annotated[Path | None, typer.Argument(help="YAML file with a list `models`; or give --target.")] = None,
+) -> None:
+    """Serve models by OpenAI's API: chat, completions, responses; a page at /, and /metrics. Ends with Ctrl-C."""
     with console.refusals():
-        planned, policy = plan(read_models(models), find_instance(options.instance)), read_fault_policy(models)
-        validate_plan.check(planned)
+        source = _source(models, model)
+        specs, policy = _read(source)
+        settings, groups = options.settings(), plan_groups(specs, instance_named(options.instance))
+        for group in groups:
+            validate_plan.check(group.plan)
         try:
             from paceline.serving.app import deploy_config
-            from paceline.serving.launch import serve_plan
+            from paceline.serving.launch import serve_groups
         except ImportError as error:
             raise BackendError("serving needs Ray Serve: pip install 'paceline[serve]'") from error
         if options.print_serve_config:
             import yaml
 
-            config = deploy_config(models, options.instance, host=options.host, port=options.port)
+            config = deploy_config(source, options.instance, settings, host=options.host, port=options.port)
             typer.echo(yaml.safe_dump(config, sort_keys=False), nl=False)
             return
-        console.err().print(plan_table(planned))
+        for group in groups:
+            console.err().print(plan_table(group.plan))
         url = f"http://{options.host}:{options.port}/v1"
         ready = partial(console.say, console.out(), f"serving at {url}")
-        serve_plan(planned, policy, host=options.host, port=options.port, address=options.address, ready=ready)
+        serve_groups(
+            groups, policy, settings, host=options.host, port=options.port, address=options.address, ready=ready
+        )
+
+
+def _source(models: Path | None, model: OneModel) -> Path | list[dict[str, object]]:
+    """The models file, or the entries that stand for one.
+
+    Raises:
+        ConfigurationError: both are given, or none.
+    """
+    if (models is None) == (model.target is None):
+        raise ConfigurationError("give a models file, or --target DIR for a single model; one of them")
+    return model.entries() if models is None else models
+
+
+def _read(source: Path | Sequence[Mapping[str, object]]) -> tuple[tuple[ModelSpec, ...], FaultPolicy]:
+    if isinstance(source, Path):
+        return read_models(source), read_fault_policy(source)
+    return models_of(source, folder=Path(), where="the command line"), FaultPolicy()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,4 +1,4 @@
-"""From a models file to a Serve application: one deployment for each group of targets and their drafts.
+"""From a models file to a Serve application: one deployment for each model, and one for HTTP.
 
 `build` is a builder for `serve deploy`:
 
@@ -8,90 +8,137 @@
         import_path: paceline.serving.app:build
         args: {models: /path/models.yaml, instance: inf2.48xlarge}
 
-`deploy_config` writes that file.
+`deploy_config` writes that file. A replica of a model is a replica group (`paceline.placement.planning.groups`): the
+process that runs the target, and its draft if that has cores of its own. Serve starts as many as are asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import pydantic
 from ray import serve
 
 from paceline.core.errors import ConfigurationError
-from paceline.placement import Plan, instance, plan, read_fault_policy, read_models
-from paceline.placement.cluster.actors import STREAMS
-from paceline.placement.cluster.deployment import groups_of
+from paceline.placement import read_fault_policy, read_models
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.worker_group import RESOURCE
+from paceline.placement.cluster.reservation import RESOURCE
+from paceline.placement.host import environment
 from paceline.placement.planning import validate_plan
-from paceline.placement.planning.detect import detect
-from paceline.placement.planning.plan import Placement
-from paceline.serving.ingress import Ingress, ModelRoute
-from paceline.serving.replica import Replica
+from paceline.placement.planning.detect import instance_named
+from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
+from paceline.placement.planning.model_specs import models_of
+from paceline.serving.ingress import Ingress
+from paceline.serving.replica import ModelReplica
+from paceline.serving.settings import ApiSettings
 
-_ARGUMENTS = frozenset({"models", "instance"})
-_SHUTDOWN_S = 60.0  # to end the workers and give back their cores; Serve's 20 are few on a busy machine
-_CPU_SHARE = 0.01  # of a host CPU, as Serve counts it, for a process without a model
+_ARGUMENTS = ("models", "instance", "api")
+_SHUTDOWN_S = 60.0  # for answers that are under way when the service is taken down
+_CPU_SHARE = 0.01  # of a host CPU, as Serve counts it, for each process
+_HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 6.0  # three silences in a row: a stopped process is replaced after 24 s
+_MAX_WAITING = 1024  # requests of a replica that wait for a slot; more are answered with 429
+_UNBOUNDED = 1 << 20  # requests that Serve passes on to a process at the same time: it is the engine that bounds them
 
 
-def build(arguments: Mapping[str, str]) -> serve.Application:
-    """The application for ``models`` (a file) on ``instance`` (a name; default: what neuron-ls finds).
+def build(arguments: Mapping[str, Any]) -> serve.Application:
+    """The application for ``models``, a file or a list of its entries, on ``instance`` (a name; default: this machine).
+
+    ``api``: fields of `paceline.serving.settings.ApiSettings`.
 
     Raises:
-        ConfigurationError: an argument is unknown or missing.
+        ConfigurationError: an argument is unknown, missing or wrong.
         PlanError: there is no plan, or it cannot be run.
     """
-    unknown = sorted(set(arguments) - _ARGUMENTS)
+    unknown = sorted(set(arguments) - set(_ARGUMENTS))
     if unknown or "models" not in arguments:
-        raise ConfigurationError(f"arguments are `models` and `instance`, not {', '.join(arguments) or 'none'}")
-    name = arguments.get("instance")
-    machine = detect() if name is None else instance(name)
-    if machine is None:
-        raise ConfigurationError("this machine has no neuron-ls; name the machine with `instance` (cpu to simulate)")
-    file = Path(arguments["models"])
-    return application(plan(read_models(file), machine), read_fault_policy(file))
+        given = ", ".join(arguments) or "none"
+        raise ConfigurationError(f"arguments are `models`, and perhaps `instance` and `api`, not {given}")
+    models, machine = arguments["models"], instance_named(arguments.get("instance"))
+    if isinstance(models, list):
+        specs, policy = models_of(models, folder=Path(), where="models"), FaultPolicy()
+    else:
+        specs, policy = read_models(Path(models)), read_fault_policy(Path(models))
+    return application(plan_groups(specs, machine), policy, api_settings(arguments.get("api", {})))
 
 
-def deploy_config(models: Path, instance: str | None, *, host: str, port: int) -> dict[str, object]:
-    """The config of `serve deploy` for a models file: the same service as `paceline serve`, kept running by Serve."""
-    arguments = {"models": str(models.resolve()), **({} if instance is None else {"instance": instance})}
+def deploy_config(
+    models: Path | Sequence[Mapping[str, object]],
+    instance: str | None,
+    settings: ApiSettings,
+    *,
+    host: str,
+    port: int,
+) -> dict[str, object]:
+    """The config of `serve deploy` for a models file or its entries: the service of `paceline serve`, kept running."""
+    listed: object = str(models.resolve()) if isinstance(models, Path) else [dict(entry) for entry in models]
+    arguments = {"models": listed, **({} if instance is None else {"instance": instance})}
+    changed = {key: value for key, value in asdict(settings).items() if value != asdict(ApiSettings())[key]}
+    if changed:
+        arguments["api"] = {key: list(value) if isinstance(value, tuple) else value for key, value in changed.items()}
     application = {"name": "paceline", "route_prefix": "/", "import_path": f"{__name__}:{build.__name__}"}
     return {"http_options": {"host": host, "port": port}, "applications": [{**application, "args": arguments}]}
 
 
-def application(planned: Plan, fault_policy: FaultPolicy) -> serve.Application:
-    """The application for a plan.
+def api_settings(values: object) -> ApiSettings:
+    """The settings of the HTTP edge from plain values.
+
+    Raises:
+        ConfigurationError: a key is unknown, or a value is wrong.
+    """
+    try:
+        return pydantic.TypeAdapter(ApiSettings, config={"extra": "forbid"}).validate_python(values)
+    except pydantic.ValidationError as error:
+        raise ConfigurationError(f"`api` is wrong: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
+
+
+def application(
+    groups: Sequence[ReplicaGroupPlan], fault_policy: FaultPolicy, settings: ApiSettings | None = None
+) -> serve.Application:
+    """The application for planned models.
 
     Raises:
         PlanError: a model cannot be run as it was planned.
     """
-    validate_plan.check(planned)
-    routes: dict[str, list[ModelRoute]] = {}
-    for members in groups_of(planned):
-        # Drafts first, as the group starts them; the replica itself has the bundle before them.
-        ordered = sorted(members, key=lambda item: item.role != "draft")
-        handle = _deployment(planned, ordered, fault_policy)
-        for item in ordered:
-            if item.role == "target":
-                routes.setdefault(item.name, []).append(ModelRoute(handle, item.label))
+    for group in groups:
+        validate_plan.check(group.plan)
+    handles = {group.name: _model(group, fault_policy) for group in groups}
     ingress = serve.deployment(
-        Ingress, name="openai", max_ongoing_requests=256, ray_actor_options={"num_cpus": _CPU_SHARE}
-    )
-    return ingress.bind(routes)
-
-
-def _deployment(planned: Plan, members: Sequence[Placement], fault_policy: FaultPolicy) -> serve.Application:
-    bundles = [{"CPU": _CPU_SHARE}, *({RESOURCE: float(len(item.cores))} for item in members)]
-    label = next(item.label for item in members if item.role == "target")
-    deployment = serve.deployment(
-        Replica,
-        name=f"models-{label}",
-        num_replicas=1,
-        max_ongoing_requests=STREAMS,
+        Ingress,
+        name="openai",
+        max_ongoing_requests=_UNBOUNDED,
         graceful_shutdown_timeout_s=_SHUTDOWN_S,
+        health_check_period_s=_HEALTH_PERIOD_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
         ray_actor_options={"num_cpus": _CPU_SHARE},
-        placement_group_bundles=bundles,
+    )
+    return ingress.bind(handles, settings or ApiSettings())
+
+
+def _model(group: ReplicaGroupPlan, fault_policy: FaultPolicy) -> serve.Application:
+    target, *drafts = group.num_cores
+    threads = dict(group.plan.placements[0].env)["OMP_NUM_THREADS"]
+    variables = {**environment.without_cores(), environment.NOSET: "1", "OMP_NUM_THREADS": threads}
+    deployment = serve.deployment(
+        ModelReplica,
+        name=f"model-{group.name}",
+        num_replicas=group.replicas,
+        max_ongoing_requests=_UNBOUNDED,
+        max_queued_requests=_MAX_WAITING,
+        graceful_shutdown_timeout_s=_SHUTDOWN_S,
+        health_check_period_s=_HEALTH_PERIOD_S,
+        health_check_timeout_s=_HEALTH_TIMEOUT_S,
+        ray_actor_options={
+            "num_cpus": _CPU_SHARE,
+            "resources": {RESOURCE: target},
+            "runtime_env": {"env_vars": variables},
+        },
+        placement_group_bundles=[
+            {"CPU": _CPU_SHARE, RESOURCE: float(target)},
+            *({RESOURCE: float(cores)} for cores in drafts),
+        ],
         placement_group_strategy="STRICT_PACK",
     )
-    return deployment.bind(planned, members, fault_policy)
+    return deployment.bind(group, fault_policy, _MAX_WAITING)

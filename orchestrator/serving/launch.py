@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import ray
@@ -19,10 +19,11 @@ from ray.serve.context import _get_global_client  # the only way to the address 
 from ray.serve.exceptions import RayServeException
 
 from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
-from paceline.placement import Plan
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.worker_group import RESOURCE
+from paceline.placement.cluster.reservation import RESOURCE
+from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.app import application
+from paceline.serving.settings import ApiSettings
 
 log = logging.getLogger("paceline")
 
@@ -38,10 +39,17 @@ class _SignalReceived(BaseException):
     """Not an `Exception`, because Ray and Serve catch those."""
 
 
-def serve_plan(
-    plan: Plan, fault_policy: FaultPolicy, *, host: str, port: int, address: str | None, ready: Callable[[], None]
+def serve_groups(
+    groups: Sequence[ReplicaGroupPlan],
+    fault_policy: FaultPolicy,
+    settings: ApiSettings | None = None,
+    *,
+    host: str,
+    port: int,
+    address: str | None,
+    ready: Callable[[], None],
 ) -> None:
-    """Serve a plan until SIGINT or SIGTERM, which also end it while models load.
+    """Serve planned models until SIGINT or SIGTERM, which also end it while models load.
 
     ``address``: of a Ray cluster to join; None starts one here. ``ready``: called when requests are accepted.
 
@@ -49,9 +57,9 @@ def serve_plan(
         ConfigurationError: Serve runs in the cluster already, and listens elsewhere or has an application of this name.
         PlacementError: there is no such cluster, or the service did not start.
     """
-    app = application(plan, fault_policy)
+    app = application(groups, fault_policy, settings)
     with _until_a_signal() as take_signals:
-        _connect(plan, address)
+        _connect(groups, address)
         take_signals()  # Ray has set handlers of its own
         try:
             _serve(app, host=host, port=port, ready=ready)
@@ -85,8 +93,9 @@ def _until_a_signal() -> Iterator[Callable[[], None]]:
         restore()
 
 
-def _connect(plan: Plan, address: str | None) -> None:
-    own = {"resources": {RESOURCE: plan.instance.cores}, "num_cpus": _CPUS, "include_dashboard": False}
+def _connect(groups: Sequence[ReplicaGroupPlan], address: str | None) -> None:
+    cores = max(group.plan.instance.cores for group in groups)
+    own = {"resources": {RESOURCE: cores}, "num_cpus": _CPUS, "include_dashboard": False}
     try:
         ray.init(address=address or _NEW_CLUSTER, log_to_driver=False, **({} if address else own))
     except _RAY_ERRORS as error:

@@ -1,113 +1,161 @@
-"""One deployment's replica: a group of workers in the replica's own placement group, and the text around them.
+"""A replica of one model: its process runs the target; a draft with cores of its own runs beside it.
 
-The replica has no model: it turns text into ids and back, and passes on what the target's worker streams.
+Ray Serve starts replicas, chooses one for a request, asks how it is, and replaces it; what is lost with it is asked
+for again by the router (`paceline.serving.serve_router`). Cores come from the core allocator, before anything here
+initialises a runtime (`paceline.placement.cluster.replica_group`). Answers are written by
+`paceline.serving.model_server`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from pathlib import Path
 
 import ray
+from ray import serve
 
-from paceline.core.errors import PromptError
-from paceline.placement.cluster.actors import STREAMS
-from paceline.placement.cluster.calls import Stream
-from paceline.placement.cluster.deployment import Deployment
+from paceline.core.errors import RankError, WorkerError
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.roles import TokenDelta
-from paceline.placement.cluster.worker_group import WorkerGroup
-from paceline.placement.planning.plan import Placement, Plan
-from paceline.serving.errors import refusal
-from paceline.serving.protocol import ChatRequest, CompletionRequest, RefusedError
-from paceline.serving.responses import Accepted, Failed, TextDelta
-from paceline.text.chat import chat_ids
-from paceline.text.stop_strings import StopStringFilter, StopStrings
-from paceline.text.tokenizer import Tokenizer, load_tokenizer
+from paceline.placement.cluster.replica_group import ReplicaGroup
+from paceline.placement.cluster.worker_spec import WorkerSpec
+from paceline.placement.planning.groups import ReplicaGroupPlan
+from paceline.serving.metrics import MetricSet, timed
+from paceline.serving.model_server import ModelServer
+from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from paceline.serving.openai.union import GenerationRequest
+from paceline.serving.router import Item, ModelCard, PlacedModel, RequestContext
+from paceline.text.tokenizer import load_tokenizer
+from paceline.workers.target import TargetHost, make_target
 
-Item = Accepted | TextDelta | Failed
-_OWN_BUNDLE = 1  # the replica itself has bundle 0
+log = logging.getLogger("paceline")
+
+_FIGURES_S = 1.0  # between updates of the metrics that the engine counts
 
 
-class Replica:
-    """Serves the targets of one group. Requests share a target's rounds; those that find no slot wait for one."""
+class ModelReplica:
+    """Serves one target. Requests share its rounds; those that find no slot wait for one."""
 
-    def __init__(self, plan: Plan, members: Sequence[Placement], fault_policy: FaultPolicy) -> None:
-        group = WorkerGroup(
-            plan.instance, members, fault_policy, existing=ray.util.get_current_placement_group(), offset=_OWN_BUNDLE
-        )
-        self._models = Deployment(plan, fault_policy, [group]).start()
-        # Each stream blocks a thread of its own; the few of the event loop would make streams wait for each other.
-        self._threads = ThreadPoolExecutor(STREAMS, thread_name_prefix="paceline-stream")
-        folders = {item.label: item.model.folder for item in members}
-        self._tokenizers = {label: load_tokenizer(Path(str(folders[label]))) for label in self._models.models}
-
-    async def stream(self, label: str, request: CompletionRequest | ChatRequest) -> AsyncIterator[Item]:
-        """The answer of the target with that label: `Accepted`, then text; wherever it fails, `Failed`."""
+    def __init__(self, group: ReplicaGroupPlan, fault_policy: FaultPolicy, max_waiting: int | None = None) -> None:
+        bundles = ray.util.get_current_placement_group()
+        if bundles is None:
+            raise WorkerError(f"{group.name} has no placement group; deploy it with paceline.serving.app")
+        plan = group.plan
+        self._policy, self._num_slots = fault_policy, plan.placements[0].model.shape.batch_size
+        self._group = ReplicaGroup(plan.instance, plan.placements, fault_policy, bundles=bundles)
         try:
-            tokenizer, params = self._tokenizers[label], request.sampling_params
-            prompts = await asyncio.to_thread(encode_prompts, tokenizer, request)
-            stop = StopStrings.of(params.stop_strings)
-            filters = [StopStringFilter(stop, tokenizer, prompt) for prompt in prompts]
-            deltas = _iterate_in_threads(self._models.stream(label, prompts, params), self._threads)
-            async with aclosing(deltas):
-                first = await anext(deltas, None)  # a request that the target refuses is not accepted
-                yield Accepted(sum(map(len, prompts)))
-                if first is not None:
-                    yield _text_of(first, filters[first.index])
-                async for delta in deltas:
-                    yield _text_of(delta, filters[delta.index])
-        except Exception as error:  # tokenizers too, which raise errors of any class
-            refused = refusal(error, request)
-            yield Failed(refused.status, refused.message, refused.param, refused.code)
+            self._drafter = self._group.drafter()
+            self._target: TargetHost = make_target(self._group.spec.settings, self._drafter, max_waiting=max_waiting)
+            tokenizer = load_tokenizer(Path(str(plan.placements[0].model.folder)))
+            self._group.wait_ready()
+        except BaseException:
+            self._group.close()
+            raise
+        card = model_card(group, self._target, self._group.workers)
+        self._server = ModelServer(tokenizer, self._target.engine, self._target.limits, card=card)
+        self._metrics = MetricSet(group.name, serve.get_replica_context().replica_id.unique_id, ray_too=True)
+        self._beat = _Heartbeat(fault_policy.stall_timeout_s)
+        self._counting: asyncio.Task[None] | None = None
+
+    async def stream(
+        self, request: GenerationRequest, context: RequestContext, skip: Sequence[int] = ()
+    ) -> AsyncIterator[Item]:
+        """See `ModelServer.stream`."""
+        if self._counting is None:
+            self._counting = asyncio.get_running_loop().create_task(self._count())
+        answer = self._server.stream(request, context, skip)
+        async with aclosing(timed(answer, self._metrics, resumed=bool(skip))) as items:  # type: ignore[type-var]
+            async for item in items:
+                yield item
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
+        """See `ModelRouter`."""
+        return await self._server.tokenize(request)
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
+        """See `ModelRouter`."""
+        return await self._server.detokenize(request)
+
+    async def describe(self) -> ModelCard:
+        """About this model; who answers this can answer requests."""
+        self._check()
+        return self._server.card
+
+    async def metrics_text(self) -> str:
+        """The metrics of this replica, up to date."""
+        self._update_metrics()
+        return self._metrics.text()
+
+    async def statistics(self) -> dict[str, object]:
+        """Of all requests since the target was last idle."""
+        return dict(self._target.statistics())
+
+    async def progress(self) -> int:
+        """See `paceline.placement.cluster.roles.Target`."""
+        return self._target.progress()
 
     async def check_health(self) -> None:
-        """Serve asks; a worker that dies is brought back by the request that finds it dead."""
+        """Serve asks; a replica that raises, or does not answer, is replaced."""
+        self._check()
+
+    def _check(self) -> None:
+        """Raises WorkerError: no round succeeds, or one hangs."""
+        failure = self._target.engine.failure
+        if isinstance(failure, RankError):
+            log.error("a rank of the model is lost; this replica ends, to be replaced", exc_info=failure)
+            os._exit(1)  # its processes cannot be brought together again
+        if failure is not None:
+            raise WorkerError(f"no round of the model succeeds ({type(failure).__name__}: {failure})") from failure
+        figures = self._target.engine.figures()
+        self._beat.check(self._target.progress(), busy=figures.running + figures.waiting > 0)
+
+    async def _count(self) -> None:
+        while True:
+            self._update_metrics()
+            await asyncio.sleep(_FIGURES_S)
+
+    def _update_metrics(self) -> None:
+        health = None if self._drafter is None else self._drafter.health
+        self._metrics.update(self._target.engine.figures(), health, num_slots=self._num_slots)
 
     def __del__(self) -> None:
-        models: Deployment | None = self.__dict__.get("_models")
-        if models is not None:
-            models.close()
+        group: ReplicaGroup | None = self.__dict__.get("_group")
+        if group is not None:
+            group.close()
 
 
-def encode_prompts(tokenizer: Tokenizer, request: CompletionRequest | ChatRequest) -> list[list[int]]:
-    """The prompts as ids.
+class _Heartbeat:
+    """Whether an engine that has something to do goes on. ``timeout_s``: for which it may stand still."""
 
-    Raises:
-        RefusedError: the model has no chat template, or its template refuses the messages.
-    """
-    if isinstance(request, CompletionRequest):
-        return [tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt) for prompt in request.prompts]
-    messages = [{"role": message.role, "content": message.text} for message in request.messages]
-    try:
-        return [chat_ids(tokenizer, messages)]
-    except PromptError as error:
-        raise RefusedError(400, f"{request.model}: {error}", param="messages") from error
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self._count, self._since = timeout_s, -1, time.monotonic()
 
-
-def _text_of(delta: TokenDelta, filter_: StopStringFilter) -> TextDelta:
-    text = "".join(map(filter_.push, delta.tokens))
-    if delta.finish_reason is None:
-        return TextDelta(delta.index, text, len(delta.tokens))
-    reason = "length" if delta.finish_reason == "length" else "stop"
-    return TextDelta(delta.index, text + filter_.flush(), len(delta.tokens), reason)
+    def check(self, count: int, *, busy: bool) -> None:
+        """Raises WorkerError: it stands still."""
+        now = time.monotonic()
+        if count != self._count or not busy:
+            self._count, self._since = count, now
+        elif now - self._since > self._timeout_s:
+            raise WorkerError(f"the engine has done nothing for {self._timeout_s} seconds, with requests to serve")
 
 
-async def _iterate_in_threads(stream: Stream, threads: Executor) -> AsyncGenerator[TokenDelta, None]:
-    """Iterate over a blocking stream beside the event loop; it is closed when nobody wants more."""
-    loop = asyncio.get_running_loop()
-    step: asyncio.Future[TokenDelta | None] | None = None
-    try:
-        while True:
-            step = loop.run_in_executor(threads, next, stream, None)
-            delta = await asyncio.shield(step)
-            if delta is None:
-                return
-            yield delta
-    finally:
-        stream.close()
-        if step is not None and not step.done():
-            await asyncio.wait([step])
+def model_card(group: ReplicaGroupPlan, target: TargetHost, workers: Sequence[WorkerSpec]) -> ModelCard:
+    """What is said about a model that is ready."""
+    model, *drafts = (item.model for item in group.plan.placements)
+    methods = ("model",) * len(drafts) or tuple(str(draft.name or draft.path) for draft in model.speculative.draft)
+    return ModelCard(
+        group.name,
+        int(time.time()),
+        max_model_len=target.limits.n_positions,
+        methods=methods,
+        num_spec_tokens=target.num_spec_tokens,
+        placement=tuple(
+            PlacedModel(spec.label, "draft" if spec.link is None and spec.address else "target", spec.node, cores)
+            for spec in workers
+            for cores in [tuple(spec.cores.cores)]
+        ),
+    )

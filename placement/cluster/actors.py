@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from time import sleep
 from typing import cast
 
 import ray
@@ -41,6 +42,7 @@ log = logging.getLogger("paceline")
 
 STREAMS = 64
 """Calls a target has at once; those without a slot wait for one."""
+_RETRY_S = 5.0  # between starts of a draft that cannot start
 WATCH = "watch"
 """Concurrency group of the methods that answer at once."""
 
@@ -72,21 +74,30 @@ class ActorSupervisor:
         return False
 
 
+def take_cores(spec: WorkerSpec) -> CoreLocks:
+    """Make this process the worker of a specification: on its node, with its cores and its share of the CPUs.
+
+    Raises:
+        WorkerError: the process is on another node, or another process has a core.
+    """
+    node = ray.get_runtime_context().get_node_id()
+    if node != spec.node:
+        raise WorkerError(f"{spec.label} was planned for node {spec.node} and started on {node}; launch it again")
+    locks = CoreLocks(spec.cores, node=node)
+    locks.acquire()
+    environment.share_cpus(*spec.affinity)
+    num_threads = int(dict(spec.env)["OMP_NUM_THREADS"])
+    num_cpus, (first, last) = len(os.sched_getaffinity(0)), spec.affinity
+    torch.set_num_threads(max(1, min(num_threads, num_cpus * (last - first + 1) // spec.vcpus)))
+    return locks
+
+
 class _Worker:
     """What both kinds of workers do first: check their environment, take their cores, keep to their CPUs."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         environment.check(spec.env)
-        node = ray.get_runtime_context().get_node_id()
-        if node != spec.node:
-            raise WorkerError(f"{spec.label} was planned for node {spec.node} and started on {node}; launch it again")
-        self._spec = spec
-        self._locks = CoreLocks(spec.cores, node=node)
-        self._locks.acquire()
-        environment.share_cpus(*spec.affinity)
-        first, last = spec.affinity
-        num_cpus = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, min(last - first + 1, num_cpus * (last - first + 1) // spec.vcpus)))
+        self._spec, self._locks = spec, take_cores(spec)
 
     def ready(self) -> Ready:
         """Replies when the worker is made."""
@@ -97,11 +108,20 @@ class DraftWorker(_Worker):
     """Serves proposals at its socket, in a thread; its methods are for whatever supervises it."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        super().__init__(spec)
-        if spec.address is None:
-            raise ConfigurationError(f"{spec.label} has no address to listen at; give its specification one")
-        pool = cast(MakeDrafters, maker(spec.maker))(spec.settings)
-        listener = listen(spec.address)
+        try:
+            super().__init__(spec)
+            if spec.address is None:
+                raise ConfigurationError(f"{spec.label} has no address to listen at; give its specification one")
+            pool = cast(MakeDrafters, maker(spec.maker))(spec.settings)
+            listener = listen(spec.address)
+        except Exception:
+            # Ray starts an actor again whose process ends, and never one whose constructor raised. The first error is
+            # raised, for whoever starts the draft to see; after a restart nobody waits, so the process ends instead.
+            if not ray.get_runtime_context().was_current_actor_reconstructed:
+                raise
+            log.exception("%s could not be started again; its next start is in %s seconds", spec.label, _RETRY_S)
+            sleep(_RETRY_S)
+            os._exit(1)
         server = DraftServer(listener, spec.secret, pool, quota=spec.quota)
         threading.Thread(target=_serve, args=(server,), daemon=True, name="paceline-draft").start()
 

@@ -1,30 +1,35 @@
 """Which worker has which cores in a cluster: one state, in one actor, so that no two plans use the same core.
 
-`CoreAllocator` is a named actor. If it dies, the next one rebuilds its state from the names of the living workers,
-which contain their cores: a worker that is busy or hangs need not answer. It holds no model and starts nothing.
+`CoreAllocator` is a named actor. If it dies, the next one rebuilds its state from its record in Ray's key-value store
+and from which named actors live: a worker that is busy or hangs need not answer. Instance types are those of nodes, so
+that a cluster may mix them. It holds no model and starts nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from threading import Thread
 from time import monotonic, sleep
 from typing import Any
 
 import ray
+from ray.experimental import internal_kv
 
 from paceline.core.errors import PlanError, WorkerError
 from paceline.placement.cluster import nodes
 from paceline.placement.cluster.nodes import NAMESPACE
-from paceline.placement.planning.core_range import CoreRange, Fragmentation, best_fit, fragmentation
+from paceline.placement.host import environment
+from paceline.placement.planning.core_range import CoreRange, Fragmentation, best_fit, fragmentation, free_runs
 from paceline.placement.planning.instances import Instance
 from paceline.placement.remote.reconnect import STARTUP_TIMEOUT_S
 
 NAME = "paceline-core-allocator"
 WORKERS = "paceline-worker-"
 _AT = "@"
+_RECORD, _STORE = b"core-allocator", b"paceline"  # key and namespace in Ray's key-value store
 _IDLE_S = 10.0  # between looks whether anything is taken: the processes that took it may have been killed
 _EXIT_S = 60.0  # more than it takes to be killed: what is requested meanwhile would be forgotten
 
@@ -33,7 +38,7 @@ _EXIT_S = 60.0  # more than it takes to be killed: what is requested meanwhile w
 class CoreRequest:
     """Cores for one worker.
 
-    actor              the name under which they are requested
+    actor              the name under which they are requested, or the whole name of an actor that runs already
     degree             how many
     preferred          the range of the plan; another one is given if that is taken
     startup_timeout_s  seconds in which the worker exists; without one the request is void then, for its caller may
@@ -51,14 +56,17 @@ class CoreAllocator:
     for ``idle`` seconds.
     """
 
-    def __init__(self, instance: Instance, idle: float | None = None) -> None:
-        self._instance = instance
+    def __init__(self, idle: float | None = None) -> None:
+        self._instances: dict[str, Instance] = {}  # node -> what it is
         self._taken: dict[str, dict[str, CoreRange]] = {}  # node -> name -> cores
         self._running: set[str] = set()
         self._deadlines: dict[str, float] = {}  # of requests whose workers may not exist yet
-        for name, (node, cores) in _workers().items():
-            self._taken.setdefault(node, {})[name] = cores
-            self._running.add(name)
+        living = _living()
+        self._restore(_read(), living)
+        for name, where in living.items():
+            if where is not None:
+                self._taken.setdefault(where[0], {})[name] = where[1]
+                self._running.add(name)
         if idle is not None:
             Thread(target=_end_when_unused, args=(idle,), daemon=True).start()
 
@@ -69,8 +77,8 @@ class CoreAllocator:
         for name in names:
             self._deadlines.pop(name, None)
 
-    def claim(self, node: str, requests: Sequence[CoreRequest]) -> list[CoreRange]:
-        """Ranges on a node for workers that start together; all of them or none.
+    def claim(self, node: str, instance: Instance, requests: Sequence[CoreRequest]) -> list[CoreRange]:
+        """Ranges on a node, which is such an ``instance``, for workers that start together; all of them or none.
 
         Raises:
             PlanError: there is no room.
@@ -81,17 +89,18 @@ class CoreAllocator:
         ranges = []
         for request in requests:
             used = list(taken.values())
-            free = all(set(request.preferred.cores).isdisjoint(cores.cores) for cores in used)
-            cores = request.preferred if free else best_fit(self._instance, used, request.degree)
+            free = request.preferred in free_runs(instance, used, request.degree)
+            cores = request.preferred if free else best_fit(instance, used, request.degree)
             if cores is None:
-                left = fragmentation(self._instance, used)
+                left = fragmentation(instance, used)
                 raise PlanError(
                     f"{left.free} cores free but no aligned run of {request.degree} on node {node[:8]}; stop a model, "
                     "or start this one where there is room"
                 )
             taken[request.actor] = cores
             ranges.append(cores)
-        self._taken[node] = taken
+        self._taken[node], self._instances[node] = taken, instance
+        self._write()
         now = monotonic()
         self._deadlines |= {request.actor: now + request.startup_timeout_s for request in requests}
         return ranges
@@ -104,6 +113,7 @@ class CoreAllocator:
             self._deadlines.pop(name, None)
             for ranges in self._taken.values():
                 ranges.pop(name, None)
+        self._write()
 
     def end_unused(self) -> None:
         """End if nothing is taken. This runs between two methods, so that no request that was answered is lost."""
@@ -119,15 +129,43 @@ class CoreAllocator:
     def report(self) -> dict[str, Fragmentation]:
         """What is free on each living node where something runs or ran, and in what pieces."""
         self._forget_dead()
-        return {node: fragmentation(self._instance, list(ranges.values())) for node, ranges in self._taken.items()}
+        return {
+            node: fragmentation(self._instances[node], list(ranges.values()))
+            for node, ranges in self._taken.items()
+            if node in self._instances
+        }
 
     def _forget_dead(self) -> None:
         """Workers that ran and are gone, or never started, have no cores, released or not. Nor have dead nodes."""
         now = monotonic()
         overdue = {name for name, deadline in self._deadlines.items() if now > deadline}
-        self.release(sorted((self._running | overdue).difference(_workers())))
+        if gone := (self._running | overdue).difference(_living()):
+            self.release(sorted(gone))
         living = nodes.living()
         self._taken = {node: ranges for node, ranges in self._taken.items() if node in living}
+
+    def _write(self) -> None:
+        """Keep what the next allocator must know if this one is killed."""
+        _store(
+            {
+                node: {
+                    "instance": asdict(self._instances[node]),
+                    "taken": {name: [cores.first, cores.last] for name, cores in ranges.items()},
+                }
+                for node, ranges in self._taken.items()
+                if node in self._instances
+            }
+        )
+
+    def _restore(self, record: Mapping[str, Any], living: Mapping[str, object]) -> None:
+        """What an earlier allocator gave to actors that still live."""
+        for node, entry in record.items():
+            fields = entry["instance"]
+            self._instances[node] = Instance(**{**fields, "degrees": tuple(fields["degrees"])})
+            for name, (first, last) in entry["taken"].items():
+                if name in living:
+                    self._taken.setdefault(node, {})[name] = CoreRange(first, last)
+                    self._running.add(name)
 
 
 def worker_name(name: str, node: str, cores: CoreRange) -> str:
@@ -147,28 +185,41 @@ def _name_of(actor: str) -> str:
     return actor.partition(_AT)[0]
 
 
-def _workers() -> dict[str, tuple[str, CoreRange]]:
-    """Name -> node and cores of all living workers of the cluster."""
-    workers = {}
+def _living() -> dict[str, tuple[str, CoreRange] | None]:
+    """The named actors of the cluster that are not dead: of workers, also the node and cores that their names hold."""
+    found: dict[str, tuple[str, CoreRange] | None] = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
         name, _, location = str(actor["name"]).partition(_AT)
         if actor["namespace"] == NAMESPACE and name.startswith(WORKERS):
             node, _, cores = location.partition(":")
             first, _, last = cores.partition("-")
-            workers[name] = node, CoreRange(int(first), int(last or first))
-    return workers
+            found[name] = node, CoreRange(int(first), int(last or first))
+        else:
+            found[str(actor["name"])] = None
+    return found
 
 
-def allocator(instance: Instance) -> ray.actor.ActorHandle:
-    """The cluster's allocator; it is made if there is none."""
+def _read() -> Mapping[str, Any]:
+    """The record of an earlier allocator."""
+    text = internal_kv._internal_kv_get(_RECORD, namespace=_STORE)
+    record: Mapping[str, Any] = json.loads(text) if text else {}
+    return record
+
+
+def _store(record: Mapping[str, object]) -> None:
+    internal_kv._internal_kv_put(_RECORD, json.dumps(record).encode(), overwrite=True, namespace=_STORE)
+
+
+def allocator() -> ray.actor.ActorHandle:
+    """The cluster's allocator; it is made if there is none. It belongs to no placement group of whoever calls first."""
     actor = ray.remote(CoreAllocator).options(
         name=NAME, namespace=NAMESPACE, get_if_exists=True, lifetime="detached", num_cpus=0, max_restarts=-1,
-        max_task_retries=3,
+        max_task_retries=3, scheduling_strategy="DEFAULT", runtime_env={"env_vars": environment.without_cores()},
     )  # fmt: skip
-    return actor.remote(instance, _IDLE_S)
+    return actor.remote(_IDLE_S)
 
 
-def call_allocator(instance: Instance, method: str, *arguments: object, timeout: float) -> Any:
+def call_allocator(method: str, *arguments: object, timeout: float) -> Any:
     """What the allocator returns. One that has just ended is made anew and asked again.
 
     Raises:
@@ -177,7 +228,7 @@ def call_allocator(instance: Instance, method: str, *arguments: object, timeout:
     """
 
     def call() -> Any:
-        return ray.get(getattr(allocator(instance), method).remote(*arguments), timeout=timeout)
+        return ray.get(getattr(allocator(), method).remote(*arguments), timeout=timeout)
 
     try:
         try:

@@ -103,7 +103,7 @@ class Deployment:
 
     def fragmentation(self) -> dict[str, Fragmentation]:
         """Node -> what is free there, and in what pieces."""
-        report: dict[str, Fragmentation] = call_allocator(self.plan.instance, "report", timeout=_CALL_S)
+        report: dict[str, Fragmentation] = call_allocator("report", timeout=_CALL_S)
         return report
 
     def cores(self) -> dict[str, CoreRange]:

@@ -6,8 +6,9 @@ Not here: the workers themselves (`worker_group`).
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -19,13 +20,14 @@ from paceline.placement.cluster.worker_spec import Location, WorkerSpec, variabl
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.plan import Placement
+from paceline.placement.planning.planner import cpus_of
 
 RESOURCE = "neuron_cores"
 
 
 class Reservation:
     """Nodes and cores for the workers of a group. ``existing``: a placement group of the caller, from its bundle
-    ``offset`` on, which is never removed here.
+    ``offset`` on, which is never removed here. ``owners``: actors that run already, by the label they are to serve.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class Reservation:
         *,
         existing: PlacementGroup | None,
         offset: int,
+        owners: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._instance, self._placements, self._policy = instance, placements, fault_policy
-        self._existing, self._offset = existing, offset
+        self._existing, self._offset, self._owners = existing, offset, owners
         self._group: PlacementGroup | None = None
         self._names: set[str] = set()  # under which cores were requested
 
@@ -50,13 +53,16 @@ class Reservation:
             WorkerError: the allocator does not answer.
         """
         stamp = secrets.token_hex(4)
-        requests = [self._request(f"{WORKERS}{item.label}-{stamp}", item) for item in self._placements]
+        requests = [
+            self._request(self._owners.get(item.label, f"{WORKERS}{item.label}-{stamp}"), item)
+            for item in self._placements
+        ]
         where = self._reserve_nodes()
         self._names |= {request.actor for request in requests}
         locations: dict[str, Location] = {}
         for node in dict.fromkeys(where):
             here = [index for index, other in enumerate(where) if other == node]
-            ranges = self._call("claim", node, [requests[index] for index in here])
+            ranges = self._call("claim", node, self._instance, [requests[index] for index in here])
             for index, cores in zip(here, ranges, strict=True):
                 actor = worker_name(requests[index].actor, node, cores)
                 locations[self._placements[index].label] = Location(actor, node, cores)
@@ -71,9 +77,11 @@ class Reservation:
         name = f"{WORKERS}{spec.label}-{secrets.token_hex(4)}"
         give_back([spec.actor], self._policy.placement_timeout_s)
         self._names.add(name)
-        (cores,) = self._call("claim", spec.node, [replace(self._request(name, item), preferred=spec.cores)])
+        (cores,) = self._call(
+            "claim", spec.node, self._instance, [replace(self._request(name, item), preferred=spec.cores)]
+        )
         actor, env = worker_name(name, spec.node, cores), variables(self._instance, item, cores)
-        return replace(spec, actor=actor, cores=cores, env=env)
+        return replace(spec, actor=actor, cores=cores, env=env, affinity=cpus_of(self._instance, cores))
 
     def confirm(self, specs: Collection[WorkerSpec]) -> None:
         """These workers run now; from here on they hold their cores themselves."""
@@ -112,7 +120,5 @@ class Reservation:
         return CoreRequest(name, len(item.cores), item.cores, self._policy.startup_timeout_s)
 
     def _call(self, method: str, *arguments: object) -> list[CoreRange]:
-        answer: list[CoreRange] = call_allocator(
-            self._instance, method, *arguments, timeout=self._policy.startup_timeout_s
-        )
+        answer: list[CoreRange] = call_allocator(method, *arguments, timeout=self._policy.startup_timeout_s)
         return answer

@@ -17,6 +17,7 @@ from paceline.placement.host import environment, private_dir
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.plan import Placement
+from paceline.placement.planning.planner import cpus_of
 from paceline.placement.planning.quota import Quota
 from paceline.placement.remote.channel import Address
 from paceline.placement.remote.drafter import DrafterContract, DraftTimeouts
@@ -90,7 +91,7 @@ def worker_specs(
             node=location.node,
             cores=location.cores,
             env=variables(instance, item, location.cores),
-            affinity=item.affinity,
+            affinity=cpus_of(instance, location.cores),
             vcpus=instance.vcpus,
             maker=fault_policy.makers[item.role],
             settings=_settings(item, placements, fault_policy),

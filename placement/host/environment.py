@@ -7,7 +7,7 @@ NEURON_RT_STOCHASTIC_ROUNDING_EN   off: the same seed gives the same tokens
 NEURON_PROCESS_TAG                 so that neuron-monitor can tell models apart
 NEURON_LOGICAL_NC_CONFIG, NEURON_RT_VIRTUAL_CORE_SIZE   physical cores in a logical one (Trn2); both names in use
 OMP_NUM_THREADS                    this process's share of the host's threads
-RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not choose them
+RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not choose them
 PACELINE_CORES                     the same range under our own name, for a host without Neuron
 PACELINE_LOCKS                     read: folder of the locks of simulated cores; default below the temporary folder
 """
@@ -25,14 +25,14 @@ from paceline.placement.planning.instances import Instance
 
 FIRST_PORT = 62182
 CORES = "NEURON_RT_VISIBLE_CORES"
-_NOSET = "RAY_EXPERIMENTAL_NOSET_NEURON_RT_VISIBLE_CORES"
+NOSET = "RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES"
 
 
 def planned(
     instance: Instance, cores: CoreRange, *, label: str, threads: int, timeout: float
 ) -> tuple[tuple[str, str], ...]:
     """The variables of a process on these cores. Its port follows from them, so that no two that run have the same."""
-    variables = {"PACELINE_CORES": str(cores), "OMP_NUM_THREADS": str(threads), _NOSET: "1"}
+    variables = {"PACELINE_CORES": str(cores), "OMP_NUM_THREADS": str(threads), NOSET: "1"}
     if instance.sdk:
         variables |= {
             CORES: str(cores),
@@ -62,6 +62,20 @@ def check(env: tuple[tuple[str, str], ...]) -> None:
             f"this process was not started as planned: {'; '.join(wrong)}; unset these variables where Ray's nodes "
             "are started, and let the plan set them"
         )
+
+
+def apply(env: tuple[tuple[str, str], ...]) -> None:
+    """Give this process the variables of its plan, before anything in it initialises the runtime.
+
+    Raises:
+        WorkerError: it has other cores already.
+    """
+    for name in (CORES, "PACELINE_CORES"):
+        if os.environ.get(name):
+            raise WorkerError(
+                f"this process has cores already ({name}={os.environ[name]!r}); unset it where Ray's nodes start"
+            )
+    os.environ.update(env)
 
 
 def assigned_cores() -> str:

@@ -1,15 +1,16 @@
-"""Which instance this machine is, by asking `neuron-ls`. Read only; nothing is reserved."""
+"""Which instance this machine is, by asking `neuron-ls`, or the system where there is none. Nothing is reserved."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.core.errors import PlanError
-from paceline.placement.planning.instances import INSTANCES, Instance
+from paceline.placement.planning.instances import INSTANCES, Instance, instance
 
 USUAL_PLACE = Path("/opt/aws/neuron/bin/neuron-ls")  # where the tools package puts it, often not on PATH
 _TIMEOUT = 30.0
@@ -96,3 +97,32 @@ def detect() -> Instance | None:
     except (OSError, subprocess.SubprocessError) as error:
         raise PlanError(f"{command} -j failed ({error}); name the machine with --instance") from error
     return matching(parse(done.stdout))
+
+
+def host_cpus() -> Instance:
+    """This machine without an accelerator: a core for each CPU that this process may use, which share its memory."""
+    cpus = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return replace(
+        INSTANCES["cpu"], devices=cpus, cores_per_device=1, memory=memory // cpus, vcpus=cpus, host_memory=memory
+    )
+
+
+def this_machine() -> Instance:
+    """What `neuron-ls` finds; else the CPUs of this machine.
+
+    Raises:
+        PlanError: `neuron-ls` failed, or its output was not understood.
+    """
+    return detect() or host_cpus()
+
+
+def instance_named(name: str | None) -> Instance:
+    """The instance type of that name; ``cpu`` and None are this machine.
+
+    Raises:
+        PlanError: there is no such type.
+    """
+    if name is None:
+        return this_machine()
+    return host_cpus() if name == "cpu" else instance(name)

@@ -94,8 +94,7 @@ def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[Cor
     share = max(1, instance.vcpus // max(1, len(by_cores)))
     targets = [(need.model.name, need.replica) for need in needs if not need.model.draft_of]
     placements = [
-        replace(_placement(instance, index, pair, share=share), drafts_for=_targets_of(pair[0], targets))
-        for index, pair in enumerate(by_cores)
+        replace(_placement(instance, pair, share=share), drafts_for=_targets_of(pair[0], targets)) for pair in by_cores
     ]
     labels = [item.label for item in placements]
     twice = next((label for label in labels if labels.count(label) > 1), None)
@@ -165,9 +164,21 @@ def _no_room(need: Need, needs: Sequence[Need], instance: Instance, *, used: Seq
     )
 
 
-def _placement(instance: Instance, index: int, assigned: tuple[Need, CoreRange], *, share: int) -> Placement:
+def cpus_of(instance: Instance, cores: CoreRange) -> tuple[int, int]:
+    """First and last CPU of the host for a process on these cores: a share that no other process on other cores has,
+    whichever plan it is in. Without an accelerator cores are a way of counting, and a process may use every CPU.
+    """
+    if not instance.sdk:
+        return 0, instance.vcpus - 1
+    first = cores.first * instance.vcpus // instance.cores
+    return first, max(first, (cores.last + 1) * instance.vcpus // instance.cores - 1)
+
+
+def _placement(instance: Instance, assigned: tuple[Need, CoreRange], *, share: int) -> Placement:
+    """``share``: threads of a process where CPUs are not divided by cores."""
     need, cores = assigned
     label = need.model.name if not need.replica else f"{need.model.name}.{need.replica}"
-    env = environment.planned(instance, cores, label=label, threads=share, timeout=_TIMEOUT)
-    first = min(index * share, instance.vcpus - share)
-    return Placement(need.model, need.replica, cores, need.footprint, env, (first, first + share - 1), (), _TIMEOUT)
+    first, last = cpus_of(instance, cores)
+    threads = last - first + 1 if instance.sdk else share
+    env = environment.planned(instance, cores, label=label, threads=threads, timeout=_TIMEOUT)
+    return Placement(need.model, need.replica, cores, need.footprint, env, (first, last), (), _TIMEOUT)

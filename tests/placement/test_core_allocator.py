@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from paceline.placement.cluster.core_allocator import (  # noqa: E402
 from paceline.placement.planning.core_range import CoreRange  # noqa: E402
 from tests.simulation import check_nothing_left  # noqa: E402
 
+LARGE, SMALL = INSTANCES["inf2.48xlarge"], INSTANCES["inf2.xlarge"]
 WHOLE = CoreRange(0, 23)
 
 
@@ -29,24 +31,27 @@ WHOLE = CoreRange(0, 23)
 def living(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, CoreRange]]:
     """Claim -> node and cores of the workers that live."""
     found: dict[str, tuple[str, CoreRange]] = {}
-    monkeypatch.setattr(core_allocator, "_workers", lambda: dict(found))
+    store: list[dict] = [{}]
+    monkeypatch.setattr(core_allocator, "_living", lambda: dict(found))
+    monkeypatch.setattr(core_allocator, "_store", lambda record: store.__setitem__(0, json.loads(json.dumps(record))))
+    monkeypatch.setattr(core_allocator, "_read", lambda: store[0])
     monkeypatch.setattr(nodes, "living", lambda: {"node"})
     return found
 
 
 def test_the_claim_of_a_caller_that_died_while_it_loaded_is_void(living: dict[str, tuple[str, CoreRange]]) -> None:
-    allocator = CoreAllocator(INSTANCES["inf2.48xlarge"])
-    allocator.claim("node", [CoreRequest("loads", 16, CoreRange(0, 15), startup_timeout_s=60)])
-    allocator.claim("node", [CoreRequest("dies", 8, CoreRange(16, 23), startup_timeout_s=-1)])
-    assert allocator.claim("node", [CoreRequest("next", 8, CoreRange(16, 23))]) == [CoreRange(16, 23)]
+    allocator = CoreAllocator()
+    allocator.claim("node", LARGE, [CoreRequest("loads", 16, CoreRange(0, 15), startup_timeout_s=60)])
+    allocator.claim("node", LARGE, [CoreRequest("dies", 8, CoreRange(16, 23), startup_timeout_s=-1)])
+    assert allocator.claim("node", LARGE, [CoreRequest("next", 8, CoreRange(16, 23))]) == [CoreRange(16, 23)]
     assert allocator.taken() == {"node": {"loads": CoreRange(0, 15), "next": CoreRange(16, 23)}}
     allocator.release(["loads", "next"])
-    allocator.claim("node", [CoreRequest("slow", 24, WHOLE, startup_timeout_s=-1)])
+    allocator.claim("node", LARGE, [CoreRequest("slow", 24, WHOLE, startup_timeout_s=-1)])
     living["slow"] = "node", WHOLE  # late, but there
     assert allocator.taken() == {"node": {"slow": WHOLE}}
     allocator.confirm(["slow"])
     with pytest.raises(PlanError):
-        allocator.claim("node", [CoreRequest("next", 8, CoreRange(0, 7))])
+        allocator.claim("node", LARGE, [CoreRequest("next", 8, CoreRange(0, 7))])
     living.clear()
     assert allocator.taken() == {}
 
@@ -57,14 +62,38 @@ def test_a_node_that_is_gone_is_in_no_report(
     """Its workers too, though Ray may still have their names: it would start them anew, and has nowhere to."""
     alive = {"node", "other"}
     monkeypatch.setattr(nodes, "living", lambda: alive)
-    allocator = CoreAllocator(INSTANCES["inf2.48xlarge"])
+    allocator = CoreAllocator()
     for node in sorted(alive):
-        allocator.claim(node, [CoreRequest(f"at {node}", 8, CoreRange(0, 7))])
+        allocator.claim(node, LARGE, [CoreRequest(f"at {node}", 8, CoreRange(0, 7))])
         living[f"at {node}"] = node, CoreRange(0, 7)
     allocator.confirm(sorted(living))
     assert set(allocator.report()) == set(allocator.taken()) == alive
     alive.remove("other")
     assert set(allocator.report()) == set(allocator.taken()) == {"node"}
+
+
+def test_nodes_of_two_types_have_the_cores_of_their_own(
+    living: dict[str, tuple[str, CoreRange]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "living", lambda: {"large", "small"})
+    allocator = CoreAllocator()
+    allocator.claim("large", LARGE, [CoreRequest("a", 8, CoreRange(0, 7))])
+    allocator.claim("small", SMALL, [CoreRequest("b", 1, CoreRange(0, 0))])
+    assert {node: left.free for node, left in allocator.report().items()} == {"large": 16, "small": 1}
+    with pytest.raises(PlanError, match="1 cores free but no aligned run of 2"):
+        allocator.claim("small", SMALL, [CoreRequest("c", 2, CoreRange(2, 3))])
+
+
+def test_the_next_allocator_knows_the_cores_of_actors_with_any_name(living: dict[str, object]) -> None:
+    """A replica of Ray Serve has a name that Serve gave it, without its cores."""
+    allocator = CoreAllocator()
+    for name in ("SERVE_REPLICA::lives", "SERVE_REPLICA::dies"):
+        allocator.claim("node", LARGE, [CoreRequest(name, 8, CoreRange(0, 7))])
+    living["SERVE_REPLICA::lives"] = None
+    following = CoreAllocator()
+    assert following.taken() == {"node": {"SERVE_REPLICA::lives": CoreRange(0, 7)}}
+    assert following.report()["node"].free == 16
+    assert following.claim("node", LARGE, [CoreRequest("next", 8, CoreRange(0, 7))]) == [CoreRange(8, 15)]
 
 
 class Asked:
@@ -79,9 +108,9 @@ def test_a_silent_allocator_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch)
         raise ray.exceptions.GetTimeoutError("nothing yet")
 
     monkeypatch.setattr(ray, "get", silent)
-    monkeypatch.setattr(core_allocator, "allocator", lambda _: Asked())
+    monkeypatch.setattr(core_allocator, "allocator", Asked)
     with pytest.raises(WorkerError, match=r"no answer in 0\.5 seconds"):
-        call_allocator(INSTANCES["inf2.48xlarge"], "report", timeout=0.5)
+        call_allocator("report", timeout=0.5)
 
 
 @pytest.mark.parametrize("deaths", [1, 2])
@@ -95,12 +124,12 @@ def test_an_allocator_that_has_just_ended_is_made_anew_once(monkeypatch: pytest.
         return reference
 
     monkeypatch.setattr(ray, "get", answer)
-    monkeypatch.setattr(core_allocator, "allocator", lambda _: made.append(Asked()) or made[-1])
+    monkeypatch.setattr(core_allocator, "allocator", lambda: made.append(Asked()) or made[-1])
     if deaths == 1:
-        assert call_allocator(INSTANCES["inf2.48xlarge"], "report", timeout=1) == "report"
+        assert call_allocator("report", timeout=1) == "report"
     else:
         with pytest.raises(WorkerError):
-            call_allocator(INSTANCES["inf2.48xlarge"], "report", timeout=1)
+            call_allocator("report", timeout=1)
     assert len(made) == 2
 
 
@@ -109,8 +138,8 @@ def test_what_is_in_use_does_not_end(living: dict[str, tuple[str, CoreRange]], m
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="me"))
     monkeypatch.setattr(ray, "kill", ended.append)
     monkeypatch.setattr(core_allocator, "sleep", lambda _: None)
-    allocator = CoreAllocator(INSTANCES["inf2.48xlarge"])
-    allocator.claim("node", [CoreRequest("loads", 16, CoreRange(0, 15), startup_timeout_s=60)])
+    allocator = CoreAllocator()
+    allocator.claim("node", LARGE, [CoreRequest("loads", 16, CoreRange(0, 15), startup_timeout_s=60)])
     allocator.end_unused()
     assert not ended
     allocator.release(["loads"])
@@ -123,7 +152,7 @@ def test_nothing_is_given_back_to_an_allocator_that_is_not(monkeypatch: pytest.M
         raise ValueError
 
     monkeypatch.setattr(ray, "get_actor", missing)
-    monkeypatch.setattr(core_allocator, "allocator", lambda _: pytest.fail("made only to hear that it holds nothing"))
+    monkeypatch.setattr(core_allocator, "allocator", lambda: pytest.fail("made only to hear that it holds nothing"))
     give_back(["gone"], 1)
     end_unused(1)
 
@@ -132,8 +161,8 @@ def test_nothing_is_given_back_to_an_allocator_that_is_not(monkeypatch: pytest.M
 def test_an_allocator_whose_users_were_killed_ends(cluster: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is left to end it. What is claimed is kept for as long as its worker may still come."""
     monkeypatch.setattr(core_allocator, "_IDLE_S", 0.1)
-    allocator, node = core_allocator.allocator(INSTANCES["inf2.48xlarge"]), ray.nodes()[0]["NodeID"]
-    ray.get(allocator.claim.remote(node, [CoreRequest("dies", 8, CoreRange(0, 7), startup_timeout_s=5)]))
+    allocator, node = core_allocator.allocator(), ray.nodes()[0]["NodeID"]
+    ray.get(allocator.claim.remote(node, LARGE, [CoreRequest("dies", 8, CoreRange(0, 7), startup_timeout_s=5)]))
     time.sleep(1)
     assert ray.get(allocator.taken.remote()) == {node: {"dies": CoreRange(0, 7)}}
     check_nothing_left()

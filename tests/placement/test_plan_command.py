@@ -49,7 +49,7 @@ def test_json_has_every_process_with_its_environment(home: Path) -> None:
     chat, draft = found["placements"]
     assert (chat["name"], chat["cores"], chat["tp_degree"], chat["replica"]) == ("chat", [0, 7], 8, 0)
     assert (draft["name"], draft["cores"], draft["drafts_for"]) == ("chat-draft", [8, 9], [["chat", 0]])
-    assert chat["env"]["NEURON_RT_VISIBLE_CORES"] == "0-7" and chat["env"]["OMP_NUM_THREADS"] == "96"
+    assert chat["env"]["NEURON_RT_VISIBLE_CORES"] == "0-7" and chat["env"]["OMP_NUM_THREADS"] == "64"
     assert chat["bytes"] == chat["weight_bytes"] + chat["cache_bytes"] + chat["scratch_bytes"]
     assert found["free"]["cores"] == 14
 

@@ -132,7 +132,7 @@ def test_models_side_by_side(cluster: Cluster, workshop: Workshop) -> None:
         claims = [CoreRequest(name, 8, CoreRange(0, 7)) for name in "xyz"]
         node = models.group("c").spec("c").node
         with pytest.raises(PlanError, match="2 cores free but no aligned run of 8"):
-            ray.get(allocator(INSTANCES["inf2.48xlarge"]).claim.remote(node, claims))
+            ray.get(allocator().claim.remote(node, INSTANCES["inf2.48xlarge"], claims))
         held = models.stream("c", PROMPTS[:1], max_new_tokens=100)
         next(held)  # its slot is taken: the other one waits, or shares rounds, and has its own tokens
         held.close()

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import openai
 from ray import serve
 
-from paceline.placement import Plan
+from benchmarks.service_processes import processes
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.remote.drafter import DraftTimeouts
 from paceline.serving.app import application
 from tests.simulation import check_nothing_left
 
 
+def running() -> dict[str, int]:
+    """The processes of the service below this one."""
+    return processes(os.getpid())
+
+
 @contextmanager
-def served(planned: Plan) -> Iterator[openai.OpenAI]:
+def served(groups: Sequence[ReplicaGroupPlan]) -> Iterator[openai.OpenAI]:
     """A client of it, while it is served."""
     with socket.socket() as link:
         link.bind(("127.0.0.1", 0))
@@ -30,7 +37,7 @@ def served(planned: Plan) -> Iterator[openai.OpenAI]:
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:
-        serve.run(application(planned, fault_policy), name="paceline", route_prefix="/")
+        serve.run(application(groups, fault_policy), name="paceline", route_prefix="/")
         with openai.OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
         ) as connected:

@@ -17,6 +17,7 @@ from ray.serve.config import HTTPOptions
 from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
 from paceline.placement import INSTANCES
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.plan import Plan
 from paceline.serving import launch as module
 
@@ -69,8 +70,8 @@ def serve(played: Played, monkeypatch: pytest.MonkeyPatch, *, ready: Callable[[]
     monkeypatch.setattr(module, "application", lambda *_: None)
     before = [signal.getsignal(number) for number in ENDS]
     try:
-        empty = Plan(INSTANCES["inf2.48xlarge"], ())
-        module.serve_plan(empty, FaultPolicy(), host="127.0.0.1", port=port, address="joined", ready=ready)
+        group = ReplicaGroupPlan("m", 1, Plan(INSTANCES["inf2.48xlarge"], ()))
+        module.serve_groups([group], FaultPolicy(), host="127.0.0.1", port=port, address="joined", ready=ready)
     finally:
         assert [signal.getsignal(number) for number in ENDS] == before
     return played.calls

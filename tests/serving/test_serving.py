@@ -11,11 +11,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
-import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,13 +24,14 @@ from transformers import PreTrainedTokenizerFast
 
 from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError, WorkerError
-from paceline.placement import INSTANCES, plan
+from paceline.placement import INSTANCES
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.serving import launch as serving_run
 from paceline.serving.app import build, deploy_config
 from tests.decoder.tiny import VOCABULARY, save_pair
-from tests.serving.served import served
+from tests.serving.served import running, served
 
 pytestmark = pytest.mark.ray
 PROMPT = "def f(a, b):"
@@ -66,8 +68,8 @@ def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
         {"name": "chat-draft", "path": str(home / "draft"), "draft_of": "chat", **shape},
         {"name": "small", "path": str(home / "draft"), **shape},
     ]
-    planned = plan(models_of(entries, folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
-    with served(planned) as connected:
+    groups = plan_groups(models_of(entries, folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
+    with served(groups) as connected:
         yield connected
 
 
@@ -142,11 +144,9 @@ def test_errors_are_error_objects(client: openai.OpenAI) -> None:
     assert method.value.status_code == 405
 
 
-def worker(model: str) -> ray.actor.ActorHandle:
-    """A target's actor."""
-    names = [a["name"] for a in ray.util.list_named_actors(all_namespaces=True) if f"worker-{model}-" in a["name"]]
-    (name,) = [name for name in names if "draft" not in name]
-    return ray.get_actor(name, "paceline")
+def replica(model: str) -> Any:
+    """The handle of a model's deployment."""
+    return serve.get_deployment_handle(f"model-{model}", "paceline")
 
 
 def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: Path) -> None:
@@ -159,17 +159,11 @@ def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: 
     with ThreadPoolExecutor(4) as pool:
         texts = list(pool.map(lambda _: client.completions.create(**asked).choices[0].text, range(4)))
     assert set(texts) == {said(home, PROMPT, max_new_tokens=100)}
-    target = worker("chat")
-
-    def events() -> int:
-        """How many the target has handed out: one for each round of each request."""
-        return int(ray.get(target.progress.remote(), timeout=30))
-
-    before = events()
+    before = replica("chat").progress.remote().result()
     client.completions.create(**asked)
-    alone = events() - before
-    pid = ray.get(target.ready.remote(), timeout=30).process.pid
-    os.kill(pid, signal.SIGSTOP)
+    alone = replica("chat").progress.remote().result() - before
+    target = running()["model:chat"]
+    os.kill(target, signal.SIGSTOP)
     try:
         with ThreadPoolExecutor(4) as pool:
             for one in [pool.submit(client.with_options(timeout=2).completions.create, **asked) for _ in range(4)]:
@@ -177,10 +171,10 @@ def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: 
                     one.result(30)
         time.sleep(1)
     finally:
-        os.kill(pid, signal.SIGCONT)
+        os.kill(target, signal.SIGCONT)
     assert client.completions.create(**asked).choices[0].text == texts[0]
     # A round gives a text 5 tokens at most, so a whole one has 20 events. Left to run, two of the four end before it.
-    assert events() - before < 2 * alone + 2 * 20
+    assert replica("chat").progress.remote().result() - before < 2 * alone + 2 * 20
 
 
 def test_requests_that_come_together_share_rounds(client: openai.OpenAI, home: Path) -> None:
@@ -197,7 +191,7 @@ def test_requests_that_come_together_share_rounds(client: openai.OpenAI, home: P
             pool.map(lambda ask: client.completions.create(model="chat", **ask).choices[0].text, asks)  # type: ignore[call-overload]
         )
     assert together == alone
-    statistics = ray.get(worker("chat").statistics.remote(), timeout=30)
+    statistics = replica("chat").statistics.remote().result()
     # A round asks the draft once, for however many requests are in it.
     assert 0 < statistics["drafter_health"]["asked"] < statistics["num_drafts"], statistics
 
@@ -230,16 +224,16 @@ def test_a_cluster_with_other_applications_keeps_them(
     """`paceline serve --address`: it is refused what it cannot have, and takes down nothing but its own."""
     monkeypatch.setattr(serving_run, "ray", SimpleNamespace(init=lambda **_: None, shutdown=lambda: None))
     entry = {"name": "more", "path": str(home / "target"), "n_positions": 128, "amp": "f32", "backend": "eager"}
-    planned = plan(models_of([entry], folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
+    groups = plan_groups(models_of([entry], folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
     port = client.base_url.port or 0
     asked = {"host": "127.0.0.1", "address": "here", "ready": pytest.fail}
     with pytest.raises(ConfigurationError, match=f"listens at 127.0.0.1:{port}, not at 127.0.0.1:{port + 1}"):
-        serving_run.serve_plan(planned, FaultPolicy(), port=port + 1, **asked)  # type: ignore[arg-type]
+        serving_run.serve_groups(groups, FaultPolicy(), port=port + 1, **asked)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="an application 'paceline' is served"):
-        serving_run.serve_plan(planned, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
+        serving_run.serve_groups(groups, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
     monkeypatch.setattr(serving_run, "APPLICATION", "more")
     with pytest.raises(WorkerError, match="the service did not start: Prefix / is being used"):
-        serving_run.serve_plan(planned, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
+        serving_run.serve_groups(groups, FaultPolicy(), port=port, **asked)  # type: ignore[arg-type]
     applications = serve.status().applications
     assert applications["paceline"].status == "RUNNING" and "more" not in applications
     assert sorted(model.id for model in client.models.list()) == ["chat", "small"]
@@ -251,8 +245,27 @@ def test_the_builder_refuses_arguments_it_does_not_know(wrong: dict[str, str]) -
         build(wrong)
 
 
-def test_a_dead_target_is_brought_back_for_the_next_request(client: openai.OpenAI, home: Path) -> None:
-    ray.kill(worker("chat"))
-    time.sleep(0.1)
+def test_streams_survive_the_death_of_their_model(client: openai.OpenAI, home: Path) -> None:
+    """Also of a request without a seed, which gets one at the door; and the model is there again afterwards."""
+    asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 100, "temperature": 1.2, "stream": True}
+
+    def text(seed: int | None, begun: Barrier) -> str:
+        more = {} if seed is None else {"seed": seed}
+        stream = iter(client.completions.create(**asked, **more))
+        parts = [next(stream).choices[0].text]
+        begun.wait()
+        return "".join(parts + [chunk.choices[0].text for chunk in stream])
+
+    with ThreadPoolExecutor(4) as pool:
+        begun = Barrier(4)
+        streams = [pool.submit(text, seed, begun) for seed in (1, 2, None)]
+        begun.wait()
+        target = running()["model:chat"]
+        os.kill(target, signal.SIGKILL)
+        texts = [stream.result(90) for stream in streams]
+    for seed in (1, 2):
+        wanted = said(home, PROMPT, max_new_tokens=100, do_sample=True, temperature=1.2, seed=seed)
+        assert texts[seed - 1] == wanted
+    assert len(texts[2]) == 100
     answer = client.completions.create(model="chat", prompt=PROMPT, max_tokens=20, temperature=0)
     assert answer.choices[0].text == said(home, PROMPT, max_new_tokens=20)

@@ -1,0 +1,46 @@
+"""The processes of a service that runs below a process of this machine, by what Ray calls them. Reads /proc only."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+KINDS = {
+    "ray::ServeReplica:paceline:openai": "ingress",
+    "ray::DraftWorker": "draft",
+    "ray::CoreAllocator": "allocator",
+    "ray::ServeController": "controller",
+    "ray::ProxyActor": "proxy",
+}
+_MODEL = "ray::ServeReplica:paceline:model-"
+
+
+def processes(root: int) -> dict[str, int]:
+    """Kind -> pid, of the processes below ``root``: those of KINDS, and "model:NAME" for the replica of a model."""
+    found = {}
+    for pid in descendants(root):
+        with suppress(OSError):
+            title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            if title.startswith(_MODEL):
+                found[f"model:{title.removeprefix(_MODEL).split(' ')[0].partition('.')[0]}"] = pid
+            for start, kind in KINDS.items():
+                if title.startswith(start):
+                    found[kind] = pid
+    return found
+
+
+def descendants(root: int) -> Iterator[int]:
+    """Every process below a process, in no order."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError, ValueError, IndexError):
+                parent = int((entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+                children[parent].append(int(entry.name))
+    waiting = [root]
+    while waiting:
+        below = children[waiting.pop()]
+        yield from below
+        waiting += below

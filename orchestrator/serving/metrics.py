@@ -1,0 +1,201 @@
+"""What a replica measures, under vLLM's names, for Prometheus: at `/metrics`, and among the metrics of Ray's nodes.
+
+`/metrics` has names with a colon, as vLLM's own. Ray allows none, so there `vllm:num_requests_running` is
+`ray_vllm_num_requests_running`. Requests are timed here, at the replica's edge; counts of drafting are the engine's
+(`paceline.workers.engine_figures`). Not here: the dashboard over them (`docs/grafana.json`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, Literal
+
+from paceline.core.drafter_health import DrafterHealth
+from paceline.serving.router import Accepted, Chunk, Failed, Item
+from paceline.workers.engine_figures import EngineFigures
+
+_LABELS = ("model_name", "engine")  # of every metric; an engine is a replica
+_FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 2.0, 10.0)
+_SLOW = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row: a name without `_total`, what it is, and labels beyond model and engine."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("vllm:num_requests_running", "gauge", "Requests in slots of the batch."),
+    Metric("vllm:num_requests_waiting", "gauge", "Requests that wait for a slot."),
+    Metric("vllm:kv_cache_usage_perc", "gauge", "Share of the slots of the KV cache that a request has; 1 is all."),
+    Metric("vllm:prompt_tokens", "counter", "Tokens of the prompts of accepted requests."),
+    Metric("vllm:generation_tokens", "counter", "Tokens of all answers."),
+    Metric("vllm:request_success", "counter", "Requests that were answered to their end."),
+    Metric("vllm:time_to_first_token_seconds", "histogram", "From a request's arrival to its first token.", (), _SLOW),
+    Metric("vllm:inter_token_latency_seconds", "histogram", "Between tokens of an answer.", (), _FAST),
+    Metric("vllm:request_time_per_output_token_seconds", "histogram", "The same, mean of an answer.", (), _FAST),
+    Metric("vllm:e2e_request_latency_seconds", "histogram", "From a request's arrival to its end.", (), _SLOW),
+    Metric("vllm:spec_decode_num_drafts", "counter", "Rounds of requests in which something was drafted."),
+    Metric("vllm:spec_decode_num_draft_tokens", "counter", "Drafted tokens."),
+    Metric("vllm:spec_decode_num_accepted_tokens", "counter", "Drafted tokens that are in an answer."),
+    Metric("vllm:spec_decode_num_accepted_tokens_per_pos", "counter", "The same, by position.", ("position",)),
+    Metric("paceline:draft_length_rounds", "counter", "Rounds by the draft length that was chosen.", ("length",)),
+    Metric("paceline:engine_seconds", "counter", "Time of the engine, by what it did.", ("part",)),
+    Metric("paceline:requests_failed", "counter", "Requests that failed, by HTTP status.", ("status",)),
+    Metric("paceline:drafter_up", "gauge", "1: the draft in its own process answers; 0: rounds go on without it."),
+    Metric("paceline:drafter_faults", "counter", "What went wrong with that draft.", ("fault",)),
+    Metric("paceline:drafter_restarts", "counter", "Restarts of that draft's process."),
+)  # fmt: skip
+
+
+class MetricSet:
+    """The metrics of one replica. ``ray_too``: also as metrics of Ray; outside of Ray there are none."""
+
+    def __init__(self, model: str, engine: str, *, ray_too: bool) -> None:
+        import prometheus_client as prometheus
+
+        self._registry = prometheus.CollectorRegistry()
+        self._values = {"model_name": model, "engine": engine}
+        kinds: dict[str, Callable[..., Any]] = {
+            "counter": prometheus.Counter, "gauge": prometheus.Gauge, "histogram": prometheus.Histogram
+        }  # fmt: skip
+        self._own = {
+            row.name: kinds[row.kind](
+                row.name,
+                row.help,
+                (*_LABELS, *row.labels),
+                registry=self._registry,
+                **({"buckets": row.buckets} if row.buckets else {}),
+            )
+            for row in METRICS
+        }
+        self._ray = _ray_metrics() if ray_too else {}
+        self._seen: dict[tuple[str, str], float] = {}
+
+    def observe(self, name: str, value: float) -> None:
+        """One observation of a histogram."""
+        self._own[name].labels(**self._values).observe(value)
+        if name in self._ray:
+            self._ray[name].observe(value, tags=self._values)
+
+    def add(self, name: str, amount: float, **labels: str) -> None:
+        """Add to a counter."""
+        if amount > 0:
+            self._own[name].labels(**self._values, **labels).inc(amount)
+            if name in self._ray:
+                self._ray[name].inc(amount, tags={**self._values, **labels})
+
+    def show(self, name: str, value: float) -> None:
+        """What a gauge shows."""
+        self._own[name].labels(**self._values).set(value)
+        if name in self._ray:
+            self._ray[name].set(value, tags=self._values)
+
+    def reach(self, name: str, total: float, **labels: str) -> None:
+        """A counter whose total somebody else keeps."""
+        key = name, ",".join(labels.values())
+        self.add(name, total - self._seen.get(key, 0.0), **labels)
+        self._seen[key] = max(total, self._seen.get(key, 0.0))
+
+    def update(self, figures: EngineFigures, health: DrafterHealth | None, *, num_slots: int) -> None:
+        """Take over what the engine and a draft in another process count."""
+        self.show("vllm:num_requests_running", figures.running)
+        self.show("vllm:num_requests_waiting", figures.waiting)
+        self.show("vllm:kv_cache_usage_perc", figures.running / num_slots)
+        self.reach("vllm:generation_tokens", figures.generation_tokens)
+        self.reach("vllm:spec_decode_num_drafts", figures.num_drafts)
+        self.reach("vllm:spec_decode_num_draft_tokens", figures.num_draft_tokens)
+        self.reach("vllm:spec_decode_num_accepted_tokens", figures.num_accepted_tokens)
+        for position, count in enumerate(figures.num_accepted_tokens_per_pos):
+            self.reach("vllm:spec_decode_num_accepted_tokens_per_pos", count, position=str(position))
+        for length, count in figures.draft_lengths.items():
+            self.reach("paceline:draft_length_rounds", count, length=str(length))
+        for part in ("prefill", "draft", "verify", "host"):
+            self.reach("paceline:engine_seconds", getattr(figures, f"engine_{part}_seconds"), part=part)
+        if health is not None:
+            self.show("paceline:drafter_up", float(health.state == "up"))
+            self.reach("paceline:drafter_restarts", health.restarts)
+            for fault in ("lost", "late", "failed", "invalid"):
+                self.reach("paceline:drafter_faults", getattr(health, fault), fault=fault)
+
+    def text(self) -> str:
+        """In Prometheus' text format."""
+        from prometheus_client import generate_latest
+
+        return generate_latest(self._registry).decode()
+
+
+async def timed(items: AsyncIterator[Item], metrics: MetricSet, *, resumed: bool) -> AsyncIterator[Item]:
+    """The items of an answer, as they come, with their times in the metrics.
+
+    ``resumed``: an earlier replica accepted the request, whose prompt counts once.
+    """
+    begun = monotonic()
+    first, last, tokens, skipped = None, begun, 0, None
+    async for item in items:
+        if isinstance(item, Accepted) and not resumed:
+            metrics.add("vllm:prompt_tokens", item.prompt_tokens)
+        elif isinstance(item, Failed):
+            metrics.add("paceline:requests_failed", 1, status=str(item.status))
+        elif isinstance(item, Chunk):
+            now, total = monotonic(), sum(item.sent)
+            if first is None:
+                first, skipped = now, total
+                metrics.observe("vllm:time_to_first_token_seconds", now - begun)
+            elif total > tokens:
+                metrics.observe("vllm:inter_token_latency_seconds", (now - last) / (total - tokens))
+            last, tokens = now, total
+            if item.last:
+                metrics.add("vllm:request_success", 1)
+                metrics.observe("vllm:e2e_request_latency_seconds", now - begun)
+                if tokens > (skipped or 0):
+                    per_token = (now - first) / (tokens - (skipped or 0))
+                    metrics.observe("vllm:request_time_per_output_token_seconds", per_token)
+        yield item
+
+
+def merged(texts: Iterable[str]) -> bytes:
+    """The metrics of several replicas as one text, in which every metric is described once."""
+    from prometheus_client import CollectorRegistry, generate_latest
+    from prometheus_client.parser import text_string_to_metric_families
+    from prometheus_client.registry import Collector
+
+    families: dict[str, Any] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text):
+            families.setdefault(family.name, family)
+            if families[family.name] is not family:
+                families[family.name].samples += family.samples
+
+    class Collected(Collector):
+        def collect(self) -> Iterator[Any]:
+            return iter(families.values())
+
+    registry = CollectorRegistry()
+    registry.register(Collected())
+    return generate_latest(registry)
+
+
+def _ray_metrics() -> Mapping[str, Any]:
+    from ray.util import metrics
+
+    kinds: dict[str, Callable[..., Any]] = {
+        "counter": metrics.Counter, "gauge": metrics.Gauge, "histogram": metrics.Histogram
+    }  # fmt: skip
+    return {
+        row.name: kinds[row.kind](
+            row.name.replace(":", "_"),
+            row.help,
+            tag_keys=(*_LABELS, *row.labels),
+            **({"boundaries": list(row.buckets)} if row.buckets else {}),
+        )
+        for row in METRICS
+    }

@@ -1,0 +1,187 @@
+"""A `ModelRouter` over Ray Serve: finds a replica for a request, and asks another one where that is lost.
+
+Tokens are a function of the request, its seed included, so a replica that is told how many tokens of each choice were
+sent already leaves those out and sends the rest: the client sees a pause. Not here: HTTP (`paceline.serving.api`) and
+what a replica does (`paceline.serving.replica`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, TypeVar
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+
+from paceline.serving.metrics import merged
+from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from paceline.serving.openai.union import GenerationRequest
+from paceline.serving.refused import UNAVAILABLE, RefusedError, model_not_found
+from paceline.serving.router import Accepted, Chunk, Failed, Health, Item, ModelCard, RequestContext
+
+log = logging.getLogger("paceline")
+
+RECOVERY_S = 120.0
+"""Seconds in which a lost model has to answer again, for a request that waits for it."""
+_PAUSE_S = 0.25  # before asking again, so that Serve learns of the death too
+_LOOK_S = 1.0  # for which an answer of the models about themselves is good
+_ANSWER_S = 2.0  # that such an answer may take
+_LOST = (RayActorError, DeploymentUnavailableError)
+_ERRORS = (RayError, RayServeException, TimeoutError)
+
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRoute:
+    """Where a model is served. ``handle``: of its deployment."""
+
+    handle: Any
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the replicas of a model said of themselves when they were last asked."""
+
+    cards: list[ModelCard] = field(default_factory=list)
+    at: float = float("-inf")
+    asking: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class ServeRouter:
+    """See the module. ``recovery_s``: how long a lost model is waited for."""
+
+    def __init__(self, routes: Mapping[str, ModelRoute], *, recovery_s: float = RECOVERY_S) -> None:
+        self._routes, self._recovery_s = dict(routes), recovery_s
+        self._seen = {model: _Seen() for model in routes}
+
+    async def models(self) -> Sequence[ModelCard]:
+        """See `ModelRouter`: those with a replica that answers."""
+        found = await asyncio.gather(*(self._cards(model) for model in self._routes))
+        return [cards[0] for cards in found if cards]
+
+    async def health(self) -> Health:
+        """See `ModelRouter`."""
+        found = await asyncio.gather(*(self._cards(model) for model in self._routes))
+        states = {model: "ready" if cards else "loading" for model, cards in zip(self._routes, found, strict=True)}
+        return Health(all(found), states)
+
+    async def metrics(self) -> bytes:
+        """See `ModelRouter`: those of all replicas."""
+        found = await asyncio.gather(*(self._ask_all(model, "metrics_text") for model in self._routes))
+        return merged(text for texts in found for text in texts)
+
+    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
+        """See `ModelRouter`."""
+        answer: TokenizeResponse = await self._ask(request.model, "tokenize", request)
+        return answer
+
+    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
+        """See `ModelRouter`."""
+        answer: DetokenizeResponse = await self._ask(request.model, "detokenize", request)
+        return answer
+
+    async def stream(self, request: GenerationRequest, context: RequestContext) -> AsyncIterator[Item]:
+        """See `ModelRouter`. From as many replicas as it takes."""
+        if request.model not in self._routes:
+            yield Failed.of(model_not_found(request.model, list(self._routes)))
+            return
+        sent: tuple[int, ...] = ()
+        accepted, deadline = False, None
+        while True:
+            failed: Failed | None = None
+            try:
+                seconds = None if deadline is None else deadline - monotonic()
+                async with aclosing(self._attempt(request, context, sent, seconds=seconds)) as items:
+                    async for item in items:
+                        if isinstance(item, Failed) and item.lost:
+                            failed = item
+                            break
+                        deadline = None
+                        if isinstance(item, Chunk):
+                            sent = item.sent
+                        if not isinstance(item, Accepted) or not accepted:
+                            yield item
+                        accepted = True
+                if failed is None:
+                    return
+            except BackPressureError:
+                message = f"{request.model} has as many requests waiting as it may; ask again later"
+                yield Failed(429, message, code="queue_full", retry_after_s=1.0)
+                return
+            except _LOST as error:
+                failed = _unavailable(request.model, error)
+            except _ERRORS as error:
+                log.warning("a request failed", exc_info=error)
+                yield _unavailable(request.model, error)
+                return
+            deadline = monotonic() + self._recovery_s if deadline is None else deadline
+            log.warning("%s was lost when %s tokens of an answer were sent: %s", request.model, sent, failed.message)
+            if monotonic() > deadline:
+                yield failed
+                return
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _attempt(
+        self, request: GenerationRequest, context: RequestContext, sent: Sequence[int], *, seconds: float | None
+    ) -> AsyncGenerator[Item, None]:
+        """What one replica answers. ``seconds``: until its first item, at most.
+
+        Raises:
+            RayError, RayServeException, TimeoutError: it is lost, or there is none.
+        """
+        items = self._routes[request.model].handle.options(stream=True).stream.remote(request, context, tuple(sent))
+        try:
+            iterator = aiter(items)
+            try:
+                yield await asyncio.wait_for(anext(iterator), seconds)
+            except StopAsyncIteration:
+                return
+            async for item in iterator:
+                yield item
+        finally:
+            with suppress(Exception):  # it may be done, or its replica gone
+                items.cancel()
+
+    # ---- other questions
+
+    async def _cards(self, model: str) -> list[ModelCard]:
+        """What the replicas of a model say of themselves, now or a moment ago."""
+        seen = self._seen[model]
+        async with seen.asking:
+            if monotonic() - seen.at > _LOOK_S:
+                seen.cards = await self._ask_all(model, "describe")
+                seen.at = monotonic()
+        return seen.cards
+
+    async def _ask_all(self, model: str, method: str) -> list[Any]:
+        """What those replicas answer that do, in good time."""
+        try:
+            asked = self._routes[model].handle.broadcast(method)
+            answers = await asked.results_async(timeout_s=_ANSWER_S, return_exceptions=True)
+        except (*_ERRORS, RuntimeError):
+            return []
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def _ask(self, model: str, method: str, request: object) -> Any:
+        if model not in self._routes:
+            raise model_not_found(model, list(self._routes))
+        try:
+            return await getattr(self._routes[model].handle, method).remote(request)
+        except RayTaskError as error:
+            if isinstance(error.cause, RefusedError):
+                raise error.cause from error
+            raise
+        except _ERRORS as error:
+            raise _unavailable(model, error).error() from error
+
+
+def _unavailable(model: str, error: Exception) -> Failed:
+    """An error of Ray without its text, which has addresses and process ids."""
+    message = f"{model} was lost ({type(error).__name__}) and did not come back in time; send the request again"
+    return Failed(503, message, code=UNAVAILABLE, retry_after_s=5.0, lost=True)
