@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,13 +40,13 @@ class ServeOptions:
     address: Annotated[str | None, typer.Option(help="Of a Ray cluster to join; default: start one here.")] = None
     api_key: Annotated[
         tuple[str, ...] | None,
-        typer.Option(help=f"Key that requests must have; repeatable. Better in the variable {API_KEY}."),
+        typer.Option(envvar=API_KEY, help="Key that requests must have; repeatable. A variable is not seen in `ps`."),
     ] = None
     max_body_bytes: Annotated[int, typer.Option(help="Longest body of a request.")] = DEFAULT_MAX_BODY
     request_timeout_s: Annotated[float | None, typer.Option(help="Seconds that an answer may take.")] = None
     per_request_spec_decode_metrics: Annotated[
         str, typer.Option(help="What answers say about acceptance: none, summary or detailed.")
-    ] = "none"
+    ] = "summary"
     print_serve_config: Annotated[
         bool, typer.Option("--print-serve-config", help="Print the file for `serve deploy`; start nothing.")
     ] = False
@@ -58,7 +57,7 @@ class ServeOptions:
         Raises:
             ConfigurationError: one is wrong, or anybody could use the server.
         """
-        keys = tuple(self.api_key or ()) or tuple(key for key in [os.environ.get(API_KEY, "")] if key)
+        keys = tuple(self.api_key or ())
         if not keys and not _is_loopback(self.host):
             raise ConfigurationError(
                 f"--host {self.host} lets others reach the server, and there is no API key; give --api-key (or set "

@@ -19,7 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pydantic
 from ray import serve
 
 from paceline.core.errors import ConfigurationError
@@ -31,6 +30,7 @@ from paceline.placement.planning import validate_plan
 from paceline.placement.planning.detect import instance_named
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.model_specs import models_of
+from paceline.placement.planning.yaml_file import validate
 from paceline.serving.ingress import Ingress
 from paceline.serving.replica import ModelReplica
 from paceline.serving.settings import ApiSettings
@@ -61,7 +61,7 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
         specs, policy = models_of(models, folder=Path(), where="models"), FaultPolicy()
     else:
         specs, policy = read_models(Path(models)), read_fault_policy(Path(models))
-    return application(plan_groups(specs, machine), policy, api_settings(arguments.get("api", {})))
+    return application(plan_groups(specs, machine), policy, validate(ApiSettings, arguments.get("api", {}), "api"))
 
 
 def deploy_config(
@@ -80,18 +80,6 @@ def deploy_config(
         arguments["api"] = {key: list(value) if isinstance(value, tuple) else value for key, value in changed.items()}
     application = {"name": "paceline", "route_prefix": "/", "import_path": f"{__name__}:{build.__name__}"}
     return {"http_options": {"host": host, "port": port}, "applications": [{**application, "args": arguments}]}
-
-
-def api_settings(values: object) -> ApiSettings:
-    """The settings of the HTTP edge from plain values.
-
-    Raises:
-        ConfigurationError: a key is unknown, or a value is wrong.
-    """
-    try:
-        return pydantic.TypeAdapter(ApiSettings, config={"extra": "forbid"}).validate_python(values)
-    except pydantic.ValidationError as error:
-        raise ConfigurationError(f"`api` is wrong: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}") from error
 
 
 def application(

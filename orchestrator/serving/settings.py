@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from paceline.core.errors import ConfigurationError
+from paceline.placement.planning.yaml_file import FORBID_EXTRA
 
 SpecMetrics = Literal["none", "summary", "detailed"]
 """As vLLM's ``--per-request-spec-decode-metrics``."""
@@ -36,6 +37,8 @@ class ApiSettings:
     spec_metrics: SpecMetrics = "summary"
     access_log: bool = True
     page: bool = True
+
+    __pydantic_config__ = FORBID_EXTRA
 
     def __post_init__(self) -> None:
         if not all(self.api_keys):

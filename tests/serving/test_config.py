@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.core.errors import PlanError
+from paceline.serving.app import build
 from tests.decoder.tiny import Workshop
 
 
@@ -39,16 +40,11 @@ def test_the_config_is_one_that_serve_deploys(models: Path, monkeypatch: pytest.
     module, _, name = str(application.import_path).partition(":")
     ingress = getattr(import_module(module), name)(application.args)._bound_deployment
     assert ingress.name == "openai"
-    (route,) = ingress.init_args[0]["chat"]
-    group = route.handle._bound_deployment
-    planned, members, fault_policy = group.init_args
-    bundles = group._replica_config.placement_group_bundles
-    assert bundles == [
-        {"CPU": 0.01},
-        {"neuron_cores": 2.0},
-        {"neuron_cores": 2.0},
-    ]
-    assert [item.name for item in members] == ["small", "chat"] and planned.placements[1].model.quota.max_slots == 2
+    model = ingress.init_args[0]["chat"]._bound_deployment
+    group, fault_policy, _ = model.init_args
+    assert model._replica_config.placement_group_bundles == [{"CPU": 0.01, "neuron_cores": 2.0}, {"neuron_cores": 2.0}]
+    target, draft = group.plan.placements
+    assert (target.label, draft.label, draft.model.quota.max_slots) == ("chat", "small", 2)
     assert fault_policy.draft_ahead and fault_policy.max_target_restarts == 5
 
 
@@ -64,3 +60,33 @@ def test_what_cannot_be_planned_has_no_config(models: Path) -> None:
         assert done.exit_code == 2 and says.partition(":")[0] in done.stderr and not done.stdout
         with pytest.raises(PlanError):
             import_module("paceline.serving.app").build({"models": str(models), "instance": "inf2.48xlarge"})
+
+
+def test_a_model_needs_no_file(workshop: Workshop) -> None:
+    target, draft = str(workshop.checkpoint()), str(workshop.checkpoint("draft"))
+    line = ["serve", "--target", target, "--draft", draft, "--k", "2", "--amp", "f32", "--backend", "eager"]
+    done = CliRunner().invoke(app, [*line, "--name", "m", "--api-key", "s", "--print-serve-config"])
+    assert done.exit_code == 0, done.output
+    (application,) = ServeDeploySchema(**yaml.safe_load(done.stdout)).applications
+    assert application.args["api"] == {"api_keys": ["s"]}
+    ingress = build(application.args)._bound_deployment
+    (placement,) = ingress.init_args[0]["m"]._bound_deployment.init_args[0].plan.placements
+    assert placement.model.speculative.draft[0].path == draft and placement.model.k == 2
+    assert ingress.init_args[1].api_keys == ("s",)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ([], "give a models file, or --target DIR"),
+        (["--target", "x", "models.yaml"], "one of them"),
+        (["--target", "MODEL", "--host", "0.0.0.0"], "no API key"),
+        (["--target", "MODEL", "--per-request-spec-decode-metrics", "all"], "spec_metrics='all'"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_starts(
+    workshop: Workshop, line: list[str], says: str
+) -> None:
+    line = [str(workshop.checkpoint()) if word == "MODEL" else word for word in line]
+    done = CliRunner().invoke(app, ["serve", *line])
+    assert done.exit_code == 2 and says in " ".join(done.output.split())

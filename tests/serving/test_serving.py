@@ -30,6 +30,7 @@ from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.serving import launch as serving_run
 from paceline.serving.app import build, deploy_config
+from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import VOCABULARY, save_pair
 from tests.serving.served import running, served
 
@@ -127,7 +128,6 @@ def test_errors_are_error_objects(client: openai.OpenAI) -> None:
         ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1", "max_tokens"),
         ({"prompt": "x" * 200}, "leaves no room", "prompt"), ({"prompt": [500]}, "outside the vocabulary", "prompt"),
         ({"prompt": "x", "temperature": -1}, "temperature must be", "temperature"),
-        ({"prompt": "x", "n": 2}, "n must be 1; no other number", "n"),
         ({"prompt": "x", "stream": True, "top_p": 3}, "top_p must be", "top_p"),
     ):  # fmt: skip
         with pytest.raises(openai.BadRequestError, match=says) as refused:
@@ -200,7 +200,9 @@ def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Clust
     """With Ray's own command, beside what is served already, and below a prefix."""
     shape = "n_positions: 128, amp: f32, backend: eager"
     (home / "models.yaml").write_text(f"models:\n  - {{name: again, path: {home / 'target'}, {shape}}}\n")
-    config = deploy_config(home / "models.yaml", "inf2.48xlarge", host="127.0.0.1", port=client.base_url.port or 0)
+    config = deploy_config(
+        home / "models.yaml", "inf2.48xlarge", ApiSettings(), host="127.0.0.1", port=client.base_url.port or 0
+    )
     second = {**config["applications"][0], "name": "second", "route_prefix": "/second"}  # type: ignore[index]
     (home / "serve.yaml").write_text(json.dumps({**config, "applications": [second]}))  # JSON is YAML too
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", "--address", str(cluster.address)]

@@ -1,0 +1,142 @@
+"""The router over Ray Serve: whatever a replica does, the client gets its whole answer or an error object."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from paceline.serving import serve_router
+from paceline.serving.openai.completion import CompletionRequest
+from paceline.serving.openai.tokens import TokenizeRequest
+from paceline.serving.refused import RefusedError
+from paceline.serving.router import Accepted, Chunk, Failed, Item, RequestContext
+from paceline.serving.serve_router import ModelRoute, ServeRouter
+
+Attempt = Callable[[Sequence[int]], list[Item | Exception]]
+TOKENS = [b"a", b"b", b"c", b"d"]
+
+
+class Handle:
+    """A deployment's handle; ``attempts`` say, one after the other, what the replica does that is asked."""
+
+    def __init__(self, *attempts: Attempt) -> None:
+        self._attempts, self.skips, self.cancelled = list(attempts), list[tuple[int, ...]](), 0
+        self.stream = self
+
+    def options(self, **_: object) -> Handle:
+        return self
+
+    def remote(self, _: object, __: object, skip: tuple[int, ...]) -> Items:
+        self.skips.append(skip)
+        return Items(self, (self._attempts.pop(0) if self._attempts[1:] else self._attempts[0])(skip))
+
+    def broadcast(self, method: str) -> Any:
+        raise RuntimeError(f"nobody answers {method}")
+
+
+class Items:
+    def __init__(self, handle: Handle, items: list[Item | Exception]) -> None:
+        self._handle, self._items = handle, items
+
+    async def __aiter__(self) -> AsyncIterator[Item]:
+        for item in self._items:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    def cancel(self) -> None:
+        self._handle.cancelled += 1
+
+
+def answers(upto: int, end: Exception | Failed | None = None) -> Attempt:
+    """Tokens up to a place, without those to skip, and how it ends."""
+
+    def attempt(skip: Sequence[int]) -> list[Item | Exception]:
+        first = skip[0] if skip else 0
+        chunks = [Chunk(TOKENS[at], (at + 1,), last=at == len(TOKENS) - 1) for at in range(first, upto)]
+        return [Accepted(3), *chunks, *([] if end is None else [end])]
+
+    return attempt
+
+
+def ask(handle: Handle, monkeypatch: pytest.MonkeyPatch, model: str = "m", **options: float) -> list[Item]:
+    monkeypatch.setattr(serve_router, "_PAUSE_S", 0.0)
+
+    async def run() -> list[Item]:
+        router = ServeRouter({"m": ModelRoute(handle)}, **options)
+        request = CompletionRequest(model=model, prompt="x", seed=1)
+        return [item async for item in router.stream(request, RequestContext.new())]
+
+    return asyncio.run(run())
+
+
+LOSSES = [ActorDiedError(), DeploymentUnavailableError(None), Failed(503, "a rank is gone", lost=True)]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: type(loss).__name__)
+@pytest.mark.parametrize("at", range(4))
+def test_an_answer_goes_on_at_another_replica(loss: Any, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle(answers(at, loss), answers(0, loss), answers(4))
+    items = ask(handle, monkeypatch)
+    assert [type(item) for item in items] == [Accepted] + [Chunk] * 4, "accepted once"
+    assert b"".join(item.data for item in items if isinstance(item, Chunk)) == b"abcd"
+    assert handle.skips == [(), (at,) if at else (), (at,) if at else ()] and handle.cancelled == 3
+
+
+def test_a_model_that_does_not_come_back_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = answers(0, ActorDiedError())
+    *_, last = ask(Handle(answers(2, ActorDiedError()), gone), monkeypatch, recovery_s=0.01)
+    assert isinstance(last, Failed) and (last.status, last.code) == (503, "model_unavailable")
+    assert last.retry_after_s, "clients are told to ask again"
+
+
+def test_a_failure_of_the_request_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Handle(answers(1, Failed(400, "too long")))
+    assert ask(handle, monkeypatch)[-1] == Failed(400, "too long") and len(handle.skips) == 1
+
+
+def test_a_full_queue_and_an_unknown_model_have_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = BackPressureError(num_queued_requests=9, max_queued_requests=9)
+    (failed,) = ask(Handle(lambda _: [full]), monkeypatch)
+    assert isinstance(failed, Failed) and failed.status == 429 and failed.retry_after_s
+    (unknown,) = ask(Handle(), monkeypatch, model="other")
+    assert isinstance(unknown, Failed) and unknown.status == 404
+
+
+def test_what_a_tokenizer_refuses_crosses_processes_and_rays_text_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refuses(Handle):
+        def __init__(self, error: Exception) -> None:
+            super().__init__()
+            self._error, self.tokenize = error, self
+
+        async def remote(self, *_: object) -> object:  # type: ignore[override]
+            raise self._error
+
+    async def tokenize(error: Exception) -> None:
+        request = TokenizeRequest(model="m", prompt="x")
+        await ServeRouter({"m": ModelRoute(Refuses(error))}).tokenize(request)
+
+    refused = RayTaskError("tokenize", "its traceback", RefusedError(400, "no template")).as_instanceof_cause()
+    with pytest.raises(RefusedError, match="no template") as caught:
+        asyncio.run(tokenize(refused))
+    assert caught.value.status == 400
+    with pytest.raises(RefusedError) as caught:
+        asyncio.run(tokenize(ActorUnavailableError("10.0.0.7 pid=12", None)))
+    assert caught.value.status == 503 and "10.0.0.7" not in caught.value.message
+
+
+def test_a_model_of_which_nobody_answers_is_neither_listed_nor_healthy() -> None:
+    async def look() -> None:
+        router = ServeRouter({"m": ModelRoute(Handle())})
+        health = await router.health()
+        assert not await router.models() and not health.ready and health.models == {"m": "loading"}
+
+    asyncio.run(look())
