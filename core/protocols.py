@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+from paceline.core.errors import RequestError
 from paceline.core.types import (
     Commit,
     DraftKey,
@@ -171,17 +172,48 @@ class Round(Protocol):
         """One round, or as many as ``limits`` allows."""
 
 
+class TextProcessing(Protocol):
+    """What a request does to the logits of its own text. ``ids`` are prompt and output so far, or with drafts behind
+    them: every answer is a function of them, whatever was asked before.
+    """
+
+    def process(self, ids: list[int], logits: Tensor) -> Tensor:
+        """The logits [V] float32 that follow ``ids``, processed; the ones given stay what they are.
+
+        Raises:
+            SamplingError: a processor gave what is no logits, or a grammar is too much work.
+        """
+
+    def allowed(self, ids: list[int], size: int) -> Tensor | None:
+        """Which of ``size`` tokens may follow at all: [V] bool; None = all of them."""
+
+    def continued(self, ids: list[int], draft: Sequence[int], limit: int) -> list[int]:
+        """A draft up to the first token that may not follow, and what must follow then; at most ``limit`` tokens."""
+
+
 class HostText(Protocol):
     """The text in a slot, for a verifier that decides it token by token on the host.
 
-    ``text`` is prompt and output so far; ``processor`` changes the logits of the next token.
+    text           prompt and output so far
+    processing     what is done to the logits of its next token; None = nothing
+    num_logprobs   how many of the model's likeliest tokens are wanted at each place; None = no log-probabilities
+    output_scores  whether the log-probability of each token in its processed logits is wanted
     """
 
     @property
     def text(self) -> list[int]: ...
 
     @property
-    def processor(self) -> Processor | None: ...
+    def processing(self) -> TextProcessing | None: ...
+
+    @property
+    def num_logprobs(self) -> int | None: ...
+
+    @property
+    def output_scores(self) -> bool: ...
 
     def append(self, token: int) -> object:
         """Add a token; something true if the text ends with it."""
+
+    def fail(self, error: RequestError) -> None:
+        """The text cannot go on, and ends without another token."""

@@ -136,6 +136,35 @@ class DeviceFeatures:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What the model says of a place in a text: log-probabilities, softmax of its own logits at temperature 1, before
+    any processor, penalty, grammar or filter, as in vLLM's ``raw_logprobs`` and OpenAI's API.
+
+    token    at that place
+    logprob  its own
+    rank     how many tokens are likelier, plus 1
+    top      (token, log-probability) of the likeliest, descending, whether or not ``token`` is one of them
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """What a verifier on the host says of a token that it committed.
+
+    processed  log-probability in the processed logits, at temperature 1, without filters
+    logprobs   what the model says of that place, if it was asked for
+    """
+
+    processed: float
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """What the last round appended; the only place where a length lives.
 

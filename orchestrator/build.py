@@ -52,6 +52,16 @@ def engine(target: CompiledDecoder, drafter: Drafter, config: SpeculativeConfig,
     return made
 
 
+def host_refusal(rule: AcceptanceRule) -> str | None:
+    """Why no token can be decided on the host under this rule; None = it can."""
+    if rule.on_host:
+        return None
+    return (
+        f"acceptance by {rule.name!r} decides on the device, without logits processors and scores; leave them out, or "
+        "use acceptor='match'"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _VariantBuilder:
     """Builds the rounds of an engine for what a call asks for.
@@ -77,7 +87,7 @@ class _VariantBuilder:
             steps = MultiTokenRound(AutoregressiveDecoder(target, self.plain_steps))
             return Variant(steps, RoundShape(self.plain_steps - 1, self.plain_steps, None, target.kv_buckets))
         widths = self._widths(options)
-        self._check(widths.shape, options)
+        self._check(widths.shape)
         shape = RoundShape(drafter.draft_shape.depth, widths.commit, drafter.max_positions, target.kv_buckets)
         if options.on_host:
             self._warn_of_host()
@@ -100,17 +110,12 @@ class _VariantBuilder:
         own = self.controller is not None and not fixed and shape.is_chain and drafter.reads is None
         return _Widths(shape, one_width=one_width, fixed=fixed, own=own and self._can_fuse())
 
-    def _check(self, shape: DraftShape, options: CallOptions) -> None:
+    def _check(self, shape: DraftShape) -> None:
         """Refuse what the acceptance rule or the drafter cannot do."""
         rule, drafter = self.rule, self.drafter
         if not shape.is_chain and not rule.trees:
             raise ConfigurationError(
                 f"acceptor={rule.name!r} is for chains, and this drafter proposes trees; use acceptor='match'"
-            )
-        if options.on_host and not rule.on_host:
-            raise ConfigurationError(
-                f"acceptance by {rule.name!r} decides on the device, without logits processors and scores; "
-                "leave them out, or use acceptor='match'"
             )
         lengths = () if self.controller is None else self.controller.draft_lengths
         if lengths and drafter.draft_shape.num_draft_tokens and lengths[-1] > drafter.draft_shape.depth:

@@ -23,6 +23,7 @@ from paceline.engine.queue import ListQueue, RequestQueue
 from paceline.engine.request import InputIds, Request, SamplingParams, TargetLimits
 from paceline.outputs import GenerationResult, ReportsHealth, RequestOutput, Statistics
 from paceline.text import streamers
+from paceline.text.grammar import GrammarCompiler
 from paceline.text.streamers import Streamer
 
 log = logging.getLogger("paceline")
@@ -61,7 +62,15 @@ class SpeculativeGenerator:
         config = target.config
         refusals = (refusal for one in self.decoders if (refusal := sampling_refusal(one.backend)) is not None)
         eos_token_ids = tuple(config.eos_token_ids)
-        self.limits = TargetLimits(config.vocab_size, target.n_positions, eos_token_ids, next(refusals, None))
+        self.limits = TargetLimits(
+            config.vocab_size,
+            target.n_positions,
+            eos_token_ids,
+            sampling_refusal=next(refusals, None),
+            host_refusal=build.host_refusal(self._rule),
+            prediction_refusal="predictions are not drafted from yet; leave prediction out",
+            grammars=GrammarCompiler(config.vocab_size),
+        )
         self._pad_token_id = config.pad_token_id if config.pad_token_id is not None else (*config.eos_token_ids, 0)[0]
         self.statistics = Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
         if not self._rule.lossless:
@@ -117,7 +126,7 @@ class SpeculativeGenerator:
         """
         params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
         requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
-        options = CallOptions(params.on_host, params.verify_width)
+        options = CallOptions.of(requests, params.verify_width)
         if streamer is not None:
             streamers.check(streamer, len(requests))
         with self._held() as statistics:
@@ -144,7 +153,7 @@ class SpeculativeGenerator:
         """
         params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
         requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
-        return self.serve(ListQueue(requests), CallOptions(params.on_host, params.verify_width))
+        return self.serve(ListQueue(requests), CallOptions.of(requests, params.verify_width))
 
     def serve(self, queue: RequestQueue, options: CallOptions) -> OutputStream:
         """Serve a queue until it is empty and every request has finished.

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from paceline.core.drafter_health import DrafterHealth
+from paceline.core.errors import RequestError
+from paceline.core.types import TokenLogprobs
 
 if TYPE_CHECKING:
     from paceline.engine.request import Request
 
-FinishReason = Literal["stop", "length", "time", "criteria"]
+FinishReason = Literal["stop", "length", "time", "criteria", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class RequestOutput:
     finish_reason  set on the last output of a request
     logprobs       one for every token, if ``output_scores`` was set
     drafted        how deep the proposal went that this round verified; 0 = nothing was drafted
+    token_logprobs   what the model says of each token's place, if ``logprobs`` was set
+    error          why the request ended, where the finish reason is "error"; the others go on
     """
 
     index: int
@@ -36,6 +40,8 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     logprobs: tuple[float, ...] | None = None
     drafted: int = 0
+    token_logprobs: tuple[TokenLogprobs, ...] | None = None
+    error: RequestError | None = None
 
 
 @runtime_checkable
@@ -147,6 +153,7 @@ class GenerationResult:
     logprobs        for every row the log-probability of each new token, when ``output_scores`` was set: softmax of
                     the processed logits, before temperature and filters
     statistics      counts and times
+    token_logprobs  for every row what the model says of each new token's place, when ``logprobs`` was set
     """
 
     sequences: Tensor
@@ -154,23 +161,33 @@ class GenerationResult:
     finish_reasons: list[FinishReason]
     logprobs: list[list[float]] | None
     statistics: Statistics
+    token_logprobs: list[list[TokenLogprobs]] | None = None
 
     @classmethod
     def collect(
         cls, requests: Sequence[Request], outputs: Iterable[RequestOutput], *, pad_token_id: int, statistics: Statistics
     ) -> GenerationResult:
-        """Put the outputs of all requests together; ``statistics`` are complete when they are at an end."""
+        """Put the outputs of all requests together; ``statistics`` are complete when they are at an end.
+
+        Raises:
+            RequestError: a request ended with it.
+        """
         texts = [list(request.prompt) for request in requests]
+        token_logprobs: list[list[TokenLogprobs]] = [[] for _ in requests]
         logprobs: list[list[float]] = [[] for _ in requests]
         reasons: list[FinishReason] = ["length"] * len(requests)
         for output in outputs:
             texts[output.index] += output.tokens
+            if output.error is not None:
+                raise output.error
             if output.logprobs is not None:
                 logprobs[output.index] += output.logprobs
+            token_logprobs[output.index] += output.token_logprobs or ()
             if output.finish_reason is not None:
                 reasons[output.index] = output.finish_reason
         lengths = [len(text) for text in texts]
         longest = max(lengths)
         rows = torch.tensor([text + [pad_token_id] * (longest - len(text)) for text in texts])
         scores = logprobs if requests[0].output_scores else None
-        return cls(rows, lengths, reasons, scores, statistics)
+        of_model = token_logprobs if requests[0].num_logprobs is not None else None
+        return cls(rows, lengths, reasons, scores, statistics, of_model)

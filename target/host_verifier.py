@@ -1,4 +1,5 @@
-"""The verifier for requests that need the host at every token: Hugging Face logits processors, and scores.
+"""The verifier of rounds in which some request needs the host at every token: logits processors, penalties, grammars
+and log-probabilities are properties of a row. The other rows keep their tokens.
 
 Processors see exactly the prefixes that plain decoding would show them, in order, once each: under `Match` a row is
 looked at only when all drafts before it stand and no text has ended there, so that neither a rejected token nor one
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.core import reduce, tree
 from paceline.core.acceptance.base import AcceptanceRule, committed, keeps_tokens
@@ -26,24 +27,22 @@ from paceline.core.types import (
     Proposal,
     RoundLimits,
     SamplingTensors,
+    TokenLogprobs,
+    TokenScore,
 )
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.steps import compact_path, prefill, window
 from paceline.target.steps import features_of, pad_vocabulary, root_of, target_view
 from paceline.target.verifier import fitted
 from paceline.target.verify_mask import VerifyMask
-
-_FORCED = 1e15
-"""For a score of infinity: above any logit, and still a number over the least temperature."""
 
 
 class HostVerifier:
     """Takes logits to the host and decides there, position by position.
 
     ``slots`` holds the text of every slot, or None; the engine, which adds what is committed to it, shares that list.
-    ``logprobs`` holds, for every slot, the log-probability of each token of the last call (softmax of the processed
-    logits at temperature 1, no filters), when ``scores`` is asked for.
+    ``logprobs`` holds, for every slot whose text asks for them, the scores of each token of the last call.
+    ``width``: tokens a commit has room for, where this one takes turns with other rounds.
     """
 
     def __init__(
@@ -55,19 +54,26 @@ class HostVerifier:
         wide: bool,
         slots: Sequence[HostText | None],
         reads: FeatureSpec | None = None,
+        width: int | None = None,
     ) -> None:
         decoder.check_width(draft_shape.num_draft_tokens + 1)
+        self._unused = 0 if width is None else width - draft_shape.depth - 1
         self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
-        self._slots, self._kernels = slots, TorchKernels()
-        self.logprobs: list[list[float]] = [[] for _ in range(decoder.batch_size)]
+        self._slots, self._kernels = slots, decoder.body.kernels
+        self.logprobs: list[list[TokenScore]] = [[] for _ in range(decoder.batch_size)]
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
         """Read a prompt and pick the first token; see the protocol."""
         logits, features = prefill(self.decoder, slot, prompt, reads=self._reads)
-        logits = _processed(self._slots[slot], list(prompt), logits[0, 0])
-        token = self._choose(logits, len(prompt), sampling)
-        self.logprobs[slot] = [_logprob(logits, token, len(prompt))]
+        text, token = self._slots[slot], 0
+        assert text is not None, "a text is seated before its prompt is read"
+        try:
+            processed = _processed(text, text.text, logits[0, 0])
+            token = self._choose(processed, len(prompt), sampling)
+            self.logprobs[slot] = _scores(text, token, raw=logits[0, 0], processed=processed)
+        except SamplingError as error:
+            text.fail(error)
         return PrefillResult(token, features)
 
     def finish_request(self, slot: int) -> None:
@@ -94,6 +100,10 @@ class HostVerifier:
         lines = [chains] * len(row) if view.proposal.parents is None else view.proposal.parents.tolist()
         paths: list[list[int]] = []
         answers: list[list[int]] = []
+        deep = torch.arange(draft_shape.num_draft_tokens + 1) if view.tree is None else view.depth
+        choices: list[list[int]] = self._kernels.sample_tokens(
+            logits, (row.unsqueeze(1) + 1 + deep).to(torch.int32).contiguous(), sampling
+        ).tolist()
         for slot, text in enumerate(self._slots):
             own = SamplingTensors(sampling.params[slot : slot + 1], sampling.seeds[slot : slot + 1], sampling.kind)
             if text is None or int(row[slot]) != len(text.text) - 1:  # no request takes part in this round
@@ -101,11 +111,15 @@ class HostVerifier:
                 scores = self.logprobs[slot]
             elif keeps_tokens(self._rule):
                 way, answer, scores = self._match(
-                    text, logits[slot], drafts[slot].tolist(), parents=lines[slot], sampling=own
+                    text, logits[slot], choices[slot], drafts=drafts[slot].tolist(), parents=lines[slot], sampling=own
                 )
             else:
                 part = Proposal(drafts[slot : slot + 1], None, _line(proposal, slot))
-                way, answer, scores = self._decide(text, logits[slot], part, sampling=own)
+                try:
+                    way, answer, scores = self._decide(text, logits[slot], part, sampling=own)
+                except SamplingError as error:
+                    text.fail(error)
+                    way, answer, scores = [], [0], []
             self.logprobs[slot] = scores
             paths.append(way + [PAD] * (self.draft_shape.depth - len(way)))
             answers.append(answer)
@@ -113,26 +127,39 @@ class HostVerifier:
         if view.tree is not None:
             compact_path(self.decoder, row, path)
         count = torch.tensor([len(answer) for answer in answers], dtype=torch.int32)
-        padded = [answer + [PAD] * (self.draft_shape.depth + 1 - len(answer)) for answer in answers]
-        kept = None if features is None else features_of(path, features)
+        width = self.draft_shape.depth + 1 + self._unused
+        padded = [answer + [PAD] * (width - len(answer)) for answer in answers]
+        kept = None if features is None else nn.functional.pad(features_of(path, features), (0, 0, 0, self._unused))
         return Commit(torch.tensor(padded, dtype=torch.int32), count, row + 1, kept)
 
     def _match(
-        self, text: HostText, logits: Tensor, drafts: list[int], *, parents: Sequence[int], sampling: SamplingTensors
-    ) -> tuple[list[int], list[int], list[float]]:
-        """Walk down from the root, one processed choice after the other.
+        self,
+        text: HostText,
+        logits: Tensor,
+        choices: list[int],
+        *,
+        drafts: list[int],
+        parents: Sequence[int],
+        sampling: SamplingTensors,
+    ) -> tuple[list[int], list[int], list[TokenScore]]:
+        """Walk down from the root, one choice after the other. ``choices``: those of logits that nothing processes.
 
-        -> rows of the path, tokens that are committed, and their log-probabilities
+        -> rows of the path, tokens that are committed, and their scores
         """
         path: list[int] = []
         tokens: list[int] = []
-        scores: list[float] = []
+        scores: list[TokenScore] = []
         row: int | None = 0
         while row is not None:
-            length = len(text.text)
-            processed = _processed(text, text.text, logits[row])
-            token = self._choose(processed, length, sampling)
-            scores.append(_logprob(processed, token, length))
+            try:
+                processed, token = logits[row], choices[row]
+                if text.processing is not None:
+                    processed = _processed(text, text.text, logits[row])
+                    token = self._choose(processed, len(text.text), sampling)
+                scores += _scores(text, token, raw=logits[row], processed=processed)
+            except SamplingError as error:  # of this text alone: the others go on
+                text.fail(error)
+                return path[:-1], tokens or [0], scores
             tokens.append(token)
             if text.append(token):  # the text ends here: processors must not see what follows
                 break
@@ -143,21 +170,23 @@ class HostVerifier:
 
     def _decide(
         self, text: HostText, logits: Tensor, proposal: Proposal, *, sampling: SamplingTensors
-    ) -> tuple[list[int], list[int], list[float]]:
+    ) -> tuple[list[int], list[int], list[TokenScore]]:
         """As `_match`, by calling the rule with a chain and the processed logits after each of its tokens."""
-        ids, size = text.text, self.decoder.config.vocab_size
+        ids = text.text
         drafts = list(takewhile(lambda token: token != PAD, proposal.tokens[0].tolist()))
-        legal = list(takewhile(lambda token: token < size, drafts))
-        lines = [_processed(text, ids + legal[:i], line) for i, line in enumerate(logits[: len(legal) + 1])]
-        if len(legal) < len(drafts):  # an id out of range counts as drawn; it is refused, so the row behind it is idle
-            drafts = drafts[: len(legal) + 1]
-            lines.append(lines[-1])
+        lines = [_processed(text, ids, logits[0])]
+        for place, token in enumerate(drafts):
+            # An id out of range, or one that may not follow, counts as drawn; it is refused, so the row behind is idle.
+            if token >= len(lines[-1]) or float(lines[-1][token]) <= reduce.NEGATIVE:
+                drafts = drafts[: place + 1]
+                lines.append(lines[-1])
+                break
+            lines.append(_processed(text, ids + drafts[: place + 1], logits[place + 1]))
         processed = torch.stack(lines)
         positions = torch.arange(len(ids), len(ids) + len(lines), dtype=torch.int32).unsqueeze(0)
         q = proposal.draft_probs
-        chain = Proposal(
-            proposal.tokens[:, : len(drafts)], None, None if q is None else pad_vocabulary(q[:, : len(drafts)], size)
-        )
+        draft_probs = None if q is None else pad_vocabulary(q[:, : len(drafts)], self.decoder.config.vocab_size)
+        chain = Proposal(proposal.tokens[:, : len(drafts)], None, draft_probs)
         view = target_view(
             self._rule,
             processed.unsqueeze(0),
@@ -167,8 +196,9 @@ class HostVerifier:
             kernels=self._kernels,
         )
         tokens = [t for t in committed(chain, self._rule(chain, view))[0].tolist() if t != PAD]
-        decided = enumerate(zip(processed, tokens, strict=False), start=len(ids))
-        scores = [_logprob(line, token, length) for length, (line, token) in decided]
+        scores: list[TokenScore] = []
+        for raw, line, token in zip(logits, processed, tokens, strict=False):
+            scores += _scores(text, token, raw=raw, processed=line)
         return list(range(1, len(tokens))), tokens, scores
 
     def _choose(self, logits: Tensor, position: int, sampling: SamplingTensors) -> int:
@@ -176,35 +206,35 @@ class HostVerifier:
         return int(self._kernels.sample_tokens(logits.view(1, 1, -1), where, sampling))
 
 
-def _processed(text: HostText | None, ids: list[int], logits: Tensor) -> Tensor:
-    """The logits [V] that follow ``ids``, after the text's logits processor."""
-    processor = None if text is None else text.processor
-    if processor is None:
-        return logits
-    # A copy: processors may write into what they get.
-    scores: object = processor(torch.tensor([ids]), logits.unsqueeze(0).clone())
-    if not isinstance(scores, Tensor) or scores.shape != (1, len(logits)):
-        kind = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
-        raise SamplingError(f"a logits processor returned {kind}; it must return scores [1, {len(logits)}]")
-    if bool(scores.isnan().any()):
-        raise SamplingError(f"a logits processor returned NaN for the text of {len(ids)} tokens; no token follows")
-    return scores[0].clamp(min=reduce.NEGATIVE, max=_FORCED)
+def _processed(text: HostText, ids: list[int], logits: Tensor) -> Tensor:
+    """The logits [V] that follow ``ids``, as the text wants them."""
+    return logits if text.processing is None else text.processing.process(ids, logits)
 
 
-def _logprob(logits: Tensor, token: int, length: int) -> float:
-    """The log-probability of a token that follows ``length`` others; ``logits`` [V] as processed.
+def _scores(text: HostText, token: int, *, raw: Tensor, processed: Tensor) -> list[TokenScore]:
+    """The score of a token, if the text asks for scores. raw, processed: [V], the model's logits and what became of
+    them.
 
     Not of every processed line: what a processor says of drafts that it forbids itself decides nothing.
 
     Raises:
         SamplingError: the processors cut every token, as a grammar does that has come to a dead end.
     """
-    if float(logits.max()) <= reduce.NEGATIVE:
+    if text.processing is not None and float(processed.max()) <= reduce.NEGATIVE:
         raise SamplingError(
-            f"the logits processors left no token to follow the text of {length} tokens; let them allow one, such as "
-            "the eos id, where a text must end"
+            f"the logits processors left no token to follow the text of {len(text.text)} tokens; let them allow one, "
+            "such as the eos id, where a text must end"
         )
-    return float(logits.log_softmax(-1)[token])
+    logprobs = None
+    if text.num_logprobs is not None:
+        of_model = raw.log_softmax(-1)
+        top = of_model.topk(min(text.num_logprobs, len(raw)))
+        best = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+        rank = int((of_model > of_model[token]).sum()) + 1
+        logprobs = TokenLogprobs(token, float(of_model[token]), rank, best)
+    elif not text.output_scores:
+        return []
+    return [TokenScore(float(processed.log_softmax(-1)[token]), logprobs)]
 
 
 def _line(proposal: Proposal | None, slot: int) -> Tensor | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.core.protocols import Processor
+from paceline.core.errors import RequestError
 from paceline.core.sampling import Sampling, param_row, sampling_tensors, widest
 from paceline.core.types import (
     IDLE,
@@ -25,10 +25,12 @@ from paceline.core.types import (
     RoundResult,
     SamplingKind,
     SamplingTensors,
+    TokenScore,
 )
 from paceline.engine.request import Request
 from paceline.engine.stopping import StopChecker
 from paceline.outputs import FinishReason, RequestOutput, Statistics
+from paceline.text.row_processing import RowProcessing
 
 MAX_CONSECUTIVE_ROUNDS = 32
 """Rounds without a look at the queue: a request that comes meanwhile waits for them."""
@@ -42,18 +44,40 @@ class Slot:
 
     request: Request
     checker: StopChecker
+    processing: RowProcessing | None = None
+    error: RequestError | None = None
+
+    @classmethod
+    def of(cls, request: Request) -> Slot:
+        """Of a request that begins."""
+        processing = None if request.rules is None else RowProcessing(request.rules, len(request.prompt))
+        return cls(request, StopChecker(request.stopping, request.prompt), processing)
 
     @property
     def text(self) -> list[int]:
         return self.checker.text
 
     @property
-    def processor(self) -> Processor | None:
-        return self.request.processor
+    def num_logprobs(self) -> int | None:
+        return self.request.num_logprobs
+
+    @property
+    def output_scores(self) -> bool:
+        return self.request.output_scores
 
     def append(self, token: int) -> FinishReason | None:
         """Add a token; the reason if the text ends with it."""
         return self.checker.append(token)
+
+    def fail(self, error: RequestError) -> None:
+        """The text cannot go on, and ends without another token."""
+        self.error = error
+
+    def extend(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """Add the tokens of a commit, as `StopChecker.extend` does."""
+        if self.error is None:
+            return self.checker.extend(tokens)
+        return self.checker.take_appended(), "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +121,10 @@ class Batch:
 
     def seat(self, slot: int, request: Request) -> None:
         """Give a slot to a request whose prompt is about to be read."""
-        self.slots[slot] = Slot(request, StopChecker(request.stopping, request.prompt))
+        self.slots[slot] = Slot.of(request)
 
     def join(
-        self, slot: int, row: SamplingTensors, first: PrefillResult, *, logprobs: list[float] | None
+        self, slot: int, row: SamplingTensors, first: PrefillResult, *, logprobs: list[TokenScore] | None
     ) -> RequestOutput:
         """Let the request in a slot take part in rounds: its prompt is read, and its first token is known.
 
@@ -116,7 +140,7 @@ class Batch:
             self._features(first.features)[slot, 0] = first.features[-1]
         return self._append(slot, seated, [first.token], accepted=(0, 0), logprobs=logprobs)
 
-    def apply(self, result: RoundResult, logprobs: list[list[float]] | None) -> list[RequestOutput]:
+    def apply(self, result: RoundResult, logprobs: list[list[TokenScore]] | None) -> list[RequestOutput]:
         """Take over what rounds committed; one output for every request and round."""
         self.commit = commit = result.commit
         if len(self.active) < len(self.slots):
@@ -197,16 +221,33 @@ class Batch:
         return features
 
     def _append(
-        self, slot: int, seated: Slot, tokens: Sequence[int], *, accepted: tuple[int, int], logprobs: list[float] | None
+        self,
+        slot: int,
+        seated: Slot,
+        tokens: Sequence[int],
+        *,
+        accepted: tuple[int, int],
+        logprobs: list[TokenScore] | None,
     ) -> RequestOutput:
         """``accepted``: how many of the tokens were drafted, and how deep the proposal went."""
-        kept, reason = seated.checker.extend(tokens)
+        kept, reason = seated.extend(tokens)
         self._statistics.new_tokens += kept
         if reason is not None:
             self._free(slot)
-        scores = tuple(logprobs[:kept]) if logprobs is not None and seated.request.output_scores else None
         stood, drafted = accepted
-        return RequestOutput(seated.request.index, tuple(tokens[:kept]), min(stood, kept), reason, scores, drafted)
+        output = RequestOutput(
+            seated.request.index, tuple(tokens[:kept]), min(stood, kept), reason, drafted=drafted, error=seated.error
+        )
+        if logprobs is None or not (seated.output_scores or seated.num_logprobs is not None):
+            return output
+        scores = logprobs[:kept]
+        return replace(
+            output,
+            logprobs=tuple(score.processed for score in scores) if seated.output_scores else None,
+            token_logprobs=tuple(score.logprobs for score in scores if score.logprobs is not None)
+            if seated.num_logprobs is not None
+            else None,
+        )
 
     def _free(self, slot: int) -> None:
         """Take a request out of its slot, which then computes harmless tokens from row 0 of its cache on."""

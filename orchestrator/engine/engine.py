@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Protocol
 
 from paceline.core.sampling import sampling_tensors
-from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingTensors
+from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingTensors, TokenScore
 from paceline.engine.batch import Batch, RoundShape, Slot
 from paceline.engine.queue import RequestQueue
 from paceline.engine.request import Request
@@ -47,9 +47,9 @@ class TimedRound(Protocol):
 
 
 class HasLogprobs(Protocol):
-    """Where the log-probabilities of the last tokens of every slot are found."""
+    """Where the scores of the last tokens of every slot are found."""
 
-    logprobs: list[list[float]]
+    logprobs: list[list[TokenScore]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class CallOptions:
     def of(cls, requests: Sequence[Request], verify_width: int | None = None) -> CallOptions:
         """Of a call whose requests came together and so ask for the same."""
         first = requests[0]
-        return cls(first.processor is not None or first.output_scores, verify_width)
+        return cls(first.on_host, verify_width)
 
 
 @dataclass(frozen=True, slots=True)

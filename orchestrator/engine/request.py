@@ -1,190 +1,50 @@
-"""What a call asks for: `SamplingParams`, and the requests made of them. Everything is refused here, before any work.
+"""Requests, made of what a call asks for. Everything is refused here, before any work.
 
-The keywords of `sample` are the fields of `SamplingParams`, and nowhere written again: commands, HTTP and workers
-build the same value.
+What may be asked is in `paceline.engine.sampling_params`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paceline.core.detokenizer import Decodes
-from paceline.core.errors import ContextError, PromptError, SamplingError
+from paceline.core.errors import ConfigurationError, PromptError, SamplingError
 from paceline.core.protocols import Processor
-from paceline.core.sampling import Sampling, row_seed
+from paceline.core.sampling import Sampling
 from paceline.engine import validation
-from paceline.engine.stopping import Criterion, Stopping
+from paceline.engine.sampling_params import SamplingParams
+from paceline.engine.stopping import Stopping
+from paceline.text.grammar import Grammar, GrammarCompiler
 from paceline.text.processors import processor_list
+from paceline.text.row_processing import LogitsRules
 from paceline.text.stop_strings import StopStrings
 
-if TYPE_CHECKING:
-    from transformers.generation.logits_process import LogitsProcessor
+__all__ = ["InputIds", "Request", "SamplingParams", "TargetLimits"]
 
 InputIds = Tensor | Sequence[Sequence[int]]
-
-_IN_PROCESS = {"in_process": True}  # objects that stay in this process
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """How a call samples and when its texts end; the names are those of Hugging Face's `generate`.
-
-    sequence_length         most tokens of a text, prompt included; the smaller of this and ``max_new_tokens`` holds
-    max_new_tokens          most tokens behind the prompt; default: as many as the decoder has positions for
-    do_sample               False (default): greedy, whatever the next four say
-    temperature, top_k, top_p, min_p   as in Hugging Face; None switches a filter off. Equal logits at the border of
-                            top-k stand together, so ``top_k=1`` draws among equal ones at the top: it is not greedy
-    seed                    row 0 draws with it, row b with a hash of it and b; or one seed for every row
-    eos_token_id            ids that end a text; default: the checkpoint's; [] for none
-    pad_token_id            fills shorter rows of the result; default: the checkpoint's, else its first eos id, else 0
-    stop_strings            texts that end a text, as Hugging Face's; need ``tokenizer``; `StopStrings` says more
-    stopping_criteria_list  Hugging Face criteria, called once per new token with ids [1, length]
-    logits_processor        Hugging Face processors, called once per decided token, on the host
-    no_repeat_ngram_size, repetition_penalty   as in Hugging Face; they run as processors
-    output_scores           also give the log-probability of every new token
-    use_speculation         False, or one entry for every prompt: draft nothing for it
-    max_draft_tokens        most drafted tokens of a round that are verified; None = as many as the drafter proposes
-    verify_width            rows of the verifying graph, at least k + 1; to compare runs at equal width
-
-    Raises:
-        SamplingError: a value has the wrong type or is out of range.
-    """
-
-    sequence_length: int | None = None
-    max_new_tokens: int | None = None
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | Sequence[int] = 0
-    eos_token_id: int | Sequence[int] | None = None
-    pad_token_id: int | None = None
-    stop_strings: str | Sequence[str] | StopStrings | None = None
-    tokenizer: Decodes | None = field(default=None, metadata=_IN_PROCESS)
-    stopping_criteria_list: Sequence[Criterion] | None = field(default=None, metadata=_IN_PROCESS)
-    logits_processor: Sequence[LogitsProcessor] | None = field(default=None, metadata=_IN_PROCESS)
-    no_repeat_ngram_size: int | None = None
-    repetition_penalty: float | None = None
-    output_scores: bool = False
-    use_speculation: bool | Sequence[bool] = True
-    max_draft_tokens: int | None = None
-    verify_width: int | None = None
-
-    def __post_init__(self) -> None:
-        validation.check_types(self, _KINDS)
-        if self.max_new_tokens is not None and self.max_new_tokens < 1:
-            raise SamplingError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        if self.max_draft_tokens is not None and self.max_draft_tokens < 1:
-            raise SamplingError(
-                f"max_draft_tokens must be at least 1, not {self.max_draft_tokens}; to draft nothing, give "
-                "use_speculation=False"
-            )
-
-    @classmethod
-    def merge(
-        cls, params: SamplingParams | None, overrides: Mapping[str, Any], *, sequence_length: int | None = None
-    ) -> SamplingParams:
-        """``params`` with some fields replaced; None stands for the defaults.
-
-        Raises:
-            SamplingError: a keyword that does not exist, or a wrong value.
-        """
-        if params is not None and not isinstance(params, cls):
-            raise SamplingError(f"params is a {type(params).__name__}; give SamplingParams, or keywords alone")
-        if sequence_length is not None:
-            overrides = {**overrides, "sequence_length": sequence_length}
-        for name in overrides:
-            if name not in cls.__dataclass_fields__:
-                names = ", ".join(cls.__dataclass_fields__)
-                raise SamplingError(f"{name!r} is no sampling parameter; there are {names}")
-        if params is None:
-            return cls(**overrides)
-        return replace(params, **overrides) if overrides else params
-
-    @property
-    def on_host(self) -> bool:
-        """Whether every token has to be decided on the host."""
-        penalty = self.repetition_penalty not in (None, 1.0)
-        return bool(self.logits_processor or penalty or self.no_repeat_ngram_size or self.output_scores)
-
-    @classmethod
-    def in_process_fields(cls) -> frozenset[str]:
-        """Fields that hold objects of this process and cannot be sent to another one."""
-        return frozenset(one.name for one in fields(cls) if one.metadata == _IN_PROCESS)
-
-    def sampling_of(self, row: int) -> Sampling:
-        """How one row draws. All values are checked, also where the row is greedy and none of them is used."""
-        seed = self.seed[row] if isinstance(self.seed, Sequence) else row_seed(self.seed, row)
-        drawn = Sampling(
-            temperature=self.temperature,
-            top_k=self.top_k or 0,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p or 0.0,
-            seed=int(seed),
-        )
-        return drawn if self.do_sample else Sampling(seed=int(seed))
-
-    def max_length(self, prompt: int, n_positions: int) -> int:
-        """How long a text with a prompt of so many tokens may become, prompt included.
-
-        Raises:
-            ContextError: the prompt leaves no room for a token.
-            PromptError: more is asked for than there is.
-        """
-        limit = n_positions if self.sequence_length is None else self.sequence_length
-        if limit > n_positions:
-            raise PromptError(
-                f"sequence_length={limit} is more than the {n_positions} positions this decoder was loaded with "
-                "(n_positions); ask for less or load it with more"
-            )
-        if prompt >= limit:
-            raise ContextError(
-                f"a prompt of {prompt} tokens leaves no room in {limit} positions; shorten it, raise "
-                "sequence_length, or load the decoder with more n_positions"
-            )
-        return limit if self.max_new_tokens is None else min(limit, prompt + self.max_new_tokens)
-
-
-_KINDS: dict[str, validation.Kind] = {
-    "sequence_length": validation.Kind("an integer", optional=True),
-    "max_new_tokens": validation.Kind("an integer", optional=True),
-    "do_sample": validation.Kind("True or False"),
-    "temperature": validation.Kind("a number"),
-    "top_k": validation.Kind("an integer", optional=True),
-    "top_p": validation.Kind("a number", optional=True),
-    "min_p": validation.Kind("a number", optional=True),
-    "seed": validation.Kind("an integer", listed=True),
-    "eos_token_id": validation.Kind("an integer", optional=True, listed=True),
-    "pad_token_id": validation.Kind("an integer", optional=True),
-    "stop_strings": validation.Kind("a string", optional=True, listed=True, also=StopStrings),
-    "stopping_criteria_list": validation.Kind("a list of callables", optional=True),
-    "logits_processor": validation.Kind("a list of callables", optional=True),
-    "no_repeat_ngram_size": validation.Kind("an integer", optional=True),
-    "repetition_penalty": validation.Kind("a number", optional=True),
-    "output_scores": validation.Kind("True or False"),
-    "use_speculation": validation.Kind("True or False", listed=True),
-    "max_draft_tokens": validation.Kind("an integer", optional=True),
-}
 
 
 @dataclass(frozen=True, slots=True)
 class TargetLimits:
     """What a target can take: size of its vocabulary, longest text, and the ids that end one by default.
 
-    ``sampling_refusal``: why it takes greedy requests alone, with what to do; None = it takes all.
+    sampling_refusal    why it takes greedy requests alone, with what to do; None = it takes all
+    host_refusal        why it takes no request whose tokens have to be decided on the host
+    prediction_refusal  why it takes no prediction
+    grammars            compiles grammars for its vocabulary
     """
 
     vocab_size: int
     n_positions: int
     eos_token_ids: tuple[int, ...]
     sampling_refusal: str | None = None
+    host_refusal: str | None = None
+    prediction_refusal: str | None = None
+    grammars: GrammarCompiler | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +54,10 @@ class Request:
     index            its place in the call
     use_speculation  whether anything is drafted for it
     max_draft_tokens most drafted tokens of a round that are verified; None = as many as there are
-    processor        Hugging Face logits processors, as one; they run on the host
-    output_scores    whether log-probabilities are wanted
+    rules            what is done to its logits, on the host; None = nothing
+    output_scores    whether log-probabilities in the processed logits are wanted
+    num_logprobs     how many of the model's likeliest tokens are wanted at each place; None = no log-probabilities
+    prediction       ids that its output will probably be
     """
 
     index: int
@@ -203,8 +65,10 @@ class Request:
     sampling: Sampling
     stopping: Stopping
     use_speculation: bool = True
-    processor: Processor | None = None
+    rules: LogitsRules | None = None
     output_scores: bool = False
+    num_logprobs: int | None = None
+    prediction: tuple[int, ...] = ()
     max_draft_tokens: int | None = None
 
     @property
@@ -213,6 +77,11 @@ class Request:
         if not self.use_speculation:
             return 0
         return sys.maxsize if self.max_draft_tokens is None else self.max_draft_tokens
+
+    @property
+    def on_host(self) -> bool:
+        """Whether its tokens have to be decided on the host."""
+        return self.rules is not None or self.output_scores or self.num_logprobs is not None
 
     @classmethod
     def batch(
@@ -247,36 +116,99 @@ class Request:
                 )
         eos = params.eos_token_id
         eos_ids = limits.eos_token_ids if eos is None else eos if isinstance(eos, Sequence) else (eos,)
-        processor: Processor | None = None
-        if params.on_host:
-            processor = processor_list(  # type: ignore[assignment]  # its call is annotated wider
-                params.logits_processor,
-                repetition_penalty=params.repetition_penalty,
-                no_repeat_ngram_size=params.no_repeat_ngram_size,
-            )
-        criteria, end_ids = tuple(params.stopping_criteria_list or ()), frozenset(map(int, eos_ids))
-        requests = []
+        end_ids = frozenset[int]() if params.ignore_eos else frozenset(map(int, eos_ids))
+        criteria, rules = tuple(params.stopping_criteria_list or ()), _rules(params, limits, end_ids)
+        prediction = _prediction(params, limits)
+        requests: list[Request] = []
         for index, prompt in enumerate(rows):
             length = params.max_length(len(prompt), limits.n_positions)
             stopping = Stopping(length, end_ids, stop_strings, params.tokenizer, criteria)
-            sampling, speculation = params.sampling_of(index), params.use_speculation
-            if limits.sampling_refusal is not None and sampling.temperature > 0:
-                raise SamplingError(limits.sampling_refusal, param="temperature")
+            speculation = params.use_speculation
             if not isinstance(speculation, bool):
                 speculation = speculation[index]
-            requests.append(
-                cls(
-                    index,
-                    prompt,
-                    sampling,
-                    stopping,
-                    use_speculation=speculation,
-                    processor=processor,
-                    output_scores=params.output_scores,
-                    max_draft_tokens=params.max_draft_tokens,
+            for copy in range(params.n):
+                sampling = params.sampling_of(index, copy)
+                if limits.sampling_refusal is not None and sampling.temperature > 0:
+                    raise SamplingError(limits.sampling_refusal, param="temperature")
+                requests.append(
+                    cls(
+                        len(requests),
+                        prompt,
+                        sampling,
+                        stopping,
+                        use_speculation=speculation,
+                        rules=rules,
+                        output_scores=params.output_scores,
+                        num_logprobs=params.logprobs,
+                        prediction=prediction,
+                        max_draft_tokens=params.max_draft_tokens,
+                    )
                 )
-            )
+        if requests[0].on_host and limits.host_refusal is not None:
+            raise ConfigurationError(limits.host_refusal)
         return requests
+
+
+def _rules(params: SamplingParams, limits: TargetLimits, eos: frozenset[int]) -> LogitsRules | None:
+    """What is done to logits; None if nothing is."""
+    processor: Processor | None = processor_list(  # type: ignore[assignment]  # its call is annotated wider
+        params.logits_processor,
+        repetition_penalty=params.repetition_penalty,
+        no_repeat_ngram_size=params.no_repeat_ngram_size,
+    )
+    bias = dict(params.logit_bias or {})
+    for name, ids in (("logit_bias", bias), ("eos_token_id", eos if params.min_tokens else ())):
+        if (bad := next((token for token in ids if not 0 <= token < limits.vocab_size), None)) is not None:
+            raise SamplingError(
+                f"{name} names id {bad}, outside the vocabulary of {limits.vocab_size}; give ids of this model's "
+                "tokenizer",
+                param=name,
+            )
+    rules = LogitsRules(
+        processor,
+        float(params.presence_penalty),
+        float(params.frequency_penalty),
+        bias,
+        params.min_tokens,
+        _grammar(params, limits, eos),
+        eos,
+    )
+    return None if rules.idle else rules
+
+
+def _grammar(params: SamplingParams, limits: TargetLimits, eos: frozenset[int]) -> Grammar | None:
+    """The compiled grammar, if one is asked for."""
+    if params.structured_outputs is None:
+        return None
+    eos = frozenset(token for token in eos if 0 <= token < limits.vocab_size)
+    wrong = None
+    if params.tokenizer is None:
+        wrong = "need the tokenizer: pass tokenizer=..., a fast one of Hugging Face"
+    elif not eos:
+        wrong = "end with an eos id, and there is none; give eos_token_id"
+    elif limits.grammars is None:
+        wrong = "are not taken by this target; decode with SpeculativeGenerator"
+    if wrong is not None:
+        raise SamplingError(f"structured_outputs {wrong}", param="structured_outputs")
+    assert limits.grammars is not None
+    return limits.grammars.compile(params.structured_outputs, params.tokenizer, eos=eos)
+
+
+def _prediction(params: SamplingParams, limits: TargetLimits) -> tuple[int, ...]:
+    """The predicted output as ids."""
+    if not params.prediction:
+        return ()
+    if limits.prediction_refusal is not None:
+        raise ConfigurationError(limits.prediction_refusal)
+    if not isinstance(params.prediction, str):
+        return tuple(params.prediction)
+    encode = getattr(params.tokenizer, "encode", None)
+    if encode is None:
+        raise SamplingError(
+            "a prediction as text needs the tokenizer: pass tokenizer=..., which has a method encode(text), or ids",
+            param="prediction",
+        )
+    return tuple(encode(params.prediction, add_special_tokens=False))
 
 
 def _prompts(input_ids: InputIds, attention_mask: Tensor | None, *, vocab_size: int) -> list[tuple[int, ...]]:

@@ -76,7 +76,7 @@ class StopChecker:
         """
         stopping = self._stopping
         if self._appended:
-            count, self._appended = self._appended, 0
+            count = self.take_appended()
             assert self.text[-count:] == list(tokens[:count]), "another text was checked than was committed"
             return count, self._reason
         if (
@@ -92,6 +92,11 @@ class StopChecker:
             if reason is not None:
                 return count, reason
         return len(tokens), None
+
+    def take_appended(self) -> int:
+        """How many tokens `append` has added since the last commit."""
+        count, self._appended = self._appended, 0
+        return count
 
     def _reason_to_end(self, token: int) -> FinishReason | None:
         """Why the text ends with its last token, if it does."""

@@ -1,10 +1,11 @@
 """Whether keywords have the right type, so that a slip is named before anything is computed with it.
 
-Not whether they are in range: that is said where they are used.
+Whether they are in range is said where they are used, and here where it is a matter of a least and a most.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
@@ -20,8 +21,17 @@ _CHECKS: dict[str, Callable[[object], bool]] = {
     "a number": lambda value: not isinstance(value, bool) and isinstance(value, Real) and _fits_a_float(value),
     "a string": lambda value: isinstance(value, str),
     "a list of callables": lambda value: isinstance(value, (list, tuple)) and all(map(callable, value)),
+    "a mapping of ids to numbers": lambda value: (
+        isinstance(value, Mapping)
+        and all(_CHECKS["an integer"](key) and _CHECKS["a number"](value[key]) for key in value)
+    ),
+    "a string or a list of integers": lambda value: (
+        isinstance(value, str) or (isinstance(value, (list, tuple)) and all(map(_CHECKS["an integer"], value)))
+    ),
+    "a StructuredOutput": lambda _value: False,  # but for the class that `Kind.also` names
 }
 _USUAL: dict[str, type] = {"True or False": bool, "an integer": int, "a number": float, "a string": str}
+_MOST_BIAS = 100
 _PLURALS = {"True or False": "truth values", "an integer": "integers", "a string": "strings"}
 
 
@@ -35,7 +45,16 @@ class Kind:
     also      a class whose objects are possible
     """
 
-    one: Literal["True or False", "an integer", "a number", "a string", "a list of callables"]
+    one: Literal[
+        "True or False",
+        "an integer",
+        "a number",
+        "a string",
+        "a list of callables",
+        "a mapping of ids to numbers",
+        "a string or a list of integers",
+        "a StructuredOutput",
+    ]
     optional: bool = False
     listed: bool = False
     also: type | None = None
@@ -64,6 +83,25 @@ def check_types(params: object, kinds: Mapping[str, Kind]) -> None:
         if not kind.accepts(value):
             single = "; put a single one into a list" if kind.one == "a list of callables" else ""
             raise SamplingError(f"{name} must be {kind}, not {_shown(value)}{single}")
+
+
+def check_ranges(params: object, ranges: Mapping[str, tuple[float, float]]) -> None:
+    """Raise SamplingError for the first field that is neither None nor within its least and most."""
+    for name, (least, most) in ranges.items():
+        value = getattr(params, name)
+        if value is not None and not least <= value <= most:
+            within = f"at least {least}" if most == math.inf else f"within {least} and {most}"
+            raise SamplingError(f"{name} must be {within}, not {value}", param=name)
+
+
+def check_bias(bias: Mapping[int, float] | None) -> None:
+    """Raise SamplingError for a bias that is not within -100 and 100, as OpenAI's API has it."""
+    for token, value in (bias or {}).items():
+        if not -_MOST_BIAS <= value <= _MOST_BIAS:
+            raise SamplingError(
+                f"logit_bias of id {token} must be within -{_MOST_BIAS} and {_MOST_BIAS}, not {value}",
+                param="logit_bias",
+            )
 
 
 def mask(value: object) -> None:

@@ -48,7 +48,7 @@ class TargetHost:
         params = request.params
         if not isinstance(params, SamplingParams):
             raise ConfigurationError(f"params is a {type(params).__name__}; send SamplingParams")
-        if params.stop_strings:
+        if params.stop_strings or params.structured_outputs is not None or isinstance(params.prediction, str):
             params = replace(params, tokenizer=self._load_tokenizer())
         requests = Request.batch(request.prompts, params, self._generator.limits)
         known = {row: list(request.emitted[row]) for row in request.rows}
@@ -107,7 +107,9 @@ def _without_first(output: RequestOutput, count: int) -> RequestOutput:
     if not count:
         return output
     logprobs = None if output.logprobs is None else output.logprobs[count:]
-    return replace(output, tokens=output.tokens[count:], accepted=max(0, output.accepted - count), logprobs=logprobs)
+    of_model = None if output.token_logprobs is None else output.token_logprobs[count:]
+    accepted = max(0, output.accepted - count)
+    return replace(output, tokens=output.tokens[count:], accepted=accepted, logprobs=logprobs, token_logprobs=of_model)
 
 
 def make_target(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.acceptance.base import AcceptanceRule
+from paceline.core.errors import RequestError
 from paceline.core.protocols import Drafter, Processor
 from paceline.core.sampling import Sampling, param_row, seed_row
 from paceline.core.types import PAD, Commit, DraftShape, RoundLimits, SamplingTensors
@@ -20,6 +21,7 @@ from paceline.draft.vocab_map import VocabMap
 from paceline.engine.engine import TimedRound
 from paceline.engine.rounds import TwoGraphRound
 from paceline.target.verifier import CompiledVerifier
+from paceline.text.row_processing import LogitsRules, RowProcessing
 from tests.fakes import TableDecoder, WatchedRound, near, table
 
 SLOTS, MANY, V, K = 50_000, 200_000, 8, 3
@@ -42,11 +44,15 @@ class SlotText:
     """A text in a slot that never ends. A `paceline.core.protocols.HostText`."""
 
     def __init__(self, text: Sequence[int], processor: Processor | None = None) -> None:
-        self.text, self.processor = list(text), processor
+        self.text, self.num_logprobs, self.output_scores = list(text), None, False
+        self.processing = None if processor is None else RowProcessing(LogitsRules(processor), len(text))
 
     def append(self, token: int) -> bool:
         self.text.append(token)
         return False
+
+    def fail(self, error: RequestError) -> None:
+        raise error
 
 
 def one_depth(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> TimedRound:

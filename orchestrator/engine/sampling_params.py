@@ -1,0 +1,210 @@
+"""`SamplingParams`: what a call asks of its tokens, checked when it is made.
+
+The keywords of `sample` are the fields of `SamplingParams`, and nowhere written again: commands, HTTP and workers
+build the same value. Not here: the requests made of it (`paceline.engine.request`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from paceline.core.detokenizer import Decodes
+from paceline.core.errors import ContextError, PromptError, SamplingError
+from paceline.core.sampling import Sampling, row_seed
+from paceline.engine import validation
+from paceline.engine.stopping import Criterion
+from paceline.text.stop_strings import StopStrings
+from paceline.text.structured_output import StructuredOutput
+
+if TYPE_CHECKING:
+    from transformers.generation.logits_process import LogitsProcessor
+
+_IN_PROCESS = {"in_process": True}  # objects that stay in this process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How a call samples and when its texts end; the names are those of Hugging Face's `generate`.
+
+    sequence_length         most tokens of a text, prompt included; the smaller of this and ``max_new_tokens`` holds
+    max_new_tokens          most tokens behind the prompt; default: as many as the decoder has positions for
+    do_sample               False (default): greedy, whatever the next four say
+    temperature, top_k, top_p, min_p   as in Hugging Face; None switches a filter off. Equal logits at the border of
+                            top-k stand together, so ``top_k=1`` draws among equal ones at the top: it is not greedy
+    seed                    row 0 draws with it, row b with a hash of it and b; or one seed for every row
+    eos_token_id            ids that end a text; default: the checkpoint's; [] for none
+    pad_token_id            fills shorter rows of the result; default: the checkpoint's, else its first eos id, else 0
+    stop_strings            texts that end a text, as Hugging Face's; need ``tokenizer``; `StopStrings` says more
+    stopping_criteria_list  Hugging Face criteria, called once per new token with ids [1, length]
+    logits_processor        Hugging Face processors, called once per decided token, on the host
+    no_repeat_ngram_size, repetition_penalty   as in Hugging Face, over prompt and output; they run as processors
+    presence_penalty, frequency_penalty   -2 to 2, as in OpenAI's API: taken from the logit of every token of the
+                            output, once and as often as it is there. The prompt does not count
+    logit_bias              token id -> -100 to 100, added to its logit
+    min_tokens              no eos id before so many new tokens; stop strings and criteria may end the text earlier
+    ignore_eos              no id ends a text
+    n                       continuations of every prompt, each with a seed of its own: rows 0 to n - 1 are the first's
+    logprobs                0 to 20: also give the model's log-probability of every new token and of so many of its
+                            likeliest ones there, as in vLLM: before processors, penalties, grammar and temperature
+    output_scores           also give the log-probability of every new token in the processed logits
+    structured_outputs      what the whole output must be; needs ``tokenizer``, a fast one of Hugging Face
+    prediction              what the output will probably be, as text (needs ``tokenizer``) or as ids: it is drafted
+                            from, and changes no token
+    use_speculation         False, or one entry for every prompt: draft nothing for it
+    max_draft_tokens        most drafted tokens of a round that are verified; None = as many as the drafter proposes
+    verify_width            rows of the verifying graph, at least k + 1; to compare runs at equal width
+
+    Raises:
+        SamplingError: a value has the wrong type or is out of range.
+    """
+
+    sequence_length: int | None = None
+    max_new_tokens: int | None = None
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | Sequence[int] = 0
+    eos_token_id: int | Sequence[int] | None = None
+    pad_token_id: int | None = None
+    stop_strings: str | Sequence[str] | StopStrings | None = None
+    tokenizer: Decodes | None = field(default=None, metadata=_IN_PROCESS)
+    stopping_criteria_list: Sequence[Criterion] | None = field(default=None, metadata=_IN_PROCESS)
+    logits_processor: Sequence[LogitsProcessor] | None = field(default=None, metadata=_IN_PROCESS)
+    no_repeat_ngram_size: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    output_scores: bool = False
+    structured_outputs: StructuredOutput | None = None
+    prediction: str | Sequence[int] | None = None
+    use_speculation: bool | Sequence[bool] = True
+    max_draft_tokens: int | None = None
+    verify_width: int | None = None
+
+    def __post_init__(self) -> None:
+        validation.check_types(self, _KINDS)
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise SamplingError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if self.max_draft_tokens is not None and self.max_draft_tokens < 1:
+            raise SamplingError(
+                f"max_draft_tokens must be at least 1, not {self.max_draft_tokens}; to draft nothing, give "
+                "use_speculation=False"
+            )
+        validation.check_ranges(self, _RANGES)
+        validation.check_bias(self.logit_bias)
+        if self.ignore_eos and self.structured_outputs is not None:
+            raise SamplingError(
+                "structured_outputs end with an eos id, and ignore_eos is set; leave out one of them",
+                param="ignore_eos",
+            )
+
+    @classmethod
+    def merge(
+        cls, params: SamplingParams | None, overrides: Mapping[str, Any], *, sequence_length: int | None = None
+    ) -> SamplingParams:
+        """``params`` with some fields replaced; None stands for the defaults.
+
+        Raises:
+            SamplingError: a keyword that does not exist, or a wrong value.
+        """
+        if params is not None and not isinstance(params, cls):
+            raise SamplingError(f"params is a {type(params).__name__}; give SamplingParams, or keywords alone")
+        if sequence_length is not None:
+            overrides = {**overrides, "sequence_length": sequence_length}
+        for name in overrides:
+            if name not in cls.__dataclass_fields__:
+                names = ", ".join(cls.__dataclass_fields__)
+                raise SamplingError(f"{name!r} is no sampling parameter; there are {names}")
+        if params is None:
+            return cls(**overrides)
+        return replace(params, **overrides) if overrides else params
+
+    @classmethod
+    def in_process_fields(cls) -> frozenset[str]:
+        """Fields that hold objects of this process and cannot be sent to another one."""
+        return frozenset(one.name for one in fields(cls) if one.metadata == _IN_PROCESS)
+
+    def sampling_of(self, row: int, copy: int = 0) -> Sampling:
+        """How one continuation of a prompt draws. All values are checked, also where it is greedy and uses none."""
+        if isinstance(self.seed, Sequence):
+            seed = row_seed(self.seed[row], copy)
+        else:
+            seed = row_seed(self.seed, row * self.n + copy)
+        drawn = Sampling(
+            temperature=self.temperature,
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            min_p=self.min_p or 0.0,
+            seed=int(seed),
+        )
+        return drawn if self.do_sample else Sampling(seed=int(seed))
+
+    def max_length(self, prompt: int, n_positions: int) -> int:
+        """How long a text with a prompt of so many tokens may become, prompt included.
+
+        Raises:
+            ContextError: the prompt leaves no room for a token.
+            PromptError: more is asked for than there is.
+        """
+        limit = n_positions if self.sequence_length is None else self.sequence_length
+        if limit > n_positions:
+            raise PromptError(
+                f"sequence_length={limit} is more than the {n_positions} positions this decoder was loaded with "
+                "(n_positions); ask for less or load it with more"
+            )
+        if prompt >= limit:
+            raise ContextError(
+                f"a prompt of {prompt} tokens leaves no room in {limit} positions; shorten it, raise "
+                "sequence_length, or load the decoder with more n_positions"
+            )
+        return limit if self.max_new_tokens is None else min(limit, prompt + self.max_new_tokens)
+
+
+_KINDS: dict[str, validation.Kind] = {
+    "sequence_length": validation.Kind("an integer", optional=True),
+    "max_new_tokens": validation.Kind("an integer", optional=True),
+    "do_sample": validation.Kind("True or False"),
+    "temperature": validation.Kind("a number"),
+    "top_k": validation.Kind("an integer", optional=True),
+    "top_p": validation.Kind("a number", optional=True),
+    "min_p": validation.Kind("a number", optional=True),
+    "seed": validation.Kind("an integer", listed=True),
+    "eos_token_id": validation.Kind("an integer", optional=True, listed=True),
+    "pad_token_id": validation.Kind("an integer", optional=True),
+    "stop_strings": validation.Kind("a string", optional=True, listed=True, also=StopStrings),
+    "stopping_criteria_list": validation.Kind("a list of callables", optional=True),
+    "logits_processor": validation.Kind("a list of callables", optional=True),
+    "no_repeat_ngram_size": validation.Kind("an integer", optional=True),
+    "repetition_penalty": validation.Kind("a number", optional=True),
+    "presence_penalty": validation.Kind("a number"),
+    "frequency_penalty": validation.Kind("a number"),
+    "logit_bias": validation.Kind("a mapping of ids to numbers", optional=True),
+    "min_tokens": validation.Kind("an integer"),
+    "ignore_eos": validation.Kind("True or False"),
+    "n": validation.Kind("an integer"),
+    "logprobs": validation.Kind("an integer", optional=True),
+    "output_scores": validation.Kind("True or False"),
+    "structured_outputs": validation.Kind("a StructuredOutput", optional=True, also=StructuredOutput),
+    "prediction": validation.Kind("a string or a list of integers", optional=True),
+    "use_speculation": validation.Kind("True or False", listed=True),
+    "max_draft_tokens": validation.Kind("an integer", optional=True),
+}
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "min_tokens": (0, math.inf),
+    "n": (1, 128),
+    "logprobs": (0, 20),
+}
+"""Least and most, as in OpenAI's API."""

@@ -1,0 +1,206 @@
+"""Which tokens a structured text may go on with: grammars compiled by llguidance, and their state in one text.
+
+Compiled where a request is made, in the caller's thread, never between rounds. A state is a function of the output so
+far: it is rolled back and forth along drafts, and leaves no trace of those that were refused. Not here: what may be
+asked for (`paceline.text.structured_output`), and what is done to logits (`paceline.text.row_processing`).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import SamplingError
+from paceline.text.structured_output import StructuredOutput
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_KEPT = 64
+"""Compiled grammars, and tokenizers, that are kept for requests to come."""
+
+_BITS = torch.arange(8, dtype=torch.uint8)
+
+
+class Grammar:
+    """A compiled grammar, shared by all requests that ask for it. ``matcher`` is never moved from its beginning."""
+
+    def __init__(self, matcher: LLMatcher, *, vocab_size: int, eos: Collection[int]) -> None:
+        self._matcher, self._vocab_size, self._eos = matcher, vocab_size, sorted(eos)
+
+    def state(self) -> GrammarState:
+        """The state of a new text."""
+        return GrammarState(self._matcher.deep_copy(), vocab_size=self._vocab_size, eos=self._eos)
+
+
+class GrammarState:
+    """Where one text is in its grammar. All methods take the output so far, without the prompt."""
+
+    def __init__(self, matcher: LLMatcher, *, vocab_size: int, eos: Sequence[int]) -> None:
+        self._matcher, self._vocab_size, self._eos = matcher, vocab_size, frozenset(eos)
+        self._eos_ids = torch.tensor(list(eos), dtype=torch.int64)
+        self._read: list[int] = []
+
+    def allowed(self, output: Sequence[int]) -> Tensor:
+        """Which tokens may follow: [V] bool. An eos id may exactly where the grammar accepts the text.
+
+        Raises:
+            SamplingError: the grammar is more work than one token may be.
+        """
+        self._go_to(output)
+        packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
+        self._check(len(output))
+        mask = (packed.unsqueeze(1) >> _BITS & 1).flatten()[: self._vocab_size].bool()
+        mask[self._eos_ids] = self._matcher.is_accepting()
+        return mask
+
+    def accepts(self, output: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many of these tokens may follow, one after the other; an eos id is the last that may."""
+        self._go_to(output)
+        end = next((place for place, token in enumerate(tokens) if token in self._eos), len(tokens))
+        legal = [token for token in tokens[:end] if 0 <= token < self._vocab_size]
+        count = self._matcher.validate_tokens(legal) if legal else 0
+        if count == end < len(tokens):
+            self._go_to([*output, *tokens[:end]])
+            count += self._matcher.is_accepting()
+        return count
+
+    def forced(self, output: Sequence[int], limit: int) -> list[int]:
+        """At most ``limit`` tokens that the grammar leaves no choice but to write, as the tokenizer would write them.
+
+        A proposal and no more: the same characters may also be written in other tokens.
+        """
+        self._go_to(output)
+        tokens = self._matcher.compute_ff_tokens()[:limit] if not self._matcher.is_stopped() else []
+        if len(tokens) < limit and self._eos:
+            self._go_to([*output, *tokens])
+            if self._matcher.is_stopped():
+                tokens = [*tokens, min(self._eos)]
+        return tokens
+
+    def _go_to(self, output: Sequence[int]) -> None:
+        """Roll back to where both texts part, and read on."""
+        read, output = self._read, list(output)
+        same = len(read) if output[: len(read)] == read else _common(read, output)
+        if same < len(read):
+            self._matcher.rollback(len(read) - same)
+        if same < len(output):
+            self._matcher.consume_tokens(output[same:])
+        self._read = output
+        self._check(len(output))
+
+    def _check(self, length: int) -> None:
+        if self._matcher.is_error():
+            raise SamplingError(
+                f"the grammar cannot go on after {length} tokens of output ({_first_line(self._matcher.get_error())}); "
+                "ask for a simpler one"
+            )
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary, and keeps the latest. From any thread."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._tokenizers: OrderedDict[int, tuple[object, LLTokenizer]] = OrderedDict()
+        self._grammars: OrderedDict[tuple[int, str, str, frozenset[int]], Grammar] = OrderedDict()
+
+    def compile(self, requested: StructuredOutput, tokenizer: object, *, eos: frozenset[int]) -> Grammar:
+        """The grammar of a request.
+
+        Raises:
+            SamplingError: it is no grammar, uses what is not supported, is too large, or the tokenizer cannot be used.
+        """
+        key = (id(tokenizer), requested.kind, requested.source, eos)
+        with self._lock:
+            if (known := self._grammars.get(key)) is not None:
+                self._grammars.move_to_end(key)
+                return known
+            words = self._words(tokenizer)
+        grammar = Grammar(_matcher(requested, words), vocab_size=self._vocab_size, eos=eos)
+        with self._lock:
+            self._grammars[key] = grammar
+            if len(self._grammars) > _KEPT:
+                self._grammars.popitem(last=False)
+        return grammar
+
+    def _words(self, tokenizer: object) -> LLTokenizer:
+        """The tokenizer's words as bytes. It is kept too, so that no other gets its identity."""
+        if (known := self._tokenizers.get(id(tokenizer))) is not None:
+            return known[1]
+        from llguidance import LLTokenizer
+
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise SamplingError(
+                f"structured_outputs need to know the bytes of every token, and {type(tokenizer).__name__} has no "
+                "backend_tokenizer; pass a fast Hugging Face tokenizer as tokenizer=..."
+            )
+        made = type(backend).from_str(backend.to_str())
+        made.no_padding()
+        made.no_truncation()
+        size = max(self._vocab_size, made.get_vocab_size(with_added_tokens=True))
+        eos = getattr(tokenizer, "eos_token_id", None)
+        words = LLTokenizer(made.to_str(), n_vocab=size, eos_token=0 if eos is None else eos)
+        self._tokenizers[id(tokenizer)] = (tokenizer, words)
+        if len(self._tokenizers) > _KEPT:
+            self._tokenizers.popitem(last=False)
+            self._grammars.clear()  # another tokenizer may get its identity now
+        return words
+
+
+def _matcher(requested: StructuredOutput, words: LLTokenizer) -> LLMatcher:
+    """Compiled, at its beginning."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    source = requested.source
+    try:
+        if requested.kind == "json_schema":
+            grammar = LLMatcher.grammar_from_json_schema(source)
+        elif requested.kind == "json_object":
+            grammar = LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        elif requested.kind == "regex":
+            grammar = LLMatcher.grammar_from_regex(source)
+        elif requested.kind == "choice":
+            choices = json.loads(source)
+            grammar = LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+        else:
+            grammar = LLMatcher.grammar_from_lark(source)
+    except ValueError as error:
+        raise SamplingError(f"structured_outputs: this {requested.kind} cannot be read: {error}") from None
+    # Work of compiling (about 20 ms) and of one mask (about 15 ms), and memory (about 100 MB). Counts, not seconds, so
+    # that the same grammar is refused on every machine.
+    limits = LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+    matcher = LLMatcher(words, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        raise SamplingError(
+            f"structured_outputs: this {requested.kind} cannot be compiled: {_first_line(matcher.get_error())}; "
+            "docs/structured.md lists what can"
+        )
+    return matcher
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _first_line(message: str) -> str:
+    """An error of llguidance without what it shows of its own state."""
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip(" ^|")]
+    return " ".join(lines)[:300]

@@ -1,0 +1,112 @@
+"""What a request does to the logits of its own row, in the order of vLLM: bias, Hugging Face processors, penalties,
+then what may not follow at all. A function of the text so far, for whoever asks along a draft and back.
+
+Not here: how a token is chosen from the logits (`paceline.core.probs`), nor where (`paceline.target.host_verifier`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.core import reduce
+from paceline.core.errors import SamplingError
+from paceline.core.protocols import Processor
+from paceline.text.grammar import Grammar, GrammarState
+
+_FORCED = 1e15
+"""For a score of infinity: above any logit, and still a number over the least temperature."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsRules:
+    """What a request asks of its logits.
+
+    processor          Hugging Face logits processors, as one
+    presence_penalty   taken from the logit of every token that is in the output
+    frequency_penalty  the same, for each time that it is there
+    logit_bias         token id -> added to its logit
+    min_tokens         no eos id before so many tokens of output, unless the grammar leaves nothing else
+    grammar            what the output must be
+    eos                ids that end the text
+    """
+
+    processor: Processor | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    min_tokens: int = 0
+    grammar: Grammar | None = None
+    eos: frozenset[int] = frozenset()
+
+    @property
+    def idle(self) -> bool:
+        """Whether the logits stay what they are."""
+        numbers = self.presence_penalty or self.frequency_penalty or (self.min_tokens and self.eos)
+        return self.processor is None and self.grammar is None and not self.logit_bias and not numbers
+
+
+class RowProcessing:
+    """The rules of one request, and the state of its grammar. A `paceline.core.protocols.TextProcessing`."""
+
+    def __init__(self, rules: LogitsRules, prompt_length: int) -> None:
+        self._rules, self._prompt = rules, prompt_length
+        self._grammar: GrammarState | None = None if rules.grammar is None else rules.grammar.state()
+        self._bias: tuple[Tensor, Tensor] | None = None
+        if rules.logit_bias:
+            self._bias = (torch.tensor([*rules.logit_bias]), torch.tensor([*rules.logit_bias.values()]).float())
+        self._eos = torch.tensor(sorted(rules.eos), dtype=torch.int64)
+
+    def process(self, ids: list[int], logits: Tensor) -> Tensor:
+        """See the protocol."""
+        rules, output = self._rules, ids[self._prompt :]
+        logits = logits.clone()  # processors may write into what they get
+        if self._bias is not None:
+            logits.index_add_(0, *self._bias)
+        if rules.processor is not None:
+            logits = _processed(rules.processor, ids, logits)
+        if output and (rules.presence_penalty or rules.frequency_penalty):
+            tokens, counts = torch.tensor(output).unique(return_counts=True)
+            logits[tokens] -= rules.presence_penalty + rules.frequency_penalty * counts
+        logits = logits.clamp(min=reduce.NEGATIVE, max=_FORCED)
+        allowed = self.allowed(ids, len(logits))
+        return logits if allowed is None else logits.masked_fill(~allowed, reduce.NEGATIVE)
+
+    def allowed(self, ids: list[int], size: int) -> Tensor | None:
+        """See the protocol."""
+        rules, output = self._rules, ids[self._prompt :]
+        early = len(output) < rules.min_tokens and len(self._eos) > 0
+        if self._grammar is None:
+            if not early:
+                return None
+            mask = torch.ones(size, dtype=torch.bool)
+        else:
+            mask = self._grammar.allowed(output)
+        if early:
+            later = mask.index_fill(0, self._eos, False)
+            mask = later if self._grammar is None or bool(later.any()) else mask
+        return mask
+
+    def continued(self, ids: list[int], draft: Sequence[int], limit: int) -> list[int]:
+        """See the protocol."""
+        draft = list(draft[:limit])
+        if self._grammar is None:
+            return draft
+        output = ids[self._prompt :]
+        draft = draft[: self._grammar.accepts(output, draft)]
+        if len(draft) < limit and not (draft and draft[-1] in self._rules.eos):
+            draft += self._grammar.forced([*output, *draft], limit - len(draft))
+        return draft
+
+
+def _processed(processor: Processor, ids: list[int], logits: Tensor) -> Tensor:
+    scores: object = processor(torch.tensor([ids]), logits.unsqueeze(0))
+    if not isinstance(scores, Tensor) or scores.shape != (1, len(logits)):
+        kind = f"a tensor of shape {list(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+        raise SamplingError(f"a logits processor returned {kind}; it must return scores [1, {len(logits)}]")
+    if bool(scores.isnan().any()):
+        raise SamplingError(f"a logits processor returned NaN for the text of {len(ids)} tokens; no token follows")
+    return scores[0].float()

@@ -1,0 +1,112 @@
+"""What a request asks of its tokens: penalties, bias, log-probabilities, several continuations."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import SpeculativeGenerator
+from paceline.core.errors import ConfigurationError, SamplingError
+from paceline.core.types import TokenLogprobs
+from tests.fakes import TableDecoder, table
+
+V = 12
+TARGET = table(V, seed=7, spread=2.0)
+MODES: list[tuple[object, dict[str, object]]] = [(None, {}), ("ngram", {"k": 3}), ("suffix", {"k": 2})]
+LAWS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 1.0, "seed": 3}]
+
+
+def sampled(draft: object = None, slots: int = 1, options: dict[str, object] | None = None, **asked: object) -> object:
+    made = SpeculativeGenerator(draft, TableDecoder(TARGET, slots=slots), **(options or {}))
+    return made.sample([[1, 2]], return_dict=True, **{"eos_token_id": [], "max_new_tokens": 24, **asked})  # type: ignore[call-overload]
+
+
+def by_hand(law: dict[str, object], presence: float, frequency: float, bias: dict[int, float]) -> list[int]:
+    """The same text by one processor of Hugging Face's interface."""
+
+    def penalised(ids: Tensor, scores: Tensor) -> Tensor:
+        for token, count in Counter(ids[0, 2:].tolist()).items():
+            scores[0, token] -= presence + frequency * count
+        for token, value in bias.items():
+            scores[0, token] += value
+        return scores
+
+    return sampled(logits_processor=[penalised], **law).sequences[0].tolist()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=["greedy", "drawn"])
+@pytest.mark.parametrize(("draft", "options"), MODES, ids=["plain", "ngram", "suffix"])
+def test_penalties_and_bias_are_those_of_the_api_in_every_mode(
+    draft: object, options: dict[str, object], law: dict[str, object]
+) -> None:
+    bias = {3: 1.5, 5: -100.0}
+    asked = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": bias, **law}
+    text = sampled(draft, options=options, **asked).sequences[0].tolist()  # type: ignore[attr-defined]
+    assert text == by_hand(law, 0.7, 0.4, bias)
+    assert text != sampled(draft, options=options, **law).sequences[0].tolist()  # type: ignore[attr-defined]
+    assert 5 not in text[2:]
+
+
+@pytest.mark.parametrize("law", LAWS, ids=["greedy", "drawn"])
+def test_logprobs_are_those_of_the_model_whatever_is_done_to_its_logits(law: dict[str, object]) -> None:
+    done = sampled("ngram", options={"k": 3}, logprobs=4, logit_bias={5: -100.0}, output_scores=True, **law)
+    text, said = done.sequences[0].tolist(), done.token_logprobs[0]  # type: ignore[attr-defined]
+    assert len(said) == len(text) - 2
+    for at, one in enumerate(said, start=2):
+        model = TARGET[text[at - 2], text[at - 1]].log_softmax(-1)
+        assert isinstance(one, TokenLogprobs) and one.token == text[at]
+        assert one.logprob == pytest.approx(float(model[text[at]]), abs=1e-5)
+        assert one.rank == 1 + int((model > model[text[at]]).sum())
+        assert [token for token, _ in one.top] == model.topk(4).indices.tolist()
+        assert [value for _, value in one.top] == pytest.approx(model.topk(4).values.tolist(), abs=1e-5)
+    plain = sampled("ngram", options={"k": 3}, logit_bias={5: -100.0}, **law)
+    assert plain.sequences.tolist() == done.sequences.tolist() and plain.token_logprobs is None  # type: ignore[attr-defined]
+
+
+def test_min_tokens_keeps_the_eos_id_away_and_ignore_eos_does_for_good() -> None:
+    free = sampled(max_new_tokens=24, ignore_eos=True, eos_token_id=list(range(V)))
+    assert free.lengths == [26]  # type: ignore[attr-defined]
+    eos = free.sequences[0].tolist()[4]  # type: ignore[attr-defined]
+    short, later = sampled(eos_token_id=eos), sampled(eos_token_id=eos, min_tokens=8)
+    assert short.lengths[0] <= 5 and later.lengths[0] >= 2 + 9  # type: ignore[attr-defined]
+    assert eos not in later.sequences[0].tolist()[2:10]  # type: ignore[attr-defined]
+
+
+def test_n_continuations_are_those_of_n_rows_with_the_same_prompt() -> None:
+    law = {"do_sample": True, "seed": 5, "max_new_tokens": 8, "eos_token_id": []}
+    made = SpeculativeGenerator("ngram", TableDecoder(TARGET, slots=2), k=2)
+    several = made.sample([[1, 2], [3, 4]], n=3, **law)  # type: ignore[call-overload]
+    rows = made.sample([[1, 2]] * 3 + [[3, 4]] * 3, **law)  # type: ignore[call-overload]
+    assert torch.equal(several, rows) and len({tuple(row) for row in several.tolist()}) == 6
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"presence_penalty": 3}, "presence_penalty must be within -2 and 2, not 3"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty must be within"),
+        ({"logprobs": 21}, "logprobs must be within 0 and 20, not 21"),
+        ({"logprobs": True}, "logprobs must be an integer or None"),
+        ({"n": 0}, "n must be within 1"),
+        ({"min_tokens": -1}, "min_tokens must be at least 0"),
+        ({"logit_bias": {3: 101}}, "logit_bias of id 3 must be within"),
+        ({"logit_bias": {"3": 1}}, "logit_bias must be a mapping of ids to numbers"),
+        ({"logit_bias": {V: 1}}, f"logit_bias names id {V}, outside the vocabulary"),
+        ({"structured_outputs": {"type": "object"}}, "structured_outputs must be a StructuredOutput"),
+        ({"prediction": 3}, "prediction must be a string or a list of integers"),
+    ],
+)
+def test_what_cannot_be_asked_is_named_before_any_work(asked: dict[str, object], said: str) -> None:
+    made = SpeculativeGenerator(None, TableDecoder(TARGET))
+    with pytest.raises(SamplingError, match=said):
+        made.sample([[1, 2]], **asked)  # type: ignore[call-overload]
+    assert made.target.body.forwards == 0  # type: ignore[attr-defined]
+
+
+def test_a_rule_that_decides_on_the_device_takes_no_logprobs() -> None:
+    made = SpeculativeGenerator("ngram", TableDecoder(TARGET), acceptor="typical", k=2)
+    with pytest.raises(ConfigurationError, match="'typical' decides on the device"):
+        made.sample([[1, 2]], logprobs=0)
