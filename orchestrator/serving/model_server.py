@@ -11,10 +11,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 
 from paceline.core.detokenizer import Tokenizer
 from paceline.core.errors import BackendError, PlacementError
-from paceline.engine.request import Request, SamplingParams, TargetLimits
+from paceline.engine.request import Request, TargetLimits
 from paceline.serving.openai.chat import ChatRequest, NamedTool
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.responses import ResponsesRequest
@@ -49,14 +50,15 @@ class ModelServer:
     """
 
     def __init__(self, tokenizer: Tokenizer, engine: SharedEngine, limits: TargetLimits, *, card: ModelCard) -> None:
-        self._tokenizer, self._engine, self._limits, self.card = tokenizer, engine, limits, card
-        self._format = ChatFormat.of(tokenizer)
+        self._tokenizer, self._engine, self._limits = tokenizer, engine, limits
+        self._format = form = ChatFormat.of(tokenizer)
+        self.card = replace(
+            card,
+            chat=bool(form.template),
+            tools=None if form.tools is None else form.tools.name,
+            reasoning=None if form.reasoning is None else form.reasoning.name,
+        )
         self._calls: AsyncEngine | None = None
-
-    @property
-    def format(self) -> ChatFormat:
-        """How the model chats."""
-        return self._format
 
     async def stream(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int] = ()
@@ -133,7 +135,7 @@ class ModelServer:
             prompts = chat_prompts(self._tokenizer, asked, self._format)
         else:
             prompts = completion_prompts(self._tokenizer, asked)
-        params = self._params(asked)
+        params = sampling_params(asked, self._tokenizer)
         rows = [ids for ids in prompts.ids for _ in range(asked.candidates)]
         requests = Request.batch(rows, params, self._limits)
         writer = self._writer(request, context, prompts)
@@ -152,12 +154,6 @@ class ModelServer:
         plan = AnswerPlan(prompts.num_tokens, asked.candidates, asked.n, asked.stream, level)
         spec_tokens = 0 if asked.speculative.is_off else self.card.num_spec_tokens
         return prompts, requests, Answer(plan, writer, choices, acceptance=Acceptance(spec_tokens))
-
-    def _params(self, request: CompletionRequest | ChatRequest) -> SamplingParams:
-        params = sampling_params(request)
-        if params.stop_strings is None:
-            return params
-        return SamplingParams.merge(params, {"tokenizer": self._tokenizer})
 
     def _parser(self, request: CompletionRequest | ChatRequest, prompts: Prompts) -> Parser:
         """What finds reasoning and calls in the text of one choice."""

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from paceline.core.detokenizer import Tokenizer
 from paceline.engine.request import SamplingParams
-from paceline.serving.openai.chat import ChatRequest
+from paceline.serving.openai.chat import ChatRequest, NamedTool, Tool
 from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.refused import RefusedError
+from paceline.serving.openai.fields import StructuredOutputs
 from paceline.text.stop_strings import StopStrings
+from paceline.text.structured_output import StructuredOutput
 
 
-def sampling_params(request: CompletionRequest | ChatRequest) -> SamplingParams:
+def sampling_params(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer) -> SamplingParams:
     """What the engine is asked for. A greedy request has all values too, so that one out of range is always refused.
 
     Raises:
-        RefusedError: something is asked for that cannot be done.
-        SamplingError: a value is out of range.
+        SamplingError: a value is out of range, or a schema, expression or grammar cannot be compiled.
     """
-    _refuse_unserved(request)
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
     best_of = request.candidates > request.n
     return SamplingParams(
         max_new_tokens=request.max_new_tokens,
+        min_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
         seed=request.seed,
         do_sample=request.temperature != 0,
         temperature=request.temperature,
@@ -29,24 +33,56 @@ def sampling_params(request: CompletionRequest | ChatRequest) -> SamplingParams:
         min_p=request.min_p,
         stop_strings=StopStrings(stops, scope="output") if stops else None,
         repetition_penalty=None if request.repetition_penalty == 1 else request.repetition_penalty,
-        output_scores=best_of or request.top_logprobs_wanted is not None,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
+        logit_bias={int(token): bias for token, bias in request.logit_bias.items()} or None,
+        logprobs=0 if best_of and request.top_logprobs_wanted is None else request.top_logprobs_wanted,
+        structured_outputs=_structured(request),
+        prediction=request.prediction.text if request.prediction is not None else None,
         use_speculation=not request.speculative.is_off,
         max_draft_tokens=request.speculative.k or None,
+        tokenizer=tokenizer,
     )
 
 
-def _refuse_unserved(request: CompletionRequest | ChatRequest) -> None:
-    """What the engine has no field for."""
-    asked = {
-        "frequency_penalty": request.frequency_penalty != 0,
-        "presence_penalty": request.presence_penalty != 0,
-        "logit_bias": bool(request.logit_bias),
-        "response_format": request.response_format.type != "text",
-        "structured_outputs": request.guided is not None,
-        "prediction": request.prediction is not None,
-        "tool_choice": isinstance(request, ChatRequest) and request.tool_choice not in (None, "none", "auto"),
-        "top_logprobs": bool(request.top_logprobs_wanted),
-    }
-    for name, is_asked in asked.items():
-        if is_asked:
-            raise RefusedError(400, f"{name} is not served; leave it out", param=name)
+def _structured(request: CompletionRequest | ChatRequest) -> StructuredOutput | None:
+    """What the text must be: as the request says, or the calls that it demands."""
+    if isinstance(request, ChatRequest) and (calls := _demanded_calls(request)) is not None:
+        return StructuredOutput("json_schema", calls)
+    return None if request.structured is None else _structured_output(request.structured)
+
+
+def _structured_output(asked: StructuredOutputs) -> StructuredOutput | None:
+    if asked.json_object is not None:
+        return StructuredOutput("json_object") if asked.json_object else None
+    if asked.json_schema is not None:
+        schema = asked.json_schema
+        return StructuredOutput("json_schema", str(schema).lower() if isinstance(schema, bool) else schema)
+    if asked.regex is not None:
+        return StructuredOutput("regex", asked.regex)
+    if asked.choice is not None:
+        return StructuredOutput("choice", asked.choice)
+    return StructuredOutput("grammar", asked.grammar)
+
+
+def _demanded_calls(request: ChatRequest) -> dict[str, Any] | None:
+    """The schema of what `parsers.tools` reads: arguments of one function, or a list of calls of any."""
+    choice = request.tool_choice
+    if isinstance(choice, NamedTool):
+        return next(_arguments(tool) for tool in request.tools if tool.function.name == choice.function.name)
+    if choice != "required":
+        return None
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": tool.function.name}, "parameters": _arguments(tool)},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for tool in request.tools
+    ]
+    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+
+
+def _arguments(tool: Tool) -> dict[str, Any]:
+    return tool.function.parameters or {"type": "object"}

@@ -104,6 +104,8 @@ class SamplingFields(Strict):
         dict[str, Annotated[float, Field(ge=-100, le=100)]],
         Field(max_length=300, description="an object from at most 300 token ids to numbers from -100 to 100"),
     ] = {}
+    min_tokens: Annotated[int, Field(ge=0, description="a whole number from 0 on")] = 0
+    ignore_eos: Annotated[bool, Field(description="true or false")] = False
     speculative: Annotated[
         SpeculativeOptions,
         Field(description='an object such as {"enabled": false}, {"k": 2} or {"metrics": "detailed"}'),

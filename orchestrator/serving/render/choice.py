@@ -26,7 +26,13 @@ class ChoiceRenderer:
         self.called = False
 
     def push(self, output: RequestOutput) -> Iterator[tuple[Step, bool]]:
-        """The steps of a round, and whether each is new to the client."""
+        """The steps of a round, and whether each is new to the client.
+
+        Raises:
+            RequestError: the round ended the request with it.
+        """
+        if output.error is not None:
+            raise output.error
         pieces: list[TokenPiece] = []
         delta, first = Delta(), not self.tokens
         for place, token in enumerate(output.tokens):
@@ -64,5 +70,7 @@ def _piece(output: RequestOutput, place: int, text: str) -> TokenPiece:
         origin = "draft"
     elif output.accepted < output.drafted and place == output.accepted:
         origin = "corrected"
-    logprob = None if output.logprobs is None else output.logprobs[place]
-    return TokenPiece(output.tokens[place], text, origin, logprob)
+    if output.token_logprobs is None:
+        return TokenPiece(output.tokens[place], text, origin)
+    found = output.token_logprobs[place]
+    return TokenPiece(output.tokens[place], text, origin, found.logprob, found.top)

@@ -1,0 +1,198 @@
+"""OpenAI's API as its own client sees it: answers, streams, tools, reasoning, responses. The engine is scripted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from tests.serving.edge import ScriptedEngine, client_of, scripted, texts
+
+SAYS = {
+    "plain": "Caf\u00e9 \u65e5\u672c\u8a9e, we go up!",
+    "tool": 'Let me see. <tool_call>\n{"name": "weather", "arguments": {"city": "Z\u00fcrich {x}", "days": 2}}\n'
+    '</tool_call>\n<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>',
+    "think": "<think>\nhmm, 2 < 3\n</think>\n\nTwo.",
+    "opened": "so it is\n</think>\n\nYes.",
+    "broken": "<tool_call>no json</tool_call> sorry",
+    "stops": "one two three four",
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("weather", "add")
+]
+WEATHER = {"city": "Z\u00fcrich {x}", "days": 2}
+
+
+def say(prompt: str) -> str:
+    """By the name that was said last, or is the whole prompt."""
+    return SAYS[(re.findall(r"\[(?:user|tool)\](\w+)", prompt) or [prompt])[-1]]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[openai.OpenAI, ScriptedEngine]]:
+    app, engine, _ = scripted(say, spec_metrics="detailed")
+    with client_of(app) as client:
+        yield client, engine
+
+
+@pytest.fixture
+def client(served: tuple[openai.OpenAI, ScriptedEngine]) -> openai.OpenAI:
+    return served[0]
+
+
+def ask(client: openai.OpenAI, content: str, **fields: Any) -> Any:
+    return client.chat.completions.create(model="m", messages=[{"role": "user", "content": content}], **fields)
+
+
+def test_models_say_what_they_are(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, client.models.retrieve("m").id) == ("m", "m")
+    about: Any = model.model_extra
+    assert about["max_model_len"] == 4096
+    assert [one["cores"] for one in about["paceline"]["placement"]] == [[0, 1], [2]]
+    assert (about["paceline"]["tools"], about["paceline"]["reasoning"]) == ("hermes", "deepseek_r1")
+
+
+def test_an_answer_and_its_stream_are_the_same(client: openai.OpenAI) -> None:
+    whole = ask(client, "plain", n=2)
+    assert [choice.message.content for choice in whole.choices] == [SAYS["plain"]] * 2
+    assert {choice.finish_reason for choice in whole.choices} == {"stop"}
+    chunks = list(ask(client, "plain", stream=True, stream_options={"include_usage": True}))
+    assert texts(chunks) == SAYS["plain"]
+    assert (chunks[0].choices[0].delta.role, chunks[-2].choices[0].finish_reason) == ("assistant", "stop")
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens * 2 == whole.usage.completion_tokens
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_acceptance_is_reported_as_vllm_does(client: openai.OpenAI) -> None:
+    found = ask(client, "plain").model_extra["metrics"]["speculative_decoding"]
+    drafted, accepted = found["per_step_drafted"], found["per_step_accepted"]
+    assert found["num_spec_steps"] == len(drafted) == sum(found["acceptance_histogram"]) > 3
+    assert found["num_draft_tokens"] == sum(drafted) and found["num_accepted_draft_tokens"] == sum(accepted)
+    assert found["mean_acceptance_length"] == 1 + sum(accepted) / len(drafted)
+    assert found["num_spec_tokens"] == 3
+    rows = found["acceptance_histogram_by_draft_length"]
+    assert {int(k): sum(row) for k, row in rows.items()} == {k: drafted.count(k) for k in set(drafted)}
+    last = list(ask(client, "plain", stream=True, stream_options={"include_usage": True}))[-1]
+    assert last.model_extra["metrics"]["speculative_decoding"] == found
+    assert "metrics" not in ask(client, "plain", n=2).model_extra
+    short = ask(client, "plain", extra_body={"speculative": {"metrics": "summary"}}).model_extra["metrics"]
+    assert "per_step_drafted" not in short["speculative_decoding"]
+    assert "metrics" not in ask(client, "plain", extra_body={"speculative": {"enabled": False}}).model_extra
+
+
+def test_origins_of_tokens_add_up_to_the_text(client: openai.OpenAI) -> None:
+    chunks = list(ask(client, "plain", stream=True, extra_body={"return_token_origins": True}))
+    tokens = [one for chunk in chunks for one in chunk.choices[0].model_extra["token_origins"]]
+    assert "".join(one["text"] for one in tokens) == SAYS["plain"]
+    assert {one["origin"] for one in tokens} == {"draft", "corrected", "target"}
+    whole = client.completions.create(model="m", prompt="plain", extra_body={"return_token_ids": True}, max_tokens=5)
+    assert len(whole.choices[0].model_extra["token_ids"]) == 5  # type: ignore[index]
+
+
+def test_calls_of_tools_are_parsed(client: openai.OpenAI, served: tuple[openai.OpenAI, ScriptedEngine]) -> None:
+    (choice,) = ask(client, "tool", tools=TOOLS).choices
+    assert (choice.message.content, choice.finish_reason) == ("Let me see. ", "tool_calls")
+    first, second = choice.message.tool_calls
+    assert (first.function.name, json.loads(first.function.arguments)) == ("weather", WEATHER)
+    assert (second.function.name, json.loads(second.function.arguments)) == ("add", {"a": 1})
+    assert first.id != second.id
+    assert ask(client, "tool").choices[0].message.content == SAYS["tool"]  # nobody asked for tools
+    back = [
+        choice.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": first.id, "content": "plain"},
+    ]
+    answer = client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}, *back], tools=TOOLS)
+    assert answer.choices[0].message.content == SAYS["plain"]
+    prompt = served[1].tokenizer.decode(list(served[1].calls[-1].requests[0].prompt))
+    assert prompt.startswith("[tools]weather add") and 'weather {"city"' in prompt
+
+
+def test_calls_of_tools_are_streamed_as_they_grow(client: openai.OpenAI) -> None:
+    chunks = list(ask(client, "tool", tools=TOOLS, stream=True))
+    pieces = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
+    written: dict[int, str] = {0: "", 1: ""}
+    for piece in pieces:
+        written[piece.index] += piece.function.arguments
+    assert json.loads(written[0]) == WEATHER and json.loads(written[1]) == {"a": 1}
+    assert [piece.function.name for piece in pieces if piece.function.name] == ["weather", "add"]
+    assert len([piece for piece in pieces if piece.index == 0]) > 5
+    assert texts(chunks) == "Let me see. " and chunks[-1].choices[0].finish_reason == "tool_calls"
+
+
+def test_what_is_no_call_stays_text(client: openai.OpenAI) -> None:
+    (choice,) = ask(client, "broken", tools=TOOLS).choices
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (SAYS["broken"], None, "stop")
+
+
+@pytest.mark.parametrize(("asked", "thought", "answer"), [("think", "\nhmm, 2 < 3\n", "Two."), ("plain", None, None)])
+def test_reasoning_is_parted_from_the_answer(
+    client: openai.OpenAI, asked: str, thought: str | None, answer: str | None
+) -> None:
+    message = ask(client, asked).choices[0].message
+    assert (message.model_extra.get("reasoning"), message.content) == (thought, answer or SAYS[asked])
+    chunks = list(ask(client, asked, stream=True))
+    deltas = [choice.delta for chunk in chunks for choice in chunk.choices]
+    assert "".join(delta.model_extra.get("reasoning", "") for delta in deltas) == (thought or "")
+    assert texts(chunks) == (answer or SAYS[asked])
+
+
+def test_reasoning_that_the_template_opened(client: openai.OpenAI) -> None:
+    kwargs = {"chat_template_kwargs": {"open_reasoning": True}}
+    message = ask(client, "opened", extra_body=kwargs).choices[0].message
+    assert (message.model_extra["reasoning"], message.content) == ("so it is\n", "Yes.")
+
+
+def test_completions_stop_echo_and_count(client: openai.OpenAI) -> None:
+    done = client.completions.create(model="m", prompt=["stops", "plain"], max_tokens=60, echo=True, stop=" three")
+    assert [choice.text for choice in done.choices] == ["stopsone two", "plain" + SAYS["plain"]]
+    cut = client.completions.create(model="m", prompt="stops", max_tokens=4)
+    assert (cut.choices[0].finish_reason, cut.usage.completion_tokens) == ("length", 4)  # type: ignore[union-attr]
+
+
+def test_responses_and_their_events(client: openai.OpenAI) -> None:
+    whole = client.responses.create(model="m", input="think", instructions="be brief")
+    assert (whole.output_text, whole.status, [item.type for item in whole.output]) == (
+        "Two.", "completed", ["reasoning", "message"],
+    )  # fmt: skip
+    events = list(client.responses.create(model="m", input="think", stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:3]] == [
+        "response.created", "response.in_progress", "response.output_item.added",
+    ]  # fmt: skip
+    last: Any = events[-1]
+    assert last.type == "response.completed" and last.response.output_text == "Two."
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "Two."
+    cut = client.responses.create(model="m", input="plain", max_output_tokens=3)
+    assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+
+
+def test_responses_call_functions(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}]
+    with client.responses.stream(model="m", input="tool", tools=tools) as stream:
+        kinds = [event.type for event in stream]
+        done: Any = stream.get_final_response()
+    assert "response.function_call_arguments.delta" in kinds
+    calls = [item for item in done.output if item.type == "function_call"]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", WEATHER), ("add", {"a": 1})]
+    sent: Any = [*done.output, {"type": "function_call_output", "call_id": calls[0].call_id, "output": "plain"}]
+    back = client.responses.create(
+        model="m", input=[item if isinstance(item, dict) else item.to_dict() for item in sent], tools=tools
+    )
+    assert back.output_text == SAYS["plain"]
+
+
+def test_text_to_ids_and_back(client: openai.OpenAI) -> None:
+    found: Any = client.post("/../tokenize", body={"model": "m", "prompt": "h\u00e9"}, cast_to=object)
+    assert found["count"] == len(found["tokens"]) == 2
+    back: Any = client.post("/../detokenize", body={"model": "m", "tokens": found["tokens"]}, cast_to=object)
+    assert back == {"prompt": "h\u00e9"}
+    chat: Any = client.post(
+        "/../tokenize", body={"model": "m", "messages": [{"role": "user", "content": "a"}]}, cast_to=object
+    )
+    shown: Any = client.post("/../detokenize", body={"model": "m", "tokens": chat["tokens"]}, cast_to=object)
+    assert shown == {"prompt": "[user]a[assistant]"}

@@ -1,0 +1,318 @@
+"""What the HTTP edge refuses, and how: OpenAI's error objects for everything; keys, limits, queues, deadlines, clients
+that leave. The engine is scripted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.core.errors import ConfigurationError
+from paceline.serving.api import create_app
+from paceline.serving.local import LocalRouter
+from paceline.serving.settings import ApiSettings
+from tests.serving.edge import ScriptedEngine, client_of, running, scripted
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+COMPLETION = {"model": "m", "prompt": "x"}
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[httpx.Client, ScriptedEngine]]:
+    app, engine, _ = scripted(lambda _: "some words that go on for a while", max_body_bytes=100_000)
+    with running(app) as address, httpx.Client(base_url=address, timeout=60) as client:
+        yield client, engine
+
+
+@pytest.fixture
+def client(served: tuple[httpx.Client, ScriptedEngine]) -> httpx.Client:
+    return served[0]
+
+
+def refused(response: httpx.Response) -> dict[str, Any]:
+    assert set(response.json()) == {"error"}, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) > 10
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("completions", COMPLETION | {"suffix": "end"}, "suffix"),
+        ("completions", COMPLETION | {"best_of": 3, "n": 2, "stream": True}, None),
+        ("completions", COMPLETION | {"echo": True, "logprobs": 1}, None),
+        ("completions", COMPLETION | {"beams": 3}, "beams"),
+        ("completions", COMPLETION | {"n": 0}, "n"),
+        ("completions", COMPLETION | {"n": True}, "n"),
+        ("completions", COMPLETION | {"temperature": -1}, "temperature"),
+        ("completions", COMPLETION | {"top_p": 2}, "top_p"),
+        ("completions", COMPLETION | {"seed": 1 << 70}, "seed"),
+        ("completions", COMPLETION | {"stop": ["a"] * 5}, "stop"),
+        ("completions", COMPLETION | {"prompt": []}, "prompt"),
+        ("completions", COMPLETION | {"prompt": ""}, "prompt"),
+        ("completions", COMPLETION | {"prompt": [1, 99999]}, "prompt"),
+        ("completions", COMPLETION | {"prompt": [5] * 5000}, "prompt"),
+        ("completions", COMPLETION | {"speculative": {"k": -1}}, "speculative"),
+        ("completions", COMPLETION | {"logit_bias": {"a": 1}}, None),
+        ("chat/completions", CHAT | {"messages": []}, "messages"),
+        ("chat/completions", CHAT | {"messages": [{"content": "x"}]}, "messages"),
+        ("chat/completions", CHAT | {"top_logprobs": 3}, None),
+        ("chat/completions", CHAT | {"functions": [{}]}, "functions"),
+        ("chat/completions", CHAT | {"modalities": ["audio"]}, "modalities"),
+        ("chat/completions", CHAT | {"tool_choice": "required"}, None),
+        ("chat/completions", CHAT | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ("chat/completions", CHAT | {"response_format": {"type": "json_schema"}}, "response_format"),
+        ("responses", {"model": "m", "input": "x", "store": True}, "store"),
+        ("responses", {"model": "m", "input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ("responses", {"model": "m", "input": [{"type": "function_call"}]}, "input"),
+    ],
+)  # fmt: skip
+def test_wrong_requests_are_refused_by_the_field(client: httpx.Client, path: str, body: object, param: object) -> None:
+    response = client.post(f"/v1/{path}", json=body)
+    assert (response.status_code, refused(response)["param"]) == (400, param), response.text
+
+
+def test_what_is_too_long_has_the_code_that_clients_look_for(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", json=COMPLETION | {"prompt": [5] * 5000})
+    assert refused(response)["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nothing", 404), ("GET", "/v1/embeddings", 404), ("PUT", "/v1/models", 405),
+     ("GET", "/v1/completions", 405), ("GET", "/v1/models/nobody", 404), ("GET", "/v1/models/", 404)],
+)  # fmt: skip
+def test_paths_and_methods(client: httpx.Client, method: str, path: str, status: int) -> None:
+    response = client.request(method, path)
+    assert response.status_code == status
+    refused(response)
+
+
+def test_an_unknown_model_is_named(client: httpx.Client) -> None:
+    for path, body in (("/v1/completions", COMPLETION), ("/tokenize", COMPLETION)):
+        response = client.post(path, json=body | {"model": "nobody"})
+        assert (response.status_code, refused(response)["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"3", b"null", b"\xff\xfe", b'{"model":"\\ud800"}', b"[" * 90000])
+def test_bodies_that_are_no_json_object(client: httpx.Client, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize"):
+        response = client.post(path, content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400, response.text
+        refused(response)
+
+
+def test_a_form_of_another_page_is_no_request(client: httpx.Client) -> None:
+    response = client.post("/v1/completions", content=json.dumps(COMPLETION), headers={"content-type": "text/plain"})
+    assert response.status_code == 415
+    refused(response)
+
+
+def test_a_long_body_is_refused_before_it_is_read(client: httpx.Client) -> None:
+    whole = client.post("/v1/completions", content=b" " * 100_001, headers={"content-type": "application/json"})
+    assert whole.status_code == 413
+    refused(whole)
+    parts = (b" " * 10_000 for _ in range(30))
+    in_parts = client.post("/v1/completions", content=parts, headers={"content-type": "application/json"})
+    assert in_parts.status_code == 413
+
+
+def test_a_body_without_a_length_is_read_up_to_the_limit() -> None:
+    app, _, _ = scripted(lambda _: "yes", max_body_bytes=50_000)
+    reads, sent = 0, list[dict[str, Any]]()
+
+    async def receive() -> dict[str, Any]:
+        nonlocal reads
+        reads += 1
+        return {"type": "http.request", "body": b" " * 10_000, "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    asyncio.run(app(scope | {"raw_path": b"/v1/completions", "root_path": ""}, receive, send))
+    assert sent[0]["status"] == 413 and reads == 6
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+FIELDS = [
+    "prompt",
+    "messages",
+    "input",
+    "stop",
+    "n",
+    "tools",
+    "tool_choice",
+    "logit_bias",
+    "stream_options",
+    "speculative",
+    "response_format",
+    "structured_outputs",
+    "metadata",
+    "logprobs",
+    "seed",
+    "stream",
+    "max_tokens",
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
+    st.sampled_from(["completions", "chat/completions", "responses"]),
+)
+def test_odd_values_never_end_in_a_server_error(
+    served: tuple[httpx.Client, ScriptedEngine], odd: dict[str, object], path: str
+) -> None:
+    base = {"completions": COMPLETION, "chat/completions": CHAT, "responses": {"model": "m", "input": "x"}}[path]
+    body = json.dumps(base | odd).encode("utf-8", "surrogatepass")
+    response = served[0].post(f"/v1/{path}", content=body, headers={"content-type": "application/json"})
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        refused(response)
+
+
+def test_a_full_queue_says_when_to_ask_again(client: httpx.Client, served: tuple[httpx.Client, ScriptedEngine]) -> None:
+    served[1].full = True
+    try:
+        for stream in (False, True):
+            response = client.post("/v1/completions", json=COMPLETION | {"stream": stream})
+            assert (response.status_code, response.headers["retry-after"]) == (429, "7")
+            refused(response)
+    finally:
+        served[1].full = False
+
+
+def test_keys_are_asked_for_but_not_for_health() -> None:
+    app, engine, _ = scripted(lambda _: "yes", api_keys=("first", "second"))
+    with running(app) as address:
+        for key, status in (("", 401), ("wrong", 401), ("firs", 401), ("first", 200), ("second", 200)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            response = httpx.post(f"{address}/v1/completions", json=COMPLETION, headers=headers)
+            assert response.status_code == status
+            if status == 401:
+                assert response.headers["www-authenticate"] == "Bearer"
+                refused(response)
+        for path, status in (
+            ("/health/live", 200),
+            ("/health/ready", 200),
+            ("/", 200),
+            ("/v1/models", 401),
+            ("/metrics", 401),
+        ):
+            assert httpx.get(address + path).status_code == status
+    first, second = (call.key for call in engine.calls)
+    assert first and second and first != second and "first" not in first
+
+
+def test_a_deadline_ends_an_answer() -> None:
+    app, engine, _ = scripted(lambda _: "words and words " * 40, request_timeout_s=0.3)
+    engine.pause_s = 0.05
+    with client_of(app) as client:
+        with pytest.raises(openai.InternalServerError) as error:
+            client.completions.create(model="m", prompt="x", max_tokens=500)
+        assert (error.value.status_code, error.value.code) == (504, "deadline_exceeded")
+        stream = client.completions.create(model="m", prompt="x", max_tokens=500, stream=True)
+        with pytest.raises(openai.APIError, match="time it may take"):
+            list(stream)
+        assert len(engine.ended) == 2
+
+
+def test_silence_is_broken_by_pings() -> None:
+    app, engine, _ = scripted(lambda _: "yes", ping_s=0.05)
+    engine.pause_s = 0.4
+    with running(app) as address:
+        lines = httpx.post(f"{address}/v1/completions", json=COMPLETION | {"stream": True}).text.split("\n\n")
+        assert lines.count(": ping") >= 2 and lines[-2] == "data: [DONE]"
+        engine.pause_s = 0.2
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="none", timeout=60) as client:  # which passes over them
+            stream = client.completions.create(model="m", prompt="x", stream=True)
+            assert "".join(chunk.choices[0].text for chunk in stream) == "yes"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_slot(stream: bool) -> None:
+    app, engine, _ = scripted(lambda _: "words and words " * 200)
+    engine.pause_s = 0.05
+    with running(app) as address:
+        body = COMPLETION | {"stream": stream, "max_tokens": 2000}
+        try:
+            with httpx.Client(timeout=0.3) as client, client.stream("POST", f"{address}/v1/completions", json=body):
+                time.sleep(0.2)  # and the connection is closed in the middle of the stream
+        except httpx.TimeoutException:
+            assert not stream
+        end = time.monotonic() + 20
+        while not engine.ended:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_the_access_log_has_a_line_of_json_for_every_request(caplog: pytest.LogCaptureFixture) -> None:
+    app, _, _ = scripted(lambda _: "yes")
+    with caplog.at_level(logging.INFO, "paceline.access"), running(app) as address:
+        answered = httpx.post(f"{address}/v1/completions", json=COMPLETION, headers={"x-request-id": "mine-7"})
+        httpx.get(f"{address}/nothing", headers={"x-request-id": 'bad "id"'})
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "paceline.access"]
+    assert answered.headers["x-request-id"] == lines[0]["request_id"] == "mine-7"
+    assert (lines[0]["model"], lines[0]["status"], lines[0]["completion_tokens"]) == ("m", 200, 3)
+    assert (lines[1]["path"], lines[1]["status"]) == ("/nothing", 404) and lines[1]["request_id"].startswith("req-")
+    assert "prompt" not in lines[0]
+
+
+def test_a_model_that_is_not_there_makes_the_service_unready() -> None:
+    class Loading(LocalRouter):
+        async def health(self) -> Any:
+            from paceline.serving.router import Health
+
+            return Health(False, {"m": "loading"})
+
+    with running(create_app(Loading({}), ApiSettings())) as address:
+        ready = httpx.get(f"{address}/health/ready")
+        assert (ready.status_code, ready.json()) == (503, {"ready": False, "models": {"m": "loading"}})
+        assert httpx.get(f"{address}/health/live").status_code == 200
+        assert httpx.get(f"{address}/v1/models").json()["data"] == []
+
+
+def test_a_long_body_does_not_hold_up_the_loop() -> None:
+    """1 MiB of ids is parsed in C: other requests wait for less than they would for Python's own parser."""
+    from paceline.serving.openai.completion import CompletionRequest
+    from paceline.serving.openai.fields import read_body
+
+    body = json.dumps(COMPLETION | {"prompt": list(range(150_000))}).encode()
+    assert len(body) > 1_000_000
+
+    async def work() -> tuple[int, CompletionRequest]:
+        steps = 0
+        task = asyncio.create_task(asyncio.to_thread(read_body, CompletionRequest, body))
+        while not task.done():
+            await asyncio.sleep(0)
+            steps += 1
+        return steps, await task
+
+    steps, request = asyncio.run(work())
+    assert steps > 1 and len(request.prompts[0]) == 150_000
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"api_keys": ("",)}, {"max_body_bytes": 0}, {"ping_s": 0}, {"request_timeout_s": 0}, {"spec_metrics": "all"}],
+)
+def test_settings_that_make_no_sense(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError):
+        ApiSettings(**wrong)
