@@ -62,7 +62,7 @@ def serve_groups(
         _connect(groups, address)
         take_signals()  # Ray has set handlers of its own
         try:
-            _serve(app, host=host, port=port, ready=ready)
+            _serve(app, host=host, port=port, ready=ready, own_cluster=address is None)
         finally:
             ray.shutdown()
 
@@ -103,7 +103,7 @@ def _connect(groups: Sequence[ReplicaGroupPlan], address: str | None) -> None:
         raise PlacementError(f"{failure}: {_summary(error)}") from error
 
 
-def _serve(app: serve.Application, *, host: str, port: int, ready: Callable[[], None]) -> None:
+def _serve(app: serve.Application, *, host: str, port: int, ready: Callable[[], None], own_cluster: bool) -> None:
     """Serve in the cluster that this process is connected to, until a signal."""
     running = _get_global_client(raise_if_no_controller_running=False)
     if running is not None:
@@ -116,13 +116,17 @@ def _serve(app: serve.Application, *, host: str, port: int, ready: Callable[[], 
     except _RAY_ERRORS as error:
         raise WorkerError(f"the service did not start: {_summary(error)}") from error
     finally:
-        _take_down(started_serve=running is None)
+        _take_down(started_serve=running is None, own_cluster=own_cluster)
 
 
-def _take_down(*, started_serve: bool) -> None:
-    """End our application, and Serve if we started it and nobody else uses it. Errors here must not hide others."""
+def _take_down(*, started_serve: bool, own_cluster: bool) -> None:
+    """End our application, and Serve if we started it and nobody else uses it. Errors here must not hide others.
+
+    Serve ends with a cluster of our own. Taking it down before that has Ray print that the call failed, since the
+    actor that is called ends itself.
+    """
     try:
-        if started_serve and not set(serve.status().applications) - {APPLICATION}:
+        if started_serve and not own_cluster and not set(serve.status().applications) - {APPLICATION}:
             serve.shutdown()
         else:
             serve.delete(APPLICATION)
