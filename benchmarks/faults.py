@@ -2,7 +2,7 @@
 
     python benchmarks/faults.py --target DIR --draft DIR [--pairs] [--markdown]
 
-For each fault, streams at temperature 0.8 are begun, the process is killed (SIGKILL) or stopped (SIGSTOP) in the middle,
+For each fault, streams at temperature 0.8 are begun, the process is killed or stopped (SIGKILL, SIGSTOP) in the middle,
 and each text is compared with that of the same request without a fault. Prints JSON on its last line:
 equal      streams with the same text
 typed      streams that ended with an error object
@@ -24,10 +24,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from http.client import HTTPException
 from pathlib import Path
 from threading import Barrier
+from urllib.request import urlopen
 
-import httpx
 import openai
 import ray
 from ray import serve
@@ -86,7 +87,7 @@ class Client:
                 if begun is not None:
                     waiting, begun = begun, None
                     waiting.wait(_GIVE_UP_S)
-        except (openai.APIConnectionError, httpx.HTTPError):
+        except (openai.APIConnectionError, OSError):
             error = "broken"
         except openai.APIError:
             error = "typed"
@@ -101,9 +102,9 @@ class Client:
             if time.monotonic() - begin > _GIVE_UP_S:
                 return float("inf")
             try:
-                ready = httpx.get(f"{self._url}/health/ready", timeout=3).status_code == 200
+                ready = urlopen(f"{self._url}/health/ready", timeout=3).status == 200
                 good = good + 1 if ready and not self.short().error else 0
-            except httpx.HTTPError:
+            except (OSError, HTTPException):
                 good = 0
             time.sleep(0.3)
         return time.monotonic() - begin

@@ -8,12 +8,12 @@ that a cluster may mix them. It holds no model and starts nothing.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from threading import Thread
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 from ray.experimental import internal_kv
@@ -51,18 +51,62 @@ class CoreRequest:
     startup_timeout_s: float = STARTUP_TIMEOUT_S
 
 
+class ClusterView(Protocol):
+    """What an allocator knows of the cluster."""
+
+    def nodes(self) -> Collection[str]:
+        """The nodes that live."""
+
+    def actors(self) -> Mapping[str, tuple[str, CoreRange] | None]:
+        """The named actors that are not dead: of workers, also the node and cores that their names hold."""
+
+    def read(self) -> Mapping[str, Any]:
+        """The record of an earlier allocator; empty if there is none."""
+
+    def store(self, record: Mapping[str, object]) -> None:
+        """Keep a record for the next allocator. It has plain values only."""
+
+
+class RayView:
+    """The cluster that this process is connected to."""
+
+    def nodes(self) -> Collection[str]:
+        return nodes.living()
+
+    def actors(self) -> Mapping[str, tuple[str, CoreRange] | None]:
+        found: dict[str, tuple[str, CoreRange] | None] = {}
+        for actor in ray.util.list_named_actors(all_namespaces=True):
+            name, _, location = str(actor["name"]).partition(_AT)
+            if actor["namespace"] == NAMESPACE and name.startswith(WORKERS):
+                node, _, cores = location.partition(":")
+                first, _, last = cores.partition("-")
+                found[name] = node, CoreRange(int(first), int(last or first))
+            else:
+                found[str(actor["name"])] = None
+        return found
+
+    def read(self) -> Mapping[str, Any]:
+        text = internal_kv._internal_kv_get(_RECORD, namespace=_STORE)
+        record: Mapping[str, Any] = json.loads(text) if text else {}
+        return record
+
+    def store(self, record: Mapping[str, object]) -> None:
+        internal_kv._internal_kv_put(_RECORD, json.dumps(record).encode(), overwrite=True, namespace=_STORE)
+
+
 class CoreAllocator:
     """Gives and takes back cores; methods run one at a time. As an actor it ends by itself when no core has been taken
     for ``idle`` seconds.
     """
 
-    def __init__(self, idle: float | None = None) -> None:
+    def __init__(self, idle: float | None = None, cluster: ClusterView | None = None) -> None:
+        self._cluster: ClusterView = cluster or RayView()
         self._instances: dict[str, Instance] = {}  # node -> what it is
         self._taken: dict[str, dict[str, CoreRange]] = {}  # node -> name -> cores
         self._running: set[str] = set()
         self._deadlines: dict[str, float] = {}  # of requests whose workers may not exist yet
-        living = _living()
-        self._restore(_read(), living)
+        living = self._cluster.actors()
+        self._restore(self._cluster.read(), living)
         for name, where in living.items():
             if where is not None:
                 self._taken.setdefault(where[0], {})[name] = where[1]
@@ -139,14 +183,14 @@ class CoreAllocator:
         """Workers that ran and are gone, or never started, have no cores, released or not. Nor have dead nodes."""
         now = monotonic()
         overdue = {name for name, deadline in self._deadlines.items() if now > deadline}
-        if gone := (self._running | overdue).difference(_living()):
+        if gone := (self._running | overdue).difference(self._cluster.actors()):
             self.release(sorted(gone))
-        living = nodes.living()
+        living = self._cluster.nodes()
         self._taken = {node: ranges for node, ranges in self._taken.items() if node in living}
 
     def _write(self) -> None:
         """Keep what the next allocator must know if this one is killed."""
-        _store(
+        self._cluster.store(
             {
                 node: {
                     "instance": asdict(self._instances[node]),
@@ -183,31 +227,6 @@ def _end_when_unused(idle: float) -> None:
 
 def _name_of(actor: str) -> str:
     return actor.partition(_AT)[0]
-
-
-def _living() -> dict[str, tuple[str, CoreRange] | None]:
-    """The named actors of the cluster that are not dead: of workers, also the node and cores that their names hold."""
-    found: dict[str, tuple[str, CoreRange] | None] = {}
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        name, _, location = str(actor["name"]).partition(_AT)
-        if actor["namespace"] == NAMESPACE and name.startswith(WORKERS):
-            node, _, cores = location.partition(":")
-            first, _, last = cores.partition("-")
-            found[name] = node, CoreRange(int(first), int(last or first))
-        else:
-            found[str(actor["name"])] = None
-    return found
-
-
-def _read() -> Mapping[str, Any]:
-    """The record of an earlier allocator."""
-    text = internal_kv._internal_kv_get(_RECORD, namespace=_STORE)
-    record: Mapping[str, Any] = json.loads(text) if text else {}
-    return record
-
-
-def _store(record: Mapping[str, object]) -> None:
-    internal_kv._internal_kv_put(_RECORD, json.dumps(record).encode(), overwrite=True, namespace=_STORE)
 
 
 def allocator() -> ray.actor.ActorHandle:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ ray = pytest.importorskip("ray")
 
 from paceline.core.errors import PlanError, WorkerError  # noqa: E402
 from paceline.placement import INSTANCES  # noqa: E402
-from paceline.placement.cluster import core_allocator, nodes  # noqa: E402
+from paceline.placement.cluster import core_allocator  # noqa: E402
 from paceline.placement.cluster.core_allocator import (  # noqa: E402
     CoreAllocator,
     CoreRequest,
@@ -27,56 +28,64 @@ LARGE, SMALL = INSTANCES["inf2.48xlarge"], INSTANCES["inf2.xlarge"]
 WHOLE = CoreRange(0, 23)
 
 
+class Simulated:
+    """A cluster without Ray; ``workers``: claim -> node and cores of those that live."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, tuple[str, CoreRange] | None] = {}
+        self.alive, self.record = {"node"}, dict[str, Any]()
+
+    def nodes(self) -> set[str]:
+        return self.alive
+
+    def actors(self) -> dict[str, tuple[str, CoreRange] | None]:
+        return dict(self.workers)
+
+    def read(self) -> dict[str, Any]:
+        return self.record
+
+    def store(self, record: object) -> None:
+        self.record = json.loads(json.dumps(record))
+
+
 @pytest.fixture
-def living(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[str, CoreRange]]:
-    """Claim -> node and cores of the workers that live."""
-    found: dict[str, tuple[str, CoreRange]] = {}
-    store: list[dict] = [{}]
-    monkeypatch.setattr(core_allocator, "_living", lambda: dict(found))
-    monkeypatch.setattr(core_allocator, "_store", lambda record: store.__setitem__(0, json.loads(json.dumps(record))))
-    monkeypatch.setattr(core_allocator, "_read", lambda: store[0])
-    monkeypatch.setattr(nodes, "living", lambda: {"node"})
-    return found
+def simulated() -> Simulated:
+    return Simulated()
 
 
-def test_the_claim_of_a_caller_that_died_while_it_loaded_is_void(living: dict[str, tuple[str, CoreRange]]) -> None:
-    allocator = CoreAllocator()
+def test_the_claim_of_a_caller_that_died_while_it_loaded_is_void(simulated: Simulated) -> None:
+    allocator = CoreAllocator(cluster=simulated)
     allocator.claim("node", LARGE, [CoreRequest("loads", 16, CoreRange(0, 15), startup_timeout_s=60)])
     allocator.claim("node", LARGE, [CoreRequest("dies", 8, CoreRange(16, 23), startup_timeout_s=-1)])
     assert allocator.claim("node", LARGE, [CoreRequest("next", 8, CoreRange(16, 23))]) == [CoreRange(16, 23)]
     assert allocator.taken() == {"node": {"loads": CoreRange(0, 15), "next": CoreRange(16, 23)}}
     allocator.release(["loads", "next"])
     allocator.claim("node", LARGE, [CoreRequest("slow", 24, WHOLE, startup_timeout_s=-1)])
-    living["slow"] = "node", WHOLE  # late, but there
+    simulated.workers["slow"] = "node", WHOLE  # late, but there
     assert allocator.taken() == {"node": {"slow": WHOLE}}
     allocator.confirm(["slow"])
     with pytest.raises(PlanError):
         allocator.claim("node", LARGE, [CoreRequest("next", 8, CoreRange(0, 7))])
-    living.clear()
+    simulated.workers.clear()
     assert allocator.taken() == {}
 
 
-def test_a_node_that_is_gone_is_in_no_report(
-    living: dict[str, tuple[str, CoreRange]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_is_gone_is_in_no_report(simulated: Simulated) -> None:
     """Its workers too, though Ray may still have their names: it would start them anew, and has nowhere to."""
-    alive = {"node", "other"}
-    monkeypatch.setattr(nodes, "living", lambda: alive)
-    allocator = CoreAllocator()
+    alive = simulated.alive = {"node", "other"}
+    allocator = CoreAllocator(cluster=simulated)
     for node in sorted(alive):
         allocator.claim(node, LARGE, [CoreRequest(f"at {node}", 8, CoreRange(0, 7))])
-        living[f"at {node}"] = node, CoreRange(0, 7)
-    allocator.confirm(sorted(living))
+        simulated.workers[f"at {node}"] = node, CoreRange(0, 7)
+    allocator.confirm(sorted(simulated.workers))
     assert set(allocator.report()) == set(allocator.taken()) == alive
     alive.remove("other")
     assert set(allocator.report()) == set(allocator.taken()) == {"node"}
 
 
-def test_nodes_of_two_types_have_the_cores_of_their_own(
-    living: dict[str, tuple[str, CoreRange]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(nodes, "living", lambda: {"large", "small"})
-    allocator = CoreAllocator()
+def test_nodes_of_two_types_have_the_cores_of_their_own(simulated: Simulated) -> None:
+    simulated.alive = {"large", "small"}
+    allocator = CoreAllocator(cluster=simulated)
     allocator.claim("large", LARGE, [CoreRequest("a", 8, CoreRange(0, 7))])
     allocator.claim("small", SMALL, [CoreRequest("b", 1, CoreRange(0, 0))])
     assert {node: left.free for node, left in allocator.report().items()} == {"large": 16, "small": 1}
@@ -84,13 +93,13 @@ def test_nodes_of_two_types_have_the_cores_of_their_own(
         allocator.claim("small", SMALL, [CoreRequest("c", 2, CoreRange(2, 3))])
 
 
-def test_the_next_allocator_knows_the_cores_of_actors_with_any_name(living: dict[str, object]) -> None:
+def test_the_next_allocator_knows_the_cores_of_actors_with_any_name(simulated: Simulated) -> None:
     """A replica of Ray Serve has a name that Serve gave it, without its cores."""
-    allocator = CoreAllocator()
+    allocator = CoreAllocator(cluster=simulated)
     for name in ("SERVE_REPLICA::lives", "SERVE_REPLICA::dies"):
         allocator.claim("node", LARGE, [CoreRequest(name, 8, CoreRange(0, 7))])
-    living["SERVE_REPLICA::lives"] = None
-    following = CoreAllocator()
+    simulated.workers["SERVE_REPLICA::lives"] = None
+    following = CoreAllocator(cluster=simulated)
     assert following.taken() == {"node": {"SERVE_REPLICA::lives": CoreRange(0, 7)}}
     assert following.report()["node"].free == 16
     assert following.claim("node", LARGE, [CoreRequest("next", 8, CoreRange(0, 7))]) == [CoreRange(8, 15)]
@@ -133,12 +142,12 @@ def test_an_allocator_that_has_just_ended_is_made_anew_once(monkeypatch: pytest.
     assert len(made) == 2
 
 
-def test_what_is_in_use_does_not_end(living: dict[str, tuple[str, CoreRange]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_in_use_does_not_end(simulated: Simulated, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = []
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(current_actor="me"))
     monkeypatch.setattr(ray, "kill", ended.append)
     monkeypatch.setattr(core_allocator, "sleep", lambda _: None)
-    allocator = CoreAllocator()
+    allocator = CoreAllocator(cluster=simulated)
     allocator.claim("node", LARGE, [CoreRequest("loads", 16, CoreRange(0, 15), startup_timeout_s=60)])
     allocator.end_unused()
     assert not ended

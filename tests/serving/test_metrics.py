@@ -1,0 +1,92 @@
+"""Metrics have vLLM's names, count what happened, and are those that the dashboard asks for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from paceline.core.drafter_health import DrafterHealth
+from paceline.serving.metrics import METRICS, MetricSet, merged, timed
+from paceline.serving.router import Accepted, Chunk, Failed, Item
+from paceline.workers.engine_figures import EngineFigures
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
+FIGURES = EngineFigures(
+    running=2, waiting=3, finished=1, generation_tokens=40, num_drafts=10, num_draft_tokens=30, num_accepted_tokens=20,
+    num_accepted_tokens_per_pos=(9, 7, 4), draft_lengths={0: 1, 3: 9}, queue_seconds=0.0, prefill_seconds=0.0,
+    decode_seconds=0.0, engine_prefill_seconds=1.0, engine_draft_seconds=2.0, engine_verify_seconds=3.0,
+    engine_host_seconds=0.5,
+)  # fmt: skip
+
+
+def filled(engine: str = "a") -> MetricSet:
+    """Metrics of a replica in which everything has happened."""
+    metrics = MetricSet("m", engine, ray_too=False)
+    metrics.update(FIGURES, DrafterHealth(state="up", lost=1, restarts=2), num_slots=4)
+    consume([Accepted(7), Chunk(b"x", (1, 0)), Chunk(b"y", (3, 2)), Chunk(b"", (3, 4), last=True)], metrics)
+    consume([Failed(400, "no")], metrics)
+    return metrics
+
+
+def consume(items: list[Item], metrics: MetricSet, *, resumed: bool = False) -> None:
+    async def give() -> AsyncIterator[Item]:
+        for item in items:
+            yield item
+
+    async def take() -> list[Item]:
+        return [item async for item in timed(give(), metrics, resumed=resumed)]
+
+    assert asyncio.run(take()) == items, "they pass as they are"
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    """(name, label beyond model and engine) -> the sum over engines."""
+    found: dict[tuple[str, str], float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            own = [value for name, value in sample.labels.items() if name not in ("model_name", "engine", "le")]
+            key = sample.name, ",".join(own)
+            found[key] = found.get(key, 0.0) + sample.value
+    return found
+
+
+def test_counts_are_those_of_the_engine_however_often_they_are_taken_over() -> None:
+    metrics = filled()
+    metrics.update(FIGURES, None, num_slots=4)
+    found = samples(metrics.text())
+    assert found["vllm:spec_decode_num_drafts_total", ""] == 10
+    assert [found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(at)] for at in range(3)] == [9, 7, 4]
+    assert found["vllm:num_requests_waiting", ""] == 3 and found["vllm:kv_cache_usage_perc", ""] == 0.5
+    assert found["vllm:generation_tokens_total", ""] == 40 and found["vllm:prompt_tokens_total", ""] == 7
+    assert found["paceline:drafter_faults_total", "lost"] == 1 and found["paceline:drafter_up", ""] == 1
+    assert found["paceline:requests_failed_total", "400"] == found["vllm:request_success_total", ""] == 1
+    assert found["vllm:time_to_first_token_seconds_count", ""] == 1
+    assert found["vllm:inter_token_latency_seconds_count", ""] == 2
+
+
+def test_what_goes_on_after_a_fault_counts_its_prompt_once() -> None:
+    metrics = MetricSet("m", "a", ray_too=False)
+    consume([Accepted(7), Chunk(b"z", (9,), last=True)], metrics, resumed=True)
+    assert samples(metrics.text()).get(("vllm:prompt_tokens_total", ""), 0) == 0
+
+
+def test_replicas_are_one_text() -> None:
+    text = merged([filled("a").text(), filled("b").text()]).decode()
+    assert text.count("# TYPE vllm:num_requests_running gauge") == 1
+    assert samples(text)["vllm:num_requests_running", ""] == 4
+
+
+def test_the_dashboard_asks_for_what_is_exported() -> None:
+    exported = {name for name, _ in samples(filled().text())}
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"\b(?:vllm|paceline):\w+", query)}
+    assert len(queries) > 15 and asked <= exported, asked - exported
+    shown = {re.sub(r"_(total|bucket)$", "", name) for name in asked}
+    assert {row.name for row in METRICS} - shown == {"vllm:request_time_per_output_token_seconds"}
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
