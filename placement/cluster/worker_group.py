@@ -116,6 +116,7 @@ class WorkerGroup:
         self._changes = Changes()
         self._specs: dict[str, WorkerSpec] = {}
         self._workers: dict[str, Worker] = {}
+        self._launched = False
         self.moves = self.restarts = 0
 
     @property
@@ -124,15 +125,19 @@ class WorkerGroup:
         return [item.label for item in self.placements if item.role == "target"]
 
     def actor(self, label: str) -> ray.actor.ActorHandle:
-        """The worker of that label; one that is just being brought back is waited for.
+        """The worker of that label; one that is just being brought back is waited for. A group that could not be moved
+        when its node died is started again now, for there may be room meanwhile.
 
         Raises:
+            PlanError: there is none.
             WorkerError: it could not be brought back, or was stopped.
         """
         with self._changes.settled(label):
-            if label not in self._workers:
+            if label in self._workers:
+                return self._workers[label].actor
+            if not (self._moves_itself and self._launched):
                 raise WorkerError(f"{label} does not run; it was stopped, or could not be started again")
-            return self._workers[label].actor
+        return self._relaunch(label)
 
     def spec(self, label: str) -> WorkerSpec:
         """What that worker is."""
@@ -170,6 +175,16 @@ class WorkerGroup:
         with self._or_nothing():
             self._await([item.label for item in self.placements])
             self._reservation.confirm(self._specs.values())
+            self._launched = True
+
+    def _relaunch(self, label: str) -> ray.actor.ActorHandle:
+        """Start a group of which nothing is left; another caller may have done so."""
+        with self._changes.change(self._labels):
+            if label not in self._workers:
+                self.moves += 1
+                self._launch()
+                self._wait_ready()
+            return self._workers[label].actor
 
     @contextmanager
     def _or_nothing(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from paceline.core.errors import WorkerError
+from paceline.core.errors import PlanError, WorkerError
 from paceline.placement import INSTANCES, FaultPolicy, plan
 from paceline.placement.cluster import deployment, worker_group
 from paceline.placement.cluster.deployment import Deployment
@@ -95,3 +95,40 @@ def test_the_longest_name_has_a_socket_in_a_temporary_folder_far_down(monkeypatc
     specs = worker_specs(made.instance, made.placements, FaultPolicy(), locations=locations)
     address = specs["chat"].address
     assert address == specs["d" * 63].address and address is not None and len(address.path) < 108
+
+
+class Homeless(worker_group.WorkerGroup):
+    """Whose node died; ``room``: whether another one has room for it."""
+
+    room = True
+
+    def _launch(self) -> None:
+        if not self.room:
+            raise PlanError("no node has room")
+        self._workers = {item.label: Worker(None, object()) for item in self.placements}
+
+    def _wait_ready(self) -> None:
+        self._launched = True
+
+    def _nodes_live(self) -> bool:
+        return False
+
+    def _clear(self) -> None:
+        self._workers = {}
+
+
+def test_a_move_that_failed_is_tried_again_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_group, "_kill", [].append)
+    made = plan([model("chat")], INSTANCES["inf2.48xlarge"])
+    group = Homeless(made.instance, made.placements, FaultPolicy())
+    group.launch()
+    group.wait_ready()
+    seen, group.room = group.actor("chat"), False
+    for _ in range(2):
+        with pytest.raises(PlanError, match="no node has room"):
+            group.restart("chat", seen) if group._workers else group.actor("chat")
+    group.room = True
+    assert group.actor("chat") is not seen and group.moves == 3
+    group.stop()
+    with pytest.raises(WorkerError):
+        group.actor("chat")
