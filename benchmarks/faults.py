@@ -147,7 +147,7 @@ def run(client: Client, victims: Sequence[str], number: int, wanted: Sequence[st
 @contextmanager
 def service(target: Path, draft: Path, *, backend: str) -> Iterator[str]:
     """A model with a draft in its own process, served from a cluster of this process. Yields its address."""
-    shape = {"amp": "f32", "backend": backend, "batch_size": 8, "n_positions": 512}
+    shape = {"amp": "f32", "backend": backend, "batch_size": 8, "n_positions": 128}
     entries = [
         {"name": "big", "path": str(target.resolve()), **shape},
         {"name": "small", "path": str(draft.resolve()), "draft_of": "big", "k": 3, **shape},
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--backend", default="eager")
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=110)
     parser.add_argument("--only", nargs="*", default=list(KINDS), help=f"some of {', '.join(KINDS)}")
     parser.add_argument("--pairs", action="store_true", help="every two of them, too")
     parser.add_argument("--markdown", action="store_true", help="print the table for a page first")
