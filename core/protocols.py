@@ -71,6 +71,23 @@ class Shortens(Protocol):
 
 
 @runtime_checkable
+class DraftsUnderMask(Protocol):
+    """A drafter that can choose among the tokens that may follow alone."""
+
+    def propose_allowed(
+        self,
+        commit: Commit,
+        sampling: SamplingTensors,
+        limits: RoundLimits,
+        *,
+        allowed: Callable[[int, list[int], int], Tensor | None],
+    ) -> Proposal:
+        """As `Drafter.propose`. ``allowed``: from a slot, tokens drafted for it and the size of the vocabulary to
+        which tokens may follow, [V] bool, or None for all.
+        """
+
+
+@runtime_checkable
 class Varies(Protocol):
     """A drafter whose proposals are often shorter than its draft shape."""
 
@@ -197,6 +214,7 @@ class HostText(Protocol):
     text           prompt and output so far
     processing     what is done to the logits of its next token; None = nothing
     num_logprobs   how many of the model's likeliest tokens are wanted at each place; None = no log-probabilities
+    prediction     ids that its output will probably be
     output_scores  whether the log-probability of each token in its processed logits is wanted
     """
 
@@ -211,6 +229,9 @@ class HostText(Protocol):
 
     @property
     def output_scores(self) -> bool: ...
+
+    @property
+    def prediction(self) -> Sequence[int]: ...
 
     def append(self, token: int) -> object:
         """Add a token; something true if the text ends with it."""

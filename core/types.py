@@ -275,11 +275,13 @@ class RoundReport:
     tokens   that each slot gained
     drafted  how deep the proposal went in each slot
     seconds  that the round took
+    predicted  how many of the drafted tokens, from the first on, are from the slot's prediction; None = none
     """
 
     tokens: list[list[int]]
     drafted: list[int]
     seconds: float
+    predicted: list[int] | None = None
 
     @classmethod
     def of(cls, rows: list[list[int]], seconds: float) -> RoundReport:

@@ -8,16 +8,18 @@ reports them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
+from paceline.core import reduce
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import DraftKey, SamplingKind, SamplingTensors
+from paceline.core.types import Commit, DraftKey, Proposal, RoundLimits, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.options import DecoderOptions
-from paceline.decoder.steps import prefill
+from paceline.decoder.steps import prefill, window
 from paceline.draft.base import HeadDrafter
 from paceline.draft.heads import AutoregressiveHead, ChainStep, at_index
 from paceline.draft.vocab_map import VocabMap
@@ -103,3 +105,35 @@ class ModelDrafter(HeadDrafter):
         """Read the target's tokens into a slot from a cache row on, in the graphs of the model's own prompts."""
         chunks = self.decoder.options.draft_chunks
         prefill(self.decoder, slot, self.vocabulary.ids(tokens), start=start, chunks=chunks)
+
+    def propose_allowed(
+        self,
+        commit: Commit,
+        sampling: SamplingTensors,
+        limits: RoundLimits,
+        *,
+        allowed: Callable[[int, list[int], int], Tensor | None],
+    ) -> Proposal:
+        """See `paceline.core.protocols.DraftsUnderMask`: one token after the other, chosen on the host."""
+        if self._drawn:
+            return self.propose(commit, sampling, limits)
+        self.catch_up()
+        bucket, most = self.bucket(limits.max_rows), limits.max_accept.tolist()
+        logits, _ = window(self.decoder, self.vocabulary.known(commit.tokens), commit.first_row, bucket=bucket)
+        logits = at_index(logits, commit.count - 1)
+        drafts: list[list[int]] = [[] for _ in most]
+        position = commit.first_row + commit.count  # of the token that is chosen next
+        for index in range(min(self.draft_shape.num_draft_tokens, max(most))):
+            if index:
+                last = torch.tensor([[chain[-1]] for chain in drafts], dtype=torch.int32)
+                logits, _ = window(self.decoder, self.vocabulary.known(last), position - 1, bucket=bucket)
+            choices = self.vocabulary.logits(logits).clone()
+            for slot, chain in enumerate(drafts):
+                mask = allowed(slot, chain, choices.shape[-1]) if index < most[slot] else None
+                if mask is not None:
+                    choices[slot, 0].masked_fill_(~mask[: choices.shape[-1]], reduce.NEGATIVE)
+            tokens = self.head.kernels.sample_tokens(choices, position.unsqueeze(1), sampling)
+            for chain, token in zip(drafts, tokens.flatten().tolist(), strict=True):
+                chain.append(token)
+            position = position + 1
+        return Proposal.chains(drafts, (self.draft_shape.num_draft_tokens,))

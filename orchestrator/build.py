@@ -14,10 +14,12 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter, Shortens, TraceableDrafter, Varies
 from paceline.core.types import DraftShape
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
+from paceline.draft.row_drafting import RowDrafter
 from paceline.engine.adaptive import AdaptiveRound, Stage
 from paceline.engine.batch import RoundShape, Slot
 from paceline.engine.draft_length import DraftLengthController
-from paceline.engine.engine import CallOptions, Engine, Variant
+from paceline.engine.engine import CallOptions, Engine, TimedRound, Variant
+from paceline.engine.mixed import MixedRound, RowRound
 from paceline.engine.rounds import FusedRound, MultiTokenRound, TwoGraphRound, UndraftedRound
 from paceline.target.autoregressive import AutoregressiveDecoder
 from paceline.target.host_verifier import HostVerifier
@@ -62,6 +64,24 @@ def host_refusal(rule: AcceptanceRule) -> str | None:
     )
 
 
+def prediction_refusal(
+    target: CompiledDecoder, drafter: Drafter, config: SpeculativeConfig, *, rule: AcceptanceRule
+) -> str | None:
+    """Why no prediction can be drafted from; None = it can."""
+    if not keeps_tokens(rule):
+        return f"a prediction changes no token under acceptor='match' alone, and this is {rule.name!r}; leave it out"
+    if drafter.draft_shape.num_draft_tokens:
+        return None
+    if not config.max_k:
+        return "with k=0 nothing can be drafted, from a prediction neither; give a larger k, or leave it out"
+    if config.exact and not target.body.kernels.batch_invariant:
+        return (
+            "where nothing is drafted, rounds of this backend have one row, and a prediction needs more; give a draft, "
+            "such as 'suffix', or leave the prediction out"
+        )
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class _VariantBuilder:
     """Builds the rounds of an engine for what a call asks for.
@@ -82,22 +102,46 @@ class _VariantBuilder:
 
     def __call__(self, options: CallOptions, slots: Sequence[Slot | None]) -> Variant:
         """See `paceline.engine.engine.VariantBuilder`."""
+        widths = self._widths(options)
+        self._check(widths.shape)
+        fast, shape = self._fast(options, widths)
+        mixed = MixedRound(
+            fast,
+            slots,
+            predicted=lambda: self._predicted(widths, slots, shape.width),
+            on_host=lambda: self._on_host(widths, slots, shape.width),
+            width=shape.width,
+        )
+        return Variant(mixed, shape, mixed)
+
+    def _fast(self, options: CallOptions, widths: _Widths) -> tuple[TimedRound, RoundShape]:
+        """The round of requests that ask for nothing but tokens."""
         target, drafter = self.target, self.drafter
         if self.plain_steps > 1 and options == CallOptions():
             steps = MultiTokenRound(AutoregressiveDecoder(target, self.plain_steps))
-            return Variant(steps, RoundShape(self.plain_steps - 1, self.plain_steps, None, target.kv_buckets))
-        widths = self._widths(options)
-        self._check(widths.shape)
+            return steps, RoundShape(self.plain_steps - 1, self.plain_steps, None, target.kv_buckets)
         shape = RoundShape(drafter.draft_shape.depth, widths.commit, drafter.max_positions, target.kv_buckets)
-        if options.on_host:
-            self._warn_of_host()
-            verifier = HostVerifier(
-                target, widths.shape, rule=self.rule, wide=widths.fixed, slots=slots, reads=drafter.reads
-            )
-            return Variant(TwoGraphRound(drafter, verifier), shape, verifier)
         if self.controller is None or not drafter.draft_shape.num_draft_tokens:
-            return Variant(self._stage(drafter.draft_shape.depth, widths).round, shape)
-        return Variant(self._adaptive(self.controller, widths), shape)
+            return self._stage(drafter.draft_shape.depth, widths).round, shape
+        return self._adaptive(self.controller, widths), shape
+
+    def _predicted(self, widths: _Widths, slots: Sequence[Slot | None], width: int) -> TimedRound:
+        """The round of requests some of which bring a prediction."""
+        # Where nothing else drafts, as many tokens as plain steps in one graph commit.
+        shape = widths.shape if widths.shape.num_draft_tokens else DraftShape.chain(width - 1)
+        verifier = CompiledVerifier(
+            self.target, shape, rule=self.rule, wide=widths.fixed, reads=self.drafter.reads, width=width
+        )
+        return RowRound(RowDrafter(self.drafter, slots, draft_shape=shape), verifier)
+
+    def _on_host(self, widths: _Widths, slots: Sequence[Slot | None], width: int) -> tuple[TimedRound, HostVerifier]:
+        """The round of requests some of which are decided on the host."""
+        self._warn_of_host()
+        shape = widths.shape
+        verifier = HostVerifier(
+            self.target, shape, rule=self.rule, wide=widths.fixed, slots=slots, reads=self.drafter.reads, width=width
+        )
+        return RowRound(RowDrafter(self.drafter, slots, draft_shape=shape), verifier), verifier
 
     def _widths(self, options: CallOptions) -> _Widths:
         """How wide graphs and commits are."""

@@ -68,7 +68,7 @@ class SpeculativeGenerator:
             eos_token_ids,
             sampling_refusal=next(refusals, None),
             host_refusal=build.host_refusal(self._rule),
-            prediction_refusal="predictions are not drafted from yet; leave prediction out",
+            prediction_refusal=build.prediction_refusal(target, self.drafter, self.config, rule=self._rule),
             grammars=GrammarCompiler(config.vocab_size),
         )
         self._pad_token_id = config.pad_token_id if config.pad_token_id is not None else (*config.eos_token_ids, 0)[0]
@@ -126,7 +126,7 @@ class SpeculativeGenerator:
         """
         params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
         requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
-        options = CallOptions.of(requests, params.verify_width)
+        options = CallOptions(params.verify_width)
         if streamer is not None:
             streamers.check(streamer, len(requests))
         with self._held() as statistics:
@@ -153,7 +153,7 @@ class SpeculativeGenerator:
         """
         params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
         requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
-        return self.serve(ListQueue(requests), CallOptions.of(requests, params.verify_width))
+        return self.serve(ListQueue(requests), CallOptions(params.verify_width))
 
     def serve(self, queue: RequestQueue, options: CallOptions) -> OutputStream:
         """Serve a queue until it is empty and every request has finished.

@@ -31,6 +31,8 @@ class RequestOutput:
     logprobs       one for every token, if ``output_scores`` was set
     drafted        how deep the proposal went that this round verified; 0 = nothing was drafted
     token_logprobs   what the model says of each token's place, if ``logprobs`` was set
+    accepted_prediction_tokens, rejected_prediction_tokens   tokens drafted from the request's prediction in this round:
+                   those that are in the output, and the others
     error          why the request ended, where the finish reason is "error"; the others go on
     """
 
@@ -42,6 +44,8 @@ class RequestOutput:
     drafted: int = 0
     token_logprobs: tuple[TokenLogprobs, ...] | None = None
     error: RequestError | None = None
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 @runtime_checkable

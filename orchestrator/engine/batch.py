@@ -65,6 +65,10 @@ class Slot:
     def output_scores(self) -> bool:
         return self.request.output_scores
 
+    @property
+    def prediction(self) -> Sequence[int]:
+        return self.request.prediction
+
     def append(self, token: int) -> FinishReason | None:
         """Add a token; the reason if the text ends with it."""
         return self.checker.append(token)
@@ -158,6 +162,11 @@ class Batch:
                 scores = logprobs[slot] if logprobs else None
                 output = self._append(slot, seated, tokens, accepted=(accepted, drafted), logprobs=scores)
                 self._statistics.count(drafted, output.accepted, rounds=len(tokens) - accepted)
+                if report.predicted is not None and (predicted := min(drafted, report.predicted[slot])):
+                    stood = min(predicted, output.accepted)
+                    output = replace(
+                        output, accepted_prediction_tokens=stood, rejected_prediction_tokens=predicted - stood
+                    )
                 outputs.append(output)
         return outputs
 

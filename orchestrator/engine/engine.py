@@ -15,7 +15,6 @@ from paceline.core.sampling import sampling_tensors
 from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingTensors, TokenScore
 from paceline.engine.batch import Batch, RoundShape, Slot
 from paceline.engine.queue import RequestQueue
-from paceline.engine.request import Request
 from paceline.outputs import RequestOutput, Statistics
 
 BOOK_AFTER_S = 0.1
@@ -28,7 +27,8 @@ class TimedRound(Protocol):
     Seconds add up over all rounds since it was built.
     """
 
-    draft_length: int | None
+    @property
+    def draft_length(self) -> int | None: ...
 
     @property
     def prefill_seconds(self) -> float: ...
@@ -49,30 +49,23 @@ class TimedRound(Protocol):
 class HasLogprobs(Protocol):
     """Where the scores of the last tokens of every slot are found."""
 
-    logprobs: list[list[TokenScore]]
+    @property
+    def logprobs(self) -> list[list[TokenScore]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """What a call asks of the rounds beyond the choice of tokens.
+    """What a call asks of the rounds of all its requests. What one request asks is a property of its row.
 
-    on_host       every token is decided on the host, for logits processors or scores
     verify_width  rows of the verifying graph; None = as the drafter needs
     """
 
-    on_host: bool = False
     verify_width: int | None = None
-
-    @classmethod
-    def of(cls, requests: Sequence[Request], verify_width: int | None = None) -> CallOptions:
-        """Of a call whose requests came together and so ask for the same."""
-        first = requests[0]
-        return cls(first.on_host, verify_width)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A round and what the engine must know of it; ``logprobs`` if it decides on the host."""
+    """A round and what the engine must know of it; ```logprobs`` if it decides on the host."""
 
     round: TimedRound
     shape: RoundShape

@@ -15,6 +15,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine.adaptive import AdaptiveRound, fitted
 from paceline.engine.batch import Batch
 from paceline.engine.engine import CallOptions, Engine, TimedRound, Variant
+from paceline.engine.mixed import MixedRound
 from paceline.engine.rounds import TwoGraphRound
 from paceline.outputs import Statistics
 from paceline.target.verifier import CompiledVerifier
@@ -68,6 +69,8 @@ def distinct_kinds(
 def _rounds(variant: Variant) -> Iterator[tuple[TimedRound, int, list[int]]]:
     """Every round, the width of its commits, and limits that lead to all of its graphs."""
     known, shape = variant.round, variant.shape
+    if isinstance(known, MixedRound):
+        known = known.fast
     if not isinstance(known, AdaptiveRound):
         yield known, shape.width, [0, shape.max_accept]
         return

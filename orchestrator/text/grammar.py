@@ -53,7 +53,8 @@ class GrammarState:
         Raises:
             SamplingError: the grammar is more work than one token may be.
         """
-        self._go_to(output)
+        if not self._go_to(output):  # a draft that goes on behind an end, or where it must not
+            return torch.zeros(self._vocab_size, dtype=torch.bool)
         packed = torch.frombuffer(bytearray(self._matcher.compute_bitmask()), dtype=torch.uint8)
         self._check(len(output))
         mask = (packed.unsqueeze(1) >> _BITS & 1).flatten()[: self._vocab_size].bool()
@@ -62,12 +63,11 @@ class GrammarState:
 
     def accepts(self, output: Sequence[int], tokens: Sequence[int]) -> int:
         """How many of these tokens may follow, one after the other; an eos id is the last that may."""
-        self._go_to(output)
-        end = next((place for place, token in enumerate(tokens) if token in self._eos), len(tokens))
-        legal = [token for token in tokens[:end] if 0 <= token < self._vocab_size]
-        count = self._matcher.validate_tokens(legal) if legal else 0
-        if count == end < len(tokens):
-            self._go_to([*output, *tokens[:end]])
+        if not self._go_to(output):
+            return 0
+        count = len(self._legal(tokens))
+        if count < len(tokens) and tokens[count] in self._eos:
+            self._go_to([*output, *tokens[:count]])
             count += self._matcher.is_accepting()
         return count
 
@@ -76,24 +76,33 @@ class GrammarState:
 
         A proposal and no more: the same characters may also be written in other tokens.
         """
-        self._go_to(output)
-        tokens = self._matcher.compute_ff_tokens()[:limit] if not self._matcher.is_stopped() else []
-        if len(tokens) < limit and self._eos:
-            self._go_to([*output, *tokens])
-            if self._matcher.is_stopped():
-                tokens = [*tokens, min(self._eos)]
+        if not self._go_to(output):
+            return []
+        tokens: list[int] = self._matcher.compute_ff_tokens()[:limit] if not self._matcher.is_stopped() else []
+        tokens = tokens[: self.accepts(output, tokens)]
+        self._go_to([*output, *tokens])
+        if len(tokens) < limit and self._matcher.is_stopped():
+            tokens = [*tokens, min(self._eos)]
         return tokens
 
-    def _go_to(self, output: Sequence[int]) -> None:
-        """Roll back to where both texts part, and read on."""
+    def _go_to(self, output: Sequence[int]) -> bool:
+        """Roll back to where both texts part, and read on as far as the grammar goes. -> whether that is all of it."""
         read, output = self._read, list(output)
         same = len(read) if output[: len(read)] == read else _common(read, output)
         if same < len(read):
             self._matcher.rollback(len(read) - same)
-        if same < len(output):
-            self._matcher.consume_tokens(output[same:])
-        self._read = output
+        more = self._legal(output[same:])
+        if more:
+            self._matcher.consume_tokens(more)
+        self._read = output[: same + len(more)]
         self._check(len(output))
+        return len(self._read) == len(output)
+
+    def _legal(self, tokens: Sequence[int]) -> list[int]:
+        """The first of these tokens that may follow, without an eos id."""
+        places = enumerate(tokens)
+        end = next((at for at, token in places if token in self._eos or not 0 <= token < self._vocab_size), len(tokens))
+        return list(tokens[: self._matcher.validate_tokens(list(tokens[:end]))]) if end else []
 
     def _check(self, length: int) -> None:
         if self._matcher.is_error():

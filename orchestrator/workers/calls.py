@@ -41,7 +41,7 @@ class Call:
     @property
     def options(self) -> CallOptions:
         """The kind of rounds its requests need."""
-        return CallOptions.of(self.requests, self.verify_width)
+        return CallOptions(self.verify_width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,8 @@ class SharedEngine:
                     del self._running[output.index]
             told: dict[Sink, list[CallUpdate]] = {}
             for state, own in gained.values():
-                if (error := state.failed) is not None:
+                error = state.failed or next((one.error for one in own if one.error is not None), None)
+                if error is not None:
                     self._end(state, error)
                     continue
                 update = state.update(own)

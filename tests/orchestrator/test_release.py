@@ -113,6 +113,6 @@ def test_the_host_verifier_forgets_texts_and_scores() -> None:
     draft = TableDecoder(near(TARGET, seed=1, spread=0.5), slots=2)
     one = SpeculativeGenerator(draft, TableDecoder(TARGET, slots=2))
     one.sample(PROMPTS, max_new_tokens=6, output_scores=True)
-    verifier = one.engine.variant(CallOptions(on_host=True)).logprobs
+    verifier = one.engine.variant(CallOptions()).logprobs
     assert verifier is not None
     assert verifier.logprobs == [[], []] and one.engine._slots == [None, None]

@@ -1,0 +1,157 @@
+"""Drafting for rows that bring something of their own: a prediction to draft from, or rules about which tokens may
+follow.
+
+A prediction goes first. A draft is cut at the first token that a grammar forbids, and goes on with what the grammar
+leaves no choice about; a draft model chooses under the grammar's mask. So acceptance does not collapse where the target
+writes what no drafter expects. Whatever is proposed changes no token. Drafts that were drawn from probabilities stay
+as they are: to cut one off would make the output's distribution wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+import torch
+from torch import Tensor
+
+from paceline.core import tree
+from paceline.core.protocols import Drafter, DraftsUnderMask, HostText
+from paceline.core.types import PAD, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
+from paceline.draft.prediction import PredictedText
+
+
+class RowDrafter:
+    """A `paceline.core.protocols.Drafter` around another one.
+
+    slots        the text of every slot, or None; shared with the engine
+    draft_shape  of its proposals: the other drafter's, or a chain where that one drafts nothing
+    predicted    how many tokens of the last proposal, from the first on, are from the prediction, for every slot
+    """
+
+    def __init__(self, drafter: Drafter, slots: Sequence[HostText | None], *, draft_shape: DraftShape) -> None:
+        self._inner, self._slots, self.draft_shape = drafter, slots, draft_shape
+        self._masked = drafter if isinstance(drafter, DraftsUnderMask) else None
+        self.reads: FeatureSpec | None = drafter.reads
+        self.max_positions = drafter.max_positions
+        self._texts: dict[int, PredictedText] = {}
+        self.predicted = [0] * len(slots)
+
+    def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        """See `paceline.core.protocols.Drafter`."""
+        self._inner.add_request(slot, prompt, features)
+        text = self._slots[slot]
+        self._texts.pop(slot, None)
+        if text is not None and text.prediction:
+            self._texts[slot] = PredictedText(text.prediction)
+
+    def finish_request(self, slot: int) -> None:
+        """See `paceline.core.protocols.Drafter`."""
+        self._inner.finish_request(slot)
+        self._texts.pop(slot, None)
+
+    def update(self, commit: Commit) -> None:
+        """See `paceline.core.protocols.Drafter`."""
+        self._inner.update(commit)
+        if self._texts:
+            for slot, (tokens, count) in enumerate(zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)):
+                if slot in self._texts:
+                    self._texts[slot].extend(tokens[:count])
+
+    def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
+        """See `paceline.core.protocols.Drafter`."""
+        most = [min(limit, self.draft_shape.depth) for limit in limits.max_accept.tolist()]
+        own = {slot: ahead for slot, predicted in self._texts.items() if (ahead := predicted.ahead(most[slot]))}
+        proposal = self._others(commit, sampling, limits, most=most, own=own)
+        self.predicted = [0] * len(most)
+        if proposal.draft_probs is not None:
+            return proposal
+        tokens, parents = proposal.tokens.clone(), proposal.parents
+        if isinstance(parents, Tensor):
+            parents = parents.clone()
+        for slot, text in enumerate(self._slots):
+            if text is None or (slot not in own and text.processing is None):
+                continue
+            line = parents[slot].tolist() if isinstance(parents, Tensor) else parents
+            chain = own.get(slot)
+            if chain is None and line is not None:
+                kept = _pruned(text, tokens[slot].tolist(), line)
+                if any(token != PAD for token in kept):
+                    tokens[slot] = torch.tensor(kept, dtype=torch.int32)
+                    continue
+                chain = []
+            if chain is None:
+                chain = list(takewhile(lambda token: token != PAD, tokens[slot].tolist()))
+            legal = chain if text.processing is None else text.processing.continued(text.text, chain, most[slot])
+            if slot in own:
+                pairs = zip(own[slot], legal, strict=False)
+                self.predicted[slot] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            tokens[slot] = torch.tensor(_placed(legal, line, size=tokens.shape[1]), dtype=torch.int32)
+            if isinstance(parents, Tensor):
+                parents[slot] = torch.tensor(tree.chain(tokens.shape[1]), dtype=torch.int32)
+        return replace(proposal, tokens=tokens, parents=parents)
+
+    def _others(
+        self,
+        commit: Commit,
+        sampling: SamplingTensors,
+        limits: RoundLimits,
+        *,
+        most: list[int],
+        own: dict[int, list[int]],
+    ) -> Proposal:
+        """What the other drafter proposes, in the shape of ours."""
+        left = [0 if slot in own else limit for slot, limit in enumerate(most)]
+        nodes = self.draft_shape.num_draft_tokens
+        nothing = torch.full((len(most), nodes), PAD, dtype=torch.int32)
+        end = self.max_positions
+        if not any(left) or not self._inner.draft_shape.num_draft_tokens or (end is not None and limits.max_rows > end):
+            parents: tuple[int, ...] | Tensor | None = self.draft_shape.parents
+            if self.draft_shape.dynamic:
+                parents = torch.tensor([tree.chain(nodes)] * len(most), dtype=torch.int32)
+            return Proposal(nothing, parents)
+        narrowed = limits if left == most else replace(limits, max_accept=torch.tensor(left, dtype=torch.int32))
+        if self._masked is not None and any(text is not None and text.processing is not None for text in self._slots):
+            proposal = self._masked.propose_allowed(commit, sampling, narrowed, allowed=self._allowed)
+        else:
+            proposal = self._inner.propose(commit, sampling, narrowed)
+        missing = nodes - proposal.tokens.shape[1]
+        if missing and proposal.draft_probs is None:  # a chain shorter than it may be
+            return replace(proposal, tokens=torch.nn.functional.pad(proposal.tokens, (0, missing), value=PAD))
+        return proposal
+
+    def _allowed(self, slot: int, drafts: list[int], size: int) -> Tensor | None:
+        """Which tokens may follow the text of a slot and these drafts; None = all."""
+        text = self._slots[slot]
+        if text is None or text.processing is None:
+            return None
+        return text.processing.allowed([*text.text, *drafts], size)
+
+
+def _pruned(text: HostText, tokens: list[int], parents: Sequence[int]) -> list[int]:
+    """The nodes of a tree, without those that may not follow and what is behind them."""
+    if text.processing is None:
+        return tokens
+    paths: list[list[int] | None] = []  # of every node that stands
+    for token, parent in zip(tokens, parents, strict=True):
+        above = [] if parent == tree.ROOT else paths[parent]
+        path = None if above is None or token == PAD else [*above, token]
+        if path is not None and text.processing.continued(text.text, path, len(path)) != path:
+            path = None
+        paths.append(path)
+    return [PAD if path is None else token for token, path in zip(tokens, paths, strict=True)]
+
+
+def _placed(chain: Sequence[int], parents: Sequence[int] | None, *, size: int) -> list[int]:
+    """A chain as the nodes of a proposal of ``size``; in a static tree along one of its deepest paths."""
+    if parents is None or not isinstance(parents, tuple):
+        return [*chain, *[PAD] * (size - len(chain))]
+    deepest: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        deepest.append([*([] if parent == tree.ROOT else deepest[parent]), node])
+    path = max(deepest, key=len)
+    nodes = [PAD] * size
+    for node, token in zip(path, chain, strict=False):
+        nodes[node] = token
+    return nodes

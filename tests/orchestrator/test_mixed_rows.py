@@ -1,0 +1,135 @@
+"""What a request asks of its tokens is a property of its row: its neighbours keep theirs, in every mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
+from itertools import cycle
+
+import pytest
+
+from paceline import SpeculativeGenerator
+from paceline.core.errors import ConfigurationError
+from paceline.engine.engine import CallOptions
+from paceline.engine.queue import ListQueue
+from paceline.engine.request import Request, SamplingParams
+from paceline.text.structured_output import StructuredOutput
+from tests.fakes import Checked, TableDecoder, near, table
+from tests.orchestrator.json_tokens import BOS, EOS, SIZE, tokenizer
+from tests.orchestrator.test_trees import Orchard
+
+TARGET = table(SIZE, seed=3, spread=2.0)
+DRAFT = near(TARGET, seed=4, spread=1.0)
+WORDS = tokenizer()
+PROMPTS = [[BOS, 5, 9], [BOS], [BOS, 7, 7, 8, 1], [3, 4], [BOS, 2]]
+ROWS: list[dict[str, object]] = [
+    {},
+    {"structured_outputs": StructuredOutput("regex", r"(ab|c){2,6}[0-9]+"), "tokenizer": WORDS},
+    {"presence_penalty": 0.9, "frequency_penalty": 0.3, "logit_bias": {4: 2.0}},
+    {},
+    {"logprobs": 3, "prediction": [5, 9, 2, 2]},
+    {"prediction": [1, 2, 3, 4, 5]},
+    {"repetition_penalty": 1.3, "min_tokens": 6},
+]
+MODES: dict[str, tuple[Callable[[int], object], dict[str, object]]] = {
+    "plain": (lambda _slots: None, {"k": 4, "exact": False}),
+    "ngram": (lambda _slots: "ngram", {"k": 4}),
+    "suffix": (lambda _slots: "suffix", {"k": 3}),
+    "model": (lambda slots: TableDecoder(DRAFT, slots=slots, eos=(EOS,)), {"k": 3}),
+    "model unfused": (lambda slots: TableDecoder(DRAFT, slots=slots, eos=(EOS,)), {"k": 3, "fused": False}),
+    "model auto": (lambda slots: TableDecoder(DRAFT, slots=slots, eos=(EOS,)), {"k": "auto"}),
+    "list": (lambda slots: ["ngram", TableDecoder(DRAFT, slots=slots, eos=(EOS,))], {"k": 3}),
+    "tree": (lambda _slots: Orchard([], grown=False), {}),
+    "grown tree": (lambda _slots: Orchard([], grown=True), {}),
+}
+LAWS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 1.0}]
+
+
+def made(mode: str, slots: int, kind: type[SpeculativeGenerator] = Checked) -> SpeculativeGenerator:
+    draft, options = MODES[mode]
+    return kind(draft(slots), TableDecoder(TARGET, slots=slots, eos=(EOS,)), **options)  # type: ignore[arg-type]
+
+
+def requests(generator: SpeculativeGenerator, law: dict[str, object]) -> list[Request]:
+    asked = []
+    for index, (row, prompt) in enumerate(zip(ROWS, cycle(PROMPTS), strict=False)):
+        params = SamplingParams(**{"max_new_tokens": 18 + index, "seed": index, **law, **row})  # type: ignore[arg-type]
+        (request,) = Request.batch([prompt], params, generator.limits)
+        asked.append(replace(request, index=index))
+    return asked
+
+
+def served(generator: SpeculativeGenerator, asked: list[Request]) -> dict[int, list[int]]:
+    texts: dict[int, list[int]] = {request.index: [] for request in asked}
+    with closing(generator.serve(ListQueue(asked), CallOptions())) as outputs:
+        for output in outputs:
+            assert output.error is None
+            texts[output.index] += output.tokens
+    return texts
+
+
+@pytest.mark.parametrize("law", LAWS, ids=["greedy", "drawn"])
+def test_every_request_of_a_mixed_batch_is_what_it_is_alone_and_plain(law: dict[str, object]) -> None:
+    plain = made("plain", 1, SpeculativeGenerator)
+    alone: dict[int, list[int]] = {}
+    for request in requests(plain, law):
+        alone |= served(plain, [request])
+    assert len({tuple(text) for text in alone.values()}) == len(ROWS)
+    for mode in MODES:
+        for slots in (2, 4):
+            generator = made(mode, slots)
+            assert served(generator, requests(generator, law)) == alone, (mode, slots)
+
+
+def test_a_batch_without_such_requests_never_leaves_its_graphs() -> None:
+    generator = made("model", 2)
+    plain = [one for one in requests(generator, {}) if not one.on_host and not one.prediction]
+    first = served(generator, plain)
+    graphs = {key.kind for key, _ in generator.target._made if key.draft is not None}  # type: ignore[attr-defined]
+    assert graphs == {"verify"} and not any(key.kind == "window" for key, _ in generator.target._made)  # type: ignore[attr-defined]
+    served(generator, requests(generator, {}))
+    assert any(key.kind == "window" for key, _ in generator.target._made)  # type: ignore[attr-defined]
+    forwards = generator.target.body.forwards  # type: ignore[attr-defined]
+    assert served(generator, plain) == first
+    assert generator.target.body.forwards > forwards  # type: ignore[attr-defined]
+
+
+def test_a_row_whose_processors_leave_no_token_ends_alone() -> None:
+    generator = made("ngram", 2)
+    asked = requests(generator, {})[:1]
+    never = SamplingParams(logits_processor=[lambda _ids, scores: scores - float("inf")])  # type: ignore[list-item]
+    broken = replace(Request.batch([[BOS]], never, generator.limits)[0], index=9)
+    with closing(generator.serve(ListQueue([broken, *asked]), CallOptions())) as outputs:
+        got = list(outputs)
+    (failed,) = [one for one in got if one.index == 9]
+    assert failed.finish_reason == "error" and "no token to follow" in str(failed.error) and failed.tokens == ()
+    text = [token for one in got if one.index == 0 for token in one.tokens]
+    assert text == served(made("plain", 1), requests(made("plain", 1), {})[:1])[0]
+
+
+def test_a_prediction_is_drafted_from_and_counted_and_changes_no_token() -> None:
+    for mode in ("plain", "ngram", "model", "tree"):
+        generator = made(mode, 1, SpeculativeGenerator)
+        asked = {"max_new_tokens": 40, "do_sample": True, "seed": 11, "eos_token_id": []}
+        text = generator.sample([[BOS, 1]], **asked)[0].tolist()  # type: ignore[call-overload]
+        changed = [*text[2:12], 0, 0, *text[14:]]  # what was expected is what comes, but for two tokens
+        before = generator.statistics.num_rounds
+        with closing(generator.stream([[BOS, 1]], prediction=changed, **asked)) as outputs:  # type: ignore[arg-type]
+            got = list(outputs)
+        assert [token for one in got for token in one.tokens] == text[2:], mode
+        accepted = sum(one.accepted_prediction_tokens for one in got)
+        assert accepted >= 20 and sum(one.rejected_prediction_tokens for one in got) > 0, (mode, accepted)
+        assert generator.statistics.num_rounds < before, mode
+        assert accepted <= generator.statistics.num_accepted_tokens
+
+
+def test_a_prediction_is_refused_where_nothing_can_be_drafted_from_it() -> None:
+    for draft, options, said in (
+        (None, {}, "where nothing is drafted"),
+        (None, {"k": 0, "exact": False}, "with k=0"),
+        ("ngram", {"acceptor": "reject"}, "this is 'reject'"),
+    ):
+        generator = SpeculativeGenerator(draft, TableDecoder(TARGET), **options)
+        with pytest.raises(ConfigurationError, match=said):
+            generator.sample([[BOS]], prediction=[1, 2, 3])
