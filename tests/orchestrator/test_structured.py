@@ -1,0 +1,171 @@
+"""Structured output inside speculation: always valid where the length allows, and always the tokens of plain decoding.
+
+The rows of docs/structured.md, "What goes wrong elsewhere", name tests of this file.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from paceline import SpeculativeGenerator
+from paceline.core.errors import SamplingError
+from paceline.text.structured_output import MAX_SOURCE_BYTES, StructuredOutput
+from tests.fakes import TableDecoder, near, table
+from tests.orchestrator.json_tokens import BOS, END, EOS, SIZE, VOCABULARY, tokenizer
+from tests.orchestrator.test_trees import Orchard
+
+TARGET = table(SIZE, seed=3, spread=2.0)
+DRAFT = near(TARGET, seed=4, spread=0.6)
+WORDS = tokenizer()
+NEW = 40
+FLAT = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+NESTED = {
+    "type": "object",
+    "properties": {"abc": {"type": "array", "items": {"enum": ["a", "bc", None]}, "minItems": 1, "maxItems": 3}},
+    "required": ["abc"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+ASKED = {
+    "flat": StructuredOutput("json_schema", FLAT),
+    "nested": StructuredOutput("json_schema", json.dumps(NESTED)),
+    "regex": StructuredOutput("regex", r"(ab|c){1,4}-[0-9]{2}"),
+    "choice": StructuredOutput("choice", ["true", "abc", "ab"]),
+    "grammar": StructuredOutput("grammar", 'start: "[" item ("," item)* "]"\nitem: "a" | "b" item'),
+}
+
+
+def valid(kind: str, text: str) -> bool:
+    """Judged by other code than what made it."""
+    if kind == "regex":
+        return re.fullmatch(r"(ab|c){1,4}-[0-9]{2}", text) is not None
+    if kind == "choice":
+        return text in ("true", "abc", "ab")
+    if kind == "grammar":
+        return re.fullmatch(r"\[(b*a)(,b*a)*\]", text) is not None
+    import jsonschema
+
+    jsonschema.validate(json.loads(text), FLAT if kind == "flat" else NESTED)
+    return True
+
+
+def generator(mode: str) -> SpeculativeGenerator:
+    draft: object = {
+        "model": TableDecoder(DRAFT, slots=4, eos=(EOS,)),
+        "tree": Orchard([], grown=False),
+        "grown": Orchard([], grown=True),
+    }.get(mode, None if mode == "plain" else mode)
+    options = {"k": 3} if mode in ("model", "ngram", "suffix") else {}
+    return SpeculativeGenerator(draft, TableDecoder(TARGET, slots=4, eos=(EOS,)), **options)  # type: ignore[arg-type]
+
+
+def outputs(made: SpeculativeGenerator, kind: str, *, drawn: bool, count: int = 8) -> list[tuple[list[int], str]]:
+    prompts = [[BOS, place % SIZE] for place in range(count)]
+    law = {"do_sample": True, "temperature": 1.0, "seed": 5} if drawn else {}
+    done = made.sample(
+        prompts, return_dict=True, max_new_tokens=NEW, structured_outputs=ASKED[kind], tokenizer=WORDS, **law
+    )  # type: ignore[call-overload]
+    rows = zip(done.sequences.tolist(), done.lengths, done.finish_reasons, strict=True)
+    return [(row[2:length], reason) for row, length, reason in rows]
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["greedy", "drawn"])
+def test_outputs_are_valid_and_those_of_plain_decoding_with_any_drafter(drawn: bool) -> None:
+    finished = checked = 0
+    for kind in ASKED:
+        plain = outputs(generator("plain"), kind, drawn=drawn)
+        for ids, reason in plain:
+            text = WORDS.decode(ids, skip_special_tokens=True)
+            assert (reason == "stop") == (ids[-1] == EOS) and EOS not in ids[:-1]
+            if reason == "stop":
+                assert valid(kind, text), (kind, text)
+                finished += 1
+        for mode in ("ngram", "suffix", "model", "tree", "grown"):
+            assert outputs(generator(mode), kind, drawn=drawn) == plain, (kind, mode)
+            checked += len(plain)
+    assert finished >= 30 and checked == 200
+
+
+def test_a_draft_model_under_the_mask_is_accepted_about_as_much_as_without_a_grammar() -> None:
+    made = generator("model")
+    outputs(made, "flat", drawn=False)
+    assert made.statistics.acceptance_rate > 0.5  # most of it is forced, and the rest is chosen under the mask
+
+
+def test_an_eos_id_comes_only_where_the_grammar_accepts_and_every_one_of_several_may() -> None:
+    made = generator("ngram")
+    asked = {"structured_outputs": ASKED["choice"], "tokenizer": WORDS, "max_new_tokens": NEW}
+    bias = {END: 100.0, EOS: -100.0}
+    ids = made.sample([[BOS]], eos_token_id=[EOS, END], logit_bias=bias, **asked)[0].tolist()  # type: ignore[call-overload]
+    assert ids[-1] == END and valid("choice", WORDS.decode(ids[1:-1])), ids
+    never = made.sample([[BOS]], eos_token_id=[EOS], logit_bias={EOS: -100.0}, **asked)[0].tolist()  # type: ignore[call-overload]
+    assert never[-1] == EOS  # nothing else may follow there, whatever the bias
+
+
+def test_min_tokens_gives_way_where_the_grammar_leaves_nothing_else() -> None:
+    ids = (
+        generator("model")
+        .sample([[BOS]], structured_outputs=ASKED["choice"], tokenizer=WORDS, min_tokens=20, max_new_tokens=NEW)[0]
+        .tolist()
+    )  # type: ignore[index]
+    assert ids[-1] == EOS and valid("choice", WORDS.decode(ids[1:-1]))
+
+
+def test_scores_and_tokens_end_together_with_the_text() -> None:
+    made = generator("model")
+    done = made.sample(
+        [[BOS]] * 3, return_dict=True, structured_outputs=ASKED["flat"], tokenizer=WORDS, logprobs=2, max_new_tokens=NEW
+    )  # type: ignore[call-overload]
+    assert done.token_logprobs is not None
+    for row, length, said in zip(done.sequences.tolist(), done.lengths, done.token_logprobs, strict=True):
+        assert [one.token for one in said] == row[1:length]
+
+
+def test_a_bias_does_not_bring_back_what_the_grammar_forbids() -> None:
+    bias = {VOCABULARY["z"] if "z" in VOCABULARY else VOCABULARY["y"]: 100.0}
+    made = generator("suffix")
+    ids = made.sample([[BOS]], structured_outputs=ASKED["flat"], tokenizer=WORDS, logit_bias=bias, max_new_tokens=NEW)[
+        0
+    ].tolist()  # type: ignore[index]
+    assert ids[-1] == EOS and valid("flat", WORDS.decode(ids[1:-1]))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (StructuredOutput("json_schema", {"type": "objec"}), "Invalid type"),
+        (StructuredOutput("json_schema", {"not": {"type": "string"}}), r'Unimplemented keys: \["not"\]'),
+        (StructuredOutput("json_schema", "{"), "this json_schema cannot be"),
+        (StructuredOutput("regex", "("), "unclosed group"),
+        (StructuredOutput("grammar", "start: nobody"), "this grammar cannot be compiled"),
+        (StructuredOutput("regex", "(a{1,1000}b{1,1000}){1,1000}"), "this regex cannot be compiled"),
+    ],
+)
+def test_what_is_no_grammar_is_named_before_any_work(asked: StructuredOutput, said: str) -> None:
+    made = generator("ngram")
+    with pytest.raises(SamplingError, match=said):
+        made.sample([[BOS]], structured_outputs=asked, tokenizer=WORDS)  # type: ignore[call-overload]
+    assert made.target.body.forwards == 0  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_compiled_for_other_reasons_is_named_too() -> None:
+    made = generator("ngram")
+    for more, said in (({}, "need the tokenizer"), ({"tokenizer": WORDS, "eos_token_id": []}, "end with an eos id")):
+        with pytest.raises(SamplingError, match=said):
+            made.sample([[BOS]], structured_outputs=ASKED["flat"], **more)  # type: ignore[call-overload]
+    with pytest.raises(SamplingError, match="ignore_eos is set"):
+        made.sample([[BOS]], structured_outputs=ASKED["flat"], tokenizer=WORDS, ignore_eos=True)  # type: ignore[call-overload]
+    for kind, value in (("choice", []), ("choice", "abc"), ("regex", ""), ("json_object", "{}"), ("xml", "a")):
+        with pytest.raises(SamplingError, match="structured_outputs of kind"):
+            StructuredOutput(kind, value)  # type: ignore[arg-type]
+    with pytest.raises(SamplingError, match="are longer than"):
+        StructuredOutput("regex", "a" * (MAX_SOURCE_BYTES + 1))
