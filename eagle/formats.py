@@ -132,7 +132,13 @@ def parse(
         known_keys.check_residual(config)
     # How many layers there are is said by the tensors: published files have the target's number.
     usual = {"model_type": "llama", "num_hidden_layers": 1}
-    sizes = ModelConfig.from_fields(Fields({**usual, **nested.values}, nested.where))
+    layer = Fields({**usual, **nested.values}, nested.where)
+    if layer.text("model_type") != "llama":  # the layers of a head are Llama's, whatever the target is
+        raise UnknownArchitectureError(
+            f"{layer.where}: model_type {layer.text('model_type')!r} is not supported; supported: llama, of whose "
+            "kind the layers of a head are, whatever its target is"
+        )
+    sizes = ModelConfig.from_fields(layer)
     present = set(names)
     layers = aux_layers.layers_of(config, target, override) if version == 3 else ()
     _check_count(config, layers)

@@ -68,6 +68,24 @@ class CachePosition:
         return self.count if self.padded else None
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """What a layer's attention does besides weighing all earlier rows by its scores.
+
+    window  how many positions a token sees, its own included (sliding window); 0: all of them
+    cap     scores become cap * tanh(score / cap), Gemma 2's soft cap; 0: they stay
+    slopes  [H] float32, ALiBi (Press et al., arXiv 2108.12409): a head's slope times (key position - query position) is
+            added to each score; None: nothing is
+    """
+
+    window: int = 0
+    cap: float = 0.0
+    slopes: Tensor | None = None
+
+
+PLAIN_ATTENTION = AttentionRule()
+
+
 @runtime_checkable
 class Kernels(Protocol):
     """Lines b, tokens T of a line, heads H, key-value heads G, head width D, cache rows R.
@@ -88,10 +106,17 @@ class Kernels(Protocol):
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         """x [b, T, in] @ weight [out, in].T -> [b, T, out]; rows from ``count`` [b] on may hold anything finite."""
 
-    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: CachePosition) -> Tensor:
+    def attend(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        place: CachePosition,
+        rule: AttentionRule = PLAIN_ATTENTION,
+    ) -> Tensor:
         """Write keys and values to their rows, then attend to all rows up to a token's own.
 
-        In a tree, instead: to all rows before the window and to the token's own ancestors.
+        In a tree, instead: to all rows before the window and to the token's own ancestors. Scores are divided by the
+        root of D; a family that scales otherwise scales its queries.
         q [b, T, H, D], k and v [b, T, G, D], cache twice [slots, G, R, D] (changed in place) -> [b, T, H * D]
         """
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels.protocol import CachePosition
+from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
 
 _BY_ROW = 128  # up to so many rows (every window, no large prefill chunk) `TorchKernels.linear` goes row by row
 _BLOCK = 128  # columns of the cache that `TorchKernels.attend` takes at a time
@@ -34,7 +34,13 @@ class TorchKernels:
         # A matrix product may sum a row in another order according to its place among the rows; this one does not.
         return torch.stack([torch.mv(weight, row) for row in rows]).view(*x.shape[:-1], -1)
 
-    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: CachePosition) -> Tensor:
+    def attend(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        place: CachePosition,
+        rule: AttentionRule = PLAIN_ATTENTION,
+    ) -> Tensor:
         q, k, v = qkv
         lines, window, heads, width = q.shape
         groups = k.shape[2]
@@ -48,8 +54,16 @@ class TorchKernels:
         key_blocks, value_blocks = _blocks(keys, extent), _blocks(values, extent)
         query = q.view(lines, window, groups, heads // groups, width).transpose(1, 2).flatten(2, 3)
         query = query * (1 / math.sqrt(width))
-        seen = _seen(place, rows, len(key_blocks) * _BLOCK).unsqueeze(1).repeat_interleave(heads // groups, dim=2)
+        share, reach = heads // groups, len(key_blocks) * _BLOCK
+        seen = within(_seen(place, rows, reach), place, rows, rule.window)
+        seen = seen.unsqueeze(1).repeat_interleave(share, dim=2)
         scores = [query @ block.transpose(2, 3) for block in key_blocks]  # [b, G, T * H/G, columns of a block] each
+        if rule.cap:
+            scores = [rule.cap * torch.tanh(x / rule.cap) for x in scores]
+        if rule.slopes is not None:
+            # [b, G, T, H/G, columns]
+            pull = rule.slopes.view(groups, 1, share, 1) * distances(place, rows, reach)[:, None, :, None]
+            scores = [x + y for x, y in zip(scores, pull.flatten(2, 3).split(_BLOCK, -1), strict=True)]
         scores = [torch.where(part, x, reduce.NEGATIVE) for part, x in zip(seen.split(_BLOCK, -1), scores, strict=True)]
         largest = fold(torch.maximum, [x.amax(-1, keepdim=True) for x in scores])
         weights = [torch.exp(x - largest) for x in scores]
@@ -113,6 +127,29 @@ def _seen(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
     offset = (columns - place.row.unsqueeze(1)).unsqueeze(1).expand(-1, window, -1)  # from the root
     inside = place.tree.seen.gather(2, offset.clamp(0, window - 1).to(torch.int64)) > 0
     return (offset < 0) | (inside & (offset < window))
+
+
+def distances(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
+    """Position of each of the first ``extent`` cache rows less that of every row [b, T] of a window.
+
+    [b, T, extent] float32; a row of a tree has the position of its depth.
+    """
+    columns = torch.arange(extent, dtype=torch.int32, device=rows.device).to(torch.float32)
+    if place.tree is None:
+        return columns - rows.unsqueeze(-1).to(torch.float32)
+    depth = place.tree.depth.to(torch.float32)
+    start = place.row.unsqueeze(1).to(torch.float32)
+    here = (columns == rows.unsqueeze(-1)).to(torch.float32)  # [b, T, extent], where each row of the window lies
+    behind = rows.to(torch.float32) - (start + depth)  # how much farther a row lies than its position says
+    positions = columns - (here * behind.unsqueeze(-1)).sum(1)
+    return positions.unsqueeze(1) - (start + depth).unsqueeze(-1)
+
+
+def within(seen: Tensor, place: CachePosition, rows: Tensor, window: int) -> Tensor:
+    """Of what is ``seen`` [b, T, extent] what lies in a sliding window of so many positions; 0: all of it."""
+    if not window:
+        return seen
+    return seen & (distances(place, rows, seen.shape[-1]) > -window)
 
 
 def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from paceline.core import noise, probs, reduce
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import SamplingTensors
 from paceline.decoder.kernels import graph_sampling
-from paceline.decoder.kernels.protocol import CachePosition
+from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
+from paceline.decoder.kernels.torch_kernels import distances, within
 from paceline.decoder.kernels.vocab_part import VocabPart
 
 MAX_EXACT = 1 << 24
@@ -36,7 +37,13 @@ class TraceableKernels:
         """As `Kernels.linear`; padding is computed like everything else."""
         return torch.nn.functional.linear(x, weight.to(torch.float32))
 
-    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: CachePosition) -> Tensor:
+    def attend(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        place: CachePosition,
+        rule: AttentionRule = PLAIN_ATTENTION,
+    ) -> Tensor:
         """As `Kernels.attend`.
 
         Raises:
@@ -54,7 +61,12 @@ class TraceableKernels:
         query = q.reshape(lines, window, groups, share, width).permute(0, 2, 1, 3, 4)
         query = query.reshape(lines, groups, window * share, width) * (1 / math.sqrt(width))
         scores = torch.matmul(query, keys.transpose(2, 3)).reshape(lines, groups, window, share, extent)
-        seen = visible(place, rows, extent).unsqueeze(1).unsqueeze(3)
+        if rule.cap:
+            scores = rule.cap * torch.tanh(scores / rule.cap)
+        if rule.slopes is not None:
+            slopes = rule.slopes.view(groups, 1, share, 1)
+            scores = scores + slopes * distances(place, rows, extent).unsqueeze(1).unsqueeze(3)
+        seen = within(visible(place, rows, extent), place, rows, rule.window).unsqueeze(1).unsqueeze(3)
         weights = probs.softmax(torch.where(seen, scores, reduce.NEGATIVE))
         mixed = torch.matmul(weights.reshape(lines, groups, window * share, extent), values)
         mixed = mixed.reshape(lines, groups, window, share, width).permute(0, 2, 1, 3, 4)

@@ -41,6 +41,9 @@ class DecoderModel(nn.Module):
     ignored: ClassVar[re.Pattern[str] | None] = None
     """Names of tensors that a checkpoint may hold besides those of `tensors`, without any effect."""
 
+    bare_prefix: ClassVar[str] = ""
+    """What names of `tensors` begin with that a checkpoint of the network without its head leaves away."""
+
     cos: Tensor
     sin: Tensor
     ids: Tensor
@@ -55,8 +58,8 @@ class DecoderModel(nn.Module):
         """
         raise NotImplementedError
 
-    @staticmethod
-    def tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+    @classmethod
+    def tensors(cls, config: ModelConfig) -> dict[str, TensorSpec]:
         """Every tensor of a checkpoint by its name, in the order of their use."""
         raise NotImplementedError
 
@@ -102,17 +105,28 @@ class DecoderModel(nn.Module):
 
         Changes ``caches`` in place.
         """
-        hidden = embedded(tokens, self.embedding, self.ids, group=self._group)
         at = place.positions(tokens.shape[1]).clamp(max=self.cos.shape[0] - 1)
-        rotation: Rotation = (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2))
+        hidden = self.entered(embedded(tokens, self.embedding, self.ids, group=self._group), at)
         streams = [hidden]
-        for layer, cache in zip(self.layers, caches, strict=True):
+        for layer, cache, rotation in zip(self.layers, caches, self.rotations(at), strict=True):
             hidden = layer(hidden, place, cache, rotation)
             streams.append(hidden)
-        hidden = rms_norm(hidden, self.norm, self._config.rms_norm_eps)
+        hidden = self.left(hidden)
         if reads is None:
             return hidden, None
         return hidden, torch.cat([streams[i] for i in reads.layers], -1) if reads.layers else hidden
+
+    def entered(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """Embeddings [b, T, H] of positions [b, T] int32 -> what the first layer reads."""
+        return hidden
+
+    def rotations(self, at: Tensor) -> list[Rotation]:
+        """Of positions [b, T] int32, for each layer."""
+        return [(self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2))] * len(self.layers)
+
+    def left(self, hidden: Tensor) -> Tensor:
+        """What the last layer gives [b, T, H] -> what the head reads."""
+        return rms_norm(hidden, self.norm, self._config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [b, T, H] -> [b, T, n] float32, of this rank's ids."""

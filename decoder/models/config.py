@@ -112,8 +112,10 @@ def _parse(config: Fields, generation: Fields) -> ModelConfig:
     return registry.family(config.text("model_type"), config.where).config(config, generation)
 
 
-def standard(config: Fields, generation: Fields) -> ModelConfig:
+def standard(config: Fields, generation: Fields, *, share: float | None = None) -> ModelConfig:
     """The keys that most families have, with the defaults of transformers' LlamaConfig; sizes have no default.
+
+    ``share`` is how much of a head rotary embeddings turn, where the family knows more than 1.
 
     Raises:
         CheckpointError: a key is missing or has a wrong value.
@@ -143,7 +145,7 @@ def standard(config: Fields, generation: Fields) -> ModelConfig:
         head_dim=head_dim,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         max_position_embeddings=max_positions,
-        rope=_rope(config, head_dim, max_positions),
+        rope=_rope(config, head_dim, max_positions, share),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
@@ -207,12 +209,13 @@ def _check_ids(where: str, key: str, ids: tuple[int, ...], *, vocab_size: int) -
         )
 
 
-def _rope(config: Fields, head_dim: int, max_positions: int) -> RopeConfig:
+def _rope(config: Fields, head_dim: int, max_positions: int, share: float | None) -> RopeConfig:
     # transformers 5 renamed rope_scaling; where a file has both it lets the old name win, and so do we.
     given = [config.child(key) for key in ("rope_scaling", "rope_parameters")]
     rope = next((fields for fields in given if fields is not None and fields.values), Fields({}, config.where))
     kind = rope.text("rope_type", rope.text("type", "default"))
-    _refuse_rope(config, rope, kind)
+    _refuse_rope(config, rope, kind, share)
+    pairs = int(head_dim * (1.0 if share is None else share)) // 2
     # Some checkpoints keep this one outside the rope settings, and then transformers prefers it there.
     original = config.integer(
         "original_max_position_embeddings", rope.integer("original_max_position_embeddings", max_positions)
@@ -233,8 +236,8 @@ def _rope(config: Fields, head_dim: int, max_positions: int) -> RopeConfig:
         mscale=rope.optional_number("mscale"),
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
         truncate=rope.flag("truncate", True),
-        short_factor=rope.numbers("short_factor", length=head_dim // 2) if longrope else (),
-        long_factor=rope.numbers("long_factor", length=head_dim // 2) if longrope else (),
+        short_factor=rope.numbers("short_factor", length=pairs) if longrope else (),
+        long_factor=rope.numbers("long_factor", length=pairs) if longrope else (),
     )
     if result.theta <= 1.0:
         raise CheckpointError(f"{rope.where}: rope_theta = {result.theta} is not above 1; correct the file.")
@@ -246,7 +249,7 @@ def _rope(config: Fields, head_dim: int, max_positions: int) -> RopeConfig:
     return result
 
 
-def _refuse_rope(config: Fields, rope: Fields, kind: str) -> None:
+def _refuse_rope(config: Fields, rope: Fields, kind: str, known: float | None) -> None:
     if kind not in ROPE_TYPES:
         raise UnknownArchitectureError(
             f"{rope.where}: rope_type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}."
@@ -259,7 +262,7 @@ def _refuse_rope(config: Fields, rope: Fields, kind: str) -> None:
         )
     for fields in (rope, config):
         share = fields.number("partial_rotary_factor", 1.0)
-        if share != 1.0:
+        if share != 1.0 and known is None:
             raise UnknownArchitectureError(
                 f"{fields.where}: partial_rotary_factor = {share} is not supported; "
                 "use a checkpoint that rotates whole heads (1.0)."

@@ -36,8 +36,8 @@ class LlamaModel(DecoderModel):
             )
         return configs.standard(fields, generation)
 
-    @staticmethod
-    def tensors(config: ModelConfig) -> dict[str, TensorSpec]:
+    @classmethod
+    def tensors(cls, config: ModelConfig) -> dict[str, TensorSpec]:
         """The names that transformers writes. With tied embeddings there is no head of its own."""
         vocabulary, hidden, inner = config.vocab_size, config.hidden_size, config.intermediate_size
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

@@ -13,7 +13,12 @@ struct Attend {
   int64_t batch, window, heads, kv_heads, width, rows;  // rows: of the cache, per slot and head
   const int32_t *row, *count, *slots;
   const int32_t* parents;  // of a tree: [batch, window], the row each row of a window hangs on; null for a chain
+  int64_t reach = 0;  // positions a token sees, its own included; 0: all
+  float cap = 0;  // scores become cap * tanh(score / cap); 0: they stay
+  const float* slopes = nullptr;  // [heads], times the distance of a key, added to scores; null: nothing is
+  bool plain() const { return !reach && cap == 0 && !slopes; }
   int64_t group() const { return heads / kv_heads; }
+  int64_t first(int64_t seen) const { return reach && seen > reach ? seen - reach : 0; }  // position a token sees
   int64_t stride() const { return (rows + VL - 1) / VL * VL; }
 };
 
@@ -23,7 +28,16 @@ struct Heads {
   const float *q, *k, *v;
   float* out;
   int64_t q_step, k_step, v_step, out_step;
+  int64_t head;  // the number of the first
 };
+
+// Scores of positions `from` to the token's own, the last before `seen`: capped, then made less by distance.
+inline void bend(const Attend& a, float* scores, int64_t from, int64_t seen, int64_t head) {
+  if (a.cap != 0)
+    for (int64_t at = from; at < seen; at++) scores[at] = a.cap * std::tanh(scores[at] / a.cap);
+  if (a.slopes)
+    for (int64_t at = from; at < seen; at++) scores[at] += a.slopes[head] * (float)(at - (seen - 1));
+}
 
 // Vector v of a line of D numbers, zeros behind its end. WHOLE: D is a number of whole vectors.
 template <bool WHOLE, class T>
@@ -82,7 +96,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
   float *scores = scratch, *query = scores + QUERIES * stride;
   float* to[QUERIES];
   const int32_t* way[QUERIES];
-  int64_t seen[QUERIES], longest = 0;
+  int64_t seen[QUERIES], longest = 0, start = a.rows;
   for (int i = 0; i < QUERIES; i++) {
     int64_t t = (first + i) / group, head = (first + i) % group * D;
     const float* from = h.q + t * h.q_step + head;
@@ -90,6 +104,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
     way[i] = TREE ? ways.of(t) : nullptr;
     seen[i] = row + (TREE ? ways.length(t) : t + 1);
     longest = TREE ? row : std::max(longest, seen[i]);
+    start = std::min(start, a.first(seen[i]));
     for (int64_t d = 0; d < padded; d++) query[i * padded + d] = d < D ? from[d] * scale : 0.0f;
   }
   auto score = [&](auto deep, int64_t p) {
@@ -115,7 +130,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
     totals<QUERIES * WIDES>(sum, found);
     unrolled<QUERIES>([&](auto i) { std::memcpy(scores + i * stride + p, found + i * N, N * sizeof(float)); });
   };
-  int64_t p = 0;
+  int64_t p = start;
   for (; p + DEEP <= longest; p += DEEP) score(std::integral_constant<int, DEEP>{}, p);
   for (; p + 2 <= longest; p += 2) score(std::integral_constant<int, 2>{}, p);
   for (; p < longest; p++) score(std::integral_constant<int, 1>{}, p);
@@ -129,7 +144,12 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
       }
   float inverse[QUERIES];
   for (int i = 0; i < QUERIES; i++) {
-    inverse[i] = weigh(scores + i * stride, seen[i]);
+    float* line = scores + i * stride;
+    const int64_t from = a.first(seen[i]), whole = from / VL * VL;  // sums begin at whole vectors
+    if (!a.plain()) bend(a, line, from, seen[i], h.head + (first + i) % group);
+    std::fill(line + whole, line + from, -1e30f);
+    inverse[i] = weigh(line + whole, seen[i] - whole);
+    std::fill(line + std::min(start, whole), line + from, 0.0f);
     // A key behind a row's own weighs nothing; adding 0 * value changes no bit of a sum of finite numbers.
     for (int64_t later = seen[i]; later < longest; later++) scores[i * stride + later] = 0.0f;
   }
@@ -139,7 +159,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
     constexpr int EACH = sizeof(V) / sizeof(Vec), WIDES = N / EACH;
     V sum[QUERIES * WIDES];
     unrolled<QUERIES * WIDES>([&](auto i) { sum[i] = V{}; });
-    for (int64_t at = 0; at < longest; at++) {
+    for (int64_t at = start; at < longest; at++) {
       V value[WIDES];
       unrolled<WIDES>([&](auto j) { value[j] = along<V, WHOLE>(values + at * D, v + j * EACH, D); });
       unrolled<QUERIES>([&](auto i) {
@@ -206,8 +226,9 @@ void attend(const Attend& a, const float* q, const float* k, const float* v, T* 
 #pragma omp parallel for collapse(2) schedule(static) if (a.batch * a.heads * a.window * a.rows > 2048)
   for (int64_t b = 0; b < a.batch; b++)
     for (int64_t g = 0; g < a.kv_heads; g++) {
-      const int64_t at = b * a.window * line + g * group, kv_at = b * a.window * kv_line + g * D;
-      attend_group(a, b, g, Heads{q + at, k + kv_at, v + kv_at, out + at, line, kv_line, kv_line, line}, keys, values);
+      const int64_t at = b * a.window * line + g * group, kv_at = b * a.window * kv_line + g * D, head = g * a.group();
+      const Heads own{q + at, k + kv_at, v + kv_at, out + at, line, kv_line, kv_line, line, head};
+      attend_group(a, b, g, own, keys, values);
       for (int64_t t = std::min<int64_t>(a.count[b], a.window); t < a.window; t++)
         std::fill_n(out + at + t * line, group, 0.0f);
     }

@@ -63,8 +63,9 @@ extern "C" void paceline_linear_real(const float* x, const void* w, float* out, 
 
 extern "C" void paceline_attend(const float* q, const float* k, const float* v, void* keys, void* values, float* out,
                                 const int32_t* row, const int32_t* count, const int32_t* slots,
-                                const int32_t* parents, const int64_t* sizes, int64_t dtype) {
-  Attend a{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], row, count, slots, parents};
+                                const int32_t* parents, const int64_t* sizes, int64_t dtype, int64_t reach, float cap,
+                                const float* slopes) {
+  Attend a{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], row, count, slots, parents, reach, cap, slopes};
   if (dtype == 0) attend(a, q, k, v, (float*)keys, (float*)values, out);
   else if (dtype == 1) attend(a, q, k, v, (BFloat16*)keys, (BFloat16*)values, out);
   else attend(a, q, k, v, (Float16*)keys, (Float16*)values, out);
@@ -176,21 +177,17 @@ extern "C" int32_t aoti_torch_cpu_row_linear_real(Handle x, Handle w, Handle cou
   return 0;
 }
 
-extern "C" int32_t aoti_torch_cpu_row_attend_tree(Handle q, Handle k, Handle v, Handle keys, Handle values, Handle row,
-                                                  Handle count, Handle slots, Handle parents, Handle* ret) {
+extern "C" int32_t aoti_torch_cpu_row_attend(Handle q, Handle k, Handle v, Handle keys, Handle values, Handle row,
+                                             Handle count, Handle slots, Handle* parents, Handle* slopes,
+                                             int64_t reach, double cap, Handle* ret) {
   const int64_t* s = sizes(q);
   int64_t shape[3] = {s[0], s[1], s[2] * s[3]};
   int64_t all[6] = {s[0], s[1], s[2], sizes(k)[2], s[3], sizes(keys)[2]};
   *ret = empty(3, shape, aoti_torch_dtype_float32());
   paceline_attend(data<float>(q), data<float>(k), data<float>(v), data<void>(keys), data<void>(values),
                   data<float>(*ret), data<int32_t>(row), data<int32_t>(count), data<int32_t>(slots),
-                  parents ? data<int32_t>(parents) : nullptr, all, code(dtype_of(keys)));
+                  (int32_t*)maybe(parents), all, code(dtype_of(keys)), reach, (float)cap, (float*)maybe(slopes));
   return 0;
-}
-
-extern "C" int32_t aoti_torch_cpu_row_attend(Handle q, Handle k, Handle v, Handle keys, Handle values, Handle row,
-                                             Handle count, Handle slots, Handle* ret) {
-  return aoti_torch_cpu_row_attend_tree(q, k, v, keys, values, row, count, slots, nullptr, ret);
 }
 
 extern "C" int32_t aoti_torch_cpu_row_keep(Handle keys, Handle values, Handle row, Handle path, Handle slots,

@@ -102,7 +102,8 @@ void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const 
         }
         const float *q = turned.data(), *v = line + all + (a.kv_heads + g) * D;
         float* to = seen.data() + first[b] * all + g * group * D;
-        attend_group(a, b, g, Heads{q, q + group * D, v, to, (group + 1) * D, (group + 1) * D, qkv.N, all}, keys, values);
+        const Heads own{q, q + group * D, v, to, (group + 1) * D, (group + 1) * D, qkv.N, all, g * group};
+        attend_group(a, b, g, own, keys, values);
       }
     });
 #pragma omp barrier

@@ -14,16 +14,21 @@ from torch import Tensor
 
 from paceline.core import noise
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels.protocol import AttentionWeights, CachePosition, MlpWeights
+from paceline.decoder.kernels.protocol import (
+    PLAIN_ATTENTION,
+    AttentionRule,
+    AttentionWeights,
+    CachePosition,
+    MlpWeights,
+)
 from paceline.decoder.native import build
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SCHEMAS = """
 row_linear(Tensor x, Tensor w) -> Tensor
 row_linear_real(Tensor x, Tensor w, Tensor count) -> Tensor
-row_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots) -> Tensor
-row_attend_tree(Tensor q, Tensor k, Tensor v, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots, \
-Tensor parents) -> Tensor
+row_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots, \
+Tensor? parents, Tensor? slopes, int reach, float cap) -> Tensor
 row_attention(Tensor hidden, Tensor norm, float eps, Tensor qkv, Tensor? qkv_bias, Tensor out, Tensor? out_bias, \
 Tensor cos, Tensor sin, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots, Tensor? parents) -> Tensor
 row_mlp(Tensor hidden, Tensor norm, float eps, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, \
@@ -54,14 +59,17 @@ class Native:
         )
         return made
 
-    def attend(self, qkv: tuple[Tensor, Tensor, Tensor], cache: tuple[Tensor, Tensor], place: CachePosition) -> Tensor:
+    def attend(
+        self,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        cache: tuple[Tensor, Tensor],
+        place: CachePosition,
+        rule: AttentionRule = PLAIN_ATTENTION,
+    ) -> Tensor:
         q, k, v = (x.contiguous() for x in qkv)
-        ops, at = torch.ops.paceline, (place.row, place.count, place.slots)
-        made: Tensor = (
-            ops.row_attend(q, k, v, *cache, *at)
-            if place.tree is None
-            else ops.row_attend_tree(q, k, v, *cache, *at, place.tree.parents)
-        )
+        at = (place.row, place.count, place.slots, None if place.tree is None else place.tree.parents)
+        bent = (rule.slopes, rule.window, rule.cap)
+        made: Tensor = torch.ops.paceline.row_attend(q, k, v, *cache, *at, *bent)
         return made
 
     def attention(
@@ -125,7 +133,7 @@ def c_shims() -> dict[object, list[str]]:
     register()
     ops = torch.ops.paceline
     tensors = "AtenTensorHandle x, AtenTensorHandle w"
-    handles = {n: ", ".join(f"AtenTensorHandle t{i}" for i in range(n)) for n in (4, 5, 7, 8, 9)}
+    handles = {n: ", ".join(f"AtenTensorHandle t{i}" for i in range(n)) for n in (4, 5, 7, 8)}
     head = "AOTITorchError aoti_torch_cpu_row_"
     maybe = "AtenTensorHandle* "
     attention = (
@@ -135,8 +143,9 @@ def c_shims() -> dict[object, list[str]]:
     return {
         ops.row_linear.default: [f"{head}linear({tensors}, AtenTensorHandle* ret)"],
         ops.row_linear_real.default: [f"{head}linear_real({tensors}, AtenTensorHandle count, AtenTensorHandle* ret)"],
-        ops.row_attend.default: [f"{head}attend({handles[8]}, AtenTensorHandle* ret)"],
-        ops.row_attend_tree.default: [f"{head}attend_tree({handles[9]}, AtenTensorHandle* ret)"],
+        ops.row_attend.default: [
+            f"{head}attend({handles[8]}, {maybe}p, {maybe}s, int64_t reach, double cap, AtenTensorHandle* ret)"
+        ],
         ops.row_attention.default: [f"{head}attention({attention}, AtenTensorHandle* ret)"],
         ops.row_mlp.default: [f"{head}mlp({mlp}, AtenTensorHandle* ret)"],
         ops.row_keep.default: [f"{head}keep({handles[5]}, AtenTensorHandle* ret)"],
@@ -159,7 +168,6 @@ def register() -> torch.library.Library:
         "row_linear": (_linear, _shape_linear),
         "row_linear_real": (_linear_real, _shape_linear_real),
         "row_attend": (_attend, _shape_attend),
-        "row_attend_tree": (_attend, _shape_attend),
         "row_attention": (_attention, _shape_half),
         "row_mlp": (_mlp, _shape_half),
         "row_keep": (_keep, _shape_keep),
@@ -181,7 +189,7 @@ def _shape_linear_real(x: Tensor, w: Tensor, _count: Tensor) -> Tensor:
     return _shape_linear(x, w)
 
 
-def _shape_attend(q: Tensor, *_rest: Tensor) -> Tensor:
+def _shape_attend(q: Tensor, *_rest: object) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], q.shape[2] * q.shape[3])
 
 
@@ -228,14 +236,16 @@ def _linear_real(x: Tensor, w: Tensor, count: Tensor) -> Tensor:
     return out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor) -> Tensor:
-    keys, values, *places = rest  # row, count, slots and, for a tree, parents
+def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
+    keys, values, row, count, slots, parents, slopes = (x if isinstance(x, Tensor) else None for x in rest[:7])
+    reach, cap = rest[7:]
+    assert keys is not None and isinstance(reach, int) and isinstance(cap, float), "the schema asks for it"
     out = _shape_attend(q)
     lines, window, heads, width = q.shape
     sizes = (ctypes.c_int64 * 6)(lines, window, heads, k.shape[2], width, keys.shape[2])
-    pointers = [_pointer(x) for x in (q, k, v, keys, values, out, *places)]
-    pointers += [ctypes.c_void_p(None)] * (4 - len(places))
-    build.library().paceline_attend(*pointers, sizes, ctypes.c_int64(_DTYPES[keys.dtype]))
+    pointers = [_pointer(x) for x in (q, k, v, keys, values, out, row, count, slots, parents)]
+    numbers = (ctypes.c_int64(_DTYPES[keys.dtype]), ctypes.c_int64(reach), ctypes.c_float(cap), _pointer(slopes))
+    build.library().paceline_attend(*pointers, sizes, *numbers)
     return out
 
 

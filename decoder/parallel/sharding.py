@@ -36,14 +36,18 @@ class Split(Enum):
 class TensorSpec:
     """A tensor of a checkpoint.
 
-    shape   linear weights are [out, in]
+    shape   linear weights are [out, in], transposed ones [in, out]
     split   how it is divided over ranks
     copies  names under which a checkpoint may hold the same tensor once more; a copy is compared and dropped
+    blocks  several matrices below each other in one: the rows of each, and how it is divided; ``split`` then says ROWS
+    transposed  a linear weight stored as [in, out]; ``split`` and ``blocks`` speak of it as [out, in]
     """
 
     shape: tuple[int, ...]
     split: Split = Split.WHOLE
     copies: tuple[str, ...] = ()
+    blocks: tuple[tuple[int, Split], ...] = ()
+    transposed: bool = False
 
     @property
     def is_product(self) -> bool:
@@ -186,6 +190,8 @@ class Shard:
         """What this rank has of a tensor; None = all of it."""
         if self.degree == 1 or spec.split is Split.WHOLE:
             return None
+        if spec.blocks:
+            return self._blocks(spec)
         if spec.split is Split.VOCABULARY:
             end = spec.shape[0]
             return TensorSlice(0, ((min(self.ids.start, end), min(self.ids.stop, end)),), len(self.ids))
@@ -194,8 +200,19 @@ class Shard:
                 return _even(0, self.key_part, self.rank)
             width = self.config.head_dim
             return TensorSlice(0, tuple((h * width, (h + 1) * width) for h in self.key_heads), self.key_part)
-        dim = 1 if spec.split is Split.COLUMNS else 0
+        dim = int((spec.split is Split.COLUMNS) is not spec.transposed)
         return _even(dim, spec.shape[dim] // self.degree, self.rank)
+
+    def _blocks(self, spec: TensorSpec) -> TensorSlice:
+        """This rank's rows of each of the matrices, one after the other."""
+        ranges: list[tuple[int, int]] = []
+        begin = size = 0
+        for rows, split in spec.blocks:
+            own = self.slice_of(TensorSpec((rows,), split))
+            assert own is not None, "what is whole on every rank is a tensor of its own"
+            ranges += [(begin + a, begin + b) for a, b in own.ranges]
+            begin, size = begin + rows, size + own.size
+        return TensorSlice(int(spec.transposed and len(spec.shape) > 1), tuple(ranges), size)
 
     def numbers_of(self, spec: TensorSpec) -> int:
         """How many numbers this rank has of a tensor."""

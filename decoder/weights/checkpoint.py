@@ -39,9 +39,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A tensor of the checkpoint: the file it is in, and what that file says of it."""
+    """A tensor of the checkpoint: the file it is in, its name there, and what that file says of it."""
 
     file: Path
+    stored: str
     info: TensorInfo
 
 
@@ -65,7 +66,7 @@ def load_weights(
     family = registry.family(config.model_type)
     expected = family.tensors(config)
     place = checkpoint_path(path)
-    places = _survey(place)
+    places = _prefixed(_survey(place), family.bare_prefix)
     originals = {copy: name for name, spec in expected.items() for copy in spec.copies if copy in places}
     relevant = [name for name in places if family.ignored is None or not family.ignored.fullmatch(name)]
     _check_names(place, relevant, expected, copies=set(originals))
@@ -78,7 +79,7 @@ def load_weights(
         with open_weight_file(file) as source:
             for name in [name for name in specs if places[name].file == file]:
                 cut = None if shard is None else shard.slice_of(specs[name])
-                tensor = _load_tensor(source, name, dtype, part=cut, file=file)
+                tensor = _load_tensor(source, places[name].stored, dtype, part=cut, file=file)
                 if name not in expected:
                     copies[name] = tensor
                     continue
@@ -103,8 +104,15 @@ def _survey(path: Path) -> dict[str, _Place]:
                         f"{name} is in both {places[name].file} and {file}; the shards come from different "
                         "downloads, download the checkpoint again."
                     )
-                places[name] = _Place(file, info)
+                places[name] = _Place(file, name, info)
     return places
+
+
+def _prefixed(places: dict[str, _Place], prefix: str) -> dict[str, _Place]:
+    """The names of a whole model, where the checkpoint is of the network without its head."""
+    if not prefix or any(name.startswith(prefix) for name in places):
+        return places
+    return {name if name.startswith("lm_head.") else prefix + name: place for name, place in places.items()}
 
 
 def _check_names(folder: Path, found: list[str], expected: dict[str, TensorSpec], *, copies: set[str]) -> None:

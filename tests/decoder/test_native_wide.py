@@ -29,11 +29,15 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return made
 
 
-def call(function: ctypes._CFuncPtr, *arguments: Tensor | int | None) -> None:
+def call(function: ctypes._CFuncPtr, *arguments: Tensor | float | None) -> None:
     """Tensors go as pointers."""
     function(
         *(
-            ctypes.c_int64(a) if isinstance(a, int) else ctypes.c_void_p(a.data_ptr() if a is not None else 0)
+            ctypes.c_int64(a)
+            if isinstance(a, int)
+            else ctypes.c_float(a)
+            if isinstance(a, float)
+            else ctypes.c_void_p(a.data_ptr() if a is not None else 0)
             for a in arguments
         )
     )
@@ -68,5 +72,5 @@ def test_attention(narrow: ctypes.CDLL, code: int, width: int, tree: bool) -> No
         for library in (narrow, build.library()):
             seen.append(torch.empty(1, window, heads * width))
             own = [one.clone() for one in cache]
-            call(library.paceline_attend, q, k, v, *own, seen[-1], *place, parents, sizes, code)
+            call(library.paceline_attend, q, k, v, *own, seen[-1], *place, parents, sizes, code, 0, 0.0, None)
         assert torch.equal(*seen)

@@ -1,0 +1,338 @@
+"""The network of a family that a `Blueprint` describes: norms, attention, MLP or experts, put together as it says.
+
+Not here: what a family's config.json means and what its tensors are called, which is in the family's own module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from paceline.decoder.kernels.protocol import AttentionRule, CachePosition, Kernels
+from paceline.decoder.models.base import DecoderModel
+from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Experts, Names, tensors
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.layers import Rotation, Weights, biased, frozen, rms_norm
+from paceline.decoder.models.rope import apply_rope, rope_tables
+from paceline.decoder.parallel.collectives import Collectives
+from paceline.decoder.parallel.sharding import Shard, TensorSpec
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": nn.functional.silu,
+    "gelu": nn.functional.gelu,
+    "gelu tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
+    "relu": nn.functional.relu,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What every block of one rank is made with."""
+
+    shard: Shard
+    kernels: Kernels
+    group: Collectives
+    names: Names
+
+    @property
+    def config(self) -> AssembledConfig:
+        config = self.shard.config
+        assert isinstance(config, AssembledConfig), "the family's own `config` made it"
+        return config
+
+
+class AssembledModel(DecoderModel):
+    """See `DecoderModel`. A family says its `names`, and its `config` gives an `AssembledConfig`."""
+
+    names: Names
+
+    @classmethod
+    def tensors(cls, config: ModelConfig) -> dict[str, TensorSpec]:
+        """See `DecoderModel`."""
+        assert isinstance(config, AssembledConfig)
+        return tensors(config, cls.names)
+
+    @classmethod
+    def build(
+        cls, shard: Shard, weights: Weights, kernels: Kernels, *, positions: int, group: Collectives
+    ) -> AssembledModel:
+        part = _Part(shard, kernels, group, cls.names)
+        config, plan, outer = part.config, part.config.blueprint, cls.names.outer
+        made = cls(
+            shard,
+            kernels,
+            embedding=weights.pop(f"{outer['embedding']}.weight"),
+            layers=[AssembledLayer(part, weights, index) for index in range(config.num_layers)],
+            norm=weights.pop(f"{outer['norm']}.weight"),
+            head=weights.pop(f"{outer['head']}.weight", None),
+            positions=positions,
+            group=group,
+        )
+        made.plan = plan
+        made.last = Normalise(plan, made.norm, weights.pop(f"{outer['norm']}.bias", None), config.rms_norm_eps)
+        made.first = _norm(part, weights, outer["embedding norm"]) if plan.embedding_norm else None
+        made.learned = frozen(weights.pop(f"{outer['positions']}.weight")) if plan.learned else None
+        made.head_bias = frozen(weights.pop(f"{outer['head']}.bias")) if plan.head_bias else None
+        if plan.rotated:
+            for name, rope in (("", config.rope), ("local_", plan.local_rope)):
+                if rope is not None:
+                    for side, table in zip(("cos", "sin"), rope_tables(rope, plan.rotated, positions), strict=True):
+                        made.register_buffer(f"{name}{side}", table)
+        return made
+
+    plan: Blueprint
+    last: Normalise
+    first: Normalise | None
+    learned: nn.Parameter | None
+    head_bias: nn.Parameter | None
+
+    def entered(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """See `DecoderModel`."""
+        if self.plan.embedding_scale != 1.0:
+            hidden = hidden * self.plan.embedding_scale
+        if self.learned is not None:
+            hidden = hidden + nn.functional.embedding(at + self.plan.learned_from, self.learned).float()
+        return hidden if self.first is None else self.first(hidden)
+
+    def rotations(self, at: Tensor) -> list[Rotation]:
+        """See `DecoderModel`."""
+        whole = (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2))
+        if self.plan.local_rope is None:
+            return [whole] * len(self.layers)
+        local = (self.get_buffer("local_cos")[at].unsqueeze(2), self.get_buffer("local_sin")[at].unsqueeze(2))
+        return [local if window else whole for window in self.plan.windows]
+
+    def left(self, hidden: Tensor) -> Tensor:
+        """See `DecoderModel`."""
+        made: Tensor = self.last(hidden)
+        return made
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `DecoderModel`."""
+        logits = biased(super().logits(hidden), self.head_bias)
+        return capped(logits, self.plan.logit_cap)
+
+
+class AssembledLayer(nn.Module):
+    """One layer."""
+
+    def __init__(self, part: _Part, weights: Weights, index: int) -> None:
+        super().__init__()
+        prefix = part.names.layer.format(i=index)
+        inner = {name: prefix + rest for name, rest in part.names.inner.items()}
+        plan = part.config.blueprint
+        self.parallel = plan.parallel
+        self.norm = _norm(part, weights, inner["norm"])
+        self.attention = Attention(part, weights, inner, window=plan.windows[index] if plan.windows else 0)
+        self.post_norm = _norm(part, weights, inner["post norm"]) if plan.post_norms else None
+        self.mlp_norm = None if plan.shared_norm else _norm(part, weights, inner["mlp norm"])
+        kind = Mlp if plan.experts is None else MixtureOfExperts
+        self.mlp = kind(part, weights, inner)
+        self.post_mlp_norm = _norm(part, weights, inner["post mlp norm"]) if plan.post_norms else None
+
+    def forward(self, hidden: Tensor, place: CachePosition, cache: tuple[Tensor, Tensor], rotation: Rotation) -> Tensor:
+        """See `DecoderModel`."""
+        x = self.norm(hidden)
+        attention = self.attention(x, place, cache, rotation)
+        if self.post_norm is not None:
+            attention = self.post_norm(attention)
+        between: Tensor = hidden if self.parallel else hidden + attention
+        mlp = self.mlp(x if self.mlp_norm is None else self.mlp_norm(between), place.real)
+        if self.post_mlp_norm is not None:
+            mlp = self.post_mlp_norm(mlp)
+        made: Tensor = between + mlp
+        return made + attention if self.parallel else made
+
+
+class Normalise(nn.Module):
+    """A norm over the last dimension, in float32."""
+
+    def __init__(self, plan: Blueprint, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+        super().__init__()
+        self.kind, self.eps = plan.norm, eps
+        self.weight = weight if isinstance(weight, nn.Parameter) else frozen(weight)
+        self.bias = None if bias is None else frozen(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "layer":
+            x = x - x.mean(-1, keepdim=True)
+            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+            return biased(self.weight * x, self.bias)
+        weight = self.weight.float() + 1.0 if self.kind == "rms plus one" else self.weight
+        return rms_norm(x, weight, self.eps)
+
+
+class Attention(nn.Module):
+    """As `paceline.decoder.models.layers.SelfAttention`, with what a blueprint may add."""
+
+    def __init__(self, part: _Part, weights: Weights, inner: dict[str, str], *, window: int) -> None:
+        super().__init__()
+        config, plan, shard = part.config, part.config.blueprint, part.shard
+        self._shard, self._kernels, self._group, self._plan = shard, part.kernels, part.group, plan
+        self.qkv = frozen(_gathered(part, weights, inner, "weight"))
+        self.qkv_bias = frozen(_gathered(part, weights, inner, "bias")) if plan.qkv_bias else None
+        self.out = frozen(_taken(part, weights, inner["out"]))
+        self.out_bias = frozen(weights.pop(f"{inner['out']}.bias")) if plan.out_bias else None
+        self.q_norm, self.k_norm = (
+            Normalise(plan, weights.pop(f"{inner[side]}.weight"), None, config.rms_norm_eps)
+            if plan.head_norms
+            else None
+            for side in ("q norm", "k norm")
+        )
+        self.scale = plan.query_scale * config.head_dim**0.5 if plan.query_scale else 1.0
+        self.window = window
+        if shard.gathers:
+            self.register_buffer("key_heads", torch.tensor(shard.key_heads, dtype=torch.int32))
+        if plan.alibi:
+            own = alibi_slopes(config.num_heads)[shard.rank * shard.heads : (shard.rank + 1) * shard.heads]
+            self.register_buffer("slopes", torch.tensor(own, dtype=torch.float32))
+
+    def forward(self, x: Tensor, place: CachePosition, cache: tuple[Tensor, Tensor], rotation: Rotation) -> Tensor:
+        """x [b, T, H] -> [b, T, H]; keys and values go to their rows of the cache [slots, G, R, D]."""
+        plan = self._plan
+        mixed = biased(self._kernels.linear(x, self.qkv, place.real), self.qkv_bias)
+        width, share = self._shard.config.head_dim, self._shard.key_part
+        q, keys, values = mixed.split((self._shard.heads * width, share, share), dim=-1)
+        q = q.view(*q.shape[:-1], -1, width)
+        k, v = self._key_heads(keys, values)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if plan.rotated:
+            q, k = self._turned(q, rotation), self._turned(k, rotation)
+        if self.scale != 1.0:
+            q = q * self.scale
+        rule = AttentionRule(self.window, plan.score_cap, self.get_buffer("slopes") if plan.alibi else None)
+        out = self._kernels.linear(self._kernels.attend((q, k, v), cache, place, rule), self.out, place.real)
+        return biased(self._group.reduce(out), self.out_bias)
+
+    def _turned(self, x: Tensor, rotation: Rotation) -> Tensor:
+        """x [b, T, n, D], of whose dimensions the first ``rotated`` are turned."""
+        count = self._plan.rotated
+        if count == x.shape[-1]:
+            return apply_rope(x, *rotation)
+        return torch.cat((apply_rope(x[..., :count], *rotation), x[..., count:]), -1)
+
+    def _key_heads(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        shape = (*keys.shape[:-1], -1, self._shard.config.head_dim)
+        if not self._shard.gathers:
+            return keys.view(shape), values.view(shape)
+        every = self._group.gather(torch.stack((keys, values)))  # [ranks, 2, b, T, n]
+        heads = every.permute(1, 2, 3, 0, 4).reshape(2, *shape).index_select(3, self.get_buffer("key_heads"))
+        return heads[0], heads[1]
+
+
+class Mlp(nn.Module):
+    """down(activation(up(x))), or gated: down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, part: _Part, weights: Weights, inner: dict[str, str]) -> None:
+        super().__init__()
+        plan = part.config.blueprint
+        self._kernels, self._group, self._gated = part.kernels, part.group, plan.gated
+        self._activation = ACTIVATIONS[plan.activation]
+        sides = [side for side in ("gate up", "gate", "up") if side in inner]
+        self.up = frozen(torch.cat([_taken(part, weights, inner[side]) for side in sides]))
+        self.up_bias = frozen(torch.cat([weights.pop(f"{inner[x]}.bias") for x in sides])) if plan.mlp_bias else None
+        self.down = frozen(_taken(part, weights, inner["down"]))
+        self.down_bias = frozen(weights.pop(f"{inner['down']}.bias")) if plan.mlp_bias else None
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """x [b, T, H] -> [b, T, H]; rows from ``real`` [b] on may hold anything finite."""
+        return biased(self._group.reduce(self.share(x, real)), self.down_bias)
+
+    def share(self, x: Tensor, real: Tensor | None) -> Tensor:
+        """What this rank adds to the sum, without the bias."""
+        made = biased(self._kernels.linear(x, self.up, real), self.up_bias)
+        if self._gated:
+            gate, up = made.chunk(2, dim=-1)
+            made = self._activation(gate) * up
+        else:
+            made = self._activation(made)
+        return self._kernels.linear(made, self.down, real)
+
+
+class MixtureOfExperts(nn.Module):
+    """Every expert computes every row, and a row adds up those it chose: exact, and independent of the other rows.
+
+    No row is ever dropped. That reads all experts' weights for a single token, and is no slower for a window of rows
+    that choose different ones.
+    """
+
+    def __init__(self, part: _Part, weights: Weights, inner: dict[str, str]) -> None:
+        super().__init__()
+        plan = part.config.blueprint
+        assert plan.experts is not None
+        self._plan: Experts = plan.experts
+        self._kernels, self._group = part.kernels, part.group
+        self.router = frozen(weights.pop(f"{inner['router']}.weight"))
+        named = [{key: name.format(e=e) for key, name in inner.items()} for e in range(plan.experts.count)]
+        self.experts = nn.ModuleList([Mlp(part, weights, names) for names in named])
+
+    def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
+        """x [b, T, H] -> [b, T, H]; rows from ``real`` [b] on may hold anything finite."""
+        shares = self.chosen(torch.softmax(self._kernels.linear(x, self.router, real), -1))
+        made = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            made = made + shares[..., index : index + 1] * expert.share(x, real)  # type: ignore[operator]
+        return self._group.reduce(made)
+
+    def chosen(self, law: Tensor) -> Tensor:
+        """Router probabilities [b, T, E] -> of each expert what it counts for, 0 of those that are not chosen."""
+        numbers = torch.arange(law.shape[-1], device=law.device)
+        mine, other = law.unsqueeze(-1), law.unsqueeze(-2)
+        ahead = (other > mine) | ((other == mine) & (numbers < numbers.unsqueeze(-1)))
+        kept = torch.where(ahead.to(torch.float32).sum(-1) < self._plan.chosen, law, 0.0)
+        return kept / kept.sum(-1, keepdim=True) if self._plan.normalise else kept
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap); 0: x."""
+    return cap * torch.tanh(x / cap) if cap else x
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """Of each head (Press et al., arXiv 2108.12409): a geometric sequence, for 2^n heads from 2^(-8 / 2^n) on.
+
+    Other numbers take every second one of twice as many, as the authors' code and BLOOM do.
+    """
+    power = 1 << (heads.bit_length() - 1)
+    made = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    return made + [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
+
+
+def _norm(part: _Part, weights: Weights, name: str) -> Normalise:
+    weight, bias = weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None)
+    return Normalise(part.config.blueprint, weight, bias, part.config.rms_norm_eps)
+
+
+def _taken(part: _Part, weights: Weights, name: str) -> Tensor:
+    """A product's matrix as [out, in]."""
+    weight = weights.pop(f"{name}.weight")
+    return weight.t().contiguous() if part.names.transposed else weight
+
+
+def _gathered(part: _Part, weights: Weights, inner: dict[str, str], kind: str) -> Tensor:
+    """Query, key and value of this rank below each other, whose heads have their rotary pairs half a turn apart."""
+    plan, width = part.config.blueprint, part.config.head_dim
+    take = (
+        (lambda name: _taken(part, weights, name)) if kind == "weight" else (lambda name: weights.pop(f"{name}.bias"))
+    )
+    queries, keys = part.shard.heads * width, part.shard.key_part
+    if not plan.joined:
+        sides = [take(inner[side]) for side in "qkv"]
+    elif plan.joined == "heads":
+        rest = part.shard.heads, 3, width
+        sides = [side.flatten(0, 1) for side in take(inner["qkv"]).unflatten(0, rest).unbind(1)]
+    else:
+        sides = list(take(inner["qkv"]).split((queries, keys, keys)))
+    if plan.neighbours:
+        sides[:2] = [_apart(side, width, plan.rotated) for side in sides[:2]]
+    return torch.cat(sides)
+
+
+def _apart(rows: Tensor, width: int, rotated: int) -> Tensor:
+    """Rows of heads [n * width, ...] whose rotary pairs 2i, 2i + 1 move to i, i + half. Scores do not change."""
+    order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, width)]
+    return rows.unflatten(0, (-1, width))[:, order].flatten(0, 1)

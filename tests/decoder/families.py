@@ -1,0 +1,100 @@
+"""Tiny random checkpoints of every family, made by transformers; no tests in here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCABULARY = 96
+POSITIONS = 96
+WINDOW = 11
+
+_ROTARY = {
+    "hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12,
+    "max_position_embeddings": POSITIONS,
+}  # fmt: skip
+_GPT = {"n_embd": 32, "n_head": 4, "n_positions": POSITIONS}
+_PLAIN = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": POSITIONS}
+_SLIDES = ["full_attention", "sliding_attention", "sliding_attention"]
+_MIXED = {"sliding_window": WINDOW, "layer_types": _SLIDES}
+
+FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen3": ("qwen3", _ROTARY),
+    "qwen3 slides": (
+        "qwen3",
+        {**_ROTARY, **_MIXED, "use_sliding_window": True, "attention_bias": True},
+    ),
+    "qwen3 moe": (
+        "qwen3_moe",
+        {**_ROTARY, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+    ),
+    "qwen2": ("qwen2", {**_ROTARY, "head_dim": 8}),
+    "mistral": ("mistral", {**_ROTARY, "sliding_window": WINDOW}),
+    "mixtral": ("mixtral", {**_ROTARY, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "phi3": ("phi3", {**_ROTARY, "head_dim": 8, "sliding_window": WINDOW, "pad_token_id": 0}),
+    "phi3 partial": (
+        "phi3",
+        {
+            **_ROTARY,
+            "head_dim": 8,
+            "sliding_window": None,
+            "pad_token_id": 0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gemma2": (
+        "gemma2",
+        {**_ROTARY, "sliding_window": WINDOW, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {**_ROTARY, **_MIXED, "query_pre_attn_scalar": 20, "final_logit_softcapping": 3.0},
+    ),
+    "gpt2": ("gpt2", _GPT),
+    "gptj": ("gptj", {**_GPT, "rotary_dim": 4}),
+    "neox": (
+        "gpt_neox",
+        {**_PLAIN, "intermediate_size": 40},
+    ),
+    "neox serial": (
+        "gpt_neox",
+        {
+            **_PLAIN,
+            "intermediate_size": 40,
+            "use_parallel_residual": False,
+            "attention_bias": False,
+        },
+    ),
+    "opt": (
+        "opt",
+        {**_PLAIN, "ffn_dim": 40, "word_embed_proj_dim": 32},
+    ),
+    "bloom": ("bloom", {"hidden_size": 32, "n_head": 4, "seq_length": POSITIONS}),
+}  # fmt: skip
+
+
+def network(name: str, *, layers: int = 3) -> PreTrainedModel:
+    """A random model. Layers beyond the first add little, so that a model without them resembles it."""
+    kind, fields = FAMILIES[name]
+    fields = {"vocab_size": VOCABULARY, "num_hidden_layers": layers, **fields}
+    if "layer_types" in fields:
+        fields["layer_types"] = _SLIDES[:layers]
+    config = AutoConfig.for_model(kind, **fields, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for label, parameter in made.named_parameters():
+        later = any(f".{part}.{index}." in f".{label}" for part in ("layers", "h") for index in range(1, layers))
+        mean = 0.0 if parameter.dim() > 1 or "bias" in label or "gemma" in kind else 1.0
+        torch.nn.init.normal_(parameter, mean, 0.2 if later else 0.3)
+    return made  # type: ignore[no-any-return]
+
+
+def save_pair(folder: Path, name: str) -> tuple[Path, Path]:
+    """``folder/target`` of three layers and ``folder/draft``, the first of them alone."""
+    target, draft = network(name), network(name, layers=1)
+    draft.load_state_dict(target.state_dict(), strict=False)
+    target.save_pretrained(folder / "target")
+    draft.save_pretrained(folder / "draft")
+    return folder / "target", folder / "draft"

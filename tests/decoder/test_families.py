@@ -1,0 +1,127 @@
+"""Every family against transformers and against itself: logits, greedy text, and the same tokens in every mode."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.core.errors import UnknownArchitectureError
+from paceline.decoder.kernels.protocol import CachePosition, Tree
+from paceline.decoder.models.registry import MODEL_FAMILIES
+from tests.decoder.families import FAMILIES, POSITIONS, VOCABULARY, save_pair
+
+TEXT = torch.randint(0, VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Path]]:
+    return {name: save_pair(tmp_path_factory.mktemp("family"), name) for name in FAMILIES}
+
+
+def loaded(folder: Path, **options: object) -> SamplingDecoder:
+    wanted = {"backend": "eager", "amp": "f32", "context_length_estimate": [16], **options}
+    return AutoDecoder.from_pretrained(folder, **wanted)  # type: ignore[arg-type]
+
+
+def read(decoder: SamplingDecoder, tokens: Tensor, row: int, parents: list[int] | None = None) -> Tensor:
+    """Logits of a window from one cache row on."""
+    lines = len(tokens)
+    rows = torch.full((lines,), row, dtype=torch.int32)
+    tree = None if parents is None else Tree.of(torch.tensor([parents] * lines, dtype=torch.int32))
+    place = CachePosition(
+        rows, torch.full_like(rows, tokens.shape[1]), torch.arange(lines, dtype=torch.int32), POSITIONS, tree=tree
+    )
+    with torch.inference_mode():
+        return decoder.body.logits(decoder.body(tokens.int(), place)[0])
+
+
+def wanted(folder: Path, tokens: Tensor) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.inference_mode():
+        logits: Tensor = model(tokens).logits
+    return logits
+
+
+def test_every_family_has_a_case() -> None:
+    assert {kind for kind, _ in FAMILIES.values()} | {"llama"} == set(MODEL_FAMILIES)
+
+
+@every_family
+def test_logits_are_those_of_transformers(folders: dict[str, tuple[Path, Path]], name: str) -> None:
+    """Prefill, single tokens, a window, a window once more with other tokens before it (a rollback), and a tree."""
+    folder = folders[name][0]
+    decoder, reference = loaded(folder, batch_size=2), wanted(folder, TEXT)
+    found = [read(decoder, TEXT[:, :16], 0)]
+    found += [read(decoder, TEXT[:, at : at + 1], at) for at in range(16, 20)]
+    read(decoder, (TEXT[:, 20:29] + 1) % VOCABULARY, 20)  # not accepted
+    found += [read(decoder, TEXT[:, 20:25], 20), read(decoder, TEXT[:, 25:40], 25)]
+    torch.testing.assert_close(torch.cat(found, 1), reference, atol=1e-4, rtol=1e-4)
+    # Two ways from the root at 30: 31, 32 of the text at rows 2 and 4, and others at rows 1 and 3.
+    other = (TEXT[:, 31:33] + 7) % VOCABULARY
+    nodes = torch.stack((TEXT[:, 30], other[:, 0], TEXT[:, 31], other[:, 1], TEXT[:, 32]), 1)
+    grown = read(decoder, nodes, 30, [-1, 0, 0, 1, 2])
+    torch.testing.assert_close(grown[:, [0, 2, 4]], reference[:, 30:33], atol=1e-4, rtol=1e-4)
+    way = torch.cat((TEXT[:, :31], other), 1)
+    torch.testing.assert_close(grown[:, [1, 3]], wanted(folder, way)[:, 31:], atol=1e-4, rtol=1e-4)
+
+
+@every_family
+def test_every_mode_gives_the_greedy_text_of_transformers(folders: dict[str, tuple[Path, Path]], name: str) -> None:
+    target_folder, draft_folder = folders[name]
+    model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32, attn_implementation="eager").eval()
+    prompt = TEXT[:1, :9]
+    greedy = model.generate(prompt, max_length=40, do_sample=False, pad_token_id=0)
+    target, draft = loaded(target_folder, batch_size=2), loaded(draft_folder, batch_size=2)
+    plain = target.sample(prompt, 40)
+    assert torch.equal(plain, greedy)
+    prompts = [TEXT[0, :9].tolist(), TEXT[1, :21].tolist()]  # rows of unequal length
+    own = {"temperature": 0.9, "seed": 3}
+    sampled = target.sample(prompts, 40, **own)
+    for options in ({"fused": False}, {"fused": True}):
+        generator = SpeculativeGenerator(draft, target, k=3, **options)
+        assert torch.equal(generator.sample(prompt, 40), greedy)
+        assert torch.equal(generator.sample(prompts, 40, **own), sampled)
+
+
+@every_family
+def test_a_family_on_two_ranks(folders: dict[str, tuple[Path, Path]], name: str) -> None:
+    folder = folders[name][0]
+    decoder = loaded(folder, tp_degree=2)
+    prompt = TEXT[:1, :9]
+    try:
+        assert torch.equal(decoder.sample(prompt, 30), loaded(folder).sample(prompt, 30))
+    finally:
+        decoder.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "parts"),
+    [
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx", "'gpt2'"]),
+        ("opt", {"do_layer_norm_before": False}, ["do_layer_norm_before"]),
+        ("opt", {"word_embed_proj_dim": 16}, ["word_embed_proj_dim", "32"]),
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, ["apply_residual_connection_post_layernorm"]),
+        ("gemma2", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ("gemma2", {"hidden_activation": "tanh"}, ["hidden_activation 'tanh'"]),
+        ("qwen3 moe", {"mlp_only_layers": [0]}, ["mlp_only_layers"]),
+        ("qwen3 moe", {"capacity_factor": 1.5}, ["capacity_factor = 1.5"]),
+        ("mixtral", {"capacity_factor": 2.0}, ["capacity_factor = 2.0"]),
+        ("qwen3 slides", {"layer_types": ["chunked_attention"] * 3}, ["chunked_attention"]),
+    ],
+)
+def test_what_would_change_the_output_is_refused(
+    folders: dict[str, tuple[Path, Path]], tmp_path: Path, name: str, fields: dict[str, object], parts: list[str]
+) -> None:
+    known = json.loads((folders[name][0] / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**known, **fields}))
+    with pytest.raises(UnknownArchitectureError) as caught:
+        loaded(tmp_path)
+    assert all(part in str(caught.value) for part in parts)
