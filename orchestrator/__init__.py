@@ -16,6 +16,22 @@ from paceline.draft.retokenizing import TokenizerPair
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.tree import Chain, DynamicTree, StaticTree
 from paceline.engine.request import SamplingParams
+from paceline.for_sampling import (
+    BloomForSampling,
+    Gemma2ForSampling,
+    Gemma3ForSampling,
+    GPT2ForSampling,
+    GPTJForSampling,
+    GPTNeoXForSampling,
+    LlamaForSampling,
+    MistralForSampling,
+    MixtralForSampling,
+    OPTForSampling,
+    Phi3ForSampling,
+    Qwen2ForSampling,
+    Qwen3ForSampling,
+    Qwen3MoeForSampling,
+)
 from paceline.generator import SpeculativeGenerator
 from paceline.medusa.drafter import MedusaDrafter
 from paceline.outputs import GenerationResult, RequestOutput, Statistics
@@ -28,14 +44,28 @@ __all__ = [
     "GQA",
     "AutoDecoder",
     "AutoDrafter",
+    "BloomForSampling",
     "Chain",
     "DynamicTree",
     "EagleDrafter",
     "FunctionDrafter",
+    "GPT2ForSampling",
+    "GPTJForSampling",
+    "GPTNeoXForSampling",
+    "Gemma2ForSampling",
+    "Gemma3ForSampling",
     "GenerationResult",
+    "LlamaForSampling",
     "MedusaDrafter",
+    "MistralForSampling",
+    "MixtralForSampling",
     "NgramDrafter",
+    "OPTForSampling",
     "PacelineError",
+    "Phi3ForSampling",
+    "Qwen2ForSampling",
+    "Qwen3ForSampling",
+    "Qwen3MoeForSampling",
     "RequestOutput",
     "SamplingParams",
     "SpeculativeConfig",

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from paceline.core.errors import CheckpointError
 from paceline.decoder import kv_memory
 from paceline.decoder.backends.base import make
 from paceline.decoder.decoder import CompiledDecoder
@@ -80,8 +81,12 @@ class SamplingDecoder(CompiledDecoder):
 class AutoDecoder:
     """Finds out from a checkpoint's configuration which family it is."""
 
-    @staticmethod
+    families: ClassVar[tuple[str, ...]] = ()
+    """Whose ``model_type`` alone is taken; none: every family's."""
+
+    @classmethod
     def from_pretrained(
+        cls,
         path: str | os.PathLike[str],
         *,
         batch_size: int = 1,
@@ -119,6 +124,11 @@ class AutoDecoder:
         """
         place = checkpoint_path(path)
         config = ModelConfig.from_pretrained(place)
+        if cls.families and config.model_type not in cls.families:
+            raise CheckpointError(
+                f"{place} has model_type {config.model_type!r}, and {cls.__name__} loads {', '.join(cls.families)}; "
+                "use AutoDecoder, which loads every family"
+            )
         layout = sharding.layout(config, tp_degree, group_query_attention)
         options = decoder_options(
             batch_size=batch_size,

@@ -1,14 +1,15 @@
 """A checkpoint's weights, checked against the configuration and loaded in the dtype a decoder computes in.
 
 Names, shapes and formats of all tensors are compared before any data are converted, so that a wrong folder
-fails at once. It neither builds a model nor lays weights out for a kernel. Memory: the result plus one
-tensor (or the part of it that a rank has); a file in the format of PyTorch before 1.6 is held whole while it is
-read.
+fails at once. It neither builds a model nor lays weights out for a kernel. Memory: the result plus
+one tensor (or the part of it that a rank has) and 32 MB of the files; a file in the format of PyTorch before 1.6 is
+held whole while it is read.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -30,11 +31,13 @@ from paceline.decoder.weights.files import (
     check_stored,
     find_weight_files,
     is_gguf,
+    is_mapped,
     open_weight_file,
 )
 from paceline.decoder.weights.locate import checkpoint_path
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_PORTION = 32 << 20  # bytes in float32 that are read before a file is opened anew
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +78,9 @@ def load_weights(
     _check_infos(places, specs)
     loaded: dict[str, Tensor] = {}
     copies: dict[str, Tensor] = {}
-    for file in dict.fromkeys(places[name].file for name in specs):
+    for file, names in _portions(places, specs):
         with open_weight_file(file) as source:
-            for name in [name for name in specs if places[name].file == file]:
+            for name in names:
                 cut = None if shard is None else shard.slice_of(specs[name])
                 tensor = _load_tensor(source, places[name].stored, dtype, part=cut, file=file)
                 if name not in expected:
@@ -106,6 +109,24 @@ def _survey(path: Path) -> dict[str, _Place]:
                     )
                 places[name] = _Place(file, name, info)
     return places
+
+
+def _portions(places: dict[str, _Place], specs: dict[str, TensorSpec]) -> Iterator[tuple[Path, list[str]]]:
+    """The tensors of each file, some at a time.
+
+    A file is mapped, and what was read of it stays in memory until it is closed: so it is opened once for each portion.
+    """
+    for file in dict.fromkeys(places[name].file for name in specs):
+        portion: list[str] = []
+        size = 0
+        for name in (name for name in specs if places[name].file == file):
+            portion.append(name)
+            size += 4 * prod(places[name].info.shape)
+            if size >= _PORTION and is_mapped(file):
+                yield file, portion
+                portion, size = [], 0
+        if portion:
+            yield file, portion
 
 
 def _prefixed(places: dict[str, _Place], prefix: str) -> dict[str, _Place]:

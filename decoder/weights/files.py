@@ -20,6 +20,7 @@ from paceline.core.errors import CheckpointError, MissingWeightsError, WeightVal
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.atomic_write import save_pickle, save_tensors
 
+_ZIP = b"PK\x03\x04"
 _AGAIN = "download the file again"
 _CANDIDATES = (
     "model.safetensors",
@@ -69,6 +70,11 @@ def find_weight_files(folder: Path) -> list[Path]:
         f"{folder} holds no weights: none of {', '.join(_CANDIDATES)} is there; download the checkpoint in "
         "full, or convert it to one of these formats."
     )
+
+
+def is_mapped(path: Path) -> bool:
+    """Whether opening a file reads none of its tensors: not so of the format of PyTorch before 1.6."""
+    return path.suffix == ".safetensors" or is_gguf(path) or _first_bytes(path).startswith(_ZIP)
 
 
 @contextmanager
@@ -200,7 +206,7 @@ def _first_bytes(path: Path) -> bytes:
 
 
 def _unpickle(path: Path, start: bytes) -> dict[str, Tensor]:
-    zipped = start.startswith(b"PK\x03\x04")
+    zipped = start.startswith(_ZIP)
     if not zipped and not start.startswith(b"\x80"):
         raise MissingWeightsError(f"{path} is empty or not a PyTorch file; {_AGAIN}.")
     try:
