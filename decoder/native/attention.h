@@ -149,7 +149,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
     if (!a.plain()) bend(a, line, from, seen[i], h.head + (first + i) % group);
     std::fill(line + whole, line + from, -1e30f);
     inverse[i] = weigh(line + whole, seen[i] - whole);
-    std::fill(line + std::min(start, whole), line + from, 0.0f);
+    std::fill(line + std::min({start, whole, row, from}), line + from, 0.0f);
     // A key behind a row's own weighs nothing; adding 0 * value changes no bit of a sum of finite numbers.
     for (int64_t later = seen[i]; later < longest; later++) scores[i * stride + later] = 0.0f;
   }

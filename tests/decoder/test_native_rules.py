@@ -1,0 +1,94 @@
+"""Native attention with sliding windows, soft caps and ALiBi: right, and the same bits in every window and tree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.decoder.kernels.protocol import AttentionRule, Kernels
+from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.decoder.kernels.traceable import TraceableKernels
+from paceline.decoder.native.ops import Native
+from tests.decoder.test_native_attend import Case, case
+from tests.decoder.test_native_tree import TREE, as_chain, planted, way_down
+
+HEADS = (6, 2)
+SLOPES = torch.tensor([0.5, 0.3, 0.2, 0.1, 0.05, 0.01])
+RULES = {
+    "slides": AttentionRule(window=7),
+    "slides within its window": AttentionRule(window=2),
+    "capped": AttentionRule(cap=0.8),
+    "falls": AttentionRule(slopes=SLOPES),
+    "all": AttentionRule(window=21, cap=1.5, slopes=SLOPES),
+}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+
+
+def attend(kernels: Kernels, given: Case, rule: AttentionRule, *, tree: bool = False) -> Tensor:
+    own = given.copied()
+    return kernels.attend(own.qkv, own.cache, planted(own, TREE) if tree else own.place, rule)
+
+
+def textbook(given: Case, rule: AttentionRule) -> Tensor:
+    """Line by line and head by head, in float64."""
+    q, k, v = given.qkv
+    _, window, heads, width = q.shape
+    out = torch.zeros(*q.shape, dtype=torch.float64)
+    for b, (row, slot) in enumerate(zip(given.row, given.slots, strict=True)):
+        keys, values = (
+            torch.cat((cache[slot, :, :row], new[b].transpose(0, 1)), 1).double()
+            for cache, new in zip(given.cache, (k, v), strict=True)
+        )
+        for t in range(window):
+            end = row + t + 1
+            begin = max(0, end - rule.window) if rule.window else 0
+            for h in range(heads):
+                g = h * k.shape[2] // heads
+                scores = keys[g, begin:end] @ q[b, t, h].double() / width**0.5
+                if rule.cap:
+                    scores = rule.cap * torch.tanh(scores / rule.cap)
+                if rule.slopes is not None:
+                    scores = scores + rule.slopes[h].double() * torch.arange(begin + 1 - end, 1)
+                out[b, t, h] = scores.softmax(0) @ values[g, begin:end]
+    return out.flatten(2)
+
+
+@every_rule
+@pytest.mark.parametrize("width", [12, 48])
+def test_every_kernel_follows_the_rule(native: Native, rule: AttentionRule, width: int) -> None:
+    for window in (1, 5, 9):
+        given = case(HEADS, width, window=window, seed=window)
+        for kernels in (native, TorchKernels(), TraceableKernels()):
+            torch.testing.assert_close(
+                attend(kernels, given, rule).double(), textbook(given, rule), rtol=1e-4, atol=1e-5
+            )
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_has_the_same_bits_in_every_window(native: Native, rule: AttentionRule, dtype: torch.dtype) -> None:
+    given = case(HEADS, 16, dtype=dtype, window=9)
+    whole = attend(native, given, rule)
+    for size in (1, 2, 4):
+        own = given.copied()
+        for begin in range(0, 9, size):
+            qkv = tuple(x[:, begin : begin + size].contiguous() for x in own.qkv)
+            count = [qkv[0].shape[1]] * 3
+            part = replace(own, qkv=qkv, row=[row + begin for row in own.row], count=count)
+            made = native.attend(part.qkv, part.cache, part.place, rule)
+            assert torch.equal(made, whole[:, begin : begin + size])
+
+
+@every_rule
+def test_a_node_of_a_tree_has_the_bits_of_a_chain(native: Native, rule: AttentionRule) -> None:
+    start = case(HEADS, 16, window=9)
+    made = attend(native, start, rule, tree=True)
+    for kernels in (TorchKernels(), TraceableKernels()):
+        torch.testing.assert_close(attend(kernels, start, rule, tree=True), made, rtol=1e-4, atol=1e-5)
+    for node in range(len(TREE)):
+        way = way_down(TREE, node)
+        chain = as_chain(start, way)
+        assert torch.equal(native.attend(chain.qkv, chain.cache, chain.place, rule)[:, -1], made[:, way[-1]])
