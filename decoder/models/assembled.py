@@ -316,15 +316,17 @@ def _taken(part: _Part, weights: Weights, name: str) -> Tensor:
 def _gathered(part: _Part, weights: Weights, inner: dict[str, str], kind: str) -> Tensor:
     """Query, key and value of this rank below each other, whose heads have their rotary pairs half a turn apart."""
     plan, width = part.config.blueprint, part.config.head_dim
-    take = (
-        (lambda name: _taken(part, weights, name)) if kind == "weight" else (lambda name: weights.pop(f"{name}.bias"))
-    )
+
+    def take(name: str) -> Tensor:
+        return _taken(part, weights, name) if kind == "weight" else weights.pop(f"{name}.bias")
+
     queries, keys = part.shard.heads * width, part.shard.key_part
     if not plan.joined:
         sides = [take(inner[side]) for side in "qkv"]
     elif plan.joined == "heads":
-        rest = part.shard.heads, 3, width
-        sides = [side.flatten(0, 1) for side in take(inner["qkv"]).unflatten(0, rest).unbind(1)]
+        both = take(inner["qkv"])
+        heads = both.view(part.shard.heads, 3, width, *both.shape[1:])
+        sides = [side.flatten(0, 1) for side in heads.unbind(1)]
     else:
         sides = list(take(inner["qkv"]).split((queries, keys, keys)))
     if plan.neighbours:
@@ -335,4 +337,5 @@ def _gathered(part: _Part, weights: Weights, inner: dict[str, str], kind: str) -
 def _apart(rows: Tensor, width: int, rotated: int) -> Tensor:
     """Rows of heads [n * width, ...] whose rotary pairs 2i, 2i + 1 move to i, i + half. Scores do not change."""
     order = [*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, width)]
-    return rows.unflatten(0, (-1, width))[:, order].flatten(0, 1)
+    moved: Tensor = rows.view(-1, width, *rows.shape[1:])[:, order]
+    return moved.flatten(0, 1)
