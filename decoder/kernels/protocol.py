@@ -111,6 +111,7 @@ class Kernels(Protocol):
         qkv: tuple[Tensor, Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
         place: CachePosition,
+        *,
         rule: AttentionRule = PLAIN_ATTENTION,
     ) -> Tensor:
         """Write keys and values to their rows, then attend to all rows up to a token's own.

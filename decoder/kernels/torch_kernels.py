@@ -39,6 +39,7 @@ class TorchKernels:
         qkv: tuple[Tensor, Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
         place: CachePosition,
+        *,
         rule: AttentionRule = PLAIN_ATTENTION,
     ) -> Tensor:
         q, k, v = qkv
@@ -55,7 +56,7 @@ class TorchKernels:
         query = q.view(lines, window, groups, heads // groups, width).transpose(1, 2).flatten(2, 3)
         query = query * (1 / math.sqrt(width))
         share, reach = heads // groups, len(key_blocks) * _BLOCK
-        seen = within(_seen(place, rows, reach), place, rows, rule.window)
+        seen = within(_seen(place, rows, reach), place, rows, window=rule.window)
         seen = seen.unsqueeze(1).repeat_interleave(share, dim=2)
         scores = [query @ block.transpose(2, 3) for block in key_blocks]  # [b, G, T * H/G, columns of a block] each
         if rule.cap:
@@ -145,7 +146,7 @@ def distances(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
     return positions.unsqueeze(1) - (start + depth).unsqueeze(-1)
 
 
-def within(seen: Tensor, place: CachePosition, rows: Tensor, window: int) -> Tensor:
+def within(seen: Tensor, place: CachePosition, rows: Tensor, *, window: int) -> Tensor:
     """Of what is ``seen`` [b, T, extent] what lies in a sliding window of so many positions; 0: all of it."""
     if not window:
         return seen

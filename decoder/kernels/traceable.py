@@ -42,6 +42,7 @@ class TraceableKernels:
         qkv: tuple[Tensor, Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
         place: CachePosition,
+        *,
         rule: AttentionRule = PLAIN_ATTENTION,
     ) -> Tensor:
         """As `Kernels.attend`.
@@ -66,7 +67,7 @@ class TraceableKernels:
         if rule.slopes is not None:
             slopes = rule.slopes.view(groups, 1, share, 1)
             scores = scores + slopes * distances(place, rows, extent).unsqueeze(1).unsqueeze(3)
-        seen = within(visible(place, rows, extent), place, rows, rule.window).unsqueeze(1).unsqueeze(3)
+        seen = within(visible(place, rows, extent), place, rows, window=rule.window).unsqueeze(1).unsqueeze(3)
         weights = probs.softmax(torch.where(seen, scores, reduce.NEGATIVE))
         mixed = torch.matmul(weights.reshape(lines, groups, window * share, extent), values)
         mixed = mixed.reshape(lines, groups, window, share, width).permute(0, 2, 1, 3, 4)

@@ -72,7 +72,7 @@ class AssembledModel(DecoderModel):
             group=group,
         )
         made.plan = plan
-        made.last = Normalise(plan, made.norm, weights.pop(f"{outer['norm']}.bias", None), config.rms_norm_eps)
+        made.last = Normalise(plan, made.norm, bias=weights.pop(f"{outer['norm']}.bias", None), eps=config.rms_norm_eps)
         made.first = _norm(part, weights, outer["embedding norm"]) if plan.embedding_norm else None
         made.learned = frozen(weights.pop(f"{outer['positions']}.weight")) if plan.learned else None
         made.head_bias = frozen(weights.pop(f"{outer['head']}.bias")) if plan.head_bias else None
@@ -113,7 +113,8 @@ class AssembledModel(DecoderModel):
     def logits(self, hidden: Tensor) -> Tensor:
         """See `DecoderModel`."""
         logits = biased(super().logits(hidden), self.head_bias)
-        return capped(logits, self.plan.logit_cap)
+        cap = self.plan.logit_cap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
 
 class AssembledLayer(nn.Module):
@@ -150,7 +151,7 @@ class AssembledLayer(nn.Module):
 class Normalise(nn.Module):
     """A norm over the last dimension, in float32."""
 
-    def __init__(self, plan: Blueprint, weight: Tensor, bias: Tensor | None, eps: float) -> None:
+    def __init__(self, plan: Blueprint, weight: Tensor, *, bias: Tensor | None, eps: float) -> None:
         super().__init__()
         self.kind, self.eps = plan.norm, eps
         self.weight = weight if isinstance(weight, nn.Parameter) else frozen(weight)
@@ -172,12 +173,12 @@ class Attention(nn.Module):
         super().__init__()
         config, plan, shard = part.config, part.config.blueprint, part.shard
         self._shard, self._kernels, self._group, self._plan = shard, part.kernels, part.group, plan
-        self.qkv = frozen(_gathered(part, weights, inner, "weight"))
-        self.qkv_bias = frozen(_gathered(part, weights, inner, "bias")) if plan.qkv_bias else None
+        self.qkv = frozen(_gathered(part, weights, inner, kind="weight"))
+        self.qkv_bias = frozen(_gathered(part, weights, inner, kind="bias")) if plan.qkv_bias else None
         self.out = frozen(_taken(part, weights, inner["out"]))
         self.out_bias = frozen(weights.pop(f"{inner['out']}.bias")) if plan.out_bias else None
         self.q_norm, self.k_norm = (
-            Normalise(plan, weights.pop(f"{inner[side]}.weight"), None, config.rms_norm_eps)
+            Normalise(plan, weights.pop(f"{inner[side]}.weight"), bias=None, eps=config.rms_norm_eps)
             if plan.head_norms
             else None
             for side in ("q norm", "k norm")
@@ -205,7 +206,7 @@ class Attention(nn.Module):
         if self.scale != 1.0:
             q = q * self.scale
         rule = AttentionRule(self.window, plan.score_cap, self.get_buffer("slopes") if plan.alibi else None)
-        out = self._kernels.linear(self._kernels.attend((q, k, v), cache, place, rule), self.out, place.real)
+        out = self._kernels.linear(self._kernels.attend((q, k, v), cache, place, rule=rule), self.out, place.real)
         return biased(self._group.reduce(out), self.out_bias)
 
     def _turned(self, x: Tensor, rotation: Rotation) -> Tensor:
@@ -256,8 +257,7 @@ class Mlp(nn.Module):
 class MixtureOfExperts(nn.Module):
     """Every expert computes every row, and a row adds up those it chose: exact, and independent of the other rows.
 
-    No row is ever dropped. That reads all experts' weights for a single token, and is no slower for a window of rows
-    that choose different ones.
+    No row is ever dropped. That reads all experts' weights, for a single token as for a window.
     """
 
     def __init__(self, part: _Part, weights: Weights, inner: dict[str, str]) -> None:
@@ -287,11 +287,6 @@ class MixtureOfExperts(nn.Module):
         return kept / kept.sum(-1, keepdim=True) if self._plan.normalise else kept
 
 
-def capped(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap); 0: x."""
-    return cap * torch.tanh(x / cap) if cap else x
-
-
 def alibi_slopes(heads: int) -> list[float]:
     """Of each head (Press et al., arXiv 2108.12409): a geometric sequence, for 2^n heads from 2^(-8 / 2^n) on.
 
@@ -304,7 +299,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 def _norm(part: _Part, weights: Weights, name: str) -> Normalise:
     weight, bias = weights.pop(f"{name}.weight"), weights.pop(f"{name}.bias", None)
-    return Normalise(part.config.blueprint, weight, bias, part.config.rms_norm_eps)
+    return Normalise(part.config.blueprint, weight, bias=bias, eps=part.config.rms_norm_eps)
 
 
 def _taken(part: _Part, weights: Weights, name: str) -> Tensor:
@@ -313,7 +308,7 @@ def _taken(part: _Part, weights: Weights, name: str) -> Tensor:
     return weight.t().contiguous() if part.names.transposed else weight
 
 
-def _gathered(part: _Part, weights: Weights, inner: dict[str, str], kind: str) -> Tensor:
+def _gathered(part: _Part, weights: Weights, inner: dict[str, str], *, kind: str) -> Tensor:
     """Query, key and value of this rank below each other, whose heads have their rotary pairs half a turn apart."""
     plan, width = part.config.blueprint, part.config.head_dim
 

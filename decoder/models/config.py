@@ -145,7 +145,7 @@ def standard(config: Fields, generation: Fields, *, share: float | None = None) 
         head_dim=head_dim,
         rms_norm_eps=config.number("rms_norm_eps", 1e-6),
         max_position_embeddings=max_positions,
-        rope=_rope(config, head_dim, max_positions, share),
+        rope=_rope(config, head_dim, max_positions, share=share),
         tie_word_embeddings=config.flag("tie_word_embeddings", False),
         attention_bias=config.flag("attention_bias", False),
         mlp_bias=config.flag("mlp_bias", False),
@@ -209,12 +209,12 @@ def _check_ids(where: str, key: str, ids: tuple[int, ...], *, vocab_size: int) -
         )
 
 
-def _rope(config: Fields, head_dim: int, max_positions: int, share: float | None) -> RopeConfig:
+def _rope(config: Fields, head_dim: int, max_positions: int, *, share: float | None) -> RopeConfig:
     # transformers 5 renamed rope_scaling; where a file has both it lets the old name win, and so do we.
     given = [config.child(key) for key in ("rope_scaling", "rope_parameters")]
     rope = next((fields for fields in given if fields is not None and fields.values), Fields({}, config.where))
     kind = rope.text("rope_type", rope.text("type", "default"))
-    _refuse_rope(config, rope, kind, share)
+    _refuse_rope(config, rope, kind, known=share)
     pairs = int(head_dim * (1.0 if share is None else share)) // 2
     # Some checkpoints keep this one outside the rope settings, and then transformers prefers it there.
     original = config.integer(
@@ -249,7 +249,7 @@ def _rope(config: Fields, head_dim: int, max_positions: int, share: float | None
     return result
 
 
-def _refuse_rope(config: Fields, rope: Fields, kind: str, known: float | None) -> None:
+def _refuse_rope(config: Fields, rope: Fields, kind: str, *, known: float | None) -> None:
     if kind not in ROPE_TYPES:
         raise UnknownArchitectureError(
             f"{rope.where}: rope_type {kind!r} is not supported; supported: {', '.join(ROPE_TYPES)}."

@@ -64,6 +64,7 @@ class Native:
         qkv: tuple[Tensor, Tensor, Tensor],
         cache: tuple[Tensor, Tensor],
         place: CachePosition,
+        *,
         rule: AttentionRule = PLAIN_ATTENTION,
     ) -> Tensor:
         q, k, v = (x.contiguous() for x in qkv)

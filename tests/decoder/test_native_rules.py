@@ -29,7 +29,7 @@ every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 
 def attend(kernels: Kernels, given: Case, rule: AttentionRule, *, tree: bool = False) -> Tensor:
     own = given.copied()
-    return kernels.attend(own.qkv, own.cache, planted(own, TREE) if tree else own.place, rule)
+    return kernels.attend(own.qkv, own.cache, planted(own, TREE) if tree else own.place, rule=rule)
 
 
 def textbook(given: Case, rule: AttentionRule) -> Tensor:
@@ -78,7 +78,7 @@ def test_a_row_has_the_same_bits_in_every_window(native: Native, rule: Attention
             qkv = tuple(x[:, begin : begin + size].contiguous() for x in own.qkv)
             count = [qkv[0].shape[1]] * 3
             part = replace(own, qkv=qkv, row=[row + begin for row in own.row], count=count)
-            made = native.attend(part.qkv, part.cache, part.place, rule)
+            made = native.attend(part.qkv, part.cache, part.place, rule=rule)
             assert torch.equal(made, whole[:, begin : begin + size])
 
 
@@ -91,4 +91,4 @@ def test_a_node_of_a_tree_has_the_bits_of_a_chain(native: Native, rule: Attentio
     for node in range(len(TREE)):
         way = way_down(TREE, node)
         chain = as_chain(start, way)
-        assert torch.equal(native.attend(chain.qkv, chain.cache, chain.place, rule)[:, -1], made[:, way[-1]])
+        assert torch.equal(native.attend(chain.qkv, chain.cache, chain.place, rule=rule)[:, -1], made[:, way[-1]])
