@@ -184,14 +184,14 @@ def _matcher(requested: StructuredOutput, words: LLTokenizer) -> LLMatcher:
             grammar = LLMatcher.grammar_from_lark(source)
     except ValueError as error:
         raise SamplingError(f"structured_outputs: this {requested.kind} cannot be read: {error}") from None
-    # Work of compiling (about 20 ms) and of one mask (about 15 ms), and memory (about 100 MB). Counts, not seconds, so
+    # Work of compiling (a few tenths of a second) and of one mask (about 15 ms), and memory. Counts, not seconds, so
     # that the same grammar is refused on every machine.
     limits = LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=200_000,
         step_max_items=50_000,
         max_lexer_states=50_000,
-        max_grammar_size=100_000,
+        max_grammar_size=10_000,
         verbose_errors=False,
     )
     matcher = LLMatcher(words, grammar, log_level=0, limits=limits)

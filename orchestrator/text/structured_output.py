@@ -14,7 +14,7 @@ from paceline.core.errors import SamplingError
 
 StructuredKind = Literal["json_schema", "json_object", "regex", "grammar", "choice"]
 
-MAX_SOURCE_BYTES = 1 << 18
+MAX_SOURCE_BYTES = 1 << 16
 """Of a schema, expression or grammar as UTF-8. What a longer one compiles to is past the limits of size anyway."""
 
 
