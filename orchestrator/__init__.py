@@ -36,6 +36,7 @@ from paceline.generator import SpeculativeGenerator
 from paceline.medusa.drafter import MedusaDrafter
 from paceline.outputs import GenerationResult, RequestOutput, Statistics
 from paceline.text.stop_strings import StopStrings
+from paceline.text.structured_output import StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -73,6 +74,7 @@ __all__ = [
     "StaticTree",
     "Statistics",
     "StopStrings",
+    "StructuredOutput",
     "SyntheticAcceptance",
     "TokenizerPair",
     "Typical",

@@ -14,6 +14,7 @@ from paceline.cli.config_options import command
 from paceline.cli.load import load_generator
 from paceline.cli.options import LoaderOptions, OutputOptions, PromptOptions, SamplingOptions, TargetFolder
 from paceline.config import SpeculativeConfig
+from paceline.core.types import TokenLogprobs
 from paceline.engine.request import Request
 from paceline.outputs import FinishReason, RequestOutput, Statistics
 from paceline.text.chat import chat_ids
@@ -24,11 +25,12 @@ app = typer.Typer()
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """A finished text: without its prompt, as text and as ids, and why it ended."""
+    """A finished text: without its prompt, as text and as ids, and why it ended; and log-probabilities, if wanted."""
 
     text: str
     tokens: list[int]
     finish_reason: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
 
 
 @command(app)
@@ -70,7 +72,10 @@ def _json_object(
 ) -> dict[str, object]:
     """What is printed as JSON. The warning comes first, where nobody misses it."""
     first = {} if warning is None else {"warning": warning}
-    return {**first, "prompt": prompt, **asdict(continuation), "statistics": statistics.to_dict()}
+    said = asdict(continuation)
+    if continuation.logprobs is None:
+        del said["logprobs"]
+    return {**first, "prompt": prompt, **said, "statistics": statistics.to_dict()}
 
 
 def _shown(
@@ -103,9 +108,14 @@ def _quiet(stream: Iterator[RequestOutput], tokenizer: Tokenizer, ids: list[int]
 def _collected(stream: Iterator[RequestOutput], piece: Callable[[RequestOutput], str]) -> Continuation:
     pieces: list[str] = []
     tokens: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None
     reason: FinishReason = "length"
     for output in stream:
+        if output.error is not None:
+            raise output.error
+        if output.token_logprobs is not None:
+            logprobs = [*(logprobs or ()), *output.token_logprobs]
         pieces.append(piece(output))
         tokens += output.tokens
         reason = output.finish_reason or reason
-    return Continuation("".join(pieces), tokens, reason)
+    return Continuation("".join(pieces), tokens, reason, logprobs)

@@ -13,9 +13,10 @@ import typer
 
 from paceline.cli import prompt_files
 from paceline.core.detokenizer import Decodes
-from paceline.core.errors import PromptError
+from paceline.core.errors import PromptError, SamplingError
 from paceline.decoder.backends.base import BACKENDS
 from paceline.engine.request import SamplingParams
+from paceline.text.structured_output import StructuredOutput
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 InstanceName = Annotated[
@@ -66,6 +67,17 @@ class SamplingOptions:
         tuple[str, ...] | None,
         typer.Option(help="Text that ends the generation, taken as it is; repeatable. A line end in bash: $'\\n'."),
     ] = None
+    json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema that the answer must fit.")] = None
+    regex: Annotated[str | None, typer.Option(help="Regular expression that the whole answer must match.")] = None
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="With --json: log-probabilities of every token and of so many likeliest, 0 to 20."),
+    ] = None
+    presence_penalty: Annotated[float, typer.Option(help="-2 to 2, off the logit of what is in the answer.")] = 0.0
+    frequency_penalty: Annotated[float, typer.Option(help="-2 to 2, the same for each time it is there.")] = 0.0
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1: divides the logits of what is in prompt or answer.")
+    ] = None
 
     @property
     def ignores_filters(self) -> bool:
@@ -76,7 +88,8 @@ class SamplingOptions:
         """The same as `SamplingParams`.
 
         Raises:
-            SamplingError: a value is out of range.
+            SamplingError: a value is out of range, or the answer is to fit two things.
+            PromptError: the schema's file cannot be read.
         """
         return SamplingParams(
             do_sample=self.temperature != 0,
@@ -88,7 +101,20 @@ class SamplingOptions:
             max_new_tokens=self.max_new_tokens,
             stop_strings=self.stop,
             tokenizer=tokenizer,
+            structured_outputs=self._structured(),
+            logprobs=self.logprobs,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
         )
+
+    def _structured(self) -> StructuredOutput | None:
+        """What the answer must be."""
+        if self.json_schema is not None and self.regex is not None:
+            raise SamplingError("an answer fits --json-schema or --regex; give one of them")
+        if self.json_schema is not None:
+            return StructuredOutput("json_schema", prompt_files.text(self.json_schema))
+        return None if self.regex is None else StructuredOutput("regex", self.regex)
 
 
 @dataclass(frozen=True, slots=True)
