@@ -1,0 +1,172 @@
+"""What acceptance means: every figure of acceptance is defined here, once, with its denominator.
+
+All are counted from *drafts*: verifications of one request in which something was drafted, each known by how many
+tokens were drafted (for a tree: its depth) and how many of them were accepted. `docs/experiments.md` has the same
+definitions in words. Not here: time, and how rounds are run or recorded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.outputs import RequestOutput, Statistics
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """One verification of one request in which something was drafted.
+
+    drafted   tokens drafted one after the other: how deep the proposal went, 1 or more
+    accepted  how many of them, from the first on, are in the text; what stands behind the end of a text is not
+    """
+
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What became of the drafts of one request, or of many: figures are of all drafts together, not means of means.
+
+    drafts      in the order of the rounds
+    num_rounds  verifications, those without a draft included
+    new_tokens  tokens of the outputs, the first of each text (which comes with its prompt) included
+    """
+
+    drafts: tuple[Draft, ...]
+    num_rounds: int
+    new_tokens: int
+
+    @classmethod
+    def of(cls, outputs: Iterable[RequestOutput]) -> Acceptance:
+        """Of the outputs of one request, in order, its first one included."""
+        drafts: list[Draft] = []
+        rounds = tokens = 0
+        for number, output in enumerate(outputs):
+            tokens += len(output.tokens)
+            if number == 0:  # it came with the prompt
+                continue
+            rounds += 1 if output.drafted else len(output.tokens)  # several plain steps may run in one graph
+            if output.drafted:
+                drafts.append(Draft(output.drafted, output.accepted))
+        return cls(tuple(drafts), rounds, tokens)
+
+    @classmethod
+    def pooled(cls, parts: Sequence[Acceptance]) -> Acceptance:
+        """Of several requests together."""
+        drafts = tuple(draft for part in parts for draft in part.drafts)
+        return cls(drafts, sum(part.num_rounds for part in parts), sum(part.new_tokens for part in parts))
+
+    @property
+    def num_drafts(self) -> int:
+        """Verifications in which something was drafted."""
+        return len(self.drafts)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens drafted; of a tree, its depth in every draft."""
+        return sum(draft.drafted for draft in self.drafts)
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Drafted tokens that are in the texts."""
+        return sum(draft.accepted for draft in self.drafts)
+
+    @property
+    def num_tested_tokens(self) -> int:
+        """Drafted tokens whose predecessors in the draft were all accepted: those that the target decided about."""
+        return sum(min(draft.accepted + 1, draft.drafted) for draft in self.drafts)
+
+    @property
+    def draft_acceptance_rate(self) -> float:
+        """Accepted over drafted tokens. vLLM's and AIPerf's meaning, and `Statistics.acceptance_rate`."""
+        return _ratio(self.num_accepted_tokens, self.num_draft_tokens)
+
+    @property
+    def conditional_acceptance_rate(self) -> float:
+        """Accepted tokens over those the target decided about: alpha of Leviathan et al. (arXiv 2211.17192)."""
+        return _ratio(self.num_accepted_tokens, self.num_tested_tokens)
+
+    @property
+    def drafted_token_share(self) -> float:
+        """Accepted tokens over all new tokens: how much of the text was drafted."""
+        return _ratio(self.num_accepted_tokens, self.new_tokens)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted tokens over drafts, the target's own token included: tau, 1 to k + 1. 1 if nothing was drafted."""
+        return 1 + _ratio(self.num_accepted_tokens, self.num_drafts)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """1 + accepted tokens over rounds, also those in which nothing was drafted."""
+        return 1 + _ratio(self.num_accepted_tokens, self.num_rounds)
+
+    @property
+    def positions(self) -> tuple[Position, ...]:
+        """Acceptance at every position of a draft, the first one first."""
+        deepest = max((draft.drafted for draft in self.drafts), default=0)
+        return tuple(self._position(index) for index in range(deepest))
+
+    @property
+    def histogram(self) -> tuple[int, ...]:
+        """How many drafts had 0, 1, 2, ... tokens accepted."""
+        counts = Counter(draft.accepted for draft in self.drafts)
+        deepest = max((draft.drafted for draft in self.drafts), default=0)
+        return tuple(counts[length] for length in range(deepest + 1))
+
+    def _position(self, index: int) -> Position:
+        here = [draft for draft in self.drafts if draft.drafted > index]
+        return Position(
+            accepted=sum(draft.accepted > index for draft in here),
+            drafted=len(here),
+            tested=sum(draft.accepted >= index for draft in here),
+            drafts=self.num_drafts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """What happened at one position of all drafts.
+
+    accepted  drafts whose token at this position was accepted
+    drafted   drafts that had a token at this position
+    tested    those of them whose tokens before it were all accepted
+    drafts    all drafts, also those that were shorter
+    """
+
+    accepted: int
+    drafted: int
+    tested: int
+    drafts: int
+
+    @property
+    def unconditional(self) -> float:
+        """Accepted over all drafts. vLLM's acceptance rate per position; these add up to the mean length less 1."""
+        return _ratio(self.accepted, self.drafts)
+
+    @property
+    def of_drafted(self) -> float:
+        """Accepted over the drafts that had a token here; the same as ``unconditional`` where all have one length."""
+        return _ratio(self.accepted, self.drafted)
+
+    @property
+    def conditional(self) -> float:
+        """Accepted over the drafts that were right up to here: how good the drafter is at this distance."""
+        return _ratio(self.accepted, self.tested)
+
+
+def from_statistics(statistics: Statistics) -> dict[str, float]:
+    """Those figures that the counts of a call alone give; the others need the drafts one by one."""
+    return {
+        "draft_acceptance_rate": statistics.acceptance_rate,
+        "drafted_token_share": _ratio(statistics.num_accepted_tokens, statistics.new_tokens),
+        "mean_acceptance_length": statistics.mean_acceptance_length,
+        "tokens_per_round": statistics.tokens_per_round,
+    }
+
+
+def _ratio(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
