@@ -20,6 +20,7 @@
     |-- DecoderBusyError         two generations want one KV cache at the same time
     |-- FetchError               a known model cannot be fetched: no pip, another file than expected
     |     |-- DownloadError      the package index gave nothing
+    |-- TraceError               a recorded trace is damaged, of another version or of another model
     |-- StorageError             a file cannot be written: the disk is full, or read-only, or not the user's
     `-- PlacementError           models cannot be put on cores, or cannot be kept running there
         |-- PlanError            no plan exists (also a ConfigurationError)
@@ -122,6 +123,10 @@ class FetchError(PacelineError):
 
 class DownloadError(FetchError):
     """The package index could not be reached, or does not have the package."""
+
+
+class TraceError(PacelineError):
+    """A recorded trace cannot be used: damaged, of another version, or of another model."""
 
 
 class StorageError(PacelineError):

@@ -17,6 +17,7 @@ from paceline.cli import (
     compile,  # noqa: A004
     console,
     diagnostics,
+    experiment,
     fetch,
     generate,
     medusa_tree,
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 train.app.registered_commands += train_eagle.app.registered_commands
 app.add_typer(train.app, name="train")
+app.add_typer(experiment.app, name="experiment")
 for module in (generate, chat, compile, bench, plan, serve, fetch, tables, diagnostics, medusa_tree):
     app.registered_commands += module.app.registered_commands
 app.registered_commands += train_eagle.files.registered_commands

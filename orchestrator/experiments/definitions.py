@@ -96,7 +96,7 @@ class Acceptance:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted tokens over drafts, the target's own token included: tau, 1 to k + 1. 1 if nothing was drafted."""
+        """1 + accepted tokens over drafts, the target's own token included: tau. 1 if nothing was drafted."""
         return 1 + _ratio(self.num_accepted_tokens, self.num_drafts)
 
     @property

@@ -1,0 +1,98 @@
+"""`paceline experiment`: grids of targets, drafters, depths and prompts. The work is in `paceline.experiments`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cli import console, progress
+from paceline.cli.options import AsJson
+
+app = typer.Typer(help="Measure acceptance and speed over a grid, and answer what-if questions.", no_args_is_help=True)
+
+ResultFolder = Annotated[Path, typer.Argument(help="The --out folder of `paceline experiment run`.")]
+
+
+@app.command()
+def run(
+    file: Annotated[Path, typer.Argument(help="YAML file of the experiment.")],
+    *,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; finished cells in it are kept.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and an estimate of the time.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Run what is not finished, and write results.jsonl, results.parquet, report.md, report.html and traces.
+
+    Exit status 1 if a cell failed.
+    """
+    with console.refusals():
+        from paceline.experiments import runner, tables
+        from paceline.experiments.config import load_config
+        from paceline.experiments.store import Store
+
+        config = load_config(file)
+        if out is None and not dry_run:
+            raise typer.BadParameter("say where the results go", param_hint="--out")
+        store = None if out is None or (dry_run and not out.exists()) else Store(out)
+        planned = runner.plan(config, store)
+        for line in planned.warnings:
+            console.say(console.err(), f"warning: {line}", style="yellow")
+        if dry_run or store is None:
+            _show_plan(planned, planned.estimated_seconds(store), as_json=as_json)
+            return
+        with progress.bar(console.err(), config.name, len(planned.cells)) as shown:
+
+            def report(label: str, done: int, total: int) -> None:
+                shown.step(label)
+                shown.reach(done, total)
+
+            results = runner.run(planned, store, report)
+        tables.write_rows(store.folder, results)
+        summaries = [tables.summary(result) for result in results]
+        failed = runner.failed(results)
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), "failed": len(failed), "cells": summaries}))
+    else:
+        _show_cells(summaries)
+    for result in failed:
+        console.say(console.err(), f"failed: {_title(result.names)}: {result.error}", style="red")
+    if failed:
+        raise typer.Exit(1)
+
+
+def _show_plan(planned: object, seconds: float, *, as_json: bool) -> None:
+    from paceline.experiments.runner import ExperimentPlan
+
+    assert isinstance(planned, ExperimentPlan)
+    rows = [{**one.cell.names(), "prompts": len(one.prompts.rows), "finished": one.finished} for one in planned.cells]
+    if as_json:
+        typer.echo(json.dumps({"cells": rows, "estimated_seconds": round(seconds)}))
+        return
+    for one in planned.cells:
+        state = "finished" if one.finished else "to run"
+        typer.echo(f"{state:9} {one.cell.title()} ({len(one.prompts.rows)} prompts)")
+    left = sum(not one.finished for one in planned.cells)
+    typer.echo(f"{left} of {len(planned.cells)} cells to run, roughly {_duration(seconds)} on a quiet machine")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _title(names: object) -> str:
+    return ", ".join(f"{key} {value}" for key, value in dict(names).items() if key != "temperature")  # type: ignore[call-overload]
+
+
+def _show_cells(summaries: list[dict[str, object]]) -> None:
+    shown = ("target", "drafter", "k", "sampling", "acceptor", "batch_size", "prompt_set")
+    figures = ("mean_acceptance_length", "draft_acceptance_rate", "tokens_per_second", "speedup", "texts_unlike_plain")
+    table = Table(*(name.replace("_", " ") for name in (*shown, *figures)))
+    for row in summaries:
+        cells = [row.get(name) for name in (*shown, *figures)]
+        table.add_row(*(Text("-" if cell is None else str(cell)) for cell in cells))
+    console.out().print(table)

@@ -1,0 +1,251 @@
+"""One cell of an experiment: its generator, made over decoders that cells share, and what it does with every prompt.
+
+Prompts go in groups of the batch size. Every group is also decoded plainly, in turns with the cell, so that a noisy
+machine slows both, and so that equal tokens are seen to be equal. Compiling and a first group are not measured.
+Not here: the order of cells, and files (`runner.py`, `store.py`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from paceline.auto import AutoDecoder, SamplingDecoder
+from paceline.auto_drafter import load_draft_models
+from paceline.config import SpeculativeConfig
+from paceline.core.sampling import Sampling, kind_of, row_seed
+from paceline.engine.request import SamplingParams
+from paceline.experiments.cells import Cell
+from paceline.experiments.config import ExperimentConfig
+from paceline.experiments.definitions import Acceptance
+from paceline.experiments.prompts import Prompt, Prompts
+from paceline.experiments.store import Row
+from paceline.generator import SpeculativeGenerator
+from paceline.outputs import RequestOutput, Statistics
+
+_BUCKET = 64  # positions are rounded up to a multiple of it, so that prompt sets of like lengths share graphs
+
+
+@dataclass(slots=True)
+class Timed:
+    """One run of one group.
+
+    outputs        of every prompt, in order
+    seconds        until the last token
+    first_seconds  until the last of the first tokens
+    """
+
+    outputs: list[list[RequestOutput]]
+    seconds: float
+    first_seconds: float
+    statistics: Statistics
+
+    def tokens(self, row: int) -> list[int]:
+        return [token for output in self.outputs[row] for token in output.tokens]
+
+
+class Bench(AbstractContextManager["Bench"]):
+    """Decoders and generators of an experiment. Those of the last target are kept, with their draft models."""
+
+    def __init__(self, config: ExperimentConfig) -> None:
+        self._config = config
+        self._target: tuple[tuple[Any, ...], SamplingDecoder] | None = None
+        self._generators: dict[str, SpeculativeGenerator] = {}
+        self._drafts: dict[tuple[Any, ...], SamplingDecoder] = {}
+
+    def __exit__(self, *_: object) -> None:
+        self._release()
+
+    def measure(self, cell: Cell, prompts: Prompts) -> tuple[list[Row], dict[str, Any]]:
+        """Run a cell. -> a row for every prompt, and figures of the whole
+
+        Raises:
+            PacelineError: its parts do not fit together.
+        """
+        config, begin = self._config, perf_counter()
+        generator = self.generator(cell, prompts)
+        plain = self._plain(cell, prompts) if config.baseline and not cell.drafter.plain else None
+        groups = [prompts.rows[i : i + cell.batch_size] for i in range(0, len(prompts.rows), cell.batch_size)]
+        run_group(generator, groups[0], self.params(cell, 0, len(groups[0])))
+        if plain is not None:
+            run_group(plain, groups[0], self.params(cell, 0, len(groups[0])))
+        rows: list[Row] = []
+        times: list[tuple[float, float]] = []
+        counted: list[Statistics] = []
+        for number, group in enumerate(groups):
+            params = self.params(cell, number * cell.batch_size, len(group))
+            ours: list[Timed] = []
+            theirs: list[Timed] = []
+            for _ in range(config.repeats):
+                ours.append(run_group(generator, group, params))
+                if plain is not None:
+                    theirs.append(run_group(plain, group, params))
+            counted.append(ours[0].statistics)
+            rows += _rows(group, ours, theirs, number=number)
+            times.append((_median(ours), _median(theirs) if theirs else 0.0))
+        return rows, _totals(rows, times, counted, wall=perf_counter() - begin)
+
+    def params(self, cell: Cell, first: int, count: int) -> SamplingParams:
+        """How the prompts from ``first`` on are sampled: a prompt's seed does not depend on the batch size."""
+        config, sampling = self._config, cell.sampling
+        return SamplingParams(
+            max_new_tokens=config.max_new_tokens,
+            do_sample=sampling.temperature > 0,
+            temperature=sampling.temperature or 1.0,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=[row_seed(config.seed, first + row) for row in range(count)],
+            eos_token_id=[] if config.ignore_eos else None,
+        )
+
+    def generator(self, cell: Cell, prompts: Prompts) -> SpeculativeGenerator:
+        """The cell's generator, its graphs compiled."""
+        target = self.target(cell, prompts)
+        options = speculative_options(cell, exact=self._config.exact)
+        which = repr((sorted(options.items(), key=lambda item: item[0]), cell.sampling.temperature > 0))
+        if which not in self._generators:
+            config = load_draft_models(SpeculativeConfig(**options), target, self._draft)
+            made = SpeculativeGenerator(target=target, **dict(config))
+            made.compile(kinds=(kind_of(_sampling(cell)),))
+            self._generators[which] = made
+        return self._generators[which]
+
+    def target(self, cell: Cell, prompts: Prompts) -> SamplingDecoder:
+        """The cell's target, loaded for its batch size and for texts as long as its prompts need."""
+        config, entry = self._config, cell.target
+        longest = max(len(row.ids) for row in prompts.rows)
+        positions = config.n_positions or -(-(longest + config.max_new_tokens) // _BUCKET) * _BUCKET
+        options: dict[str, Any] = {
+            "batch_size": cell.batch_size,
+            "n_positions": positions,
+            "context_length_estimate": min(positions, -(-longest // _BUCKET) * _BUCKET),
+            "amp": entry.amp or config.amp,
+            "backend": entry.backend or config.backend,
+            "tp_degree": entry.tp_degree,
+        }
+        key = (entry.path, *options.values())
+        if self._target is None or self._target[0] != key:
+            self._release()
+            self._target = (key, AutoDecoder.from_pretrained(entry.path, **options))
+        return self._target[1]
+
+    def _plain(self, cell: Cell, prompts: Prompts) -> SpeculativeGenerator:
+        none = cell.drafter.model_copy(
+            update={"draft": "none", "fused": None, "confidence_threshold": 0.0, "vocabulary": "same"}
+        )
+        alone = Cell(cell.target, none, None, cell.sampling, "match", cell.batch_size, cell.prompts)
+        return self.generator(alone, prompts)
+
+    def _draft(self, path: str | Path, **options: Any) -> SamplingDecoder:
+        """A draft model, loaded once for all depths and rules."""
+        key = (str(path), repr(sorted(options.items())))
+        if key not in self._drafts:
+            self._drafts[key] = AutoDecoder.from_pretrained(path, **options)
+        return self._drafts[key]
+
+    def _release(self) -> None:
+        self._generators.clear()
+        for decoder in (*self._drafts.values(), *([self._target[1]] if self._target else [])):
+            decoder.close()
+        self._drafts.clear()
+        self._target = None
+
+
+def speculative_options(cell: Cell, *, exact: bool) -> dict[str, Any]:
+    """The keys of `SpeculativeConfig` for a cell."""
+    drafter = cell.drafter
+    if drafter.plain:
+        return {"draft": None, "k": cell.k, "exact": exact}
+    return {
+        "draft": drafter.draft,
+        "k": cell.k,
+        "acceptor": cell.acceptor,
+        "exact": exact,
+        "fused": drafter.fused,
+        "confidence_threshold": drafter.confidence_threshold,
+        "vocabulary": drafter.vocabulary,
+    }
+
+
+def run_group(generator: SpeculativeGenerator, group: Sequence[Prompt], params: SamplingParams) -> Timed:
+    """Generate for some prompts at the same time, and time it."""
+    outputs: list[list[RequestOutput]] = [[] for _ in group]
+    begin = first = perf_counter()
+    for output in generator.stream([list(prompt.ids) for prompt in group], params=params):
+        if not outputs[output.index]:
+            first = perf_counter()
+        outputs[output.index].append(output)
+    return Timed(outputs, perf_counter() - begin, first - begin, generator.statistics)
+
+
+def _sampling(cell: Cell) -> Sampling:
+    one = cell.sampling
+    return Sampling(temperature=one.temperature, top_k=one.top_k or 0, top_p=one.top_p or 1.0, min_p=one.min_p or 0.0)
+
+
+def _median(runs: Sequence[Timed]) -> float:
+    return statistics.median(run.seconds for run in runs)
+
+
+def _rows(group: Sequence[Prompt], ours: list[Timed], theirs: list[Timed], *, number: int) -> list[Row]:
+    """A row for every prompt of a group. Times are those of the group."""
+    rows = []
+    for index, prompt in enumerate(group):
+        run = ours[0]
+        figures = Acceptance.of(run.outputs[index])
+        tokens = run.tokens(index)
+        rows.append(
+            {
+                "prompt": prompt.key,
+                "category": prompt.category,
+                "group": number,
+                "prompt_tokens": len(prompt.ids),
+                "new_tokens": figures.new_tokens,
+                "finish_reason": run.outputs[index][-1].finish_reason,
+                "num_rounds": figures.num_rounds,
+                "num_drafts": figures.num_drafts,
+                "num_draft_tokens": figures.num_draft_tokens,
+                "num_accepted_tokens": figures.num_accepted_tokens,
+                "mean_acceptance_length": figures.mean_acceptance_length,
+                "draft_acceptance_rate": figures.draft_acceptance_rate,
+                "conditional_acceptance_rate": figures.conditional_acceptance_rate,
+                "drafted_token_share": figures.drafted_token_share,
+                "per_step_drafted": [draft.drafted for draft in figures.drafts],
+                "per_step_accepted": [draft.accepted for draft in figures.drafts],
+                "tokens": tokens,
+                "seconds": _median(ours),
+                "first_token_seconds": statistics.median(one.first_seconds for one in ours),
+                "plain_seconds": _median(theirs) if theirs else None,
+                "same_tokens_as_plain": theirs[0].tokens(index) == tokens if theirs else None,
+                "repeatable": all(one.tokens(index) == tokens for one in ours[1:]),
+            }
+        )
+    return rows
+
+
+def _totals(
+    rows: Sequence[Row], times: Sequence[tuple[float, float]], counted: Sequence[Statistics], *, wall: float
+) -> dict[str, Any]:
+    """Figures of a whole cell. Seconds of a round are means over the rounds of the batch."""
+    tokens, seconds = sum(row["new_tokens"] for row in rows), sum(ours for ours, _ in times)
+    plain = sum(theirs for _, theirs in times)
+    totals: dict[str, Any] = {
+        "new_tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "plain_tokens_per_second": tokens / plain if plain else None,
+        "speedup": plain / seconds if plain else None,
+        "wall_seconds": wall,
+        "lossless": all(one.lossless for one in counted),
+        "acceptor": counted[0].acceptor,
+        "draft_lengths": [length for one in counted for length in one.draft_lengths],
+    }
+    for name in ("prefill_seconds", "draft_seconds", "verify_seconds", "host_seconds"):
+        totals[name] = sum(getattr(one, name) for one in counted)
+    return totals

@@ -1,0 +1,251 @@
+"""Runs the engine again over recorded texts, without a model: rounds, limits, batches and stops are the engine's own.
+
+So a replay counts exactly what a run counts, at any batch size: the engine, the rounds, text drafters and lists are
+the real ones, a recorded drafter says what it said, and the target's choices are the recorded text. Not here: which
+questions are asked (`whatif.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.core import tree
+from paceline.core.errors import ConfigurationError
+from paceline.core.protocols import Drafter
+from paceline.core.sampling import Sampling, seed_row
+from paceline.core.types import (
+    PAD,
+    Commit,
+    DraftShape,
+    FeatureSpec,
+    PrefillResult,
+    Proposal,
+    RoundLimits,
+    RoundResult,
+    SamplingTensors,
+)
+from paceline.engine.batch import RoundShape
+from paceline.engine.engine import CallOptions, Engine, Variant
+from paceline.engine.queue import ListQueue
+from paceline.engine.request import Request
+from paceline.engine.rounds import TwoGraphRound
+from paceline.engine.stopping import Stopping
+from paceline.experiments.definitions import Acceptance
+from paceline.experiments.trace import RecordedDrafter, Trace, TraceText
+from paceline.outputs import RequestOutput, Statistics
+
+_Key = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What a policy would have done.
+
+    statistics  as of a call of ``sample``, without times
+    requests    acceptance of every text
+    rounds      for every round of the batch, how many slots took part and the deepest proposal
+    """
+
+    statistics: Statistics
+    requests: tuple[Acceptance, ...]
+    rounds: tuple[tuple[int, int], ...]
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return Acceptance.pooled(self.requests)
+
+
+def replay(trace: Trace, drafter: Drafter, *, batch_size: int = 1, max_new_tokens: int | None = None) -> Replayed:
+    """Decode the texts of a trace with a drafter that needs no model.
+
+    max_new_tokens  end every text there, if it has not ended before; not more than was recorded
+    """
+    texts = [_shortened(text, max_new_tokens) for text in trace.texts]
+    end = trace.vocab_size  # an id that no model has: what a text ends with, for whatever reason
+    target = _RecordedTarget(texts, end)
+    rounds = _CountedRound(drafter, target)
+    shape = RoundShape(
+        drafter.draft_shape.depth, drafter.draft_shape.depth + 1, drafter.max_positions, trace.kv_buckets
+    )
+    engine = Engine(batch_size, lambda _options, _slots: Variant(rounds, shape))
+    requests = [
+        Request(index, text.prompt, Sampling(seed=text.seed), Stopping(text.max_length, frozenset({end})))
+        for index, text in enumerate(texts)
+    ]
+    statistics = Statistics()
+    outputs: list[list[RequestOutput]] = [[] for _ in texts]
+    for output in engine.run(ListQueue(requests), CallOptions(), statistics):
+        outputs[output.index].append(output)
+    lengths = [sum(len(output.tokens) for output in row) for row in outputs]
+    assert lengths == [len(text.tokens) for text in texts], "a replay has the recorded texts"
+    return Replayed(statistics, tuple(map(Acceptance.of, outputs)), tuple(rounds.seen))
+
+
+def _shortened(text: TraceText, max_new_tokens: int | None) -> TraceText:
+    if max_new_tokens is None or max_new_tokens >= text.max_length - len(text.prompt):
+        return text
+    kept = text.tokens[:max_new_tokens]
+    reason = "length" if len(kept) == max_new_tokens < len(text.tokens) else text.finish_reason
+    longest = len(text.prompt) + max_new_tokens
+    return TraceText(text.key, text.category, text.prompt, kept, text.seed, longest, reason)
+
+
+class _CountedRound(TwoGraphRound):
+    """Notes how many slots took part in every round, and how deep its proposals went."""
+
+    def __init__(self, drafter: Drafter, verifier: _RecordedTarget) -> None:
+        super().__init__(drafter, verifier)
+        self._target = verifier
+        self.seen: list[tuple[int, int]] = []
+
+    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
+        result = super().__call__(commit, sampling, limits)
+        self.seen.append((len(self._target.slots), max(result.reports[0].drafted)))
+        return result
+
+
+@dataclass(slots=True)
+class _RecordedTarget:
+    """The target's side of rounds, from its texts. A `paceline.core.protocols.Verifier`."""
+
+    texts: Sequence[TraceText]
+    end: int
+    slots: dict[int, tuple[list[int], int]] = field(default_factory=dict)
+    _waiting: dict[_Key, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for index, text in enumerate(self.texts):
+            self._waiting.setdefault((text.prompt, tuple(seed_row(text.seed))), []).append(index)
+
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+        index = self._waiting[tuple(prompt), tuple(sampling.seeds[0].tolist())].pop(0)
+        text = self.texts[index]
+        whole = [*text.prompt, *text.tokens]
+        if text.finish_reason != "length":
+            whole[-1] = self.end
+        self.slots[slot] = (whole, text.tokens[-1])
+        return PrefillResult(whole[len(prompt)])
+
+    def finish_request(self, slot: int) -> None:
+        self.slots.pop(slot, None)
+
+    def __call__(
+        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
+    ) -> Commit:
+        size, width = commit.tokens.shape
+        tokens = torch.full((size, width), PAD, dtype=torch.int32)
+        tokens[:, 0] = 0
+        count = torch.ones(size, dtype=torch.int32)
+        for slot, (whole, last) in self.slots.items():
+            length = int(commit.first_row[slot] + commit.count[slot])
+            most = int(limits.max_accept[slot])
+            accepted = (
+                0
+                if proposal is None
+                else self._accepted(proposal, slot, following=whole[length:], last=last, most=most)
+            )
+            row = [*whole[length : length + accepted + 1], 0][: accepted + 1]  # 0: behind the end of the text
+            tokens[slot, : accepted + 1] = torch.tensor(row, dtype=torch.int32)
+            count[slot] = accepted + 1
+        return Commit(tokens, count, commit.first_row + commit.count)
+
+    def _accepted(self, proposal: Proposal, slot: int, *, following: Sequence[int], last: int, most: int) -> int:
+        """How deep the path of a proposal goes that agrees with what follows; ``last`` is what ``end`` stands for."""
+        nodes = proposal.tokens[slot].tolist()
+        parents = parents_of(proposal, slot)
+        place, depth = tree.ROOT, 0
+        while depth < min(most, len(following)):
+            wanted = following[depth]
+            if wanted == self.end:
+                wanted = last
+            step = next((i for i, n in enumerate(nodes) if parents[i] == place and n == wanted), None)
+            if step is None:
+                break
+            place, depth = step, depth + 1
+        return depth
+
+
+def parents_of(proposal: Proposal, slot: int) -> Sequence[int]:
+    """Parents of the nodes in one slot."""
+    parents = proposal.parents
+    if parents is None:
+        return tree.chain(proposal.tokens.shape[1])
+    return parents if isinstance(parents, tuple) else [int(parent) for parent in parents[slot]]
+
+
+class ReplayDrafter:
+    """Says what a recorded drafter said; with ``depth`` less of it, with ``nodes`` those of its static tree alone.
+
+    A `paceline.core.protocols.Drafter`.
+
+    Raises:
+        ConfigurationError: less was not recorded: a smaller depth of a drafter whose drafts change with it, a larger
+            one, or nodes without their parents.
+    """
+
+    reads: FeatureSpec | None = None
+
+    def __init__(
+        self, trace: Trace, recorded: RecordedDrafter, *, depth: int | None = None, nodes: Sequence[int] | None = None
+    ) -> None:
+        self._recorded = recorded
+        self.max_positions = recorded.max_positions
+        self._keep: tuple[int, ...] | None = None
+        size = len(recorded.parents) if recorded.parents is not None else recorded.k
+        if nodes is not None:
+            self.draft_shape = self._subtree(tuple(sorted(set(nodes))))
+        elif depth is None or depth == recorded.k:
+            dynamic = recorded.dynamic
+            size = max((len(p) // 2 for row in recorded.proposals for p in row), default=1) if dynamic else size
+            self.draft_shape = DraftShape(size, recorded.k, recorded.parents, dynamic)
+        elif recorded.parents is None and recorded.prefixes and 0 <= depth < recorded.k:
+            self.draft_shape = DraftShape.chain(depth)
+        else:
+            what = f"{recorded.name} was recorded with depth {recorded.k}"
+            why = "" if recorded.prefixes else ", and its shorter drafts are not beginnings of longer ones"
+            raise ConfigurationError(f"{what}{why}; record it with k={depth}")
+        self._trace = trace
+        self._slots: dict[int, int] = {}
+        self._begun: dict[tuple[int, ...], int] = {}
+
+    def _subtree(self, nodes: tuple[int, ...]) -> DraftShape:
+        parents = self._recorded.parents
+        if parents is None or any(parents[n] != tree.ROOT and parents[n] not in nodes for n in nodes):
+            raise ConfigurationError(f"nodes {nodes} are no tree of {self._recorded.name}, whose tree is {parents}")
+        self._keep = nodes
+        new = {node: place for place, node in enumerate(nodes)}
+        return tree.draft_shape(tuple(new.get(parents[node], tree.ROOT) for node in nodes))
+
+    def add_request(self, slot: int, prompt: Sequence[int], features: torch.Tensor | None = None) -> None:
+        """Texts of equal prompts come in their order."""
+        same = [i for i, text in enumerate(self._trace.texts) if text.prompt == tuple(prompt)]
+        seen = self._begun.get(tuple(prompt), 0)
+        self._begun[tuple(prompt)] = seen + 1
+        self._slots[slot] = same[seen % len(same)]
+
+    def finish_request(self, slot: int) -> None:
+        self._slots.pop(slot, None)
+
+    def update(self, commit: Commit) -> None:
+        """The text is known."""
+
+    def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
+        shape = self.draft_shape
+        tokens = torch.full((len(commit.count), shape.num_draft_tokens), PAD, dtype=torch.int32)
+        parents = torch.full_like(tokens, tree.ROOT)
+        for slot, index in self._slots.items():
+            length = int(commit.first_row[slot] + commit.count[slot])
+            nodes = self._recorded.proposals[index][length - len(self._trace.texts[index].prompt) - 1]
+            if shape.dynamic and nodes:
+                half = len(nodes) // 2
+                nodes, above = nodes[:half], nodes[half:]
+                parents[slot, :half] = torch.tensor(above, dtype=torch.int32)
+            if self._keep is not None and nodes:
+                nodes = tuple(nodes[node] for node in self._keep)
+            nodes = nodes[: shape.num_draft_tokens]
+            if nodes:
+                tokens[slot, : len(nodes)] = torch.tensor(nodes, dtype=torch.int32)
+        return Proposal(tokens, parents if shape.dynamic else shape.parents)

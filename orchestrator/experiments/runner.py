@@ -1,0 +1,170 @@
+"""Runs the cells of an experiment, one after the other or on a cluster, and keeps what is finished.
+
+Everything that can be refused is refused before the first cell: models, prompts, lengths, the folder. A cell that
+fails is a row that says why, and the next one runs. Not here: what a cell does (`measure.py`) and reports.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.core.errors import ContextError, PacelineError, PlacementError, StorageError
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.locate import checkpoint_path
+from paceline.experiments.cells import Cell, cell_key, cells, check_models, model_paths
+from paceline.experiments.config import ExperimentConfig
+from paceline.experiments.measure import Bench
+from paceline.experiments.prompts import Prompts, load_prompts
+from paceline.experiments.provenance import provenance
+from paceline.experiments.store import CellResult, Store
+from paceline.text.tokenizer import load_tokenizer
+
+log = logging.getLogger("paceline")
+
+Report = Callable[[str, int, int], None]
+"""Told what is done now, how many cells are done, and how many there are."""
+
+_BYTES_PER_SECOND = 4e9
+"""Bytes of weights that a busy core reads in a second, for an estimate where nothing was measured yet."""
+_COMPILE_SECONDS = 25.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCell:
+    """A cell that may run: its key on disk, its prompts, and whether it is finished already."""
+
+    cell: Cell
+    key: str
+    prompts: Prompts
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentPlan:
+    """What will be done. ``warnings``: about prompts, each once."""
+
+    config: ExperimentConfig
+    cells: tuple[PlannedCell, ...]
+    fingerprints: dict[str, str]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        every = (f"{one.prompts.name}: {line}" for one in self.cells for line in one.prompts.warnings)
+        return tuple(dict.fromkeys(every))
+
+    def estimated_seconds(self, store: Store | None) -> float:
+        """A rough estimate of what is left: as the finished cells took, else from the size of the models."""
+        seconds = 0.0
+        measured = [
+            result.totals["wall_seconds"] / max(1, result.totals["new_tokens"])
+            for one in self.cells
+            if store is not None and (result := store.load(one.key)) is not None
+        ]
+        graphs = set()
+        for one in self.cells:
+            if one.finished:
+                continue
+            tokens = len(one.prompts.rows) * self.config.max_new_tokens
+            if measured:
+                seconds += tokens * sum(measured) / len(measured)
+                continue
+            runs = self.config.repeats * (2 if self.config.baseline and not one.cell.drafter.plain else 1) + 1
+            seconds += runs * tokens * checkpoint_bytes(one.cell.target.path) / _BYTES_PER_SECOND
+            graphs.add((one.cell.target.path, one.cell.drafter.label, str(one.cell.k), one.cell.batch_size))
+        return seconds + (_COMPILE_SECONDS * len(graphs) if self.config.backend == "inductor" else 0)
+
+
+def checkpoint_bytes(path: str) -> int:
+    """Size of a checkpoint's files."""
+    place = checkpoint_path(path)
+    files = place.iterdir() if place.is_dir() else [place]
+    return sum(file.stat().st_size for file in files if file == place or (file.is_file() and not is_gguf(file)))
+
+
+def plan(config: ExperimentConfig, store: Store | None) -> ExperimentPlan:
+    """Check everything and say what is to be done.
+
+    Raises:
+        CheckpointError: a model is missing or cannot be read.
+        PromptError: prompts cannot be read; ContextError: one is too long.
+    """
+    fingerprints = check_models(config)
+    prompts: dict[tuple[str, str], Prompts] = {}
+    planned = []
+    for cell in cells(config):
+        which = (cell.target.path, cell.prompts.model_dump_json())
+        if which not in prompts:
+            prompts[which] = _fitting(cell, config)
+        mine = prompts[which]
+        models = tuple(fingerprints[path] for path in model_paths(cell))
+        key = cell_key(cell, config, prompts=mine.content, models=models)
+        finished = store is not None and store.load(key) is not None
+        planned.append(PlannedCell(cell, key, mine, finished))
+    return ExperimentPlan(config, tuple(planned), fingerprints)
+
+
+def _fitting(cell: Cell, config: ExperimentConfig) -> Prompts:
+    """The prompts of a cell's set, all of which leave room for their texts."""
+    model = ModelConfig.from_pretrained(checkpoint_path(cell.target.path))
+    prompts = load_prompts(cell.prompts, load_tokenizer(Path(cell.target.path)), model.vocab_size)
+    room = model.max_position_embeddings if config.n_positions is None else config.n_positions
+    for row in prompts.rows:
+        if len(row.ids) + config.max_new_tokens > room:
+            raise ContextError(
+                f"prompt {row.key} of {cell.prompts.label} has {len(row.ids)} tokens, and with "
+                f"{config.max_new_tokens} new ones it does not fit into {room} positions of {cell.target.label}; leave "
+                "it out, lower max_new_tokens or raise n_positions"
+            )
+    return prompts
+
+
+def run(planned: ExperimentPlan, store: Store, report: Report) -> list[CellResult]:
+    """Run what is not finished. -> all cells, failed ones with their error
+
+    Raises:
+        StorageError: a result cannot be written; finished cells stay.
+    """
+    listing = {
+        "config": json.loads(planned.config.model_dump_json()),
+        "cells": [one.key for one in planned.cells],
+        "fingerprints": planned.fingerprints,
+    }
+    store.write("experiment.json", json.dumps(listing, indent=1))
+    results: list[CellResult] = []
+    with Bench(planned.config) as bench:
+        for number, one in enumerate(planned.cells):
+            finished = store.load(one.key) if one.finished else None
+            if finished is None:
+                report(one.cell.title(), number, len(planned.cells))
+                finished = run_cell(one, bench)
+                store.save(finished)
+            results.append(finished)
+    report("done", len(results), len(results))
+    return results
+
+
+def run_cell(planned: PlannedCell, bench: Bench) -> CellResult:
+    """Run one cell; what goes wrong in it becomes part of its result.
+
+    Raises:
+        StorageError, MemoryError: what would meet every other cell as well.
+    """
+    names, source = planned.cell.names(), provenance()
+    try:
+        rows, totals = bench.measure(planned.cell, planned.prompts)
+    except (StorageError, MemoryError, PlacementError):
+        raise
+    except (PacelineError, RuntimeError, ValueError, ArithmeticError, LookupError) as error:
+        log.warning("cell %s failed: %s", planned.cell.title(), error)
+        return CellResult(planned.key, names, provenance=source, error=f"{type(error).__name__}: {error}")
+    return CellResult(planned.key, names, rows, totals, source, warnings=planned.prompts.warnings)
+
+
+def failed(results: Sequence[CellResult]) -> list[CellResult]:
+    """Those that failed."""
+    return [result for result in results if result.error is not None]

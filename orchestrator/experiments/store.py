@@ -1,0 +1,137 @@
+"""The folder of an experiment: a file for every finished cell, each written whole or not at all.
+
+    DIR/experiment.json     the configuration
+    DIR/cells/KEY.json      a finished cell: what it is, its rows, or why it failed
+    DIR/traces/             recorded traces
+    DIR/results.jsonl, results.parquet, report.md, report.html     made of the cells
+
+A process that is killed loses the cell it was at and nothing else. Not here: what is in a report.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigurationError, StorageError
+from paceline.decoder.weights.atomic_write import atomic_write, save_bytes
+
+VERSION = 1
+"""Of the layout of cell files."""
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CellResult:
+    """A cell that was run.
+
+    key         its file's name
+    names       what tells it from others (`paceline.experiments.cells.Cell.names`)
+    rows        one for every prompt
+    totals      figures of the whole cell
+    provenance  of the run
+    error       why there are no rows; None: there are
+    warnings    about its prompts
+    """
+
+    key: str
+    names: Mapping[str, object]
+    rows: Sequence[Row] = ()
+    totals: Mapping[str, Any] = field(default_factory=dict)
+    provenance: Mapping[str, object] = field(default_factory=dict)
+    error: str | None = None
+    warnings: Sequence[str] = ()
+
+
+class Store:
+    """Cell files below a folder, which is made and tried out at once.
+
+    Raises:
+        StorageError: nothing can be written there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        probe = self.cells / ".probe"
+        with atomic_write(probe):
+            probe.parent.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"\0" * 4096)
+            probe.unlink()
+
+    @property
+    def cells(self) -> Path:
+        return self.folder / "cells"
+
+    @property
+    def traces(self) -> Path:
+        return self.folder / "traces"
+
+    def write(self, name: str, text: str) -> Path:
+        """A file of the folder.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        path = self.folder / name
+        save_bytes(path, [text.encode()])
+        return path
+
+    def save(self, result: CellResult) -> None:
+        """A finished cell.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        text = json.dumps({"version": VERSION, **asdict(result)}, default=str)
+        save_bytes(self.cells / f"{result.key}.json", [text.encode()])
+
+    def load(self, key: str) -> CellResult | None:
+        """A finished cell; None if there is none, or if it failed and should be tried again.
+
+        Raises:
+            StorageError: its file is damaged or of another version.
+        """
+        result = self.peek(key)
+        return None if result is None or result.error is not None else result
+
+    def peek(self, key: str) -> CellResult | None:
+        """The same, failed cells included."""
+        path = self.cells / f"{key}.json"
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{path} cannot be read ({error}); remove it, and the cell is run again") from error
+        if not isinstance(values, dict) or values.pop("version", None) != VERSION:
+            raise StorageError(f"{path} is of another version of this program; name another folder, or remove it")
+        return CellResult(**values)
+
+
+def read_results(folder: Path) -> list[CellResult]:
+    """All finished cells of a folder, in the order of its results.jsonl's experiment, else by name.
+
+    Raises:
+        ConfigurationError: the folder holds no experiment.
+    """
+    listed = folder / "experiment.json"
+    if not listed.is_file():
+        raise ConfigurationError(f"{folder} holds no experiment; give the --out folder of `paceline experiment run`")
+    keys = json.loads(listed.read_text(encoding="utf-8"))["cells"]
+    store = Store(folder)
+    return [result for key in keys if (result := store.peek(key)) is not None]
+
+
+def flat_rows(results: Sequence[CellResult]) -> Iterator[Row]:
+    """One flat row for every prompt of every cell, with the cell's names and provenance; failed cells have one row."""
+    for result in results:
+        shared = {"cell": result.key, **result.names}
+        source = dict(result.provenance)
+        if result.error is not None:
+            yield {**shared, "error": result.error, **source}
+        for row in result.rows:
+            yield {**shared, **row, "error": None, **source}

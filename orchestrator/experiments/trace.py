@@ -1,0 +1,240 @@
+"""Traces: the texts of a target, and what drafters would have proposed at every position of them.
+
+With the rule ``match`` the text does not depend on who drafts, or on how much: so the proposals along one text answer
+every question about depths, trees, lists and choices of drafters (`paceline.experiments.whatif`). Not here: how they
+are recorded (`record.py`).
+
+A trace is one file: a header (JSON) and arrays (int32), gzip-compressed, with a checksum over all of it. It holds no
+code and nothing that is run when it is read.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigurationError, TraceError
+from paceline.decoder.weights.atomic_write import save_bytes
+from paceline.outputs import FinishReason
+
+MAGIC = b"paceline-trace\n"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TraceText:
+    """One prompt and its answer.
+
+    prompt      ids
+    tokens      the answer's ids, the last of which may end it
+    seed        it was drawn with
+    max_length  of the whole text, had it not ended before
+    """
+
+    key: str
+    category: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    seed: int
+    max_length: int
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedDrafter:
+    """The proposals of one drafter along every text of a trace.
+
+    draft          as the experiment names it
+    k              depth of the proposals
+    parents        of a static tree; None = chains, or trees of their own where ``dynamic``
+    max_positions  positions it can follow; None = all
+    prefixes       whether a shorter draft is the beginning of a longer one, so that smaller depths are known too
+    proposals      for every text, for every position of the answer but the last: token of every node, -1 = none.
+                   Of a dynamic tree the parents follow the tokens
+    """
+
+    name: str
+    draft: str
+    k: int
+    parents: tuple[int, ...] | None
+    dynamic: bool
+    max_positions: int | None
+    prefixes: bool
+    proposals: tuple[tuple[tuple[int, ...], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A target's texts and the drafters that were recorded along them.
+
+    target       the model's label; ``fingerprint`` of its files
+    sampling     how the texts were drawn, as options
+    kv_buckets   lengths of the target's cache, whose borders no draft crosses
+    texts, drafters
+    provenance   of the recording
+    """
+
+    target: str
+    fingerprint: str
+    sampling: Mapping[str, Any]
+    kv_buckets: tuple[int, ...]
+    vocab_size: int
+    texts: tuple[TraceText, ...]
+    drafters: tuple[RecordedDrafter, ...]
+    provenance: Mapping[str, object]
+
+    def drafter(self, name: str) -> RecordedDrafter:
+        """By its name.
+
+        Raises:
+            ConfigurationError: it was not recorded.
+        """
+        for one in self.drafters:
+            if one.name == name:
+                return one
+        names = ", ".join(one.name for one in self.drafters) or "none"
+        raise ConfigurationError(f"the trace has no drafter {name!r}; recorded are: {names}, and text drafters by name")
+
+
+def save_trace(path: Path, trace: Trace) -> None:
+    """Write a trace, whole or not at all.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    numbers = array("i")
+    header = {
+        "target": trace.target,
+        "fingerprint": trace.fingerprint,
+        "sampling": dict(trace.sampling),
+        "kv_buckets": list(trace.kv_buckets),
+        "vocab_size": trace.vocab_size,
+        "provenance": dict(trace.provenance),
+        "texts": [_text_header(text, numbers) for text in trace.texts],
+        "drafters": [_drafter_header(drafter, numbers) for drafter in trace.drafters],
+    }
+    text = json.dumps(header, default=str).encode()
+    body = len(text).to_bytes(8, "little") + text + _little_endian(numbers).tobytes()
+    packed = gzip.compress(body, mtime=0)
+    checksum = hashlib.sha256(packed).digest()
+    save_bytes(path, [MAGIC, VERSION.to_bytes(4, "little"), checksum, packed])
+
+
+def load_trace(path: Path) -> Trace:
+    """Read a trace.
+
+    Raises:
+        TraceError: it is no trace, of another version, or damaged.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TraceError(f"{path} cannot be read: {error}") from error
+    start = len(MAGIC)
+    if not data.startswith(MAGIC):
+        raise TraceError(f"{path} is no trace; `paceline experiment run` writes them below traces/ (traces: true)")
+    version = int.from_bytes(data[start : start + 4], "little")
+    if version != VERSION:
+        raise TraceError(f"{path} is a trace of version {version}, and this program reads {VERSION}; record it again")
+    checksum, packed = data[start + 4 : start + 36], data[start + 36 :]
+    if hashlib.sha256(packed).digest() != checksum:
+        raise TraceError(f"{path} is damaged: its checksum is another one; copy it again, or record it again")
+    try:
+        body = gzip.decompress(packed)
+        length = int.from_bytes(body[:8], "little")
+        header = json.loads(body[8 : 8 + length])
+        numbers = array("i")
+        numbers.frombytes(body[8 + length :])
+        return _trace(header, iter(_little_endian(numbers)))
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise TraceError(f"{path} is no trace that this program wrote ({error!r}); record it again") from error
+
+
+def check_target(trace: Trace, fingerprint: str, path: str) -> None:
+    """Refuse a trace of another model.
+
+    Raises:
+        TraceError: the target's files are others than those the trace was recorded with.
+    """
+    if trace.fingerprint != fingerprint:
+        raise TraceError(
+            f"the trace is of {trace.target} ({trace.fingerprint}), and {path} is another model ({fingerprint}); "
+            "record one with it"
+        )
+
+
+def _text_header(text: TraceText, numbers: array[int]) -> dict[str, object]:
+    numbers.extend(text.prompt)
+    numbers.extend(text.tokens)
+    return {
+        "key": text.key,
+        "category": text.category,
+        "prompt": len(text.prompt),
+        "tokens": len(text.tokens),
+        "seed": text.seed,
+        "max_length": text.max_length,
+        "finish_reason": text.finish_reason,
+    }
+
+
+def _drafter_header(drafter: RecordedDrafter, numbers: array[int]) -> dict[str, object]:
+    for proposals in drafter.proposals:
+        for nodes in proposals:
+            numbers.append(len(nodes))
+            numbers.extend(nodes)
+    return {
+        "name": drafter.name,
+        "draft": drafter.draft,
+        "k": drafter.k,
+        "parents": drafter.parents,
+        "dynamic": drafter.dynamic,
+        "max_positions": drafter.max_positions,
+        "prefixes": drafter.prefixes,
+        "counts": [len(proposals) for proposals in drafter.proposals],
+    }
+
+
+def _trace(header: dict[str, Any], numbers: Iterator[int]) -> Trace:
+    texts = []
+    for row in header["texts"]:
+        sizes = row.pop("prompt"), row.pop("tokens")
+        prompt, tokens = (_take(numbers, size) for size in sizes)
+        texts.append(TraceText(prompt=prompt, tokens=tokens, **row))
+    drafters = []
+    for row in header["drafters"]:
+        counts: Sequence[int] = row.pop("counts")
+        proposals = tuple(tuple(_take(numbers, next(numbers)) for _ in range(count)) for count in counts)
+        parents = row.pop("parents")
+        drafters.append(
+            RecordedDrafter(parents=None if parents is None else tuple(parents), proposals=proposals, **row)
+        )
+    return Trace(
+        header["target"],
+        header["fingerprint"],
+        header["sampling"],
+        tuple(header["kv_buckets"]),
+        header["vocab_size"],
+        tuple(texts),
+        tuple(drafters),
+        header["provenance"],
+    )
+
+
+def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:
+    return tuple(next(numbers) for _ in range(count))
+
+
+def _little_endian(numbers: array[int]) -> array[int]:
+    import sys
+
+    if sys.byteorder == "big":
+        numbers = array("i", numbers)
+        numbers.byteswap()
+    return numbers

@@ -1,0 +1,215 @@
+"""What-if: what another drafter, depth, tree, list or batch size would have done on the texts of a trace.
+
+Acceptance is exact: `paceline.experiments.replay` runs the engine's own rounds. Speed is a prediction, from measured
+times of rounds. Not here: the trace's file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from paceline.auto_drafter import check_options
+from paceline.core.errors import ConfigurationError, TraceError
+from paceline.core.protocols import Drafter
+from paceline.draft.fallback import FallbackDrafter
+from paceline.draft.none import NoDrafter
+from paceline.draft_spec import parse_draft
+from paceline.experiments.definitions import Acceptance
+from paceline.experiments.replay import ReplayDrafter, Replayed, replay
+from paceline.experiments.trace import Trace
+from paceline.registry import DRAFTERS, resolve
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Who drafts, and how much.
+
+    drafters  names of recorded drafters, or text drafters in the grammar of drafts; several: the first that has a
+              proposal drafts; none: plain decoding
+    k         depth; None = as recorded
+    nodes     those of a recorded static tree that are kept; None = all
+    """
+
+    drafters: tuple[str, ...]
+    k: int | None = None
+    nodes: tuple[int, ...] | None = None
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        depth = "" if self.k is None else f" k={self.k}"
+        tree = "" if self.nodes is None else f" nodes {','.join(map(str, self.nodes))}"
+        return ("+".join(self.drafters) or "none") + depth + tree
+
+
+def drafter_of(trace: Trace, policy: Policy) -> Drafter:
+    """A drafter that needs no model.
+
+    Raises:
+        ConfigurationError: a drafter was not recorded, or not so deep.
+    """
+    made = [_drafter(trace, name, policy) for name in policy.drafters]
+    if not made:
+        return NoDrafter()
+    return made[0] if len(made) == 1 else FallbackDrafter(made)
+
+
+def _drafter(trace: Trace, name: str, policy: Policy) -> Drafter:
+    recorded = {one.name: one for one in trace.drafters}
+    if name in recorded:
+        one = recorded[name]
+        depth = policy.k
+        if depth is not None and len(policy.drafters) > 1:  # in a list, each drafts as far as it can
+            depth = min(depth, one.k)
+        return ReplayDrafter(trace, one, depth=depth, nodes=policy.nodes)
+    specs = parse_draft(name) if name.partition(":")[0] in DRAFTERS else ()
+    if len(specs) != 1 or specs[0].name is None or DRAFTERS[specs[0].name].given_as != "name":
+        trace.drafter(name)  # says which there are
+        raise ConfigurationError(f"{name!r} was not recorded")
+    spec, row = specs[0], DRAFTERS[specs[0].name]
+    k = spec.k if spec.k is not None else policy.k
+    if k is None:
+        raise ConfigurationError(f"say how many tokens {name} drafts: --k 4, or {name}:k=4")
+    drafter: Drafter = resolve(row.path)(k, **check_options(row, dict(spec.options), f"the draft {name}"))
+    return drafter
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Measured seconds of a round of the batch, by drafter, depth and batch size; from finished experiments.
+
+    rounds   (drafter, depth, batch size) -> seconds of a round, drafting and the host's part included
+    prefill  seconds of a prompt
+    """
+
+    rounds: Mapping[tuple[str, int, int], float]
+    prefill: float = 0.0
+
+    def seconds(self, drafter: str, k: int, batch_size: int) -> float:
+        """Of a round; depths and batch sizes between and beyond measured ones by a line through the two nearest.
+
+        Raises:
+            ConfigurationError: nothing was measured for this drafter.
+        """
+        known = {(depth, size): value for (name, depth, size), value in self.rounds.items() if name == drafter}
+        if not known:
+            names = ", ".join(sorted({name for name, *_ in self.rounds}))
+            raise ConfigurationError(f"no round of {drafter!r} was timed; there are times of {names}")
+        by_size: dict[int, dict[int, float]] = {}
+        for (depth, size), value in known.items():
+            by_size.setdefault(size, {})[depth] = value
+        return _line({size: _line(depths, k) for size, depths in by_size.items()}, batch_size)
+
+
+def _line(points: Mapping[int, float], x: int) -> float:
+    """On the line through the two points nearest to x; with one point its value."""
+    if x in points or len(points) == 1:
+        return points.get(x, next(iter(points.values())))
+    a, b = sorted(sorted(points, key=lambda point: abs(point - x))[:2])
+    slope = (points[b] - points[a]) / (b - a)
+    return max(1e-9, points[a] + slope * (x - a))
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a policy would have done, and how fast, if times are known."""
+
+    policy: Policy
+    batch_size: int
+    replayed: Replayed
+    seconds: float | None
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return self.replayed.acceptance
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return None if self.seconds is None else self.acceptance.new_tokens / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        figures = self.acceptance
+        return {
+            "policy": self.policy.label,
+            "batch_size": self.batch_size,
+            "mean_acceptance_length": figures.mean_acceptance_length,
+            "tokens_per_round": figures.tokens_per_round,
+            "draft_acceptance_rate": figures.draft_acceptance_rate,
+            "acceptance_by_position": [place.unconditional for place in figures.positions],
+            "conditional_by_position": [place.conditional for place in figures.positions],
+            "num_rounds": figures.num_rounds,
+            "batch_rounds": len(self.replayed.rounds),
+            "tokens_per_second": self.tokens_per_second,
+        }
+
+
+def ask(trace: Trace, policy: Policy, *, batch_size: int = 1, times: RoundTimes | None = None) -> Answer:
+    """What a policy would have done.
+
+    Raises:
+        ConfigurationError: the trace does not say, or no round of it was timed.
+    """
+    replayed = replay(trace, drafter_of(trace, policy), batch_size=batch_size)
+    seconds = None
+    if times is not None:
+        name = "+".join(policy.drafters) or "none"
+        depth = policy.k if policy.k is not None else max((d for _, d in replayed.rounds), default=0)
+        each = times.seconds(name, depth, batch_size)
+        seconds = each * len(replayed.rounds) + times.prefill * len(trace.texts)
+    return Answer(policy, batch_size, replayed, seconds)
+
+
+def best_per_text(trace: Trace, policies: Sequence[Policy]) -> tuple[list[str], Acceptance]:
+    """For every text the policy with the fewest rounds, and the acceptance of these: a perfect choice."""
+    answers = [ask(trace, policy) for policy in policies]
+    chosen = []
+    for index in range(len(trace.texts)):
+        rounds = [answer.replayed.requests[index].num_rounds for answer in answers]
+        chosen.append(int(np.argmin(rounds)))
+    names = [policies[index].label for index in chosen]
+    return names, Acceptance.pooled([answers[c].replayed.requests[i] for i, c in enumerate(chosen)])
+
+
+def parse_depths(text: str) -> tuple[int, ...]:
+    """``4``, ``1,2,4`` or ``1:8`` (both ends included).
+
+    Raises:
+        ConfigurationError: it is none of these.
+    """
+    first, colon, last = text.partition(":")
+    try:
+        depths = tuple(range(int(first), int(last) + 1)) if colon else tuple(map(int, text.split(",")))
+    except ValueError:
+        depths = ()
+    if not depths or min(depths) < 0:
+        raise ConfigurationError(f"--k {text!r} are no depths; write 4, 1,2,4 or 1:8")
+    return depths
+
+
+def save_times(times: RoundTimes) -> str:
+    """As JSON."""
+    rows = [[*key, seconds] for key, seconds in times.rounds.items()]
+    return json.dumps({"rounds": rows, "prefill": times.prefill})
+
+
+def load_times(path: Path) -> RoundTimes:
+    """From JSON that `save_times` made.
+
+    Raises:
+        TraceError: it cannot be read.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        rounds = {(str(name), int(k), int(size)): float(seconds) for name, k, size, seconds in values["rounds"]}
+        return RoundTimes(rounds, float(values["prefill"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TraceError(
+            f"{path} holds no times of rounds ({error}); `experiment run` writes round_times.json"
+        ) from error

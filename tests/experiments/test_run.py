@@ -1,0 +1,205 @@
+"""Experiments: refused before work starts, finished cells kept, a failing cell alone, every layout of prompts read."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.core.errors import CheckpointError, ConfigurationError, ContextError, PromptError, StorageError
+from paceline.experiments import runner, tables
+from paceline.experiments.config import ExperimentConfig, PromptSet, load_config, parse_config
+from paceline.experiments.prompts import load_prompts, read_prompts
+from paceline.experiments.store import Store, read_results
+from paceline.text.tokenizer import load_tokenizer
+from tests.cli.calling import call
+from tests.experiments.grids import grid, save_models, save_prompts
+from tests.full_disk import full_disk
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    save_models(folder)
+    save_prompts(folder / "prompts.jsonl")
+    return folder
+
+
+def silent(label: str, done: int, total: int) -> None:
+    """Nobody looks."""
+
+
+def run(values: dict[str, Any], out: Path) -> list[Any]:
+    store = Store(out)
+    return runner.run(runner.plan(ExperimentConfig(**values), store), store, silent)
+
+
+def test_a_grid_has_every_cell_with_provenance_and_the_tokens_of_plain_decoding(home: Path, tmp_path: Path) -> None:
+    drafters = ["none", {"name": "model", "draft": str(home / "draft"), "k": 3}]
+    values = grid(home, drafters=drafters, batch_sizes=[1, 2], samplings={"temperature": 1, "top_p": 0.9})
+    results = run(values, tmp_path)
+    assert len(results) == 2 * 2 and not runner.failed(results)
+    drafted = [row for result in results if result.names["drafter"] != "none" for row in result.rows]
+    assert all(row["same_tokens_as_plain"] for row in drafted)
+    by_batch = {
+        size: [row["tokens"] for r in results if r.names["batch_size"] == size for row in r.rows] for size in (1, 2)
+    }
+    assert by_batch[1] == by_batch[2]  # a prompt's seed does not depend on the batch size
+    tables.write_rows(tmp_path, results)
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert len(lines) == 4 * 4 and all(line["torch"] and line["time"] and line["machine"] for line in lines)
+    parquet = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "results.parquet").to_pylist()
+    assert [row["per_step_accepted"] for row in parquet] == [line["per_step_accepted"] for line in lines]
+    assert [result.key for result in read_results(tmp_path)] == [result.key for result in results]
+
+
+def test_finished_cells_are_not_run_again_and_failed_ones_alone_are(home: Path, tmp_path: Path) -> None:
+    values = grid(home, drafters=["none", {"draft": str(home / "draft"), "k": [3, 500]}])
+    results = run(values, tmp_path)
+    assert [result.error is None for result in results] == [True, True, False]
+    assert "501 rows" in str(results[2].error)
+    times = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cells").iterdir()}
+    again = run({**values, "name": "other"}, tmp_path)
+    changed = {path.name for path in (tmp_path / "cells").iterdir() if path.stat().st_mtime_ns != times[path.name]}
+    assert changed == {f"{results[2].key}.json"} and [r.rows for r in again] == [r.rows for r in results]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"drafter": ["none"]}, ConfigurationError, "drafter"),
+        ({"drafters": ["nogram:k=2"]}, CheckpointError, "nogram"),
+        ({"targets": "no/such/model"}, CheckpointError, "no/such/model"),
+        ({"acceptors": ["mtach"]}, ConfigurationError, "mtach"),
+        ({"k": -1}, ConfigurationError, "k"),
+        ({"max_new_tokens": 500}, ContextError, "does not fit"),
+        ({"prompt_sets": "no/such/file.jsonl"}, PromptError, "file.jsonl"),
+        ({"samplings": [{"temprature": 1}]}, ConfigurationError, "temprature"),
+    ],
+)
+def test_bad_input_is_refused_by_name_before_work_starts(
+    home: Path, tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    values = grid(home, **changes)
+    with pytest.raises(error, match=message):
+        runner.plan(parse_config(values, "exp.yaml"), Store(tmp_path))
+    assert not list(tmp_path.glob("cells/*.json"))
+
+
+def test_a_full_disk_is_a_named_error_and_keeps_finished_cells(home: Path, tmp_path: Path) -> None:
+    values = grid(home, drafters=["none", "suffix"])
+    run(grid(home, drafters=["none"]), tmp_path)
+    kept = sorted(path.name for path in (tmp_path / "cells").iterdir())
+    store = Store(tmp_path)
+    planned = runner.plan(ExperimentConfig(**values), store)
+    with full_disk(room=500), pytest.raises(StorageError, match="cannot be written"):
+        runner.run(planned, store, silent)
+    assert sorted(path.name for path in (tmp_path / "cells").iterdir()) == kept
+    assert not runner.failed(run(values, tmp_path))
+    with full_disk(room=1_000), pytest.raises(StorageError):
+        Store(tmp_path / "other")
+
+
+CHILD = """
+import sys
+from pathlib import Path
+import torch
+from paceline.experiments import runner
+from paceline.experiments.config import load_config
+from paceline.experiments.store import Store
+torch.set_num_threads(1)
+config, store = load_config(Path(sys.argv[1])), Store(Path(sys.argv[2]))
+import os
+for line in sys.stdin:
+    if os.fork() == 0:
+        runner.run(runner.plan(config, store), store, lambda *_: None)
+        os._exit(0)
+    print(flush=True)
+"""
+
+
+def test_killed_at_random_points_it_loses_no_finished_cell(home: Path, tmp_path: Path) -> None:
+    """SIGKILL, 20 times. A child that has loaded everything is forked for every try, or starting would take it all."""
+    values = grid(home, k=[1, 2, 3], drafters=["none", "suffix", "ngram"], baseline=False, max_new_tokens=3)
+    file, out = tmp_path / "exp.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump(values))
+    dice, kept = random.Random(5), dict[str, bytes]()
+    command = [sys.executable, "-c", CHILD, str(file), str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as mother:
+        assert mother.stdin is not None and mother.stdout is not None
+        for _ in range(20):
+            mother.stdin.write("\n")
+            mother.stdin.flush()
+            mother.stdout.readline()
+            time.sleep(dice.uniform(0.0, 0.25))
+            for child in Path(f"/proc/{mother.pid}/task/{mother.pid}/children").read_text().split():
+                os.kill(int(child), signal.SIGKILL)
+            now = {path.name: path.read_bytes() for path in (out / "cells").glob("*.json")}
+            assert kept.items() <= now.items(), "a finished cell was lost or done again"
+            kept = now
+        whole = runner.plan(load_config(file), Store(out))
+        assert sum(one.finished for one in whole.cells) == len(kept)
+        results = runner.run(whole, Store(out), silent)
+    assert len(results) == 7 and not runner.failed(results)
+    assert kept.items() <= {path.name: path.read_bytes() for path in (out / "cells").glob("*.json")}.items()
+
+
+LAYOUTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "jsonl": ("jsonl", [{"prompt": "a b", "category": "x", "id": "1"}]),
+    "messages": ("jsonl", [{"id": "1", "category": "x", "messages": [{"role": "user", "content": "a b"}]}]),
+    "spec-bench": ("spec-bench", [{"question_id": 1, "category": "x", "turns": ["a b", "more"]}]),
+    "speed-bench": (
+        "speed-bench",
+        [{"question_id": "1", "category": "x", "sub_category": "y", "turns": ["a b"], "multiturn": False}],
+    ),
+    "aiperf single turn": ("aiperf", [{"text": "a b", "category": "x", "id": "1"}]),
+    "aiperf texts": ("aiperf", [{"texts": ["a b", "c"], "category": "x", "id": "1"}]),
+    "aiperf multi turn": ("aiperf", [{"session_id": "1", "category": "x", "turns": [{"text": "a b"}, {"text": "c"}]}]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("automatic", [False, True])
+def test_layouts_of_prompts(name: str, automatic: bool, tmp_path: Path) -> None:
+    layout, rows = LAYOUTS[name]
+    file = tmp_path / "x.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    (read,) = read_prompts(file, "auto" if automatic else layout)  # type: ignore[arg-type]
+    assert (read.key, read.category, read.messages[-1]["content"]) == ("1", "x", "a b")
+
+
+def test_files_without_text_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "trace.jsonl"
+    file.write_text('{"timestamp": 0, "input_length": 100, "output_length": 5}\n')
+    with pytest.raises(PromptError, match="lengths alone"):
+        list(read_prompts(file))
+
+
+def test_what_is_suspicious_in_prompts_is_said(home: Path, tmp_path: Path) -> None:
+    tokenizer: Any = load_tokenizer(home / "target")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>"
+    file = tmp_path / "x.jsonl"
+    file.write_text(json.dumps({"turns": ["<|im_start|>" + "~z{" * 20, "later"], "category": "x"}))
+    said = " ".join(load_prompts(PromptSet(path=str(file), layout="spec-bench"), tokenizer, 96).warnings)
+    for part in ("further turns", "put into the target's as well", "splits into 7 tokens", "random tokens"):
+        assert part in said
+    tokenizer.chat_template = None
+    assert load_prompts(PromptSet(path=str(home / "prompts.jsonl")), tokenizer, 96).warnings == ()
+
+
+def test_the_command(home: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "exp.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump(grid(home, drafters=["none", "suffix"])))
+    dry = json.loads(call("experiment", "run", str(file), "--dry-run", "--json").stdout)
+    assert len(dry["cells"]) == 2 and not out.exists() and dry["estimated_seconds"] >= 0
+    done = json.loads(call("experiment", "run", str(file), "--out", str(out), "--json").stdout.splitlines()[-1])
+    assert done["failed"] == 0 and done["cells"][1]["texts_unlike_plain"] == 0

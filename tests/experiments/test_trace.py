@@ -1,0 +1,167 @@
+"""What-if is exact: what a replay of a trace counts is what a run counts, for every drafter, depth, limit and batch."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import SpeculativeGenerator
+from paceline.core.acceptance.match import Match
+from paceline.core.errors import ConfigurationError, TraceError
+from paceline.engine.request import SamplingParams
+from paceline.experiments.record import joined, prompted, record_drafter, recorded_drafter
+from paceline.experiments.replay import ReplayDrafter, replay
+from paceline.experiments.trace import Trace, check_target, load_trace, save_trace
+from paceline.experiments.whatif import Policy, RoundTimes, ask, best_per_text, drafter_of, parse_depths
+from paceline.outputs import GenerationResult, Statistics
+from paceline.target.verifier import CompiledVerifier
+from tests.contract.drafters import ROWS, Home
+from tests.decoder.tiny import Workshop
+
+PROMPTS = [[5, 9, 5, 9, 5], [7, 7, 8, 7, 7], [3, 4, 5, 3, 4], [11, 30, 2, 11, 30, 2, 11]]
+PARAMS = SamplingParams(max_new_tokens=19, eos_token_id=[3, 40], do_sample=True, temperature=0.8, seed=[4, 5, 6, 7])
+LONG = SamplingParams(sequence_length=128, eos_token_id=[], seed=[1, 2])
+TEXT_ROWS = ("ngram", "ngram, first", "suffix", "suffix, with a corpus", "none", "none, by name")
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def recorded(generator: SpeculativeGenerator, params: SamplingParams, *, prefixes: bool = True) -> Trace:
+    """A trace of the drafter of a generator."""
+    drafter, target = generator.drafter, generator.target
+    rows = [(str(i), "any", ids) for i, ids in enumerate(PROMPTS[: len(params.seed)])]  # type: ignore[arg-type]
+    prompts = prompted(rows, params, generator.limits)
+    verifier = CompiledVerifier(target, drafter.draft_shape, rule=Match(), wide=False, reads=drafter.reads)
+    texts = record_drafter(drafter, verifier, prompts)
+    one = recorded_drafter("it", drafter, texts, draft="it", prefixes=prefixes)
+    about = {
+        "target": "tiny",
+        "fingerprint": "0",
+        "sampling": {},
+        "kv_buckets": target.kv_buckets,
+        "vocab_size": target.config.vocab_size,
+    }
+    return joined(about, texts, [one], source={})
+
+
+def real(generator: SpeculativeGenerator, params: SamplingParams) -> tuple[Statistics, list[list[int]]]:
+    prompts = PROMPTS[: len(params.seed)]  # type: ignore[arg-type]
+    result = generator.sample(prompts, params=params, return_dict=True)
+    assert isinstance(result, GenerationResult)
+    return result.statistics, [
+        row[len(p) : n].tolist() for row, p, n in zip(result.sequences, prompts, result.lengths, strict=True)
+    ]
+
+
+def counts(statistics: Statistics) -> tuple[object, ...]:
+    return (
+        statistics.tau,
+        statistics.num_rounds,
+        statistics.num_drafts,
+        statistics.num_draft_tokens_per_pos,
+        statistics.num_accepted_tokens_per_pos,
+        statistics.new_tokens,
+    )
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_predicted_tau_is_that_of_a_run(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    """Every row of the registry, in a batch of 4: texts that end inside of a draft, and ones that end with their room.
+
+    Plain decoding is counted step by step: several steps in one graph count those behind the end of a text too.
+    """
+    depth = 0 if ROWS[name].of == "none" else ROWS[name].depths[-1]
+    with ExitStack() as stack:
+        for slots, params in ((4, PARAMS), *(((1, LONG),) if name in ("model", "EAGLE 3 chain", "ngram") else ())):
+            home = Home(workshop, tmp_path, stack, slots)
+            trace = recorded(ROWS[name].make(home, depth), params)
+            statistics, texts = real(ROWS[name].make(home, depth), params)
+            assert [list(text.tokens) for text in trace.texts] == texts
+            recording = ReplayDrafter(trace, trace.drafters[0])
+            anew = ROWS[name].make(home, depth).drafter if name in TEXT_ROWS else recording
+            assert counts(replay(trace, anew, batch_size=slots).statistics) == counts(statistics)
+
+
+@pytest.mark.parametrize("name", ["model", "model, in doubt", "EAGLE 3 chain", "Medusa chain", "function"])
+def test_smaller_depths_of_one_recording(name: str, workshop: Workshop, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        home, row = Home(workshop, tmp_path, stack, 1), ROWS[name]
+        trace = recorded(row.make(home, 4), PARAMS)
+        for k in (1, 2):
+            statistics, _ = real(row.make(home, k), PARAMS)
+            answer = ask(trace, Policy(("it",), k))
+            assert counts(answer.replayed.statistics) == counts(statistics)
+
+
+def test_lists_and_parts_of_trees(workshop: Workshop, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        home = Home(workshop, tmp_path, stack, 1)
+        trace = recorded(ROWS["model"].make(home, 4), PARAMS)
+        statistics, _ = real(SpeculativeGenerator(["suffix", "ngram", home.draft], home.target, k=4), PARAMS)
+        answer = ask(trace, Policy(("suffix", "ngram", "it"), 4))
+        assert counts(answer.replayed.statistics) == counts(statistics)
+        tree = recorded(ROWS["EAGLE 3 static tree"].make(home, 3), PARAMS)
+        whole, part = (ask(tree, Policy(("it",), None, nodes)).acceptance for nodes in (None, (0, 2, 4)))
+        assert part.num_rounds >= whole.num_rounds and max(d.drafted for d in part.drafts) == 3
+        with pytest.raises(ConfigurationError, match="no tree"):
+            ask(tree, Policy(("it",), None, (2, 4)))
+
+
+def test_what_was_not_recorded_is_refused(workshop: Workshop, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        trace = recorded(ROWS["retokenize"].make(Home(workshop, tmp_path, stack, 1), 2), PARAMS, prefixes=False)
+    for policy, message in (
+        (Policy(("it",), 1), "not beginnings"),
+        (Policy(("it",), 5), "record it with k=5"),
+        (Policy(("other",), 1), "no drafter 'other'"),
+        (Policy(("ngram",)), "how many tokens"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            drafter_of(trace, policy)
+
+
+def test_a_file_is_the_same_again_and_says_what_is_wrong_with_it(workshop: Workshop, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        trace = recorded(ROWS["EAGLE 2"].make(Home(workshop, tmp_path, stack, 1), 3), PARAMS)
+    path = tmp_path / "a.trace"
+    save_trace(path, trace)
+    assert load_trace(path) == trace
+    whole = path.read_bytes()
+    for data, message in (
+        (b"something else", "no trace"),
+        (whole[:-9], "checksum"),
+        (whole[:90] + bytes([whole[90] ^ 1]) + whole[91:], "checksum"),
+        (whole[:15] + b"\x09" + whole[16:], "version 9"),
+    ):
+        path.write_bytes(data)
+        with pytest.raises(TraceError, match=message):
+            load_trace(path)
+    with pytest.raises(TraceError, match="another model"):
+        check_target(trace, "1", "other")
+
+
+def test_times_and_choices(workshop: Workshop, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        trace = recorded(ROWS["model"].make(Home(workshop, tmp_path, stack, 1), 4), PARAMS)
+    times = RoundTimes({("it", 1, 1): 1.0, ("it", 3, 1): 2.0, ("it", 1, 2): 1.5, ("it", 3, 2): 2.5}, 0.25)
+    assert times.seconds("it", 2, 1) == 1.5 and times.seconds("it", 4, 2) == 3.0 and times.seconds("it", 1, 3) == 2.0
+    answer = ask(trace, Policy(("it",), 2), times=times)
+    assert answer.seconds == 1.5 * answer.acceptance.num_rounds + 0.25 * len(trace.texts)
+    with pytest.raises(ConfigurationError, match="no round of 'suffix'"):
+        ask(trace, Policy(("suffix",), 2), times=times)
+    policies = [Policy(("it",), 2), Policy(("suffix",), 2), Policy(())]
+    names, best = best_per_text(trace, policies)
+    assert len(names) == len(trace.texts)
+    assert best.num_rounds <= min(ask(trace, policy).acceptance.num_rounds for policy in policies)
+    assert parse_depths("1:4") == (1, 2, 3, 4) and parse_depths("2,8") == (2, 8)
