@@ -15,8 +15,6 @@ from paceline.cli.options import AsJson
 
 app = typer.Typer(help="Measure acceptance and speed over a grid, and answer what-if questions.", no_args_is_help=True)
 
-ResultFolder = Annotated[Path, typer.Argument(help="The --out folder of `paceline experiment run`.")]
-
 
 @app.command()
 def run(
@@ -31,7 +29,7 @@ def run(
     Exit status 1 if a cell failed.
     """
     with console.refusals():
-        from paceline.experiments import runner, tables
+        from paceline.experiments import record_traces, report, runner, tables, whatif
         from paceline.experiments.config import load_config
         from paceline.experiments.store import Store
 
@@ -47,12 +45,16 @@ def run(
             return
         with progress.bar(console.err(), config.name, len(planned.cells)) as shown:
 
-            def report(label: str, done: int, total: int) -> None:
+            def reached(label: str, done: int, total: int) -> None:
                 shown.step(label)
                 shown.reach(done, total)
 
-            results = runner.run(planned, store, report)
+            results = runner.run(planned, store, reached)
+            if config.traces:
+                record_traces.record_traces(planned, store, reached)
         tables.write_rows(store.folder, results)
+        store.write("round_times.json", whatif.save_times(record_traces.round_times(results)))
+        report.write_reports(store, config.name, results)
         summaries = [tables.summary(result) for result in results]
         failed = runner.failed(results)
     if as_json:

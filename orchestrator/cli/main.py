@@ -18,6 +18,7 @@ from paceline.cli import (
     console,
     diagnostics,
     experiment,
+    experiment_questions,
     fetch,
     generate,
     medusa_tree,
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 train.app.registered_commands += train_eagle.app.registered_commands
 app.add_typer(train.app, name="train")
+experiment.app.registered_commands += experiment_questions.app.registered_commands
 app.add_typer(experiment.app, name="experiment")
 for module in (generate, chat, compile, bench, plan, serve, fetch, tables, diagnostics, medusa_tree):
     app.registered_commands += module.app.registered_commands

@@ -18,6 +18,7 @@ from typing import Any
 
 from paceline.core.errors import ConfigurationError, StorageError
 from paceline.decoder.weights.atomic_write import atomic_write, save_bytes
+from paceline.experiments.config import ExperimentConfig, parse_config
 
 VERSION = 1
 """Of the layout of cell files."""
@@ -124,6 +125,18 @@ def read_results(folder: Path) -> list[CellResult]:
     keys = json.loads(listed.read_text(encoding="utf-8"))["cells"]
     store = Store(folder)
     return [result for key in keys if (result := store.peek(key)) is not None]
+
+
+def read_config(folder: Path) -> ExperimentConfig:
+    """The configuration of a folder's experiment.
+
+    Raises:
+        ConfigurationError: the folder holds no experiment.
+    """
+    listed = folder / "experiment.json"
+    if not listed.is_file():
+        raise ConfigurationError(f"{folder} holds no experiment; give the --out folder of `paceline experiment run`")
+    return parse_config(json.loads(listed.read_text(encoding="utf-8"))["config"], str(listed))
 
 
 def flat_rows(results: Sequence[CellResult]) -> Iterator[Row]:

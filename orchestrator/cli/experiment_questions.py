@@ -1,0 +1,147 @@
+"""`paceline experiment whatif`, `compare`, `report` and `export`: questions to finished results and traces."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from paceline.cli import console
+from paceline.cli.options import AsJson
+from paceline.core.errors import ConfigurationError
+
+app = typer.Typer()
+
+ResultFolder = Annotated[Path, typer.Argument(help="The --out folder of `paceline experiment run`.")]
+
+
+@app.command()
+def whatif(
+    trace: Annotated[Path, typer.Argument(help="A file below traces/ of an experiment.")],
+    *,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(help="Recorded drafter, text drafter (ngram, suffix:min_match=3), or several joined by +."),
+    ] = None,
+    k: Annotated[str | None, typer.Option(help="Depths: 4, 1,2,4 or 1:8. Default: as recorded.")] = None,
+    tree: Annotated[str | None, typer.Option(help="Nodes of a recorded static tree to keep, such as 0,1,3.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
+    times: Annotated[Path | None, typer.Option(help="round_times.json of an experiment, to predict speed.")] = None,
+    target: Annotated[Path | None, typer.Option(help="Refuse the trace unless it is of this model.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what other drafters, depths, trees or batch sizes would have done on recorded texts, without a model."""
+    with console.refusals():
+        from paceline.experiments import whatif as questions
+        from paceline.experiments.cells import fingerprint
+        from paceline.experiments.trace import check_target, load_trace
+
+        loaded = load_trace(trace)
+        if target is not None:
+            check_target(loaded, fingerprint(str(target)), str(target))
+        if batch_size < 1:
+            raise ConfigurationError(f"--batch-size must be at least 1, not {batch_size}")
+        names = drafter or [one.name for one in loaded.drafters] or ["suffix"]
+        depths = [None] if k is None else list(questions.parse_depths(k))
+        nodes = None if tree is None else questions.parse_depths(tree)
+        measured = None if times is None else questions.load_times(times)
+        answers = [
+            questions.ask(
+                loaded,
+                questions.Policy(tuple(name.split("+")), depth, nodes),
+                batch_size=batch_size,
+                times=measured,
+            ).to_dict()
+            for name in names
+            for depth in depths
+        ]
+    if as_json:
+        typer.echo(json.dumps(answers))
+        return
+    table = Table("policy", "mean acceptance length", "tokens per round", "accepted of drafted", "tokens/s")
+    for row in answers:
+        speed = row["tokens_per_second"]
+        cells = [f"{row[name]:.3f}" for name in ("mean_acceptance_length", "tokens_per_round", "draft_acceptance_rate")]
+        table.add_row(Text(str(row["policy"])), *cells, "-" if speed is None else f"{speed:.1f}")
+    console.out().print(table)
+
+
+@app.command()
+def compare(
+    first: ResultFolder,
+    second: ResultFolder,
+    *,
+    figure: Annotated[
+        str, typer.Option(help="tokens_per_second, mean_acceptance_length, draft_acceptance_rate or seconds.")
+    ] = "mean_acceptance_length",
+    as_json: AsJson = False,
+) -> None:
+    """Compare the cells that two runs share, prompt by prompt, with a paired test."""
+    with console.refusals():
+        from paceline.experiments.statistics import compare_rows
+        from paceline.experiments.store import read_results
+
+        figures = ("tokens_per_second", "mean_acceptance_length", "draft_acceptance_rate", "seconds")
+        if figure not in figures:
+            raise ConfigurationError(f"--figure {figure!r} is unknown; use one of {', '.join(figures)}")
+        ours, theirs = (
+            {json.dumps(dict(one.names), sort_keys=True): one for one in read_results(folder) if one.error is None}
+            for folder in (first, second)
+        )
+        shared = [name for name in ours if name in theirs]
+        if not shared:
+            raise ConfigurationError("the two runs share no cell: none has the same names (target, drafter, k, ...)")
+        rows = [(ours[name].names, compare_rows(ours[name].rows, theirs[name].rows, figure)) for name in shared]
+    if as_json:
+        found = [
+            {
+                **names,
+                "figure": figure,
+                "prompts": one.prompts,
+                "first": one.first,
+                "second": one.second,
+                "difference": one.difference.value,
+                "low": one.difference.low,
+                "high": one.difference.high,
+                "p_value": one.p_value,
+            }
+            for names, one in rows
+        ]
+        typer.echo(json.dumps(found))
+        return
+    table = Table("drafter", "k", "sampling", "batch", "prompts", "first", "second", "difference", "p")
+    for names, one in rows:
+        where = [Text(str(names[name])) for name in ("drafter", "k", "sampling", "batch_size")]
+        values = [str(one.prompts), f"{one.first:.3f}", f"{one.second:.3f}", str(one.difference), f"{one.p_value:.4f}"]
+        table.add_row(*where, *(Text(value) for value in values))
+    console.out().print(table)
+
+
+@app.command()
+def report(folder: ResultFolder) -> None:
+    """Make report.md and report.html of a folder again."""
+    with console.refusals():
+        from paceline.experiments.report import write_reports
+        from paceline.experiments.store import Store, read_results
+
+        for path in write_reports(Store(folder), folder.name, read_results(folder)):
+            typer.echo(str(path))
+
+
+@app.command()
+def export(
+    folder: ResultFolder,
+    layout: Annotated[str, typer.Argument(help="spec-bench, aiperf or vllm.")],
+    *,
+    out: Annotated[Path, typer.Option(help="Folder for one file of every cell.")],
+) -> None:
+    """Write results as other tools read them: Spec-Bench's answers, AIPerf's records, vLLM's metrics."""
+    with console.refusals():
+        from paceline.experiments.exchange import write_exports
+
+        for path in write_exports(out, folder, layout):
+            typer.echo(str(path))

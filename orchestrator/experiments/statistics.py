@@ -1,0 +1,105 @@
+"""Uncertainty of experiments: bootstrap over prompts, and the paired test of two runs.
+
+Prompts are the unit that is drawn again: rounds of one text are not independent. Not here: what is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline.core.errors import ConfigurationError
+from paceline.experiments.store import CellResult, Row
+
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A figure and the middle 95 % of its bootstrap distribution."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def ratio_interval(above: Sequence[float], below: Sequence[float], *, seed: int = 0) -> Interval:
+    """The ratio of two sums over units, such as plain seconds over seconds of groups of prompts."""
+    a, b = np.asarray(above, dtype=float), np.asarray(below, dtype=float)
+    drawn = np.random.default_rng(seed).integers(0, len(a), size=(RESAMPLES, len(a)))
+    ratios = a[drawn].sum(1) / np.maximum(b[drawn].sum(1), 1e-300)
+    low, high = np.quantile(ratios, (0.025, 0.975))
+    return Interval(float(a.sum() / max(b.sum(), 1e-300)), float(low), float(high))
+
+
+def speedup_interval(result: CellResult) -> Interval | None:
+    """Speed-up over plain decoding, by groups of prompts that ran together; None without a baseline."""
+    groups = {row["group"]: row for row in result.rows if row["plain_seconds"] is not None}
+    if not groups:
+        return None
+    return ratio_interval([row["plain_seconds"] for row in groups.values()], [r["seconds"] for r in groups.values()])
+
+
+def length_interval(rows: Sequence[Row]) -> Interval:
+    """Mean acceptance length, by prompts."""
+    accepted, drafts = [row["num_accepted_tokens"] for row in rows], [row["num_drafts"] for row in rows]
+    if not sum(drafts):
+        return Interval(1.0, 1.0, 1.0)
+    one = ratio_interval(accepted, drafts)
+    return Interval(1 + one.value, 1 + one.low, 1 + one.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two runs of the same prompts.
+
+    figure       what is compared
+    first        of the first run; second: of the second
+    difference   second less first, with its interval
+    p_value      two-sided, of a sign-flip test over prompts: how likely so large a mean difference is by chance
+    """
+
+    figure: str
+    prompts: int
+    first: float
+    second: float
+    difference: Interval
+    p_value: float
+
+
+def compare_rows(first: Sequence[Row], second: Sequence[Row], figure: str, *, seed: int = 0) -> Comparison:
+    """Compare a figure of rows prompt by prompt; ``tokens_per_second`` is new tokens over seconds.
+
+    Raises:
+        ConfigurationError: the two have no prompt in common.
+    """
+    theirs = {row["prompt"]: row for row in second}
+    pairs = [(row, theirs[row["prompt"]]) for row in first if row["prompt"] in theirs]
+    if not pairs:
+        raise ConfigurationError("the two runs have no prompt in common; compare runs of the same prompt set")
+    a, b = (np.array([_figure(pair[side], figure) for pair in pairs]) for side in (0, 1))
+    deltas, dice = b - a, np.random.default_rng(seed)
+    drawn = dice.integers(0, len(deltas), size=(RESAMPLES, len(deltas)))
+    low, high = np.quantile(deltas[drawn].mean(1), (0.025, 0.975))
+    interval = Interval(float(deltas.mean()), float(low), float(high))
+    return Comparison(figure, len(pairs), float(a.mean()), float(b.mean()), interval, _sign_flips(deltas, dice))
+
+
+def _sign_flips(deltas: np.ndarray, dice: np.random.Generator) -> float:
+    """All sign flips where they are few, else drawn ones, the observed one counted."""
+    size, observed = len(deltas), abs(float(deltas.mean()))
+    if size <= 12:
+        signs = np.array([[1 if flips >> i & 1 else -1 for i in range(size)] for flips in range(1 << size)])
+    else:
+        signs = np.vstack([np.ones(size), dice.choice((-1, 1), size=(RESAMPLES * 5 - 1, size))])
+    means = np.abs((signs * deltas).mean(1))
+    return float((means >= observed - 1e-12).mean())
+
+
+def _figure(row: Row, name: str) -> float:
+    return row["new_tokens"] / row["seconds"] if name == "tokens_per_second" else float(row[name])

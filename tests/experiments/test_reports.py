@@ -1,0 +1,122 @@
+"""Reports, comparisons and the formats of other tools, from results whose figures are known."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.core.errors import ConfigurationError
+from paceline.experiments.exchange import read_records
+from paceline.experiments.statistics import compare_rows, length_interval, ratio_interval
+from paceline.experiments.store import CellResult
+from tests.cli.calling import call
+from tests.experiments.grids import grid, save_models, save_prompts
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished experiment with traces."""
+    home = tmp_path_factory.mktemp("finished")
+    save_models(home)
+    save_prompts(home / "prompts.jsonl")
+    drafters = ["none", "suffix", {"name": "model", "draft": str(home / "draft"), "k": [1, 3]}]
+    file = home / "exp.yaml"
+    file.write_text(yaml.safe_dump(grid(home, drafters=drafters, traces=True)))
+    result = call("experiment", "run", file, "--out", home / "out")
+    assert result.exit_code == 0, result.stderr
+    return home / "out"
+
+
+def test_the_page_needs_nothing_from_anywhere(done: Path) -> None:
+    page, text = (done / "report.html").read_text(), (done / "report.md").read_text()
+    assert not re.search(r"(?:src|href)=\"(?!#)", page) and "<script" not in page and "@import" not in page
+    for heading in ("by position, unconditional", "by position, conditional", "by category", "Cost of a round"):
+        assert heading in page
+    assert page.count("<svg") >= 6 and "| drafter |" in text and "Mean acceptance length by category" in text
+
+
+def test_what_if_says_what_the_run_counted(done: Path) -> None:
+    (trace,) = (done / "traces").glob("*.trace")
+    found = json.loads(call("experiment", "whatif", trace, "--drafter", "model", "--k", "1,3", "--json").stdout)
+    lines = [json.loads(line) for line in (done / "results.jsonl").read_text().splitlines()]
+    for answer, k in zip(found, (1, 3), strict=True):
+        rows = [row for row in lines if row["drafter"] == "model" and row["k"] == k]
+        assert answer["num_rounds"] == sum(row["num_rounds"] for row in rows)
+        accepted, drafts = (sum(row[n] for row in rows) for n in ("num_accepted_tokens", "num_drafts"))
+        assert answer["mean_acceptance_length"] == pytest.approx(1 + accepted / drafts)
+    times = str(done / "round_times.json")
+    predicted = call("experiment", "whatif", trace, "--drafter", "model", "--k", "2", "--times", times, "--json")
+    assert json.loads(predicted.stdout)[0]["tokens_per_second"] > 0
+    refused = call("experiment", "whatif", trace, "--target", done.parent / "draft")
+    assert refused.exit_code == 2 and "another model" in refused.stderr
+
+
+@pytest.mark.parametrize("layout", ["spec-bench", "aiperf", "vllm"])
+def test_exports(done: Path, tmp_path: Path, layout: str) -> None:
+    assert call("experiment", "export", done, layout, "--out", tmp_path).exit_code == 0
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 4
+    if layout == "vllm":
+        assert all("vllm:spec_decode_num_drafts_total{" in file.read_text() for file in files)
+        return
+    rows = [json.loads(line) for line in files[0].read_text().splitlines()]
+    assert len(rows) == 4
+    if layout == "spec-bench":
+        choice = rows[0]["choices"][0]
+        assert choice["turns"][0] and sum(choice["accept_lengths"]) + 1 >= choice["new_tokens"][0]
+        return
+    for name, figures in read_records(files[0]):  # what is written is read again as the same
+        record = next(row["spec_decode_acceptance"] for row in rows if row["request_id"] == name)
+        assert sum(record["acceptance_histogram"].values()) == record["num_spec_steps"] == figures.num_drafts
+        assert figures.mean_acceptance_length == pytest.approx(record["mean_acceptance_length"])
+
+
+def test_records_of_vllm(tmp_path: Path) -> None:
+    file = tmp_path / "responses.jsonl"
+    steps: dict[str, Any] = {"per_step_accepted": [2, 0, 0], "per_step_drafted": [3, 3, 0]}
+    row = {"id": "a", "usage": {"completion_tokens": 6}, "metrics": {"speculative_decoding": steps}}
+    file.write_text(json.dumps(row))
+    ((name, figures),) = read_records(file)
+    assert (name, figures.num_drafts, figures.num_rounds, figures.new_tokens) == ("a", 2, 3, 6)
+    assert figures.mean_acceptance_length == 2.0
+    wrong: list[tuple[dict[str, Any], str]] = [({"per_step_accepted": [9, 0, 0]}, "accepts more")]
+    for change, message in (*wrong, ({"num_draft_tokens": 7}, "add up to 6")):
+        file.write_text(json.dumps({**row, "metrics": {"speculative_decoding": {**steps, **change}}}))
+        with pytest.raises(ConfigurationError, match=message):
+            read_records(file)
+    file.write_text('{"id": 1}')
+    with pytest.raises(ConfigurationError, match="detailed"):
+        read_records(file)
+
+
+def rows(values: list[float]) -> list[dict[str, Any]]:
+    return [{"prompt": str(i), "seconds": 1.0, "new_tokens": v} for i, v in enumerate(values)]
+
+
+def test_a_paired_test_sees_a_difference_and_no_other() -> None:
+    a = rows([10.0, 20, 30, 40, 50, 60, 70, 80])
+    better = rows([11.0, 21, 31, 41, 51, 61, 71, 81])
+    seen = compare_rows(a, better, "tokens_per_second")
+    assert seen.difference.value == pytest.approx(1) and seen.p_value == pytest.approx(2 / 2**8)
+    none = compare_rows(a, rows([11.0, 19, 31, 39, 51, 59, 71, 79]), "tokens_per_second")
+    assert none.difference.value == 0 and none.p_value == 1
+    with pytest.raises(ConfigurationError, match="no prompt in common"):
+        compare_rows(a, [{"prompt": "x"}], "seconds")
+
+
+def test_intervals_hold_their_figure() -> None:
+    one = ratio_interval([1.0, 2, 3, 4], [1.0, 1, 1, 1])
+    assert one.low < one.value == 2.5 < one.high
+    assert length_interval([{"num_accepted_tokens": 0, "num_drafts": 0}]).value == 1.0
+    assert CellResult("k", {}).error is None
+
+
+def test_compare(done: Path) -> None:
+    same = json.loads(call("experiment", "compare", done, done, "--json").stdout)
+    assert len(same) == 4 and all(one["difference"] == 0 and one["p_value"] == 1 for one in same)
+    assert call("experiment", "compare", done, done, "--figure", "beauty").exit_code == 2
