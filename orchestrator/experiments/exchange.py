@@ -2,7 +2,7 @@
 
     spec-bench  the answer file of Spec-Bench (hemingkx/Spec-Bench, evaluation/): choices[0] with turns, new_tokens,
                 wall_time, accept_lengths and decoding_steps, which its speed.py and equal.py read
-    aiperf      AIPerf's SpecDecodeAcceptanceRecord, one a request (ai-dynamo/aiperf, common/models/spec_decode_models.py)
+    aiperf      the SpecDecodeAcceptanceRecord of AIPerf (ai-dynamo/aiperf, spec_decode_models.py), one a request
     vllm        vLLM's counters of speculative decoding, as its /metrics names them
 
 Not here: our own files (`store.py`, `tables.py`).

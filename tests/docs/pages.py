@@ -39,7 +39,7 @@ def commands(page: str) -> list[tuple[str, list[str]]]:
     split = []
     for line in found:
         words = re.sub(r"#.*| \| .*", "", line).split()
-        name = " ".join(words[:2]) if words[0] == "train" else words[0]
+        name = " ".join(words[:2]) if words[0] in ("train", "experiment") else words[0]
         split.append((name, re.findall(r"(?<!\S)--[a-z][a-z-]*", re.sub(r'"[^"]*"', "", line))))
     return split
 
