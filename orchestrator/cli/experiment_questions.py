@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from paceline.cli import console
+from paceline.cli import console, progress
 from paceline.cli.options import AsJson
 from paceline.core.errors import ConfigurationError
 
@@ -68,6 +68,47 @@ def whatif(
         cells = [f"{row[name]:.3f}" for name in ("mean_acceptance_length", "tokens_per_round", "draft_acceptance_rate")]
         table.add_row(Text(str(row["policy"])), *cells, "-" if speed is None else f"{speed:.1f}")
     console.out().print(table)
+
+
+@app.command()
+def tune(
+    folder: ResultFolder,
+    trace: Annotated[Path, typer.Argument(help="A file below its traces/.")],
+    *,
+    out: Annotated[Path, typer.Option(help="Models file to write, for `paceline serve`.")],
+    batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
+    max_depth: Annotated[int, typer.Option(help="Deepest draft to try.")] = 8,
+    check: Annotated[bool, typer.Option(help="Run the best beside plain decoding.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Find the fastest drafter and depth for the prompts of a trace, run it, and write it as a models file."""
+    with console.refusals():
+        from paceline.decoder.weights.atomic_write import save_bytes
+        from paceline.experiments import runner, store, tune, whatif
+        from paceline.experiments.trace import load_trace
+
+        config, loaded = store.read_config(folder), load_trace(trace)
+        times = whatif.load_times(folder / "round_times.json")
+        answers = tune.search(loaded, times, batch_size=batch_size, max_depth=max_depth)
+        best, measured = answers[0], None
+        own = tune.verifying(config, best.policy, batch_size=batch_size)
+        planned = runner.plan(own, None)
+        cell = next(one.cell for one in planned.cells if one.cell.target.label == loaded.target)
+        if check:
+            with progress.bar(console.err(), "verify", len(planned.cells)) as shown:
+                results = runner.run(planned, store.Store(folder / "verify"), lambda text, *_: shown.step(text))
+            measured = [result.totals.get("tokens_per_second") for result in results]
+        save_bytes(out, [tune.models_file(config, best.policy, cell).encode()])
+    found = [answer.to_dict() for answer in answers]
+    if as_json:
+        typer.echo(json.dumps({"best": found[0], "measured_tokens_per_second": measured, "all": found}))
+        return
+    for row in found[:10]:
+        speed, length = row["tokens_per_second"], row["mean_acceptance_length"]
+        typer.echo(f"{speed:8.1f} tokens/s predicted, length {length:.2f}: {row['policy']}")
+    if measured is not None:
+        typer.echo("measured: " + ", ".join("failed" if one is None else f"{one:.1f} tokens/s" for one in measured))
+    typer.echo(f"written: {out}")
 
 
 @app.command()

@@ -11,9 +11,13 @@ import pytest
 import yaml
 
 from paceline.core.errors import ConfigurationError
+from paceline.experiments.cells import cells
 from paceline.experiments.exchange import read_records
 from paceline.experiments.statistics import compare_rows, length_interval, ratio_interval
-from paceline.experiments.store import CellResult
+from paceline.experiments.store import CellResult, read_config
+from paceline.experiments.tune import models_file
+from paceline.experiments.whatif import Policy
+from paceline.placement.planning.model_specs import read_models
 from tests.cli.calling import call
 from tests.experiments.grids import grid, save_models, save_prompts
 
@@ -120,3 +124,25 @@ def test_compare(done: Path) -> None:
     same = json.loads(call("experiment", "compare", done, done, "--json").stdout)
     assert len(same) == 4 and all(one["difference"] == 0 and one["p_value"] == 1 for one in same)
     assert call("experiment", "compare", done, done, "--figure", "beauty").exit_code == 2
+
+
+def test_tune_runs_the_best_and_writes_what_serve_reads(done: Path, tmp_path: Path) -> None:
+    (trace,) = (done / "traces").glob("*.trace")
+    file = tmp_path / "tuned.yaml"
+    found = json.loads(call("experiment", "tune", done, trace, "--out", file, "--json").stdout.splitlines()[-1])
+    speeds = [one["tokens_per_second"] for one in found["all"]]
+    assert speeds == sorted(speeds, reverse=True) and found["best"] == found["all"][0]
+    assert {"none", "model k=1", "model k=3"} <= {one["policy"] for one in found["all"]}
+    assert len(found["measured_tokens_per_second"]) == 1 and found["measured_tokens_per_second"][0] > 0
+    plan = call("plan", file, "--instance", "cpu")
+    assert plan.exit_code == 0, plan.stderr
+
+
+@pytest.mark.parametrize(
+    "policy", [Policy(("model",), 2), Policy(("suffix", "model"), 3), Policy(("suffix",), 2), Policy(())]
+)
+def test_models_files_of_all_kinds(done: Path, tmp_path: Path, policy: Policy) -> None:
+    config, file = read_config(done), tmp_path / "tuned.yaml"
+    file.write_text(models_file(config, policy, next(cells(config))))
+    (model,) = read_models(file)
+    assert model.speculative.k == policy.k and len(model.speculative.draft) == len(policy.drafters)

@@ -1,0 +1,107 @@
+"""Search for the best way to draft, on the texts of a trace: drafters, depths, and a text drafter in front of them.
+
+The space is a small grid, and what-if answers a point of it without a model, so all is looked at. The best is then
+run beside plain decoding, and written as a models file that `paceline serve` reads. Speed is predicted from times of
+rounds that the experiment measured. Not here: the questions themselves (`whatif.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from paceline.core.errors import ConfigurationError
+from paceline.draft_spec import parse_draft
+from paceline.experiments.cells import Cell
+from paceline.experiments.config import DrafterEntry, ExperimentConfig
+from paceline.experiments.trace import RecordedDrafter, Trace
+from paceline.experiments.whatif import Answer, Policy, RoundTimes, ask
+
+
+def search(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int = 8) -> list[Answer]:
+    """All points of the grid whose rounds can be timed, the fastest first; plain decoding is one of them.
+
+    Raises:
+        ConfigurationError: nothing was timed, plain decoding included.
+    """
+    timed = {name for name, *_ in times.rounds}
+    if "none" not in timed:
+        raise ConfigurationError("plain decoding was not timed; put `none` among the drafters of the experiment")
+    recorded = {one.name: one for one in trace.drafters}
+    policies = [Policy(())]
+    for name in sorted(timed - {"none"}):
+        parts = tuple(name.split("+"))
+        known = [recorded[part] for part in parts if part in recorded]
+        if len(known) == len(parts) and len(parts) == 1:
+            policies += [Policy(parts, k) for k in _depths(known[0], max_depth)]
+        elif all(part in recorded or _is_text(part) for part in parts):
+            policies += [Policy(parts, k) for k in range(1, max_depth + 1)]
+    answers = [ask(trace, policy, batch_size=batch_size, times=times) for policy in policies]
+    return sorted(answers, key=lambda answer: -(answer.tokens_per_second or 0.0))
+
+
+def _depths(drafter: RecordedDrafter, most: int) -> Sequence[int | None]:
+    """Those that a recording knows: all up to its own, or its own alone."""
+    return range(1, min(most, drafter.k) + 1) if drafter.prefixes and drafter.parents is None else (None,)
+
+
+def _is_text(name: str) -> bool:
+    from paceline.registry import DRAFTERS
+
+    row = DRAFTERS.get(name.partition(":")[0])
+    return row is not None and row.given_as == "name"
+
+
+def best_entry(config: ExperimentConfig, policy: Policy) -> tuple[DrafterEntry, int | None]:
+    """The best policy as a drafter of the experiment, with its options and files, and the depth.
+
+    Raises:
+        ConfigurationError: one of its parts is no drafter of the experiment.
+    """
+    if not policy.drafters:
+        return DrafterEntry(draft="none"), None
+    entries = {one.label: one for one in config.drafters}
+    whole = entries.get("+".join(policy.drafters))
+    if whole is not None:
+        return whole.model_copy(update={"k": None}), policy.k
+    parts = [entries.get(name) or DrafterEntry(draft=name) for name in policy.drafters]
+    drafts = list(chain.from_iterable(parse_draft(one.draft) for one in parts))
+    return parts[-1].model_copy(update={"draft": [str(spec) for spec in drafts], "name": None, "k": None}), policy.k
+
+
+def verifying(config: ExperimentConfig, policy: Policy, *, batch_size: int) -> ExperimentConfig:
+    """An experiment of the best policy alone, beside plain decoding, on the same prompts."""
+    entry, k = best_entry(config, policy)
+    update: dict[str, Any] = {"drafters": (entry,), "batch_sizes": (batch_size,), "acceptors": ("match",)}
+    if k is not None:
+        update["k"] = (k,)
+    return config.model_copy(update={**update, "baseline": True, "traces": False, "name": "verify"})
+
+
+def models_file(config: ExperimentConfig, policy: Policy, cell: Cell) -> str:
+    """A models file for `paceline serve` with the best policy. Folders are absolute."""
+    import yaml
+
+    entry, k = best_entry(config, policy)
+    model: dict[str, Any] = {"name": "tuned", "path": _absolute(cell.target.path), "batch_size": cell.batch_size}
+    model |= {"backend": config.backend, "amp": config.amp}
+    if not entry.plain:
+        drafts = [_mapping(spec.name, spec.path, dict(spec.options)) for spec in parse_draft(entry.draft)]
+        model["draft"] = drafts[0] if len(drafts) == 1 else drafts
+        model |= {} if k is None else {"k": k}
+        for name, default in (("vocabulary", "same"), ("confidence_threshold", 0.0), ("fused", None)):
+            if (value := getattr(entry, name)) != default:
+                model[name] = value
+    text: str = yaml.safe_dump({"models": [model]}, sort_keys=False)
+    return text
+
+
+def _mapping(name: str | None, path: str | None, options: dict[str, object]) -> dict[str, object]:
+    where: dict[str, object] = {"type": name} if name is not None else {}
+    return {**where, **({"path": _absolute(path)} if path is not None else {}), **options}
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).resolve()) if Path(path).exists() else path
