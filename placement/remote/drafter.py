@@ -118,8 +118,9 @@ class RemoteDrafter:
             self._counters.count("skipped")
             return self._nothing()
         rows = CommitRows.of(commit)
-        numbers = [*chain.from_iterable(rows.tokens), *rows.counts, *rows.first_rows, *limits.max_accept.tolist()]
         texts = self._tracker.missing(commit, rows)
+        rows = rows.without(self._tracker.left_out)
+        numbers = [*chain.from_iterable(rows.tokens), *rows.counts, *rows.first_rows, *limits.max_accept.tolist()]
         timeout = self._timeouts.reply_timeout_s
         if texts or self._tracker.prompt_pending:
             timeout += self._timeouts.resync_timeout_s
@@ -198,7 +199,10 @@ class RemoteDrafter:
         if self._exchange.overdue_seconds > self._timeouts.hang_timeout_s:
             self._restart("the process hangs")
             return False
-        return not self._exchange.overdue
+        if self._exchange.overdue:
+            return False
+        self._tracker.acked_late()
+        return True
 
     def _why_invalid(self, reply: messages.ProposeReply) -> str:
         """What is wrong with a proposal; nothing if it can be verified."""
@@ -214,7 +218,10 @@ class RemoteDrafter:
         """Count a fault, leave the process alone for a while, and restart it if it is gone or fails too often."""
         self._counters.fault(kind, reason)
         self._backoff.fail()
-        self._tracker.reset()
+        if kind == "late":
+            self._tracker.overdue()
+        else:
+            self._tracker.reset()
         if kind == "lost" or (self._backoff.failures >= self._timeouts.max_failures and kind != "late"):
             self._restart(reason)
         else:

@@ -9,10 +9,12 @@ it otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from paceline.core.types import Commit
+from paceline.core.types import PAD, Commit
+
+_ALL = 1 << 20
 
 
 class CommitRows(NamedTuple):
@@ -27,6 +29,16 @@ class CommitRows(NamedTuple):
         """The lists of a commit."""
         return cls(commit.tokens.tolist(), commit.count.tolist(), commit.first_row.tolist())
 
+    def without(self, slots: Collection[int]) -> CommitRows:
+        """The same with these slots as if they were idle."""
+        if not slots:
+            return self
+        tokens, counts, first_rows = list(self.tokens), list(self.counts), list(self.first_rows)
+        for slot in slots:
+            tokens[slot] = [0, *[PAD] * (len(tokens[slot]) - 1)]
+            counts[slot], first_rows[slot] = 1, 0
+        return CommitRows(tokens, counts, first_rows)
+
 
 class SequenceTracker:
     """The sequences of a target's slots and what the drafter's process has read of them.
@@ -34,6 +46,7 @@ class SequenceTracker:
     max_positions   the drafter does not follow longer sequences; None = it follows all
     sampling_known  the process knows how the requests of now sample
     prompt_pending  a prompt was sent that it may still be reading
+    left_out        slots whose sequence it lacks, and which `missing` left for later requests
     """
 
     def __init__(self, max_positions: int | None) -> None:
@@ -44,6 +57,9 @@ class SequenceTracker:
         self._in_flight: dict[int, int] = {}  # slot -> tokens it has read once it has replied
         self._acked = False  # it has replied
         self._all_in_flight = False  # every sequence was part of that request
+        self._most_texts = _ALL  # that one request carries: fewer after late replies, so that one is in time again
+        self.left_out: frozenset[int] = frozenset()
+        self._num_texts = 0  # of the last request
         self.sampling_known = self.prompt_pending = False
 
     def add_request(self, slot: int, prompt: Sequence[int]) -> None:
@@ -51,6 +67,7 @@ class SequenceTracker:
         self._settle()
         self._sequences[slot] = list(prompt)
         self._read.pop(slot, None)
+        self._in_flight.pop(slot, None)
         self.sampling_known = False
 
     def mark_read(self, slot: int) -> None:
@@ -63,13 +80,27 @@ class SequenceTracker:
         self._settle()
         self._sequences.pop(slot, None)
         self._read.pop(slot, None)
+        self._in_flight.pop(slot, None)
         self.sampling_known = False
 
     def reset(self) -> None:
         """The process may have read anything, or it is another one."""
         self._settle()
         self._read.clear()
+        self._in_flight = {}
         self.sampling_known = False
+
+    def overdue(self) -> None:
+        """The reply to the last request did not come in time. The next one carries fewer sequences: if all were sent
+        again each time, a process that cannot read them within one deadline would never catch up.
+        """
+        self._most_texts = max(1, min(self._most_texts, self._num_texts) // 2)
+
+    def acked_late(self) -> None:
+        """The overdue reply is there: what it was asked about is read, though the sequences have gone on since."""
+        self._settle()
+        self._read |= self._in_flight
+        self._in_flight = {}
 
     def record(self, commit: Commit) -> None:
         """The sequences go on with this commit."""
@@ -79,13 +110,17 @@ class SequenceTracker:
 
     def missing(self, commit: Commit, rows: CommitRows) -> list[tuple[int, tuple[int, ...]]]:
         """What the process has to read before it can continue after a commit: (slot, sequence). ``rows``: the commit
-        as lists.
+        as lists. Where that is too much for one request, the shortest come first, and ``left_out`` has the others.
         """
         if self._acked and self._all_in_flight and self._recorded is commit:
+            self.left_out, self._num_texts = frozenset(), 0
             return []
         self._settle(rows if self._recorded is commit else None)
         first_rows = rows.first_rows
         behind = [slot for slot in self._followed(rows) if self._read.get(slot) != first_rows[slot]]
+        behind.sort(key=lambda slot: first_rows[slot])
+        behind, later = behind[: self._most_texts], behind[self._most_texts :]
+        self.left_out, self._num_texts = frozenset(later), len(behind)
         return [(slot, tuple(self._sequences[slot][: first_rows[slot]])) for slot in behind]
 
     def sent(self, rows: CommitRows) -> None:
@@ -98,6 +133,8 @@ class SequenceTracker:
     def acked(self) -> None:
         """It has replied, and so has read what it was asked about."""
         self._acked = True
+        if not self.left_out:
+            self._most_texts = _ALL
 
     def _followed(self, rows: CommitRows) -> list[int]:
         """The slots whose sequence ends with this commit, if the drafter can follow it."""

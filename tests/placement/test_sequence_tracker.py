@@ -94,3 +94,44 @@ def test_sequences_that_simply_go_on_are_not_read_again() -> None:
         for _ in range(10):
             both.round()
     assert len(both.texts) > 1 and both.rereads == 0
+
+
+def test_a_process_that_cannot_read_all_sequences_in_time_catches_up_nevertheless() -> None:
+    """It reads one in time, and eight wait. A late reply is there before the round after the next."""
+    slots, tracker, texts = 8, SequenceTracker(None), [[7] * (5 + slot) for slot in range(8)]
+    for slot, text in enumerate(texts):
+        tracker.add_request(slot, text)
+    read: dict[int, int] = {}
+    late = 0
+    for number in range(60):
+        commit = Commit(
+            torch.full((slots, 1), number, dtype=torch.int32),
+            torch.ones(slots, dtype=torch.int32),
+            torch.tensor([len(text) for text in texts], dtype=torch.int32),
+        )
+        for text in texts:
+            text.append(number)
+        tracker.record(commit)
+        if number % 3 == 1 and late:  # a round in which the last reply is still awaited
+            continue
+        if number % 3 == 2 and late:
+            tracker.acked_late()
+            late = 0
+        rows = CommitRows.of(commit)
+        missing = tracker.missing(commit, rows)
+        for slot, text in missing:
+            assert list(text) == texts[slot][:-1]
+            read[slot] = len(text)
+        sent = rows.without(tracker.left_out)
+        for slot in set(range(slots)) - tracker.left_out:
+            assert read[slot] == sent.first_rows[slot], "it is asked about what it has read"
+            read[slot] += 1
+        tracker.sent(sent)
+        if len(missing) > 1:
+            tracker.overdue()
+            late = 1
+        else:
+            tracker.acked()
+            if not tracker.left_out and not missing:
+                return
+    pytest.fail("it never has all sequences")
