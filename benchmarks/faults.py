@@ -35,6 +35,7 @@ from ray import serve
 
 from benchmarks.service_processes import processes
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.host import environment
 from paceline.placement.planning.detect import host_cpus
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
@@ -156,6 +157,7 @@ def service(target: Path, draft: Path, *, backend: str) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     machine = host_cpus()
+    environment.end_silent_replicas()
     ray.init(
         address="local", log_to_driver=False, num_cpus=2, resources={"neuron_cores": machine.cores},
         include_dashboard=False,

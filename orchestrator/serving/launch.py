@@ -21,6 +21,7 @@ from ray.serve.exceptions import RayServeException
 from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.reservation import RESOURCE
+from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.app import application
 from paceline.serving.settings import ApiSettings
@@ -96,6 +97,7 @@ def _until_a_signal() -> Iterator[Callable[[], None]]:
 def _connect(groups: Sequence[ReplicaGroupPlan], address: str | None) -> None:
     cores = max(group.plan.instance.cores for group in groups)
     own = {"resources": {RESOURCE: cores}, "num_cpus": _CPUS, "include_dashboard": False}
+    environment.end_silent_replicas()
     try:
         ray.init(address=address or _NEW_CLUSTER, log_to_driver=False, **({} if address else own))
     except _RAY_ERRORS as error:

@@ -9,6 +9,7 @@ NEURON_LOGICAL_NC_CONFIG, NEURON_RT_VIRTUAL_CORE_SIZE   physical cores in a logi
 OMP_NUM_THREADS                    this process's share of the host's threads
 RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not choose them
 PACELINE_CORES                     the same range under our own name, for a host without Neuron
+RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS   written: Ray Serve ends a replica that does not answer without waiting for it
 PACELINE_LOCKS                     read: folder of the locks of simulated cores; default below the temporary folder
 """
 
@@ -23,6 +24,7 @@ from paceline.placement.host import private_dir
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 
+FORCE_STOP = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
 FIRST_PORT = 62182
 CORES = "NEURON_RT_VISIBLE_CORES"
 NOSET = "RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES"
@@ -76,6 +78,13 @@ def apply(env: tuple[tuple[str, str], ...]) -> None:
                 f"this process has cores already ({name}={os.environ[name]!r}); unset it where Ray's nodes start"
             )
     os.environ.update(env)
+
+
+def end_silent_replicas() -> None:
+    """Have a cluster that this process starts end a replica that does not answer at once: a stopped process cannot end
+    itself, and Ray Serve would give it the time that answers under way have when a service is taken down.
+    """
+    os.environ.setdefault(FORCE_STOP, "1")
 
 
 def assigned_cores() -> str:
