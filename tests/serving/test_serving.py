@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
@@ -271,3 +272,18 @@ def test_streams_survive_the_death_of_their_model(client: openai.OpenAI, home: P
     assert len(texts[2]) == 100
     answer = client.completions.create(model="chat", prompt=PROMPT, max_tokens=20, temperature=0)
     assert answer.choices[0].text == said(home, PROMPT, max_new_tokens=20)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_do_not_notice_that_the_draft_is_gone(client: openai.OpenAI, home: Path, number: int) -> None:
+    asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 100, "temperature": 1.2, "seed": 5}
+    stream = iter(client.completions.create(stream=True, **asked))
+    parts = [next(stream).choices[0].text]
+    draft = running()["draft"]
+    os.kill(draft, number)
+    try:
+        text = "".join(parts + [chunk.choices[0].text for chunk in stream])
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(draft, signal.SIGCONT)
+    assert text == said(home, PROMPT, max_new_tokens=100, do_sample=True, temperature=1.2, seed=5)

@@ -1,0 +1,38 @@
+"""A draft that cannot start again is started until it can; Ray itself gives up after an error in a constructor."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("ray")
+
+from paceline.core.errors import WorkerError
+from paceline.placement import INSTANCES, FaultPolicy, plan
+from paceline.placement.cluster import actors
+from paceline.placement.cluster.worker_spec import Location, WorkerSpec, worker_specs
+from tests.placement.wishes import model
+
+
+@pytest.fixture
+def spec() -> WorkerSpec:
+    """Of a worker whose variables this process does not have, so that it cannot start here."""
+    made = plan([model("chat")], INSTANCES["inf2.48xlarge"])
+    location = Location("chat", "here", made.placements[0].cores)
+    return worker_specs(made.instance, made.placements, FaultPolicy(), locations={"chat": location})["chat"]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_only_its_first_start_raises(spec: WorkerSpec, restarted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    context, paused = SimpleNamespace(was_current_actor_reconstructed=restarted), list[float]()
+    monkeypatch.setattr(actors.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(actors, "sleep", paused.append)
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(actors.os, "_exit", end)
+    with pytest.raises(SystemExit if restarted else WorkerError):
+        actors.DraftWorker(spec)
+    assert len(paused) == restarted, "a process that ends at once would be started without a pause"
