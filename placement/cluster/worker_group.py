@@ -222,18 +222,21 @@ class WorkerGroup:
         workers, names = [self._workers[label] for label in labels], ", ".join(labels)
         pending = [worker.actor.ready.remote() for worker in workers]
         deadline = monotonic() + self._policy.startup_timeout_s
-        while len(ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)[0]) < len(pending):
-            if monotonic() > deadline:
+        waiting = list(pending)
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=_POLL_S)
+            try:
+                ray.get(done)  # one that failed is told at once, though others still load
+            except ray.exceptions.RayError as error:
+                raise WorkerError(f"{names} did not start: {error}") from error
+            if waiting and monotonic() > deadline:
                 raise WorkerError(
                     f"{names} did not start within {self._policy.startup_timeout_s} seconds; raise "
                     "fault_policy.startup_timeout_s"
                 )
-            if not self._nodes_live():
+            if waiting and not self._nodes_live():
                 raise WorkerError(f"the node of {names} died while they started; start them again")
-        try:
-            answers: list[Ready] = ray.get(pending)
-        except ray.exceptions.RayError as error:
-            raise WorkerError(f"{names} did not start: {error}") from error
+        answers: list[Ready] = ray.get(pending)
         for worker, ready in zip(workers, answers, strict=True):
             worker.process = ready.process
 
