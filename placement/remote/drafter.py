@@ -192,17 +192,16 @@ class RemoteDrafter:
         if not self._exchange.overdue:
             return True
         try:
-            self._exchange.catch_up()
+            arrived = self._exchange.catch_up()
         except ChannelError as error:
             self._fail("lost", str(error))
             return False
         if self._exchange.overdue_seconds > self._timeouts.hang_timeout_s:
             self._restart("the process hangs")
             return False
-        if self._exchange.overdue:
-            return False
-        self._tracker.acked_late()
-        return True
+        if arrived:
+            self._tracker.acked_late()
+        return arrived
 
     def _why_invalid(self, reply: messages.ProposeReply) -> str:
         """What is wrong with a proposal; nothing if it can be verified."""

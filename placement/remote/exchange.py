@@ -79,12 +79,13 @@ class Exchange:
         self._overdue_since = monotonic()
         return None
 
-    def catch_up(self) -> None:
-        """Read what has arrived meanwhile, perhaps the overdue reply."""
+    def catch_up(self) -> bool:
+        """Read what has arrived meanwhile; whether the overdue reply is there."""
         assert self._channel is not None
         while self.overdue and (frame := self._channel.receive(0)) is not None:
             if messages.decode_reply(frame).number == self._number:
                 self._overdue_since = None
+        return self._overdue_since is None
 
     def proposal(self, reply: messages.ProposeReply) -> Proposal:
         """The last reply, which was found good, as tensors."""
