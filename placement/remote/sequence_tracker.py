@@ -40,13 +40,30 @@ class CommitRows(NamedTuple):
         return CommitRows(tokens, counts, first_rows)
 
 
+class _Budget:
+    """How many sequences one request carries.
+
+    most      fewer after late replies, so that a reply is in time again
+    taken     of the last request
+    left_out  slots that were left for later ones
+    """
+
+    def __init__(self) -> None:
+        self.most, self.taken, self.left_out = _ALL, 0, frozenset[int]()
+
+    def take(self, slots: list[int]) -> list[int]:
+        """Those of the slots that the next request is for."""
+        taken, later = slots[: self.most], slots[self.most :]
+        self.taken, self.left_out = len(taken), frozenset(later)
+        return taken
+
+
 class SequenceTracker:
     """The sequences of a target's slots and what the drafter's process has read of them.
 
     max_positions   the drafter does not follow longer sequences; None = it follows all
     sampling_known  the process knows how the requests of now sample
     prompt_pending  a prompt was sent that it may still be reading
-    left_out        slots whose sequence it lacks, and which `missing` left for later requests
     """
 
     def __init__(self, max_positions: int | None) -> None:
@@ -57,10 +74,13 @@ class SequenceTracker:
         self._in_flight: dict[int, int] = {}  # slot -> tokens it has read once it has replied
         self._acked = False  # it has replied
         self._all_in_flight = False  # every sequence was part of that request
-        self._most_texts = _ALL  # that one request carries: fewer after late replies, so that one is in time again
-        self.left_out: frozenset[int] = frozenset()
-        self._num_texts = 0  # of the last request
+        self._budget = _Budget()
         self.sampling_known = self.prompt_pending = False
+
+    @property
+    def left_out(self) -> frozenset[int]:
+        """Slots whose sequence it lacks, and which `missing` left for later requests."""
+        return self._budget.left_out
 
     def add_request(self, slot: int, prompt: Sequence[int]) -> None:
         """A request took a slot."""
@@ -94,7 +114,7 @@ class SequenceTracker:
         """The reply to the last request did not come in time. The next one carries fewer sequences: if all were sent
         again each time, a process that cannot read them within one deadline would never catch up.
         """
-        self._most_texts = max(1, min(self._most_texts, self._num_texts) // 2)
+        self._budget.most = max(1, min(self._budget.most, self._budget.taken) // 2)
 
     def acked_late(self) -> None:
         """The overdue reply is there: what it was asked about is read, though the sequences have gone on since."""
@@ -113,15 +133,14 @@ class SequenceTracker:
         as lists. Where that is too much for one request, the shortest come first, and ``left_out`` has the others.
         """
         if self._acked and self._all_in_flight and self._recorded is commit:
-            self.left_out, self._num_texts = frozenset(), 0
+            self._budget.take([])
             return []
         self._settle(rows if self._recorded is commit else None)
         first_rows = rows.first_rows
         behind = [slot for slot in self._followed(rows) if self._read.get(slot) != first_rows[slot]]
         behind.sort(key=lambda slot: first_rows[slot])
-        behind, later = behind[: self._most_texts], behind[self._most_texts :]
-        self.left_out, self._num_texts = frozenset(later), len(behind)
-        return [(slot, tuple(self._sequences[slot][: first_rows[slot]])) for slot in behind]
+        taken = self._budget.take(behind)
+        return [(slot, tuple(self._sequences[slot][: first_rows[slot]])) for slot in taken]
 
     def sent(self, rows: CommitRows) -> None:
         """The process was asked to continue after this commit; while it does, the sequences are brought up to date."""
@@ -134,7 +153,7 @@ class SequenceTracker:
         """It has replied, and so has read what it was asked about."""
         self._acked = True
         if not self.left_out:
-            self._most_texts = _ALL
+            self._budget.most = _ALL
 
     def _followed(self, rows: CommitRows) -> list[int]:
         """The slots whose sequence ends with this commit, if the drafter can follow it."""
