@@ -213,7 +213,8 @@ class ReplayDrafter:
 
     def _subtree(self, nodes: tuple[int, ...]) -> DraftShape:
         parents = self._recorded.parents
-        if parents is None or any(parents[n] != tree.ROOT and parents[n] not in nodes for n in nodes):
+        known = parents is not None and nodes and nodes[-1] < len(parents)
+        if parents is None or not known or any(parents[n] not in (tree.ROOT, *nodes) for n in nodes):
             raise ConfigurationError(f"nodes {nodes} are no tree of {self._recorded.name}, whose tree is {parents}")
         self._keep = nodes
         new = {node: place for place, node in enumerate(nodes)}
