@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -156,6 +157,24 @@ class ChecksNoise(Protocol):
 
     def record_noise_check(self, *, passed: bool) -> None:
         """Keep the outcome of the check of the noise (`paceline selftest`) for later processes."""
+
+
+@runtime_checkable
+class PreparesGraphs(Protocol):
+    """A backend that does better where it knows all graphs before it runs one."""
+
+    def prepare(self) -> AbstractContextManager[None]:
+        """Inside, steps are made and give zeros of their shapes in place of results; at the end they are compiled and
+        loaded. May be entered again inside.
+
+        Raises:
+            BackendError: at the end, if some graphs cannot be used. The others can.
+        """
+
+
+def prepare(backend: Backend) -> AbstractContextManager[None]:
+    """Where graphs are asked for ahead of their first use, by calls whose results mean nothing."""
+    return backend.prepare() if isinstance(backend, PreparesGraphs) else nullcontext()
 
 
 def sampling_refusal(backend: Backend) -> str | None:

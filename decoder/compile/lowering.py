@@ -63,6 +63,11 @@ class Lowered:
         changed = dict(zip(self.changed, flat, strict=False))
         return changed, list(flat[len(self.changed) :])
 
+    def blank(self) -> list[Tensor]:
+        """Zeros in the place of every output, on the CPU."""
+        nodes = list(self.graph.graph.nodes)[-1].args[0][len(self.changed) :]
+        return [torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype) for node in nodes]
+
 
 def lower(name: str, module: nn.Module, example: tuple[Tensor, ...]) -> Lowered:
     """Trace a step.

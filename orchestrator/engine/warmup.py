@@ -1,4 +1,7 @@
-"""Compiles graphs ahead of their first use, by running each once on tokens that mean nothing."""
+"""Compiles graphs ahead of their first use, by running each once on tokens that mean nothing.
+
+A backend that wants all graphs before it runs one (`paceline.decoder.backends.base.PreparesGraphs`) gets them here.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 
 from paceline.core.types import Commit, DeviceFeatures, Proposal, RoundLimits, SamplingKind, SamplingTensors
 from paceline.decoder import steps
+from paceline.decoder.backends import base as backends
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine.adaptive import AdaptiveRound, fitted
 from paceline.engine.batch import Batch
@@ -41,6 +45,7 @@ def compile_graphs(
     with ExitStack() as stack:
         for decoder in decoders:
             stack.enter_context(decoder.held_by(holder))
+            stack.enter_context(backends.prepare(decoder.backend))
         for decoder in decoders[1:]:
             for start, size in gaps(decoder):
                 steps.prefill(decoder, 0, [0] * size, start=start, chunks=decoder.options.draft_chunks)

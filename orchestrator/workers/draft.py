@@ -16,6 +16,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, RoundLimits
+from paceline.decoder.backends import base as backends
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models.config import ModelConfig
 from paceline.draft.model import ModelDrafter
@@ -111,16 +112,17 @@ def compile_drafter(drafter: ModelDrafter, width: int, *, rereads: bool) -> None
     ``width``: tokens of the widest commit. ``rereads``: the drafter works ahead, and reads rows again for that.
     """
     decoder = drafter.decoder
-    for start, size in warmup.gaps(decoder):
-        drafter.read(0, [0] * size, start=start)
-    slots = decoder.batch_size
-    tokens = torch.full((slots, width), PAD, dtype=torch.int32)
-    tokens[:, 0] = 0
-    one, zero = torch.ones(slots, dtype=torch.int32), torch.zeros(slots, dtype=torch.int32)
-    commit, greedy = Commit(tokens, one, zero), sampling_tensors([Sampling()] * slots)
-    for rows in warmup.lengths(decoder):
-        limits = RoundLimits(zero + drafter.draft_shape.num_draft_tokens, rows)
-        for kind in warmup.distinct_kinds([decoder]):
-            drafter.propose(commit, replace(greedy, kind=kind), limits)
-        if rereads:
-            SecondChoices(decoder, drafter.vocabulary).reread(commit, rows)
+    with backends.prepare(decoder.backend):
+        for start, size in warmup.gaps(decoder):
+            drafter.read(0, [0] * size, start=start)
+        slots = decoder.batch_size
+        tokens = torch.full((slots, width), PAD, dtype=torch.int32)
+        tokens[:, 0] = 0
+        one, zero = torch.ones(slots, dtype=torch.int32), torch.zeros(slots, dtype=torch.int32)
+        commit, greedy = Commit(tokens, one, zero), sampling_tensors([Sampling()] * slots)
+        for rows in warmup.lengths(decoder):
+            limits = RoundLimits(zero + drafter.draft_shape.num_draft_tokens, rows)
+            for kind in warmup.distinct_kinds([decoder]):
+                drafter.propose(commit, replace(greedy, kind=kind), limits)
+            if rereads:
+                SecondChoices(decoder, drafter.vocabulary).reread(commit, rows)

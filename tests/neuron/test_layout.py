@@ -37,7 +37,7 @@ def weights(count: int) -> list[nn.Parameter]:
 
 
 def laid() -> set[str]:
-    return {name for name, x in neuron.chip()._loaded.weights[0].items() if getattr(x, "laid", False)}
+    return {name for name, x in neuron.chip().resident._model.weights[0].items() if getattr(x, "laid", False)}
 
 
 def test_every_graph_is_compiled_for_the_largest_round(

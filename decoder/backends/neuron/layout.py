@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import copy
 import importlib
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,30 +25,42 @@ from paceline.decoder.graph_key import GraphKey
 
 NEFF = "graph.neff"
 _WRAPPED, _TRANSFORMER = "layout.hlo", "transformer"
+_MAX_COMPILERS = 8  # each is a process of several GB
+
+
+def compilers() -> int:
+    """How many graphs are compiled at a time."""
+    return min(_MAX_COMPILERS, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A traced graph.
 
-    traced  the SDK's record of it
-    folder  its place in the cache for facts more than its own; filled by the function if it is not there
+    traced    the SDK's record of it
+    folder    its place in the cache for facts more than its own; filled by the function if it is not there
+    announce  tells who asked for it how far it is
     """
 
     key: GraphKey
     traced: Any
     flags: str
     folder: Callable[[dict[str, object], Callable[[Path], None]], Path]
+    announce: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
     """What is loaded: for every graph its record and the folder it was compiled into.
 
+    leader       the graph whose layout of weights all are compiled for; None: weights lie as they come
     transformer  makes weights of the names ``moved`` lie as the graphs want them; None: they do
+    failed       graphs that the compiler refused
     """
 
     parts: dict[str, tuple[Any, Path]]
+    failed: dict[str, BackendError]
+    leader: str | None = None
     transformer: Any = None
     moved: frozenset[str] = frozenset()
 
@@ -61,34 +75,63 @@ class Compiler:
         self._hlo: Any = importlib.import_module("neuronx_distributed.trace.hlo_utils") if layout else None
 
     def arrange(self, graphs: Mapping[str, Entry]) -> Arrangement:
-        """Compile what is not compiled yet.
-
-        Raises:
-            BackendError: the compiler refuses a graph.
-        """
+        """Compile what is not compiled yet, several graphs at a time. One that the compiler refuses stops no other."""
         rounds = [key for key, entry in graphs.items() if entry.key.is_round]
         if not self.layout or not rounds:
-            return Arrangement({key: (_anew(entry.traced), self.plain(entry)) for key, entry in graphs.items()})
+            return Arrangement(*self._each(graphs, self._as_it_is))
         first = max(rounds, key=lambda key: len(graphs[key].traced.weight_name_to_idx))
+        rest = {key: entry for key, entry in graphs.items() if key != first}
         leader, marked = graphs[first], _anew(graphs[first].traced)
         self._hlo.mark_weights_for_wlo(
             trace_artifacts=marked, weights_to_skip_layout_optimization=marked.weight_names_to_skip
         )
-        lead = leader.folder({"layout": "priority"}, partial(self._lead, leader, marked))
+        try:
+            lead = leader.folder({"layout": "priority"}, partial(self._lead, leader, marked))
+        except BackendError as error:  # the next largest round leads
+            made = self.arrange(rest)
+            return replace(made, failed={**made.failed, first: error})
         if not (lead / _WRAPPED).is_file():  # it wants the weights as they are
-            rest = {key: (_anew(entry.traced), self.plain(entry)) for key, entry in graphs.items() if key != first}
-            return Arrangement({**rest, first: (marked, lead)})
+            parts, failed = self._each(rest, self._as_it_is)
+            return Arrangement({**parts, first: (marked, lead)}, failed)
         wanted = self._parts.WLOArtifacts(str(lead / NEFF), str(lead / _WRAPPED))
-        parts = {first: (marked, lead)}
-        for key, entry in graphs.items():
-            if key != first:
-                laid = _anew(entry.traced)
-                self._hlo.apply_layout_transformation(
-                    trace_artifacts=laid, priority_model_trace_artifacts=marked, wlo_artifacts=wanted, key=key
-                )
-                parts[key] = laid, entry.folder({"layout": lead.name}, partial(self._compile, entry, laid))
+
+        def follow(entry: Entry) -> tuple[Any, Path]:
+            if not entry.traced.weight_name_to_idx:  # nothing of it can lie otherwise, and the SDK refuses it
+                return self._as_it_is(entry)
+            laid = _anew(entry.traced)
+            self._hlo.apply_layout_transformation(
+                trace_artifacts=laid, priority_model_trace_artifacts=marked, wlo_artifacts=wanted, key=str(entry.key)
+            )
+            return laid, entry.folder({"layout": lead.name}, partial(self._compile, entry, laid))
+
+        parts, failed = self._each(rest, follow)
         files = [str(lead / f"{_TRANSFORMER}.{kind}") for kind in ("hlo", "neff", "metaneff")]
-        return Arrangement(parts, self._parts.LayoutTransformerArtifacts(*files), frozenset(marked.weight_name_to_idx))
+        return Arrangement(
+            {**parts, first: (marked, lead)},
+            failed,
+            leader=first,
+            transformer=self._parts.LayoutTransformerArtifacts(*files),
+            moved=frozenset(marked.weight_name_to_idx),
+        )
+
+    @staticmethod
+    def _each(
+        graphs: Mapping[str, Entry], make: Callable[[Entry], tuple[Any, Path]]
+    ) -> tuple[dict[str, tuple[Any, Path]], dict[str, BackendError]]:
+        """``make`` of every graph, each compiler a process beside the others. -> what it made, what was refused"""
+        parts: dict[str, tuple[Any, Path]] = {}
+        failed: dict[str, BackendError] = {}
+        with ThreadPoolExecutor(compilers()) as pool:
+            waiting = {key: pool.submit(make, entry) for key, entry in graphs.items()}
+        for key, future in waiting.items():
+            try:
+                parts[key] = future.result()
+            except BackendError as error:
+                failed[key] = error
+        return parts, failed
+
+    def _as_it_is(self, entry: Entry) -> tuple[Any, Path]:
+        return _anew(entry.traced), self.plain(entry)
 
     def plain(self, entry: Entry) -> Path:
         """The folder of a graph for weights as they are."""

@@ -42,9 +42,9 @@ class Names:
             here[name] = tensor
         return found
 
-    def known(self, tensor: Tensor) -> str:
-        """The name of a tensor that some graph has."""
-        name: str = self._names[tensor]
+    def find(self, tensor: Tensor) -> str:
+        """The name of a tensor that some graph has; nothing if none has it."""
+        name: str = self._names.get(tensor, "")
         return name
 
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:

@@ -39,14 +39,15 @@ class Recorded:
     marked: set[str] | None = None  # weights whose layout a priority model may choose
     laid: set[str] = field(default_factory=set)  # weights that lie as a priority model wants them
 
-    def SerializeToString(self) -> bytes:  # noqa: N802  # protobuf's name
+    def SerializeToString(self, *, deterministic: bool = False) -> bytes:  # noqa: N802  # protobuf's name
+        assert deterministic, "the maps of a protobuf have no order: bytes to compare must be deterministic"
         return f"{self.graph.code}{sorted(self.marked or ())}{sorted(self.laid)}".encode()
 
     def __deepcopy__(self, _memo):
         return replace(self, laid=set(self.laid))  # the graph is never written into
 
     def fingerprint(self) -> str:
-        return hashlib.sha256(self.SerializeToString()).hexdigest()
+        return hashlib.sha256(self.SerializeToString(deterministic=True)).hexdigest()
 
 
 def trace(model, args=None, kwargs=None, spmd=True, preserve_parameters=True, weights_to_skip_layout_optimization=None):
@@ -108,7 +109,7 @@ def _neff(hlo_module, compiler_workdir, compiler_args, key) -> str:
         raise RuntimeError(f"Compilation failed for {key}: no --target")
     if "--lnc=2" in flags and target.group(1) != "trn2":
         raise RuntimeError("NCC_EARG001: lnc")
-    torch_neuronx.RUNTIME.compiled.append(flags)
+    torch_neuronx.RUNTIME.compile(flags)
     folder = Path(compiler_workdir or "/tmp/nxd_models") / str(key)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "graph.neff").write_text(hlo_module.fingerprint())

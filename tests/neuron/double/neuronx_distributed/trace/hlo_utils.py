@@ -18,5 +18,7 @@ def mark_weights_for_wlo(trace_artifacts, weights_to_skip_layout_optimization=No
 def apply_layout_transformation(trace_artifacts, priority_model_trace_artifacts, wlo_artifacts, key=None):
     if priority_model_trace_artifacts.hlo.marked is None:
         raise RuntimeError("the priority model was not marked")
+    if not trace_artifacts.weight_name_to_idx:
+        raise RuntimeError(f"{key}: no weights were found in the graph")
     wanted = json.loads(Path(wlo_artifacts.wrapped_neff_hlo_filepath).read_text())
     trace_artifacts.hlo.laid = set(wanted) & set(trace_artifacts.weight_name_to_idx)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch_neuronx
 
 
 class StateInitializer(torch.nn.Module):
@@ -12,4 +13,6 @@ class StateInitializer(torch.nn.Module):
 
     def forward(self):
         ranks = range(self.local_ranks_size)
-        return [{key: torch.zeros(shape, dtype=self.dtypes[key]) for key, shape in self.shapes.items()} for _ in ranks]
+        made = [{key: torch.zeros(shape, dtype=self.dtypes[key]) for key, shape in self.shapes.items()} for _ in ranks]
+        torch_neuronx.RUNTIME.hold("states", made)
+        return made

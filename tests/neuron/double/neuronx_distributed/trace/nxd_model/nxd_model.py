@@ -25,6 +25,29 @@ class Rank(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
+class SPMDModel:
+    """`torch.classes.neuron.SPMDModel`: one graph, which is loaded over weights and states that are on the device."""
+
+    def __init__(self, key, graph, neff, ranks) -> None:
+        self.key, self.graph, self.neff, self.ranks, self.initialized = key, graph, neff, ranks, False
+
+    def initialize(self, states, weights, start_rank):
+        assert start_rank == 0 and not self.initialized
+        for names, store in ((self.graph.metaneff.weights, weights), (self.graph.metaneff.states, states)):
+            for rank, (name, (shape, dtype)) in itertools.product(range(self.ranks), names.items()):
+                if name not in store[rank]:
+                    raise RuntimeError(f"{self.key}: {name} is not there for rank {rank}")
+                found = store[rank][name]
+                laid = getattr(found, "laid", False)
+                if laid != (name in self.graph.hlo.laid):
+                    raise RuntimeError(f"{self.key}: {name} lies otherwise than this graph was compiled for")
+                found = found.T if laid else found
+                if (list(found.shape), found.dtype) != (shape, dtype):
+                    raise RuntimeError(f"{self.key}: {name} has another shape or type on rank {rank}")
+        torch_neuronx.RUNTIME.load_graph(self.key, self.neff)
+        self.initialized = True
+
+
 class NxDModel(torch.nn.Module):
     def __init__(
         self, world_size, start_rank=None, local_ranks_size=None, state_initializer=None, layout_transformer=None
@@ -32,7 +55,7 @@ class NxDModel(torch.nn.Module):
         super().__init__()
         assert start_rank is None or local_ranks_size is not None
         self.world_size, self.state_initializer = world_size, state_initializer
-        self.model_params, self.graphs, self.routes = [], {}, {}
+        self.model_params, self.spmd_models, self.routes, self.start_rank = [], {}, {}, 0
         self.weights, self.states, self.loaded_on_neuron = [{}] * world_size, [{}] * world_size, False
 
     def add(self, key, trace_artifacts, compilation_artifacts):
@@ -43,9 +66,10 @@ class NxDModel(torch.nn.Module):
         flattener = trace_artifacts.flattener
         assert isinstance(flattener.layout, tuple), "Expected flattener layout type to be tuple"
         flattener.layout = list(flattener.layout)
-        if compilation_artifacts.get_neff_bytes().decode() != trace_artifacts.hlo.fingerprint():
+        neff = compilation_artifacts.get_neff_bytes()
+        if neff.decode() != trace_artifacts.hlo.fingerprint():
             raise RuntimeError(f"the NEFF of {key} was compiled from another graph")
-        self.graphs[key] = trace_artifacts
+        self.spmd_models[key] = SPMDModel(key, trace_artifacts, neff, self.world_size)
         route = ", ".join(f"{arg.param_name}: {list(arg.tensor.shape)}" for arg in trace_artifacts.provided_args)
         self.routes.setdefault(f"({route})", []).append(key)
         return self
@@ -54,23 +78,13 @@ class NxDModel(torch.nn.Module):
         if self.loaded_on_neuron:
             raise ValueError("set_weights() was called when the model was already loaded on neuron.")
         assert len(sharded_checkpoint) == self.world_size
-        self.weights = [{name: x.clone() for name, x in rank.items()} for rank in sharded_checkpoint]
+        self.weights = torch.ops.neuron._parallel_load(sharded_checkpoint)
 
     def to_neuron(self):
         torch_neuronx.RUNTIME.reserve(self.world_size)
         self.states = self.state_initializer() if self.state_initializer is not None else self.states
-        for key, graph in self.graphs.items():
-            for names, store in ((graph.metaneff.weights, self.weights), (graph.metaneff.states, self.states)):
-                for rank, (name, (shape, dtype)) in itertools.product(range(self.world_size), names.items()):
-                    if name not in store[rank]:
-                        raise RuntimeError(f"{key}: {name} is not there for rank {rank}")
-                    found = store[rank][name]
-                    laid = getattr(found, "laid", False)
-                    if laid != (name in graph.hlo.laid):
-                        raise RuntimeError(f"{key}: {name} lies otherwise than this graph was compiled for")
-                    found = found.T if laid else found
-                    if (list(found.shape), found.dtype) != (shape, dtype):
-                        raise RuntimeError(f"{key}: {name} has another shape or type on rank {rank}")
+        for model in self.spmd_models.values():
+            model.initialize(self.states, self.weights, self.start_rank)
         self.loaded_on_neuron = True
 
     def read_from_neuron_buffer(self, buffer_key, rank):
@@ -98,7 +112,8 @@ class NxDModel(torch.nn.Module):
         return self._execute(model_name or keys[0], args)
 
     def _execute(self, key, args):
-        graph = self.graphs[key]
+        assert self.spmd_models[key].initialized, f"{key} was added after the model was loaded"
+        graph = self.spmd_models[key].graph
         for given, wanted in zip(args, graph.provided_args, strict=True):
             if (given.dtype, given.device.type) != (wanted.tensor.dtype, "cpu"):
                 raise RuntimeError(f"{key}: {wanted.param_name} must be a CPU tensor of {wanted.tensor.dtype}")
@@ -120,7 +135,7 @@ class NxDModel(torch.nn.Module):
             results = list(pool.map(one, range(self.world_size)))
         for rank, (changed, _) in enumerate(results):
             for name, value in zip(graph.hlo.states, changed, strict=True):
-                self.states[rank][name] = value.clone(memory_format=torch.contiguous_format)
+                self.states[rank][name].copy_(value)
         out = [x.clone() for x in results[0][1]]
         if any(not torch.equal(x, y) for _, other in results[1:] for x, y in zip(out, other, strict=True)):
             raise RuntimeError(f"{key}: ranks disagree, and only the first one's outputs come back")

@@ -1,0 +1,116 @@
+"""Graphs are made first and weights go to the device once, on the stand-in, which counts loads and memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline import SpeculativeGenerator
+from paceline.core.errors import BackendError
+from paceline.decoder.backends import base
+from paceline.decoder.backends.base import Graph
+from paceline.decoder.backends.neuron import backend as neuron
+from paceline.decoder.backends.neuron import layout
+from paceline.decoder.graph_key import GraphKey
+from tests.decoder.tiny import Workshop
+from tests.neuron.test_backend import PROMPTS, pair
+from tests.neuron.test_layout import Products, weights
+
+Runtime = Callable[[], Any]
+X = torch.ones(2, 4)
+
+
+def kinds(runtime: Any) -> list[str]:
+    return ["graph" if kind[0] == "g" else kind for kind, _ in runtime.loads]
+
+
+def made(name: str, own: list[nn.Parameter], state: torch.Tensor) -> Graph:
+    return Graph(GraphKey(name), Products(own, state), (X,), {"graph": name})
+
+
+def test_prepared_graphs_compile_side_by_side_and_load_once(
+    install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "_MAX_COMPILERS", 3)
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+    backend, own, state, said = neuron.NeuronBackend(), weights(2), torch.zeros(1), []
+    runtime().meeting = threading.Barrier(3, timeout=60)  # breaks unless three compile at a time
+    with base.prepare(backend):
+        steps = [backend.compile(made(name, own, state), said.append) for name in ("one", "two", "three")]
+        blank = steps[0](X)
+        assert [x.tolist() for x in blank] == [[[0.0] * 4] * 2, [0.0]], "zeros of the results' shapes"
+        assert not runtime().loads
+    assert kinds(runtime()) == ["weights", "states", "graph", "graph", "graph"]
+    assert sorted(text[:20] for text in said if "done" in text) == [f"{n} of 3 graphs done: "[:20] for n in (1, 2, 3)]
+    runtime().meeting = None
+    loads = len(runtime().loads)
+    assert [step(X)[1].item() for step in steps] == [1, 2, 3], "one state for all of them, which no blank call changed"
+    assert len(runtime().loads) == loads
+
+
+def test_a_later_graph_is_initialised_alone_with_the_weights_where_they_are(install: Any, runtime: Runtime) -> None:
+    backend, own, state = neuron.NeuronBackend(), weights(3), torch.zeros(1)
+    first = backend.compile(made("one", own[:2], state), print)
+    assert first(X)[1].item() == 1
+    before = len(runtime().loads)
+    second = backend.compile(made("two", own[:2], state), print)
+    assert second(X)[1].item() == 2
+    assert kinds(runtime())[before:] == ["graph"]
+    assert not runtime().fetched, "no state went home"
+    before = len(runtime().loads)
+    backend.compile(made("three", own, state), print)(X)
+    assert runtime().loads[before] == ("weights", 64) and kinds(runtime())[before + 1 :] == ["graph"]
+    assert first(X)[1].item() == 4
+
+
+def test_a_graph_that_the_compiler_or_the_device_refuses_is_dropped(
+    install: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, own, state = neuron.NeuronBackend(), weights(1), torch.zeros(1)
+    compile_one = backend._chip._compiler._compile
+
+    def compile_but_one(entry: Any, traced: Any, folder: Any) -> None:
+        if entry.key.kind == "bad":
+            raise BackendError("neuronx-cc refused bad")
+        compile_one(entry, traced, folder)
+
+    monkeypatch.setattr(backend._chip._compiler, "_compile", compile_but_one)
+    runtime().refused = {"g2"}
+    steps = {}
+    with pytest.raises(BackendError, match="2 of 4 graphs cannot be used; the others are ready"), base.prepare(backend):
+        for name in ("good", "bad", "unloadable", "better"):
+            steps[name] = backend.compile(made(name, own, state), print)
+    for name, reason in (("bad", "neuronx-cc refused bad"), ("unloadable", "the device refuses it: nrt_load")):
+        with pytest.raises(BackendError, match=reason):
+            steps[name](X)
+    assert [steps[name](X)[1].item() for name in ("good", "better", "good")] == [1, 2, 3]
+
+
+def test_more_than_a_core_holds_is_refused(install: Any, runtime: Runtime) -> None:
+    backend, own, state = neuron.NeuronBackend(), weights(2), torch.zeros(1)
+    assert runtime().capacity == 16 * 2**30
+    runtime().capacity = 2 * 64 + 4
+    step = backend.compile(made("fits", own, state), print)
+    step(X)
+    assert runtime().used == {0: 2 * 64 + 4}
+    large = backend.compile(made("large", [*own, nn.Parameter(torch.ones(4, 4), requires_grad=False)], state), print)
+    with pytest.raises(BackendError, match=r"does not take 1 tensors of 0\.00 GiB a core: nrt_tensor_allocate"):
+        large(X)
+
+
+def test_warm_up_loads_the_weights_of_a_pair_once(workshop: Workshop, runtime: Runtime) -> None:
+    asked = {"max_new_tokens": 8}
+    wanted = pair(workshop, "eager")[1].sample(PROMPTS, **asked).tolist()
+    generator = SpeculativeGenerator(*pair(workshop, "neuron"), k=2)
+    generator.compile(kinds=["greedy"])
+    assert not runtime().calls, "nothing ran"
+    before, compiled = list(runtime().loads), len(runtime().compiled)
+    assert kinds(runtime()).count("weights") == 1
+    assert kinds(runtime()).count("graph") == compiled == len(neuron.chip().graphs)
+    assert generator.sample(PROMPTS, **asked).tolist() == wanted
+    assert runtime().loads == before and len(runtime().compiled) == compiled, "warm-up made every graph"
