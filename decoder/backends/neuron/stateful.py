@@ -66,7 +66,7 @@ def _forward() -> Callable[..., tuple[Tensor, ...]]:
     return made["forward"]
 
 
-Stateful.forward = _forward()  # type: ignore[method-assign]
+Stateful.forward = _forward()
 
 
 def device_topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
