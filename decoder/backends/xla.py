@@ -22,6 +22,7 @@ from paceline.core.errors import BackendError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
 from paceline.decoder.compile.lowering import Lowered, TopK, lower, state_of
+from paceline.decoder.kernels.graph_product import xla_product
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.parallel.collectives import Collectives
@@ -166,7 +167,7 @@ def traced(
     home.library.sync()
     home.reset_counters()
     with torch.no_grad():
-        changed, outputs = lowered.run(state, inputs, ranks=ranks, topk=topk)
+        changed, outputs = lowered.run(state, inputs, ranks=ranks, topk=topk, product=xla_product)
     if strange := home.fallbacks():
         raise BackendError(
             f"torch_xla has no lowering for {', '.join(sorted(strange))}; rewrite it in decoder/compile/rewrites.py"

@@ -51,7 +51,7 @@ _FREE = frozenset(
 )
 """Operations that compute nothing, or fill a tensor with one number."""
 _REDUCTIONS = frozenset({"amax", "amin", "sum"})
-_PRODUCTS = frozenset({"addmm", "bmm", "embedding", "linear", "matmul", "mm"})
+_PRODUCTS = frozenset({"addmm", "bmm", "embedding", "linear", "matmul", "mm", "product"})
 _GATHERS = frozenset({"gather", "index", "index_select"})
 _COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor"})
 

@@ -19,14 +19,18 @@ _LOWERS = """
     __and__ __or__ __xor__ _to_copy _unsafe_view abs add alias amax amin arange bitwise_not
     bitwise_right_shift cat clamp clone convert_element_type detach div embedding eq exp expand flip full full_like
     ge getitem gt index_put index_select largest le linear log log1p lt matmul maximum mul ne neg new_zeros ones_like
-    pad permute pow reshape rsqrt select silu slice split split_with_sizes squeeze stack sub sum transpose unsqueeze
-    view where zeros zeros_like
+    pad permute pow product reshape rsqrt select silu slice split split_with_sizes squeeze stack sub sum transpose
+    unsqueeze view where zeros zeros_like
 """
 LOWERS = frozenset(_LOWERS.split())
 """Operators that were seen to lower to HLO without findings. Another one is not wrong: it has not been looked at."""
 
 COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor", "wait_tensor"})
 """PyTorch's own, in whose place a backend of several ranks puts its device's."""
+
+PRODUCTS = frozenset({"bmm", "linear", "matmul", "mm", "product"})
+_MOVES = frozenset({"clone", "expand", "index_select", "permute", "reshape", "select", "slice", "squeeze", "transpose"})
+_MOVES |= {"unsqueeze", "view", "_unsafe_view", "_to_copy", "convert_element_type"}
 
 WIDE = frozenset({torch.int64, torch.float64, torch.complex64, torch.complex128})
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool})
@@ -46,13 +50,29 @@ def _operator(node: fx.Node) -> Iterator[Finding]:
     name = operator(node.target)
     if name not in LOWERS | COLLECTIVES:
         yield Finding("operator", f"{node.name}: {node.target} has not been seen to lower; see graph_lint.LOWERS")
-    if name in {"matmul", "linear", "mm", "bmm"} and _first(node).dtype in _INTEGERS:
+    if name in PRODUCTS and _first(node).dtype in _INTEGERS:
         yield Finding("integer dot", f"{node.name}: a product of integers is computed in float32, or refused")
+    if name in PRODUCTS:
+        for side in node.args[:2]:
+            if isinstance(side, fx.Node) and (state := _widened(side)):
+                yield Finding("widened weight", f"{node.name} multiplies {state}, which every step widens to float32")
     if name in COLLECTIVES and _first(node).dtype in _INTEGERS:
         yield Finding("integer collective", f"{node.name}: a sum over ranks of integers is refused")
     for number in _numbers([*node.args, *node.kwargs.values()]):
         if not math.isfinite(number):
             yield Finding("infinite constant", f"{node.name}: {number}")
+
+
+def _widened(node: fx.Node) -> str:
+    """The 16-bit weight or cache behind a side of a product, if it is made float32 on the way; nothing if it is not."""
+    wide = False
+    while node.op == "call_function" and operator(node.target) in _MOVES and isinstance(node.args[0], fx.Node):
+        before = node.args[0]
+        narrow = before.meta["val"].dtype in {torch.bfloat16, torch.float16}
+        wide = wide or (narrow and node.meta["val"].dtype == torch.float32)
+        node = before
+    is_state = node.op == "placeholder" or operator(node.target) == "index_put"
+    return node.name if wide and is_state else ""
 
 
 def _value(node: fx.Node) -> Iterator[Finding]:

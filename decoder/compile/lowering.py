@@ -20,9 +20,11 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from paceline.core.errors import BackendError
 from paceline.decoder.compile import rewrites
-from paceline.decoder.kernels import graph_topk
+from paceline.decoder.kernels import graph_product, graph_topk
 from paceline.decoder.parallel.collectives import Collectives
 
+Product = Callable[[Tensor, Tensor], Tensor]
+"""As `paceline.decoder.kernels.graph_product.operator`."""
 TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """As `paceline.decoder.kernels.graph_topk.topk`."""
 
@@ -52,14 +54,20 @@ class Lowered:
         *,
         ranks: Collectives | None = None,
         topk: TopK | None = None,
+        product: Product | None = None,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Execute on the device of the inputs. -> new values of what changed, outputs.
 
-        ``ranks`` are what the step's collectives become there, and ``topk`` what `paceline.decoder.kernels.graph_topk`
-        becomes; without them PyTorch's own are called.
+        ``ranks`` are what the step's collectives become there, and ``topk`` and ``product`` what
+        `paceline.decoder.kernels.graph_topk` and `graph_product` become; without them PyTorch's own are called.
         """
         given = [state[name] for name in self.state]
-        flat = _Anywhere(self.graph, inputs[0].device, ranks=ranks, topk=topk).run(*given, *inputs)
+        own: dict[Any, Callable[..., Any]] = {}
+        if topk is not None:
+            own[graph_topk.operator()] = topk
+        if product is not None:
+            own[graph_product.operator()] = product
+        flat = _Anywhere(self.graph, inputs[0].device, ranks=ranks, own=own).run(*given, *inputs)
         changed = dict(zip(self.changed, flat, strict=False))
         return changed, list(flat[len(self.changed) :])
 
@@ -123,10 +131,15 @@ class _Anywhere(fx.Interpreter):
     """Runs a graph on another device than the one it was traced on."""
 
     def __init__(
-        self, module: fx.GraphModule, device: torch.device, *, ranks: Collectives | None, topk: TopK | None
+        self,
+        module: fx.GraphModule,
+        device: torch.device,
+        *,
+        ranks: Collectives | None,
+        own: Mapping[Any, Callable[..., Any]],
     ) -> None:
         super().__init__(module)
-        self._device, self._ranks, self._topk = device, ranks, topk
+        self._device, self._ranks, self._own = device, ranks, own
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if self._ranks is not None and target.__module__ == "torch._ops._c10d_functional":
@@ -134,8 +147,8 @@ class _Anywhere(fx.Interpreter):
             if name == "wait_tensor":
                 return args[0]
             return self._ranks.reduce(args[0]) if name == "all_reduce" else self._ranks.gather(args[0][0])
-        if self._topk is not None and target is graph_topk.operator():
-            return self._topk(*args)
+        if target in self._own:
+            return self._own[target](*args)
         if "device" in kwargs:
             kwargs = {**kwargs, "device": self._device}
         return super().call_function(target, args, kwargs)

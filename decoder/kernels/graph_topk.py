@@ -32,7 +32,7 @@ def operator() -> Any:
 @lru_cache(maxsize=1)
 def _library() -> torch.library.Library:
     """Kept for the life of the process: the operators go with it."""
-    made = torch.library.Library("paceline_graph", "DEF")
+    made = torch.library.Library("paceline_graph", "FRAGMENT")
     made.define("largest(Tensor x, int count) -> (Tensor, Tensor)")
     made.impl("largest", _topk, "CompositeExplicitAutograd")
     torch.library.register_fake("paceline_graph::largest", _shapes, lib=made)

@@ -1,9 +1,10 @@
 """The kernels of a decoder in operations that ahead-of-time graph compilers take: XLA, and through it Neuron.
 
-The same mathematics as `paceline.decoder.kernels.torch_kernels.TorchKernels`, without its freedoms: nothing looks at a
-value, caches are written by one scatter of whole rows and read without a copy where the lines of a call are all slots
-in order, ids are int32, and every flat row number stays exact in float32. Not here: speed on a CPU, which is the
-native kernels' part.
+The same mathematics as `paceline.decoder.kernels.torch_kernels.TorchKernels`, but that both sides of a product have the
+type of the weights or of the cache (sums, norms, softmax and logits are float32), and without its freedoms: nothing
+looks at a value, caches are written by one scatter of whole rows and read without a copy where the lines of a call are
+all slots in order, ids are int32, and every flat row number stays exact in float32. Not here: speed on a CPU, which is
+the native kernels' part.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 from paceline.core import noise, probs, reduce
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels import graph_sampling
+from paceline.decoder.kernels import graph_product, graph_sampling
 from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
 from paceline.decoder.kernels.torch_kernels import distances, within
 from paceline.decoder.kernels.vocab_part import VocabPart
@@ -35,7 +36,7 @@ class TraceableKernels:
 
     def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
         """As `Kernels.linear`; padding is computed like everything else."""
-        return torch.nn.functional.linear(x, weight.to(torch.float32))
+        return graph_product.linear(x, weight)
 
     def attend(
         self,
@@ -58,10 +59,10 @@ class TraceableKernels:
         extent = place.bucket if place.tree is None else min(place.bucket + window, cache[0].shape[2])
         for part, new in zip(cache, (k, v), strict=True):
             store(part, new.transpose(1, 2).to(part.dtype), slots=place.slots, rows=rows)
-        keys, values = (read(part, place.slots, extent).to(torch.float32) for part in cache)
+        keys, values = (read(part, place.slots, extent) for part in cache)
         query = q.reshape(lines, window, groups, share, width).permute(0, 2, 1, 3, 4)
         query = query.reshape(lines, groups, window * share, width) * (1 / math.sqrt(width))
-        scores = torch.matmul(query, keys.transpose(2, 3)).reshape(lines, groups, window, share, extent)
+        scores = graph_product.matmul(query, keys).reshape(lines, groups, window, share, extent)
         if rule.cap:
             scores = rule.cap * torch.tanh(scores / rule.cap)
         if rule.slopes is not None:
@@ -69,7 +70,7 @@ class TraceableKernels:
             scores = scores + slopes * distances(place, rows, extent).unsqueeze(1).unsqueeze(3)
         seen = within(visible(place, rows, extent), place, rows, window=rule.window).unsqueeze(1).unsqueeze(3)
         weights = probs.softmax(torch.where(seen, scores, reduce.NEGATIVE))
-        mixed = torch.matmul(weights.reshape(lines, groups, window * share, extent), values)
+        mixed = graph_product.matmul(weights.reshape(lines, groups, window * share, extent), values.transpose(2, 3))
         mixed = mixed.reshape(lines, groups, window, share, width).permute(0, 2, 1, 3, 4)
         return mixed.reshape(lines, window, heads * width)
 

@@ -30,6 +30,9 @@ LINES = {
     "to_apply=%AddComputation.4",
     "reduction": "%r.1 = pred[4]{0} reduce(pred[4,8]{1,0} %x, pred[] %y), dimensions={1}, to_apply=%Or.1",
     "integer dot": "%i.1 = s32[4,4]{1,0} dot(s32[4,8]{1,0} %x, s32[8,4]{1,0} %y), lhs_contracting_dims={1}",
+    "widened dot": "%p9.1 = bf16[4,8]{1,0} parameter(1)\n  %e.1 = f32[4,8]{1,0} convert(bf16[4,8]{1,0} %p9.1)\n"
+    "  %t.1 = f32[8,4]{0,1} transpose(f32[4,8]{1,0} %e.1), dimensions={1,0}\n"
+    "  %i.1 = f32[4,4]{1,0} dot(f32[4,8]{1,0} %p0.1, f32[8,4]{0,1} %t.1), lhs_contracting_dims={1}",
     "integer collective": "%a.1 = s32[4]{0} all-reduce(s32[4]{0} %x), to_apply=%AddComputation.4",
     "integer scatter": "%c.1 = s32[4]{0} scatter(s32[4]{0} %x, s32[1,1]{1,0} %y, s32[1]{0} %z), "
     "to_apply=%AddComputation.4",

@@ -177,6 +177,7 @@ class Broken(nn.Module):
         super().__init__()
         self.function = function
         self.register_buffer("state", torch.zeros(2, 4) if state is None else state)
+        self.register_buffer("narrow", torch.zeros(4, 4, dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> tuple[Tensor]:
         return (self.function(self, x),)
@@ -195,6 +196,7 @@ BREAKING: dict[str, tuple[Any, str]] = {
     "float64": (lambda _m, x: x.double().sum().float(), "64 bits"),
     "infinity": (lambda _m, x: torch.where(x > 0, x, float("-inf")), "infinite constant"),
     "integer dot": (lambda _m, x: x.to(torch.int32) @ torch.ones(4, 3, dtype=torch.int32), "integer dot"),
+    "widened weight": (lambda m, x: x @ m.get_buffer("narrow").float(), "widened weight"),
     "not a number": (lambda _m, x: x + torch.tensor([1.0, 2.0, 3.0, float("nan")]), "infinite constant"),
     "nothing changed": (held, "alias"),
     "shape of data": (lambda _m, x: x.nonzero(), "dynamic dimension"),

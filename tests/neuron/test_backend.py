@@ -27,9 +27,9 @@ ASKED = {"max_new_tokens": 24, "do_sample": True, "seed": 3, "temperature": 1.2,
 Runtime = Callable[[], Any]
 
 
-def pair(workshop: Workshop, backend: str, slots: int = 2) -> tuple[Any, Any]:
+def pair(workshop: Workshop, backend: str, slots: int = 2, *, amp: str = "f32") -> tuple[Any, Any]:
     made = [
-        fresh(workshop.checkpoint(role), backend=backend, amp="f32", batch_size=slots) for role in ("draft", "target")
+        fresh(workshop.checkpoint(role), backend=backend, amp=amp, batch_size=slots) for role in ("draft", "target")
     ]
     for decoder in made:
         decoder.on_graph = lambda _event: None
@@ -123,6 +123,14 @@ def test_two_steps_and_plain_decoding(workshop: Workshop, runtime: Runtime) -> N
     draft, target = pair(workshop, "neuron")
     assert SpeculativeGenerator(draft, target, k=2, fused=False).sample(PROMPTS, **ASKED).tolist() == wanted
     assert target.sample(PROMPTS, **ASKED).tolist() == wanted
+
+
+def test_weights_of_16_bits_are_multiplied_as_they_are(workshop: Workshop, runtime: Runtime) -> None:
+    """By torch_xla's dot with float32 sums; what a fused round chooses is what a plain one chooses."""
+    draft, target = pair(workshop, "neuron", amp="bf16")
+    plain = target.sample(PROMPTS, max_new_tokens=8).tolist()
+    assert SpeculativeGenerator(draft, target, k=2).sample(PROMPTS, max_new_tokens=8).tolist() == plain
+    assert "torch_xla" in sys.modules
 
 
 def test_trees_and_what_they_keep(workshop: Workshop, runtime: Runtime) -> None:

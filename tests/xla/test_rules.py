@@ -64,6 +64,7 @@ BREAKING: dict[str, Callable[[], str]] = {
     "variadic reduce": lambda: text(lambda x: x.argmax(-1).to(torch.int32), FLOATS),
     "reduction": lambda: text(lambda x: (x > 0).any(-1), FLOATS),
     "integer dot": lambda: text(lambda x: x @ x, WHOLE),
+    "widened dot": lambda: text(lambda x, w: x @ w.float(), FLOATS, torch.ones(8, 4, dtype=torch.bfloat16)),
     "integer collective": lambda: text(reduced, WHOLE),
     "integer scatter": lambda: text(lambda x: x.scatter_add(0, torch.zeros_like(x, dtype=torch.int64), x), WHOLE),
     "64 bits": lambda: text(lambda x: x.double() * 2, FLOATS),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.core import reduce
 from paceline.decoder.compile.lowering import Lowered
+from paceline.decoder.kernels.graph_product import xla_product
 from paceline.decoder.parallel.collectives import Collectives
 
 MAX_INPUTS = 16
@@ -42,7 +43,7 @@ class Stateful(nn.Module):
         """The step on its inputs x0, x1, ...; those that a graph does not have are None."""
         given = [x for x in inputs if x is not None]
         state = {inner: getattr(self, name) for inner, name in self.shared.items()}
-        changed, outputs = self._lowered.run(state, given, ranks=self._ranks, topk=device_topk)
+        changed, outputs = self._lowered.run(state, given, ranks=self._ranks, topk=device_topk, product=xla_product)
         for inner, value in changed.items():
             setattr(self, self.shared[inner], value)
         return tuple(outputs)
