@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paceline.decoder.compile import rewrites
 from paceline.decoder.compile.lowering import Lowered, operator
 
-_FREE = frozenset(
+FREE = frozenset(
     [
         "alias",
         "arange",
@@ -51,9 +51,9 @@ _FREE = frozenset(
 )
 """Operations that compute nothing, or fill a tensor with one number."""
 _REDUCTIONS = frozenset({"amax", "amin", "sum"})
-_PRODUCTS = frozenset({"addmm", "bmm", "embedding", "linear", "matmul", "mm", "product"})
-_GATHERS = frozenset({"gather", "index", "index_select"})
-_COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor"})
+PRODUCTS = frozenset({"addmm", "bmm", "embedding", "linear", "matmul", "mm", "product"})
+GATHERS = frozenset({"gather", "index", "index_select"})
+COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor"})
 
 
 @dataclass(slots=True)
@@ -76,18 +76,18 @@ class RowCost:
 
     def add(self, name: str, given: object, made: object) -> None:
         """Count an operation of that name with these arguments and results. Whole rows of a table are no gather."""
-        taken, out = list(_tensors(given)), max((x.numel() for x in _tensors(made)), default=0)
+        taken, out = list(tensors(given)), max((x.numel() for x in tensors(made)), default=0)
         size = max((x.numel() for x in taken), default=0)
-        if name in _GATHERS:
-            whole = name == "index_select" and _is_of_rows(taken[0], given)
+        if name in GATHERS:
+            whole = name == "index_select" and is_of_rows(taken[0], given)
             self.gathered = max(self.gathered, 0 if whole else out)
-        elif name in _COLLECTIVES:
+        elif name in COLLECTIVES:
             self.sent = max(self.sent, *taken[0].shape)
         elif name == "largest":
             self.topk += self._rows(size)
         elif name in _REDUCTIONS:
             self.reductions += self._rows(size)
-        elif name not in _FREE | _PRODUCTS:
+        elif name not in FREE | PRODUCTS:
             self.passes += self._rows(out)
 
     def _rows(self, size: int) -> float:
@@ -126,7 +126,7 @@ class _Counting(TorchDispatchMode):
         self._rewrites, self._noted = rewrites.table(), WeakTensorKeyDictionary()
 
     def note(self, values: object) -> None:
-        for x in _tensors(values):
+        for x in tensors(values):
             self._noted[x] = True
 
     def __torch_dispatch__(
@@ -138,7 +138,7 @@ class _Counting(TorchDispatchMode):
             if made is not NotImplemented:
                 return made
         made = func(*args, **(kwargs or {}))
-        if any(x in self._noted for x in _tensors(args)):
+        if any(x in self._noted for x in tensors(args)):
             self.note(made)
             self.cost.add(operator(func), args, made)
         return made
@@ -153,17 +153,17 @@ def _made_of_inputs(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _is_of_rows(table: Tensor, given: object) -> bool:
+def is_of_rows(table: Tensor, given: object) -> bool:
     """Whether an `index_select` moves runs of numbers that lie side by side."""
     assert isinstance(given, Sequence)
     return table.shape[given[1] % table.dim() + 1 :].numel() > 1
 
 
-def _tensors(values: object) -> Iterator[Tensor]:
+def tensors(values: object) -> Iterator[Tensor]:
     if isinstance(values, (list, tuple)):
         for value in values:
-            yield from _tensors(value)
+            yield from tensors(value)
     elif isinstance(values, fx.Node):
-        yield from _tensors(values.meta.get("val"))
+        yield from tensors(values.meta.get("val"))
     elif isinstance(values, Tensor):
         yield values

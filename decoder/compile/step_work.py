@@ -1,0 +1,162 @@
+"""What a step asks of an accelerator's engines: bytes, operations by engine and type, gathers, collectives.
+
+The step runs on shapes alone (fake tensors), each operation rewritten as it is while a step is lowered, so that a model
+of any size is counted in seconds. Not here: how fast engines are (`paceline.decoder.backends.neuron.engines`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paceline.decoder.compile import rewrites
+from paceline.decoder.compile.cost_lint import COLLECTIVES, FREE, GATHERS, PRODUCTS, RowCost, is_of_rows, tensors
+from paceline.decoder.compile.lowering import operator
+
+_SCALAR = frozenset({"exp", "log", "log1p", "pow", "rsqrt", "silu", "sigmoid", "sin", "cos", "tanh", "gelu"})
+_COPIES = frozenset({"_to_copy", "convert_element_type"})
+
+
+@dataclass(slots=True)
+class Work:
+    """Counts of one call of a step, on one rank.
+
+    read         bytes of weights, caches and tables that products and look-ups read
+    widened      bytes of weights and caches that are made float32 before a product
+    products     operations (two for a multiplication with its addition) by the type that is multiplied
+    vector       elements that elementwise operations and reductions go over
+    scalar       the same of exponentials, logarithms and roots
+    gathered     single numbers gathered by their places, in all; ``largest`` in one operation
+    collectives  how many, by name and bytes of what a rank gives
+    operations   how many there are, whatever their size
+    tiles        instructions: one for every 128 x 512 elements of an operation
+    rows         what is done to rows of the vocabulary
+    """
+
+    rows: RowCost
+    read: float = 0
+    widened: float = 0
+    vector: float = 0
+    scalar: float = 0
+    gathered: float = 0
+    largest: float = 0
+    operations: float = 0
+    tiles: float = 0
+    products: Counter[str] = field(default_factory=Counter)
+    collectives: Counter[tuple[str, int]] = field(default_factory=Counter)
+
+    def plus(self, other: Work, times: float = 1) -> Work:
+        """Both, the other one so many times (or less, if negative)."""
+        made = Work(RowCost(self.rows.width))
+        for one in fields(Work):
+            mine, its = getattr(self, one.name), getattr(other, one.name)
+            if one.name == "rows":
+                for name in ("passes", "reductions", "topk"):
+                    setattr(made.rows, name, getattr(mine, name) + times * getattr(its, name))
+                made.rows.gathered, made.rows.sent = max(mine.gathered, its.gathered), max(mine.sent, its.sent)
+            elif one.name == "largest":
+                made.largest = max(mine, its)
+            elif isinstance(mine, Counter):
+                total = {key: mine[key] + times * its[key] for key in (*mine, *its)}
+                setattr(made, one.name, Counter({key: count for key, count in total.items() if count}))
+            else:
+                setattr(made, one.name, mine + times * its)
+        return made
+
+
+def step_work(step: nn.Module, example: Sequence[Tensor], width: int, *, tile: int) -> Work:
+    """Count a step whose weights may be fake; ``width``: ids of a rank's part of the vocabulary."""
+    counting = _Counting(width, tile)
+    fake = next((x.fake_mode for x in step.parameters() if hasattr(x, "fake_mode")), None)
+    with torch.no_grad(), fake or FakeTensorMode(allow_non_fake_inputs=True) as mode, counting:
+        given = [mode.from_tensor(x) for x in example]
+        counting.note_state([*step.parameters(), *step.buffers()])
+        counting.note(given)
+        step(*given)
+    return counting.work
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the operations that depend on inputs or states."""
+
+    def __init__(self, width: int, tile: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work = Work(RowCost(width))
+        self._tile, self._rewrites = tile, rewrites.table()
+        self._noted, self._state = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+
+    def note(self, values: object) -> None:
+        for x in tensors(values):
+            self._noted[x] = True
+
+    def note_state(self, values: object) -> None:
+        """Weights and caches: what products read from memory."""
+        self.note(values)
+        for x in tensors(values):
+            self._state[x] = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in self._rewrites:
+            with self:
+                made = self._rewrites[func](*args, **(kwargs or {}))
+            if made is not NotImplemented:
+                return made
+        made = func(*args, **(kwargs or {}))
+        if any(x in self._noted for x in tensors(args)):
+            self.note(made)
+            self._count(operator(func), args, made)
+        return made
+
+    def _count(self, name: str, args: object, made: object) -> None:
+        work, taken, out = self.work, list(tensors(args)), list(tensors(made))
+        work.rows.add(name, args, made)
+        size = max((x.numel() for x in (*taken, *out)), default=0)
+        if name in FREE:
+            if taken and taken[0] in self._state:  # a view of a state is the state
+                self._mark(out)
+            return
+        work.operations += 1
+        work.tiles += -(-size // self._tile)
+        if name in PRODUCTS:
+            self._product(name, taken, out)
+        elif name in COLLECTIVES:
+            work.collectives[name, taken[0].numel() * taken[0].element_size()] += 1
+        elif name in GATHERS:
+            moved = sum(x.numel() * x.element_size() for x in out)
+            work.read += moved
+            if not (name == "index_select" and is_of_rows(taken[0], args)):
+                work.gathered += out[0].numel()
+                work.largest = max(work.largest, out[0].numel())
+        elif name.startswith("index_put"):
+            self._mark([*out, taken[0]])
+        elif name in _COPIES and taken[0] in self._state and taken[0].dim() > 1:  # the vectors of norms may
+            if out[0].element_size() > taken[0].element_size():
+                work.widened += taken[0].numel() * taken[0].element_size()
+            self._mark(out)
+        elif name in _SCALAR:
+            work.scalar += size
+        else:
+            work.vector += size
+
+    def _product(self, name: str, taken: list[Tensor], out: list[Tensor]) -> None:
+        if name == "embedding":
+            self.work.read += out[0].numel() * out[0].element_size()
+            return
+        sides = taken[-2:]
+        self.work.products[str(sides[0].dtype).removeprefix("torch.")] += 2 * out[0].numel() * sides[0].shape[-1]
+        self.work.read += sum(x.numel() * x.element_size() for x in sides if x in self._state)
+        self.work.tiles += -(-sides[1].numel() // (128 * 128))  # the engine holds 128 x 128 numbers of a matrix
+
+    def _mark(self, found: list[Tensor]) -> None:
+        for x in found:
+            self._state[x] = True

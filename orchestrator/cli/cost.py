@@ -1,0 +1,51 @@
+"""`paceline cost`: what a round of a pair would cost on Neuron, from its graphs at real size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from paceline.cli import console
+from paceline.cli.options import AsJson
+from paceline.core.sampling import known_kinds
+from paceline.diagnostics.round_cost import RoundSetup, read_config, round_cost, to_json
+from paceline.placement.planning.detect import instance_named
+
+app = typer.Typer()
+
+
+@app.command(name="cost")
+def cost_of_round(
+    *,
+    target: Annotated[Path, typer.Option(help="config.json of the target, or a folder with one.")],
+    draft: Annotated[Path, typer.Option(help="config.json of the draft, or a folder with one.")],
+    instance: Annotated[str, typer.Option(help="Instance type of the inf2 or trn1 family.")] = "inf2.48xlarge",
+    tp: Annotated[int, typer.Option(help="Cores that both models are divided over.")] = 8,
+    k: Annotated[int, typer.Option(min=1, help="Drafted tokens a round.")] = 4,
+    sampling: Annotated[str, typer.Option(help="Kind of sampling: greedy, top-k, full or wide.")] = "greedy",
+    as_json: AsJson = False,
+) -> None:
+    """Estimate a round of speculation on Inferentia2 or Trainium1 by arithmetic. No weights and no chip are needed."""
+    with console.refusals():
+        (kind,) = known_kinds([sampling])
+        setup = RoundSetup(read_config(target), read_config(draft), tp, k, kind)
+        found = round_cost(setup, instance_named(instance))
+    if as_json:
+        typer.echo(to_json(found))
+        return
+    table = Table(title=f"a round on {instance}, tp {tp}, k {k}, {kind}: milliseconds by arithmetic, not measured")
+    table.add_column("")
+    for column in ("memory", "tensor", "vector", "scalar", "gather"):
+        table.add_column(column, justify="right")
+    parts, whole = found["parts_ms"], found["round"]
+    assert isinstance(parts, dict) and isinstance(whole, dict)
+    for name, part in parts.items():
+        table.add_row(name, *(f"{value:.3f}" for value in part.values()))
+    console.out().print(table)
+    for name in ("ideal_ms", "expected_ms", "worst_ms", "sampler_share", "largest_gather", "instructions"):
+        console.say(console.out(), f"{name}: {whole[name]}")
+    for limit in found["over_limits"] if isinstance(found["over_limits"], list) else []:
+        console.say(console.out(), f"over the limit: {limit}")

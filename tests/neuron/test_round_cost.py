@@ -1,0 +1,96 @@
+"""What a round costs on Neuron by its graphs at real size: budgets that a change which makes it dearer breaks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+from torch.nn import functional
+from typer.testing import CliRunner
+
+from paceline.cli.main import app
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.json_fields import Fields
+from paceline.decoder.kernels.traceable import TraceableKernels
+from paceline.decoder.models.config import ModelConfig
+from paceline.diagnostics import round_cost
+from paceline.diagnostics.round_cost import RoundSetup
+from paceline.placement.planning.instances import instance
+
+SHAPES = {
+    "Llama-3-8B": (4096, 14336, 32, 32, 128, False),
+    "Llama-3.2-1B": (2048, 8192, 16, 32, 64, True),
+    "Llama-3-70B": (8192, 28672, 80, 64, 128, False),
+}
+
+
+def fields(name: str) -> dict[str, Any]:
+    hidden, inner, layers, heads, width, tied = SHAPES[name]
+    return {
+        "model_type": "llama",
+        "vocab_size": 128_256,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "head_dim": width,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": tied,
+        "hidden_act": "silu",
+    }
+
+
+def setup(target: str, draft: str, **more: Any) -> RoundSetup:
+    configs = [ModelConfig.from_fields(Fields(fields(name), name)) for name in (target, draft)]
+    return RoundSetup(configs[0], configs[1], **{"degree": 8, "k": 4, **more})
+
+
+def test_a_round_of_llama_8b_and_1b_stays_within_its_budget() -> None:
+    found: Any = round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B"), instance("inf2.48xlarge"))
+    whole, parts = found["round"], found["parts_ms"]
+    assert found["over_limits"] == []
+    # What a core's eighth of the 8.03 and four times 1.24 billion weights is, without embeddings, and the caches.
+    assert 3.10e9 < whole["bytes_read"] < 3.25e9 and whole["bytes_widened"] == 0
+    assert set(whole["products"]) <= {"bfloat16", "float32"} and whole["products"].get("float32", 0) < 1e4
+    assert sum(one["count"] for one in whole["collectives"]) == 65 + 4 * 33 + 5
+    assert max(one["bytes"] for one in whole["collectives"]) == 5 * 4096 * 4, "no row of logits is gathered"
+    assert whole["largest_gather"] == whole["top_k_over_vocabulary"] == 0 and whole["passes_over_vocabulary"] <= 80
+    assert whole["instructions"] < 150_000 and whole["operations"] < 14_000
+    assert whole["sampler_share"] <= 0.05
+    assert whole["expected_ms"] <= 2 * whole["ideal_ms"] < 16
+    assert next(iter(parts)) == "target layers", "the dearest first"
+
+
+def test_a_widened_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Widened(TraceableKernels):
+        def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
+            return functional.linear(x, weight.float())
+
+    monkeypatch.setattr(round_cost, "TraceableKernels", Widened)
+    found: Any = round_cost.round_cost(setup("Llama-3.2-1B", "Llama-3.2-1B", k=1), instance("inf2.48xlarge"))
+    assert found["round"]["bytes_widened"] > 0.3e9
+    assert [one.split(":")[0] for one in found["over_limits"]] == ["widened weights"]
+
+
+def test_the_command_says_what_is_over_a_limit(tmp_path: Path) -> None:
+    for name in ("Llama-3-70B", "Llama-3.2-1B"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(fields(name)))
+    asked = ["cost", "--target", str(tmp_path / "Llama-3-70B"), "--draft", str(tmp_path / "Llama-3.2-1B"), "--k", "1"]
+    done = CliRunner().invoke(app, [*asked, "--json"])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["over_limits"][0].startswith("memory: ") and found["round"]["memory_per_core"] > 16 * 2**30
+    assert {"ideal_ms", "expected_ms", "sampler_share", "largest_gather"} <= set(found["round"])
+
+
+def test_what_has_no_figures_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"engines of trn2\.48xlarge have no figures"):
+        round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B"), instance("trn2.48xlarge"))
+    with pytest.raises(ConfigurationError, match="tp_degree=16 is not possible"):
+        round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", degree=16), instance("inf2.48xlarge"))
