@@ -13,9 +13,14 @@ import pytest
 from paceline.decoder.backends.neuron import backend, noise_record
 from paceline.decoder.backends.neuron import sdk as neuron_sdk
 
-NAMES = ("torch_neuronx", "neuronx_distributed", "neuronxcc", "torch_xla")
+NAMES = ("torch_neuronx", "neuronx_distributed", "neuronxcc", "torch_xla", "libneuronxla")
 DOUBLE = Path(__file__).parent / "double"
-SDK = {"neuronx-cc": "2.23.6484.0", "torch-neuronx": "2.9.0.2.12.0", "neuronx-distributed": "0.17.26814"}
+SDK = {
+    "neuronx-cc": "2.23.6484.0",
+    "torch-neuronx": "2.9.0.2.12.0",
+    "neuronx-distributed": "0.17.26814",
+    "libneuronxla": "2.2.15515.0",
+}
 
 Install = Callable[..., ModuleType | None]
 

@@ -151,6 +151,8 @@ def test_compiled_graphs_are_found_again_shipped_and_reused(
     wanted = target.sample(PROMPTS, max_new_tokens=6).tolist()
     assert all("--target=inf2" in flags and "--auto-cast=none" in flags for flags in runtime().compiled)
     assert {flags.split("-O")[1][0] for flags in runtime().compiled} == {"1", "2"}
+    assert all("--enable-ccop-compute-overlap" in flags for flags in runtime().compiled)
+    assert all(("--modular-flow-mac-threshold=10" in flags) == ("-O1" in flags) for flags in runtime().compiled)
     count = len(runtime().compiled)
     target.save(tmp_path / "shipped")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "other"))

@@ -17,11 +17,20 @@ from pathlib import Path
 from paceline.core.errors import BackendError
 from paceline.decoder import environment
 
-PACKAGES = {"neuronx-cc": "neuronxcc", "torch-neuronx": "torch_neuronx", "neuronx-distributed": "neuronx_distributed"}
+PACKAGES = {
+    "neuronx-cc": "neuronxcc",
+    "torch-neuronx": "torch_neuronx",
+    "neuronx-distributed": "neuronx_distributed",
+    "libneuronxla": "libneuronxla",
+}
 """Packages of the SDK and the module that each of them installs; the compiler's has a name of its own."""
 
 _BOARD = Path("/sys/devices/virtual/dmi/id/product_name")
 _SDK_OF_COMPILER = 5  # SDK 2.28 ships compiler 2.23, 2.29 ships 2.24, 2.32 ships 2.27, 2.33 ships 2.28
+
+_OVERLAP = (
+    "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=1 --vectorize-strided-dma'"
+)
 
 SETUP = (
     "set up the Neuron SDK on this machine: install the driver and tools, then torch-neuronx, neuronx-cc and "
@@ -88,10 +97,11 @@ class Sdk:
     def flags(self, *, prompt: bool) -> str:
         """Compiler flags of a graph: one that reads a prompt, or one of a round.
 
-        Rounds are worth the longer optimisation; prompts are long graphs.
+        Rounds are worth the longer optimisation; prompts are long graphs. That collectives run beside products, and how
+        prompts are cut into modules, are the choices of NxD Inference (its model wrapper, April 2026).
         """
-        flags = [f"--target={self.chip.value}", "--model-type=transformer", "--auto-cast=none"]
-        flags.append("-O1" if prompt else "-O2")
+        flags = [f"--target={self.chip.value}", "--model-type=transformer", "--auto-cast=none", _OVERLAP]
+        flags += ["-O1", "--modular-flow-mac-threshold=10"] if prompt else ["-O2"]
         if self.chip is Chip.TRN2:
             flags.append(f"--lnc={self.logical}")
         else:

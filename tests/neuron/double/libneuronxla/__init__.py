@@ -1,0 +1,1 @@
+"""A stand-in for libneuronxla, which the SDK's compiler is reached through."""
