@@ -74,7 +74,7 @@ def test_packages_without_modules_are_placeholders(install: Any) -> None:
 def test_every_package_is_known_by_the_module_its_wheel_installs(install: Any, tmp_path: Path) -> None:
     """AWS's own check of the compiler is `python -c "import neuronxcc"`; there is no module neuronx_cc."""
     install(code=False)
-    for module in ("neuronxcc", "torch_neuronx", "neuronx_distributed"):
+    for module in neuron_sdk.PACKAGES.values():
         (tmp_path / "site" / module).mkdir()
         (tmp_path / "site" / module / "__init__.py").touch()
     assert neuron_sdk.find().minor == 28

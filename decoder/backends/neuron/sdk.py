@@ -28,9 +28,7 @@ PACKAGES = {
 _BOARD = Path("/sys/devices/virtual/dmi/id/product_name")
 _SDK_OF_COMPILER = 5  # SDK 2.28 ships compiler 2.23, 2.29 ships 2.24, 2.32 ships 2.27, 2.33 ships 2.28
 
-_OVERLAP = (
-    "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=1 --vectorize-strided-dma'"
-)
+_OVERLAP = "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=1 --vectorize-strided-dma'"
 
 SETUP = (
     "set up the Neuron SDK on this machine: install the driver and tools, then torch-neuronx, neuronx-cc and "
