@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftKey, DraftShape
+from paceline.decoder import steps
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.backends.neuron import backend as neuron
 from paceline.decoder.graph_key import GraphKey
+from tests.decoder.tiny import Workshop, fresh
 
 
 class Products(nn.Module):
@@ -86,6 +88,28 @@ def test_a_start_finds_all_layouts_in_the_cache(install: Any, runtime: Any, monk
         made = len(runtime().compiled) - seen
         neuron.chip.cache_clear()
     assert made == 0
+
+
+@pytest.mark.parametrize("layout", ["plain", "rounds"])
+def test_another_process_that_traces_in_another_order_finds_every_graph(
+    workshop: Workshop, runtime: Any, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    monkeypatch.setenv("PACELINE_NEURON_LAYOUT", layout)
+    tokens, row, said, seen = torch.ones(2, 3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), [], 0
+    for order in (1, -1):
+        decoder = fresh(workshop.checkpoint(), backend="neuron", amp="f32", batch_size=2)
+        jobs: list[Any] = [
+            lambda one=decoder: steps.prefill(one, 0, [1, 2, 3]),
+            lambda one=decoder: steps.window(one, tokens, row, bucket=64),
+            lambda one=decoder: one.sample([[5, 5]], max_new_tokens=3),
+        ]
+        for job in jobs[::order]:
+            job()
+        said.append(decoder.sample([[5, 5]], max_new_tokens=3).tolist())
+        made, seen = len(runtime().compiled) - seen, len(runtime().compiled)
+        neuron.chip.cache_clear()
+    assert said[0] == said[1]
+    assert (made, seen >= 3) == (0, True)
 
 
 def test_an_unknown_layout_is_refused(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,9 @@ class NeuronBackend:
         return self._chip.value(state)
 
     def attach(self, body: nn.Module, path: str) -> None:
-        """Load the other cores' parts of the model."""
+        """Name the model's tensors, and load the other cores' parts of it."""
         assert isinstance(body, ModelWithCache)
+        self._chip.names.register(body, body.config.fingerprint()[:8])
         if self.group.degree > 1:
             self._chip.names.divide(body, neuron_ranks.others(body, path))
 

@@ -86,7 +86,9 @@ class Compiler:
             trace_artifacts=marked, weights_to_skip_layout_optimization=marked.weight_names_to_skip
         )
         try:
-            lead = leader.folder({"layout": "priority"}, partial(self._lead, leader, marked))
+            # What moves the weights is kept with it and knows them by name.
+            names: dict[str, object] = {"layout": "priority", "names": list(marked.weight_name_to_idx)}
+            lead = leader.folder(names, partial(self._lead, leader, marked))
         except BackendError as error:  # the next largest round leads
             made = self.arrange(rest)
             return replace(made, failed={**made.failed, first: error})

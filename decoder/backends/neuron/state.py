@@ -21,7 +21,19 @@ class Names:
         self._names = WeakTensorKeyDictionary()
         self._changed: dict[str, Tensor] = {}
         self._fixed: dict[str, Tensor] = {}
+        self._bodies: list[str] = []  # what each model that was registered is called
         self._parts = WeakTensorKeyDictionary()  # from rank 0's tensors to those of the other ranks, in order
+
+    def register(self, body: nn.Module, called: str) -> None:
+        """Name a model's tensors by where they are in it, whichever graph is traced first, in whichever process.
+
+        A second model of that ``called`` has its number in the names.
+        """
+        number = self._bodies.count(called)
+        self._bodies.append(called)
+        for path, tensor in (*body.named_parameters(), *body.named_buffers()):
+            if tensor not in self._names:
+                self._names[tensor] = f"m{called}_{number}_{path.replace('.', '_')}"
 
     def of(self, module: nn.Module, lowered: Lowered) -> dict[str, tuple[str, Tensor]]:
         """For every state of a lowered step: its name on the device, and the tensor."""
