@@ -2,7 +2,7 @@
 
 Names, shapes and formats of all tensors are compared before any data are converted, so that a wrong folder
 fails at once. It neither builds a model nor lays weights out for a kernel. Memory: the result plus
-one tensor (or the part of it that a rank has) and 32 MB of the files; a file in the format of PyTorch before 1.6 is
+one tensor (or the part of it that a rank has) and 8 MB of the files; a file in the format of PyTorch before 1.6 is
 held whole while it is read.
 """
 
@@ -37,7 +37,7 @@ from paceline.decoder.weights.files import (
 from paceline.decoder.weights.locate import checkpoint_path
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PORTION = 32 << 20  # bytes in float32 that are read before a file is opened anew
+_PORTION = 8 << 20  # bytes in float32 that are read before a file is opened anew
 
 
 @dataclass(frozen=True, slots=True)
