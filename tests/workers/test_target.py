@@ -10,6 +10,7 @@ import pytest
 
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, SamplingError
 from paceline.engine.engine import CallOptions
+from paceline.engine.mixed import MixedRound
 from paceline.engine.request import SamplingParams
 from paceline.engine.rounds import FusedRound, TwoGraphRound
 from paceline.placement.cluster.roles import CALL_PARAMS, GenerateRequest, maker
@@ -59,7 +60,8 @@ def test_a_draft_in_the_targets_process_is_fused_unless_the_file_says_otherwise(
     workshop: Workshop, fused: bool | None, kind: type
 ) -> None:
     host = make_target(settings(workshop.checkpoint(), draft=str(workshop.checkpoint("draft")), fused=fused), None)
-    assert type(host._generator.engine.variant(CallOptions()).round) is kind
+    mixed = host._generator.engine.variant(CallOptions()).round
+    assert isinstance(mixed, MixedRound) and type(mixed.fast) is kind
 
 
 def test_the_keys_of_a_models_file_are_those_of_the_generator(workshop: Workshop) -> None:
