@@ -6,6 +6,7 @@ import logging
 
 from paceline.core.errors import (
     BackendError,
+    ConfigurationError,
     ContextError,
     DeadlineError,
     PlacementError,
@@ -86,6 +87,8 @@ def refusal(error: Exception, prompt_field: str | None = None) -> RefusedError:
         return RefusedError(504, str(error), code="deadline_exceeded")
     if isinstance(error, PlacementError | BackendError):
         return RefusedError(503, str(error), code=UNAVAILABLE)
+    if isinstance(error, ConfigurationError):  # rounds that this server's drafter or rule cannot do
+        return RefusedError(400, str(error))
     log.error("a request failed", exc_info=error)
     return RefusedError(500, f"the server failed at this request ({type(error).__name__}); its log says why")
 

@@ -54,7 +54,8 @@ class ChoiceRenderer:
                     last_piece.token, last_piece.text + rest, last_piece.origin, last_piece.logprob, last_piece.top
                 )
         step = self._step(delta, pieces, first=first, reason=reason)
-        yield step, self.tokens > self._skip or reason is not None
+        # Who was sent the last token was sent the reason with it.
+        yield step, self.tokens > self._skip or not output.tokens
 
     def _step(self, delta: Delta, pieces: Sequence[TokenPiece], *, first: bool, reason: str | None = None) -> Step:
         self.called = self.called or bool(delta.tool_calls)

@@ -1,0 +1,215 @@
+"""The HTTP edge over a real engine with a small model: same tokens in every mode, resumed at any token, structured."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import openai
+import pytest
+
+from paceline import SpeculativeGenerator
+from paceline.serving.api import create_app
+from paceline.serving.local import LocalRouter
+from paceline.serving.model_server import ModelServer
+from paceline.serving.openai.chat import ChatRequest
+from paceline.serving.openai.completion import CompletionRequest
+from paceline.serving.openai.fields import read_body
+from paceline.serving.openai.responses import ResponsesRequest
+from paceline.serving.openai.union import GenerationRequest
+from paceline.serving.router import Accepted, Chunk, Failed, RequestContext
+from paceline.serving.settings import ApiSettings
+from paceline.workers.shared_engine import SharedEngine
+from tests.fakes import TableDecoder, near, table
+from tests.serving.edge import TEMPLATE, card, client_of
+from tests.serving.small_vocabulary import letters
+
+TOKENIZER = letters(TEMPLATE)
+V = len(TOKENIZER)
+TARGET = table(V, seed=0, spread=1.5)
+DRAFT = near(TARGET, seed=1, spread=0.6)
+CONTEXT = RequestContext("abc", 1_700_000_000, spec_metrics="detailed")
+
+
+def generator() -> SpeculativeGenerator:
+    target, draft = (TableDecoder(logits, slots=4, kv_buckets=(512,), eos=(0,)) for logits in (TARGET, DRAFT))
+    return SpeculativeGenerator(draft, target, k=3)
+
+
+def server() -> ModelServer:
+    made = generator()
+    return ModelServer(TOKENIZER, SharedEngine(made, None), made.limits, card=card())
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    app = create_app(LocalRouter({"m": server()}), ApiSettings(spec_metrics="detailed"))
+    with client_of(app) as made:
+        yield made
+
+
+def complete(client: openai.OpenAI, **fields: Any) -> Any:
+    extra = fields.pop("extra_body", {"ignore_eos": True})
+    base = {"model": "m", "prompt": "abc", "max_tokens": 60, "seed": 5, "extra_body": extra}
+    return client.completions.create(**base | fields)
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_the_text_is_the_same_in_every_mode(client: openai.OpenAI, temperature: float) -> None:
+    modes = ({}, {"enabled": False}, {"k": 0}, {"k": 1}, {"k": 2})
+    found = [
+        complete(client, temperature=temperature, extra_body={"speculative": mode, "ignore_eos": True})
+        for mode in modes
+    ]
+    assert len({one.choices[0].text for one in found}) == 1 and found[0].usage.completion_tokens == 60
+    drafted = [((one.model_extra.get("metrics") or {}).get("speculative_decoding") or {}) for one in found]
+    assert [max(one.get("per_step_drafted", [0])) for one in drafted] == [3, 0, 0, 1, 2]
+    params = {"max_new_tokens": 60, "seed": 5, "do_sample": temperature > 0, "temperature": 1.0, "ignore_eos": True}
+    made = generator()
+    offline: Any = made.sample([TOKENIZER.encode("abc")], return_dict=True, **params)
+    assert found[0].choices[0].text == TOKENIZER.decode(offline.sequences[0, 3:], skip_special_tokens=True)
+    assert drafted[0]["num_draft_tokens"] == offline.statistics.num_draft_tokens > 0
+    assert drafted[0]["num_accepted_draft_tokens"] == offline.statistics.num_accepted_tokens > 0
+    assert drafted[0]["num_spec_steps"] == offline.statistics.num_drafts
+
+
+def test_n_draws_of_one_seed_and_the_best_of_them(client: openai.OpenAI) -> None:
+    drawn = complete(client, n=4, logprobs=0)
+    texts = [choice.text for choice in drawn.choices]
+    assert len(set(texts)) == 4 and texts[0] == complete(client).choices[0].text
+    means = [sum(c.logprobs.token_logprobs) / len(c.logprobs.token_logprobs) for c in drawn.choices]
+    (best,) = complete(client, best_of=4).choices
+    assert best.text == texts[means.index(max(means))]
+    assert complete(client, best_of=4).usage.completion_tokens == 240
+
+
+def test_log_probabilities_in_both_forms(client: openai.OpenAI) -> None:
+    found = complete(client, logprobs=2, max_tokens=8).choices[0]
+    tokens = found.logprobs
+    assert "".join(tokens.tokens).replace("<e>", "") == found.text and len(tokens.token_logprobs) == 8
+    assert tokens.text_offset == [len("".join(tokens.tokens[:i])) for i in range(8)]
+    assert all(
+        len(top) == 2 and max(top.values()) >= own
+        for top, own in zip(tokens.top_logprobs, tokens.token_logprobs, strict=True)
+    )
+    chat = client.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "a"}], max_tokens=5, logprobs=True, top_logprobs=3, seed=5
+    )
+    content: Any = chat.choices[0].logprobs.content  # type: ignore[union-attr]
+    assert [len(one.top_logprobs) for one in content] == [3] * 5
+    assert "".join(one.token for one in content) == chat.choices[0].message.content
+
+
+def test_bias_and_penalties_reach_the_engine(client: openai.OpenAI) -> None:
+    (letter,) = TOKENIZER.encode("q")
+    assert complete(client, logit_bias={str(letter): 100}, max_tokens=9).choices[0].text == "q" * 9
+    plain = complete(client, temperature=0).choices[0].text
+    varied = complete(client, temperature=0, frequency_penalty=2.0).choices[0].text
+    assert len(set(varied)) > len(set(plain))
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yy"]}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_structured_answers_are_valid_and_those_of_plain(client: openai.OpenAI, temperature: float) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    texts = set()
+    for mode in ({}, {"enabled": False}):
+        chat = client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "a"}], response_format=form, max_tokens=300, seed=3,
+            temperature=temperature, extra_body={"speculative": mode},
+        )  # fmt: skip
+        texts.add(chat.choices[0].message.content)
+        assert chat.choices[0].finish_reason == "stop"
+    (text,) = texts
+    assert json.loads(text or "")["a"] in ("x", "yy")
+    choice = complete(client, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}).choices[0]
+    assert choice.text in ("yes", "no")
+    assert complete(client, extra_body={"guided_regex": "[ab]{3}"}).choices[0].text.strip("ab") == ""
+
+
+def test_demanded_calls_are_made(client: openai.OpenAI) -> None:
+    tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
+    for choice, names in (("required", {"f", "g"}), ({"type": "function", "function": {"name": "g"}}, {"g"})):
+        chat = client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "a"}], tools=tools, tool_choice=choice, max_tokens=400
+        )  # type: ignore[call-overload]
+        calls = chat.choices[0].message.tool_calls
+        assert calls and {call.function.name for call in calls} <= names
+        if chat.choices[0].finish_reason != "length":
+            assert all(json.loads(call.function.arguments)["a"] in ("x", "yy") for call in calls)
+
+
+def test_a_prediction_changes_no_token(client: openai.OpenAI) -> None:
+    fields: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}], "max_tokens": 30, "seed": 5}
+    try:
+        plain = client.chat.completions.create(**fields)
+        text = plain.choices[0].message.content or ""
+        again = client.chat.completions.create(**fields, prediction={"type": "content", "content": text})
+    except openai.BadRequestError as error:  # where the drafter leaves no room for one, it says so
+        assert "prediction" in str(error)
+        return
+    assert again.choices[0].message.content == text
+
+
+# ---- resumed by another server
+
+
+BODIES: list[tuple[type[Any], dict[str, object]]] = [
+    (CompletionRequest, {"prompt": "abc", "n": 2, "max_tokens": 9, "echo": True, "ignore_eos": True}),
+    (ChatRequest, {"messages": [{"role": "user", "content": "abc"}], "max_tokens": 12, "stop": ["k"]}),
+    (ResponsesRequest, {"input": "abc", "max_output_tokens": 12}),
+]
+
+
+async def items(made: ModelServer, request: GenerationRequest, skip: Sequence[int] = ()) -> list[Chunk]:
+    found = [item async for item in made.stream(request, CONTEXT, skip)]
+    assert not any(isinstance(item, Failed) for item in found), found
+    assert isinstance(found[0], Accepted)
+    return [item for item in found if isinstance(item, Chunk)]
+
+
+@pytest.mark.parametrize(("kind", "fields"), BODIES)
+def test_another_server_goes_on_where_the_first_was_lost(kind: type[Any], fields: dict[str, object]) -> None:
+    """After any chunk: what was sent and what the other sends are the same stream, but for its cuts into events."""
+    body = {"model": "m", "stream": True, "seed": 5, "stream_options": {"include_usage": True}, **fields}
+    request = read_body(kind, json.dumps(body).encode())
+
+    async def work() -> None:
+        first, second = server(), server()
+        chunks = await items(first, request)
+        whole = contents(b"".join(chunk.data for chunk in chunks))
+        for cut in range(1, len(chunks)):
+            sent = b"".join(chunk.data for chunk in chunks[:cut])
+            rest = await items(second, request, chunks[cut - 1].sent)
+            assert contents(sent + b"".join(chunk.data for chunk in rest)) == whole
+            assert rest[-1].sent == chunks[-1].sent
+
+    asyncio.run(work())
+
+
+def contents(data: bytes) -> dict[object, object]:
+    """What a client has of a stream: text by choice, roles, finish reasons, usage, numbers of events."""
+    found: dict[object, Any] = {}
+    for part in data.decode().split("\n\n"):
+        line = part.rpartition("data: ")[2]
+        if not line or line == "[DONE]":
+            continue
+        event = json.loads(line)
+        if "type" in event:  # of responses: each event is the same
+            found.setdefault("events", []).append(event)
+        for choice in event.get("choices", []):
+            delta = choice.get("delta", choice)
+            found[choice["index"]] = found.get(choice["index"], "") + (delta.get("content") or delta.get("text") or "")
+            found["role", choice["index"]] = found.get(("role", choice["index"]), 0) + ("role" in delta)
+            found["finish", choice["index"]] = choice["finish_reason"]
+        found["usage"] = event.get("usage")
+    return found
