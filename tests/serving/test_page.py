@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
-
+from tests.serving.browser import browser
 from tests.serving.edge import running, scripted
-
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--virtual-time-budget=20000",
-]
 
 
 def page(folder: Path, address: str) -> str:
-    """The page as the browser has it when it is at rest."""
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        pytest.skip("there is no chromium; install Debian's package to test the page")
-    command = [chromium, *FLAGS, f"--user-data-dir={folder}", "--dump-dom", address]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    """The page as the browser has it when the run that its address asks for is over."""
+    with browser(folder) as chromium:
+        chromium.open(address)
+        state = "(document.getElementById('state') || {}).innerText"
+        chromium.wait_for(f"/done|requests wait/.test({state})")
+        html = chromium.value("document.documentElement.outerHTML")
+        assert isinstance(html, str)
+        return html
 
 
 def spans(html: str, panel: str) -> list[tuple[str, str]]:
