@@ -43,9 +43,12 @@ _WARMUP = 0.02  # share of the steps in which the learning rate rises
 class MedusaTraining(TrainingOptions):
     """How Medusa heads are trained; the other options are those of every training.
 
-    epochs       passes over the kept windows
-    loss_target  "target": the target's distribution; "text": the tokens that came
-    seed         of the order of the windows
+    epochs           passes over the kept windows
+    loss_target      "target": the target's distribution; "text": the tokens that came
+    loss_vocab_size  tied heads: the losses see so many of the target's ids, those that are most frequent in the texts,
+                     and skip places whose token is none of them; 0 = all. The products with the output layer are
+                     nearly all of a step's work. The heads draft among all ids either way
+    seed             of the order of the windows
 
     Raises:
         ConfigurationError: a value is out of range.
@@ -54,6 +57,9 @@ class MedusaTraining(TrainingOptions):
     epochs: float = field(default=1.0, metadata={"help": "Passes over all texts."})
     loss_target: str = field(
         default="target", metadata={"help": "What heads learn: target, its distribution; text, the tokens that came."}
+    )
+    loss_vocab_size: int = field(
+        default=0, metadata={"help": "Ids that the losses see, the most frequent ones: faster; 0 = all of them."}
     )
     seed: int = field(default=0, metadata={"help": "Of the order of the texts."})
 
@@ -65,6 +71,8 @@ class MedusaTraining(TrainingOptions):
             )
         if not 0 < self.epochs < math.inf:
             raise ConfigurationError(f"epochs={self.epochs} must be positive")
+        if self.loss_vocab_size < 0:
+            raise ConfigurationError(f"loss_vocab_size={self.loss_vocab_size} is no number of ids; 0 means all")
 
 
 class MedusaTrainer(Trainer[tuple[Tensor, Tensor]]):
@@ -89,7 +97,9 @@ class MedusaTrainer(Trainer[tuple[Tensor, Tensor]]):
         data: str,
     ) -> None:
         self.heads, self._windows, self._training = heads, windows, options
-        self._output = output.detach()
+        self._output, self._places = output.detach(), None
+        if 0 < options.loss_vocab_size < len(output):
+            self._output, self._places = _frequent(heads.config, windows, output.detach(), options.loss_vocab_size)
         shortest = min((w.tokens.shape[1] for w in windows), default=0)
         if shortest < heads.config.heads + 2:
             raise ConfigurationError(
@@ -119,6 +129,8 @@ class MedusaTrainer(Trainer[tuple[Tensor, Tensor]]):
     def backward(self, batch: tuple[Tensor, Tensor]) -> list[float]:
         """The loss of every head. tokens [n, L], states [n, L, H]."""
         (tokens, states), precision = batch, self._training.precision
+        if self._places is not None:
+            tokens = self._places[tokens]
         losses, linear = [], torch.nn.functional.linear
         with torch.no_grad(), products(precision):
             distill = self._training.loss_target == "target"
@@ -127,11 +139,14 @@ class MedusaTrainer(Trainer[tuple[Tensor, Tensor]]):
             ahead = index + 1  # state t has read token t and predicts t + 1; state t + ahead predicts this head's token
             x = states[:, : -ahead - 1].flatten(0, 1)
             with products(precision):
-                logits = self.heads.project(index, self.heads.heads[index](x, linear), linear).float()
-            if labels is None:
-                loss = torch.nn.functional.cross_entropy(logits, tokens[:, ahead + 1 :].flatten())
-            else:
-                loss = torch.nn.functional.cross_entropy(logits, labels[:, ahead:-1].flatten(0, 1))
+                hidden = self.heads.heads[index](x, linear)
+                tied = self.heads.config.tied
+                logits = (linear(hidden, self._output) if tied else self.heads.project(index, hidden, linear)).float()
+            wanted = tokens[:, ahead + 1 :].flatten()
+            label = wanted if labels is None else labels[:, ahead:-1].flatten(0, 1)
+            if self._places is not None:
+                logits, label = logits[wanted >= 0], label[wanted >= 0]
+            loss = torch.nn.functional.cross_entropy(logits, label)
             loss.backward()
             losses.append(float(loss.detach()))
         return losses
@@ -151,6 +166,20 @@ class MedusaTrainer(Trainer[tuple[Tensor, Tensor]]):
                     file, at = places[index]
                     part = slice(at, at + rows)
                     yield self._windows[file].tokens[part], self._windows[file].states[part].float()
+
+
+def _frequent(config: MedusaConfig, windows: Sequence[Windows], output: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """The rows [keep, H] of the most frequent ids, and where every id [V] is among them: -1 if it is none of them."""
+    if not config.tied:
+        raise ConfigurationError(
+            "loss_vocab_size is for heads that use the target's output layer: rows of a layer of their own that the "
+            "losses do not see would stay as they are; leave it at 0, or tie the heads"
+        )
+    counts = torch.zeros(len(output), dtype=torch.int64)
+    for part in windows:
+        counts += part.tokens.flatten().bincount(minlength=len(output))
+    ids = torch.argsort(counts, descending=True, stable=True)[:keep].sort().values
+    return output[ids], torch.full((len(output),), -1).index_copy(0, ids, torch.arange(keep))
 
 
 def _schedule(step: int, steps: int) -> float:

@@ -96,6 +96,36 @@ def test_training_lowers_the_loss_and_leaves_the_target_alone(
     assert torch.equal(target.output, before)
 
 
+@pytest.mark.parametrize("loss_target", ["target", "text"])
+def test_losses_of_frequent_ids_alone_teach_those_ids(
+    target: FrozenTarget, states: Path, tmp_path: Path, loss_target: str
+) -> None:
+    options = MedusaTraining(batch_size=4, loss_target=loss_target)
+    every = replace(options, loss_vocab_size=VOCABULARY)
+    heads = [trained(target, states, tmp_path / str(i), one) for i, one in enumerate([options, every])]
+    batch = next(iter(heads[0].batches()))
+    assert heads[0].backward(batch) == heads[1].backward(batch)
+    few = trained(target, states, tmp_path / "few", replace(options, loss_vocab_size=8))
+    assert few.backward(batch)[0] < heads[0].backward(batch)[0]  # of 8 ids instead of all
+
+    # By hand: the first head, whose blocks do nothing yet.
+    (tokens, hidden), counts = batch, torch.zeros(VOCABULARY, dtype=torch.int64)
+    for part in read_features(states / "train"):
+        counts += part.tokens.flatten().bincount(minlength=VOCABULARY)
+    ids = counts.argsort(descending=True, stable=True)[:8].sort().values
+    logits = (hidden @ target.output.T)[..., ids]
+    seen = torch.isin(tokens[:, 2:], ids)
+    labels = logits[:, 1:-1].softmax(-1)[seen]
+    if loss_target == "text":
+        labels = (tokens[:, 2:][seen].unsqueeze(-1) == ids).float()
+    expected = -(labels * logits[:, :-2][seen].log_softmax(-1)).sum(-1).mean()
+    again = trained(target, states, tmp_path / "again", replace(options, loss_vocab_size=8))
+    assert again.backward(batch)[0] == pytest.approx(float(expected), rel=1e-4)
+
+    with pytest.raises(ConfigurationError, match="tie the heads"):
+        trained(target, states, tmp_path / "own", replace(options, loss_vocab_size=8), replace(CONFIG, tied=False))
+
+
 def test_a_run_that_is_taken_up_again_ends_the_same(target: FrozenTarget, states: Path, tmp_path: Path) -> None:
     options = MedusaTraining(epochs=2, batch_size=4)
     whole = trained(target, states, tmp_path / "whole", options)
@@ -200,7 +230,7 @@ def test_what_cannot_be_trained_is_refused(workshop: Workshop, target: FrozenTar
     for wrong in (
         {"loss_target": "soft"}, {"precision": "f16"}, {"epochs": 0}, {"epochs": nan}, {"epochs": inf},
         {"batch_size": 0}, {"learning_rate": 0.0}, {"learning_rate": nan}, {"learning_rate": inf},
-        {"max_minutes": -1.0}, {"max_minutes": nan},
+        {"max_minutes": -1.0}, {"max_minutes": nan}, {"loss_vocab_size": -1},
     ):  # fmt: skip
         with pytest.raises(ConfigurationError):
             MedusaTraining(**wrong)  # type: ignore[arg-type]
