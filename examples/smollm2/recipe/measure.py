@@ -27,13 +27,15 @@ Drafts = dict[str, dict[str, object]]
 
 def drafts() -> Drafts:
     """Who drafts, by name: keywords of `SpeculativeGenerator`."""
-    eagle, draft = str(FOLDER / "eagle3"), load(FOLDER / "draft")
+    eagle, medusa, draft = str(FOLDER / "eagle3"), str(FOLDER / "medusa"), load(FOLDER / "draft")
     return {
         "ngram": {"draft": "ngram", "k": 4},
         "suffix": {"draft": "suffix", "k": 4},
         "draft": {"draft": draft, "k": 3, "vocabulary": "intersection"},
         "eagle3": {"draft": {"path": eagle, "k": 4}},
         "eagle3, dynamic tree": {"draft": {"path": eagle, "draft_tree": "dynamic:8,4,3"}},
+        "medusa": {"draft": {"path": medusa}},
+        "medusa, tree of 8": {"draft": {"path": medusa, "draft_tree": f"{medusa}/tree-8.json"}},
         "suffix, draft": {"draft": ["suffix", draft], "k": 3, "vocabulary": "intersection"},
     }
 
@@ -76,11 +78,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", nargs="*", help="drafters to count anew in the file that is there; default: all")
     options = parser.parse_args()
     path = checkpoint_path(options.target)
     target, rows = load(path), prompts(path)
     report: dict[str, object] = {"prompts": len(rows), "new_tokens": NEW}
+    before = json.loads(options.out.read_text(encoding="utf-8")) if options.only else {}
     for name, given in drafts().items():
+        if options.only and name not in options.only:
+            report[name] = before[name]
+            continue
         counted = run(SpeculativeGenerator(target=target, **given), rows)  # type: ignore[arg-type]
         del counted["texts"]
         report[name] = counted
