@@ -17,12 +17,12 @@ from paceline.cli import console, progress
 from paceline.cli.config_options import command
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.token_files import read_tokens
 from paceline.medusa import train
 from paceline.medusa.config import MedusaConfig
 from paceline.text.tokenizer import load_tokenizer
 from paceline.training.features import Report
 from paceline.training.frozen_model import FrozenTarget
-from paceline.training.token_files import read_tokens
 
 STOPPED = "stopped before the end: run the same command again to resume"
 
@@ -142,7 +142,7 @@ def results(folder: Path) -> Path:
 def token_stream(paths: list[Path], target: Path, *, dtype: str | None = None) -> np.ndarray:
     """All tokens of files, end to end, as [n] int32. Folders are read for .py, .txt and .md.
 
-    ``dtype``: of ids in .bin files without a header (`paceline.training.token_files`).
+    ``dtype``: of ids in .bin files without a header (`paceline.decoder.token_files`).
 
     Raises:
         ConfigurationError: there is no such file, nothing in it, or ids that the target does not have.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import Result
 
-from paceline.training.token_files import write_tokens
+from paceline.decoder.token_files import write_tokens
 from tests.cli.calling import call, last, terminated
 from tests.decoder.tiny import VOCABULARY
 

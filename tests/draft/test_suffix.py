@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from paceline import FunctionDrafter, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import PAD, Commit, RoundLimits, SamplingTensors
+from paceline.decoder.token_files import write_tokens
 from paceline.draft.fallback import FallbackDrafter
 from paceline.draft.suffix import OutputCorpus, SuffixDrafter
 from paceline.draft.suffix_index import SuffixAutomaton
@@ -225,3 +228,27 @@ def test_what_cannot_stand_in_a_chain_is_refused() -> None:
         SpeculativeGenerator(["ngram", TableDecoder(TARGET)], TableDecoder(TARGET), acceptor="reject")
     with pytest.raises(ConfigurationError, match="at least one"):
         FallbackDrafter([])
+
+
+def test_a_corpus_in_a_file_is_drafted_from_and_does_not_grow(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.bin"
+    write_tokens(path, [[7, 8, 9, 10, 11], [8, 12, 13]], vocab_size=16)
+    drafter = SuffixDrafter(3, min_match=2, corpus=str(path))
+    text = drafter.new_text([1, 2, 8, 9])
+    assert drafter.propose_text(text, 3) == [10, 11, 8]
+    plain = SuffixDrafter(3, min_match=2)
+    assert plain.propose_text(plain.new_text([1, 2, 8, 9]), 3) == []
+    drafter.extend(text, [3, 4, 5])
+    drafter.finish(text)
+    assert drafter.propose_text(drafter.new_text([0, 3, 4]), 3) == []
+
+
+def test_a_corpus_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    empty, bare = tmp_path / "empty.bin", tmp_path / "bare.bin"
+    write_tokens(empty, [], vocab_size=16)
+    bare.write_bytes(b"12345678")
+    for wrong, message in ((tmp_path / "none.bin", "does not exist"), (empty, "no tokens"), (bare, "no header")):
+        with pytest.raises(ConfigurationError, match=message):
+            SuffixDrafter(3, corpus=wrong)
+    with pytest.raises(ConfigurationError, match="leave one of them out"):
+        SuffixDrafter(3, corpus=empty, max_cached_tokens=10)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paceline.core.errors import ConfigurationError, StorageError
-from paceline.training.token_files import HEADER_BYTES, append_tokens, read_tokens, write_tokens
+from paceline.decoder.token_files import HEADER_BYTES, append_tokens, read_tokens, write_tokens
 
 LLAMA3 = 128_256
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.token_files import read_tokens
 from paceline.eagle import checkpoint
 from paceline.eagle.network import TrainableHead
 from paceline.eagle.objective import Vocabulary, acceptance
 from paceline.eagle.train import MEASURED
 from paceline.training.features import CachedTextOptions, FeatureCache
 from paceline.training.frozen_model import FrozenTarget
-from paceline.training.token_files import read_tokens
 
 DEPTH = 5
 

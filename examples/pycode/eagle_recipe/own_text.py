@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline import AutoDecoder
 from paceline.decoder.models.config import ModelConfig
-from paceline.training.token_files import append_tokens, read_tokens, write_tokens
+from paceline.decoder.token_files import append_tokens, read_tokens, write_tokens
 
 PROMPT, LENGTH, SLOTS = 64, 256, 32
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from paceline.training.token_files import write_tokens
+from paceline.decoder.token_files import write_tokens
 
 # Never trained on: used for the loss curve, the evaluation and the prompts.
 HELD_OUT_PACKAGES = ["fastapi", "starlette", "pydantic", "aiohttp", "click", "rich", "typer", "requests"]

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-from paceline.training.token_files import read_tokens
+from paceline.decoder.token_files import read_tokens
 from recipe.modelling import CONTEXT, END_ID, PAD_ID, Chunks, load_model, save_model
 from recipe.optim import cosine
 from recipe.parallel import Shared, start_workers

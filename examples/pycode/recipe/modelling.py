@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from paceline.training.token_files import read_tokens
+from paceline.decoder.token_files import read_tokens
 
 CONTEXT = 1024  # the longest training sequence; short ones are parts of such a chunk
 BLOCK = 128  # query rows per block in `blocked_causal_attention`

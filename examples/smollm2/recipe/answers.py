@@ -15,9 +15,10 @@ from time import perf_counter
 
 from paceline import AutoDecoder
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.token_files import append_tokens, write_tokens
+from paceline.outputs import GenerationResult
 from paceline.text.chat import chat_ids
 from paceline.text.tokenizer import load_tokenizer
-from paceline.training.token_files import append_tokens, write_tokens
 
 SLOTS, LONGEST_PROMPT, ROOM = 16, 320, 576
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -48,11 +49,11 @@ def main() -> None:
         prompts = [ids for chat in chats if len(ids := chat_ids(tokenizer, chat)) <= LONGEST_PROMPT]
         heat = TEMPERATURES[done // SLOTS % len(TEMPERATURES)]
         sampling = {"do_sample": True, "temperature": heat} if heat else {}
-        texts = target.sample(prompts, max_new_tokens=options.new, seed=done, **sampling)
-        for text in texts:
-            ids = [int(token) for token in text if token >= 0]
-            append_tokens(options.out, ids)
-            written += len(ids)
+        made = target.sample(prompts, max_new_tokens=options.new, seed=done, return_dict=True, **sampling)
+        assert isinstance(made, GenerationResult)
+        for text, length in zip(made.sequences, made.lengths.tolist(), strict=True):
+            append_tokens(options.out, text[:length])  # what is behind it fills the row
+            written += length
         done += SLOTS
         progress.write_text(str(done))
         print(f"{done} of {len(rows)} instructions, {written} tokens, {perf_counter() - began:.0f} s", flush=True)

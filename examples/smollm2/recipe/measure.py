@@ -28,6 +28,7 @@ Drafts = dict[str, dict[str, object]]
 def drafts() -> Drafts:
     """Who drafts, by name: keywords of `SpeculativeGenerator`."""
     eagle, medusa, draft = str(FOLDER / "eagle3"), str(FOLDER / "medusa"), load(FOLDER / "draft")
+    answers = str(FOLDER / "answers.bin")
     return {
         "ngram": {"draft": "ngram", "k": 4},
         "suffix": {"draft": "suffix", "k": 4},
@@ -36,6 +37,12 @@ def drafts() -> Drafts:
         "eagle3, dynamic tree": {"draft": {"path": eagle, "draft_tree": "dynamic:8,4,3"}},
         "medusa": {"draft": {"path": medusa}},
         "medusa, tree of 8": {"draft": {"path": medusa, "draft_tree": f"{medusa}/tree-8.json"}},
+        "suffix, answers": {"draft": {"type": "suffix", "corpus": answers, "min_match": 1}, "k": 4},
+        "suffix, answers, draft": {
+            "draft": [{"type": "suffix", "corpus": answers, "min_match": 3}, draft],
+            "k": 3,
+            "vocabulary": "intersection",
+        },
         "suffix, draft": {"draft": ["suffix", draft], "k": 3, "vocabulary": "intersection"},
     }
 

@@ -1,4 +1,5 @@
-"""Files of token ids to train on: a header that says how wide the ids are and of which vocabulary, then the ids.
+"""Files of token ids, to train on or draft from: a header that says how wide they are and of which vocabulary, then the
+ids.
 
     8 bytes  "PLTOKENS"
     u16      version of this header, 1
@@ -90,7 +91,7 @@ def read_tokens(path: Path, vocab_size: int | None = None, *, dtype: str | None 
     elif dtype is None:
         raise ConfigurationError(
             f"{path} has no header that says how wide its token ids are; write it with "
-            "paceline.training.token_files.write_tokens, or say --data-dtype uint16 or uint32"
+            "paceline.decoder.token_files.write_tokens, or say --data-dtype uint16 or uint32"
         )
     if vocab_size is not None and width != _width(vocab_size):
         raise ConfigurationError(
