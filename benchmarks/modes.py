@@ -10,6 +10,7 @@ A mode is one of
 
     plain                    the target alone
     ngram K, suffix K        drafts without a model
+    answers K [N]            suffixes of at least N tokens that are in the model's answers.bin too
     pair K, fused K          the draft model, in two graphs or in one with the target
     pair K reject            the same under rejection sampling, which gives other tokens of the same distribution
     medusa FILE              the heads of the model's folder in examples/ with a tree of that folder
@@ -46,7 +47,7 @@ MODES = (
 )
 CHAT_MODES = (
     "plain; ngram 4; suffix 6; fused 3; medusa tree-8; eagle3 chain:2; eagle3 chain:3; eagle3 chain:4; "
-    "eagle3 dynamic:8,4,3; suffix 6 + pair 3"
+    "eagle3 dynamic:8,4,3; suffix 6 + pair 3; answers 4; answers 4 3 + pair 3"
 )
 
 
@@ -77,6 +78,14 @@ def source(name: str, model: Model, draft: SamplingDecoder | None) -> object:
         return None
     if kind in ("ngram", "suffix"):
         return {"type": kind, "k": int(how)}
+    if kind == "answers":
+        length, _, least = how.partition(" ")
+        return {
+            "type": "suffix",
+            "k": int(length),
+            "min_match": int(least or 1),
+            "corpus": str(model.folder / "answers.bin"),
+        }
     if kind in ("pair", "fused"):
         return draft
     heads: dict[str, object] = {"path": str(model.folder / kind)}

@@ -39,6 +39,7 @@ def label(mode: str) -> str:
         "plain": "plain decoding",
         "ngram": f"n-gram, k = {how}",
         "suffix": f"suffix, k = {how}",
+        "answers": f"suffix with earlier answers, k = {how.partition(' ')[0]}",
         "pair": f"draft model, k = {how}, two graphs",
         "fused": f"draft model, k = {how}",
         "medusa": f"Medusa, tree of {how.removeprefix('tree-')}",

@@ -51,7 +51,7 @@ def main() -> None:
         sampling = {"do_sample": True, "temperature": heat} if heat else {}
         made = target.sample(prompts, max_new_tokens=options.new, seed=done, return_dict=True, **sampling)
         assert isinstance(made, GenerationResult)
-        for text, length in zip(made.sequences, made.lengths.tolist(), strict=True):
+        for text, length in zip(made.sequences, made.lengths, strict=True):
             append_tokens(options.out, text[:length])  # what is behind it fills the row
             written += length
         done += SLOTS

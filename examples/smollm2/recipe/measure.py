@@ -36,7 +36,6 @@ def drafts() -> Drafts:
         "eagle3": {"draft": {"path": eagle, "k": 4}},
         "eagle3, dynamic tree": {"draft": {"path": eagle, "draft_tree": "dynamic:8,4,3"}},
         "medusa": {"draft": {"path": medusa}},
-        "medusa, tree of 8": {"draft": {"path": medusa, "draft_tree": f"{medusa}/tree-8.json"}},
         "suffix, answers": {"draft": {"type": "suffix", "corpus": answers, "min_match": 1}, "k": 4},
         "suffix, answers, draft": {
             "draft": [{"type": "suffix", "corpus": answers, "min_match": 3}, draft],
