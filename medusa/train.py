@@ -99,7 +99,7 @@ class MedusaTrainer(Trainer[tuple[Tensor, Tensor]]):
         self.heads, self._windows, self._training = heads, windows, options
         self._output, self._places = output.detach(), None
         if 0 < options.loss_vocab_size < len(output):
-            self._output, self._places = _frequent(heads.config, windows, output.detach(), options.loss_vocab_size)
+            self._output, self._places = _frequent(heads.config, windows, output.detach(), keep=options.loss_vocab_size)
         shortest = min((w.tokens.shape[1] for w in windows), default=0)
         if shortest < heads.config.heads + 2:
             raise ConfigurationError(
@@ -168,7 +168,7 @@ class MedusaTrainer(Trainer[tuple[Tensor, Tensor]]):
                     yield self._windows[file].tokens[part], self._windows[file].states[part].float()
 
 
-def _frequent(config: MedusaConfig, windows: Sequence[Windows], output: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+def _frequent(config: MedusaConfig, windows: Sequence[Windows], output: Tensor, *, keep: int) -> tuple[Tensor, Tensor]:
     """The rows [keep, H] of the most frequent ids, and where every id [V] is among them: -1 if it is none of them."""
     if not config.tied:
         raise ConfigurationError(
