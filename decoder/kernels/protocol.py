@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.core import noise, tree
 from paceline.core.types import SamplingTensors
+from paceline.decoder.weights.quantize import MatrixLike
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,7 @@ class Kernels(Protocol):
     def layers(self) -> LayerKernels | None:
         """Kernels for attention and MLP of a layer as a whole, if there are any. A divided model cannot use those."""
 
-    def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
         """x [b, T, in] @ weight [out, in].T -> [b, T, out]; rows from ``count`` [b] on may hold anything finite."""
 
     def attend(
@@ -156,9 +157,9 @@ class AttentionWeights:
     """Of a layer's attention: norm [H], q, k and v in one matrix [(heads + 2 G) D, H], output [H, heads D]."""
 
     norm: Tensor
-    qkv: Tensor
+    qkv: MatrixLike
     qkv_bias: Tensor | None
-    out: Tensor
+    out: MatrixLike
     out_bias: Tensor | None
     eps: float
 
@@ -168,9 +169,9 @@ class MlpWeights:
     """Of a layer's MLP: norm [H], gate and up in one matrix [2 F, H], down [H, F]."""
 
     norm: Tensor
-    gate_up: Tensor
+    gate_up: MatrixLike
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: MatrixLike
     down_bias: Tensor | None
     eps: float
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
 from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
+from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
 
 _BY_ROW = 128  # up to so many rows (every window, no large prefill chunk) `TorchKernels.linear` goes row by row
 _BLOCK = 128  # columns of the cache that `TorchKernels.attend` takes at a time
@@ -26,8 +27,8 @@ class TorchKernels:
     sampling_kinds = False  # they look at the values of every row
     layers = None
 
-    def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
-        weight = weight.float()
+    def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
+        weight = weight.dequantize() if isinstance(weight, PackedMatrix) else weight.float()
         rows = x.reshape(-1, x.shape[-1])
         if len(rows) > _BY_ROW:
             return torch.nn.functional.linear(x, weight)

@@ -12,13 +12,12 @@
 #include "layer.h"
 
 // ----------------------------------------------------------------------------------------------- plain C entry points --
-// dtype of weights and caches: 0 float32, 1 bfloat16, 2 float16. Activations are float32.
+// dtype of caches, norms and biases: 0 float32, 1 bfloat16, 2 float16; format of matrices: those or a quantised one
+// (`Format` in matrix.h). Activations are float32.
 
-extern "C" void paceline_linear(const float* x, const void* w, float* out, int64_t M, int64_t K, int64_t N,
-                                int64_t dtype) {
-  if (dtype == 0) linear(x, (const float*)w, out, M, K, N);
-  else if (dtype == 1) linear(x, (const BFloat16*)w, out, M, K, N);
-  else linear(x, (const Float16*)w, out, M, K, N);
+extern "C" void paceline_linear(const float* x, const void* w, const float* scales, float* out, int64_t M, int64_t K,
+                                int64_t N, int64_t format) {
+  linear(x, Stored{w, scales, format}, out, M, K, N);
 }
 
 // Calls `body` with a null pointer to the type of the weights.
@@ -29,34 +28,39 @@ static void typed(int64_t dtype, Body body) {
   else body((Float16*)nullptr);
 }
 
-// pointers: hidden, out, count; norm, qkv, its bias, result, its bias; cos, sin, keys, values, row, slots, parents.
-// Biases and parents may be null. sizes: batch, window, width, heads, kv_heads, D, rows of the cache.
+// pointers: hidden, out, count; norm, qkv, its bias, result, its bias; cos, sin, keys, values, row, slots, parents, scales
+// of qkv and of result. Biases, parents and scales may be null. sizes: batch, window, width, heads, kv_heads, D, rows of the cache, format of qkv, of
+// result.
 extern "C" void paceline_attention(void* const* p, const int64_t* n, float eps, int64_t dtype) {
   typed(dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> W;
     const Stream s{(float*)p[0], (float*)p[1], n[0], n[1], n[2], (int32_t*)p[2], eps};
     const Attend a{n[0], n[1], n[3], n[4], n[5], n[6], (int32_t*)p[12], s.count, (int32_t*)p[13], (int32_t*)p[14]};
-    const Matrix<W> qkv{(W*)p[4], (W*)p[5], (n[3] + 2 * n[4]) * n[5]}, result{(W*)p[6], (W*)p[7], n[2]};
+    const Matrix<W> qkv{{p[4], (float*)p[15], n[7]}, (W*)p[5], (n[3] + 2 * n[4]) * n[5]};
+    const Matrix<W> result{{p[6], (float*)p[16], n[8]}, (W*)p[7], n[2]};
     attention_half(s, (W*)p[3], qkv, result, (float*)p[8], (float*)p[9], a, (W*)p[10], (W*)p[11]);
   });
 }
 
-// pointers: hidden, out, count (may be null); norm, gate_up, its bias, down, its bias (biases may be null).
-// sizes: batch, window, width, rows of gate_up
+// pointers: hidden, out, count; norm, gate_up, its bias, down, its bias, scales of gate_up and of down. Count, biases and
+// scales may be null.
+// sizes: batch, window, width, rows of gate_up, its format, the format of down
 extern "C" void paceline_mlp(void* const* p, const int64_t* n, float eps, int64_t dtype) {
   typed(dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> W;
     const Stream s{(float*)p[0], (float*)p[1], n[0], n[1], n[2], (int32_t*)p[2], eps};
-    mlp_half(s, (W*)p[3], Matrix<W>{(W*)p[4], (W*)p[5], n[3]}, Matrix<W>{(W*)p[6], (W*)p[7], n[2]});
+    const Matrix<W> gate_up{{p[4], (float*)p[8], n[4]}, (W*)p[5], n[3]}, down{{p[6], (float*)p[9], n[5]}, (W*)p[7], n[2]};
+    mlp_half(s, (W*)p[3], gate_up, down);
   });
 }
 
 // Lines of T rows of which only the first count[b] are real; the others become zero.
-extern "C" void paceline_linear_real(const float* x, const void* w, float* out, const int32_t* count, int64_t lines,
-                                     int64_t T, int64_t K, int64_t N, int64_t dtype) {
+extern "C" void paceline_linear_real(const float* x, const void* w, const float* scales, float* out,
+                                     const int32_t* count, int64_t lines, int64_t T, int64_t K, int64_t N,
+                                     int64_t format) {
   for (int64_t b = 0; b < lines; b++) {
     const int64_t real = std::min<int64_t>(count[b], T);
-    paceline_linear(x + b * T * K, w, out + b * T * N, real, K, N, dtype);
+    paceline_linear(x + b * T * K, w, scales, out + b * T * N, real, K, N, format);
     std::fill(out + (b * T + real) * N, out + (b + 1) * T * N, 0.0f);
   }
 }
@@ -157,7 +161,7 @@ Handle empty(int64_t dim, const int64_t* shape, int32_t dtype) {
 
 }  // namespace
 
-extern "C" int32_t aoti_torch_cpu_row_linear(Handle x, Handle w, Handle* ret) {
+extern "C" int32_t aoti_torch_cpu_row_linear(Handle x, Handle w, Handle* scales, int64_t format, Handle* ret) {
   int64_t dim = 0, shape[4], M = 1;
   aoti_torch_get_dim(x, &dim);
   for (int64_t i = 0; i < dim; i++) shape[i] = sizes(x)[i];
@@ -165,15 +169,16 @@ extern "C" int32_t aoti_torch_cpu_row_linear(Handle x, Handle w, Handle* ret) {
   for (int64_t i = 0; i < dim - 1; i++) M *= shape[i];
   shape[dim - 1] = N;
   *ret = empty(dim, shape, aoti_torch_dtype_float32());
-  paceline_linear(data<float>(x), data<void>(w), data<float>(*ret), M, K, N, code(dtype_of(w)));
+  paceline_linear(data<float>(x), data<void>(w), (float*)maybe(scales), data<float>(*ret), M, K, N, format);
   return 0;
 }
 
-extern "C" int32_t aoti_torch_cpu_row_linear_real(Handle x, Handle w, Handle count, Handle* ret) {
+extern "C" int32_t aoti_torch_cpu_row_linear_real(Handle x, Handle w, Handle* scales, Handle count,
+                                                  int64_t format, Handle* ret) {
   const int64_t *s = sizes(x), N = sizes(w)[0], shape[3] = {s[0], s[1], N};
   *ret = empty(3, shape, aoti_torch_dtype_float32());
-  paceline_linear_real(data<float>(x), data<void>(w), data<float>(*ret), data<int32_t>(count), s[0], s[1], s[2], N,
-                       code(dtype_of(w)));
+  paceline_linear_real(data<float>(x), data<void>(w), (float*)maybe(scales), data<float>(*ret), data<int32_t>(count),
+                       s[0], s[1], s[2], N, format);
   return 0;
 }
 
@@ -230,23 +235,29 @@ extern "C" int32_t aoti_torch_cpu_row_law(Handle logits, Handle knobs, Handle* r
 extern "C" int32_t aoti_torch_cpu_row_attention(Handle hidden, Handle norm, double eps, Handle qkv, Handle* qkv_bias,
                                                 Handle result, Handle* result_bias, Handle cos, Handle sin, Handle keys,
                                                 Handle values, Handle row, Handle count, Handle slots, Handle* parents,
-                                                Handle* ret) {
+                                                Handle* qkv_scales, Handle* result_scales, int64_t qkv_format,
+                                                int64_t result_format, Handle* ret) {
   const int64_t *s = sizes(hidden), *c = sizes(keys), heads = sizes(qkv)[0] / c[3] - 2 * c[1];
   *ret = empty(3, s, aoti_torch_dtype_float32());
-  void* const all[15] = {data<void>(hidden), data<void>(*ret), data<void>(count), data<void>(norm), data<void>(qkv),
+  void* const all[17] = {data<void>(hidden), data<void>(*ret), data<void>(count), data<void>(norm), data<void>(qkv),
                          maybe(qkv_bias), data<void>(result), maybe(result_bias), data<void>(cos), data<void>(sin),
-                         data<void>(keys), data<void>(values), data<void>(row), data<void>(slots), maybe(parents)};
-  const int64_t numbers[7] = {s[0], s[1], s[2], heads, c[1], c[3], c[2]};
-  paceline_attention(all, numbers, (float)eps, code(dtype_of(qkv)));
+                         data<void>(keys), data<void>(values), data<void>(row), data<void>(slots), maybe(parents),
+                         maybe(qkv_scales), maybe(result_scales)};
+  const int64_t numbers[9] = {s[0], s[1], s[2], heads, c[1], c[3], c[2], qkv_format, result_format};
+  paceline_attention(all, numbers, (float)eps, code(dtype_of(keys)));
   return 0;
 }
 
 extern "C" int32_t aoti_torch_cpu_row_mlp(Handle hidden, Handle norm, double eps, Handle gate_up, Handle* gate_up_bias,
-                                          Handle down, Handle* down_bias, Handle* count, Handle* ret) {
-  const int64_t *s = sizes(hidden), numbers[4] = {s[0], s[1], s[2], sizes(gate_up)[0]};
+                                          Handle down, Handle* down_bias, Handle* count, Handle* gate_up_scales,
+                                          Handle* down_scales, int64_t gate_up_format, int64_t down_format,
+                                          Handle* ret) {
+  const int64_t *s = sizes(hidden),
+                numbers[6] = {s[0], s[1], s[2], sizes(gate_up)[0], gate_up_format, down_format};
   *ret = empty(3, s, aoti_torch_dtype_float32());
-  void* const all[8] = {data<void>(hidden),  data<void>(*ret),    maybe(count),     data<void>(norm),
-                        data<void>(gate_up), maybe(gate_up_bias), data<void>(down), maybe(down_bias)};
-  paceline_mlp(all, numbers, (float)eps, code(dtype_of(gate_up)));
+  void* const all[10] = {data<void>(hidden), data<void>(*ret),   maybe(count),          data<void>(norm),
+                         data<void>(gate_up), maybe(gate_up_bias), data<void>(down),      maybe(down_bias),
+                         maybe(gate_up_scales), maybe(down_scales)};
+  paceline_mlp(all, numbers, (float)eps, code(dtype_of(norm)));
   return 0;
 }

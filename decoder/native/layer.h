@@ -18,31 +18,19 @@ inline std::vector<int64_t> real_rows(int64_t batch, int64_t window, const int32
   return rows;
 }
 
-// weight * x / sqrt(mean(x^2) + eps), in the order a product reads it.
+// weight * x / sqrt(mean(x^2) + eps), in the order a product with a matrix of that format reads it.
 template <class W>
-void norm_line(const float* x, const W* weight, float eps, float* to, int64_t K) {
+void norm_line(const float* x, const W* weight, float eps, int64_t format, float* to, int64_t K) {
   Vec squares = {};
   int64_t k = 0;
   for (; k + VL <= K; k += VL) multiply_add(squares, load(x + k), load(x + k));
   float sum = total(squares);
   for (; k < K; k++) sum = __builtin_fmaf(x[k], x[k], sum);
   const float scale = 1.0f / std::sqrt(sum / (float)K + eps);
-  arrange_line<W>(
-      to, K, [&](int64_t k) { return load(weight + k) * (load(x + k) * scale); },
+  arrange_line(
+      format, to, K, [&](int64_t k) { return load(weight + k) * (load(x + k) * scale); },
       [&](int64_t k) { return widen(weight[k]) * (x[k] * scale); });
 }
-
-template <class W>
-inline float plus(float value, const W* bias, int64_t n) {
-  return bias ? value + widen(bias[n]) : value;
-}
-
-// A matrix [N, K] and what is added to its product, if anything.
-template <class W>
-struct Matrix {
-  const W *weight, *bias;
-  int64_t N;
-};
 
 // hidden and out [batch, window, width]; rows that are padding pass through unchanged.
 struct Stream {
@@ -79,11 +67,11 @@ void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const 
 #pragma omp parallel if (M * H * qkv.N > WORTH)
   {
     const float* x = prepare(M, H, common.data(), [&](int64_t m, float* to) {
-      norm_line(s.hidden + rows[m] * H, norm, s.eps, to, H);
+      norm_line(s.hidden + rows[m] * H, norm, s.eps, qkv.format, to, H);
     });
     making.run([&](int64_t begin, int64_t end) {
-      product(x, qkv.weight, M, H, begin, end, [&](int64_t m, int64_t n, float value) {
-        mixed[m * qkv.N + n] = plus(value, qkv.bias, n);
+      product(x, qkv, M, H, begin, end, [&](int64_t m, int64_t n, float value) {
+        mixed[m * qkv.N + n] = qkv.plus(value, n);
       });
     });
 #pragma omp barrier
@@ -108,11 +96,11 @@ void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const 
     });
 #pragma omp barrier
     const float* y = prepare(M, all, common.data(), [&](int64_t m, float* to) {
-      arrange_line<W>(seen.data() + m * all, to, all);
+      arrange_line(result.format, seen.data() + m * all, to, all);
     });
     adding.run([&](int64_t begin, int64_t end) {
-      product(y, result.weight, M, all, begin, end, [&](int64_t m, int64_t n, float value) {
-        s.out[rows[m] * H + n] = s.hidden[rows[m] * H + n] + plus(value, result.bias, n);
+      product(y, result, M, all, begin, end, [&](int64_t m, int64_t n, float value) {
+        s.out[rows[m] * H + n] = s.hidden[rows[m] * H + n] + result.plus(value, n);
       });
     });
   }
@@ -128,14 +116,14 @@ void mlp_half(const Stream& s, const W* norm, const Matrix<W>& gate_up, const Ma
 #pragma omp parallel if (M * H * gate_up.N > WORTH)
   {
     const float* x = prepare(M, H, common.data(), [&](int64_t m, float* to) {
-      norm_line(s.hidden + rows[m] * H, norm, s.eps, to, H);
+      norm_line(s.hidden + rows[m] * H, norm, s.eps, gate_up.format, to, H);
     });
     making.run([&](int64_t begin, int64_t end) {
-      product(x, gate_up.weight, M, H, begin, end, [&](int64_t m, int64_t n, float value) {
-        gates[m * line + n] = plus(value, gate_up.bias, n);
+      product(x, gate_up, M, H, begin, end, [&](int64_t m, int64_t n, float value) {
+        gates[m * line + n] = gate_up.plus(value, n);
       });
-      product(x, gate_up.weight, M, H, F + begin, F + end, [&](int64_t m, int64_t n, float value) {
-        ups[m * line + n - F] = plus(value, gate_up.bias, n);
+      product(x, gate_up, M, H, F + begin, F + end, [&](int64_t m, int64_t n, float value) {
+        ups[m * line + n - F] = gate_up.plus(value, n);
       });
       for (int64_t m = 0; m < M; m++)
         for (int64_t n = m * line + begin; n < m * line + end; n += VL) {
@@ -145,11 +133,11 @@ void mlp_half(const Stream& s, const W* norm, const Matrix<W>& gate_up, const Ma
     });
 #pragma omp barrier
     const float* y = prepare(M, F, common.data(), [&](int64_t m, float* to) {
-      arrange_line<W>(gates.data() + m * line, to, F);
+      arrange_line(down.format, gates.data() + m * line, to, F);
     });
     adding.run([&](int64_t begin, int64_t end) {
-      product(y, down.weight, M, F, begin, end, [&](int64_t m, int64_t n, float value) {
-        s.out[rows[m] * H + n] = s.hidden[rows[m] * H + n] + plus(value, down.bias, n);
+      product(y, down, M, F, begin, end, [&](int64_t m, int64_t n, float value) {
+        s.out[rows[m] * H + n] = s.hidden[rows[m] * H + n] + down.plus(value, n);
       });
     });
   }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,17 +23,19 @@ from paceline.decoder.kernels.protocol import (
     MlpWeights,
 )
 from paceline.decoder.native import build
+from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _SCHEMAS = """
-row_linear(Tensor x, Tensor w) -> Tensor
-row_linear_real(Tensor x, Tensor w, Tensor count) -> Tensor
+row_linear(Tensor x, Tensor w, Tensor? scales, int format) -> Tensor
+row_linear_real(Tensor x, Tensor w, Tensor? scales, Tensor count, int format) -> Tensor
 row_attend(Tensor q, Tensor k, Tensor v, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots, \
 Tensor? parents, Tensor? slopes, int reach, float cap) -> Tensor
 row_attention(Tensor hidden, Tensor norm, float eps, Tensor qkv, Tensor? qkv_bias, Tensor out, Tensor? out_bias, \
-Tensor cos, Tensor sin, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots, Tensor? parents) -> Tensor
+Tensor cos, Tensor sin, Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor count, Tensor slots, Tensor? parents, \
+Tensor? qkv_scales, Tensor? out_scales, int qkv_format, int out_format) -> Tensor
 row_mlp(Tensor hidden, Tensor norm, float eps, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, \
-Tensor? count) -> Tensor
+Tensor? count, Tensor? gate_up_scales, Tensor? down_scales, int gate_up_format, int down_format) -> Tensor
 row_keep(Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor path, Tensor slots) -> Tensor
 row_choose(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, int stream) -> Tensor
 row_rank(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, Tensor? ids, int count) -> (Tensor, Tensor)
@@ -50,12 +53,12 @@ class Native:
         register()
         self.layers = self
 
-    def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
-        ops = torch.ops.paceline
+    def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
+        ops, (data, scales, code) = torch.ops.paceline, _stored(weight)
         made: Tensor = (
-            ops.row_linear(x.contiguous(), weight)
+            ops.row_linear(x.contiguous(), data, scales, code)
             if count is None
-            else ops.row_linear_real(x.contiguous(), weight, count)
+            else ops.row_linear_real(x.contiguous(), data, scales, count, code)
         )
         return made
 
@@ -83,17 +86,20 @@ class Native:
         rotation: tuple[Tensor, Tensor],
     ) -> Tensor:
         w, tree = weights, place.tree
-        matrices = (w.norm, w.eps, w.qkv, w.qkv_bias, w.out, w.out_bias)
+        (qkv, qkv_scales, qkv_code), (out, out_scales, out_code) = _stored(w.qkv), _stored(w.out)
+        matrices = (w.norm, w.eps, qkv, w.qkv_bias, out, w.out_bias)
         turns = (x.contiguous() for x in rotation)
         at = (place.row, place.count, place.slots, None if tree is None else tree.parents)
-        made: Tensor = torch.ops.paceline.row_attention(hidden.contiguous(), *matrices, *turns, *cache, *at)
+        formats = (qkv_scales, out_scales, qkv_code, out_code)
+        made: Tensor = torch.ops.paceline.row_attention(hidden.contiguous(), *matrices, *turns, *cache, *at, *formats)
         return made
 
     def mlp(self, hidden: Tensor, weights: MlpWeights, count: Tensor | None = None) -> Tensor:
         w = weights
-        made: Tensor = torch.ops.paceline.row_mlp(
-            hidden.contiguous(), w.norm, w.eps, w.gate_up, w.gate_up_bias, w.down, w.down_bias, count
-        )
+        (gate_up, gate_up_scales, gate_up_code), (down, down_scales, down_code) = _stored(w.gate_up), _stored(w.down)
+        matrices = (w.norm, w.eps, gate_up, w.gate_up_bias, down, w.down_bias)
+        formats = (gate_up_scales, down_scales, gate_up_code, down_code)
+        made: Tensor = torch.ops.paceline.row_mlp(hidden.contiguous(), *matrices, count, *formats)
         return made
 
     def compact_path(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
@@ -129,6 +135,13 @@ class Native:
         return True
 
 
+def _stored(weight: MatrixLike) -> tuple[Tensor, Tensor | None, int]:
+    """The numbers of a matrix, the scales of its rows if it has any, and the code of its format."""
+    if isinstance(weight, PackedMatrix):
+        return weight.data, weight.scales, weight.format.code
+    return weight, None, _DTYPES[weight.dtype]
+
+
 def c_shims() -> dict[object, list[str]]:
     """For AOTInductor: the C function behind each operator, so that a graph calls it without the dispatcher."""
     register()
@@ -137,13 +150,20 @@ def c_shims() -> dict[object, list[str]]:
     handles = {n: ", ".join(f"AtenTensorHandle t{i}" for i in range(n)) for n in (4, 5, 7, 8)}
     head = "AOTITorchError aoti_torch_cpu_row_"
     maybe = "AtenTensorHandle* "
+    formats = f"{maybe}scales0, {maybe}scales1, int64_t format0, int64_t format1"
     attention = (
-        f"{tensors}, double eps, AtenTensorHandle qkv, {maybe}a, AtenTensorHandle out, {maybe}b, {handles[7]}, {maybe}p"
+        f"{tensors}, double eps, AtenTensorHandle qkv, {maybe}a, AtenTensorHandle out, {maybe}b, {handles[7]}, {maybe}p, "
+        f"{formats}"
     )
-    mlp = f"{tensors}, double eps, AtenTensorHandle gate_up, {maybe}a, AtenTensorHandle down, {maybe}b, {maybe}count"
+    mlp = (
+        f"{tensors}, double eps, AtenTensorHandle gate_up, {maybe}a, AtenTensorHandle down, {maybe}b, {maybe}count, "
+        f"{formats}"
+    )
     return {
-        ops.row_linear.default: [f"{head}linear({tensors}, AtenTensorHandle* ret)"],
-        ops.row_linear_real.default: [f"{head}linear_real({tensors}, AtenTensorHandle count, AtenTensorHandle* ret)"],
+        ops.row_linear.default: [f"{head}linear({tensors}, {maybe}scales, int64_t format, AtenTensorHandle* ret)"],
+        ops.row_linear_real.default: [
+            f"{head}linear_real({tensors}, {maybe}s, AtenTensorHandle count, int64_t format, AtenTensorHandle* ret)"
+        ],
         ops.row_attend.default: [
             f"{head}attend({handles[8]}, {maybe}p, {maybe}s, int64_t reach, double cap, AtenTensorHandle* ret)"
         ],
@@ -167,7 +187,7 @@ def register() -> torch.library.Library:
         made.define(schema)
     bodies: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
         "row_linear": (_linear, _shape_linear),
-        "row_linear_real": (_linear_real, _shape_linear_real),
+        "row_linear_real": (_linear_real, _shape_linear),
         "row_attend": (_attend, _shape_attend),
         "row_attention": (_attention, _shape_half),
         "row_mlp": (_mlp, _shape_half),
@@ -182,12 +202,8 @@ def register() -> torch.library.Library:
     return made
 
 
-def _shape_linear(x: Tensor, w: Tensor) -> Tensor:
+def _shape_linear(x: Tensor, w: Tensor, *_rest: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], w.shape[0])
-
-
-def _shape_linear_real(x: Tensor, w: Tensor, _count: Tensor) -> Tensor:
-    return _shape_linear(x, w)
 
 
 def _shape_attend(q: Tensor, *_rest: object) -> Tensor:
@@ -222,18 +238,18 @@ def _pointer(x: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
-def _linear(x: Tensor, w: Tensor) -> Tensor:
+def _linear(x: Tensor, w: Tensor, scales: Tensor | None, code: int) -> Tensor:
     out = _shape_linear(x, w)
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
-    numbers = (ctypes.c_int64(n) for n in (rows, width, w.shape[0], _DTYPES[w.dtype]))
-    build.library().paceline_linear(_pointer(x), _pointer(w), _pointer(out), *numbers)
+    numbers = (ctypes.c_int64(n) for n in (rows, width, w.shape[0], code))
+    build.library().paceline_linear(*(_pointer(t) for t in (x, w, scales, out)), *numbers)
     return out
 
 
-def _linear_real(x: Tensor, w: Tensor, count: Tensor) -> Tensor:
+def _linear_real(x: Tensor, w: Tensor, scales: Tensor | None, count: Tensor, code: int) -> Tensor:
     out = _shape_linear(x, w)
-    numbers = (ctypes.c_int64(n) for n in (*x.shape, w.shape[0], _DTYPES[w.dtype]))
-    build.library().paceline_linear_real(_pointer(x), _pointer(w), _pointer(out), _pointer(count), *numbers)
+    numbers = (ctypes.c_int64(n) for n in (*x.shape, w.shape[0], code))
+    build.library().paceline_linear_real(*(_pointer(t) for t in (x, w, scales, out, count)), *numbers)
     return out
 
 
@@ -250,23 +266,23 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     return out
 
 
-def _attention(hidden: Tensor, norm: Tensor, eps: float, *rest: Tensor | None) -> Tensor:
-    qkv, qkv_bias, out, out_bias, cos, sin, keys, values, row, count, slots, parents = rest
-    assert qkv is not None and keys is not None and keys.dtype == qkv.dtype, "weights and cache have one format"
+def _attention(hidden: Tensor, norm: Tensor, eps: float, *rest: Any) -> Tensor:
+    (qkv, qkv_bias, out, out_bias), (cos, sin, keys, values, row, count, slots, parents) = rest[:4], rest[4:12]
+    *scales, qkv_code, out_code = rest[12:]
+    assert keys.dtype == norm.dtype, "norms and cache have one format"
     made = _shape_half(hidden)
     order = (hidden, made, count, norm, qkv, qkv_bias, out, out_bias, cos, sin, keys, values, row, slots, parents)
     _, groups, rows, width = keys.shape
-    sizes = (*hidden.shape, qkv.shape[0] // width - 2 * groups, groups, width, rows)
-    _half("paceline_attention", order, sizes, eps=eps, dtype=qkv.dtype)
+    sizes = (*hidden.shape, qkv.shape[0] // width - 2 * groups, groups, width, rows, qkv_code, out_code)
+    _half("paceline_attention", (*order, *scales), sizes, eps=eps, dtype=norm.dtype)
     return made
 
 
-def _mlp(hidden: Tensor, norm: Tensor, eps: float, *rest: Tensor | None) -> Tensor:
-    gate_up, gate_up_bias, down, down_bias, count = rest
-    assert gate_up is not None, "the schema asks for it"
+def _mlp(hidden: Tensor, norm: Tensor, eps: float, *rest: Any) -> Tensor:
+    gate_up, gate_up_bias, down, down_bias, count, gate_up_scales, down_scales, gate_up_code, down_code = rest
     made = _shape_half(hidden)
-    order = (hidden, made, count, norm, gate_up, gate_up_bias, down, down_bias)
-    _half("paceline_mlp", order, (*hidden.shape, gate_up.shape[0]), eps=eps, dtype=gate_up.dtype)
+    order = (hidden, made, count, norm, gate_up, gate_up_bias, down, down_bias, gate_up_scales, down_scales)
+    _half("paceline_mlp", order, (*hidden.shape, gate_up.shape[0], gate_up_code, down_code), eps=eps, dtype=norm.dtype)
     return made
 
 

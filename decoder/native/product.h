@@ -6,7 +6,7 @@
 #include <omp.h>
 #include <vector>
 
-#include "vectors.h"
+#include "matrix.h"
 
 namespace {
 
@@ -48,44 +48,10 @@ class Shared {
 
 // ------------------------------------------------------------------------------------------- the order of activations --
 
-constexpr int STEP = 2 * VL;  // numbers of K walked at once
-
-// STEP numbers of a weight row, or of several rows side by side, in the order `arrange` gives the activations.
-template <class V>
-struct Pair {
-  V first, second;
-};
-template <class W>
-inline Pair<Vec> load_pair(const W* p) {
-  return {load(p), load(p + VL)};
-}
-inline Pair<Vec> load_pair(const BFloat16* p) {  // the upper half of a float: even ones shifted up, odd ones masked
-  VecU both;
-  std::memcpy(&both, p, sizeof both);
-  return {(Vec)(both << 16), (Vec)(both & 0xFFFF0000u)};
-}
-// The same of as many rows as a V has columns, K numbers apart.
-template <class V, class W>
-inline Pair<V> load_pairs(const W* p, int64_t K) {
-  if constexpr (sizeof(V) == sizeof(Vec)) {
-    return load_pair(p);
-  } else if constexpr (std::is_same_v<W, BFloat16>) {
-    VecU one, other;
-    std::memcpy(&one, p, sizeof one);
-    std::memcpy(&other, p + K, sizeof other);
-    const WideU both = (WideU)beside<V>((Vec)one, (Vec)other);
-    return {(V)(both << 16), (V)(both & 0xFFFF0000u)};
-  } else {
-    Pair<Vec> one = load_pair(p), other = load_pair(p + K);
-    return {beside<V>(one.first, other.first), beside<V>(one.second, other.second)};
-  }
-}
-template <class W>
+// STEP numbers as the products read them: in order or, for bfloat16, the even ones and then the odd ones.
+template <bool EVEN_FIRST>
 inline Pair<Vec> arrange(Vec first, Vec second) {
-  return {first, second};
-}
-template <>
-inline Pair<Vec> arrange<BFloat16>(Vec first, Vec second) {  // the even ones, then the odd ones
+  if constexpr (!EVEN_FIRST) return {first, second};
 #ifdef __clang__
   return {__builtin_shufflevector(first, second, 0, 2, 4, 6, 8, 10, 12, 14),
           __builtin_shufflevector(first, second, 1, 3, 5, 7, 9, 11, 13, 15)};
@@ -95,18 +61,23 @@ inline Pair<Vec> arrange<BFloat16>(Vec first, Vec second) {  // the even ones, t
 #endif
 }
 // A line of K numbers, each what `number` makes of its place: a vector or, behind the last whole STEP, a single one.
-template <class W, class Vector, class Number>
+template <bool EVEN_FIRST, class Vector, class Number>
 inline void arrange_line(float* to, int64_t K, Vector vector, Number number) {
   int64_t k = 0;
   for (; k + STEP <= K; k += STEP) {
-    Pair<Vec> pair = arrange<W>(vector(k), vector(k + VL));
+    Pair<Vec> pair = arrange<EVEN_FIRST>(vector(k), vector(k + VL));
     std::memcpy(to + k, &pair, sizeof pair);
   }
   for (; k < K; k++) to[k] = number(k);
 }
-template <class W>
-void arrange_line(const float* from, float* to, int64_t K) {
-  arrange_line<W>(to, K, [&](int64_t k) { return load(from + k); }, [&](int64_t k) { return from[k]; });
+// For a matrix of a format.
+template <class Vector, class Number>
+inline void arrange_line(int64_t format, float* to, int64_t K, Vector vector, Number number) {
+  if (format == BFLOAT16) arrange_line<true>(to, K, vector, number);
+  else arrange_line<false>(to, K, vector, number);
+}
+inline void arrange_line(int64_t format, const float* from, float* to, int64_t K) {
+  arrange_line(format, to, K, [&](int64_t k) { return load(from + k); }, [&](int64_t k) { return from[k]; });
 }
 
 // M lines of K numbers, written by fill(m, line): by every thread for itself if they are few, which is cheaper than to
@@ -131,17 +102,19 @@ constexpr int64_t AHEAD = 4096;  // bytes: weights come from memory in the time 
 
 // ROWS x (COLS x columns of a V) results at once. One accumulator for each, walked along K: the same arithmetic for every
 // ROWS, COLS and V. A function by itself, so that nothing around it costs it a register. found [ROWS, all columns]
-template <class W, class V, int ROWS, int COLS>
-__attribute__((noinline)) void block(const float* x, const W* w, int64_t K, float* found) {
+template <class R, class V, int ROWS, int COLS>
+__attribute__((noinline)) void block(const float* x, const R w, float* found) {
   constexpr int EACH = sizeof(V) / sizeof(Vec), ALL = COLS * EACH;
+  const int64_t K = w.K;
   V sum[ROWS * COLS];
   unrolled<ROWS * COLS>([&](auto i) { sum[i] = V{}; });
-  const char* ahead = (const char*)w + AHEAD;
+  const char* ahead = w.bytes() + AHEAD;
+  int64_t due = 0;  // bytes that were read and not yet fetched ahead
   int64_t k = 0;
   for (; k + STEP <= K; k += STEP) {
     Pair<V> column[COLS];
-    unrolled<COLS>([&](auto n) { column[n] = load_pairs<V>(w + n * EACH * K + k, K); });
-    for (size_t byte = 0; byte < ALL * STEP * sizeof(W); byte += 64, ahead += 64) __builtin_prefetch(ahead);
+    unrolled<COLS>([&](auto n) { column[n] = w.template pair<V>(n * EACH, k); });
+    for (due += ALL * R::SPREAD; due >= 64; due -= 64, ahead += 64) __builtin_prefetch(ahead);
     unrolled<ROWS>([&](auto m) {
       V row = in_register(repeated<V>(x + m * K + k));
       unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].first, row); });
@@ -155,7 +128,9 @@ __attribute__((noinline)) void block(const float* x, const W* w, int64_t K, floa
   for (; k < K; k++)
     for (int m = 0; m < ROWS; m++)
       for (int n = 0; n < ALL; n++)
-        found[m * ALL + n] = __builtin_fmaf(x[m * K + k], widen(w[n * K + k]), found[m * ALL + n]);
+        found[m * ALL + n] = __builtin_fmaf(x[m * K + k], w.tail(n, k), found[m * ALL + n]);
+  for (int m = 0; m < ROWS; m++)
+    for (int n = 0; n < ALL; n++) found[m * ALL + n] = w.finished(n, found[m * ALL + n]);
 }
 
 // How many rows at once fill the registers, with two columns of them.
@@ -163,10 +138,10 @@ template <class V>
 constexpr int MOST_ROWS = sizeof(V) == sizeof(Vec) ? 5 : 12;
 
 // `block` for a number of rows that is not known before. Here alone are all of them made.
-template <class W, class V, int COLS>
-__attribute__((noinline)) void block_of(int rows, const float* x, const W* w, int64_t K, float* found) {
+template <class R, class V, int COLS>
+__attribute__((noinline)) void block_of(int rows, const float* x, const R& w, float* found) {
   unrolled<MOST_ROWS<V>>([&](auto less) {
-    if (rows == less + 1) block<W, V, less + 1, COLS>(x, w, K, found);
+    if (rows == less + 1) block<R, V, less + 1, COLS>(x, w, found);
   });
 }
 
@@ -180,42 +155,44 @@ int64_t first_of(int64_t rows) {
 }
 
 // M prepared rows with COLS columns of V; emit(m, n, value) gets each result.
-template <class W, class V, int COLS, class Emit>
-inline void columns(const float* x, const W* w, int64_t M, int64_t K, Emit emit) {
+template <class V, int COLS, class R, class Emit>
+inline void columns(const float* x, const R& w, int64_t M, Emit emit) {
   constexpr int ALL = COLS * sizeof(V) / sizeof(Vec);
   for (int64_t m = 0; m < M;) {
     float found[MOST_ROWS<V> * ALL];
     const int take = (int)first_of<V>(M - m);
-    block_of<W, V, COLS>(take, x + m * K, w, K, found);
+    block_of<R, V, COLS>(take, x + m * w.K, w, found);
     for (int i = 0; i < take; i++)
       for (int n = 0; n < ALL; n++) emit(m + i, n, found[i * ALL + n]);
     m += take;
   }
 }
 
-// emit(m, n, value) for the rows n from `begin` to `end` of weights [., K]. Of few rows of x none is read twice from
-// afar; of many, a block stays close while all of these weights go by.
-template <class W, class Emit>
-void product(const float* x, const W* w, int64_t M, int64_t K, int64_t begin, int64_t end, Emit emit) {
-  for (int64_t m = 0, rows; m < M; m += rows) {
-    rows = M > 2 * FEW ? first_of<Wide>(M - m) : M;
-    int64_t n = begin;
-    auto to = [&](int64_t i, int64_t j, float value) { emit(m + i, n + j, value); };
-    for (; n + 2 * ABREAST <= end; n += 2 * ABREAST) columns<W, Wide, 2>(x + m * K, w + n * K, rows, K, to);
-    for (; n < end; n++) columns<W, Vec, 1>(x + m * K, w + n * K, rows, K, to);
-  }
+// emit(m, n, value) for the rows n from `begin` to `end` of a matrix, rows of K numbers. Of few rows of x none is read
+// twice from afar; of many, a block stays close while all of these weights go by.
+template <class Emit>
+void product(const float* x, const Stored& weight, int64_t M, int64_t K, int64_t begin, int64_t end, Emit emit) {
+  in_format(weight, K, [&](auto w) {
+    for (int64_t m = 0, rows; m < M; m += rows) {
+      rows = M > 2 * FEW ? first_of<Wide>(M - m) : M;
+      int64_t n = begin;
+      auto to = [&](int64_t i, int64_t j, float value) { emit(m + i, n + j, value); };
+      for (; n + 2 * ABREAST <= end; n += 2 * ABREAST) columns<Wide, 2>(x + m * K, w.from(n), rows, to);
+      for (; n < end; n++) columns<Vec, 1>(x + m * K, w.from(n), rows, to);
+    }
+  });
 }
 
 constexpr int64_t PIECES = 4;  // of a thread's range: fine enough to help out, coarse enough to read weights in a stream
 constexpr int64_t WORTH = 16384;  // multiply-adds that are worth a team
 
-template <class W>
-void linear(const float* in, const W* w, float* out, int64_t M, int64_t K, int64_t N) {
+inline void linear(const float* in, const Stored& w, float* out, int64_t M, int64_t K, int64_t N) {
   Shared work(N, PIECES);
   std::vector<float> common(M > FEW ? M * K : 0);
 #pragma omp parallel if (M * K * N > WORTH)
   {
-    const float* x = prepare(M, K, common.data(), [&](int64_t m, float* to) { arrange_line<W>(in + m * K, to, K); });
+    const float* x =
+        prepare(M, K, common.data(), [&](int64_t m, float* to) { arrange_line(w.format, in + m * K, to, K); });
     work.run([&](int64_t begin, int64_t end) {
       product(x, w, M, K, begin, end, [&](int64_t m, int64_t n, float value) { out[m * N + n] = value; });
     });

@@ -1,0 +1,180 @@
+"""Quantised weight matrices: their formats, how one is made of float numbers, and how it is turned back.
+
+`int8` has a scale for every row (output channel): symmetric, ``scale = max |w| / 127``. `q8_0`, `q4_0` and `q4_1` are the
+blocks of 32 numbers of GGUF files, kept byte by byte as the package ``gguf`` reads and writes them; where rounding goes is
+its `quantize`. Weights alone are quantised: activations stay float32. Not here: files, and products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from paceline.core.errors import ConfigurationError
+
+GROUP = 32
+"""Numbers of a block."""
+
+
+class WeightFormat(Enum):
+    """A format of quantised matrices. The value is its name in options; ``code`` is its number in native kernels."""
+
+    INT8 = "int8"
+    Q8_0 = "q8_0"
+    Q4_0 = "q4_0"
+    Q4_1 = "q4_1"
+
+    @property
+    def code(self) -> int:
+        """As `Format` of decoder/native/matrix.h."""
+        return {"int8": 3, "q8_0": 4, "q4_0": 5, "q4_1": 6}[self.value]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of 32 numbers; 0 where there are no blocks."""
+        return {"int8": 0, "q8_0": 34, "q4_0": 18, "q4_1": 20}[self.value]
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of so many numbers, its scale left out."""
+        return columns // GROUP * self.block_bytes if self.block_bytes else columns
+
+    @classmethod
+    def of(cls, name: str) -> WeightFormat:
+        """The format of that name.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        try:
+            return cls(name)
+        except ValueError:
+            raise ConfigurationError(
+                f"quantization={name!r} is unknown; use one of {', '.join(item.value for item in cls)}, or gguf to keep "
+                "the formats of a GGUF file"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """A matrix [N, K] as it is stored.
+
+    data     int8 [N, K], or the blocks of every row, uint8 [N, bytes]
+    scales   float32 [N] for int8, else None
+    columns  K
+    """
+
+    data: Tensor
+    scales: Tensor | None
+    format: WeightFormat
+    columns: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.columns
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    def rows(self, start: int, end: int) -> QuantizedTensor:
+        """Some of its rows; they share memory with it."""
+        scales = None if self.scales is None else self.scales[start:end]
+        return QuantizedTensor(self.data[start:end], scales, self.format, self.columns)
+
+    def columns_of(self, start: int, end: int) -> QuantizedTensor:
+        """Some of its columns; of blocks, whole ones.
+
+        Raises:
+            ConfigurationError: a block would be cut in two.
+        """
+        form = self.format
+        if form.block_bytes and (start % GROUP or end % GROUP):
+            raise ConfigurationError(
+                f"a rank would get columns {start} to {end} of a {form.value} matrix, and blocks have {GROUP} columns; "
+                "use another tp_degree, or quantization='int8'"
+            )
+        data = self.data[:, form.row_bytes(start) : form.row_bytes(end)].contiguous()
+        return QuantizedTensor(data, self.scales, form, end - start)
+
+    def dequantize(self) -> Tensor:
+        """[N, K] float32; of blocks exactly what the package ``gguf`` gives."""
+        return dequantized(self.data, self.scales, self.format)
+
+
+def quantize(weight: Tensor, form: WeightFormat) -> QuantizedTensor:
+    """A float matrix [N, K] in a format.
+
+    Raises:
+        ConfigurationError: rows are no whole number of blocks.
+    """
+    columns = weight.shape[1]
+    if form is WeightFormat.INT8:
+        wide = weight.float()
+        largest = wide.abs().amax(1)
+        scales = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
+        numbers = torch.round(wide / scales.unsqueeze(1)).clamp(-127, 127).to(torch.int8)
+        return QuantizedTensor(numbers, scales, form, columns)
+    if columns % GROUP:
+        raise ConfigurationError(
+            f"a matrix with rows of {columns} numbers has no whole blocks of {GROUP}; use quantization='int8'"
+        )
+    import gguf  # a GGUF reader; its import takes a while
+
+    kind = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}[form.value]
+    made = gguf.quants.quantize(weight.float().contiguous().numpy(), gguf.GGMLQuantizationType[kind])
+    return QuantizedTensor(torch.from_numpy(made), None, form, columns)
+
+
+def dequantized(data: Tensor, scales: Tensor | None, form: WeightFormat) -> Tensor:
+    """float32 [..., K] of rows in a format, by operations that a graph can hold. data [..., K] or [..., bytes]."""
+    if form is WeightFormat.INT8:
+        assert scales is not None, "int8 has scales"
+        return data.float() * scales.unsqueeze(-1)
+    blocks = data.unflatten(-1, (-1, form.block_bytes))
+    scale = _half(blocks[..., 0:2])
+    if form is WeightFormat.Q8_0:
+        numbers = blocks[..., 2:].view(torch.int8).float()
+        return (numbers * scale).flatten(-2)
+    start = 4 if form is WeightFormat.Q4_1 else 2
+    nibbles = torch.cat((blocks[..., start:] & 15, blocks[..., start:] >> 4), -1).float()
+    made = nibbles * scale + _half(blocks[..., 2:4]) if form is WeightFormat.Q4_1 else (nibbles - 8) * scale
+    return made.flatten(-2)
+
+
+def _half(pair: Tensor) -> Tensor:
+    """Two bytes [..., 2] as a float16, widened. [..., 1]"""
+    return pair.contiguous().view(torch.float16).float()
+
+
+class PackedMatrix(nn.Module):
+    """A quantised matrix as part of a model. Kernels take it where they take a matrix of floats."""
+
+    data: Tensor
+    scales: Tensor | None
+
+    def __init__(self, stored: QuantizedTensor) -> None:
+        super().__init__()
+        self.format, self.columns = stored.format, stored.columns
+        self.data = nn.Parameter(stored.data.contiguous(), requires_grad=False)
+        self.scales = None if stored.scales is None else nn.Parameter(stored.scales.contiguous(), requires_grad=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.data.shape[0], self.columns
+
+    def dequantize(self) -> Tensor:
+        """[N, K] float32"""
+        return dequantized(self.data, self.scales, self.format)
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """The rows of these ids, float32 [..., K]."""
+        scales = None if self.scales is None else self.scales[ids]
+        return dequantized(self.data[ids], scales, self.format)
+
+
+MatrixLike = Tensor | PackedMatrix
+"""A matrix that kernels multiply with."""
