@@ -27,10 +27,12 @@ from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
 from paceline.decoder.kernels.vocab_part import VocabPart
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.layers import Weights
 from paceline.decoder.options import MAX_WIDTH, DecoderOptions
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
+from paceline.decoder.weights.quantize import PackedMatrix
 
 log = logging.getLogger("paceline")
 StepMaker = Callable[["ModelWithCache", int], nn.Module]
@@ -43,7 +45,7 @@ class ModelWithCache(nn.Module):
         self,
         config: ModelConfig,
         options: DecoderOptions,
-        weights: dict[str, Tensor],
+        weights: Weights,
         *,
         kernels: Kernels,
         rank: int = 0,
@@ -147,9 +149,7 @@ class CompiledDecoder:
     a compiler begins, and once more when a graph is there, compiled or found.
     """
 
-    def __init__(
-        self, config: ModelConfig, options: DecoderOptions, weights: dict[str, Tensor], *, backend: Backend
-    ) -> None:
+    def __init__(self, config: ModelConfig, options: DecoderOptions, weights: Weights, *, backend: Backend) -> None:
         self.config, self.options, self.backend = config, options, backend
         self.kv_buckets = backend.kv_buckets(options.kv_buckets)
         self.body = ModelWithCache(config, options, weights, kernels=backend.kernels, group=backend.group).eval()
@@ -279,4 +279,11 @@ class CompiledDecoder:
         options = self.options
         shape = [options.batch_size, options.rows, options.n_positions]
         layout = [options.layout.degree, options.layout.gqa.value]
-        return {"config": self.config.fingerprint(), "amp": options.amp, "shape": shape, "layout": layout}
+        key: dict[str, object] = {
+            "config": self.config.fingerprint(),
+            "amp": options.amp,
+            "shape": shape,
+            "layout": layout,
+        }
+        formats = [[n, m.format.value] for n, m in self.body.named_modules() if isinstance(m, PackedMatrix)]
+        return {**key, "quantization": formats} if formats else key

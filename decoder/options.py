@@ -10,6 +10,7 @@ import torch
 
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.parallel.sharding import WHOLE, Layout
+from paceline.decoder.weights.quantize import WeightFormat
 
 AMP = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 MAX_WIDTH = 128
@@ -29,6 +30,7 @@ class DecoderOptions:
     chunks      lengths of the prefill graphs, ascending; longer prompts are read in chunks of the largest
     amp         number format of weights, cache and products: "bf16", "f16" or "f32"
     layout      over how many ranks the model is divided, and how
+    quantization  format of the matrices, as `paceline.decoder.weights.checkpoint.load_weights` takes it; None: ``amp``
     """
 
     batch_size: int
@@ -36,6 +38,7 @@ class DecoderOptions:
     chunks: tuple[int, ...]
     amp: str
     layout: Layout = WHOLE
+    quantization: str | None = None
 
     @property
     def n_positions(self) -> int:
@@ -64,6 +67,7 @@ def decoder_options(
     amp: str,
     trained: int,
     layout: Layout = WHOLE,
+    quantization: str | None = None,
 ) -> DecoderOptions:
     """Check and complete the options of `AutoDecoder.from_pretrained`; ``trained`` is the model's own context."""
     if not isinstance(amp, str) or amp not in AMP:
@@ -82,7 +86,9 @@ def decoder_options(
         "context_length_estimate", [64, 256] if context_length_estimate is None else context_length_estimate
     )
     chunks = tuple(sorted({min(chunk, kv_buckets[-1]) for chunk in chunks}))
-    return DecoderOptions(batch_size, kv_buckets, chunks, amp, layout)
+    if quantization not in (None, "gguf"):
+        WeightFormat.of(quantization)
+    return DecoderOptions(batch_size, kv_buckets, chunks, amp, layout, quantization)
 
 
 def _ascending(name: str, given: int | Sequence[int]) -> tuple[int, ...]:

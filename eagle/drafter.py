@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftKey, SamplingKind
@@ -75,15 +75,17 @@ class EagleDrafter(HeadDrafter):
         """
         model, folder, dtype = target.body.model, Path(path), target.options.dtype
         # Over a divided target this is rank 0, whose rows are the first: copies of those are taken for copies of all.
-        rows = min(len(model.head), target.config.vocab_size)
+        rows = min(model.head.shape[0], target.config.vocab_size)
+        # A quantised table is not what a copy would be compared with: the head's own copy is used then.
+        output, table = (x[:rows] if isinstance(x, Tensor) else None for x in (model.head, model.embedding))
         layers = parse_layers(aux_layers)
-        found = checkpoint.load(folder, target.config, head=model.head[:rows], aux_layers=layers)
+        found = checkpoint.load(folder, target.config, head=output, aux_layers=layers)
         floats = {name: x for name, x in found.weights.items() if name != "ids"}
         weights = found.weights | {name: check_finite(name, x, dtype, where=folder) for name, x in floats.items()}
         embedding = found.embedding
         if embedding is not None:
             embedding = check_finite("its embedding", embedding, dtype, where=folder)
-            if torch.equal(embedding[:rows], model.embedding[:rows]):
+            if table is not None and torch.equal(embedding[:rows], table):
                 embedding = None
         head = EagleHead(
             found.config,

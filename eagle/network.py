@@ -23,6 +23,7 @@ from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.layers import gated_mlp, rms_norm
 from paceline.decoder.models.rope import apply_rope, rope_tables
 from paceline.decoder.parallel.collectives import SingleRank
+from paceline.decoder.weights.quantize import MatrixLike
 from paceline.eagle.config import EagleConfig
 
 Qkv = tuple[Tensor, Tensor, Tensor]
@@ -47,10 +48,10 @@ class EagleWeights:
     out_bias: Tensor | None
     mlp: MlpWeights
     norm: Tensor | None
-    head: Tensor
+    head: MatrixLike
 
     @classmethod
-    def joined(cls, config: EagleConfig, tensors: Mapping[str, Tensor], head: Tensor) -> EagleWeights:
+    def joined(cls, config: EagleConfig, tensors: Mapping[str, Tensor], head: MatrixLike) -> EagleWeights:
         """From the tensors of a checkpoint, by our names; ``head`` is the output layer."""
 
         def matrix(*names: str) -> Tensor:
@@ -128,7 +129,7 @@ class EagleNetwork:
             hidden = rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
         return self.kernels.linear(hidden, self.weights.head)
 
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, real: Tensor | None = None) -> Tensor:
+    def _linear(self, x: Tensor, weight: MatrixLike, bias: Tensor | None, *, real: Tensor | None = None) -> Tensor:
         product = self.kernels.linear(x, weight, real)
         return product if bias is None else product + bias
 
@@ -136,7 +137,8 @@ class EagleNetwork:
 class TrainingKernels(TorchKernels):
     """Products that autocast knows and gradients pass through."""
 
-    def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
+        assert isinstance(weight, Tensor), "training has no quantised matrices"
         return F.linear(x, weight)
 
 

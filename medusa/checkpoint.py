@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.core.errors import CheckpointError, ConfigurationError, MissingWeightsError, WeightShapeError
 from paceline.decoder.parallel.collectives import Collectives
@@ -23,6 +23,7 @@ from paceline.decoder.weights.files import (
     open_weight_file,
     write_weight_file,
 )
+from paceline.decoder.weights.quantize import MatrixLike
 from paceline.medusa import formats
 from paceline.medusa.config import CONFIG, Claims, MedusaConfig
 from paceline.medusa.network import Heads
@@ -74,7 +75,7 @@ def load(folder: Path, *, vocab_size: int) -> Checkpoint:
 
 def heads(
     folder: Path,
-    output: nn.Parameter,
+    output: MatrixLike,
     dtype: torch.dtype,
     *,
     vocab_size: int | None = None,

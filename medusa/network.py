@@ -16,9 +16,10 @@ from paceline.core.errors import MissingWeightsError, WeightShapeError, WeightVa
 from paceline.decoder.kernels.vocab_part import VocabPart
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.vocab_parallel import whole
+from paceline.decoder.weights.quantize import MatrixLike
 from paceline.medusa.config import MedusaConfig
 
-Linear = Callable[[Tensor, Tensor], Tensor]
+Linear = Callable[[Tensor, MatrixLike], Tensor]
 """x [..., in], weight [out, in] -> [..., out]"""
 
 
@@ -68,7 +69,7 @@ class Heads(nn.Module):
     def __init__(
         self,
         config: MedusaConfig,
-        output: nn.Parameter,
+        output: MatrixLike,
         dtype: torch.dtype,
         *,
         group: Collectives | None = None,
@@ -118,7 +119,7 @@ class Heads(nn.Module):
 
     def own(self) -> dict[str, nn.Parameter]:
         """The heads' own parameters by name, the target's output layer left out."""
-        return {name: p for name, p in self.named_parameters() if name != "output"}
+        return {name: p for name, p in self.named_parameters() if name.split(".")[0] != "output"}
 
     @torch.no_grad()
     def fill(self, weights: dict[str, Tensor]) -> None:

@@ -96,6 +96,7 @@ class AutoDecoder:
         backend: str = "inductor",
         tp_degree: int = 1,
         group_query_attention: GQA | str | None = None,
+        quantization: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> SamplingDecoder:
         """Load a decoder.
@@ -112,6 +113,9 @@ class AutoDecoder:
                                  (ranks are processes, which end with the decoder: see ``close``) and "neuron" (cores)
         group_query_attention    where K/V heads live then: a `GQA` or its value; default: whole heads if they can be
                                  divided, else copies
+        quantization             format of the weight matrices: "int8" (a scale for every row), "q8_0", "q4_0", "q4_1"
+                                 (blocks of 32), or "gguf", which keeps those formats of a GGUF file; activations and
+                                 cache stay as they are. Default: the number format of ``amp``
         progress                 told (tensors loaded, tensors in all)
 
         Graphs are compiled at first use, or by ``compile()``, and found in the cache from then on.
@@ -137,13 +141,16 @@ class AutoDecoder:
             amp=amp,
             trained=config.max_position_embeddings,
             layout=layout,
+            quantization=quantization,
         )
         check_positions(config.rope, options.n_positions)
         shard = Shard(config, layout)
         engine = make(backend, layout.degree)
         if not engine.device_state:  # its state stays in this machine's memory
             kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
-        weights = load_weights(place, config, options.dtype, progress=progress, shard=shard)
+        weights = load_weights(
+            place, config, options.dtype, progress=progress, shard=shard, quantization=options.quantization
+        )
         decoder = SamplingDecoder(config, options, weights, backend=engine)
         engine.attach(decoder.body, os.fspath(place))
         decoder.folder = place

@@ -207,6 +207,7 @@ def _with_model(spec: DraftSpec, target: CompiledDecoder, load: LoadModel) -> Dr
         "amp": target.options.amp,
         "backend": target.backend.name,
         "tp_degree": target.options.layout.degree,
+        "quantization": None if target.options.quantization == "gguf" else target.options.quantization,
     }
     return DraftSpec(k=spec.k, value=load(path, **(defaults | options)))
 

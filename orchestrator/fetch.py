@@ -139,7 +139,8 @@ def _convert(row: KnownModel, gguf: Path) -> None:
     """Write a Hugging Face folder around a GGUF file: weights in bfloat16, configuration, tokenizer, origin."""
     folder = gguf.parent
     weights = load_weights(gguf, ModelConfig.from_pretrained(gguf), torch.bfloat16)
-    save_tensors(folder / "model.safetensors", weights, {"format": "pt"})
+    plain = {name: weight for name, weight in weights.items() if isinstance(weight, torch.Tensor)}
+    save_tensors(folder / "model.safetensors", plain, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps({**read_config(gguf), "dtype": "bfloat16"}, indent=2) + "\n")
     write_tokenizer(gguf, folder)
     (folder / "README.md").write_text(

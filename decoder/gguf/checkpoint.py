@@ -22,6 +22,7 @@ from paceline.core.errors import CheckpointError, UnknownArchitectureError
 from paceline.decoder.gguf import llama
 from paceline.decoder.gguf.header import GgufHeader, StoredTensor, read_header
 from paceline.decoder.weights.files import TensorInfo
+from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class Architecture:
 
 ARCHITECTURES = {"llama": Architecture(llama.config, llama.hugging_face_name, llama.row_order, llama.IGNORED)}
 """By the value of `general.architecture`."""
+
+_KEPT = {"Q8_0": WeightFormat.Q8_0, "Q4_0": WeightFormat.Q4_0, "Q4_1": WeightFormat.Q4_1}
 
 _PIECE = 1 << 20  # numbers that are dequantised at a time
 
@@ -122,6 +125,16 @@ class GgufFile:
             return self._rows(name, span)
         shape = self.header.tensors[self.names[name]].shape
         return self._rows(name, (0, shape[0]), columns=span)
+
+    def read_quantized(self, name: str) -> QuantizedTensor | None:
+        """See `paceline.decoder.weights.files.WeightFile`: Q8_0, Q4_0 and Q4_1."""
+        stored = self.header.tensors[self.names[name]]
+        if stored.type not in _KEPT or len(stored.shape) != 2:
+            return None
+        raw = self.data[stored.offset : stored.offset + stored.num_bytes].reshape(stored.shape[0], -1)
+        order = _architecture(self.header).row_order(self.header, name)
+        rows = raw.copy() if order is None else raw[order(np.arange(stored.shape[0]))]
+        return QuantizedTensor(torch.from_numpy(rows), None, _KEPT[stored.type], stored.shape[1])
 
     def _rows(self, name: str, span: tuple[int, int], *, columns: tuple[int, int] | None = None) -> Tensor:
         stored = self.header.tensors[self.names[name]]

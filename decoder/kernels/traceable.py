@@ -22,6 +22,7 @@ from paceline.decoder.kernels import graph_product, graph_sampling
 from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
 from paceline.decoder.kernels.torch_kernels import distances, within
 from paceline.decoder.kernels.vocab_part import VocabPart
+from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
 
 MAX_EXACT = 1 << 24
 """Integers below this survive a compiler that computes them in float32."""
@@ -34,8 +35,18 @@ class TraceableKernels:
     sampling_kinds = True  # nothing looks at a value, so what all rows have in common must be known beforehand
     layers = None
 
-    def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
-        """As `Kernels.linear`; padding is computed like everything else."""
+    def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
+        """As `Kernels.linear`; padding is computed like everything else.
+
+        int8 is exact in bfloat16, in which it is multiplied; its scales apply to the sums.
+        """
+        if isinstance(weight, PackedMatrix):
+            if weight.scales is None:
+                raise ConfigurationError(
+                    f"graphs for xla and neuron hold no {weight.format.value} blocks; load the model with "
+                    "quantization='int8', or on the backend inductor or eager"
+                )
+            return graph_product.linear(x, weight.data.to(torch.bfloat16)) * weight.scales
         return graph_product.linear(x, weight)
 
     def attend(

@@ -23,6 +23,7 @@ from paceline.decoder.models.rope import rope_tables
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.sharding import Shard, TensorSpec
 from paceline.decoder.parallel.vocab_parallel import embedded
+from paceline.decoder.weights.quantize import Stored, matrix
 
 
 class DecoderModel(nn.Module):
@@ -75,19 +76,19 @@ class DecoderModel(nn.Module):
         shard: Shard,
         kernels: Kernels,
         *,
-        embedding: Tensor,
+        embedding: Stored,
         layers: Iterable[nn.Module],
-        norm: Tensor,
-        head: Tensor | None,
+        norm: Stored,
+        head: Stored | None,
         positions: int,
         group: Collectives,
     ) -> None:
         super().__init__()
         self._config, self._kernels, self._group = shard.config, kernels, group
-        self.embedding = frozen(embedding)
+        self.embedding = matrix(embedding)
         self.layers = nn.ModuleList(layers)
         self.norm = frozen(norm)
-        self.head = self.embedding if head is None else frozen(head)
+        self.head = self.embedding if head is None else matrix(head)
         cos, sin = rope_tables(shard.config.rope, shard.config.head_dim, positions)
         self.register_buffer("cos", cos)
         self.register_buffer("sin", sin)

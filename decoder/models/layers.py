@@ -12,8 +12,10 @@ from paceline.decoder.kernels.protocol import AttentionWeights, CachePosition, K
 from paceline.decoder.models.rope import apply_rope
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.sharding import Shard
+from paceline.decoder.weights.quantize import MatrixLike, Stored, joined, matrix
 
-Weights = dict[str, Tensor]
+Weights = dict[str, Stored]
+"""Tensors of a checkpoint by name, in the type a decoder computes with, or quantised."""
 Rotation = tuple[Tensor, Tensor]
 """cos and sin of the positions of a window, each [b, T, 1, D]."""
 
@@ -29,9 +31,9 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self._shard, self._kernels, self._group = shard, kernels, group
-        self.qkv = joined(weights, [f"{prefix}{x}_proj.weight" for x in "qkv"])
-        self.out = frozen(weights.pop(f"{prefix}o_proj.weight"))
-        self.qkv_bias = joined(weights, [f"{prefix}{x}_proj.bias" for x in "qkv"]) if bias else None
+        self.qkv = joined([weights.pop(f"{prefix}{x}_proj.weight") for x in "qkv"])
+        self.out = matrix(weights.pop(f"{prefix}o_proj.weight"))
+        self.qkv_bias = joined_vectors(weights, [f"{prefix}{x}_proj.bias" for x in "qkv"]) if bias else None
         self.out_bias = frozen(weights.pop(f"{prefix}o_proj.bias")) if bias else None
         if shard.gathers:
             self.register_buffer("key_heads", torch.tensor(shard.key_heads, dtype=torch.int32))
@@ -71,9 +73,11 @@ class GatedMlp(nn.Module):
     ) -> None:
         super().__init__()
         self._kernels, self._group = kernels, group
-        self.gate_up = joined(weights, [f"{prefix}{x}_proj.weight" for x in ("gate", "up")])
-        self.down = frozen(weights.pop(f"{prefix}down_proj.weight"))
-        self.gate_up_bias = joined(weights, [f"{prefix}{x}_proj.bias" for x in ("gate", "up")]) if bias else None
+        self.gate_up = joined([weights.pop(f"{prefix}{x}_proj.weight") for x in ("gate", "up")])
+        self.down = matrix(weights.pop(f"{prefix}down_proj.weight"))
+        self.gate_up_bias = (
+            joined_vectors(weights, [f"{prefix}{x}_proj.bias" for x in ("gate", "up")]) if bias else None
+        )
         self.down_bias = frozen(weights.pop(f"{prefix}down_proj.bias")) if bias else None
 
     def with_norm(self, norm: Tensor, eps: float) -> MlpWeights:
@@ -99,7 +103,7 @@ def gated_mlp(
 
 def _gated(
     x: Tensor,
-    products: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
+    products: tuple[MatrixLike, Tensor | None, MatrixLike, Tensor | None],
     real: Tensor | None,
     *,
     kernels: Kernels,
@@ -122,11 +126,12 @@ def biased(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-def frozen(x: Tensor) -> nn.Parameter:
-    """A tensor as a parameter that is not trained."""
+def frozen(x: Stored) -> nn.Parameter:
+    """A tensor that is never quantised, as a parameter that is not trained. For matrices: `matrix`."""
+    assert isinstance(x, Tensor), "a matrix that may be quantised is wrapped by `matrix`"
     return nn.Parameter(x.contiguous(), requires_grad=False)
 
 
-def joined(weights: Weights, names: list[str]) -> nn.Parameter:
-    """Several matrices as one, so that one product reads them all. Takes them out of ``weights``."""
-    return frozen(torch.cat([weights.pop(name) for name in names]))
+def joined_vectors(weights: Weights, names: list[str]) -> nn.Parameter:
+    """Several biases as one. Takes them out of ``weights``."""
+    return nn.Parameter(torch.cat([frozen(weights.pop(name)) for name in names]), requires_grad=False)

@@ -152,8 +152,8 @@ def c_shims() -> dict[object, list[str]]:
     maybe = "AtenTensorHandle* "
     formats = f"{maybe}scales0, {maybe}scales1, int64_t format0, int64_t format1"
     attention = (
-        f"{tensors}, double eps, AtenTensorHandle qkv, {maybe}a, AtenTensorHandle out, {maybe}b, {handles[7]}, {maybe}p, "
-        f"{formats}"
+        f"{tensors}, double eps, AtenTensorHandle qkv, {maybe}a, AtenTensorHandle out, {maybe}b, {handles[7]}, "
+        f"{maybe}p, {formats}"
     )
     mlp = (
         f"{tensors}, double eps, AtenTensorHandle gate_up, {maybe}a, AtenTensorHandle down, {maybe}b, {maybe}count, "

@@ -38,7 +38,13 @@ class Follower:
 
     def load(self, number: int, path: str, *, config: ModelConfig, options: DecoderOptions) -> None:
         """Read this rank's part of a model."""
-        weights = load_weights(path, config, options.dtype, shard=Shard(config, options.layout, self._rank))
+        weights = load_weights(
+            path,
+            config,
+            options.dtype,
+            shard=Shard(config, options.layout, self._rank),
+            quantization=options.quantization,
+        )
         self.bodies[number] = ModelWithCache(
             config, options, weights, kernels=self.kernels, rank=self._rank, group=self._group
         ).eval()

@@ -51,8 +51,13 @@ class TensorSpec:
 
     @property
     def is_product(self) -> bool:
-        """Whether it is a matrix of a layer, which is what quantisation makes smaller."""
+        """Whether it is a matrix of a layer."""
         return len(self.shape) == 2 and self.split is not Split.VOCABULARY
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix of a layer or a table of the vocabulary: what quantisation makes smaller."""
+        return len(self.shape) == 2 and self.split is not Split.WHOLE
 
 
 class GQA(Enum):

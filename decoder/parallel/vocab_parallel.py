@@ -17,6 +17,7 @@ from paceline.decoder.kernels import graph_sampling
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.kernels.vocab_part import VocabPart
 from paceline.decoder.parallel.collectives import Collectives
+from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +28,30 @@ class SharedHead:
     ids                 [n] int32
     """
 
-    embedding: nn.Parameter
-    head: nn.Parameter
+    embedding: MatrixLike
+    head: MatrixLike
     ids: Tensor
     group: Collectives
 
 
-def embedded(tokens: Tensor, table: Tensor, ids: Tensor, *, group: Collectives) -> Tensor:
+def embedded(tokens: Tensor, table: MatrixLike, ids: Tensor, *, group: Collectives) -> Tensor:
     """tokens [b, T] int32, this rank's rows of the table [n, H] and their ids [n] int32 -> [b, T, H] float32.
 
     Of every token one rank has the row and the others add zeros, so nothing is rounded.
     """
     if group.degree == 1:
-        return nn.functional.embedding(tokens, table).float()
+        return rows_of(table, tokens)
     place = tokens - ids[0]
-    mine = (place >= 0) & (place < len(table))
-    found = nn.functional.embedding(torch.where(mine, place, 0), table).float()
+    mine = (place >= 0) & (place < table.shape[0])
+    found = rows_of(table, torch.where(mine, place, 0))
     return group.reduce(torch.where(mine.unsqueeze(-1), found, 0.0))
+
+
+def rows_of(table: MatrixLike, places: Tensor) -> Tensor:
+    """Rows of a table [n, H], float32: places [b, T] int32 -> [b, T, H]"""
+    if isinstance(table, PackedMatrix):
+        return table.gather(places)
+    return nn.functional.embedding(places, table).float()
 
 
 def whole(logits: Tensor, size: int, group: Collectives) -> Tensor:

@@ -7,7 +7,7 @@ held whole while it is read.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -35,6 +35,7 @@ from paceline.decoder.weights.files import (
     open_weight_file,
 )
 from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.quantize import QuantizedTensor, Stored, WeightFormat, joined_rows, quantize
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _PORTION = 8 << 20  # bytes in float32 that are read before a file is opened anew
@@ -56,13 +57,17 @@ def load_weights(
     *,
     progress: Callable[[int, int], None] | None = None,
     shard: Shard | None = None,
-) -> dict[str, Tensor]:
+    quantization: str | None = None,
+) -> dict[str, Stored]:
     """All tensors that the model's family asks for, from the folder or GGUF file ``path``, contiguous, on the CPU.
 
     Of a ``shard``, its rank's parts alone are read; names and shapes of all tensors are checked nevertheless.
 
     The tensors are copies: the files may change or go afterwards. ``progress`` is called with (tensors done,
     tensors in all) after each one. With tied embeddings the result has no ``lm_head.weight``.
+
+    ``quantization`` names the `WeightFormat` of all matrices (those of layers and of the vocabulary), or is "gguf":
+    what a GGUF file has as Q8_0, Q4_0 or Q4_1 stays as it is, and its other matrices become Q8_0.
     """
     if dtype not in _DTYPES:
         raise ConfigurationError(f"weights cannot be loaded as {dtype}; choose one of {', '.join(map(str, _DTYPES))}.")
@@ -76,13 +81,19 @@ def load_weights(
     # Copies, which some checkpoints keep of tied tensors, are read, compared and dropped.
     specs = expected | {copy: expected[name] for copy, name in originals.items()}
     _check_infos(places, specs)
-    loaded: dict[str, Tensor] = {}
-    copies: dict[str, Tensor] = {}
+    matrices = _formats(place, specs, quantization)
+    loaded: dict[str, Stored] = {}
+    copies: dict[str, Stored] = {}
     for file, names in _portions(places, specs):
         with open_weight_file(file) as source:
             for name in names:
                 cut = None if shard is None else shard.slice_of(specs[name])
-                tensor = _load_tensor(source, places[name].stored, dtype, part=cut, file=file)
+                stored = places[name].stored
+                tensor: Stored = (
+                    _load_matrix(source, stored, matrices[name], part=cut, file=file)
+                    if name in matrices
+                    else _load_tensor(source, stored, dtype, part=cut, file=file)
+                )
                 if name not in expected:
                     copies[name] = tensor
                     continue
@@ -90,8 +101,43 @@ def load_weights(
                 if progress is not None:
                     progress(len(loaded), len(expected))
     for name, tensor in copies.items():
-        _check_tied(places[name].file, name, originals[name], equal=torch.equal(tensor, loaded[originals[name]]))
+        _check_tied(places[name].file, name, originals[name], equal=_equal(tensor, loaded[originals[name]]))
     return {name: loaded[name] for name in expected}
+
+
+def _formats(path: Path, specs: Mapping[str, TensorSpec], quantization: str | None) -> dict[str, WeightFormat | None]:
+    """The format of every matrix that is to be quantised; None: as it is stored, or Q8_0."""
+    if quantization is None:
+        return {}
+    if quantization == "gguf" and not is_gguf(path):
+        names = ", ".join(form.value for form in WeightFormat)
+        raise ConfigurationError(f"quantization='gguf' keeps what a GGUF file has, and {path} is none; use {names}")
+    form = None if quantization == "gguf" else WeightFormat.of(quantization)
+    return {name: form for name, spec in specs.items() if spec.is_matrix}
+
+
+def _load_matrix(
+    source: WeightFile, name: str, form: WeightFormat | None, *, part: TensorSlice | None, file: Path
+) -> QuantizedTensor:
+    """A quantised matrix, made of the whole one: a rank's part has the numbers that one rank would have."""
+    stored = source.read_quantized(name) if form is None else None
+    if stored is None:
+        # Found out in float32, in which every stored number is exact.
+        weight = _load_tensor(source, name, torch.float32, part=None, file=file)
+        stored = quantize(weight, form or WeightFormat.Q8_0)
+    if part is None:
+        return stored
+    if part.dim == 1:
+        pieces = [stored.columns_of(*span) for span in part.ranges]
+        assert len(pieces) == 1 and pieces[0].columns == part.size, "columns are divided evenly"
+        return pieces[0]
+    return joined_rows([stored.rows(*span) for span in part.ranges], part.size)
+
+
+def _equal(one: Stored, other: Stored) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return torch.equal(one.data, other.data)
 
 
 def _survey(path: Path) -> dict[str, _Place]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.core.errors import CheckpointError, MissingWeightsError, WeightValueError
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.atomic_write import save_pickle, save_tensors
+from paceline.decoder.weights.quantize import QuantizedTensor
 
 _ZIP = b"PK\x03\x04"
 _AGAIN = "download the file again"
@@ -54,6 +55,9 @@ class WeightFile(Protocol):
 
     def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
         """Rows (dim 0) or columns (dim 1) of a ``span``, whose end is not included; no others are read."""
+
+    def read_quantized(self, name: str) -> QuantizedTensor | None:
+        """The matrix as it is stored, copied, if it is stored in a `WeightFormat`."""
 
 
 def has_weight_files(folder: Path) -> bool:
@@ -118,6 +122,9 @@ class _SafetensorsFile:
         tensor: Tensor = part[slice(*span)] if dim == 0 else part[:, slice(*span)]
         return tensor
 
+    def read_quantized(self, name: str) -> QuantizedTensor | None:
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class _PickleFile:
@@ -132,6 +139,9 @@ class _PickleFile:
 
     def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
         return self.read(name).narrow(dim, span[0], span[1] - span[0])
+
+    def read_quantized(self, name: str) -> QuantizedTensor | None:
+        return None
 
 
 def write_weight_file(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -151,7 +161,7 @@ def check_stored(name: str, dtype: str, *, where: Path) -> None:
     """Raise CheckpointError unless a tensor's numbers are what they say, and not a quantised form of others."""
     if dtype not in FLOAT_NAMES:
         raise CheckpointError(
-            f"{where}: {name} is stored as {dtype}; quantised weights are not supported, "
+            f"{where}: {name} is stored as {dtype}; quantised weights of this kind are not supported, "
             "use the checkpoint in float32, bfloat16 or float16."
         )
 

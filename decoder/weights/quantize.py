@@ -1,12 +1,13 @@
 """Quantised weight matrices: their formats, how one is made of float numbers, and how it is turned back.
 
-`int8` has a scale for every row (output channel): symmetric, ``scale = max |w| / 127``. `q8_0`, `q4_0` and `q4_1` are the
-blocks of 32 numbers of GGUF files, kept byte by byte as the package ``gguf`` reads and writes them; where rounding goes is
-its `quantize`. Weights alone are quantised: activations stay float32. Not here: files, and products.
+`int8` has a scale for every row (output channel): symmetric, ``scale = max |w| / 127``. `q8_0`, `q4_0` and `q4_1` are
+the blocks of 32 numbers of GGUF files, kept byte by byte as the package ``gguf`` reads and writes them; its `quantize`
+does the rounding. Weights alone are quantised: activations stay float32. Not here: files, and products.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -52,8 +53,8 @@ class WeightFormat(Enum):
             return cls(name)
         except ValueError:
             raise ConfigurationError(
-                f"quantization={name!r} is unknown; use one of {', '.join(item.value for item in cls)}, or gguf to keep "
-                "the formats of a GGUF file"
+                f"quantization={name!r} is unknown; use one of {', '.join(item.value for item in cls)}, or gguf to "
+                "keep the formats of a GGUF file"
             ) from None
 
 
@@ -105,6 +106,22 @@ class QuantizedTensor:
         return dequantized(self.data, self.scales, self.format)
 
 
+Stored = Tensor | QuantizedTensor
+"""A tensor of a checkpoint as a decoder keeps it."""
+
+
+def joined_rows(parts: Sequence[QuantizedTensor], rows: int | None = None) -> QuantizedTensor:
+    """Matrices of one format one below the other; up to ``rows``, zeros follow."""
+    first = parts[0]
+    assert all(part.format is first.format and part.columns == first.columns for part in parts), "one format and width"
+    data = torch.cat([part.data for part in parts])
+    scales = None if first.scales is None else torch.cat([part.scales for part in parts if part.scales is not None])
+    if rows is not None and (missing := rows - len(data)):
+        data = torch.cat((data, data.new_zeros(missing, data.shape[1])))  # zeros in every format
+        scales = None if scales is None else torch.cat((scales, scales.new_ones(missing)))
+    return QuantizedTensor(data, scales, first.format, first.columns)
+
+
 def quantize(weight: Tensor, form: WeightFormat) -> QuantizedTensor:
     """A float matrix [N, K] in a format.
 
@@ -137,12 +154,35 @@ def dequantized(data: Tensor, scales: Tensor | None, form: WeightFormat) -> Tens
     blocks = data.unflatten(-1, (-1, form.block_bytes))
     scale = _half(blocks[..., 0:2])
     if form is WeightFormat.Q8_0:
-        numbers = blocks[..., 2:].view(torch.int8).float()
-        return (numbers * scale).flatten(-2)
+        numbers: Tensor = blocks[..., 2:].contiguous().view(torch.int8).float() * scale
+        return numbers.flatten(-2)
     start = 4 if form is WeightFormat.Q4_1 else 2
     nibbles = torch.cat((blocks[..., start:] & 15, blocks[..., start:] >> 4), -1).float()
-    made = nibbles * scale + _half(blocks[..., 2:4]) if form is WeightFormat.Q4_1 else (nibbles - 8) * scale
+    made: Tensor = nibbles * scale + _half(blocks[..., 2:4]) if form is WeightFormat.Q4_1 else (nibbles - 8) * scale
     return made.flatten(-2)
+
+
+def matrix(weight: Stored) -> MatrixLike:
+    """A matrix as part of a model: a parameter that is not trained, or a `PackedMatrix`."""
+    if isinstance(weight, QuantizedTensor):
+        return PackedMatrix(weight)
+    return nn.Parameter(weight.contiguous(), requires_grad=False)
+
+
+def joined(parts: Sequence[Stored]) -> MatrixLike:
+    """Several matrices one below the other as one, so that one product reads them all.
+
+    Where they are quantised in several formats, as some GGUF files mix them, all become Q8_0.
+    """
+    plain = [part for part in parts if isinstance(part, Tensor)]
+    if len(plain) == len(parts):
+        return matrix(torch.cat(plain))
+    assert not plain, "all matrices of a layer are quantised, or none"
+    packed = [part for part in parts if isinstance(part, QuantizedTensor)]
+    if len({part.format for part in packed}) > 1:
+        form = WeightFormat.Q8_0
+        packed = [part if part.format is form else quantize(part.dequantize(), form) for part in packed]
+    return matrix(joined_rows(packed))
 
 
 def _half(pair: Tensor) -> Tensor:

@@ -51,6 +51,10 @@ class LoaderOptions:
         str | None,
         typer.Option(help="K/V heads of divided models: shard-over-heads, replicated-heads or all-gather-heads."),
     ] = None
+    quantization: Annotated[
+        str | None,
+        typer.Option(help="Format of the weight matrices: int8, q8_0, q4_0, q4_1, or gguf to keep a GGUF file's."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

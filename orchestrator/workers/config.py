@@ -8,7 +8,6 @@ from pathlib import Path
 
 from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.config import SpeculativeConfig
-from paceline.core.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +29,16 @@ class WorkerConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     tp_degree: int = 1
     group_query_attention: str | None = None
+    quantization: str | None = None
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object]) -> WorkerConfig:
         """Read the settings of a worker; keys that only one kind of worker has are left to it.
 
         Raises:
-            ConfigurationError: the model is to be quantised, which can be planned but not run; or the keys of
-                `SpeculativeConfig` contradict each other.
+            ConfigurationError: the keys of `SpeculativeConfig` contradict each other.
         """
-        if settings["quantisation"] != "none":
-            raise ConfigurationError(
-                f"quantisation={settings['quantisation']!r} can be planned but not run yet; use none to launch"
-            )
-        layout = settings.get("group_query_attention")
+        layout, quantization = settings.get("group_query_attention"), settings.get("quantization")
         return cls(
             folder=Path(str(settings["folder"])),
             amp=str(settings["amp"]),
@@ -54,6 +49,7 @@ class WorkerConfig:
             speculative=SpeculativeConfig(**{k: settings[k] for k in SpeculativeConfig.model_fields if k in settings}),
             tp_degree=int(str(settings.get("tp_degree", 1))),
             group_query_attention=None if layout is None else str(layout),
+            quantization=None if quantization is None else str(quantization),
         )
 
     def load(self) -> SamplingDecoder:
@@ -66,4 +62,5 @@ class WorkerConfig:
             backend=self.backend,
             tp_degree=self.tp_degree,
             group_query_attention=self.group_query_attention,
+            quantization=self.quantization,
         )

@@ -6,6 +6,7 @@ cache's heads, as `paceline.decoder.parallel.sharding` says; norms are on every 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from paceline.decoder.models import registry
@@ -18,7 +19,8 @@ _SLACK_ROWS = 256  # a cache's rows after its last position, for a window or a p
 _CHUNK = 256  # rows of the largest default prefill graph
 
 NUMBER_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
-QUANTISED_BYTES = {"int8": 1, "fp8": 1}
+# Bytes of a number, scales included: int8 has one scale of 4 bytes for a row, blocks of 32 have them inside.
+QUANTIZED_BYTES = {"int8": 1.01, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +38,10 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a model's options its size depends on. ``quantisation``: "none", or a format of the products' weights."""
+    """What of a model's options its size depends on. ``quantization``: a format of the matrices, or None."""
 
     amp: str
-    quantisation: str
+    quantization: str | None
     batch_size: int
     n_positions: int
 
@@ -53,9 +55,9 @@ def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1
     shards = [Shard(config, layout(config, degree, gqa), rank) for rank in range(degree)]
     fullest = max(shards, key=lambda shard: len(shard.key_heads))
     wide = NUMBER_BYTES[shape.amp]
-    narrow = QUANTISED_BYTES.get(shape.quantisation, wide)
+    narrow = wide if shape.quantization is None else QUANTIZED_BYTES[shape.quantization]
     specs = registry.family(config.model_type).tensors(config).values()
-    weights = sum(fullest.numbers_of(spec) * (narrow if spec.is_product else wide) for spec in specs)
+    weights = math.ceil(sum(fullest.numbers_of(spec) * (narrow if spec.is_matrix else wide) for spec in specs))
     weights *= caches if degree > 1 else 1
     cache = caches * cache_bytes(config, shape, degree, gqa=gqa)
     chunk = min(_CHUNK, shape.n_positions)

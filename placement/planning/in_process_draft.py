@@ -56,7 +56,7 @@ class InProcessDraft:
             return Footprint(weights, cache_bytes(replace(target, num_layers=1), shape, target_degree), 0)
         degree = target_degree if self.degree is None else self.degree
         positions = min(shape.n_positions, self.config.max_position_embeddings)
-        own = footprint(self.config, replace(shape, quantisation="none", n_positions=positions), degree)
+        own = footprint(self.config, replace(shape, quantization=None, n_positions=positions), degree)
         return Footprint(own.weights, own.cache, 0)
 
 

@@ -13,7 +13,7 @@ Keys of a model:
     n_positions   longest sequence; default: what the model was trained on (more can be planned, but not loaded)
     batch_size    slots, default 1
     amp           bf16 (default), f16 or f32
-    quantisation  none (default), int8 or fp8: of the matrix weights; can be planned, not yet run
+    quantization  of the matrices: int8, q8_0, q4_0 or q4_1; left out: the format that amp names
     draft         who drafts in the target's own process, fused with it where that can be done: a drafter's name
                   (ngram), a folder with a draft model, Medusa heads or an EAGLE head, either with options (DIR:k=3) or
                   as a mapping ({path: DIR, k: 3}), or a list of these
@@ -124,7 +124,7 @@ class ModelEntry(pydantic.BaseModel):
     n_positions: pydantic.PositiveInt | None = None
     batch_size: pydantic.PositiveInt = 1
     amp: Literal["bf16", "f16", "f32"] = "bf16"
-    quantisation: Literal["none", "int8", "fp8"] = "none"
+    quantization: Literal["int8", "q8_0", "q4_0", "q4_1"] | None = None
     draft_of: str | list[str] = []
     draft: object = None
     k: object = None
@@ -147,7 +147,7 @@ class ModelEntry(pydantic.BaseModel):
             self.name,
             config,
             home,
-            Shape(self.amp, self.quantisation, self.batch_size, self.n_positions or config.max_position_embeddings),
+            Shape(self.amp, self.quantization, self.batch_size, self.n_positions or config.max_position_embeddings),
             None if self.tp_degree == "auto" else self.tp_degree,
             tuple(dict.fromkeys(targets)),
             speculative,

@@ -54,7 +54,7 @@ def degree_of(model: ModelSpec, instance: Instance) -> int:
             raise PlanError(
                 f"{name} does not fit {instance.name} at any degree it can be divided by: at {legal[-1]} it needs "
                 f"{over} bytes more on each core than the {instance.memory} there are; lower n_positions or "
-                "batch_size, quantise, or take an instance with more memory a core"
+                "batch_size, quantize the weights, or take an instance with more memory a core"
             )
         return fits[0]
     if model.degree not in instance.degrees:

@@ -19,11 +19,6 @@ def check(plan: Plan) -> None:
         model, degree = item.model, len(item.cores)
         if model.folder is None:
             raise PlanError(f"{item.name} was planned from a configuration alone; give `path` to run it")
-        if model.shape.quantisation != "none":
-            raise PlanError(
-                f"{item.name} was planned with quantisation={model.shape.quantisation!r}, which no backend runs yet; "
-                "give none to run it"
-            )
         if model.shape.n_positions > model.config.max_position_embeddings:
             raise PlanError(
                 f"{item.name} was planned with n_positions={model.shape.n_positions}, more than the "

@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, object]] = {
     },
     "biased": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
     "one key head": {"num_key_value_heads": 1, "head_dim": 16},
+    "blocks": {"intermediate_size": 64},
 }
 
 

@@ -46,7 +46,13 @@ def others(first: ModelWithCache, path: str) -> list[ModelWithCache]:
     """The bodies of ranks 1 and up, in order; ``first`` is rank 0's. Together they hold every divided tensor once."""
     config, options, bodies = first.config, first.options, []
     for rank in range(1, options.layout.degree):
-        weights = load_weights(path, config, options.dtype, shard=Shard(config, options.layout, rank))
+        weights = load_weights(
+            path,
+            config,
+            options.dtype,
+            shard=Shard(config, options.layout, rank),
+            quantization=options.quantization,
+        )
         body = ModelWithCache(config, options, weights, kernels=first.kernels, rank=rank, group=first.group)
         bodies.append(body.eval())
     return bodies

@@ -1,0 +1,177 @@
+"""Quantised matrices: their numbers, the products with them, and models that are loaded with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.decoder.kernels.traceable import TraceableKernels
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.native.ops import Native
+from paceline.decoder.parallel.sharding import Layout, Shard
+from paceline.decoder.weights.checkpoint import load_weights
+from paceline.decoder.weights.quantize import PackedMatrix, QuantizedTensor, WeightFormat, quantize
+from tests.decoder import gguf_files, tiny
+
+FORMATS = list(WeightFormat)
+BLOCKS = [form for form in FORMATS if form.block_bytes]
+
+
+def weight(rows: int, columns: int) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows + columns))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose matrices have rows of whole blocks."""
+    made = tmp_path_factory.mktemp("blocks")
+    tiny.network("blocks").save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model without its last layer."""
+    made = tmp_path_factory.mktemp("draft")
+    tiny.network("blocks", layers=1).save_pretrained(made)
+    return made
+
+
+def load(folder: Path, backend: str = "eager", **options: object) -> SamplingDecoder:
+    return AutoDecoder.from_pretrained(
+        folder, n_positions=tiny.POSITIONS, context_length_estimate=tiny.CHUNK, backend=backend, **options
+    )
+
+
+@pytest.mark.parametrize("form", BLOCKS, ids=lambda form: form.value)
+def test_blocks_are_those_of_the_gguf_package(form: WeightFormat) -> None:
+    original = weight(8, 96)
+    stored = quantize(original, form)
+    kind = gguf.GGMLQuantizationType[form.name]
+    assert np.array_equal(stored.data.numpy(), gguf.quants.quantize(original.numpy(), kind))
+    assert np.array_equal(stored.dequantize().numpy(), gguf.quants.dequantize(stored.data.numpy(), kind))
+
+
+def test_an_integer_is_at_most_half_a_scale_away_and_a_row_of_zeros_stays_zero() -> None:
+    original = weight(8, 50)
+    original[3] = 0
+    stored = quantize(original, WeightFormat.INT8)
+    assert stored.scales is not None
+    error = (stored.dequantize() - original).abs()
+    assert bool((error <= stored.scales.unsqueeze(1) * 0.5001).all())
+    assert not stored.dequantize()[3].any()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
+@pytest.mark.parametrize(("rows", "columns"), [(40, 64), (33, 96), (3, 32), (128, 256)])
+def test_a_product_is_that_of_the_dequantised_matrix(form: WeightFormat, rows: int, columns: int) -> None:
+    packed = PackedMatrix(quantize(weight(rows, columns), form))
+    x, native = weight(23, columns).view(1, 23, columns), Native()
+    found, dequantized = native.linear(x, packed), packed.dequantize()
+    if form.block_bytes:  # a scale of 11 bits times at most 8 bits: exact
+        assert torch.equal(found, native.linear(x, dequantized))
+    torch.testing.assert_close(found, TorchKernels().linear(x, dequantized), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(TorchKernels().linear(x, packed), found, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
+def test_a_row_has_the_same_bits_whatever_the_number_of_rows(form: WeightFormat) -> None:
+    packed, native = PackedMatrix(quantize(weight(37, 128), form)), Native()
+    x = weight(40, 128).view(1, 40, 128)
+    alone = torch.cat([native.linear(x[:, i : i + 1], packed) for i in range(40)], 1)
+    for rows in (1, 2, 3, 5, 9, 13, 17, 40):
+        assert torch.equal(native.linear(x[:, :rows], packed), alone[:, :rows])
+        assert torch.equal(native.linear(x[:, 40 - rows :], packed), alone[:, 40 - rows :])
+    count = torch.tensor([7], dtype=torch.int32)
+    assert torch.equal(native.linear(x, packed, count)[:, :7], alone[:, :7])
+
+
+def test_graphs_for_accelerators_scale_the_sums_of_int8_and_refuse_blocks() -> None:
+    original, x = weight(40, 64), weight(5, 64).view(1, 5, 64)
+    packed = PackedMatrix(quantize(original, WeightFormat.INT8))
+    torch.testing.assert_close(
+        TraceableKernels().linear(x, packed), TorchKernels().linear(x, packed), rtol=1e-4, atol=1e-4
+    )
+    with pytest.raises(ConfigurationError, match=r"hold no q4_0 blocks; load the model with quantization='int8'"):
+        TraceableKernels().linear(x, PackedMatrix(quantize(original, WeightFormat.Q4_0)))
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
+def test_an_embedding_is_a_row_of_the_dequantised_table(form: WeightFormat) -> None:
+    packed = PackedMatrix(quantize(weight(96, 32), form))
+    ids = torch.tensor([[0, 95, 7], [7, 1, 2]], dtype=torch.int32)
+    assert torch.equal(packed.gather(ids), packed.dequantize()[ids.long()])
+
+
+def test_every_matrix_is_quantised_and_nothing_else(folder: Path) -> None:
+    config = ModelConfig.from_pretrained(folder)
+    plain = load_weights(folder, config, torch.float32)
+    for form in FORMATS:
+        for name, tensor in load_weights(folder, config, torch.float32, quantization=form.value).items():
+            original = plain[name]
+            assert isinstance(original, torch.Tensor)
+            if original.dim() == 1:
+                assert isinstance(tensor, torch.Tensor) and torch.equal(tensor, original)
+            else:
+                assert isinstance(tensor, QuantizedTensor)
+                assert torch.equal(tensor.dequantize(), quantize(original, form).dequantize())
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_ranks_have_parts_of_the_same_quantised_matrices(folder: Path, degree: int) -> None:
+    config = ModelConfig.from_pretrained(folder)
+    whole = load_weights(folder, config, torch.float32, quantization="int8")
+    shards = [Shard(config, Layout(degree), rank) for rank in range(degree)]
+    if degree > config.num_kv_heads:
+        shards = [Shard(config, Layout(degree, shards[0].layout.gqa.REPLICATED_HEADS), r) for r in range(degree)]
+    parts = [load_weights(folder, config, torch.float32, shard=shard, quantization="int8") for shard in shards]
+    for name, dim in (("mlp.down_proj", 1), ("mlp.up_proj", 0), ("self_attn.o_proj", 1), ("self_attn.q_proj", 0)):
+        name = f"model.layers.0.{name}.weight"
+        joined = torch.cat([part[name].dequantize() for part in parts], dim)
+        assert torch.equal(joined, whole[name].dequantize())
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_every_mode_gives_the_tokens_of_plain_decoding(
+    folder: Path, draft: Path, form: WeightFormat, backend: str
+) -> None:
+    if backend == "inductor" and form not in (WeightFormat.INT8, WeightFormat.Q4_1):
+        pytest.skip("one format with scales and one with blocks are compiled: the kernels are the same")
+    target = load(folder, backend, quantization=form.value)
+    small = load(draft, backend, quantization=form.value)
+    for options in ({}, {"do_sample": True, "temperature": 0.9, "seed": 3}):
+        plain = target.sample([[5, 6, 7, 5, 6]], max_new_tokens=20, **options)
+        for who, fused in ((small, True), (small, False), ("ngram", None)):
+            generator = SpeculativeGenerator(who, target, k=3, fused=fused)
+            assert torch.equal(generator.sample([[5, 6, 7, 5, 6]], max_new_tokens=20, **options), plain)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_K"])
+def test_a_gguf_file_is_kept_as_it_is(tmp_path: Path, kind: str) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", gguf_files.network(), gguf.GGMLQuantizationType[kind])
+    kept, plain = load(path, quantization="gguf", amp="f32"), load(path, amp="f32")
+    packed = [module for module in kept.body.modules() if isinstance(module, PackedMatrix)]
+    assert {module.format.name for module in packed} == {kind if kind in WeightFormat.__members__ else "Q8_0"}
+    if kind != "Q5_K":  # whose matrices were quantised a second time
+        prompt = [[5, 6, 7, 8]]
+        assert torch.equal(kept.sample(prompt, max_new_tokens=12), plain.sample(prompt, max_new_tokens=12))
+        assert torch.equal(packed[0].dequantize(), plain.body.model.embedding.detach())
+
+
+def test_what_cannot_be_done_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"quantization='int3' is unknown; use one of int8, q8_0, q4_0, q4_1"):
+        load(folder, quantization="int3")
+    with pytest.raises(ConfigurationError, match="keeps what a GGUF file has"):
+        load(folder, quantization="gguf")
+    tiny.network().save_pretrained(tmp_path)  # its MLP has 48 columns
+    with pytest.raises(ConfigurationError, match=r"rows of 48 numbers has no whole blocks of 32; use .*'int8'"):
+        load(tmp_path, quantization="q4_0")
