@@ -14,7 +14,16 @@ from paceline.core.errors import BackendError
 from paceline.core.types import IDLE, MultiRoundLimits, RoundReport
 from paceline.decoder.native import build
 
-_TYPES = {torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6, torch.bool: 11, torch.bfloat16: 15}
+_TYPES = {
+    torch.uint8: 0,
+    torch.int8: 1,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.bool: 11,
+    torch.bfloat16: 15,
+}
 """Their numbers in PyTorch's `c10::ScalarType`."""
 
 _COMMIT = 3  # inputs before this place are a commit's, and so are those from the next one on: its features
