@@ -15,10 +15,11 @@ from paceline.decoder.kernels.protocol import AttentionRule, CachePosition, Kern
 from paceline.decoder.models.base import DecoderModel
 from paceline.decoder.models.blueprint import AssembledConfig, Blueprint, Experts, Names, tensors
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.layers import Rotation, Weights, biased, frozen, rms_norm
+from paceline.decoder.models.layers import Rotation, Weights, biased, frozen, joined_vectors, rms_norm
 from paceline.decoder.models.rope import apply_rope, rope_tables
 from paceline.decoder.parallel.collectives import Collectives
 from paceline.decoder.parallel.sharding import Shard, TensorSpec
+from paceline.decoder.weights.quantize import QuantizedTensor, Stored, joined, joined_rows, matrix
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": nn.functional.silu,
@@ -151,7 +152,7 @@ class AssembledLayer(nn.Module):
 class Normalise(nn.Module):
     """A norm over the last dimension, in float32."""
 
-    def __init__(self, plan: Blueprint, weight: Tensor, *, bias: Tensor | None, eps: float) -> None:
+    def __init__(self, plan: Blueprint, weight: Stored, *, bias: Stored | None, eps: float) -> None:
         super().__init__()
         self.kind, self.eps = plan.norm, eps
         self.weight = weight if isinstance(weight, nn.Parameter) else frozen(weight)
@@ -173,9 +174,9 @@ class Attention(nn.Module):
         super().__init__()
         config, plan, shard = part.config, part.config.blueprint, part.shard
         self._shard, self._kernels, self._group, self._plan = shard, part.kernels, part.group, plan
-        self.qkv = frozen(_gathered(part, weights, inner, kind="weight"))
+        self.qkv = matrix(_gathered(part, weights, inner, kind="weight"))
         self.qkv_bias = frozen(_gathered(part, weights, inner, kind="bias")) if plan.qkv_bias else None
-        self.out = frozen(_taken(part, weights, inner["out"]))
+        self.out = matrix(_taken(part, weights, inner["out"]))
         self.out_bias = frozen(weights.pop(f"{inner['out']}.bias")) if plan.out_bias else None
         self.q_norm, self.k_norm = (
             Normalise(plan, weights.pop(f"{inner[side]}.weight"), bias=None, eps=config.rms_norm_eps)
@@ -234,9 +235,9 @@ class Mlp(nn.Module):
         self._kernels, self._group, self._gated = part.kernels, part.group, plan.gated
         self._activation = ACTIVATIONS[plan.activation]
         sides = [side for side in ("gate up", "gate", "up") if side in inner]
-        self.up = frozen(torch.cat([_taken(part, weights, inner[side]) for side in sides]))
-        self.up_bias = frozen(torch.cat([weights.pop(f"{inner[x]}.bias") for x in sides])) if plan.mlp_bias else None
-        self.down = frozen(_taken(part, weights, inner["down"]))
+        self.up = joined([_taken(part, weights, inner[side]) for side in sides])
+        self.up_bias = joined_vectors(weights, [f"{inner[side]}.bias" for side in sides]) if plan.mlp_bias else None
+        self.down = matrix(_taken(part, weights, inner["down"]))
         self.down_bias = frozen(weights.pop(f"{inner['down']}.bias")) if plan.mlp_bias else None
 
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
@@ -302,28 +303,32 @@ def _norm(part: _Part, weights: Weights, name: str) -> Normalise:
     return Normalise(part.config.blueprint, weight, bias=bias, eps=part.config.rms_norm_eps)
 
 
-def _taken(part: _Part, weights: Weights, name: str) -> Tensor:
-    """A product's matrix as [out, in]."""
+def _taken(part: _Part, weights: Weights, name: str) -> Stored:
+    """A product's matrix as [out, in], which a quantised one is already."""
     weight = weights.pop(f"{name}.weight")
-    return weight.t().contiguous() if part.names.transposed else weight
+    return weight.t().contiguous() if part.names.transposed and isinstance(weight, Tensor) else weight
 
 
-def _gathered(part: _Part, weights: Weights, inner: dict[str, str], *, kind: str) -> Tensor:
+def _gathered(part: _Part, weights: Weights, inner: dict[str, str], *, kind: str) -> Stored:
     """Query, key and value of this rank below each other, whose heads have their rotary pairs half a turn apart."""
+    names = [inner["qkv"]] if part.config.blueprint.joined else [inner[side] for side in "qkv"]
+    sides = [_taken(part, weights, n) if kind == "weight" else weights.pop(f"{n}.bias") for n in names]
+    packed = [side for side in sides if isinstance(side, QuantizedTensor)]
+    if not packed:
+        return _ordered(part, torch.cat([side for side in sides if isinstance(side, Tensor)]))
+    whole = joined_rows(packed)
+    return whole.at(_ordered(part, torch.arange(whole.shape[0])))
+
+
+def _ordered(part: _Part, rows: Tensor) -> Tensor:
+    """Rows of this rank as a checkpoint has them, in the order in which attention reads them."""
     plan, width = part.config.blueprint, part.config.head_dim
-
-    def take(name: str) -> Tensor:
-        return _taken(part, weights, name) if kind == "weight" else weights.pop(f"{name}.bias")
-
     queries, keys = part.shard.heads * width, part.shard.key_part
-    if not plan.joined:
-        sides = [take(inner[side]) for side in "qkv"]
-    elif plan.joined == "heads":
-        both = take(inner["qkv"])
-        heads = both.view(part.shard.heads, 3, width, *both.shape[1:])
+    if plan.joined == "heads":
+        heads = rows.view(part.shard.heads, 3, width, *rows.shape[1:])
         sides = [side.flatten(0, 1) for side in heads.unbind(1)]
     else:
-        sides = list(take(inner["qkv"]).split((queries, keys, keys)))
+        sides = list(rows.split((queries, keys, keys)))
     if plan.neighbours:
         sides[:2] = [_apart(side, width, plan.rotated) for side in sides[:2]]
     return torch.cat(sides)

@@ -90,7 +90,7 @@ def load_weights(
                 cut = None if shard is None else shard.slice_of(specs[name])
                 stored = places[name].stored
                 tensor: Stored = (
-                    _load_matrix(source, stored, matrices[name], part=cut, file=file)
+                    _load_matrix(source, stored, matrices[name], spec=specs[name], part=cut, file=file)
                     if name in matrices
                     else _load_tensor(source, stored, dtype, part=cut, file=file)
                 )
@@ -117,17 +117,23 @@ def _formats(path: Path, specs: Mapping[str, TensorSpec], quantization: str | No
 
 
 def _load_matrix(
-    source: WeightFile, name: str, form: WeightFormat | None, *, part: TensorSlice | None, file: Path
+    source: WeightFile,
+    name: str,
+    form: WeightFormat | None,
+    *,
+    spec: TensorSpec,
+    part: TensorSlice | None,
+    file: Path,
 ) -> QuantizedTensor:
-    """A quantised matrix, made of the whole one: a rank's part has the numbers that one rank would have."""
+    """A quantised matrix [out, in], made of the whole one: a rank's part has the numbers that one rank would have."""
     stored = source.read_quantized(name) if form is None else None
     if stored is None:
-        # Found out in float32, in which every stored number is exact.
+        # In float32, in which every stored number is exact.
         weight = _load_tensor(source, name, torch.float32, part=None, file=file)
-        stored = quantize(weight, form or WeightFormat.Q8_0)
+        stored = quantize(weight.t().contiguous() if spec.transposed else weight, form or WeightFormat.Q8_0)
     if part is None:
         return stored
-    if part.dim == 1:
+    if (part.dim == 1) is not spec.transposed:
         pieces = [stored.columns_of(*span) for span in part.ranges]
         assert len(pieces) == 1 and pieces[0].columns == part.size, "columns are divided evenly"
         return pieces[0]

@@ -86,6 +86,11 @@ class QuantizedTensor:
         scales = None if self.scales is None else self.scales[start:end]
         return QuantizedTensor(self.data[start:end], scales, self.format, self.columns)
 
+    def at(self, rows: Tensor) -> QuantizedTensor:
+        """Its rows in another order. rows [n] int64"""
+        scales = None if self.scales is None else self.scales[rows]
+        return QuantizedTensor(self.data[rows], scales, self.format, self.columns)
+
     def columns_of(self, start: int, end: int) -> QuantizedTensor:
         """Some of its columns; of blocks, whole ones.
 

@@ -12,6 +12,7 @@ import torch
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models.config import ModelConfig
@@ -19,7 +20,7 @@ from paceline.decoder.native.ops import Native
 from paceline.decoder.parallel.sharding import Layout, Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.quantize import PackedMatrix, QuantizedTensor, WeightFormat, quantize
-from tests.decoder import gguf_files, tiny
+from tests.decoder import families, gguf_files, tiny
 
 FORMATS = list(WeightFormat)
 BLOCKS = [form for form in FORMATS if form.block_bytes]
@@ -175,3 +176,18 @@ def test_what_cannot_be_done_is_refused_by_name(folder: Path, tmp_path: Path) ->
     tiny.network().save_pretrained(tmp_path)  # its MLP has 48 columns
     with pytest.raises(ConfigurationError, match=r"rows of 48 numbers has no whole blocks of 32; use .*'int8'"):
         load(tmp_path, quantization="q4_0")
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_every_family_is_quantised_in_the_order_that_it_multiplies(tmp_path: Path, name: str) -> None:
+    """A wrong order of rows gives logits that have nothing to do with those of the model."""
+    families.network(name).save_pretrained(tmp_path)
+    tokens = torch.arange(12, dtype=torch.int32).view(1, 12)
+    first, count = torch.zeros(1, dtype=torch.int32), torch.full((1,), 12, dtype=torch.int32)
+    found = []
+    for quantization in (None, "int8"):
+        body = AutoDecoder.from_pretrained(tmp_path, backend="eager", amp="f32", quantization=quantization).body
+        with torch.inference_mode():
+            hidden, _ = body(tokens, CachePosition(first, count, first, families.POSITIONS))
+            found.append(body.logits(hidden).flatten())
+    assert torch.corrcoef(torch.stack(found))[0, 1] > 0.99
