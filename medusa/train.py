@@ -141,7 +141,8 @@ class MedusaTrainer(Trainer[tuple[Tensor, Tensor]]):
             with products(precision):
                 hidden = self.heads.heads[index](x, linear)
                 tied = self.heads.config.tied
-                logits = (linear(hidden, self._output) if tied else self.heads.project(index, hidden, linear)).float()
+                table = self._output if tied else self.heads.get_parameter(f"heads.{index}.projection.weight")
+                logits = linear(hidden, table).float()
             wanted = tokens[:, ahead + 1 :].flatten()
             label = wanted if labels is None else labels[:, ahead:-1].flatten(0, 1)
             if self._places is not None:

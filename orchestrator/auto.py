@@ -111,11 +111,9 @@ class AutoDecoder:
         backend                  "inductor" (compiled, CPU), "eager", "neuron", or "xla" (to try graphs out)
         tp_degree                tensor parallelism: over how many ranks the model is divided; above 1 with "eager"
                                  (ranks are processes, which end with the decoder: see ``close``) and "neuron" (cores)
-        group_query_attention    where K/V heads live then: a `GQA` or its value; default: whole heads if they can be
-                                 divided, else copies
-        quantization             format of the weight matrices: "int8" (a scale for every row), "q8_0", "q4_0", "q4_1"
-                                 (blocks of 32), or "gguf", which keeps those formats of a GGUF file; activations and
-                                 cache stay as they are. Default: the number format of ``amp``
+        group_query_attention    where K/V heads live then: a `GQA` or its value; default: whole heads, else copies
+        quantization             of the weight matrices: "int8" (a scale for every row), "q8_0", "q4_0", "q4_1" (blocks
+                                 of 32), or "gguf", which keeps those of a GGUF file; default: the format of ``amp``
         progress                 told (tensors loaded, tensors in all)
 
         Graphs are compiled at first use, or by ``compile()``, and found in the cache from then on.
@@ -148,9 +146,7 @@ class AutoDecoder:
         engine = make(backend, layout.degree)
         if not engine.device_state:  # its state stays in this machine's memory
             kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
-        weights = load_weights(
-            place, config, options.dtype, progress=progress, shard=shard, quantization=options.quantization
-        )
+        weights = load_weights(place, config, options.dtype, progress=progress, shard=shard, quantization=quantization)
         decoder = SamplingDecoder(config, options, weights, backend=engine)
         engine.attach(decoder.body, os.fspath(place))
         decoder.folder = place

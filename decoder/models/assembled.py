@@ -325,8 +325,7 @@ def _ordered(part: _Part, rows: Tensor) -> Tensor:
     plan, width = part.config.blueprint, part.config.head_dim
     queries, keys = part.shard.heads * width, part.shard.key_part
     if plan.joined == "heads":
-        heads = rows.view(part.shard.heads, 3, width, *rows.shape[1:])
-        sides = [side.flatten(0, 1) for side in heads.unbind(1)]
+        sides = [side.flatten(0, 1) for side in rows.view(part.shard.heads, 3, width, *rows.shape[1:]).unbind(1)]
     else:
         sides = list(rows.split((queries, keys, keys)))
     if plan.neighbours:

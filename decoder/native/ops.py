@@ -238,16 +238,16 @@ def _pointer(x: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
-def _linear(x: Tensor, w: Tensor, scales: Tensor | None, code: int) -> Tensor:
-    out = _shape_linear(x, w)
+def _linear(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    (scales, code), out = rest, _shape_linear(x, w)
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     numbers = (ctypes.c_int64(n) for n in (rows, width, w.shape[0], code))
     build.library().paceline_linear(*(_pointer(t) for t in (x, w, scales, out)), *numbers)
     return out
 
 
-def _linear_real(x: Tensor, w: Tensor, scales: Tensor | None, count: Tensor, code: int) -> Tensor:
-    out = _shape_linear(x, w)
+def _linear_real(x: Tensor, w: Tensor, *rest: Any) -> Tensor:
+    (scales, count, code), out = rest, _shape_linear(x, w)
     numbers = (ctypes.c_int64(n) for n in (*x.shape, w.shape[0], code))
     build.library().paceline_linear_real(*(_pointer(t) for t in (x, w, scales, out, count)), *numbers)
     return out

@@ -24,6 +24,7 @@ from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.models.layers import Weights
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel import sharding
 from paceline.decoder.parallel.collectives import DeviceGroup
@@ -185,7 +186,8 @@ def _body(config: ModelConfig, layers: int, setup: RoundSetup) -> ModelWithCache
     config = replace(config, num_layers=layers)
     layout = sharding.layout(config, setup.degree)
     options = DecoderOptions(setup.slots, (setup.rows,), (min(128, setup.rows),), "bf16", layout)
-    shard, weights = Shard(config, layout), dict[str, Tensor]()
+    shard = Shard(config, layout)
+    weights: Weights = {}
     for name, spec in registry.family(config.model_type).tensors(config).items():
         size, cut = list(spec.shape), shard.slice_of(spec)
         if cut is not None:
