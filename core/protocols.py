@@ -7,7 +7,7 @@ Plain decoding is the drafter that proposes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from paceline.core.types import (
     SamplingKind,
     SamplingTensors,
 )
+
+Reading = Generator[None, None, PrefillResult]
+"""Reads a prompt in pieces, with a pause after each but the last; `paceline.core.reading.finish` goes without them."""
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """Hugging Face's logits processor: ids [1, length] int64, scores [1, V] float32 -> scores [1, V]."""
@@ -133,10 +136,20 @@ class TraceableDrafter(Drafter, Protocol):
         """Read what was observed and never proposed upon, all but the last commit, which the step reads itself."""
 
 
+@runtime_checkable
+class ReadsInChunks(Protocol):
+    """A drafter that reads a prompt piece by piece."""
+
+    def read_request(
+        self, slot: int, prompt: Sequence[int], features: Tensor | None = None
+    ) -> Generator[None, None, None]:
+        """As `Drafter.add_request`, with a pause after each piece but the last."""
+
+
 class Verifier(Protocol):
     """The target's side of a round: decoder, probabilities, acceptance and compaction as one step."""
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt into a slot and pick the first token. ``sampling`` has one row, the slot's."""
 
     def finish_request(self, slot: int) -> None:
@@ -169,8 +182,11 @@ class FusedVerifier(Verifier, Protocol):
 class AutoregressiveTarget(Protocol):
     """A target that decodes several tokens at a call, by itself."""
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt into a slot and pick the first token."""
+
+    def finish_request(self, slot: int) -> None:
+        """The request in a slot is done: forget it."""
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Commit:
         """Up to ``limits.max_accept + 1`` tokens in every slot."""
@@ -179,8 +195,8 @@ class AutoregressiveTarget(Protocol):
 class Round(Protocol):
     """From what was last committed to what is committed next."""
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
-        """Read a prompt into a slot."""
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
+        """Read a prompt into a slot. Other slots may go through rounds in its pauses."""
 
     def finish_request(self, slot: int) -> None:
         """The request in a slot is done, or `start` failed for it: both sides forget it."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from paceline.core.reading import finish
 from paceline.core.types import FeatureSpec
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
@@ -70,8 +71,22 @@ def prefill(
     reads: FeatureSpec | None = None,
     chunks: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
+    """As `prefill_in_chunks`, without pauses."""
+    return finish(prefill_in_chunks(decoder, slot, prompt, start=start, reads=reads, chunks=chunks))
+
+
+def prefill_in_chunks(
+    decoder: CompiledDecoder,
+    slot: int,
+    prompt: Sequence[int],
+    *,
+    start: int = 0,
+    reads: FeatureSpec | None = None,
+    chunks: Sequence[int] | None = None,
+) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
     """Read tokens into a slot from cache row ``start`` on, in chunks: of the decoder's lengths, or of these, ascending.
 
+    Pauses after every chunk but the last, in which the slot must be left alone.
     -> logits [1, 1, V] after the last of them, and the features [S, F] of all of them if they are read.
     """
     done, logits, features = 0, None, []
@@ -88,6 +103,8 @@ def prefill(
         logits, *more = step(tokens, *numbers)
         features += [one[0, : len(part)] for one in more]
         done += len(part)
+        if done < len(prompt):
+            yield
     assert logits is not None, "an empty prompt is refused before this"
     return logits, torch.cat(features) if features else None
 

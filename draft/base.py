@@ -11,7 +11,7 @@ import copy
 import hashlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.pending import PendingCommits
+from paceline.core.reading import finish
 from paceline.core.types import (
     Commit,
     DraftKey,
@@ -187,13 +188,19 @@ class HeadDrafter:
         return self.decoder.bucket_for(rows + (self.draft_shape.depth if self._has_cache else 0))
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        """As `read_request`, without pauses."""
+        finish(self.read_request(slot, prompt, features))
+
+    def read_request(
+        self, slot: int, prompt: Sequence[int], features: Tensor | None = None
+    ) -> Generator[None, None, None]:
         """Read a prompt, unless it is longer than the head can follow: then nothing is ever asked of it.
 
         A head that reads features leaves the last one for the first commit, which brings the token it predicted.
         """
-        self._pending.forget(slot)
         if self.max_positions is not None and len(prompt) < self.max_positions:
-            self.read(slot, prompt[row_shift(self.head) :], features=features)
+            yield from self.read_in_chunks(slot, prompt[row_shift(self.head) :], features=features)
+        self._pending.forget(slot)  # now, for rounds that ran meanwhile had commits of this slot too
 
     def finish_request(self, slot: int) -> None:
         """The commits of a slot are of no interest any more; the next request overwrites the cache rows."""
@@ -226,7 +233,14 @@ class HeadDrafter:
         return Proposal(out[0], self.draft_shape.parents, out[1] if len(out) > 1 else None)
 
     def read(self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None) -> None:
-        """Read tokens of a text into the caches of a slot from row ``start`` on, in chunks.
+        """As `read_in_chunks`, without pauses."""
+        finish(self.read_in_chunks(slot, tokens, start=start, features=features))
+
+    def read_in_chunks(
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None
+    ) -> Generator[None, None, None]:
+        """Read tokens of a text into the caches of a slot from row ``start`` on, with a pause after each chunk but the
+        last.
 
         features [>= n, F], the states that predicted the tokens, for a head that reads them
         """
@@ -246,6 +260,8 @@ class HeadDrafter:
             key = GraphKey("read", chunk, bucket, variant=self.step_key(bucket).kind)
             self._graph(key, partial(ReadStep, self.head), inputs)
             done += count
+            if done < len(tokens):
+                yield
 
     def _graph(self, key: GraphKey, make: Callable[[int], nn.Module], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run a step of this drafter."""

@@ -8,7 +8,7 @@ reports them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from paceline.core.types import Commit, DraftKey, Proposal, RoundLimits, Samplin
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.options import DecoderOptions
-from paceline.decoder.steps import prefill, window
+from paceline.decoder.steps import prefill_in_chunks, window
 from paceline.draft.base import HeadDrafter
 from paceline.draft.heads import AutoregressiveHead, ChainStep, at_index
 from paceline.draft.vocab_map import VocabMap
@@ -101,10 +101,12 @@ class ModelDrafter(HeadDrafter):
         """See `paceline.core.protocols.TraceableDrafter`."""
         return self.decoder.cache_key()
 
-    def read(self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None) -> None:
+    def read_in_chunks(
+        self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None
+    ) -> Generator[None, None, None]:
         """Read the target's tokens into a slot from a cache row on, in the graphs of the model's own prompts."""
         chunks = self.decoder.options.draft_chunks
-        prefill(self.decoder, slot, self.vocabulary.ids(tokens), start=start, chunks=chunks)
+        yield from prefill_in_chunks(self.decoder, slot, self.vocabulary.ids(tokens), start=start, chunks=chunks)
 
     def propose_allowed(
         self,

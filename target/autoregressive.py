@@ -8,10 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from paceline.core.protocols import Reading
 from paceline.core.types import PAD, Commit, PrefillResult, RoundLimits, SamplingKind, SamplingTensors
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.steps import prefill
+from paceline.decoder.steps import prefill_in_chunks
 from paceline.target.steps import root_of
 
 
@@ -57,11 +58,14 @@ class AutoregressiveDecoder:
     def __init__(self, decoder: CompiledDecoder, steps: int, *, width: int | None = None) -> None:
         self.decoder, self.steps, self._width = decoder, steps, steps if width is None else width
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt and pick the first token."""
-        logits, _ = prefill(self.decoder, slot, prompt)
+        logits, _ = yield from prefill_in_chunks(self.decoder, slot, prompt)
         position = torch.tensor([[len(prompt)]], dtype=torch.int32)
         return PrefillResult(int(self.decoder.body.kernels.sample_tokens(logits, position, sampling)))
+
+    def finish_request(self, slot: int) -> None:
+        """Nothing to forget: the next request's prompt overwrites the cache rows."""
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Commit:
         """Up to ``limits.max_accept + 1`` tokens in every slot."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.core import reduce, tree
 from paceline.core.acceptance.base import AcceptanceRule, committed, keeps_tokens
 from paceline.core.errors import SamplingError
-from paceline.core.protocols import HostText
+from paceline.core.protocols import HostText, Reading
 from paceline.core.types import (
     PAD,
     Commit,
@@ -31,7 +31,7 @@ from paceline.core.types import (
     TokenScore,
 )
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.decoder.steps import compact_path, prefill, window
+from paceline.decoder.steps import compact_path, prefill_in_chunks, window
 from paceline.target.steps import features_of, pad_vocabulary, root_of, target_view
 from paceline.target.verifier import fitted
 from paceline.target.verify_mask import VerifyMask
@@ -63,9 +63,9 @@ class HostVerifier:
         self._slots, self._kernels = slots, decoder.body.kernels
         self.logprobs: list[list[TokenScore]] = [[] for _ in range(decoder.batch_size)]
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt and pick the first token; see the protocol."""
-        logits, features = prefill(self.decoder, slot, prompt, reads=self._reads)
+        logits, features = yield from prefill_in_chunks(self.decoder, slot, prompt, reads=self._reads)
         text, token = self._slots[slot], 0
         assert text is not None, "a text is seated before its prompt is read"
         try:

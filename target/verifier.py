@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.acceptance.base import AcceptanceRule
-from paceline.core.protocols import TraceableDrafter
+from paceline.core.protocols import Reading, TraceableDrafter
 from paceline.core.types import (
     PAD,
     Commit,
@@ -35,7 +35,7 @@ from paceline.core.types import (
 from paceline.decoder.backends.base import MultiRoundStep, Step
 from paceline.decoder.decoder import CompiledDecoder, FeatureBuffer, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.steps import prefill
+from paceline.decoder.steps import prefill_in_chunks
 from paceline.target.steps import FusedStep, VerifyStep, pad_draft_probs
 
 _Fused = tuple[TraceableDrafter, int, int, bool, SamplingKind]
@@ -73,9 +73,9 @@ class CompiledVerifier:
         self._fused_steps: dict[_Fused, Step | MultiRoundStep] = {}
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt and pick the first token; see the protocol."""
-        logits, features = prefill(self.decoder, slot, prompt, reads=self._reads)
+        logits, features = yield from prefill_in_chunks(self.decoder, slot, prompt, reads=self._reads)
         position = torch.tensor([[len(prompt)]], dtype=torch.int32)
         return PrefillResult(int(self.decoder.body.kernels.sample_tokens(logits, position, sampling)), features)
 

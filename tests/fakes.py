@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
+from paceline.core.protocols import Reading
 from paceline.core.types import (
     Commit,
     FeatureSpec,
     MultiRoundLimits,
-    PrefillResult,
     RoundLimits,
     RoundReport,
     RoundResult,
@@ -89,9 +89,10 @@ class TableBody:
         before = self.cache[slots.unsqueeze(1), above.clamp(min=0)]
         before = torch.where(above >= 0, before, 0)
         seen = torch.stack((before, tokens.to(torch.int64)), -1)
-        if self.truth is not None:  # a text this model cannot follow: nothing is asked of it, and anything may come
-            beyond = self.truth.length[slots] > self._positions
-            seen = torch.where(beyond.view(-1, 1, 1), seen.clamp(min=0), seen)
+        beyond = (before[:, 0] < 0) & (not place.padded)  # behind a prompt that is being read
+        if self.truth is not None:  # a text this model cannot follow, or none: anything may come
+            beyond = (self.truth.length[slots] > self._positions) | (self.truth.length[slots] == 0)
+        seen = torch.where(beyond.view(-1, 1, 1), seen.clamp(min=0), seen)
         assert bool((seen >= 0).all()), "a row was read that nobody has written"
         hidden = seen.to(torch.float32)
         return hidden, None if reads is None else hidden
@@ -195,6 +196,7 @@ class Truth:
     def __init__(self, slots: int, positions: int) -> None:
         self.text = torch.full((slots, positions), -1, dtype=torch.int64)
         self.length = torch.zeros(slots, dtype=torch.int64)
+        self.joining = torch.zeros(slots, dtype=torch.bool)  # a prompt is being read
         self.rounds = 0
 
     def admit(self, slot: int, text: Sequence[int]) -> None:
@@ -203,22 +205,21 @@ class Truth:
 
     def go_on(self, commit: Commit) -> None:
         """What a graph reads: the last commit or, where rounds run in a row, one that nobody was told of yet."""
-        fresh = (commit.first_row == self.length) & (commit.first_row > 0)
+        fresh = (commit.first_row == self.length) & (commit.first_row > 0) & ~self.joining
         if bool(fresh.any()):
             length = self.length
             self.add(commit)
             self.length = torch.where(fresh, self.length, length)
 
     def add(self, commit: Commit) -> None:
-        live = commit.first_row == self.length
+        live = (commit.first_row == self.length) & ~self.joining
         self.rounds += 1
         for place in range(commit.tokens.shape[1]):
             at = (commit.first_row + place).to(torch.int64)
             here = live & (place < commit.count) & (at < self.text.shape[1])
             self.text[here, at[here]] = commit.tokens[here, place].to(torch.int64)
-        self.length = torch.where(
-            live, (commit.first_row + commit.count).to(torch.int64), 0
-        )  # an idle slot is at row 0
+        after = (commit.first_row + commit.count).to(torch.int64)
+        self.length = torch.where(live, after, 0)  # an idle slot is at row 0
 
 
 class WatchedRound:
@@ -231,14 +232,20 @@ class WatchedRound:
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
+        truth, reading = self.truth, self._inner.start(slot, prompt, sampling)
         for body in self._bodies:
-            body.truth = self.truth
-        self.truth.rounds += 1
-        self.truth.admit(slot, prompt)
-        first = self._inner.start(slot, prompt, sampling)
-        self.truth.admit(slot, [*prompt, first.token])
-        return first
+            body.truth = truth
+        while True:
+            truth.rounds, truth.joining[slot] = truth.rounds + 1, False
+            truth.admit(slot, prompt)
+            try:
+                next(reading)
+            except StopIteration as done:
+                truth.admit(slot, [*prompt, done.value.token])
+                return done.value
+            truth.joining[slot], truth.length[slot] = True, 0
+            yield
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> RoundResult:
         self.truth.length[commit.first_row == 0] = 0  # a slot whose request is done
@@ -282,9 +289,6 @@ class Wrapped:
     def __call__(self, options: CallOptions, slots: Sequence[Slot | None]) -> Variant:
         variant = self.inner(options, slots)
         return replace(variant, round=self.wrap(variant.round))
-
-
-# ---- laws
 
 
 def softmax(logits: Tensor) -> np.ndarray:

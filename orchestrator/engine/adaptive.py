@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.core.protocols import Drafter
-from paceline.core.types import PAD, Commit, MultiRoundLimits, PrefillResult, RoundLimits, RoundResult, SamplingTensors
+from paceline.core.protocols import Drafter, Reading
+from paceline.core.types import PAD, Commit, MultiRoundLimits, RoundLimits, RoundResult, SamplingTensors
 from paceline.engine.draft_length import DraftLengthController
 from paceline.engine.engine import TimedRound
 
@@ -65,11 +65,12 @@ class AdaptiveRound:
     def verify_seconds(self) -> float:
         return sum(one.verify_seconds for one in self._rounds)
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt on both sides, which all stages share."""
+        first = yield from self._rounds[0].start(slot, prompt, sampling)
         self._lagging.discard(slot)
         self._seated.add(slot)
-        return self._rounds[0].start(slot, prompt, sampling)
+        return first
 
     def finish_request(self, slot: int) -> None:
         """A request has left its slot."""

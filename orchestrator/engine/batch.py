@@ -111,7 +111,8 @@ class Batch:
         size = len(slots)
         slots[:] = [None] * size
         self.slots, self._shape, self._statistics = slots, shape, statistics
-        self.active: list[int] = []  # slots that hold a request, ascending; changes in place
+        self.active: list[int] = []  # slots whose requests take part in rounds, ascending; changes in place
+        self._joining: dict[int, int] = {}  # slots whose prompt is being read -> its length
         self.sampling = sampling_tensors([Sampling()] * size)
         self._kinds: list[SamplingKind] = ["greedy"] * size
         tokens = torch.full((size, shape.width), PAD, dtype=torch.int32)
@@ -124,8 +125,19 @@ class Batch:
         self._requests_changed()
 
     def seat(self, slot: int, request: Request) -> None:
-        """Give a slot to a request whose prompt is about to be read."""
+        """Give a slot to a request whose prompt is about to be read.
+
+        Meanwhile rounds compute harmless tokens in its slot, from the first row behind the prompt on.
+        """
         self.slots[slot] = Slot.of(request)
+        self._joining[slot] = len(request.prompt)
+        self._requests_changed()
+        self._set_commit(slot, 0, len(request.prompt))
+
+    @property
+    def seated(self) -> list[int]:
+        """Slots that hold a request, also those whose prompt is being read."""
+        return [*self.active, *self._joining]
 
     def join(
         self, slot: int, row: SamplingTensors, first: PrefillResult, *, logprobs: list[TokenScore] | None
@@ -137,6 +149,7 @@ class Batch:
         seated = self.slots[slot]
         assert seated is not None
         self.sampling.params[slot], self.sampling.seeds[slot], self._kinds[slot] = row.params[0], row.seeds[0], row.kind
+        del self._joining[slot]
         insort(self.active, slot)
         self._requests_changed()
         self._set_commit(slot, first.token, len(seated.request.prompt))
@@ -150,6 +163,8 @@ class Batch:
         if len(self.active) < len(self.slots):
             idle = [index for index, slot in enumerate(self.slots) if slot is None]
             commit.first_row[idle] = 0  # the round moved them on, as it did the others
+            for slot, length in self._joining.items():
+                commit.first_row[slot] = length
         outputs = []
         for report in result.reports:
             for slot in tuple(self.active):
@@ -172,21 +187,22 @@ class Batch:
 
     def abort(self, indices: Collection[int]) -> None:
         """Free the slots of these requests, where they have one."""
-        for slot in tuple(self.active):
-            seated = self.slots[slot]
+        for slot, seated in enumerate(self.slots):
             if seated is not None and seated.request.index in indices:
                 self._free(slot)
 
-    def limits(self) -> RoundLimits:
-        """What the next round may do."""
+    def limits(self, *, single: bool = False) -> RoundLimits:
+        """What the next round may do. ``single``: no other round follows it in the same call."""
         longest = max((len(slot.checker.text) for slot in self.slots if slot is not None), default=1)
+        if self._joining:
+            longest = max(longest, *(length + 1 for length in self._joining.values()))
         if min(self._remaining) < 0:
             self._remaining = self._acceptable(longest)
         deepest = [min(both) for both in zip(self._depths, self._remaining, strict=True)]
         tensor = self._limits.max_accept
         if deepest != self._max_accept:  # a new tensor costs more than all the rest
             self._max_accept, tensor = deepest, torch.tensor(deepest, dtype=torch.int32)
-        multi_round = self._end_ids
+        multi_round = None if single else self._end_ids
         self._limits = RoundLimits(
             tensor,
             longest,
@@ -199,8 +215,8 @@ class Batch:
         max_positions, buckets = self._shape.max_positions, self._shape.kv_buckets
         border = buckets[min(bisect_left(buckets, longest), len(buckets) - 1)] if buckets else sys.maxsize
         acceptable = []
-        for slot in self.slots:
-            if slot is None:
+        for index, slot in enumerate(self.slots):
+            if slot is None or index in self._joining:
                 acceptable.append(IDLE)
                 continue
             length = len(slot.checker.text)
@@ -215,8 +231,11 @@ class Batch:
         self.sampling = replace(self.sampling, kind=widest(self._kinds))
         seated = [slot for slot in self.slots if slot is not None]
         self._remaining = [-1] * len(self.slots)
-        depth = self._shape.max_accept
-        self._depths = [0 if slot is None else min(depth, slot.request.most_drafted) for slot in self.slots]
+        depth, takes_part = self._shape.max_accept, set(self.active)
+        self._depths = [
+            min(depth, slot.request.most_drafted) if slot is not None and index in takes_part else 0
+            for index, slot in enumerate(self.slots)
+        ]
         end_ids = frozenset[int]().union(*(slot.request.stopping.eos for slot in seated))
         # None: a text may end for another reason than an id, so the host looks at every round.
         self._end_ids = None if any(slot.checker.checks_each_token for slot in seated) else end_ids
@@ -261,7 +280,8 @@ class Batch:
     def _free(self, slot: int) -> None:
         """Take a request out of its slot, which then computes harmless tokens from row 0 of its cache on."""
         self.slots[slot] = None
-        self.active.remove(slot)
+        if self._joining.pop(slot, None) is None:
+            self.active.remove(slot)
         self.sampling.params[slot], self._kinds[slot] = _GREEDY, "greedy"  # the cheapest kind of sampling
         self._requests_changed()
         self._set_commit(slot, 0, 0)

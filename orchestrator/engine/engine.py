@@ -6,11 +6,13 @@ variant, which is built at its first use and kept. Knows no model, no drafter an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Protocol
 
+from paceline.core.protocols import Reading
+from paceline.core.reading import finish
 from paceline.core.sampling import sampling_tensors
 from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingTensors, TokenScore
 from paceline.engine.batch import Batch, RoundShape, Slot
@@ -39,7 +41,7 @@ class TimedRound(Protocol):
     @property
     def verify_seconds(self) -> float: ...
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult: ...
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading: ...
 
     def finish_request(self, slot: int) -> None: ...
 
@@ -111,42 +113,53 @@ class Engine:
     ) -> Generator[list[RequestOutput], None, None]:
         """The same, step by step: what each prompt and each call of the rounds gave to all requests together.
 
-        A list may be empty: it is a sign of life. The queue is asked again between any two of them.
+        A list may be empty: it is a sign of life, after a chunk of a prompt. The queue is asked again between any two
+        of them. Where it is ``paced``, one chunk of one prompt is read between two rounds, so that who is in a slot
+        never waits longer than a chunk and a round; otherwise all free slots are filled first.
         """
         variant = self.variant(options)
         rounds, logprobs = variant.round, variant.logprobs
         clock = _Clock(rounds, statistics)
         batch = Batch(self._slots, variant.shape, statistics)
         held: set[int] = set()  # slots whose request the round knows
+        joining: _Joining | None = None
         try:
             while True:
                 if aborted := queue.take_aborted():
                     batch.abort(aborted)
-                    _finish(rounds, held, batch.active)
-                outputs = []
+                    if joining is not None and joining.request.index in aborted:
+                        joining = None
+                    _finish(rounds, held, batch.seated)
+                outputs, read = list[RequestOutput](), False
                 for _ in range(self.num_slots):  # no more: where texts end at once there is always a free slot
-                    if len(batch.active) == self.num_slots or (request := queue.pop()) is None:
+                    if joining is None:
+                        if len(batch.active) == self.num_slots or (request := queue.pop()) is None:
+                            break
+                        joining = _Joining(request, batch.slots.index(None), rounds)
+                        held.add(joining.slot)
+                        batch.seat(joining.slot, request)
+                    read = True
+                    first = joining.read(whole=not queue.paced)
+                    if first is None:
                         break
-                    slot = batch.slots.index(None)
-                    held.add(slot)
-                    batch.seat(slot, request)
-                    row = sampling_tensors([request.sampling])
-                    first = rounds.start(slot, request.prompt, row)
-                    scores = list(logprobs.logprobs[slot]) if logprobs is not None else None
-                    outputs.append(batch.join(slot, row, first, logprobs=scores))
-                    if len(held) > len(batch.active):  # the text ended with its first token
-                        _finish(rounds, held, batch.active)
-                if outputs:
+                    scores = list(logprobs.logprobs[joining.slot]) if logprobs is not None else None
+                    outputs.append(batch.join(joining.slot, joining.sampling, first, logprobs=scores))
+                    joining = None
+                    if len(held) > len(batch.seated):  # the text ended with its first token
+                        _finish(rounds, held, batch.seated)
+                    if queue.paced:
+                        break
+                if read:
                     yield from clock.handed_over(outputs)
                 elif not batch.active:
                     break
                 if batch.active:
-                    result = rounds(batch.commit, batch.sampling, batch.limits())
+                    result = rounds(batch.commit, batch.sampling, batch.limits(single=read and queue.paced))
                     if rounds.draft_length is not None:
                         statistics.draft_lengths += [rounds.draft_length] * len(result.reports)
                     outputs = batch.apply(result, logprobs.logprobs if logprobs is not None else None)
-                    if len(held) > len(batch.active):
-                        _finish(rounds, held, batch.active)
+                    if len(held) > len(batch.seated):
+                        _finish(rounds, held, batch.seated)
                     yield from clock.handed_over(outputs)
         finally:
             _finish(rounds, held, ())
@@ -181,8 +194,27 @@ class _Clock:
         self._before, self._begin, self._away = after, now, 0.0
 
 
-def _finish(rounds: TimedRound, held: set[int], active: Sequence[int]) -> None:
-    """Tell the round which requests have left their slots; no slot is active without being held."""
-    for slot in sorted(held.difference(active)):
+class _Joining:
+    """A request whose prompt is being read."""
+
+    def __init__(self, request: Request, slot: int, rounds: TimedRound) -> None:
+        self.request, self.slot = request, slot
+        self.sampling = sampling_tensors([request.sampling])
+        self._reading = rounds.start(slot, request.prompt, self.sampling)
+
+    def read(self, *, whole: bool) -> PrefillResult | None:
+        """Read the next chunk, or all that is left. None: there is more to read."""
+        if whole:
+            return finish(self._reading)
+        try:
+            next(self._reading)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]  # a generator of that type returns it
+        return None
+
+
+def _finish(rounds: TimedRound, held: set[int], seated: Collection[int]) -> None:
+    """Tell the round which requests have left their slots; no slot is seated without being held."""
+    for slot in sorted(held.difference(seated)):
         held.discard(slot)
         rounds.finish_request(slot)

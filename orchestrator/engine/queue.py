@@ -12,6 +12,10 @@ from paceline.engine.request import Request
 class RequestQueue(Protocol):
     """Waiting requests. Asked between rounds, in the thread that runs them."""
 
+    @property
+    def paced(self) -> bool:
+        """Whether somebody waits for every token. Then a prompt is read in chunks, one between two rounds."""
+
     def pop(self) -> Request | None:
         """The next request that waits for a slot, or None. Its index is like no other's in this run."""
 
@@ -21,6 +25,8 @@ class RequestQueue(Protocol):
 
 class ListQueue:
     """A queue of requests that are all there from the beginning."""
+
+    paced = False
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self._waiting = deque(requests)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from time import perf_counter
+from typing import TypeVar
 
 from paceline.core import tree
-from paceline.core.protocols import AutoregressiveTarget, Drafter, FusedVerifier, TraceableDrafter, Verifier
-from paceline.core.types import Commit, PrefillResult, Proposal, RoundLimits, RoundResult, SamplingTensors
+from paceline.core.protocols import (
+    AutoregressiveTarget,
+    Drafter,
+    FusedVerifier,
+    Reading,
+    ReadsInChunks,
+    TraceableDrafter,
+    Verifier,
+)
+from paceline.core.types import Commit, Proposal, RoundLimits, RoundResult, SamplingTensors
+
+Result = TypeVar("Result")
 
 MULTI_ROUND_BUDGET_S = 1 / 30
 """Time budget for consecutive fused rounds. Each return to Python costs about 100 us, because a pass over the weights
@@ -15,25 +26,47 @@ evicts its code and data from the caches. A larger budget delays streaming and a
 """
 
 
-class RoundBase:
-    """What all rounds have: reading a prompt on both sides, and seconds, which add up over all rounds.
+class RoundTimes:
+    """Where the time of rounds goes: seconds, which add up over all of them.
 
     ``draft_length`` is the one that was chosen for the last round, where there is a choice.
     """
 
     draft_length: int | None = None
 
-    def __init__(self, drafter: Drafter, verifier: Verifier) -> None:
-        self._sides = (drafter, verifier)
+    def __init__(self) -> None:
         self.prefill_seconds = self.draft_seconds = self.verify_seconds = 0.0
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
-        """Read a prompt on both sides."""
-        begin = perf_counter()
-        drafter, verifier = self._sides
-        first = verifier.prefill(slot, prompt, sampling)
-        drafter.add_request(slot, prompt, first.features)
-        self.prefill_seconds += perf_counter() - begin
+    def _timed(self, reading: Generator[None, None, Result]) -> Generator[None, None, Result]:
+        """The reading, with its time counted, and that of the pauses not."""
+        while True:
+            begin = perf_counter()
+            try:
+                next(reading)
+            except StopIteration as done:
+                return done.value  # type: ignore[no-any-return]  # a generator of that type returns it
+            finally:
+                self.prefill_seconds += perf_counter() - begin
+            yield
+
+
+class RoundBase(RoundTimes):
+    """What rounds with a drafter have: reading a prompt on both sides."""
+
+    def __init__(self, drafter: Drafter, verifier: Verifier) -> None:
+        super().__init__()
+        self._sides = (drafter, verifier)
+        self._reader = drafter if isinstance(drafter, ReadsInChunks) else None
+
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
+        """Read a prompt on both sides. The last piece of the target's and the drafter's first are one."""
+        first = yield from self._timed(self._sides[1].prefill(slot, prompt, sampling))
+        if self._reader is not None:
+            yield from self._timed(self._reader.read_request(slot, prompt, first.features))
+        else:
+            begin = perf_counter()
+            self._sides[0].add_request(slot, prompt, first.features)
+            self.prefill_seconds += perf_counter() - begin
         return first
 
     def finish_request(self, slot: int) -> None:
@@ -99,25 +132,20 @@ class FusedRound(RoundBase):
         return result
 
 
-class MultiTokenRound:
+class MultiTokenRound(RoundTimes):
     """Nothing is drafted: several plain steps in one graph."""
 
-    draft_length: int | None = None
-    draft_seconds = 0.0
-
     def __init__(self, target: AutoregressiveTarget) -> None:
+        super().__init__()
         self._target = target
-        self.prefill_seconds = self.verify_seconds = 0.0
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt."""
-        begin = perf_counter()
-        first = self._target.prefill(slot, prompt, sampling)
-        self.prefill_seconds += perf_counter() - begin
-        return first
+        return self._timed(self._target.prefill(slot, prompt, sampling))
 
     def finish_request(self, slot: int) -> None:
-        """Nothing to forget."""
+        """A request has left its slot."""
+        self._target.finish_request(slot)
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round."""

@@ -12,6 +12,7 @@ from itertools import product
 
 import torch
 
+from paceline.core.reading import finish
 from paceline.core.types import Commit, DeviceFeatures, Proposal, RoundLimits, SamplingKind, SamplingTensors
 from paceline.decoder import steps
 from paceline.decoder.backends import base as backends
@@ -54,7 +55,7 @@ def compile_graphs(
         sampling = SamplingTensors(batch.sampling.params[:1], batch.sampling.seeds[:1], batch.sampling.kind)
         for start, size in chunks(target):
             # Through the round, which knows what the drafter reads of the target.
-            features = variant.round.start(0, [0] * (start + size), sampling).features
+            features = finish(variant.round.start(0, [0] * (start + size), sampling)).features
             if features is not None:
                 commit = replace(commit, features=features.new_zeros(slots, width, features.shape[-1]))
             variant.round.finish_request(0)

@@ -6,13 +6,14 @@ seed, same positions, same graph), so its cache becomes bitwise what it was. The
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from paceline.core.drafter_health import DrafterHealth
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, ReadsInChunks
+from paceline.core.reading import finish
 from paceline.core.types import PAD, Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.outputs import ReportsHealth
 
@@ -36,10 +37,18 @@ class Replay:
         self._next_emitted = list(emitted)
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
+        finish(self.read_request(slot, prompt, features))
+
+    def read_request(
+        self, slot: int, prompt: Sequence[int], features: Tensor | None = None
+    ) -> Generator[None, None, None]:
         self._texts.pop(slot, None)
         if self._next_emitted:
             self._texts[slot], self._next_emitted = [*prompt, *self._next_emitted], []
-        self._inner.add_request(slot, prompt, features)
+        if isinstance(self._inner, ReadsInChunks):
+            yield from self._inner.read_request(slot, prompt, features)
+        else:
+            self._inner.add_request(slot, prompt, features)
 
     def finish_request(self, slot: int) -> None:
         self._texts.pop(slot, None)

@@ -50,6 +50,8 @@ class SharedEngine:
     failure    why the last round failed, if that was not the fault of a request; None again after one that succeeds
     """
 
+    paced = True
+
     def __init__(
         self, generator: SpeculativeGenerator, replay: Replay | None, *, limits: EngineLimits | None = None
     ) -> None:

@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 
 from paceline import SpeculativeGenerator
+from paceline.core.protocols import Reading
 from paceline.core.sampling import Sampling, kind_of, kind_of_params, sampling_tensors
 from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingKind, SamplingTensors
 from paceline.engine.batch import Batch, RoundShape
@@ -38,7 +39,7 @@ class Kinds:
     def __getattr__(self, name: str) -> object:
         return getattr(self._inner, name)
 
-    def start(self, slot: int, prompt: list[int], sampling: SamplingTensors) -> PrefillResult:
+    def start(self, slot: int, prompt: list[int], sampling: SamplingTensors) -> Reading:
         self._prompts.append(sampling.kind)
         return self._inner.start(slot, prompt, sampling)
 

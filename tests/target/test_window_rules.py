@@ -11,6 +11,7 @@ from paceline import FunctionDrafter, SpeculativeGenerator
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
+from paceline.core.reading import finish
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits
 from paceline.target.host_verifier import HostVerifier
@@ -55,7 +56,7 @@ def test_the_golden_case_of_a_frequency_penalty(penalty: float, wanted: list[int
     text = SlotText([BEGIN], penalise)
     verifier = HostVerifier(always(), DraftShape.chain(3), rule=rule, wide=True, slots=[text])
     greedy = sampling_tensors([Sampling()])
-    assert verifier.prefill(0, [BEGIN], greedy).token == OWN
+    assert finish(verifier.prefill(0, [BEGIN], greedy)).token == OWN
     text.append(OWN)
     one = torch.ones(1, dtype=torch.int32)
     commit = Commit(torch.tensor([[OWN, PAD, PAD, PAD]], dtype=torch.int32), one, one)
