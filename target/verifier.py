@@ -80,7 +80,8 @@ class CompiledVerifier:
         return PrefillResult(int(self.decoder.body.kernels.sample_tokens(logits, position, sampling)), features)
 
     def finish_request(self, slot: int) -> None:
-        """Nothing to forget: the next request's prompt overwrites the cache rows."""
+        """The slot is idle; the next request's prompt overwrites the cache rows."""
+        self.decoder.seat(slot, False)
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
