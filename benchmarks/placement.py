@@ -33,6 +33,7 @@ from undivided import MAKERS
 
 from paceline import placement
 from paceline.core.protocols import Drafter
+from paceline.core.reading import finish
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, RoundLimits
 from paceline.engine.rounds import TwoGraphRound
@@ -79,7 +80,7 @@ class Text:
     def __init__(self, drafter: Drafter, verify: float) -> None:
         self._round = TwoGraphRound(drafter, SleepingVerifier(verify))
         prompt = [truth(p) for p in range(8)]
-        self._round.start(0, prompt, GREEDY)
+        finish(self._round.start(0, prompt, GREEDY))
         tokens = torch.tensor([[truth(8)] + [PAD] * K], dtype=torch.int32)
         self.commit = Commit(tokens, torch.ones(1, dtype=torch.int32), torch.full((1,), 8, dtype=torch.int32))
         self.first = 9

@@ -17,6 +17,7 @@ from paceline.core.sampling import sampling_tensors
 from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingTensors, TokenScore
 from paceline.engine.batch import Batch, RoundShape, Slot
 from paceline.engine.queue import RequestQueue
+from paceline.engine.request import Request
 from paceline.outputs import RequestOutput, Statistics
 
 BOOK_AFTER_S = 0.1

@@ -13,11 +13,10 @@ from typing import Protocol
 
 from torch import nn
 
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, Reading
 from paceline.core.types import (
     PAD,
     Commit,
-    PrefillResult,
     RoundLimits,
     RoundResult,
     SamplingTensors,
@@ -93,7 +92,7 @@ class MixedRound:
     def verify_seconds(self) -> float:
         return sum(one.verify_seconds for one in self._rounds())
 
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt, as its request needs it."""
         started = self._started[slot] = self._for([self._slots[slot]])
         return started.start(slot, prompt, sampling)

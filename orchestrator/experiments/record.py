@@ -15,6 +15,7 @@ import torch
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
+from paceline.core.reading import finish
 from paceline.core.sampling import sampling_tensors
 from paceline.core.types import Commit, Proposal, RoundLimits
 from paceline.engine.request import Request, SamplingParams, TargetLimits
@@ -67,7 +68,7 @@ def _record(drafter: Drafter, verifier: CompiledVerifier, prompt: Prompted) -> R
     request, slots, kv_buckets = prompt.request, verifier.decoder.batch_size, verifier.decoder.kv_buckets
     checker = StopChecker(request.stopping, request.prompt)
     row = sampling_tensors([request.sampling])
-    first = verifier.prefill(0, request.prompt, row)
+    first = finish(verifier.prefill(0, request.prompt, row))
     drafter.add_request(0, request.prompt, first.features)
     width = drafter.draft_shape.depth + 1
     sampling = sampling_tensors([request.sampling] * slots)

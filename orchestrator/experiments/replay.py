@@ -14,7 +14,7 @@ import torch
 
 from paceline.core import tree
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, Reading
 from paceline.core.sampling import Sampling, seed_row
 from paceline.core.types import (
     PAD,
@@ -120,7 +120,8 @@ class _RecordedTarget:
         for index, text in enumerate(self.texts):
             self._waiting.setdefault((text.prompt, tuple(seed_row(text.seed))), []).append(index)
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
+        yield from ()  # a recorded text has nothing to read
         index = self._waiting[tuple(prompt), tuple(sampling.seeds[0].tolist())].pop(0)
         text = self.texts[index]
         whole = [*text.prompt, *text.tokens]
