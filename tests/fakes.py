@@ -104,6 +104,9 @@ class TableBody:
         place = CachePosition(row, torch.full_like(row, tokens.shape[1]), torch.arange(len(row)), reach, tree=tree)
         return self(tokens, place, reads)
 
+    def live_rows(self, window: int) -> Tensor | None:
+        return None  # every slot is computed, as by kernels that skip nothing
+
     def compact_path(self, row: Tensor, path: Tensor) -> None:
         row = row.clamp(max=self._positions - 1).to(torch.int64).unsqueeze(1)
         to = row + torch.arange(1, path.shape[1] + 1)
