@@ -63,11 +63,6 @@ class ModelWithCache(nn.Module):
             for side in ("keys", "values"):
                 self.register_buffer(f"{side}_{index}", torch.zeros(shape, dtype=options.dtype))
         self.register_buffer("slots", torch.arange(options.batch_size, dtype=torch.int32))
-        # Slots that hold a request, 1 or 0; all of them until one is known to.
-        self.skips_idle = kernels.skips_idle and options.batch_size > 1 and self.group.degree == 1
-        if self.skips_idle:
-            self.register_buffer("live", torch.ones(options.batch_size, dtype=torch.int32))
-        self._told = False
 
     @property
     def caches(self) -> list[tuple[Tensor, Tensor]]:
@@ -83,39 +78,15 @@ class ModelWithCache(nn.Module):
         return hidden, features
 
     def window(
-        self,
-        tokens: Tensor,
-        row: Tensor,
-        bucket: int,
-        *,
-        tree: Tree | None = None,
-        reads: FeatureSpec | None = None,
-        every: bool = True,
+        self, tokens: Tensor, row: Tensor, bucket: int, *, tree: Tree | None = None, reads: FeatureSpec | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states and features of a window of real tokens in every slot. tokens [B, T], row [B].
 
         A row past the last position is pulled back to it: what such a slot computes is not used by anyone.
-        ``every``: also in slots without a request; otherwise anything may come of them, at no cost.
         """
         row = row.clamp(max=self.options.n_positions - 1)
-        count = None if every else self.live_rows(tokens.shape[1])
-        padded = count is not None
-        count = torch.full_like(row, tokens.shape[1]) if count is None else count
-        slots = self.get_buffer("slots")
-        return self(tokens, CachePosition(row, count, slots, bucket, padded=padded, tree=tree), reads)  # type: ignore[no-any-return]
-
-    def live_rows(self, window: int) -> Tensor | None:
-        """How many rows of a window are worth computing in every slot, [B] int32; None = all of them."""
-        return self.get_buffer("live") * window if self.skips_idle else None
-
-    def seat(self, slot: int, seated: bool) -> None:
-        """A slot holds a request from now on, or none."""
-        if self.skips_idle:
-            live = self.get_buffer("live")
-            if not self._told:  # nobody has said so of the others
-                live.zero_()
-                self._told = True
-            live[slot] = int(seated)
+        count = torch.full_like(row, tokens.shape[1])
+        return self(tokens, CachePosition(row, count, self.get_buffer("slots"), bucket, tree=tree), reads)  # type: ignore[no-any-return]
 
     def compact_path(self, row: Tensor, path: Tensor) -> None:
         """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]; `Kernels.compact_path`."""
@@ -132,16 +103,13 @@ class ModelWithCache(nn.Module):
         """What drafters borrow."""
         return SharedHead(self.model.embedding, self.model.head, self.model.ids, self.group)
 
-    def sample_tokens(
-        self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, every: bool = True
-    ) -> Tensor:
+    def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         """What `Kernels.sample_tokens` picks from `logits`, which a divided model need not put together for it.
 
-        hidden [b, T, H], positions [b, T] int32 -> [b, T] int32. ``every``: see `window`
+        hidden [b, T, H], positions [b, T] int32 -> [b, T] int32
         """
         part = VocabPart(self.model.ids, self.config.vocab_size, self.group)
-        count = None if every else self.live_rows(hidden.shape[1])
-        return choose(self.model.logits(hidden, count), positions, sampling, part=part, kernels=self.kernels)
+        return choose(self.model.logits(hidden), positions, sampling, part=part, kernels=self.kernels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,11 +205,6 @@ class CompiledDecoder:
             self._used.append(graph)  # what failed is not to be saved
             self.on_graph(GraphEvent(key, seconds=perf_counter() - begin))
         return step
-
-    def seat(self, slot: int, seated: bool = True) -> None:
-        """A slot holds a request from now on, or none: rounds need not compute what no request waits for."""
-        if self.body.kernels.skips_idle:
-            self.body.seat(slot, seated)
 
     def carry(self, *shape: int) -> FeatureBuffer:
         """Where its rounds leave features of that shape for each other."""

@@ -90,8 +90,6 @@ def prefill_in_chunks(
     -> logits [1, 1, V] after the last of them, and the features [S, F] of all of them if they are read.
     """
     done, logits, features = 0, None, []
-    if not start:
-        decoder.seat(slot, False)
     chunks = decoder.options.chunks if chunks is None else chunks
     layers = None if reads is None else reads.layers
     while done < len(prompt):
@@ -107,7 +105,6 @@ def prefill_in_chunks(
         done += len(part)
         if done < len(prompt):
             yield
-    decoder.seat(slot)
     assert logits is not None, "an empty prompt is refused before this"
     return logits, torch.cat(features) if features else None
 

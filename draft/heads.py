@@ -81,13 +81,7 @@ class AutoregressiveHead(DraftHead):
         is not used by anyone.
         """
         row = row.clamp(min=0, max=self.options.n_positions - 1)
-        live = self.live_rows(count)
-        real = torch.full_like(row, count) if live is None else live
-        return CachePosition(row, real, self.slots, bucket, padded=live is not None, tree=tree)
-
-    def live_rows(self, window: int) -> Tensor | None:
-        """How many rows of a window are worth computing in every slot, [B] int32; None = all of them."""
-        return None
+        return CachePosition(row, torch.full_like(row, count), self.slots, bucket, tree=tree)
 
     def allocate_cache(self, groups: int, width: int) -> tuple[Tensor, Tensor]:
         """Empty keys and values of a layer, to be registered as buffers."""

@@ -35,9 +35,6 @@ class ModelHead(AutoregressiveHead):
     def caches(self) -> list[tuple[Tensor, Tensor]]:
         return self.body.caches
 
-    def live_rows(self, window: int) -> Tensor | None:
-        return self.body.live_rows(window)
-
     def read(self, tokens: Tensor, features: Tensor | None, place: CachePosition, *, last: Tensor) -> Tensor:
         hidden, _ = self.body(self.vocabulary.known(tokens), place)
         return at_index(hidden, last)
@@ -51,7 +48,7 @@ class ModelHead(AutoregressiveHead):
 
     def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         if self.vocabulary.whole:  # a divided model need not put its logits together
-            return self.body.sample_tokens(hidden, positions, sampling, every=False)
+            return self.body.sample_tokens(hidden, positions, sampling)
         return super().sample_tokens(hidden, positions, sampling)
 
 
@@ -90,11 +87,6 @@ class ModelDrafter(HeadDrafter):
     def state(self) -> nn.Module:
         """See `paceline.core.protocols.TraceableDrafter`: drafters over one decoder share compiled steps."""
         return self.decoder.body
-
-    def finish_request(self, slot: int) -> None:
-        """See `paceline.core.protocols.Drafter`."""
-        super().finish_request(slot)
-        self.decoder.seat(slot, False)
 
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
         """See `paceline.core.protocols.TraceableDrafter`."""

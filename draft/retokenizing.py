@@ -117,7 +117,6 @@ class RetokenizingDrafter(BatchTextDrafter[RetokenizedText]):
             if slot not in texts:
                 text.cached = []  # the idle slot's token is about to be written over it
         for slot, ids in texts.items():
-            self._decoder.seat(slot)
             begin = self._read(slot, ids)
             tokens[slot, : len(ids) - begin] = torch.tensor(ids[begin:], dtype=torch.int32)
             count[slot], first_row[slot] = len(ids) - begin, begin

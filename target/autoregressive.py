@@ -40,9 +40,9 @@ class AutoregressiveStep(nn.Module):
         token = token.clamp(min=0).unsqueeze(1)
         chosen: list[Tensor] = []
         for step in range(self._steps):
-            hidden, _ = self.body.window(chosen[-1] if chosen else token, row + step, self._bucket, every=False)
+            hidden, _ = self.body.window(chosen[-1] if chosen else token, row + step, self._bucket)
             position = (row + step + 1).unsqueeze(1)
-            chosen.append(self.body.sample_tokens(hidden, position, sampling, every=False))
+            chosen.append(self.body.sample_tokens(hidden, position, sampling))
         place = torch.arange(self._steps, dtype=torch.int32, device=tokens.device)
         count = (limit + 1).clamp(max=self._steps)
         kept = torch.where(place < count.unsqueeze(1), torch.cat(chosen, 1), PAD)
@@ -65,8 +65,7 @@ class AutoregressiveDecoder:
         return PrefillResult(int(self.decoder.body.kernels.sample_tokens(logits, position, sampling)))
 
     def finish_request(self, slot: int) -> None:
-        """The slot is idle; the next request's prompt overwrites the cache rows."""
-        self.decoder.seat(slot, False)
+        """Nothing to forget: the next request's prompt overwrites the cache rows."""
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Commit:
         """Up to ``limits.max_accept + 1`` tokens in every slot."""

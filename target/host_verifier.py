@@ -79,7 +79,6 @@ class HostVerifier:
     def finish_request(self, slot: int) -> None:
         """Forget the slot's scores."""
         self.logprobs[slot] = []
-        self.decoder.seat(slot, False)
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits

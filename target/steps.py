@@ -55,14 +55,14 @@ class VerifyStep(nn.Module):
         window = self.window(drafts, parents, limit=limit)
         read = torch.cat((token.unsqueeze(1), window.proposal.tokens), 1)
         read = read.clamp(min=0, max=self.body.config.vocab_size - 1)
-        hidden, features = self.body.window(read, row, self._bucket, tree=window.tree, reads=self._reads, every=False)
+        hidden, features = self.body.window(read, row, self._bucket, tree=window.tree, reads=self._reads)
         positions = (row.unsqueeze(1) + 1 + window.depth).contiguous()
         proposal = window.proposal
         if self._rule.draft_probs and proposed:
             proposal = replace(proposal, draft_probs=pad_vocabulary(proposed[0], self.body.config.vocab_size))
         depth, kernels = self.draft_shape.depth, self.body.kernels
         if self._rule.needs == "choices":  # a model divided over ranks need not put its logits together for these
-            choices = self.body.sample_tokens(hidden, positions, sampling, every=False)
+            choices = self.body.sample_tokens(hidden, positions, sampling)
             seen = TargetView(positions, sampling, depth, choices, sample_tokens=kernels.sample_tokens)
         else:
             logits = self.body.logits(hidden)

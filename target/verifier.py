@@ -80,8 +80,7 @@ class CompiledVerifier:
         return PrefillResult(int(self.decoder.body.kernels.sample_tokens(logits, position, sampling)), features)
 
     def finish_request(self, slot: int) -> None:
-        """The slot is idle; the next request's prompt overwrites the cache rows."""
-        self.decoder.seat(slot, False)
+        """Nothing to forget: the next request's prompt overwrites the cache rows."""
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from paceline.decoder.backends.base import Step
 from paceline.decoder.backends.eager import EagerBackend
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.kernels.protocol import CachePosition
+from paceline.decoder.kernels.protocol import CachePosition, Tree
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import RopeConfig
@@ -98,14 +97,12 @@ class TableBody:
         hidden = seen.to(torch.float32)
         return hidden, None if reads is None else hidden
 
-    def window(self, tokens: Tensor, row: Tensor, reach: int, **asked: Any) -> tuple[Tensor, Tensor | None]:
-        tree, reads = asked.get("tree"), asked.get("reads")
+    def window(
+        self, tokens: Tensor, row: Tensor, reach: int, *, tree: Tree | None = None, reads: FeatureSpec | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         row = row.clamp(max=self._positions - 1)
         place = CachePosition(row, torch.full_like(row, tokens.shape[1]), torch.arange(len(row)), reach, tree=tree)
         return self(tokens, place, reads)
-
-    def live_rows(self, window: int) -> Tensor | None:
-        return None  # every slot is computed, as by kernels that skip nothing
 
     def compact_path(self, row: Tensor, path: Tensor) -> None:
         row = row.clamp(max=self._positions - 1).to(torch.int64).unsqueeze(1)
@@ -119,7 +116,7 @@ class TableBody:
         pair = hidden.to(torch.int64)
         return self._table[pair[..., 0], pair[..., 1]]
 
-    def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, **_: bool) -> Tensor:
+    def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         return self.kernels.sample_tokens(self.logits(hidden), positions, sampling)
 
     def _check(self, slots: Tensor, row: Tensor) -> None:

@@ -48,7 +48,6 @@ class Native:
 
     batch_invariant = True
     sampling_kinds = False  # they look at the values of every row
-    skips_idle = True
 
     def __init__(self) -> None:
         register()
