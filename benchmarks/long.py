@@ -1,0 +1,97 @@
+"""Time and memory of long texts against their length: prefill in chunks. JSON on the last line.
+
+    python benchmarks/long.py                          a 30 M Llama shape at 1024, 4096, 16384 and 32768 positions
+    python benchmarks/long.py --lengths 1024 4096
+
+Each length has a process of its own, whose peak memory above that of the loaded decoder with its cache is what the
+prompt took. Attention looks at a chunk's rows against the cache in place, so that this does not grow with the square
+of the length.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from paceline import AutoDecoder
+
+LENGTHS = (1024, 4096, 16384, 32768)
+
+
+def save_shape(folder: Path, positions: int) -> None:
+    """A random Llama of 30 M parameters, as `benchmarks/decode.py` has it, for so many positions."""
+    config = LlamaConfig(
+        vocab_size=8192,
+        hidden_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        intermediate_size=1376,
+        max_position_embeddings=positions,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def peak_mb() -> float:
+    """The most memory this process has held. MB"""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measure(folder: Path, length: int) -> dict[str, float]:
+    """Of one prompt that fills ``length`` positions but for the last."""
+    decoder = AutoDecoder.from_pretrained(folder, n_positions=[length], context_length_estimate=[256])
+    text = torch.randint(0, 8192, (1, length - 1), generator=torch.Generator().manual_seed(0))
+    decoder.compile()
+    decoder.sample(text[:, :300], 302)
+    before = peak_mb()
+    begin = perf_counter()
+    decoder.sample(text, length)  # the prompt and one token
+    seconds = perf_counter() - begin
+    cache = sum(keys.nbytes + values.nbytes for keys, values in decoder.body.caches)
+    return {
+        "positions": length,
+        "prefill_s": round(seconds, 3),
+        "prefill_tokens_per_s": round((length - 1) / seconds, 1),
+        "prompt_mb": round(peak_mb() - before, 1),
+        "cache_mb": round(cache / 2**20, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=list(LENGTHS))
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(measure(Path(options.child), options.lengths[0])))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        save_shape(Path(folder), max(options.lengths))
+        found: dict[int, list[dict[str, float]]] = {length: [] for length in options.lengths}
+        for _ in range(options.repeats):
+            for length in options.lengths:
+                command = [sys.executable, __file__, "--child", folder, "--lengths", str(length)]
+                output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+                found[length].append(json.loads(output.splitlines()[-1]))
+                print(found[length][-1], flush=True)
+        for each in found.values():
+            rows.append({key: statistics.median(one[key] for one in each) for key in each[0]})
+    print(json.dumps({"long": rows}))
+
+
+if __name__ == "__main__":
+    main()
