@@ -136,9 +136,10 @@ class Engine:
                     if joining is None:
                         if len(batch.active) == self.num_slots or (request := queue.pop()) is None:
                             break
-                        joining = _Joining(request, batch.slots.index(None), rounds)
-                        held.add(joining.slot)
-                        batch.seat(joining.slot, request)
+                        slot = batch.slots.index(None)
+                        held.add(slot)
+                        batch.seat(slot, request)  # before the round is chosen by what the request needs
+                        joining = _Joining(request, slot, rounds)
                     read = True
                     first = joining.read(whole=not queue.paced)
                     if first is None:

@@ -140,6 +140,6 @@ def test_two_ranks_give_what_one_gives(folder: Path, gqa: GQA) -> None:
 def test_the_planner_knows_its_size(folder: Path) -> None:
     config = ModelConfig.from_pretrained(folder)
     numbers = sum(spec.shape[0] * (spec.shape[1:] or (1,))[0] for spec in family("parallel").tensors(config).values())
-    shape = Shape("f32", "none", 1, 64)
+    shape = Shape("f32", None, 1, 64)
     assert footprint(config, shape, 1).weights == 4 * numbers
     assert 0.45 * 4 * numbers < footprint(config, shape, 2).weights < 0.6 * 4 * numbers

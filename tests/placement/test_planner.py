@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
@@ -155,13 +156,15 @@ def test_auto_takes_the_smallest_degree_that_fits() -> None:
 def test_a_footprint_counts_what_there_is() -> None:
     one = config(heads=4, layers=2, hidden=96, vocab=64, kv=2)
     assert product_weights(Shard(one)) == 2 * (96 * (4 * 8 * 2 + 2 * 8 * 2) + 3 * 96 * 192)
-    whole = footprint(one, Shape("bf16", "none", 1, 128), 1)
+    whole = footprint(one, Shape("bf16", None, 1, 128), 1)
     assert whole.weights == 2 * (product_weights(Shard(one)) + 2 * 64 * 96 + (2 * 2 + 1) * 96)
     assert whole.cache == 2 * 2 * 2 * 8 * (128 + 256) * 2
-    assert footprint(one, Shape("f32", "none", 1, 128), 1).weights == 2 * whole.weights
-    assert footprint(one, Shape("bf16", "none", 3, 128), 1).cache == 3 * whole.cache
-    assert footprint(one, Shape("bf16", "int8", 1, 128), 1).weights == whole.weights - product_weights(Shard(one))
-    halves = [footprint(one, Shape("bf16", "none", 1, 128), d).cache for d in (1, 2, 4)]
+    assert footprint(one, Shape("f32", None, 1, 128), 1).weights == 2 * whole.weights
+    assert footprint(one, Shape("bf16", None, 3, 128), 1).cache == 3 * whole.cache
+    matrices = product_weights(Shard(one)) + 2 * 64 * 96
+    assert footprint(one, Shape("bf16", "int8", 1, 128), 1).weights == ceil(1.01 * matrices + 2 * (2 * 2 + 1) * 96)
+    assert footprint(one, Shape("bf16", "q4_0", 1, 128), 1).weights == ceil(18 / 32 * matrices + 2 * (2 * 2 + 1) * 96)
+    halves = [footprint(one, Shape("bf16", None, 1, 128), d).cache for d in (1, 2, 4)]
     assert halves == [whole.cache, whole.cache // 2, whole.cache // 2]  # two key heads cannot be cut in four
 
 
@@ -169,12 +172,12 @@ def test_a_footprint_counts_what_there_is() -> None:
 def test_a_footprint_counts_the_heads_that_a_rank_really_has(gqa: GQA | None) -> None:
     """40 query heads share 10 K/V heads: four ranks cannot have whole ones, and each query head gets its own copy."""
     odd = config(heads=40, layers=2, hidden=320, vocab=64, kv=10)
-    whole, four = (footprint(odd, Shape("bf16", "none", 1, 128), degree, gqa=gqa) for degree in (1, 4))
+    whole, four = (footprint(odd, Shape("bf16", None, 1, 128), degree, gqa=gqa) for degree in (1, 4))
     shards = [Shard(odd, layout(odd, 4, gqa), rank) for rank in range(4)]
     assert max(len(shard.key_heads) for shard in shards) == 10 and four.cache == whole.cache
     read = odd.num_layers * odd.hidden_size * 2 * (2 * shards[0].key_part)  # of keys and values, bytes
     assert four.weights >= read and (gqa is None) == (shards[0].key_part == 10 * odd.head_dim)
-    shared = footprint(odd, Shape("bf16", "none", 1, 128), 4, caches=2, gqa=gqa)
+    shared = footprint(odd, Shape("bf16", None, 1, 128), 4, caches=2, gqa=gqa)
     assert (shared.cache, shared.weights) == (2 * four.cache, 2 * four.weights)  # ranks hold one cache each
 
 

@@ -90,7 +90,7 @@ def test_makers_are_found_by_name() -> None:
 
 
 def order(workshop: Workshop, folder: Path, *, ahead: bool, slots: int, degree: int = 1) -> ProcessSpec:
-    shape = asdict(Shape("f32", "none", slots, 128))
+    shape = asdict(Shape("f32", None, slots, 128))
     settings = {**shape, "folder": str(workshop.checkpoint("draft")), "backend": "eager", "k": 4, "draft_ahead": ahead}
     settings |= {"tp_degree": degree, "group_query_attention": "replicated-heads" if degree > 1 else None}
     env = (("PACELINE_CORES", "2-3"), ("OMP_NUM_THREADS", "1"))

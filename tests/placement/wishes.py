@@ -24,6 +24,6 @@ def model(
     replicas: int = 1,
     batch: int = 1,
 ) -> ModelSpec:
-    shape = Shape("bf16", "none", batch, 128)
+    shape = Shape("bf16", None, batch, 128)
     made = of or config(heads=192)
     return ModelSpec(name, made, None, shape, degree, draft_of=draft_of, replicas=replicas)

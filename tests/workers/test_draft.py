@@ -30,7 +30,7 @@ from tests.placement.served import serving
 
 
 def pool(workshop: Workshop, clients: int) -> DraftPool:
-    shape = asdict(Shape("f32", "none", 1, 128))
+    shape = asdict(Shape("f32", None, 1, 128))
     more = {"backend": "eager", "k": 4, "max_targets": clients, "targets": [str(workshop.checkpoint())]}
     return make_drafters({**shape, **more, "folder": str(workshop.checkpoint("draft"))})
 
@@ -54,7 +54,7 @@ def test_a_draft_has_the_graphs_of_every_bucket_before_it_is_called(tmp_path: Pa
     save_pair(tmp_path)
     file = tmp_path / "draft" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 300}))
-    shape = asdict(Shape("f32", "none", 1, 300))
+    shape = asdict(Shape("f32", None, 1, 300))
     more = {"backend": "eager", "k": 4, "draft_ahead": ahead, "targets": [str(tmp_path / "target")]}
     made = make_drafters({**shape, **more, "folder": str(tmp_path / "draft")})
     (decoder,) = made._free

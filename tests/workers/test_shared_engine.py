@@ -217,7 +217,7 @@ def test_a_tokenizer_that_fails_ends_its_own_request_alone(answer: str | None, p
 @pytest.mark.parametrize("drafts", [True, False])
 def test_a_hosted_target_serves_threads_at_once(workshop: Workshop, drafts: bool) -> None:
     """Real checkpoints, in the thread that a worker has for its rounds; one request was cut off before."""
-    shape = {**asdict(Shape("f32", "none", 2, 128)), "backend": "eager", "k": 4, "draft_ahead": False}
+    shape = {**asdict(Shape("f32", None, 2, 128)), "backend": "eager", "k": 4, "draft_ahead": False}
     inner = None
     if drafts:
         drafters = make_drafters({**shape, "folder": str(workshop.checkpoint("draft"))})

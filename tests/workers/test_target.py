@@ -30,7 +30,7 @@ ROWS = ["none", "ngram", "suffix", "model", "list", "medusa", "eagle"]
 
 
 def settings(folder: Path, **more: object) -> dict[str, object]:
-    return {**asdict(Shape("f32", "none", 2, 128)), "backend": "eager", "folder": str(folder), **more}
+    return {**asdict(Shape("f32", None, 2, 128)), "backend": "eager", "folder": str(folder), **more}
 
 
 def test_every_row_that_a_file_can_name_is_served() -> None:
