@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.decoder.native import build
+from paceline.decoder.weights.quantize import WeightFormat, quantize
 
 pytestmark = pytest.mark.skipif(
     "AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="this machine has no wide registers"
@@ -53,7 +54,21 @@ def test_products(narrow: ctypes.CDLL, code: int, shape: tuple[int, int]) -> Non
         x, seen = torch.randn(rows, K), []
         for library in (narrow, build.library()):
             seen.append(torch.empty(rows, N))
-            call(library.paceline_linear, x, weight, seen[-1], rows, K, N, code)
+            call(library.paceline_linear, x, weight, None, seen[-1], rows, K, N, code)
+        assert torch.equal(*seen)
+
+
+@pytest.mark.parametrize("form", WeightFormat, ids=lambda form: form.value)
+@pytest.mark.parametrize("shape", [(32, 5), (96, 261)])
+def test_products_with_quantised_matrices(narrow: ctypes.CDLL, form: WeightFormat, shape: tuple[int, int]) -> None:
+    K, N = shape
+    torch.manual_seed(0)
+    stored = quantize(torch.randn(N, K), form)
+    for rows in (1, 2, 5, 13, 33):
+        x, seen = torch.randn(rows, K), []
+        for library in (narrow, build.library()):
+            seen.append(torch.empty(rows, N))
+            call(library.paceline_linear, x, stored.data, stored.scales, seen[-1], rows, K, N, form.code)
         assert torch.equal(*seen)
 
 
