@@ -244,7 +244,7 @@ def test_a_cluster_with_other_applications_keeps_them(
 
 @pytest.mark.parametrize("wrong", [{}, {"models": "m.yaml", "model": "x"}])
 def test_the_builder_refuses_arguments_it_does_not_know(wrong: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match="`models` and `instance`"):
+    with pytest.raises(ConfigurationError, match="arguments are `models`, and perhaps `instance` and `api`"):
         build(wrong)
 
 
