@@ -50,7 +50,10 @@ def pid_of(models: Deployment, label: str) -> int | None:
 def drafts(models: Deployment, target: str) -> bool:
     """Whether the target's drafter is up, and answered in a call that was just made."""
     models.sample(target, PROMPTS[:1], max_new_tokens=4)
-    health = models.statistics(target)["drafter_health"]
+    end = time.monotonic() + 30
+    while (health := models.statistics(target)["drafter_health"]) is None:  # an answer ends before its rounds do
+        assert time.monotonic() < end, "the rounds of a call that was answered come to an end"
+        time.sleep(0.01)
     assert isinstance(health, dict)
     return health["state"] == "up" and health["answered"] > 0
 
