@@ -143,7 +143,7 @@ class AutoDecoder:
         )
         check_positions(config.rope, options.n_positions)
         shard = Shard(config, layout)
-        engine = make(backend, layout.degree)
+        engine = make(backend, layout.degree, quantization)
         if not engine.device_state:  # its state stays in this machine's memory
             kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
         weights = load_weights(place, config, options.dtype, progress=progress, shard=shard, quantization=quantization)

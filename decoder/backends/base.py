@@ -27,6 +27,7 @@ class BackendRow:
     summary  one line for tables
     divided  "module:Class" for a model divided over ranks, which takes their number; "" = it runs one rank only
     saves    whether compiled graphs can be saved and loaded
+    blocks   whether products with quantised blocks (Q8_0, Q4_0, Q4_1) are possible; those with int8 are everywhere
     """
 
     name: str
@@ -34,6 +35,7 @@ class BackendRow:
     summary: str
     divided: str = ""
     saves: bool = False
+    blocks: bool = True
 
 
 BACKENDS: dict[str, BackendRow] = {
@@ -51,13 +53,16 @@ BACKENDS: dict[str, BackendRow] = {
             "compiled graphs and native kernels on the CPU",
             saves=True,
         ),
-        BackendRow("xla", "paceline.decoder.backends.xla:XlaBackend", "graphs of torch_xla, to try them out"),
+        BackendRow(
+            "xla", "paceline.decoder.backends.xla:XlaBackend", "graphs of torch_xla, to try them out", blocks=False
+        ),
         BackendRow(
             "neuron",
             "paceline.decoder.backends.neuron.backend:NeuronBackend",
             "AWS Neuron",
             divided="paceline.decoder.backends.neuron.backend:NeuronBackend",
             saves=True,
+            blocks=False,
         ),
     )
 }
@@ -211,11 +216,22 @@ class LocalBackend:
         raise ArtefactError(f"backend={self.name!r} cannot load compiled graphs; use one that can: {_savers()}")
 
 
-def make(name: str, degree: int = 1) -> Backend:
-    """A new backend, for a model on so many ranks.
+def why_not_quantized(row: BackendRow, quantization: str | None) -> str:
+    """Why a backend cannot run a model with matrices in that format; nothing if it can. The planner's rule too."""
+    if row.blocks or quantization in (None, "int8"):
+        return ""
+    able = ", ".join(one.name for one in BACKENDS.values() if one.blocks)
+    return (
+        f"backend={row.name!r} multiplies with no blocks of quantised weights, as quantization={quantization!r} asks; "
+        f"use 'int8', or one of the backends {able}"
+    )
+
+
+def make(name: str, degree: int = 1, quantization: str | None = None) -> Backend:
+    """A new backend, for a model on so many ranks with matrices in that format.
 
     Raises:
-        ConfigurationError: no backend has this name, or it runs one rank only.
+        ConfigurationError: no backend has this name, it runs one rank only, or it has no products in that format.
     """
     if not isinstance(name, str) or name not in BACKENDS:
         raise ConfigurationError(f"backend={name!r} is unknown; use one of {', '.join(BACKENDS)}")
@@ -226,6 +242,8 @@ def make(name: str, degree: int = 1) -> Backend:
             f"backend={name!r} runs on one rank: its compiled graphs call kernels that know no other; for tp_degree="
             f"{degree} use one of {able}"
         )
+    if reason := why_not_quantized(row, quantization):
+        raise ConfigurationError(reason)
     module, _, attribute = (row.divided if degree > 1 else row.path).partition(":")
     kind = getattr(importlib.import_module(module), attribute)
     backend: Backend = kind(degree) if degree > 1 else kind()

@@ -130,7 +130,10 @@ def _load_matrix(
     if stored is None:
         # In float32, in which every stored number is exact.
         weight = _load_tensor(source, name, torch.float32, part=None, file=file)
-        stored = quantize(weight.t().contiguous() if spec.transposed else weight, form or WeightFormat.Q8_0)
+        try:
+            stored = quantize(weight.t().contiguous() if spec.transposed else weight, form or WeightFormat.Q8_0)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{file}: {name}: {error}") from error
     if part is None:
         return stored
     if (part.dim == 1) is not spec.transposed:
