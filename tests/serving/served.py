@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -21,6 +22,15 @@ from tests.simulation import check_nothing_left
 def running() -> dict[str, int]:
     """The processes of the service below this one."""
     return processes(os.getpid())
+
+
+def process(name: str) -> int:
+    """The one of that name, waited for: a worker that was killed is started again behind the requests."""
+    deadline = time.monotonic() + 90
+    while (number := running().get(name)) is None:
+        assert time.monotonic() < deadline, f"{name} is not back"
+        time.sleep(0.05)
+    return number
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from paceline.serving import launch as serving_run
 from paceline.serving.app import build, deploy_config
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import VOCABULARY, save_pair
-from tests.serving.served import running, served
+from tests.serving.served import process, served
 
 pytestmark = pytest.mark.ray
 PROMPT = "def f(a, b):"
@@ -163,7 +163,7 @@ def test_who_hangs_up_frees_the_model_for_the_next(client: openai.OpenAI, home: 
     before = replica("chat").progress.remote().result()
     client.completions.create(**asked)
     alone = replica("chat").progress.remote().result() - before
-    target = running()["model:chat"]
+    target = process("model:chat")
     os.kill(target, signal.SIGSTOP)
     try:
         with ThreadPoolExecutor(4) as pool:
@@ -263,7 +263,7 @@ def test_streams_survive_the_death_of_their_model(client: openai.OpenAI, home: P
         begun = Barrier(4)
         streams = [pool.submit(text, seed, begun) for seed in (1, 2, None)]
         begun.wait()
-        target = running()["model:chat"]
+        target = process("model:chat")
         os.kill(target, signal.SIGKILL)
         texts = [stream.result(90) for stream in streams]
     for seed in (1, 2):
@@ -279,7 +279,7 @@ def test_streams_do_not_notice_that_the_draft_is_gone(client: openai.OpenAI, hom
     asked = {"model": "chat", "prompt": PROMPT, "max_tokens": 100, "temperature": 1.2, "seed": 5}
     stream = iter(client.completions.create(stream=True, **asked))
     parts = [next(stream).choices[0].text]
-    draft = running()["draft"]
+    draft = process("draft")
     os.kill(draft, number)
     try:
         text = "".join(parts + [chunk.choices[0].text for chunk in stream])

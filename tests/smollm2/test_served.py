@@ -8,7 +8,8 @@ from pathlib import Path
 import openai
 import pytest
 
-from paceline.placement import INSTANCES, plan
+from paceline.placement import INSTANCES
+from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
 from tests.serving.served import served
 
@@ -20,7 +21,7 @@ HEAD = Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "eagle3"
 def client(cluster: object, smollm2: Path) -> Iterator[openai.OpenAI]:
     shape = {"n_positions": 128, "amp": "f32", "backend": "eager", "batch_size": 1}
     entry = {"name": "smollm2", "path": str(smollm2), "draft": {"path": str(HEAD), "k": 3}, **shape}
-    with served(plan(models_of([entry], folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])) as connected:
+    with served(plan_groups(models_of([entry], folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])) as connected:
         yield connected
 
 
