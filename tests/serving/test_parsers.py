@@ -1,0 +1,92 @@
+"""Tool calls and reasoning in a growing text: every form, cut anywhere, gives the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from paceline.serving.parsers.base import Delta, Parser, PlainText
+from paceline.serving.parsers.reasoning import REASONING, ReasoningParser
+from paceline.serving.parsers.tools import (
+    HermesParser,
+    JsonListParser,
+    LlamaJsonParser,
+    NamedCallParser,
+    PythonicParser,
+    tool_format,
+)
+from paceline.serving.render.pieces import ChoiceText, Step
+
+Calls = list[tuple[str, object]]
+
+CASES: list[tuple[str, Callable[[], Parser], str, str, Calls]] = [
+    ("hermes", HermesParser, 'a <tool_call>{"name": "f", "arguments": {"x": "}<"}}</tool_call>', "a ",
+     [("f", {"x": "}<"})]),
+    ("hermes, none", HermesParser, "a < b <tool_ca", "a < b <tool_ca", []),
+    ("hermes, cut", HermesParser, '<tool_call>{"name": "f", "arguments": {"x": 1}}', "", [("f", {"x": 1})]),
+    ("llama", LlamaJsonParser, '{"name": "f", "parameters": {"x": [1, {}]}}', "", [("f", {"x": [1, {}]})]),
+    ("llama, two", LlamaJsonParser, '{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"y": "a;b"}}', "",
+     [("f", {}), ("g", {"y": "a;b"})]),
+    ("llama, tag", LlamaJsonParser, '<|python_tag|>{"name": "f", "parameters": {}}', "", [("f", {})]),
+    ("llama, type", LlamaJsonParser, '{"type": "function", "name": "f", "parameters": {"x": 1}}', "",
+     [("f", {"x": 1})]),
+    ("llama, text", LlamaJsonParser, "No call: {1}", "No call: {1}", []),
+    ("llama, other JSON", LlamaJsonParser, '{"answer": 42}', '{"answer": 42}', []),
+    ("pythonic", PythonicParser, '[f(x=1, y="]"), a.g()]', "", [("f", {"x": 1, "y": "]"}), ("a.g", {})]),
+    ("pythonic, text", PythonicParser, "Well, [f()]", "Well, [f()]", []),
+    ("pythonic, no literal", PythonicParser, '[f(x=open("y"))]', '[f(x=open("y"))]', []),
+    ("list", JsonListParser, '[{"name": "f", "parameters": {"x": 1}}, {"name": "g", "parameters": {}}]', "",
+     [("f", {"x": 1}), ("g", {})]),
+    ("named", lambda: NamedCallParser("f"), '{"x": 1}', "", [("f", {"x": 1})]),
+]  # fmt: skip
+
+
+def read(parser: Parser, pieces: list[str]) -> ChoiceText:
+    found = ChoiceText()
+    for delta in [*(parser.push(piece) for piece in pieces), parser.flush()]:
+        assert isinstance(delta, Delta)
+        found.add(Step(0, delta, ()))
+    return found
+
+
+def cuts(text: str) -> list[list[str]]:
+    return [[text], list(text), *([text[:i], text[i:]] for i in range(1, len(text)))]
+
+
+@pytest.mark.parametrize(("make", "text", "content", "calls"), [case[1:] for case in CASES], ids=[c[0] for c in CASES])
+def test_calls_in_every_form_cut_anywhere(make: Callable[[], Parser], text: str, content: str, calls: Calls) -> None:
+    for pieces in cuts(text):
+        found = read(make(), pieces)
+        assert [(call.name, json.loads(call.arguments)) for call in found.tool_calls] == calls, pieces
+        assert found.content == content, pieces
+
+
+@pytest.mark.parametrize("row", REASONING, ids=[row.name for row in REASONING])
+def test_reasoning_cut_anywhere(row: object) -> None:
+    start, end = row.start, row.end  # type: ignore[attr-defined]
+    for text, started, thought, answer in (
+        (f"{start}a < b{end}\n\nc", False, "a < b", "c"),
+        (f"a{end}c", True, "a", "c"),
+        (f"a{end[:-1]}", True, f"a{end[:-1]}", ""),
+        (f"x{start}a{end}", False, "", f"x{start}a{end}"),
+        (start[:-1], False, "", start[:-1]),
+    ):
+        for pieces in cuts(text):
+            found = read(ReasoningParser(row, PlainText(), started=started), pieces)  # type: ignore[arg-type]
+            assert (found.reasoning, found.content) == (thought, answer), pieces
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ('{{ tools }} {"name": function name, "parameters": dictionary}', "llama3_json"),
+        ("{{ tools }} [func_name1(params_name1=params_value1...)]", "pythonic"),
+        ("{{ messages }} <tool_call>", None),
+    ],
+)
+def test_the_form_is_told_by_the_template(template: str, name: str | None) -> None:
+    found = tool_format(template)
+    assert (None if found is None else found.name) == name
