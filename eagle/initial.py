@@ -1,15 +1,20 @@
-"""A fresh head that begins near its target: the target's last layer, its norms and its output layer, where they fit.
+"""What a training begins with: a trained head, or a fresh one with the target's last layer, norms and output layer.
 
-A head has little data; what the target knows already need not be learned. Not a part of the papers, which begin with
-random layers. What does not fit (another width, other heads) stays random.
+A fresh head has little data; what the target knows already need not be learned. Not a part of the papers, which begin
+with random layers. What does not fit (another width, other heads) stays random.
 """
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
+from paceline.core.errors import CheckpointError
 from paceline.decoder.models.config import ModelConfig
+from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.network import TrainableHead
 from paceline.eagle.objective import Vocabulary
@@ -67,4 +72,23 @@ def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: 
         wanted["fc.weight"] = fused
     fitting = {name: value for name, value in wanted.items() if name in state and value.shape == state[name].shape}
     network.load_state_dict({**state, **fitting})
+    return network
+
+
+@torch.no_grad()
+def continued(found: Checkpoint, target: FrozenTarget, *, where: Path) -> TrainableHead:
+    """A trained head, to train on.
+
+    Raises:
+        CheckpointError: it has an embedding of its own, which no training here changes or keeps.
+    """
+    if found.embedding is not None:
+        raise CheckpointError(f"{where} has an embedding of its own; only heads that share the target's are trained on")
+    network = TrainableHead(
+        found.config, target.embedding, target.output.detach() if found.config.version == 1 else None
+    )
+    network.load_state_dict({name: value.float() for name, value in found.weights.items() if name != "ids"})
+    network.start = hashlib.sha256(b"".join(x.numpy().tobytes() for x in network.state_dict().values())).hexdigest()[
+        :16
+    ]
     return network

@@ -151,9 +151,12 @@ class TrainableHead(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    start: str | None
+    """Tells the trained weights it began with from others; None for a fresh head."""
 
     def __init__(self, config: EagleConfig, embedding: Tensor, head: Tensor | None) -> None:
         super().__init__()
+        self.start = None
         assert config.version == 3 or head is not None, "version 1 borrows the target's output layer"
         self.config, self._kernels = config, TrainingKernels()
         for name, shape in config.shapes().items():

@@ -80,6 +80,7 @@ class EagleTrainer(Trainer[Texts]):
                 **asdict(network.config),
                 "corpus": corpus.key,
                 "drafted ids": hashlib.sha256(vocabulary.ids.numpy().tobytes()).hexdigest()[:16],
+                "start": network.start,
             },
         )
 
@@ -122,6 +123,7 @@ class EagleHeadOptions:
                       may use it too
     draft_vocab_size  version 3: the most frequent ids of the data, so many; None = all
     depth             of the chains whose acceptance is measured
+    start             folder of a head to train on; its version, layers and drafted ids are kept
     """
 
     version: int = field(default=3, metadata={"help": "1 (also for EAGLE-2) or 3."})
@@ -131,6 +133,7 @@ class EagleHeadOptions:
     )
     draft_vocab_size: int | None = field(default=None, metadata={"help": "Version 3: so many ids can be drafted."})
     depth: int = field(default=5, metadata={"help": "Of the chains whose acceptance is measured."})
+    start: Path | None = field(default=None, metadata={"help": "Folder of a head to train on; default: a fresh one."})
 
 
 def train(
@@ -150,14 +153,8 @@ def train(
     """
     sizes = ModelConfig.from_pretrained(target)
     check(head, texts, sizes)
-    layers = head.layers or (default_layers(sizes.num_layers) if head.version == 3 else ())
-    frozen = FrozenTarget(target, layers, precision=options.precision)
-    counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
-    drafted = sizes.vocab_size if head.draft_vocab_size is None else head.draft_vocab_size
-    vocabulary = Vocabulary.frequent(counts, drafted)
-    config = initial.default_config(sizes, version=head.version, layers=layers, draft_vocab_size=len(vocabulary.ids))
+    frozen, network, vocabulary = _begin(target, stream, head, sizes=sizes, precision=options.precision)
     features = FeatureCache(frozen, stream, texts, folder=work / "states")
-    network = initial.fresh(config, frozen, depth=sizes.num_layers, vocabulary=vocabulary)
     own, output = features.eval_texts(), frozen.output.detach()
 
     def measure(network: TrainableHead) -> list[float]:
@@ -172,9 +169,33 @@ def train(
     return shares
 
 
+def _begin(
+    target: Path, stream: np.ndarray, head: EagleHeadOptions, *, sizes: ModelConfig, precision: str
+) -> tuple[FrozenTarget, TrainableHead, Vocabulary]:
+    """The target, and the head as it is before the first step: a fresh one, or the one to train on."""
+    if head.start is not None:
+        found = checkpoint.load(head.start, sizes)
+        frozen = FrozenTarget(target, found.config.layers, precision=precision)
+        ids = found.weights.get("ids", torch.arange(sizes.vocab_size))
+        return frozen, initial.continued(found, frozen, where=head.start), Vocabulary(ids, sizes.vocab_size)
+    layers = head.layers or (default_layers(sizes.num_layers) if head.version == 3 else ())
+    frozen = FrozenTarget(target, layers, precision=precision)
+    counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
+    drafted = sizes.vocab_size if head.draft_vocab_size is None else head.draft_vocab_size
+    vocabulary = Vocabulary.frequent(counts, drafted)
+    config = initial.default_config(sizes, version=head.version, layers=layers, draft_vocab_size=len(vocabulary.ids))
+    return frozen, initial.fresh(config, frozen, depth=sizes.num_layers, vocabulary=vocabulary), vocabulary
+
+
 def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) -> None:
     """Raise ConfigurationError, or CheckpointError for an unknown version, if the target cannot have such a head."""
     check_version(head.version)
+    if head.start is not None:
+        if head.layers or head.draft_vocab_size is not None:
+            raise ConfigurationError("start: the layers and the drafted ids are those of that head; give no others")
+        version = checkpoint.load(head.start, sizes).config.version
+        if version != head.version:
+            raise ConfigurationError(f"{head.start} is a head of version {version}; give version={version}")
     if any(not 0 <= layer <= sizes.num_layers for layer in head.layers):
         raise ConfigurationError(
             f"the target has {sizes.num_layers} layers, and residual streams are numbered 0 to {sizes.num_layers}; "
@@ -190,7 +211,7 @@ def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) 
             f"texts of {texts.length} tokens do not fit: the target reads {sizes.max_position_embeddings}, and after "
             f"a prompt of {texts.prompt_length} there must be room for {head.depth} drafts"
         )
-    if head.version == 3 and not head.layers:
+    if head.version == 3 and not head.layers and head.start is None:
         default_layers(sizes.num_layers)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from paceline.core.errors import CheckpointError, ConfigurationError
@@ -302,3 +303,33 @@ def test_a_trained_head_is_written_and_drafts(workshop: Workshop, tmp_path: Path
     assert shares is not None and (tmp_path / "head" / train.MEASURED).is_file()
     head = EagleDrafter.from_pretrained(tmp_path / "head", workshop.decoder(slots=1)).head
     assert head.config.draft_vocab_size == 60 and head.config.layers == LAYERS
+
+
+def test_a_trained_head_is_trained_on(workshop: Workshop, tmp_path: Path) -> None:
+    """Its layers, its ids and what it has learned stay: steps of no size leave its weights as they were."""
+
+    def run(name: str, head: EagleHeadOptions, rate: float) -> dict[str, torch.Tensor]:
+        train.train(
+            workshop.checkpoint(),
+            stream(),
+            head,
+            texts=SHORT,
+            options=EagleTraining(tokens=24 * 8 * 3, ttt_steps=2, batch_size=8, learning_rate=rate),
+            work=tmp_path / f"{name}-work",
+            out=tmp_path / name,
+            report=lambda *_: None,
+        )
+        return load_file(tmp_path / name / "model.safetensors")
+
+    own = EagleHeadOptions(layers=LAYERS, draft_vocab_size=60, depth=2)
+    first, fresh = run("first", own, 1e-2), run("fresh", own, 1e-12)
+    more = run("more", EagleHeadOptions(depth=2, start=tmp_path / "first"), 1e-12)
+    assert all(torch.equal(more[name], first[name]) for name in first)
+    assert not torch.equal(fresh["fc.weight"], first["fc.weight"])
+    head = EagleDrafter.from_pretrained(tmp_path / "more", workshop.decoder(slots=1)).head
+    assert head.config.draft_vocab_size == 60 and head.config.layers == LAYERS
+    sizes = ModelConfig.from_pretrained(workshop.checkpoint())
+    with pytest.raises(ConfigurationError, match="give no others"):
+        train.check(EagleHeadOptions(layers=LAYERS, start=tmp_path / "first"), SHORT, sizes)
+    with pytest.raises(ConfigurationError, match="a head of version 3; give version=3"):
+        train.check(EagleHeadOptions(version=1, start=tmp_path / "first"), SHORT, sizes)
