@@ -141,7 +141,7 @@ class GgufFile:
         order = _architecture(self.header).row_order(self.header, name)
         width = stored.shape[1:] if columns is None else (columns[1] - columns[0],)
         result = np.empty((span[1] - span[0], *width), np.float32)
-        for begin, end in _pieces(stored, span):
+        for begin, end in _pieces(stored, span) if result.size else ():  # a rank may have nothing of a tensor
             rows = np.arange(begin, end)
             if order is not None:
                 rows = order(rows)

@@ -189,8 +189,8 @@ class Attention(nn.Module):
         if shard.gathers:
             self.register_buffer("key_heads", torch.tensor(shard.key_heads, dtype=torch.int32))
         if plan.alibi:
-            own = alibi_slopes(config.num_heads)[shard.rank * shard.heads : (shard.rank + 1) * shard.heads]
-            self.register_buffer("slopes", torch.tensor(own, dtype=torch.float32))
+            slopes = torch.tensor([*alibi_slopes(config.num_heads), *[0.0] * shard.heads], dtype=torch.float32)
+            self.register_buffer("slopes", slopes.narrow(0, shard.queries.start, shard.heads).clone())
 
     def forward(self, x: Tensor, place: CachePosition, cache: tuple[Tensor, Tensor], rotation: Rotation) -> Tensor:
         """x [b, T, H] -> [b, T, H]; keys and values go to their rows of the cache [slots, G, R, D]."""

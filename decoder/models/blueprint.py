@@ -166,18 +166,18 @@ def tensors(config: AssembledConfig, names: Names) -> dict[str, TensorSpec]:
 def _attention(config: AssembledConfig, inner: dict[str, str], *, transposed: bool) -> dict[str, TensorSpec]:
     plan, hidden = config.blueprint, config.hidden_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    parts = ((queries, Split.ROWS), (keys, Split.KEY_ROWS), (keys, Split.KEY_ROWS))
+    parts = ((queries, Split.QUERY_ROWS), (keys, Split.KEY_ROWS), (keys, Split.KEY_ROWS))
     specs: dict[str, TensorSpec] = {}
     if plan.joined:
         blocks = parts if plan.joined == "rows" else ()
-        spec = TensorSpec((queries + 2 * keys, hidden), Split.ROWS, blocks=blocks)
+        spec = TensorSpec((queries + 2 * keys, hidden), Split.QUERY_ROWS, blocks=blocks)
         specs |= _product(inner["qkv"], spec, bias=plan.qkv_bias, transposed=transposed)
     else:
         for part, (rows, split) in zip("qkv", parts, strict=True):
             specs |= _product(inner[part], TensorSpec((rows, hidden), split), bias=plan.qkv_bias, transposed=transposed)
     if plan.head_norms:
         specs |= {f"{inner[part]}.weight": TensorSpec((config.head_dim,)) for part in ("q norm", "k norm")}
-    spec = TensorSpec((hidden, queries), Split.COLUMNS)
+    spec = TensorSpec((hidden, queries), Split.QUERY_COLUMNS)
     return specs | _product(inner["out"], spec, bias=plan.out_bias, transposed=transposed)
 
 
@@ -206,6 +206,6 @@ def _product(name: str, spec: TensorSpec, *, bias: bool, transposed: bool) -> di
     shape = spec.shape[::-1] if transposed else spec.shape
     made = {f"{name}.weight": TensorSpec(shape, spec.split, blocks=spec.blocks, transposed=transposed)}
     if bias:
-        split = Split.WHOLE if spec.split is Split.COLUMNS else spec.split
+        split = Split.WHOLE if spec.split.summed else spec.split
         made[f"{name}.bias"] = TensorSpec(spec.shape[:1], split, blocks=spec.blocks)
     return made

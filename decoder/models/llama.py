@@ -44,10 +44,10 @@ class LlamaModel(DecoderModel):
         tied = config.tie_word_embeddings
         specs = {EMBEDDING: TensorSpec((vocabulary, hidden), Split.VOCABULARY, copies=(HEAD,) if tied else ())}
         attention = {
-            "q": TensorSpec((queries, hidden), Split.ROWS),
+            "q": TensorSpec((queries, hidden), Split.QUERY_ROWS),
             "k": TensorSpec((keys, hidden), Split.KEY_ROWS),
             "v": TensorSpec((keys, hidden), Split.KEY_ROWS),
-            "o": TensorSpec((hidden, queries), Split.COLUMNS),
+            "o": TensorSpec((hidden, queries), Split.QUERY_COLUMNS),
         }
         mlp = {
             "gate": TensorSpec((inner, hidden), Split.ROWS),
@@ -114,6 +114,6 @@ def _products(prefix: str, specs: dict[str, TensorSpec], *, bias: bool) -> dict[
     for name, spec in specs.items():
         named[f"{prefix}{name}_proj.weight"] = spec
         if bias:
-            split = Split.WHOLE if spec.split is Split.COLUMNS else spec.split
+            split = Split.WHOLE if spec.split.summed else spec.split
             named[f"{prefix}{name}_proj.bias"] = TensorSpec(spec.shape[:1], split)
     return named

@@ -1,8 +1,9 @@
 """Tensor parallelism: which part of a model's tensors and heads each rank has. Pure arithmetic on a ModelConfig.
 
 A family says how each of its tensors is divided (`TensorSpec`); how the K/V heads of grouped-query attention are laid
-out is the user's choice (`GQA`). Not here: reading files (`paceline.decoder.weights.checkpoint`), talking between ranks
-(`paceline.decoder.parallel.collectives`), and which degrees a chip takes.
+out is the user's choice (`GQA`). Where heads or columns cannot be divided evenly, ranks are filled up with zeros: what
+they compute adds exactly nothing. Not here: reading files (`paceline.decoder.weights.checkpoint`), talking between
+ranks (`paceline.decoder.parallel.collectives`), and which degrees a chip takes.
 """
 
 from __future__ import annotations
@@ -18,18 +19,29 @@ from paceline.decoder.models.config import ModelConfig
 class Split(Enum):
     """How a tensor is divided over the ranks.
 
-    WHOLE       every rank has all of it: norms, and biases added after a sum over the ranks
-    ROWS        equal shares of its rows: query, gate and up products, and their biases
-    COLUMNS     equal shares of its columns: products whose results are summed over the ranks (output, down)
-    KEY_ROWS    rows by K/V heads, as `GQA` says: key and value products, and their biases
-    VOCABULARY  equal shares of its rows, the last share filled up with zeros: embedding and output head
+    Shares are equal; where the number cannot be divided, the last ones are filled up with zeros.
+
+    WHOLE          every rank has all of it: norms, and biases added after a sum over the ranks
+    ROWS           shares of its rows: gate and up products, and their biases
+    COLUMNS        shares of its columns: products of those whose results are summed over the ranks (down)
+    QUERY_ROWS     rows by query heads: query products, and their biases
+    QUERY_COLUMNS  columns by query heads: the output product of attention
+    KEY_ROWS       rows by K/V heads, as `GQA` says: key and value products, and their biases
+    VOCABULARY     shares of its rows: embedding and output head
     """
 
     WHOLE = "whole"
     ROWS = "rows"
     COLUMNS = "columns"
+    QUERY_ROWS = "query rows"
+    QUERY_COLUMNS = "query columns"
     KEY_ROWS = "key rows"
     VOCABULARY = "vocabulary"
+
+    @property
+    def summed(self) -> bool:
+        """Whether the columns are divided, so that results are summed over the ranks."""
+        return self in (Split.COLUMNS, Split.QUERY_COLUMNS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +51,8 @@ class TensorSpec:
     shape   linear weights are [out, in], transposed ones [in, out]
     split   how it is divided over ranks
     copies  names under which a checkpoint may hold the same tensor once more; a copy is compared and dropped
-    blocks  several matrices below each other in one: the rows of each, and how it is divided; ``split`` then says ROWS
+    blocks  several matrices below each other in one: the rows of each, and how it is divided; ``split`` then says that
+            rows are
     transposed  a linear weight stored as [in, out]; ``split`` and ``blocks`` speak of it as [out, in]
     """
 
@@ -87,25 +100,16 @@ class Layout:
 WHOLE = Layout()
 
 
-def why_not_divisible(config: ModelConfig, degree: int) -> str:
-    """Why this model cannot be divided over so many ranks; nothing if it can. The planner's rule too."""
-    for number, what in ((config.num_heads, "attention heads"), (config.intermediate_size, "columns of the MLP")):
-        if number % degree:
-            return f"{number} {what} are not divisible by tp_degree={degree}"
-    return ""
-
-
 def layout(config: ModelConfig, degree: int, gqa: GQA | str | None = None) -> Layout:
     """A checked layout. ``gqa`` None: whole heads if they can be divided, copies otherwise.
+
+    Any degree divides any model: see `padding` for what it fills up.
 
     Raises:
         ConfigurationError: the model cannot be divided like that.
     """
     if not isinstance(degree, int) or degree < 1:
         raise ConfigurationError(f"tp_degree must be a number of ranks, 1 or more, not {degree!r}")
-    if reason := why_not_divisible(config, degree):
-        legal = [d for d in range(1, config.num_heads + 1) if not why_not_divisible(config, d)]
-        raise ConfigurationError(f"{reason}; use one of {', '.join(map(str, legal))}")
     heads = config.num_kv_heads
     if gqa is None:
         return Layout(degree, GQA.REPLICATED_HEADS if heads % degree else GQA.SHARD_OVER_HEADS)
@@ -132,18 +136,34 @@ def layout(config: ModelConfig, degree: int, gqa: GQA | str | None = None) -> La
     return Layout(degree, gqa)
 
 
+def padding(config: ModelConfig, degree: int) -> dict[str, tuple[int, int]]:
+    """What is filled up with zeros over so many ranks: of each, how many there are and how many are computed."""
+    shard = Shard(config, Layout(degree, GQA.REPLICATED_HEADS))
+    computed = {
+        "attention heads": (config.num_heads, degree * shard.heads),
+        "columns of the MLP": (config.intermediate_size, degree * _share(config.intermediate_size, degree)),
+        "ids of the vocabulary": (config.vocab_size, degree * len(shard.ids)),
+    }
+    return {what: (has, computes) for what, (has, computes) in computed.items() if has != computes}
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
     """Some rows or columns of a tensor.
 
     dim     the divided dimension; the others are whole
     ranges  from (included) to (not included), in the order they are joined; a range may come twice
-    size    of that dimension in the end: zeros are added behind
+    sizes   what each range takes in the end: zeros are added behind it
     """
 
     dim: int
     ranges: tuple[tuple[int, int], ...]
-    size: int
+    sizes: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Of that dimension in the end."""
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,18 +180,59 @@ class Shard:
 
     @property
     def heads(self) -> int:
-        """How many query heads this rank computes."""
-        return self.config.num_heads // self.degree
+        """How many query heads this rank computes: as many as every other, some of which may be zeros."""
+        config = self.config
+        if config.num_heads % self.degree == 0:
+            return config.num_heads // self.degree
+        return self._groups * self._group_size if self._ranks_per_group == 1 else self._group_part
+
+    @property
+    def queries(self) -> range:
+        """The query heads of the model that this rank computes, at most `heads`; zeros follow."""
+        config, end = self.config, self.config.num_heads
+        if config.num_heads % self.degree == 0 or self._ranks_per_group == 1:
+            return range(min(self.rank * self.heads, end), min((self.rank + 1) * self.heads, end))
+        group, part = divmod(self.rank, self._ranks_per_group)
+        first = min(group * self._group_size, end)
+        begin, stop = (min(at * self.heads, self._group_size) for at in (part, part + 1))
+        return range(min(first + begin, end), min(first + stop, end))
 
     @property
     def key_heads(self) -> tuple[int, ...]:
-        """The K/V heads in this rank's cache, in order. Each serves equally many of its query heads."""
-        share = self.config.num_heads // self.config.num_kv_heads
-        first = self.rank * self.heads
-        needed = [query // share for query in range(first, first + self.heads)]
+        """The K/V heads in this rank's cache, in order. Each serves equally many of its query heads.
+
+        A rank that is filled up with zeros has copies, which nothing asks for.
+        """
+        config, last = self.config, self.config.num_kv_heads - 1
+        if config.num_heads % self.degree:
+            first = self.rank * self._groups // self._ranks_per_group
+            return tuple(min(first + i, last) for i in range(self._groups))
+        needed = [query // self._group_size for query in self.queries]
         # Either a rank's query heads fill whole K/V heads, or all belong to one; else each gets a copy of its own.
-        even = self.heads % share == 0 or share % self.heads == 0
+        even = self.heads % self._group_size == 0 or self._group_size % self.heads == 0
         return tuple(dict.fromkeys(needed)) if even else tuple(needed)
+
+    # Where query heads cannot be divided evenly, no rank is given parts of two groups (a K/V head and its queries):
+    # a rank has whole groups, or a group has whole ranks. Some ranks may be left over.
+
+    @property
+    def _group_size(self) -> int:
+        """Query heads of a K/V head."""
+        return self.config.num_heads // self.config.num_kv_heads
+
+    @property
+    def _groups(self) -> int:
+        """K/V heads of a rank."""
+        return _share(self.config.num_kv_heads, self.degree)
+
+    @property
+    def _ranks_per_group(self) -> int:
+        return max(1, min(self.degree // self.config.num_kv_heads, self._group_size))
+
+    @property
+    def _group_part(self) -> int:
+        """Query heads of a rank that shares its K/V head with others."""
+        return _share(self._group_size, self._ranks_per_group)
 
     @property
     def key_part(self) -> int:
@@ -188,7 +249,7 @@ class Shard:
     @property
     def ids(self) -> range:
         """Token ids of this rank's part of the vocabulary; those of the last rank may run past its end."""
-        count = -(-self.config.vocab_size // self.degree)
+        count = _share(self.config.vocab_size, self.degree)
         return range(self.rank * count, (self.rank + 1) * count)
 
     def slice_of(self, spec: TensorSpec) -> TensorSlice | None:
@@ -197,27 +258,31 @@ class Shard:
             return None
         if spec.blocks:
             return self._blocks(spec)
-        if spec.split is Split.VOCABULARY:
-            end = spec.shape[0]
-            return TensorSlice(0, ((min(self.ids.start, end), min(self.ids.stop, end)),), len(self.ids))
+        dim = int(spec.split.summed is not spec.transposed)
         if spec.split is Split.KEY_ROWS:
             if self.gathers:
-                return _even(0, self.key_part, self.rank)
+                return _even(dim, self.key_part * self.degree, self.degree, rank=self.rank)
             width = self.config.head_dim
-            return TensorSlice(0, tuple((h * width, (h + 1) * width) for h in self.key_heads), self.key_part)
-        dim = int((spec.split is Split.COLUMNS) is not spec.transposed)
-        return _even(dim, spec.shape[dim] // self.degree, self.rank)
+            ranges = tuple((h * width, (h + 1) * width) for h in self.key_heads)
+            return TensorSlice(dim, ranges, (width,) * len(ranges))
+        if spec.split in (Split.QUERY_ROWS, Split.QUERY_COLUMNS):
+            width = spec.shape[dim] // self.config.num_heads
+            span = (self.queries.start * width, self.queries.stop * width)
+            return TensorSlice(dim, (span,), (self.heads * width,))
+        return _even(dim, spec.shape[dim], self.degree, rank=self.rank)
 
     def _blocks(self, spec: TensorSpec) -> TensorSlice:
         """This rank's rows of each of the matrices, one after the other."""
         ranges: list[tuple[int, int]] = []
-        begin = size = 0
+        sizes: list[int] = []
+        begin = 0
         for rows, split in spec.blocks:
             own = self.slice_of(TensorSpec((rows,), split))
             assert own is not None, "what is whole on every rank is a tensor of its own"
             ranges += [(begin + a, begin + b) for a, b in own.ranges]
-            begin, size = begin + rows, size + own.size
-        return TensorSlice(int(spec.transposed and len(spec.shape) > 1), tuple(ranges), size)
+            sizes += own.sizes
+            begin += rows
+        return TensorSlice(int(spec.transposed and len(spec.shape) > 1), tuple(ranges), tuple(sizes))
 
     def numbers_of(self, spec: TensorSpec) -> int:
         """How many numbers this rank has of a tensor."""
@@ -225,5 +290,11 @@ class Shard:
         return prod(spec.shape if cut is None else (*spec.shape[: cut.dim], cut.size, *spec.shape[cut.dim + 1 :]))
 
 
-def _even(dim: int, size: int, rank: int) -> TensorSlice:
-    return TensorSlice(dim, ((rank * size, (rank + 1) * size),), size)
+def _even(dim: int, size: int, degree: int, *, rank: int) -> TensorSlice:
+    """A share of ``size`` rows or columns."""
+    part = _share(size, degree)
+    return TensorSlice(dim, ((min(rank * part, size), min((rank + 1) * part, size)),), (part,))
+
+
+def _share(amount: int, degree: int) -> int:
+    return -(-amount // degree)

@@ -137,10 +137,10 @@ def _load_matrix(
     if part is None:
         return stored
     if (part.dim == 1) is not spec.transposed:
-        pieces = [stored.columns_of(*span) for span in part.ranges]
-        assert len(pieces) == 1 and pieces[0].columns == part.size, "columns are divided evenly"
-        return pieces[0]
-    return joined_rows([stored.rows(*span) for span in part.ranges], part.size)
+        (span,) = part.ranges  # of columns there is one
+        return stored.columns_of(*span, part.size)
+    pieces = [stored.rows(*span) for span in part.ranges]
+    return joined_rows([joined_rows([piece], size) for piece, size in zip(pieces, part.sizes, strict=True)])
 
 
 def _equal(one: Stored, other: Stored) -> bool:
@@ -236,13 +236,14 @@ def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, part: Ten
 
 
 def _read_part(source: WeightFile, name: str, part: TensorSlice) -> Tensor:
-    pieces = [source.read_range(name, span, dim=part.dim) for span in part.ranges]
-    found = torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]
-    missing = part.size - found.shape[part.dim]
-    if not missing:
-        return found
-    zeros = found.new_zeros([missing if dim == part.dim else size for dim, size in enumerate(found.shape)])
-    return torch.cat((found, zeros), part.dim)
+    pieces: list[Tensor] = []
+    for (first, last), size in zip(part.ranges, part.sizes, strict=True):
+        found = source.read_range(name, (first, last), dim=part.dim)
+        pieces.append(found)
+        if missing := size - (last - first):
+            shape = [missing if dim == part.dim else length for dim, length in enumerate(found.shape)]
+            pieces.append(found.new_zeros(shape))
+    return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]
 
 
 def _is_finite(tensor: Tensor) -> bool:

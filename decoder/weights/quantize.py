@@ -91,20 +91,22 @@ class QuantizedTensor:
         scales = None if self.scales is None else self.scales[rows]
         return QuantizedTensor(self.data[rows], scales, self.format, self.columns)
 
-    def columns_of(self, start: int, end: int) -> QuantizedTensor:
-        """Some of its columns; of blocks, whole ones.
+    def columns_of(self, start: int, end: int, columns: int) -> QuantizedTensor:
+        """Some of its columns; of blocks, whole ones. Up to ``columns``, zeros follow.
 
         Raises:
             ConfigurationError: a block would be cut in two.
         """
         form = self.format
-        if form.block_bytes and (start % GROUP or end % GROUP):
+        if form.block_bytes and any(at % GROUP for at in (start, end, columns)):
             raise ConfigurationError(
                 f"a rank would get columns {start} to {end} of a {form.value} matrix, and blocks have {GROUP} columns; "
                 "use another tp_degree, or quantization='int8'"
             )
         data = self.data[:, form.row_bytes(start) : form.row_bytes(end)].contiguous()
-        return QuantizedTensor(data, self.scales, form, end - start)
+        if missing := columns - (end - start):
+            data = torch.cat((data, data.new_zeros(len(data), form.row_bytes(missing))), 1)  # zeros in every format
+        return QuantizedTensor(data, self.scales, form, columns)
 
     def dequantize(self) -> Tensor:
         """[N, K] float32; of blocks exactly what the package ``gguf`` gives."""

@@ -40,12 +40,15 @@ def cost_of_round(
     table.add_column("")
     for column in ("memory", "tensor", "vector", "scalar", "gather"):
         table.add_column(column, justify="right")
-    parts, whole = found["parts_ms"], found["round"]
-    assert isinstance(parts, dict) and isinstance(whole, dict)
+    parts, whole, padding = found["parts_ms"], found["round"], found["padding"]
+    assert isinstance(parts, dict) and isinstance(whole, dict) and isinstance(padding, dict)
     for name, part in parts.items():
         table.add_row(name, *(f"{value:.3f}" for value in part.values()))
     console.out().print(table)
     for name in ("ideal_ms", "expected_ms", "worst_ms", "sampler_share", "largest_gather", "instructions"):
         console.say(console.out(), f"{name}: {whole[name]}")
+    for side, filled in padding.items():
+        for what, (has, computes) in filled.items():
+            console.say(console.out(), f"filled up with zeros: {has} {what} of the {side} to {computes}")
     for limit in found["over_limits"] if isinstance(found["over_limits"], list) else []:
         console.say(console.out(), f"over the limit: {limit}")

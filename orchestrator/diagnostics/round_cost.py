@@ -90,6 +90,10 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
         "tp_degree": setup.degree,
         "k": setup.k,
         "sampling": setup.kind,
+        "padding": {
+            name: {what: list(both) for what, both in sharding.padding(config, setup.degree).items()}
+            for name, config in (("target", setup.target), ("draft", setup.draft))
+        },
         "round": {
             "ideal_ms": round(ideal * 1e3, 3),
             "expected_ms": round(expected * 1e3, 3),

@@ -62,7 +62,7 @@ def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1
     cache = caches * cache_bytes(config, shape, degree, gqa=gqa)
     chunk = min(_CHUNK, shape.n_positions)
     hidden = 4 * config.hidden_size + _share(3 * config.intermediate_size, degree)
-    scores = _share(config.num_heads, degree) * shape.n_positions
+    scores = fullest.heads * shape.n_positions
     logits = _share(config.vocab_size, degree) * shape.batch_size * 16  # rows of a verifying window
     return Footprint(weights, cache, CODE_BYTES + 4 * (chunk * (hidden + scores) + logits))
 

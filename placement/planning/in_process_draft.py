@@ -13,7 +13,6 @@ from pathlib import Path
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import CheckpointError, ConfigurationError, PlanError
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.parallel.sharding import why_not_divisible
 from paceline.decoder.weights.files import is_gguf
 from paceline.placement.planning.footprint import NUMBER_BYTES, Footprint, Shape, cache_bytes, footprint
 
@@ -38,12 +37,6 @@ class InProcessDraft:
     config: ModelConfig | None
     file_bytes: int
     degree: int | None = None
-
-    def why_not_divisible(self, target_degree: int) -> str:
-        """Why it cannot run beside a target of that degree; empty if it can."""
-        degree = target_degree if self.degree is None else self.degree
-        reason = "" if self.config is None else why_not_divisible(self.config, degree)
-        return f"its draft {self.name}: {reason}" if reason else ""
 
     def footprint(self, target: ModelConfig, shape: Shape, target_degree: int) -> Footprint:
         """Bytes on each of the target's cores, besides the target's own.

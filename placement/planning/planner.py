@@ -1,8 +1,8 @@
 """From models and an instance to a plan. Pure: nothing is started, read or reserved.
 
-Rules, each with its own error: a degree that divides the model (`paceline.decoder.parallel.sharding` knows which); one
-the runtime accepts; a share that fits on a core; a contiguous run that starts at a multiple of its length; every core
-in one process only.
+Rules, each with its own error: a degree the runtime accepts; K/V heads that can be laid out as asked; a share, filled
+up as `paceline.decoder.parallel.sharding` does, that fits on a core; a contiguous run that starts at a multiple of its
+length; every core in one process only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.core.errors import ConfigurationError, PlanError
-from paceline.decoder.parallel.sharding import layout, why_not_divisible
+from paceline.decoder.parallel.sharding import layout
 from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation
 from paceline.placement.planning.footprint import Footprint, footprint
@@ -41,7 +41,7 @@ def degree_of(model: ModelSpec, instance: Instance) -> int:
     """The tensor-parallel degree of a model: as asked, or the smallest that fits.
 
     Raises:
-        PlanError: the degree is illegal, does not divide the heads, or the share does not fit on a core.
+        PlanError: the degree is illegal, K/V heads do not allow it, or the share does not fit on a core.
     """
     name = model.name
     legal = [degree for degree in instance.degrees if not _why_not(model, degree)]
@@ -125,9 +125,6 @@ def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange])
 
 def _why_not(model: ModelSpec, degree: int) -> str:
     """Why a model cannot be divided over so many cores, with its K/V heads as asked; nothing if it can."""
-    reasons = [why_not_divisible(model.config, degree), *(draft.why_not_divisible(degree) for draft in model.drafts)]
-    if reason := next(filter(None, reasons), ""):
-        return reason
     try:
         layout(model.config, degree, model.gqa)
     except ConfigurationError as error:

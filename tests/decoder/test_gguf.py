@@ -68,7 +68,7 @@ def test_every_type_of_tensor_is_read_as_transformers_reads_it(tmp_path: Path, k
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q4_1], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("degree", [2, 4])
+@pytest.mark.parametrize("degree", [2, 3, 4])
 def test_parts_of_ranks_are_parts_of_the_whole(tmp_path: Path, kind: Kind, degree: int) -> None:
     path = write(tmp_path / "model.gguf", network(), kind)
     config = ModelConfig.from_pretrained(path)

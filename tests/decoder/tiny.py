@@ -35,6 +35,13 @@ KINDS: dict[str, dict[str, object]] = {
     "biased": {"attention_bias": True, "mlp_bias": True, "head_dim": 12},
     "one key head": {"num_key_value_heads": 1, "head_dim": 16},
     "blocks": {"intermediate_size": 64},
+    "odd": {
+        "hidden_size": 36,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "intermediate_size": 50,
+        "vocab_size": 97,
+    },
 }
 
 

@@ -66,6 +66,16 @@ def test_a_round_of_llama_8b_and_1b_stays_within_its_budget() -> None:
     assert next(iter(parts)) == "target layers", "the dearest first"
 
 
+def test_heads_that_24_cores_do_not_divide_are_counted_with_their_zeros() -> None:
+    found: Any = round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", degree=24), instance("inf2.48xlarge"))
+    padded = {"attention heads": [32, 48], "columns of the MLP": [14336, 14352]}
+    assert found["padding"] == {"target": padded, "draft": {**padded, "columns of the MLP": [8192, 8208]}}
+    whole = found["round"]
+    # A third of what 8 cores read and some more: zeros of 16 heads, and each core still has one K/V head of the caches.
+    assert 1.17e9 < whole["bytes_read"] < 1.27e9 and whole["memory_per_core"] < 2**30
+    assert found["over_limits"] == [] and whole["ideal_ms"] < 3 and whole["expected_ms"] < 9
+
+
 def test_a_widened_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     class Widened(TraceableKernels):
         def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:

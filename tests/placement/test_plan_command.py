@@ -130,7 +130,6 @@ def test_a_fault_policy_that_is_wrong_is_refused_by_name(home: Path, policy: str
     ("entries", "says"),
     [
         (["{name: a, config: big, tp_degree: 3}"], "tp_degree=3 is illegal"),
-        (["{name: a, config: small.json, tp_degree: 8}"], "4 attention heads are not divisible"),
         ([CHAT, CHAT], "two models are called"),
         ([DRAFT], "names 'chat'; it must be another model"),
         ([CHAT, DRAFT, DRAFT.replace("chat-draft", "b")], "both draft for 'chat'"),

@@ -37,7 +37,8 @@ SCALAR = Figure(
 GATHERED = Figure(
     128 / 1e-6,
     "single numbers a second that are gathered by their places",
-    "128 offsets an instruction at most, by the SDK's NKI reference; a microsecond each is assumed",
+    "nki.isa.dma_copy takes a list of indices from SBUF (SDK 2.33, nki/api), whose tiles have at most 128 partitions "
+    "(nki/about/tiling-overview); that an instruction takes one index a partition, and a microsecond, is assumed",
 )
 COLLECTIVE = Figure(15e-6, "seconds of a small collective", "assumed; no figure is published")
 COLLECTIVE_SLOW = Figure(
@@ -51,7 +52,12 @@ LAUNCH = Figure(
 )
 BANDWIDTH_SHARE = Figure(0.8, "of the memory's bandwidth that reading weights reaches", "assumed")
 MAX_INSTRUCTIONS = Figure(5e6, "instructions of a compiled graph", "the compiler's limit: aws-neuron-sdk#819")
-TILE = Figure(128 * 512, "elements an instruction works on at most", "128 partitions of 512: the SDK's NKI guide")
+TILE = Figure(
+    128 * 512,
+    "elements an instruction works on",
+    "nl.tile_size of the SDK's matrix multiplication tutorial: pmax 128, gemm_moving_fmax 512, which are limits of the "
+    "tensor engine; that other engines are given tiles of that size is assumed",
+)
 
 CORE_V2 = ("inf2", "trn1")
 """Families of instances with NeuronCore-v2, whose figures these are."""
