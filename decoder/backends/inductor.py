@@ -20,6 +20,7 @@ from paceline.core.types import MultiRoundLimits, RoundReport
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
 from paceline.decoder.compile import cache
+from paceline.decoder.kernels import graph_product, graph_topk
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native, c_shims
@@ -35,6 +36,8 @@ class InductorBackend(LocalBackend):
 
     def __init__(self) -> None:
         build.require_compiler()
+        for module in (graph_topk, graph_product):
+            module.operator()  # a package from the cache may call it, though nothing was traced in this process
         self.kernels: Kernels = Native()
         self._root = environment.cache_root() / "inductor"
         self._shipped: Path | None = None
@@ -107,7 +110,10 @@ class _Package:
         try:
             loader = _open(folder)
         except RuntimeError as error:
-            raise ArtefactError(f"the package in {folder} is damaged; delete that folder, or copy it again") from error
+            reason = str(error).strip().partition("\n")[0]
+            raise ArtefactError(
+                f"the package in {folder} cannot be loaded ({reason}); delete that folder, or copy it again"
+            ) from error
         state = _state(graph)
         self.keep = {name: state[name] for name in loader.get_constant_fqns()}  # the package has no reference
         loader.load_constants(self.keep, False, True, True)

@@ -56,6 +56,16 @@ print((folder / "made").read_text())
 """
 
 
+LOADS = """
+import torch
+from paceline.decoder.backends.inductor import InductorBackend
+
+InductorBackend()
+for name in ("largest", "product"):
+    assert torch._C._jit_get_schemas_for_operator(f"paceline_graph::{name}"), name
+"""
+
+
 def started(script: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", script, *arguments], stdout=subprocess.PIPE, text=True)
 
@@ -104,6 +114,13 @@ def test_sources_outside_the_package_are_part_of_the_key() -> None:
     holder = torch.nn.Identity()
     holder.rule = Workshop  # a class is of type `type`; an object of it would count
     assert cache.outside_sources(holder) == {}
+
+
+def test_operators_that_a_package_may_call_are_there_before_it_is_loaded() -> None:
+    """In a process that has traced nothing, a package from the cache was refused: "Could not find schema"."""
+    process = started(LOADS)
+    process.communicate()
+    assert process.returncode == 0
 
 
 def test_every_fact_is_part_of_the_key() -> None:
