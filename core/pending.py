@@ -30,30 +30,32 @@ class MissedTokens:
 
 
 class PendingCommits:
-    """Commits in order, and the slots whose requests have finished since."""
+    """``commits``, in order, and with each the slots whose requests have finished since."""
 
     def __init__(self) -> None:
-        self._commits: list[tuple[Commit, set[int]]] = []
+        self.commits: list[tuple[Commit, set[int]]] = []
 
     def __len__(self) -> int:
         """How many commits are kept."""
-        return len(self._commits)
+        return len(self.commits)
 
     def add(self, commit: Commit) -> None:
         """Keep the newest commit."""
-        self._commits.append((commit, set()))
+        self.commits.append((commit, set()))
+
+    def drop_newest(self) -> None:
+        """The newest commit, if there is one, is read elsewhere."""
+        del self.commits[-1:]
 
     def forget(self, slot: int) -> None:
         """The request in this slot is finished: its commits are of no use to the next one."""
-        for commit, finished in self._commits:
+        for commit, finished in self.commits:
             finished.update([slot], () if finished else _idle(commit))
-        self._commits = [(commit, slots) for commit, slots in self._commits if len(slots) < len(commit.count)]
+        self.commits = [(commit, slots) for commit, slots in self.commits if len(slots) < len(commit.count)]
 
     def take(self) -> list[MissedTokens]:
-        """Take all but the newest commit, joined for each slot. Afterwards nothing is pending."""
-        missed, self._commits = self._commits[:-1], []
-        if not missed:
-            return []
+        """Take all commits, joined for each slot. Afterwards nothing is pending."""
+        missed, self.commits = self.commits, []
         slots: dict[int, tuple[int, list[int], list[Tensor]]] = {}
         for commit, finished in missed:
             rows, counts, first_rows = commit.tokens.tolist(), commit.count.tolist(), commit.first_row.tolist()

@@ -59,7 +59,9 @@ class Drafter(Protocol):
         """The request in a slot is done, finished or aborted: forget it. Its cache rows may keep what they hold."""
 
     def update(self, commit: Commit) -> None:
-        """See a commit. Called once for every commit, before `propose`, whether or not `propose` follows."""
+        """See a commit. Called once for every commit, before `propose`, whether or not `propose` follows; not for those
+        that a `TraceableDrafter.step` reads.
+        """
 
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         """Propose what follows the commit. Slots that hold no request may get anything."""
@@ -133,7 +135,9 @@ class TraceableDrafter(Drafter, Protocol):
         """All that a graph with this step in it depends on besides the source."""
 
     def catch_up(self) -> None:
-        """Read what was observed and never proposed upon, all but the last commit, which the step reads itself."""
+        """Read the commits of `update` that nothing was proposed upon. Called, in place of `update`, before a round in
+        which the step reads the newest commit itself.
+        """
 
 
 @runtime_checkable

@@ -50,23 +50,6 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        self._check_temperature()
-        if self.top_k < 0:
-            raise SamplingError(f"top_k must be 0 (off) or a positive integer, not {self.top_k}", param="top_k")
-        if not 0 < self.top_p <= 1:
-            raise SamplingError(f"top_p must be in (0, 1], not {self.top_p}; 1 switches it off", param="top_p")
-        if self.top_p < _LEAST_TOP_P:
-            raise SamplingError(
-                f"top_p={self.top_p} is below {_LEAST_TOP_P}, the least that float32 tells from 0; temperature 0 is "
-                "greedy",
-                param="top_p",
-            )
-        if not 0 <= self.min_p <= 1:
-            raise SamplingError(f"min_p must be in [0, 1], not {self.min_p}; 0 switches it off", param="min_p")
-        if not -(1 << 63) <= self.seed < 1 << 64:
-            raise SamplingError(f"seed must fit in 64 bits, not {self.seed}", param="seed")
-
-    def _check_temperature(self) -> None:
         wrong = None
         if not 0 <= self.temperature < math.inf:
             wrong = f"temperature must be a finite number >= 0, not {self.temperature}; 0 is greedy"
@@ -82,6 +65,20 @@ class Sampling:
             )
         if wrong is not None:
             raise SamplingError(wrong, param="temperature")
+        if self.top_k < 0:
+            raise SamplingError(f"top_k must be 0 (off) or a positive integer, not {self.top_k}", param="top_k")
+        if not 0 < self.top_p <= 1:
+            raise SamplingError(f"top_p must be in (0, 1], not {self.top_p}; 1 switches it off", param="top_p")
+        if self.top_p < _LEAST_TOP_P:
+            raise SamplingError(
+                f"top_p={self.top_p} is below {_LEAST_TOP_P}, the least that float32 tells from 0; temperature 0 is "
+                "greedy",
+                param="top_p",
+            )
+        if not 0 <= self.min_p <= 1:
+            raise SamplingError(f"min_p must be in [0, 1], not {self.min_p}; 0 switches it off", param="min_p")
+        if not -(1 << 63) <= self.seed < 1 << 64:
+            raise SamplingError(f"seed must fit in 64 bits, not {self.seed}", param="seed")
 
 
 def param_row(sampling: Sampling) -> list[float]:

@@ -114,18 +114,6 @@ class FeatureSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillResult:
-    """What reading a prompt gave.
-
-    token     the first token of the answer
-    features  [S, F] float32, the states of the prompt's tokens, or None; the last one predicted ``token``
-    """
-
-    token: int
-    features: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class DeviceFeatures:
     """Features that stay on the device, where the next round reads them.
 
@@ -162,6 +150,20 @@ class TokenScore:
 
     processed: float
     logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillResult:
+    """What reading a prompt gave.
+
+    token     the first token of the answer
+    features  [S, F] float32, the states of the prompt's tokens, or None; the last one predicted ``token``
+    scores    of that token, if its request asks for them
+    """
+
+    token: int
+    features: Tensor | None = None
+    scores: Sequence[TokenScore] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,12 +278,14 @@ class RoundReport:
     drafted  how deep the proposal went in each slot
     seconds  that the round took
     predicted  how many of the drafted tokens, from the first on, are from the slot's prediction; None = none
+    scores     of the tokens of every slot whose request asks for them; None = of no slot
     """
 
     tokens: list[list[int]]
     drafted: list[int]
     seconds: float
     predicted: list[int] | None = None
+    scores: list[list[TokenScore]] | None = None
 
     @classmethod
     def of(cls, rows: list[list[int]], seconds: float) -> RoundReport:
@@ -291,13 +295,26 @@ class RoundReport:
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """Rounds that ran in one call: what the last one committed, and a report of each."""
+    """Rounds that ran in one call.
+
+    commit          what the last one committed
+    reports         of each
+    draft_seconds   that the drafter took outside of the verifier's graph
+    verify_seconds  that the verifier took, together with a drafter in its graph
+    draft_length    the one that was chosen for them, where it is chosen anew every time
+    """
 
     commit: Commit
     reports: list[RoundReport]
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    draft_length: int | None = None
 
     @classmethod
-    def single(cls, commit: Commit, drafted: list[int], seconds: float) -> RoundResult:
+    def single(
+        cls, commit: Commit, drafted: list[int], *, draft_seconds: float = 0.0, verify_seconds: float = 0.0
+    ) -> RoundResult:
         """A single round."""
         rows = zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)
-        return cls(commit, [RoundReport([row[:count] for row, count in rows], drafted, seconds)])
+        report = RoundReport([row[:count] for row, count in rows], drafted, draft_seconds + verify_seconds)
+        return cls(commit, [report], draft_seconds, verify_seconds)

@@ -213,6 +213,8 @@ class HeadDrafter:
 
     def catch_up(self) -> None:
         """Read what was committed while nothing was proposed, as far as the head can follow."""
+        if not self._pending.commits:
+            return
         for missed in self._pending.take():
             if self.max_positions is not None and missed.first_row + len(missed.tokens) <= self.max_positions:
                 start = missed.first_row - row_shift(self.head)
@@ -220,6 +222,7 @@ class HeadDrafter:
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """Draft outside of the verifier's graph; see `paceline.core.protocols.Drafter`."""
+        self._pending.drop_newest()  # the step reads it
         self.catch_up()
         inputs = [commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds]
         if self.reads is not None:

@@ -119,6 +119,7 @@ class ModelDrafter(HeadDrafter):
         """See `paceline.core.protocols.DraftsUnderMask`: one token after the other, chosen on the host."""
         if self._drawn:
             return self.propose(commit, sampling, limits)
+        self._pending.drop_newest()  # it is read here
         self.catch_up()
         bucket, most = self.bucket(limits.max_rows), limits.max_accept.tolist()
         logits, _ = window(self.decoder, self.vocabulary.known(commit.tokens), commit.first_row, bucket=bucket)

@@ -11,14 +11,14 @@ from torch import nn
 from paceline.config import SpeculativeConfig
 from paceline.core.acceptance.base import AcceptanceRule, keeps_tokens
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, Shortens, TraceableDrafter, Varies
+from paceline.core.protocols import Drafter, Round, Shortens, TraceableDrafter, Varies
 from paceline.core.types import DraftShape
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.draft.row_drafting import RowDrafter
 from paceline.engine.adaptive import AdaptiveRound, Stage
 from paceline.engine.batch import RoundShape, Slot
 from paceline.engine.draft_length import DraftLengthController
-from paceline.engine.engine import CallOptions, Engine, TimedRound, Variant
+from paceline.engine.engine import CallOptions, Engine, Variant
 from paceline.engine.mixed import MixedRound, RowRound
 from paceline.engine.rounds import FusedRound, MultiTokenRound, TwoGraphRound, UndraftedRound
 from paceline.target.autoregressive import AutoregressiveDecoder
@@ -112,9 +112,9 @@ class _VariantBuilder:
             on_host=lambda: self._on_host(widths, slots, shape.width),
             width=shape.width,
         )
-        return Variant(mixed, shape, mixed)
+        return Variant(mixed, shape)
 
-    def _fast(self, options: CallOptions, widths: _Widths) -> tuple[TimedRound, RoundShape]:
+    def _fast(self, options: CallOptions, widths: _Widths) -> tuple[Round, RoundShape]:
         """The round of requests that ask for nothing but tokens."""
         target, drafter = self.target, self.drafter
         if self.plain_steps > 1 and options == CallOptions():
@@ -125,7 +125,7 @@ class _VariantBuilder:
             return self._stage(drafter.draft_shape.depth, widths).round, shape
         return self._adaptive(self.controller, widths), shape
 
-    def _predicted(self, widths: _Widths, slots: Sequence[Slot | None], width: int) -> TimedRound:
+    def _predicted(self, widths: _Widths, slots: Sequence[Slot | None], width: int) -> Round:
         """The round of requests some of which bring a prediction."""
         # Where nothing else drafts, as many tokens as plain steps in one graph commit.
         shape = widths.shape if widths.shape.num_draft_tokens else DraftShape.chain(width - 1)
@@ -134,14 +134,14 @@ class _VariantBuilder:
         )
         return RowRound(RowDrafter(self.drafter, slots, draft_shape=shape), verifier)
 
-    def _on_host(self, widths: _Widths, slots: Sequence[Slot | None], width: int) -> tuple[TimedRound, HostVerifier]:
+    def _on_host(self, widths: _Widths, slots: Sequence[Slot | None], width: int) -> Round:
         """The round of requests some of which are decided on the host."""
         self._warn_of_host()
         shape = widths.shape
         verifier = HostVerifier(
             self.target, shape, rule=self.rule, wide=widths.fixed, slots=slots, reads=self.drafter.reads, width=width
         )
-        return RowRound(RowDrafter(self.drafter, slots, draft_shape=shape), verifier), verifier
+        return RowRound(RowDrafter(self.drafter, slots, draft_shape=shape), verifier, scorer=verifier)
 
     def _widths(self, options: CallOptions) -> _Widths:
         """How wide graphs and commits are."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
+from itertools import chain
 from typing import Any, Literal, TypeVar, overload
 
 from torch import Tensor
@@ -129,8 +130,8 @@ class SpeculativeGenerator:
         options = CallOptions(params.verify_width)
         if streamer is not None:
             streamers.check(streamer, len(requests))
-        with self._held() as statistics:
-            outputs: Iterator[RequestOutput] = self.engine.run(ListQueue(requests), options, statistics)
+        with self._held() as statistics, closing(self.engine.run(ListQueue(requests), options, statistics)) as steps:
+            outputs: Iterator[RequestOutput] = chain.from_iterable(steps)
             if streamer is not None:
                 outputs = streamers.feed(streamer, requests[0], outputs)
             pad = self._pad_token_id if params.pad_token_id is None else params.pad_token_id
@@ -160,11 +161,11 @@ class SpeculativeGenerator:
 
         Requests that join later share rounds with those that are there, and get the same tokens as alone.
         """
-        return HeldStream(self, options, lambda statistics: self.engine.run(queue, options, statistics))
+        return HeldStream(self, options, lambda statistics: _flattened(self.engine.run(queue, options, statistics)))
 
     def steps(self, queue: RequestQueue, options: CallOptions) -> StepStream:
-        """As `serve`, all outputs of a step together; see `paceline.engine.engine.Engine.steps`."""
-        return HeldStream(self, options, lambda statistics: self.engine.steps(queue, options, statistics))
+        """As `serve`, all outputs of a step together; see `paceline.engine.engine.Engine.run`."""
+        return HeldStream(self, options, lambda statistics: self.engine.run(queue, options, statistics))
 
     def compile(self, verify_width: int | None = None, *, kinds: Sequence[str] = warmup.COMPILED_KINDS) -> None:
         """Compile every graph that a call without logits processors needs, so that no call has to wait for one.
@@ -237,6 +238,12 @@ class HeldStream(Iterator[Item]):
     def __del__(self) -> None:
         if hasattr(self, "_items"):
             self.close()
+
+
+def _flattened(steps: Generator[list[Item], None, None]) -> Generator[Item, None, None]:
+    with closing(steps):
+        for outputs in steps:
+            yield from outputs
 
 
 OutputStream = HeldStream[RequestOutput]

@@ -41,7 +41,6 @@ class HostVerifier:
     """Takes logits to the host and decides there, position by position.
 
     ``slots`` holds the text of every slot, or None; the engine, which adds what is committed to it, shares that list.
-    ``logprobs`` holds, for every slot whose text asks for them, the scores of each token of the last call.
     ``width``: tokens a commit has room for, where this one takes turns with other rounds.
     """
 
@@ -61,24 +60,28 @@ class HostVerifier:
         self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
         self._slots, self._kernels = slots, decoder.body.kernels
-        self.logprobs: list[list[TokenScore]] = [[] for _ in range(decoder.batch_size)]
+        self._scores: list[list[TokenScore]] = []
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt and pick the first token; see the protocol."""
         logits, features = yield from prefill_in_chunks(self.decoder, slot, prompt, reads=self._reads)
-        text, token = self._slots[slot], 0
+        text, token, scores = self._slots[slot], 0, list[TokenScore]()
         assert text is not None, "a text is seated before its prompt is read"
         try:
             processed = _processed(text, text.text, logits[0, 0])
             token = self._choose(processed, len(prompt), sampling)
-            self.logprobs[slot] = _scores(text, token, raw=logits[0, 0], processed=processed)
+            scores = _scores(text, token, raw=logits[0, 0], processed=processed)
         except SamplingError as error:
             text.fail(error)
-        return PrefillResult(token, features)
+        return PrefillResult(token, features, scores)
 
     def finish_request(self, slot: int) -> None:
-        """Forget the slot's scores."""
-        self.logprobs[slot] = []
+        """Nothing to forget."""
+
+    def take_scores(self) -> list[list[TokenScore]]:
+        """For every slot whose text asks for them, the scores of each token of the last call."""
+        scores, self._scores = self._scores, []
+        return scores
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
@@ -104,11 +107,11 @@ class HostVerifier:
         choices: list[list[int]] = self._kernels.sample_tokens(
             logits, (row.unsqueeze(1) + 1 + deep).to(torch.int32).contiguous(), sampling
         ).tolist()
+        self._scores = []
         for slot, text in enumerate(self._slots):
             own = SamplingTensors(sampling.params[slot : slot + 1], sampling.seeds[slot : slot + 1], sampling.kind)
             if text is None or int(row[slot]) != len(text.text) - 1:  # no request takes part in this round
-                way, answer = list[int](), [0]
-                scores = self.logprobs[slot]
+                way, answer, scores = list[int](), [0], list[TokenScore]()
             elif keeps_tokens(self._rule):
                 way, answer, scores = self._match(
                     text, logits[slot], choices[slot], drafts=drafts[slot].tolist(), parents=lines[slot], sampling=own
@@ -120,7 +123,7 @@ class HostVerifier:
                 except SamplingError as error:
                     text.fail(error)
                     way, answer, scores = [], [0], []
-            self.logprobs[slot] = scores
+            self._scores.append(scores)
             paths.append(way + [PAD] * (self.draft_shape.depth - len(way)))
             answers.append(answer)
         path = torch.tensor(paths, dtype=torch.int32).view(len(row), self.draft_shape.depth)

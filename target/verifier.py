@@ -7,8 +7,9 @@ copies what goes in and out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
 
@@ -41,6 +42,27 @@ from paceline.target.steps import FusedStep, VerifyStep, pad_draft_probs
 _Fused = tuple[TraceableDrafter, int, int, bool, SamplingKind]
 """A drafter, its bucket, that of the target, whether features are on the device, and the kind of sampling."""
 
+_RunRounds = Callable[[list[Tensor], float, MultiRoundLimits | None], tuple[list[RoundReport], list[Tensor]]]
+"""`paceline.decoder.backends.base.MultiRoundStep.run_rounds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FusedRounds:
+    """How fused rounds run, for as long as nothing changes that selects their graph.
+
+    drafter, kept, kind  as in `_Fused`; the kind is that of the batch
+    bucket               that of the target
+    rows                 of the longest text, before a round: with others, draft or target need another bucket
+    run                  runs rounds
+    """
+
+    drafter: TraceableDrafter
+    kept: bool
+    kind: SamplingKind
+    bucket: int
+    rows: range
+    run: _RunRounds
+
 
 class CompiledVerifier:
     """Runs `VerifyStep` for one draft shape, for nothing proposed, and for chains shorter than the draft shape.
@@ -70,7 +92,8 @@ class CompiledVerifier:
         self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
         self._keys: dict[tuple[DraftShape, int, int, bool, SamplingKind], GraphKey] = {}  # every round asks for one
-        self._fused_steps: dict[_Fused, Step | MultiRoundStep] = {}
+        self._fused_steps: dict[_Fused, _RunRounds] = {}
+        self._fused: _FusedRounds | None = None
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
@@ -124,22 +147,45 @@ class CompiledVerifier:
         if self._reads is not None:
             carry, kept = self._carry(commit, self._reads), isinstance(commit.features, DeviceFeatures)
             inputs += [commit.features] if isinstance(commit.features, Tensor) else []
-        bucket, draft_bucket = self.decoder.bucket_for(limits.max_rows), drafter.bucket(limits.max_rows)
-        which = (drafter, draft_bucket, bucket, kept, self.decoder.sampling_kind(sampling.kind))
-        step = self._fused_steps.get(which)
-        if step is None:
-            step = self._fused_steps[which] = self._fused_step(which, carry, inputs)
-        if isinstance(step, MultiRoundStep):
-            further = None if carry is not None and not kept else limits.multi_round  # the next round has another graph
-            if further is not None:
-                further = self._in_one_bucket(further, which, limits.max_rows)
-            reports, outputs = step.run_rounds(inputs, seconds, further)
-        else:
-            reports, outputs = _one_round(step, inputs, lean=self.decoder.backend.device_state)
+        which = self._fused
+        if (
+            which is None
+            or limits.max_rows not in which.rows
+            or (which.drafter, which.kept, which.kind) != (drafter, kept, sampling.kind)
+        ):
+            which = self._fused = self._fused_rounds(
+                drafter, carry, kept=kept, kind=sampling.kind, inputs=inputs, rows=limits.max_rows
+            )
+        further = None if carry is not None and not kept else limits.multi_round  # the next round has another graph
+        if further is not None:
+            last = min(limits.max_rows + (further.max_rounds - 1) * self._width, which.bucket)
+            further = further if last in which.rows else self._in_one_bucket(further, which, limits.max_rows)
+        reports, outputs = which.run(inputs, seconds, further)
         features: Tensor | DeviceFeatures | None = outputs[3] if len(outputs) > 3 else None
         if carry is not None:
             features = DeviceFeatures(partial(self.decoder.backend.read_state, carry.features))
         return RoundResult(Commit(outputs[0], outputs[1], outputs[2], features), reports)
+
+    def _fused_rounds(
+        self,
+        drafter: TraceableDrafter,
+        carry: FeatureBuffer | None,
+        *,
+        kept: bool,
+        kind: SamplingKind,
+        inputs: list[Tensor],
+        rows: int,
+    ) -> _FusedRounds:
+        """How fused rounds run from texts of so many rows on."""
+        bucket, draft_bucket = self.decoder.bucket_for(rows), drafter.bucket(rows)
+        which = (drafter, draft_bucket, bucket, kept, self.decoder.sampling_kind(kind))
+        run = self._fused_steps.get(which)
+        if run is None:
+            step, lean = self._fused_step(which, carry, inputs), self.decoder.backend.device_state
+            several = step.run_rounds if isinstance(step, MultiRoundStep) else partial(_one_round, step=step, lean=lean)
+            run = self._fused_steps[which] = several
+        same = bisect_right(range(rows, bucket + 1), draft_bucket, key=drafter.bucket)
+        return _FusedRounds(drafter, kept, kind, bucket, range(rows, rows + same), run)
 
     def _fused_step(self, which: _Fused, carry: FeatureBuffer | None, inputs: list[Tensor]) -> Step | MultiRoundStep:
         """The graph of a drafter's step and its verification."""
@@ -153,13 +199,12 @@ class CompiledVerifier:
 
         return self.decoder.graph(key, make, inputs, guest=drafter.cache_key, owner=drafter.state)
 
-    def _in_one_bucket(self, limits: MultiRoundLimits, which: _Fused, rows: int) -> MultiRoundLimits:
+    def _in_one_bucket(self, limits: MultiRoundLimits, which: _FusedRounds, rows: int) -> MultiRoundLimits:
         """Fewer rounds, where the drafter would need another graph before the last of them."""
-        drafter, draft_bucket, bucket, *_ = which
         rounds = limits.max_rounds
-        while rounds > 1 and drafter.bucket(min(rows + (rounds - 1) * self._width, bucket)) != draft_bucket:
+        while rounds > 1 and min(rows + (rounds - 1) * self._width, which.bucket) not in which.rows:
             rounds //= 2
-        return limits if rounds == limits.max_rounds else replace(limits, max_rounds=rounds)
+        return replace(limits, max_rounds=rounds)
 
     def _carry(self, commit: Commit, reads: FeatureSpec) -> FeatureBuffer | None:
         """Where features stay between rounds, where bringing them to the host would cost a copy."""
@@ -200,7 +245,9 @@ class CompiledVerifier:
         return self._keys[which]
 
 
-def _one_round(step: Step, inputs: list[Tensor], *, lean: bool) -> tuple[list[RoundReport], list[Tensor]]:
+def _one_round(
+    inputs: list[Tensor], _seconds: float, _limits: MultiRoundLimits | None, *, step: Step, lean: bool
+) -> tuple[list[RoundReport], list[Tensor]]:
     """As `MultiRoundStep.run_rounds`, of a step that runs one round a call. ``lean``: whether the `FusedStep` is."""
     begin = perf_counter()
     packed, *outputs = step(*inputs)

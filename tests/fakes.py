@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.core.protocols import Reading
+from paceline.core.protocols import Reading, Round
 from paceline.core.types import (
     Commit,
     FeatureSpec,
@@ -37,7 +37,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import RopeConfig
 from paceline.decoder.options import DecoderOptions
 from paceline.engine.batch import Slot
-from paceline.engine.engine import CallOptions, Engine, TimedRound, Variant, VariantBuilder
+from paceline.engine.engine import CallOptions, Engine, Variant, VariantBuilder
 from tests.target.many_rounds import run_rounds
 
 EMPTY = -7  # a cache row that nobody has written
@@ -225,7 +225,7 @@ class Truth:
 class WatchedRound:
     """A round that tells table models what was committed, so that they can check their caches."""
 
-    def __init__(self, inner: TimedRound, bodies: Sequence[TableBody]) -> None:
+    def __init__(self, inner: Round, bodies: Sequence[TableBody]) -> None:
         self._inner, self._bodies = inner, bodies
         self.truth = Truth(*bodies[0].cache.shape)
 
@@ -264,7 +264,7 @@ class Checked(SpeculativeGenerator):
         watch_rounds(self, lambda round_: WatchedRound(round_, bodies))  # type: ignore[arg-type]
 
 
-def watch_rounds(generator: SpeculativeGenerator, wrap: Callable[[TimedRound], TimedRound]) -> None:
+def watch_rounds(generator: SpeculativeGenerator, wrap: Callable[[Round], Round]) -> None:
     """Put something around the rounds of a generator."""
     generator.engine = Engine(generator.engine.num_slots, Wrapped(generator.engine.build, wrap))
 
@@ -284,7 +284,7 @@ class Wrapped:
     """A builder of variants with something around their rounds."""
 
     inner: VariantBuilder
-    wrap: Callable[[TimedRound], TimedRound]
+    wrap: Callable[[Round], Round]
 
     def __call__(self, options: CallOptions, slots: Sequence[Slot | None]) -> Variant:
         variant = self.inner(options, slots)

@@ -8,17 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from paceline.core.protocols import Drafter, Reading
+from paceline.core.protocols import Drafter, Reading, Round
 from paceline.core.types import PAD, Commit, MultiRoundLimits, RoundLimits, RoundResult, SamplingTensors
 from paceline.engine.draft_length import DraftLengthController
-from paceline.engine.engine import TimedRound
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A round of one draft length. ``width``: W of the commits it reads and makes."""
 
-    round: TimedRound
+    round: Round
     width: int
 
 
@@ -30,7 +29,6 @@ class AdaptiveRound:
     controller    chooses the length
     drafter       that of all stages
     rest          a round of several plain steps, in place of length 0 while every text has room for them
-    draft_length  that of the last round
 
     A stage reads commits of its own width, because a drafter reads every row of them. Tokens that another stage has
     committed beyond that width become a commit of their own, which the drafter sees before the round.
@@ -46,28 +44,15 @@ class AdaptiveRound:
     ) -> None:
         self.stages, self.rest = dict(stages), rest
         self._controller, self._drafter = controller, drafter
-        self._rounds = [stage.round for stage in (*self.stages.values(), *([rest] if rest is not None else []))]
-        self.draft_length: int | None = None
+        self._first = next(iter(self.stages.values())).round
         self._seated: set[int] = set()
         self._lagging: set[int] = set()  # slots with commits that the drafter has not read
         self._no_draft: Tensor | None = None  # limits of a round at length 0
         self._last_limits: tuple[Tensor, list[int]] | None = None  # mostly the same object again
 
-    @property
-    def prefill_seconds(self) -> float:
-        return sum(one.prefill_seconds for one in self._rounds)
-
-    @property
-    def draft_seconds(self) -> float:
-        return sum(one.draft_seconds for one in self._rounds)
-
-    @property
-    def verify_seconds(self) -> float:
-        return sum(one.verify_seconds for one in self._rounds)
-
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt on both sides, which all stages share."""
-        first = yield from self._rounds[0].start(slot, prompt, sampling)
+        first = yield from self._first.start(slot, prompt, sampling)
         self._lagging.discard(slot)
         self._seated.add(slot)
         return first
@@ -75,14 +60,14 @@ class AdaptiveRound:
     def finish_request(self, slot: int) -> None:
         """A request has left its slot."""
         self._seated.discard(slot)
-        self._rounds[0].finish_request(slot)
+        self._first.finish_request(slot)
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round, or some of the same length."""
         if self._last_limits is None or self._last_limits[0] is not limits.max_accept:
             self._last_limits = (limits.max_accept, limits.max_accept.tolist())
         max_accept = self._last_limits[1]
-        length = self.draft_length = self._controller.choose(max(max_accept))
+        length = self._controller.choose(max(max_accept))
         stage = self.stages[length]
         if length == 0 and self.rest is not None and all(max_accept[slot] for slot in self._seated):
             stage = self.rest
@@ -104,7 +89,7 @@ class AdaptiveRound:
         result = stage.round(commit, sampling, limits)
         remaining = max_accept if multi is None else multi.remaining
         self._record(length, max_accept, result, remaining=remaining, early=early is not None)
-        return result
+        return RoundResult(result.commit, result.reports, result.draft_seconds, result.verify_seconds, length)
 
     def _record(
         self, length: int, max_accept: list[int], result: RoundResult, *, remaining: list[int], early: bool

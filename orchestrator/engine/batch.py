@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import RequestError
-from paceline.core.sampling import Sampling, param_row, sampling_tensors, widest
+from paceline.core.sampling import Sampling, param_row, widest
 from paceline.core.types import (
     IDLE,
     PAD,
@@ -77,12 +77,6 @@ class Slot:
         """The text cannot go on, and ends without another token."""
         self.error = error
 
-    def extend(self, tokens: Sequence[int]) -> tuple[int, FinishReason | None]:
-        """Add the tokens of a commit, as `StopChecker.extend` does."""
-        if self.error is None:
-            return self.checker.extend(tokens)
-        return self.checker.take_appended(), "error"
-
 
 @dataclass(frozen=True, slots=True)
 class RoundShape:
@@ -105,15 +99,17 @@ class Batch:
 
     The kind of ``sampling`` is the widest of the requests that take part in rounds now.
     ``slots`` holds the request of every slot or None; the list is shared with who decides on the host.
+    ``freed`` lists slots whose request has left; who tells the rounds of it takes them out.
     """
 
     def __init__(self, slots: list[Slot | None], shape: RoundShape, statistics: Statistics) -> None:
         size = len(slots)
         slots[:] = [None] * size
         self.slots, self._shape, self._statistics = slots, shape, statistics
+        self.freed: list[int] = []
         self.active: list[int] = []  # slots whose requests take part in rounds, ascending; changes in place
         self._joining: dict[int, int] = {}  # slots whose prompt is being read -> its length
-        self.sampling = sampling_tensors([Sampling()] * size)
+        self.sampling = SamplingTensors(_GREEDY.repeat(size, 1), torch.zeros(size, 4, dtype=torch.int32), "greedy")
         self._kinds: list[SamplingKind] = ["greedy"] * size
         tokens = torch.full((size, shape.width), PAD, dtype=torch.int32)
         tokens[:, 0] = 0
@@ -134,14 +130,7 @@ class Batch:
         self._requests_changed()
         self._set_commit(slot, 0, len(request.prompt))
 
-    @property
-    def seated(self) -> list[int]:
-        """Slots that hold a request, also those whose prompt is being read."""
-        return [*self.active, *self._joining]
-
-    def join(
-        self, slot: int, row: SamplingTensors, first: PrefillResult, *, logprobs: list[TokenScore] | None
-    ) -> RequestOutput:
+    def join(self, slot: int, row: SamplingTensors, first: PrefillResult) -> RequestOutput:
         """Let the request in a slot take part in rounds: its prompt is read, and its first token is known.
 
         ``row`` is how it samples.
@@ -155,9 +144,9 @@ class Batch:
         self._set_commit(slot, first.token, len(seated.request.prompt))
         if first.features is not None:
             self._features(first.features)[slot, 0] = first.features[-1]
-        return self._append(slot, seated, [first.token], accepted=(0, 0), logprobs=logprobs)
+        return self._append(slot, seated, [first.token], accepted=(0, 0), scores=first.scores)
 
-    def apply(self, result: RoundResult, logprobs: list[list[TokenScore]] | None) -> list[RequestOutput]:
+    def apply(self, result: RoundResult) -> list[RequestOutput]:
         """Take over what rounds committed; one output for every request and round."""
         self.commit = commit = result.commit
         if len(self.active) < len(self.slots):
@@ -165,6 +154,11 @@ class Batch:
             commit.first_row[idle] = 0  # the round moved them on, as it did the others
             for slot, length in self._joining.items():
                 commit.first_row[slot] = length
+        statistics = self._statistics
+        statistics.draft_seconds += result.draft_seconds
+        statistics.verify_seconds += result.verify_seconds
+        if result.draft_length is not None:
+            statistics.draft_lengths += [result.draft_length] * len(result.reports)
         outputs = []
         for report in result.reports:
             for slot in tuple(self.active):
@@ -174,9 +168,9 @@ class Batch:
                 self._remaining[slot] -= len(tokens)
                 # Several plain steps in one graph commit tokens that nobody drafted.
                 accepted = min(len(tokens) - 1, drafted)
-                scores = logprobs[slot] if logprobs else None
-                output = self._append(slot, seated, tokens, accepted=(accepted, drafted), logprobs=scores)
-                self._statistics.count(drafted, output.accepted, rounds=len(tokens) - accepted)
+                scores = () if report.scores is None else report.scores[slot]
+                output = self._append(slot, seated, tokens, accepted=(accepted, drafted), scores=scores)
+                statistics.count(drafted, output.accepted, rounds=len(tokens) - accepted)
                 if report.predicted is not None and (predicted := min(drafted, report.predicted[slot])):
                     stood = min(predicted, output.accepted)
                     output = replace(
@@ -190,6 +184,10 @@ class Batch:
         for slot, seated in enumerate(self.slots):
             if seated is not None and seated.request.index in indices:
                 self._free(slot)
+
+    def clear(self) -> None:
+        """Free all slots."""
+        self.abort([seated.request.index for seated in self.slots if seated is not None])
 
     def limits(self, *, single: bool = False) -> RoundLimits:
         """What the next round may do. ``single``: no other round follows it in the same call."""
@@ -255,10 +253,11 @@ class Batch:
         tokens: Sequence[int],
         *,
         accepted: tuple[int, int],
-        logprobs: list[TokenScore] | None,
+        scores: Sequence[TokenScore],
     ) -> RequestOutput:
         """``accepted``: how many of the tokens were drafted, and how deep the proposal went."""
-        kept, reason = seated.extend(tokens)
+        checker = seated.checker
+        kept, reason = checker.extend(tokens) if seated.error is None else (checker.take_appended(), "error")
         self._statistics.new_tokens += kept
         if reason is not None:
             self._free(slot)
@@ -266,20 +265,21 @@ class Batch:
         output = RequestOutput(
             seated.request.index, tuple(tokens[:kept]), min(stood, kept), reason, drafted=drafted, error=seated.error
         )
-        if logprobs is None or not (seated.output_scores or seated.num_logprobs is not None):
+        request = seated.request
+        if not request.output_scores and request.num_logprobs is None:
             return output
-        scores = logprobs[:kept]
+        scores = scores[:kept]
+        of_model = tuple(score.logprobs for score in scores if score.logprobs is not None)
         return replace(
             output,
-            logprobs=tuple(score.processed for score in scores) if seated.output_scores else None,
-            token_logprobs=tuple(score.logprobs for score in scores if score.logprobs is not None)
-            if seated.num_logprobs is not None
-            else None,
+            logprobs=tuple(score.processed for score in scores) if request.output_scores else None,
+            token_logprobs=None if request.num_logprobs is None else of_model,
         )
 
     def _free(self, slot: int) -> None:
         """Take a request out of its slot, which then computes harmless tokens from row 0 of its cache on."""
         self.slots[slot] = None
+        self.freed.append(slot)
         if self._joining.pop(slot, None) is None:
             self.active.remove(slot)
         self.sampling.params[slot], self._kinds[slot] = _GREEDY, "greedy"  # the cheapest kind of sampling

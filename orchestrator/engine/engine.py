@@ -9,51 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Protocol
 
-from paceline.core.protocols import Reading
+from paceline.core.protocols import Reading, Round
 from paceline.core.reading import finish
 from paceline.core.sampling import sampling_tensors
-from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingTensors, TokenScore
+from paceline.core.types import PrefillResult
 from paceline.engine.batch import Batch, RoundShape, Slot
 from paceline.engine.queue import RequestQueue
-from paceline.engine.request import Request
 from paceline.outputs import RequestOutput, Statistics
-
-BOOK_AFTER_S = 0.1
-"""Seconds after which the times in the statistics are brought up to date: more often costs more than it tells."""
-
-
-class TimedRound(Protocol):
-    """A `paceline.core.protocols.Round` that says where its time went, and the draft length it chose, if it chooses.
-
-    Seconds add up over all rounds since it was built.
-    """
-
-    @property
-    def draft_length(self) -> int | None: ...
-
-    @property
-    def prefill_seconds(self) -> float: ...
-
-    @property
-    def draft_seconds(self) -> float: ...
-
-    @property
-    def verify_seconds(self) -> float: ...
-
-    def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading: ...
-
-    def finish_request(self, slot: int) -> None: ...
-
-    def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult: ...
-
-
-class HasLogprobs(Protocol):
-    """Where the scores of the last tokens of every slot are found."""
-
-    @property
-    def logprobs(self) -> list[list[TokenScore]]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +31,10 @@ class CallOptions:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A round and what the engine must know of it; ```logprobs`` if it decides on the host."""
+    """A round and what the engine must know of it."""
 
-    round: TimedRound
+    round: Round
     shape: RoundShape
-    logprobs: HasLogprobs | None = None
 
 
 VariantBuilder = Callable[[CallOptions, Sequence[Slot | None]], Variant]
@@ -104,119 +66,113 @@ class Engine:
 
     def run(
         self, queue: RequestQueue, options: CallOptions, statistics: Statistics
-    ) -> Generator[RequestOutput, None, None]:
-        """Run until the queue is empty and every request has finished; at most one output for a request and round."""
-        for outputs in self.steps(queue, options, statistics):
-            yield from outputs
-
-    def steps(
-        self, queue: RequestQueue, options: CallOptions, statistics: Statistics
     ) -> Generator[list[RequestOutput], None, None]:
-        """The same, step by step: what each prompt and each call of the rounds gave to all requests together.
+        """Run until the queue is empty and every request has finished. A step is what prompts, or one call of the
+        rounds, gave to all requests together; at most one output for a request and round.
 
-        A list may be empty: it is a sign of life, after a chunk of a prompt. The queue is asked again between any two
+        A step may be empty: it is a sign of life, after a chunk of a prompt. The queue is asked again between any two
         of them. Where it is ``paced``, one chunk of one prompt is read between two rounds, so that who is in a slot
         never waits longer than a chunk and a round; otherwise all free slots are filled first.
+
+        ``statistics`` are up to date at every step. The consumer's time, between two steps, is not counted.
         """
         variant = self.variant(options)
-        rounds, logprobs = variant.round, variant.logprobs
-        clock = _Clock(rounds, statistics)
-        batch = Batch(self._slots, variant.shape, statistics)
-        held: set[int] = set()  # slots whose request the round knows
-        joining: _Joining | None = None
+        rounds, batch = variant.round, Batch(self._slots, variant.shape, statistics)
+        prompts, resumed = _Prompts(queue, batch, rounds), perf_counter()
         try:
             while True:
-                if aborted := queue.take_aborted():
-                    batch.abort(aborted)
-                    if joining is not None and joining.request.index in aborted:
-                        joining = None
-                    _finish(rounds, held, batch.seated)
-                outputs, read = list[RequestOutput](), False
-                for _ in range(self.num_slots):  # no more: where texts end at once there is always a free slot
-                    if joining is None:
-                        if len(batch.active) == self.num_slots or (request := queue.pop()) is None:
-                            break
-                        slot = batch.slots.index(None)
-                        held.add(slot)
-                        batch.seat(slot, request)  # before the round is chosen by what the request needs
-                        joining = _Joining(request, slot, rounds)
-                    read = True
-                    first = joining.read(whole=not queue.paced)
-                    if first is None:
-                        break
-                    scores = list(logprobs.logprobs[joining.slot]) if logprobs is not None else None
-                    outputs.append(batch.join(joining.slot, joining.sampling, first, logprobs=scores))
-                    joining = None
-                    if len(held) > len(batch.seated):  # the text ended with its first token
-                        _finish(rounds, held, batch.seated)
-                    if queue.paced:
-                        break
+                if queue.paced and (aborted := queue.take_aborted()):
+                    prompts.abort(aborted)
+                read = len(batch.active) < self.num_slots and prompts.read()
                 if read:
-                    yield from clock.handed_over(outputs)
+                    statistics.prefill_seconds += prompts.seconds
+                    statistics.host_seconds += max(0.0, perf_counter() - resumed - prompts.seconds)
+                    yield prompts.outputs
+                    resumed = perf_counter()
                 elif not batch.active:
                     break
                 if batch.active:
                     result = rounds(batch.commit, batch.sampling, batch.limits(single=read and queue.paced))
-                    if rounds.draft_length is not None:
-                        statistics.draft_lengths += [rounds.draft_length] * len(result.reports)
-                    outputs = batch.apply(result, logprobs.logprobs if logprobs is not None else None)
-                    if len(held) > len(batch.seated):
-                        _finish(rounds, held, batch.seated)
-                    yield from clock.handed_over(outputs)
+                    outputs = batch.apply(result)
+                    if batch.freed:
+                        _finish_requests(rounds, batch)
+                    in_rounds = result.draft_seconds + result.verify_seconds
+                    statistics.host_seconds += max(0.0, perf_counter() - resumed - in_rounds)
+                    yield outputs
+                    resumed = perf_counter()
         finally:
-            _finish(rounds, held, ())
-            clock.book()
+            batch.clear()
+            _finish_requests(rounds, batch)
 
 
-class _Clock:
-    """Where the time of one run goes. The consumer's time, between two steps, is not counted."""
+class _Prompts:
+    """Reads the prompts of the requests that take the free slots of a batch.
 
-    def __init__(self, rounds: TimedRound, statistics: Statistics) -> None:
-        self._rounds, self._statistics, self._away = rounds, statistics, 0.0
-        self._before = (rounds.prefill_seconds, rounds.draft_seconds, rounds.verify_seconds)
-        self._begin = perf_counter()
+    outputs  what the last call of `read` gave
+    seconds  that prompts took in it
+    """
 
-    def handed_over(self, outputs: list[RequestOutput]) -> Generator[list[RequestOutput], None, None]:
-        """One step for the consumer, with statistics that are up to date."""
-        left = perf_counter()
-        if left - self._begin > BOOK_AFTER_S:
-            self.book()
-        yield outputs
-        self._away += perf_counter() - left
+    def __init__(self, queue: RequestQueue, batch: Batch, rounds: Round) -> None:
+        self._queue, self._batch, self._rounds = queue, batch, rounds
+        self._slot = -1
+        self._reading: Reading | None = None  # of the prompt that is being read, into that slot
+        self.outputs: list[RequestOutput] = []
+        self.seconds = 0.0
 
-    def book(self) -> None:
-        """Add the times since this was last done to the statistics."""
-        rounds, statistics, now = self._rounds, self._statistics, perf_counter()
-        after = (rounds.prefill_seconds, rounds.draft_seconds, rounds.verify_seconds)
-        prefill, draft, verify = (new - old for new, old in zip(after, self._before, strict=True))
-        statistics.prefill_seconds += prefill
-        statistics.draft_seconds += draft
-        statistics.verify_seconds += verify
-        statistics.host_seconds += max(0.0, now - self._begin - self._away - prefill - draft - verify)
-        self._before, self._begin, self._away = after, now, 0.0
+    def read(self) -> bool:
+        """Read a chunk of one prompt if the queue is paced, otherwise prompts for all free slots. -> whether there was
+        anything to read
+        """
+        batch, paced = self._batch, self._queue.paced
+        self.outputs, self.seconds, read = [], 0.0, False
+        for _ in range(len(batch.slots)):  # no more: where texts end at once there is always a free slot
+            if self._reading is None and (len(batch.active) == len(batch.slots) or not self._seat()):
+                break
+            read = True
+            first = self._read_on(whole=not paced)
+            if first is not None:
+                self.outputs.append(batch.join(self._slot, self._sampling, first))
+                self._reading = None
+                if batch.freed:  # the text ended with its first token
+                    _finish_requests(self._rounds, batch)
+            if paced:
+                break
+        return read
 
+    def abort(self, indices: Collection[int]) -> None:
+        """Free the slots of these requests, also that of the one whose prompt is being read."""
+        self._batch.abort(indices)
+        if self._reading is not None and self._batch.slots[self._slot] is None:
+            self._reading = None
+        _finish_requests(self._rounds, self._batch)
 
-class _Joining:
-    """A request whose prompt is being read."""
+    def _seat(self) -> bool:
+        """Give a free slot to the next request. -> whether one waits"""
+        request = self._queue.pop()
+        if request is None:
+            return False
+        self._slot = self._batch.slots.index(None)
+        self._batch.seat(self._slot, request)  # before the round is chosen by what the request needs
+        self._sampling = sampling_tensors([request.sampling])
+        self._reading = self._rounds.start(self._slot, request.prompt, self._sampling)
+        return True
 
-    def __init__(self, request: Request, slot: int, rounds: TimedRound) -> None:
-        self.request, self.slot = request, slot
-        self.sampling = sampling_tensors([request.sampling])
-        self._reading = rounds.start(slot, request.prompt, self.sampling)
-
-    def read(self, *, whole: bool) -> PrefillResult | None:
-        """Read the next chunk, or all that is left. None: there is more to read."""
-        if whole:
-            return finish(self._reading)
+    def _read_on(self, *, whole: bool) -> PrefillResult | None:
+        """Read the next chunk of the prompt, or all that is left. None: there is more to read."""
+        assert self._reading is not None
+        begin = perf_counter()
         try:
+            if whole:
+                return finish(self._reading)
             next(self._reading)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]  # a generator of that type returns it
+        finally:
+            self.seconds += perf_counter() - begin
         return None
 
 
-def _finish(rounds: TimedRound, held: set[int], seated: Collection[int]) -> None:
-    """Tell the round which requests have left their slots; no slot is seated without being held."""
-    for slot in sorted(held.difference(seated)):
-        held.discard(slot)
-        rounds.finish_request(slot)
+def _finish_requests(rounds: Round, batch: Batch) -> None:
+    """Tell the rounds which requests have left their slots."""
+    while batch.freed:
+        rounds.finish_request(batch.freed.pop(0))

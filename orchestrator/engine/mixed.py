@@ -13,17 +13,9 @@ from typing import Protocol
 
 from torch import nn
 
-from paceline.core.protocols import Drafter, Reading
-from paceline.core.types import (
-    PAD,
-    Commit,
-    RoundLimits,
-    RoundResult,
-    SamplingTensors,
-    TokenScore,
-)
+from paceline.core.protocols import Drafter, Reading, Round, Verifier
+from paceline.core.types import PAD, Commit, RoundLimits, RoundResult, SamplingTensors, TokenScore
 from paceline.engine.batch import Slot
-from paceline.engine.engine import HasLogprobs, TimedRound
 from paceline.engine.rounds import TwoGraphRound
 
 
@@ -33,97 +25,87 @@ class CountsPredicted(Drafter, Protocol):
     predicted: list[int]
 
 
+class ScoresTokens(Verifier, Protocol):
+    """A verifier that can say what it thinks of the tokens it commits."""
+
+    def take_scores(self) -> list[list[TokenScore]]:
+        """Scores of the tokens of the last call, of every slot whose request asks for them. Then they are forgotten."""
+
+
 class RowRound(TwoGraphRound):
-    """Draft, then verify, in rounds with rows that bring something of their own; reports count their predictions."""
+    """Draft, then verify, in rounds with rows that bring something of their own; reports count their predictions.
+
+    ``scorer``: the verifier, if it has scores for the reports.
+    """
+
+    def __init__(self, drafter: CountsPredicted, verifier: Verifier, *, scorer: ScoresTokens | None = None) -> None:
+        super().__init__(drafter, verifier)
+        self._counter, self._scorer = drafter, scorer
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round."""
-        drafter: CountsPredicted = self.drafter  # type: ignore[assignment]  # built with one
-        drafter.predicted = [0] * len(commit.count)
+        self._counter.predicted = [0] * len(commit.count)
         result = super().__call__(commit, sampling, limits)
-        return replace(result, reports=[replace(report, predicted=drafter.predicted) for report in result.reports])
+        scores = None if self._scorer is None else self._scorer.take_scores()
+        reports = [replace(one, predicted=self._counter.predicted, scores=scores) for one in result.reports]
+        return replace(result, reports=reports)
 
 
 class MixedRound:
-    """A `paceline.engine.engine.TimedRound` that is one of three, by the requests in ``slots``.
+    """A `paceline.core.protocols.Round` that is one of three, by the requests in ``slots``: chosen when one of them
+    comes or goes.
 
     fast       the round for requests that ask for nothing of the kind
     predicted  makes the round for some with a prediction
-    on_host    makes the round for some that are decided on the host, with its verifier
+    on_host    makes the round for some that are decided on the host
     width      W of the commits of all of them
     """
 
     def __init__(
         self,
-        fast: TimedRound,
+        fast: Round,
         slots: Sequence[Slot | None],
         *,
-        predicted: Callable[[], TimedRound],
-        on_host: Callable[[], tuple[TimedRound, HasLogprobs]],
+        predicted: Callable[[], Round],
+        on_host: Callable[[], Round],
         width: int,
     ) -> None:
         self.fast, self._slots, self._width = fast, slots, width
         self._make_predicted, self._make_on_host = predicted, on_host
-        self._predicted: TimedRound | None = None
-        self._on_host: tuple[TimedRound, HasLogprobs] | None = None
-        self._started: dict[int, TimedRound] = {}
-        self._last = fast
-        self._nothing: list[list[TokenScore]] = [[] for _ in slots]
-
-    @property
-    def draft_length(self) -> int | None:
-        """Of the last round, where it is chosen."""
-        return self._last.draft_length
-
-    @property
-    def logprobs(self) -> list[list[TokenScore]]:
-        """Scores of the last tokens of every slot whose request asks for them."""
-        return self._nothing if self._on_host is None else self._on_host[1].logprobs
-
-    @property
-    def prefill_seconds(self) -> float:
-        return sum(one.prefill_seconds for one in self._rounds())
-
-    @property
-    def draft_seconds(self) -> float:
-        return sum(one.draft_seconds for one in self._rounds())
-
-    @property
-    def verify_seconds(self) -> float:
-        return sum(one.verify_seconds for one in self._rounds())
+        self._predicted: Round | None = None
+        self._on_host: Round | None = None
+        self._started: dict[int, Round] = {}
+        self._chosen = self._last = fast
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt, as its request needs it."""
         started = self._started[slot] = self._for([self._slots[slot]])
+        self._chosen = self._for(self._slots)
         return started.start(slot, prompt, sampling)
 
     def finish_request(self, slot: int) -> None:
         """A request has left its slot."""
+        self._chosen = self._for(self._slots)
         self._started.pop(slot, self.fast).finish_request(slot)
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round, or several consecutive ones."""
-        chosen = self._for(self._slots)
+        chosen = self._chosen
         if chosen is not self._last or chosen is not self.fast:
             commit = _padded(commit, self._width)
         self._last = chosen
         return chosen(commit, sampling, limits)
 
-    def _for(self, texts: Sequence[Slot | None]) -> TimedRound:
+    def _for(self, texts: Sequence[Slot | None]) -> Round:
         """The fastest round that these requests can take part in."""
-        if any(text is not None and text.request.on_host for text in texts):
-            if self._on_host is None:
-                self._on_host = self._make_on_host()
-            return self._on_host[0]
-        if any(text is not None and text.request.prediction for text in texts):
-            if self._predicted is None:
-                self._predicted = self._make_predicted()
+        requests = [text.request for text in texts if text is not None]
+        if any(request.on_host for request in requests):
+            self._on_host = self._on_host or self._make_on_host()
+            return self._on_host
+        if any(request.prediction for request in requests):
+            self._predicted = self._predicted or self._make_predicted()
             return self._predicted
         return self.fast
-
-    def _rounds(self) -> list[TimedRound]:
-        others = [self._predicted, None if self._on_host is None else self._on_host[0]]
-        return [self.fast, *(one for one in others if one is not None)]
 
 
 def _padded(commit: Commit, width: int) -> Commit:

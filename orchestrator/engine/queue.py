@@ -14,13 +14,15 @@ class RequestQueue(Protocol):
 
     @property
     def paced(self) -> bool:
-        """Whether somebody waits for every token. Then a prompt is read in chunks, one between two rounds."""
+        """Whether somebody waits for every token, and may give up. Then a prompt is read in chunks, one between two
+        rounds.
+        """
 
     def pop(self) -> Request | None:
         """The next request that waits for a slot, or None. Its index is like no other's in this run."""
 
     def take_aborted(self) -> Collection[int]:
-        """Indices of the requests that were aborted since this was last asked."""
+        """Indices of the requests that were aborted since this was last asked; of paced queues alone."""
 
 
 class ListQueue:

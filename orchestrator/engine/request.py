@@ -22,10 +22,17 @@ from paceline.text.grammar import Grammar, GrammarCompiler
 from paceline.text.processors import processor_list
 from paceline.text.row_processing import LogitsRules
 from paceline.text.stop_strings import StopStrings
+from paceline.text.structured_output import StructuredOutput
 
 __all__ = ["InputIds", "Request", "SamplingParams", "TargetLimits"]
 
 InputIds = Tensor | Sequence[Sequence[int]]
+
+_LOGITS_FIELDS: dict[str, object] = {
+    "logits_processor": None, "repetition_penalty": None, "no_repeat_ngram_size": None, "presence_penalty": 0,
+    "frequency_penalty": 0, "logit_bias": None, "min_tokens": 0, "structured_outputs": None,
+}  # fmt: skip
+"""Fields of `SamplingParams` that do something to logits, and what they are where they do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +124,10 @@ class Request:
         eos = params.eos_token_id
         eos_ids = limits.eos_token_ids if eos is None else eos if isinstance(eos, Sequence) else (eos,)
         end_ids = frozenset[int]() if params.ignore_eos else frozenset(map(int, eos_ids))
-        criteria, rules = tuple(params.stopping_criteria_list or ()), _rules(params, limits, end_ids)
-        prediction = _prediction(params, limits)
+        criteria = tuple(params.stopping_criteria_list or ())
+        changed = any(getattr(params, name) != unset for name, unset in _LOGITS_FIELDS.items())
+        rules = _rules(params, limits, end_ids) if changed else None
+        prediction = _prediction(params, limits) if params.prediction else ()
         requests: list[Request] = []
         for index, prompt in enumerate(rows):
             length = params.max_length(len(prompt), limits.n_positions)
@@ -144,7 +153,7 @@ class Request:
                         max_draft_tokens=params.max_draft_tokens,
                     )
                 )
-        if requests[0].on_host and limits.host_refusal is not None:
+        if limits.host_refusal is not None and requests[0].on_host:
             raise ConfigurationError(limits.host_refusal)
         return requests
 
@@ -170,16 +179,14 @@ def _rules(params: SamplingParams, limits: TargetLimits, eos: frozenset[int]) ->
         float(params.frequency_penalty),
         bias,
         params.min_tokens,
-        _grammar(params, limits, eos),
+        None if params.structured_outputs is None else _grammar(params.structured_outputs, params, limits, eos=eos),
         eos,
     )
     return None if rules.idle else rules
 
 
-def _grammar(params: SamplingParams, limits: TargetLimits, eos: frozenset[int]) -> Grammar | None:
-    """The compiled grammar, if one is asked for."""
-    if params.structured_outputs is None:
-        return None
+def _grammar(output: StructuredOutput, params: SamplingParams, limits: TargetLimits, *, eos: frozenset[int]) -> Grammar:
+    """The compiled grammar of what the output must be."""
     eos = frozenset(token for token in eos if 0 <= token < limits.vocab_size)
     wrong = None
     if params.tokenizer is None:
@@ -191,13 +198,12 @@ def _grammar(params: SamplingParams, limits: TargetLimits, eos: frozenset[int]) 
     if wrong is not None:
         raise SamplingError(f"structured_outputs {wrong}", param="structured_outputs")
     assert limits.grammars is not None
-    return limits.grammars.compile(params.structured_outputs, params.tokenizer, eos=eos)
+    return limits.grammars.compile(output, params.tokenizer, eos=eos)
 
 
 def _prediction(params: SamplingParams, limits: TargetLimits) -> tuple[int, ...]:
     """The predicted output as ids."""
-    if not params.prediction:
-        return ()
+    assert params.prediction
     if limits.prediction_refusal is not None:
         raise ConfigurationError(limits.prediction_refusal)
     if not isinstance(params.prediction, str):

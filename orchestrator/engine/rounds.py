@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from time import perf_counter
-from typing import TypeVar
 
 from paceline.core import tree
 from paceline.core.protocols import (
@@ -18,55 +17,26 @@ from paceline.core.protocols import (
 )
 from paceline.core.types import Commit, Proposal, RoundLimits, RoundResult, SamplingTensors
 
-Result = TypeVar("Result")
-
 MULTI_ROUND_BUDGET_S = 1 / 30
 """Time budget for consecutive fused rounds. Each return to Python costs about 100 us, because a pass over the weights
 evicts its code and data from the caches. A larger budget delays streaming and admission.
 """
 
 
-class RoundTimes:
-    """Where the time of rounds goes: seconds, which add up over all of them.
-
-    ``draft_length`` is the one that was chosen for the last round, where there is a choice.
-    """
-
-    draft_length: int | None = None
-
-    def __init__(self) -> None:
-        self.prefill_seconds = self.draft_seconds = self.verify_seconds = 0.0
-
-    def _timed(self, reading: Generator[None, None, Result]) -> Generator[None, None, Result]:
-        """The reading, with its time counted, and that of the pauses not."""
-        while True:
-            begin = perf_counter()
-            try:
-                next(reading)
-            except StopIteration as done:
-                return done.value  # type: ignore[no-any-return]  # a generator of that type returns it
-            finally:
-                self.prefill_seconds += perf_counter() - begin
-            yield
-
-
-class RoundBase(RoundTimes):
+class RoundBase:
     """What rounds with a drafter have: reading a prompt on both sides."""
 
     def __init__(self, drafter: Drafter, verifier: Verifier) -> None:
-        super().__init__()
         self._sides = (drafter, verifier)
         self._reader = drafter if isinstance(drafter, ReadsInChunks) else None
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt on both sides. The last piece of the target's and the drafter's first are one."""
-        first = yield from self._timed(self._sides[1].prefill(slot, prompt, sampling))
+        first = yield from self._sides[1].prefill(slot, prompt, sampling)
         if self._reader is not None:
-            yield from self._timed(self._reader.read_request(slot, prompt, first.features))
+            yield from self._reader.read_request(slot, prompt, first.features)
         else:
-            begin = perf_counter()
             self._sides[0].add_request(slot, prompt, first.features)
-            self.prefill_seconds += perf_counter() - begin
         return first
 
     def finish_request(self, slot: int) -> None:
@@ -93,16 +63,14 @@ class TwoGraphRound(RoundBase):
             proposal = None
         middle = perf_counter()
         next_commit = self.verifier(commit, proposal, sampling, limits)
-        end = perf_counter()
-        self.draft_seconds += middle - begin
-        self.verify_seconds += end - middle
-        return RoundResult.single(next_commit, drafted, end - begin)
+        return RoundResult.single(
+            next_commit, drafted, draft_seconds=middle - begin, verify_seconds=perf_counter() - middle
+        )
 
 
 class FusedRound(RoundBase):
     """Draft and verify in one graph: one call a round, and only ids and counts come back.
 
-    ``verify_seconds`` counts the whole call, ``draft_seconds`` what the drafter still does outside of it.
     ``alone``: where no slot can accept anything, the verifier runs without the drafter's step. Not so where features
     stay on the device: the verifier's own graph would bring them to the host.
     """
@@ -114,34 +82,29 @@ class FusedRound(RoundBase):
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         """One round, or several consecutive ones."""
         begin = perf_counter()
-        self.drafter.update(commit)
         max_accept = limits.max_accept.tolist()
         too_long = self.drafter.max_positions is not None and limits.max_rows > self.drafter.max_positions
         if not any(max_accept) and (self._alone or too_long):
+            self.drafter.update(commit)
             next_commit = self.verifier(commit, None, sampling, limits)
-            seconds = perf_counter() - begin
-            self.verify_seconds += seconds
-            return RoundResult.single(next_commit, [0] * len(max_accept), seconds)
+            return RoundResult.single(next_commit, [0] * len(max_accept), verify_seconds=perf_counter() - begin)
         self.drafter.catch_up()
         middle = perf_counter()
-        result = self.verifier.fused(
+        rounds = self.verifier.fused(
             self.drafter, commit, sampling=sampling, limits=limits, seconds=MULTI_ROUND_BUDGET_S
         )
-        self.draft_seconds += middle - begin
-        self.verify_seconds += perf_counter() - middle
-        return result
+        return RoundResult(rounds.commit, rounds.reports, middle - begin, perf_counter() - middle)
 
 
-class MultiTokenRound(RoundTimes):
+class MultiTokenRound:
     """Nothing is drafted: several plain steps in one graph."""
 
     def __init__(self, target: AutoregressiveTarget) -> None:
-        super().__init__()
         self._target = target
 
     def start(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt."""
-        return self._timed(self._target.prefill(slot, prompt, sampling))
+        return self._target.prefill(slot, prompt, sampling)
 
     def finish_request(self, slot: int) -> None:
         """A request has left its slot."""
@@ -151,9 +114,8 @@ class MultiTokenRound(RoundTimes):
         """One round."""
         begin = perf_counter()
         next_commit = self._target(commit, sampling, limits)
-        seconds = perf_counter() - begin
-        self.verify_seconds += seconds
-        return RoundResult.single(next_commit, [0] * len(next_commit.count), seconds)
+        drafted = [0] * len(next_commit.count)
+        return RoundResult.single(next_commit, drafted, verify_seconds=perf_counter() - begin)
 
 
 class UndraftedRound(MultiTokenRound):

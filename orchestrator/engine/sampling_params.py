@@ -6,7 +6,6 @@ build the same value. Not here: the requests made of it (`paceline.engine.reques
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -92,7 +91,7 @@ class SamplingParams:
     verify_width: int | None = None
 
     def __post_init__(self) -> None:
-        validation.check_types(self, _KINDS)
+        validation.check(self, _KINDS)
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise SamplingError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
         if self.max_draft_tokens is not None and self.max_draft_tokens < 1:
@@ -100,8 +99,8 @@ class SamplingParams:
                 f"max_draft_tokens must be at least 1, not {self.max_draft_tokens}; to draft nothing, give "
                 "use_speculation=False"
             )
-        validation.check_ranges(self, _RANGES)
-        validation.check_bias(self.logit_bias)
+        if self.logit_bias:
+            validation.check_bias(self.logit_bias)
         if self.ignore_eos and self.structured_outputs is not None:
             raise SamplingError(
                 "structured_outputs end with an eos id, and ignore_eos is set; leave out one of them",
@@ -186,25 +185,17 @@ _KINDS: dict[str, validation.Kind] = {
     "logits_processor": validation.Kind("a list of callables", optional=True),
     "no_repeat_ngram_size": validation.Kind("an integer", optional=True),
     "repetition_penalty": validation.Kind("a number", optional=True),
-    "presence_penalty": validation.Kind("a number"),
-    "frequency_penalty": validation.Kind("a number"),
+    "presence_penalty": validation.Kind("a number", least=-2, most=2),
+    "frequency_penalty": validation.Kind("a number", least=-2, most=2),
     "logit_bias": validation.Kind("a mapping of ids to numbers", optional=True),
-    "min_tokens": validation.Kind("an integer"),
+    "min_tokens": validation.Kind("an integer", least=0),
     "ignore_eos": validation.Kind("True or False"),
-    "n": validation.Kind("an integer"),
-    "logprobs": validation.Kind("an integer", optional=True),
+    "n": validation.Kind("an integer", least=1, most=128),
+    "logprobs": validation.Kind("an integer", optional=True, least=0, most=20),
     "output_scores": validation.Kind("True or False"),
     "structured_outputs": validation.Kind("a StructuredOutput", optional=True, also=StructuredOutput),
     "prediction": validation.Kind("a string or a list of integers", optional=True),
     "use_speculation": validation.Kind("True or False", listed=True),
     "max_draft_tokens": validation.Kind("an integer", optional=True),
 }
-
-_RANGES: dict[str, tuple[float, float]] = {
-    "presence_penalty": (-2, 2),
-    "frequency_penalty": (-2, 2),
-    "min_tokens": (0, math.inf),
-    "n": (1, 128),
-    "logprobs": (0, 20),
-}
-"""Least and most, as in OpenAI's API."""
+"""Least and most are those of OpenAI's API."""

@@ -43,6 +43,7 @@ class Kind:
     optional  None is possible
     listed    a list or tuple of such values is possible
     also      a class whose objects are possible
+    least, most   of a number; None = any
     """
 
     one: Literal[
@@ -58,6 +59,8 @@ class Kind:
     optional: bool = False
     listed: bool = False
     also: type | None = None
+    least: float | None = None
+    most: float = math.inf
 
     def accepts(self, value: object) -> bool:
         """Whether a value is of this kind. NumPy's numbers are numbers, and truth values are none."""
@@ -73,30 +76,25 @@ class Kind:
         return self.one + more
 
 
-def check_types(params: object, kinds: Mapping[str, Kind]) -> None:
+def check(params: object, kinds: Mapping[str, Kind]) -> None:
     """Raise SamplingError for the first field that is not of its kind."""
     for name, kind in kinds.items():
         value = getattr(params, name)
-        # Most values are plain, and asking abstract classes takes a microsecond each.
-        if (value is None and kind.optional) or type(value) is _USUAL.get(kind.one):
+        if value is None and kind.optional:
             continue
-        if not kind.accepts(value):
+        # Most values are plain, and asking abstract classes takes a microsecond each.
+        if type(value) is not _USUAL.get(kind.one) and not kind.accepts(value):
             single = "; put a single one into a list" if kind.one == "a list of callables" else ""
             raise SamplingError(f"{name} must be {kind}, not {_shown(value)}{single}")
-
-
-def check_ranges(params: object, ranges: Mapping[str, tuple[float, float]]) -> None:
-    """Raise SamplingError for the first field that is neither None nor within its least and most."""
-    for name, (least, most) in ranges.items():
-        value = getattr(params, name)
-        if value is not None and not least <= value <= most:
+        least, most = kind.least, kind.most
+        if least is not None and not least <= value <= most:
             within = f"at least {least}" if most == math.inf else f"within {least} and {most}"
             raise SamplingError(f"{name} must be {within}, not {value}", param=name)
 
 
-def check_bias(bias: Mapping[int, float] | None) -> None:
+def check_bias(bias: Mapping[int, float]) -> None:
     """Raise SamplingError for a bias that is not within -100 and 100, as OpenAI's API has it."""
-    for token, value in (bias or {}).items():
+    for token, value in bias.items():
         if not -_MOST_BIAS <= value <= _MOST_BIAS:
             raise SamplingError(
                 f"logit_bias of id {token} must be within -{_MOST_BIAS} and {_MOST_BIAS}, not {value}",

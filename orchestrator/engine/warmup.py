@@ -12,6 +12,7 @@ from itertools import product
 
 import torch
 
+from paceline.core.protocols import Round
 from paceline.core.reading import finish
 from paceline.core.types import Commit, DeviceFeatures, Proposal, RoundLimits, SamplingKind, SamplingTensors
 from paceline.decoder import steps
@@ -19,7 +20,7 @@ from paceline.decoder.backends import base as backends
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine.adaptive import AdaptiveRound, fitted
 from paceline.engine.batch import Batch
-from paceline.engine.engine import CallOptions, Engine, TimedRound, Variant
+from paceline.engine.engine import CallOptions, Engine, Variant
 from paceline.engine.mixed import MixedRound
 from paceline.engine.rounds import TwoGraphRound
 from paceline.outputs import Statistics
@@ -72,7 +73,7 @@ def distinct_kinds(
     return list({tuple(one.sampling_kind(kind) for one in decoders): kind for kind in kinds}.values())
 
 
-def _rounds(variant: Variant) -> Iterator[tuple[TimedRound, int, list[int]]]:
+def _rounds(variant: Variant) -> Iterator[tuple[Round, int, list[int]]]:
     """Every round, the width of its commits, and limits that lead to all of its graphs."""
     known, shape = variant.round, variant.shape
     if isinstance(known, MixedRound):
@@ -87,7 +88,7 @@ def _rounds(variant: Variant) -> Iterator[tuple[TimedRound, int, list[int]]]:
         yield known.rest.round, known.rest.width, [shape.max_accept]
 
 
-def _run(one: TimedRound, commit: Commit, *, sampling: SamplingTensors, rows: int, limits: list[int]) -> None:
+def _run(one: Round, commit: Commit, *, sampling: SamplingTensors, rows: int, limits: list[int]) -> None:
     """A round over texts of that length."""
     for limit in limits:
         full = RoundLimits(torch.full_like(commit.count, limit), rows)

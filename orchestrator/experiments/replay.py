@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -77,7 +78,7 @@ def replay(trace: Trace, drafter: Drafter, *, batch_size: int = 1, max_new_token
     ]
     statistics = Statistics()
     outputs: list[list[RequestOutput]] = [[] for _ in texts]
-    for output in engine.run(ListQueue(requests), CallOptions(), statistics):
+    for output in chain.from_iterable(engine.run(ListQueue(requests), CallOptions(), statistics)):
         outputs[output.index].append(output)
     lengths = [sum(len(output.tokens) for output in row) for row in outputs]
     assert lengths == [len(text.tokens) for text in texts], "a replay has the recorded texts"

@@ -49,7 +49,7 @@ def test_limits(data: st.DataObject) -> None:
             stopping = Stopping(len(prompt) + data.draw(st.integers(1, 40)), eos=frozenset([0]))
             request = Request(index, prompt, Sampling(), stopping, use_speculation=data.draw(st.booleans()))
             batch.seat(free, request)
-            batch.join(free, row, PrefillResult(1), logprobs=None)
+            batch.join(free, row, PrefillResult(1))
             index += 1
         elif batch.active and data.draw(st.integers(0, 9)) == 0:
             batch.abort([batch.slots[batch.active[0]].request.index])  # type: ignore[union-attr]
@@ -67,8 +67,7 @@ def test_limits(data: st.DataObject) -> None:
         tokens = torch.tensor([one + [PAD] * (depth + 1 - len(one)) for one in drawn], dtype=torch.int32)
         count = torch.tensor(counts, dtype=torch.int32)
         batch.apply(
-            RoundResult.single(Commit(tokens, count, batch.commit.first_row + batch.commit.count), [0] * size, 0.0),
-            None,
+            RoundResult.single(Commit(tokens, count, batch.commit.first_row + batch.commit.count), [0] * size),
         )
 
 

@@ -7,13 +7,12 @@ import pytest
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
-from paceline.core.protocols import Drafter, Shortens
+from paceline.core.protocols import Drafter, Round, Shortens
 from paceline.core.sampling import Sampling
 from paceline.core.types import DraftShape
 from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
 from paceline.engine.adaptive import AdaptiveRound, Stage
 from paceline.engine.draft_length import DraftLengthController
-from paceline.engine.engine import TimedRound
 from paceline.engine.rounds import TwoGraphRound
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, joint, misfit, table
@@ -31,7 +30,7 @@ class Dice(DraftLengthController):
         return (self.draft_lengths[-1], *self.draft_lengths)[self.turn % (len(self.draft_lengths) + 1)]
 
 
-def many_depths(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> TimedRound:
+def many_depths(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Round:
     """Rungs of a ladder in turn, each with a verifier and commits of its own width."""
     assert isinstance(source, Shortens)
     rungs = {

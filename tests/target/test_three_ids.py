@@ -21,11 +21,10 @@ from paceline.core import noise, probs, tree
 from paceline.core.acceptance.base import AcceptanceRule, TargetView, committed
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.rejection import Reject
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, Round
 from paceline.core.sampling import Sampling, param_row, seed_row
 from paceline.core.types import PAD, Proposal, SamplingTensors
 from paceline.eagle.tree import DynamicTree, StaticTree, TreeStep
-from paceline.engine.engine import TimedRound
 from paceline.engine.rounds import TwoGraphRound
 from paceline.target.verifier import CompiledVerifier
 from tests.fakes import TableDecoder, misfit
@@ -152,7 +151,7 @@ ROUNDS: dict[str, tuple[AcceptanceRule, Callable[[], Drafter]]] = {
 }
 
 
-def rounds_of(drafter: Drafter, target: TableDecoder, rule: AcceptanceRule) -> TimedRound:
+def rounds_of(drafter: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Round:
     return TwoGraphRound(drafter, CompiledVerifier(target, drafter.draft_shape, rule=rule, wide=True))
 
 

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from paceline.core.acceptance.base import AcceptanceRule
 from paceline.core.errors import RequestError
-from paceline.core.protocols import Drafter, Processor
+from paceline.core.protocols import Drafter, Processor, Round
 from paceline.core.sampling import Sampling, param_row, seed_row
 from paceline.core.types import PAD, Commit, DraftShape, RoundLimits, SamplingTensors
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
-from paceline.engine.engine import TimedRound
 from paceline.engine.rounds import TwoGraphRound
 from paceline.target.verifier import CompiledVerifier
 from paceline.text.row_processing import LogitsRules, RowProcessing
@@ -27,7 +26,7 @@ from tests.fakes import TableDecoder, WatchedRound, near, table
 SLOTS, MANY, V, K = 50_000, 200_000, 8, 3
 PROMPT = [2, 5, 1, 2, 5]
 CHAIN = DraftShape.chain(K)
-Rounds = Callable[[Drafter, TableDecoder, AcceptanceRule], TimedRound]
+Rounds = Callable[[Drafter, TableDecoder, AcceptanceRule], Round]
 TARGET = table(V, seed=0, spread=1.2)
 DRAFT = near(TARGET, seed=1, spread=0.7)
 
@@ -55,7 +54,7 @@ class SlotText:
         raise error
 
 
-def one_depth(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> TimedRound:
+def one_depth(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Round:
     return TwoGraphRound(source, CompiledVerifier(target, CHAIN, rule=rule, wide=True))
 
 
