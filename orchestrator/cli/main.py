@@ -28,6 +28,7 @@ from paceline.cli import (
     tables,
     train,
     train_eagle,
+    verify,
 )
 
 app = typer.Typer(
@@ -41,7 +42,7 @@ train.app.registered_commands += train_eagle.app.registered_commands
 app.add_typer(train.app, name="train")
 experiment.app.registered_commands += experiment_questions.app.registered_commands
 app.add_typer(experiment.app, name="experiment")
-for module in (generate, chat, compile, bench, plan, cost, serve, fetch, tables, diagnostics, medusa_tree):
+for module in (generate, chat, compile, bench, plan, cost, serve, fetch, tables, diagnostics, verify, medusa_tree):
     app.registered_commands += module.app.registered_commands
 app.registered_commands += train_eagle.files.registered_commands
 

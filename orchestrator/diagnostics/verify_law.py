@@ -1,0 +1,186 @@
+"""Tests of `paceline verify` on the distribution of texts, against the target's own probabilities.
+
+The probabilities come from reading a prompt, or from decoding one token at a time: neither goes through the graphs that
+verify drafts. Two tests complement each other. The first tokens of many texts of one prompt are counted against their
+exact joint distribution, which shows any deviation there. Along long texts, every token is placed on the target's
+cumulative distribution of its own prefix; these places are independent and uniform if the texts are right, whatever the
+prefixes are (Rosenblatt 1952), so that every token of every text counts. Not here: tests of tokens (`verify_tokens`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from paceline.core import probs
+from paceline.core.sampling import Sampling, row_seed, sampling_tensors
+from paceline.decoder import steps
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.diagnostics.findings import FALSE_ALARM, Finding, Status, chi_square, detected_variation
+from paceline.diagnostics.verify_subject import Budget, Subject
+
+FIRST, CHOICES = 3, 4
+"""Tokens of the joint distribution, and the top-k that keeps it small enough to be known exactly."""
+
+PARTS = 16
+"""Equal parts of the cumulative distribution that places along texts are counted in."""
+
+_CALL = 64  # texts of one call
+_LEAST_EXPECTED = 5.0  # texts in a cell
+_TEMPERATURES = (1.0, 0.7, 1.3)
+
+
+def first_tokens(subject: Subject, budget: Budget, *, least: int) -> Finding:
+    """Count the first tokens of texts of one prompt, ``least`` of them or more, against their joint distribution."""
+    begin = perf_counter()
+    sampling = Sampling(temperature=1.0, top_k=CHOICES)
+    prompt = subject.prompts[0]
+    law = joint_distribution(subject.target, prompt, sampling)
+    counts: Counter[tuple[int, ...]] = Counter()
+    new = min(FIRST + subject.depth, subject.room(prompt))
+    while budget.left(sum(counts.values()), least):
+        done = sum(counts.values())
+        seeds = [row_seed(subject.seed + 1, done + row) for row in range(_CALL)]
+        made = subject.texts(
+            subject.generator,
+            [prompt] * _CALL,
+            max_new_tokens=new,
+            do_sample=True,
+            temperature=1.0,
+            top_k=CHOICES,
+            eos_token_id=[],
+            seed=seeds,
+        )
+        counts.update(tuple(text[len(prompt) : len(prompt) + FIRST]) for text in made.texts)
+    samples = sum(counts.values())
+    cells = _joined(counts, law, samples)
+    foreign = sum(count for key, count in counts.items() if key not in law)
+    tried = f"{samples} texts of one prompt, their first {FIRST} tokens at temperature 1 and top-k {CHOICES}"
+    return _judged("distribution of first tokens", subject, cells, tried=tried, foreign=foreign, begin=begin)
+
+
+def along_texts(subject: Subject, budget: Budget, *, least: int) -> Finding:
+    """Count the places of tokens of long texts, ``least`` or more, on the target's own cumulative distributions."""
+    begin = perf_counter()
+    counts, number, samples = torch.zeros(PARTS), 0, 0
+    dice = torch.Generator().manual_seed(subject.seed)
+    while budget.left(samples, least):
+        temperature = _TEMPERATURES[number % len(_TEMPERATURES)]
+        group = subject.group(number, subject.slots)
+        seeds = [row_seed(subject.seed + 2, number * subject.slots + row) for row in range(len(group))]
+        made = subject.texts(
+            subject.generator, group, do_sample=True, temperature=temperature, eos_token_id=[], seed=seeds
+        )
+        sampling = Sampling(temperature=temperature)
+        for places in places_of(subject.target, made.texts, list(map(len, group)), sampling=sampling, dice=dice):
+            counts += torch.histc(places, PARTS, 0.0, 1.0)
+            samples += len(places)
+        number += 1
+    cells = _Cells(counts.tolist(), [samples / PARTS] * PARTS)
+    tried = f"{samples} tokens of {number} calls, at temperatures {', '.join(map(str, _TEMPERATURES[:number]))}"
+    return _judged("distribution along texts", subject, cells, tried=tried, foreign=0, begin=begin)
+
+
+def joint_distribution(
+    target: CompiledDecoder, prompt: Sequence[int], sampling: Sampling
+) -> dict[tuple[int, ...], float]:
+    """Probabilities of the first tokens behind a prompt, by reading every possible beginning anew."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    with target.held_by(law):
+        for _ in range(FIRST):
+            longer: dict[tuple[int, ...], float] = {}
+            for beginning, probability in law.items():
+                logits, _ = steps.prefill(target, 0, [*prompt, *beginning])
+                row = probs.probabilities(logits, sampling_tensors([sampling]))[0, 0]
+                for token in row.nonzero().flatten().tolist():
+                    key = (*beginning, token)
+                    longer[key] = probability * float(row[token])
+            law = longer
+    return law
+
+
+def places_of(
+    target: CompiledDecoder,
+    texts: Sequence[Sequence[int]],
+    prompts: Sequence[int],
+    *,
+    sampling: Sampling,
+    dice: torch.Generator,
+) -> list[Tensor]:
+    """Where each new token stands on the cumulative distribution of its prefix, likelier tokens first; a token's own
+    mass is divided by chance. ``prompts``: lengths. -> for every text [new tokens] in [0, 1]
+    """
+    slots, longest = target.batch_size, max(map(len, texts))
+    found: list[list[float]] = [[] for _ in texts]
+    padded = torch.zeros(slots, longest, dtype=torch.int32)
+    for slot, text in enumerate(texts):
+        padded[slot, : len(text)] = torch.tensor(text)
+    tensors = sampling_tensors([sampling] * slots)
+    with target.held_by(found):
+        for row in range(longest - 1):
+            window, rows = padded[:, row : row + 1].contiguous(), torch.full((slots,), row, dtype=torch.int32)
+            logits, _ = steps.window(target, window, rows, bucket=target.bucket_for(row + 1))
+            law = probs.probabilities(logits, tensors)[:, 0].double()
+            for slot, text in enumerate(texts):
+                if prompts[slot] - 1 <= row < len(text) - 1:
+                    found[slot].append(_place(law[slot], text[row + 1], float(torch.rand((), generator=dice))))
+    return [torch.tensor(row) for row in found]
+
+
+def _place(law: Tensor, token: int, share: float) -> float:
+    own = law[token]
+    before = law[law > own].sum() + law[:token][law[:token] == own].sum()
+    return float((before + share * own).clamp(0, 1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """Counts and what is expected of them."""
+
+    observed: Sequence[float]
+    expected: Sequence[float]
+
+    @property
+    def variation(self) -> float:
+        """The total variation that is seen, chance included."""
+        total = sum(self.observed)
+        return sum(abs(o - e) for o, e in zip(self.observed, self.expected, strict=True)) / total / 2
+
+
+def _joined(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float], samples: int) -> _Cells:
+    """Cells of few expected texts are put together until they have enough; the likeliest first."""
+    observed, expected = [0.0], [0.0]
+    for key, probability in sorted(law.items(), key=lambda item: -item[1]):
+        if expected[-1] >= _LEAST_EXPECTED:
+            observed.append(0.0)
+            expected.append(0.0)
+        observed[-1] += counts[key]
+        expected[-1] += probability * samples
+    if expected[-1] < _LEAST_EXPECTED and len(expected) > 1:
+        observed[-2:], expected[-2:] = [sum(observed[-2:])], [sum(expected[-2:])]
+    return _Cells(observed, expected)
+
+
+def _judged(name: str, subject: Subject, cells: _Cells, *, tried: str, foreign: int, begin: float) -> Finding:
+    """The finding of counts. ``foreign``: texts that the distribution gives no probability."""
+    samples, rule = int(sum(cells.observed)) + foreign, subject.rule
+    if len(cells.expected) < 2:
+        return Finding(name, "skipped", tried, "all mass is in one cell: too few texts, or a target without doubt")
+    p = 0.0 if foreign > subject.tolerated(samples) else chi_square(cells.observed, cells.expected)
+    wrong = p < FALSE_ALARM
+    status: Status = "ok" if not wrong else "FAILED"
+    if not rule.lossless:
+        status = "lossy"
+    outside = f", {foreign} texts that the target cannot write" if foreign else ""
+    seen = f"p = {p:.2g} by chi-square in {len(cells.expected)} cells{outside}"
+    if wrong or not rule.lossless:
+        seen += f"; total variation {cells.variation:.3f} is seen, chance included"
+    if not rule.lossless:
+        seen += f"; {rule.name!r} is LOSSY and says so" + ("" if wrong else ", and no deviation shows here")
+    power = detected_variation(samples, len(cells.expected))
+    return Finding(name, status, tried, seen, power, perf_counter() - begin)

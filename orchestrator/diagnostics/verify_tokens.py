@@ -1,0 +1,256 @@
+"""Tests of `paceline verify` on tokens: those of plain decoding, ends of texts, neighbours, repeats, processors.
+
+Where a backend does not promise that a row's bits do not depend on the width of its graph, a token that differs is
+looked at: if the two nearly tie in the target's own scores, the difference is counted and no failure. Not here: tests
+of distributions (`verify_law`) and of drafters (`verify_drafter`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import zip_longest
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.acceptance.base import keeps_tokens
+from paceline.core.detokenizer import Decodes
+from paceline.core.sampling import Sampling, row_seed
+from paceline.diagnostics.findings import Finding, Status, detected_share
+from paceline.diagnostics.verify_subject import Budget, Subject, Texts
+
+SAMPLED: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.8, "top_k": 20},
+    {"temperature": 1.0},
+    {"temperature": 1.2, "top_p": 0.9, "min_p": 0.02},
+)
+
+_NEAR = {"f32": 1e-3}
+_NEAR_16_BITS = 0.15
+"""How far apart two tokens nearly tie, in logits: several times what widths were seen to change."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Texts beside those they should be. ``strict``: of the same graphs, so that no near-tie may be decided otherwise.
+
+    ``ties``: texts that part at one.
+    """
+
+    strict: bool = False
+    tokens: int = 0
+    calls: int = 0
+    accepted: int = 0
+    ties: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def add(self, subject: Subject, ours: Texts, theirs: Texts, *, sampling: Sequence[Sampling] | None = None) -> None:
+        """Compare texts, and why they ended. ``sampling``: of every text, to see near-ties; None = they are unknown."""
+        self.calls += 1
+        self.accepted += ours.statistics.num_accepted_tokens
+        rows = zip(ours.texts, theirs.texts, ours.reasons, theirs.reasons, strict=True)
+        for row, (text, known, reason, known_reason) in enumerate(rows):
+            at = next((i for i, pair in enumerate(zip_longest(text, known)) if pair[0] != pair[1]), None)
+            self.tokens += len(known) if at is None else at
+            if at is None:
+                if reason != known_reason:
+                    self.wrong.append(f"text {row} ends by {reason!r} in place of {known_reason!r}")
+                continue
+            one = None if sampling is None else sampling[row]
+            if at < min(len(text), len(known)) and self._nearly_tie(subject, text, known, at=at, one=one):
+                self.ties += 1
+            else:
+                got, wanted = (one[at] if at < len(one) else "the end" for one in (text, known))
+                self.wrong.append(f"text {row} has {got} at place {at} in place of {wanted}")
+
+    def _nearly_tie(
+        self,
+        subject: Subject,
+        text: list[int],
+        known: list[int],
+        *,
+        at: int,
+        one: Sampling | None,
+    ) -> bool:
+        if self.strict or subject.invariant:
+            return False
+        if one is None:
+            return True  # judged by how many there are
+        near = _NEAR.get(subject.target.options.amp, _NEAR_16_BITS)
+        gap = subject.gap(text[:at], (text[at], known[at]), one)
+        return gap < near / (one.temperature or 1.0)
+
+    def finding(self, name: str, subject: Subject, *, tried: str, begin: float, lossy: bool = False) -> Finding:
+        """What came of all comparisons. ``lossy``: differences are what the rule says of itself."""
+        wrong = list(self.wrong)
+        if self.ties > max(3, subject.tolerated(self.tokens)):
+            wrong.append(f"{self.ties} texts part at near-ties, which is too often for these")
+        status: Status = "ok" if not wrong else "lossy" if lossy else "FAILED"
+        seen = "all are those of plain decoding" if not wrong else f"{len(wrong)} differ: {'; '.join(wrong[:3])}"
+        if self.ties:
+            seen += f"; {self.ties} texts part at a near-tie, which this backend may decide by a graph's width"
+        what = f"{self.tokens} tokens in {self.calls} calls, {self.accepted} of them drafted and accepted; {tried}"
+        return Finding(name, status, what, seen, detected_share(self.tokens), perf_counter() - begin)
+
+
+def greedy(subject: Subject, budget: Budget) -> Finding:
+    """Texts at temperature 0: for every lossless rule those of plain decoding."""
+    return _equal(subject, budget, name="greedy tokens", asked=({},), lossy=not subject.rule.lossless)
+
+
+def sampled(subject: Subject, budget: Budget) -> Finding:
+    """Texts with the same seed; under rules that keep a distribution only, there is nothing to compare."""
+    name = "sampled tokens"
+    if not keeps_tokens(subject.rule):
+        return Finding(name, "skipped", "nothing", f"{subject.rule.name!r} does not promise tokens")
+    return _equal(subject, budget, name=name, asked=SAMPLED, lossy=False)
+
+
+def _equal(subject: Subject, budget: Budget, *, name: str, asked: Sequence[dict[str, Any]], lossy: bool) -> Finding:
+    begin, tally, number = perf_counter(), Tally(), 0
+    sizes = (1, subject.slots, 2 * subject.slots + 1)
+    while budget.left(number, len(sizes)):
+        law, size = asked[number % len(asked)], sizes[(number + number // len(asked)) % len(sizes)]
+        seeds = [row_seed(subject.seed + number, row) for row in range(size)]
+        options = {**law, "do_sample": bool(law), "seed": seeds}
+        group = subject.group(number, size)
+        ours, theirs = (subject.texts(source, group, **options) for source in (subject.generator, subject.plain))
+        tally.add(
+            subject, ours, theirs, sampling=[Sampling(**{"temperature": 0.0, **law}, seed=seed) for seed in seeds]
+        )
+        number += 1
+        if len(tally.wrong) > 20:
+            break
+    tried = f"calls of {', '.join(map(str, sorted(set(sizes))))} prompts in {subject.slots} slots"
+    return tally.finding(name, subject, tried=tried, begin=begin, lossy=lossy)
+
+
+class _IdText:
+    """A tokenizer for who brings none: every id is its number."""
+
+    def decode(self, token_ids: Any, **_: object) -> str:
+        return "".join(f"<{int(token)}>" for token in token_ids)
+
+
+def ends(subject: Subject, budget: Budget, *, tokenizer: Decodes | None) -> Finding:
+    """Texts end where plain decoding ends them: at an id, a stop string, a limit, by a criterion, in a draft or not."""
+    begin, tally, number = perf_counter(), Tally(), 0
+    decoder = tokenizer or _IdText()
+    draws = subject.sampled and keeps_tokens(subject.rule)
+    while budget.left(number, 2):
+        group = subject.group(number, 1)
+        law: dict[str, Any] = {"do_sample": draws and number % 2 == 1, "seed": subject.seed + number}
+        text = subject.texts(subject.plain, group, eos_token_id=[], **law).texts[0][len(group[0]) :]
+        one = Sampling(temperature=1.0 if law["do_sample"] else 0.0, seed=law["seed"])
+        for stop in _stops(text, decoder, number, prompt=len(group[0])):
+            ours, theirs = (subject.texts(s, group, **law, **stop) for s in (subject.generator, subject.plain))
+            tally.add(subject, ours, theirs, sampling=[one])
+        number += 1
+        if len(tally.wrong) > 20:
+            break
+    tried = "ids, stop strings that end inside of a token, limits of length, criteria"
+    return tally.finding("ends of texts", subject, tried=tried, begin=begin, lossy=not subject.rule.lossless)
+
+
+def _stops(text: Sequence[int], decoder: Decodes, number: int, *, prompt: int) -> list[dict[str, Any]]:
+    """Ways to end a text that plain decoding gives."""
+    places = [place for place in (1 + number % 3, 4 + number % 2, 7, 12) if place + 1 < len(text)]
+    found: list[dict[str, Any]] = [{"max_new_tokens": limit} for limit in (1, 2, 3 + number % 5)]
+    for place in places:
+        found.append({"eos_token_id": text[place]})
+        found.append({"eos_token_id": [], "stopping_criteria_list": [partial(_long, length=prompt + place)]})
+        own, after = decoder.decode([text[place]]), decoder.decode([text[place + 1]])
+        string = own[-2:] + after[:1]
+        if string.strip() and "\ufffd" not in string:
+            found.append({"eos_token_id": [], "stop_strings": [string], "tokenizer": decoder})
+    return found
+
+
+def _long(ids: Tensor, _scores: object = None, *, length: int) -> bool:
+    return bool(ids.shape[1] >= length)
+
+
+def neighbours(subject: Subject, budget: Budget) -> Finding:
+    """A text is the same alone and beside others, under every rule."""
+    name, begin, tally, number = "batch invariance", perf_counter(), Tally(), 0
+    if subject.slots == 1:
+        return Finding(name, "skipped", "nothing", "there is one slot; load with a larger batch_size")
+    while budget.left(number, 2):
+        law: dict[str, Any] = {"do_sample": subject.sampled and number % 2 == 0, "temperature": 0.9}
+        seeds = [row_seed(subject.seed + number, row) for row in range(subject.slots + 1)]
+        group = subject.group(number, subject.slots + 1)
+        together = subject.texts(subject.generator, group, **law, seed=seeds)
+        place = number % len(group)
+        alone = subject.texts(subject.generator, group[place : place + 1], **law, seed=seeds[place : place + 1])
+        beside = Texts(together.texts[place : place + 1], together.reasons[place : place + 1], together.statistics)
+        one = Sampling(temperature=0.9 if law["do_sample"] else 0.0, seed=seeds[place])
+        tally.add(subject, beside, alone, sampling=[one] if keeps_tokens(subject.rule) else None)
+        number += 1
+    tried = f"texts beside {subject.slots} others in {subject.slots} slots, and alone"
+    found = tally.finding(name, subject, tried=tried, begin=begin)
+    return _said(found, "all are those of the texts alone")
+
+
+def repeats(subject: Subject, budget: Budget) -> Finding:
+    """The same call gives the same texts again: nothing of a request is left for the next one."""
+    begin, tally, number = perf_counter(), Tally(strict=True), 0
+    while budget.left(number, 1):
+        law: dict[str, Any] = {"do_sample": subject.sampled, "seed": subject.seed + number}
+        group = subject.group(number, subject.slots)
+        first, again = (subject.texts(subject.generator, group, **law) for _ in range(2))
+        tally.add(subject, again, first)
+        number += 1
+    found = tally.finding("repeated calls", subject, tried="each call twice", begin=begin)
+    if found.status == "FAILED" and not keeps_tokens(subject.rule):
+        why = "a drafter that learns from texts changes them under a rule that keeps the distribution alone"
+        return Finding(found.name, "note", found.tried, f"{found.seen}; {why}", found.detects, found.seconds)
+    return _said(found, "all are those of the first call")
+
+
+def processed(subject: Subject, budget: Budget, *, processors: Sequence[Callable[..., Tensor]]) -> Finding:
+    """Under logits processors, the tokens of plain decoding, and processors see the prefixes that it shows them."""
+    name, begin, tally, number = "logits processors", perf_counter(), Tally(), 0
+    if not subject.rule.on_host:
+        return Finding(name, "skipped", "nothing", f"{subject.rule.name!r} decides on the device, without processors")
+    draws = subject.sampled and keeps_tokens(subject.rule)
+    kinds: list[tuple[dict[str, Any], list[Callable[..., Tensor]]]] = [({"repetition_penalty": 1.3}, [])]
+    kinds += [({}, list(processors))] if processors else []
+    while budget.left(number, len(kinds)):
+        options, own = kinds[number % len(kinds)]
+        law = {**options, "do_sample": draws and number % 2 == 1, "seed": subject.seed + number}
+        group = subject.group(number, 1)
+        watches = (_Watching(), _Watching())
+        ours, theirs = (
+            subject.texts(source, group, **law, logits_processor=[*copy.deepcopy(own), watch])
+            for source, watch in zip((subject.generator, subject.plain), watches, strict=True)
+        )
+        tally.add(subject, ours, theirs)
+        if keeps_tokens(subject.rule) and ours.texts == theirs.texts and watches[0].seen != watches[1].seen:
+            tally.wrong.append("processors are called with other prefixes than by plain decoding")
+        number += 1
+    names = ["a repetition penalty", *(type(one).__name__ for one in processors)]
+    return tally.finding(name, subject, tried=f"{', '.join(names)}, and one that notes its calls", begin=begin)
+
+
+class _Watching:
+    """A processor that changes nothing and notes what it is shown."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.seen.append(hash(tuple(torch.as_tensor(input_ids)[0].tolist())))
+        return scores
+
+
+def _said(found: Finding, ok: str) -> Finding:
+    """The same, in words of its own where all is well."""
+    if found.status != "ok":
+        return found
+    seen = found.seen.replace("all are those of plain decoding", ok)
+    return Finding(found.name, found.status, found.tried, seen, found.detects, found.seconds)
