@@ -149,9 +149,9 @@ def along_rows() -> torch.Tensor:
     return draws(seeds, positions(*[list(range(16))] * len(seeds)), torch.arange(16, dtype=torch.int32))
 
 
-def draws(seeds: torch.Tensor, places: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def draws(seeds: torch.Tensor, places: torch.Tensor, ids: torch.Tensor, *, stream: int = noise.TARGET) -> torch.Tensor:
     """Random words as numbers."""
-    high, low = noise.words(noise.row_keys(seeds, places, noise.TARGET), ids)
+    high, low = noise.words(noise.row_keys(seeds, places, stream), ids)
     return high.flatten().to(torch.int64) * 65536 + low.flatten()
 
 
@@ -171,6 +171,32 @@ def test_words_are_random_along_every_axis(axis: Callable[[], torch.Tensor]) -> 
     assert float(values.mean()) == pytest.approx(0.5772157, abs=5 * 1.2825 / math.sqrt(DRAWS))
     assert float(values.var()) == pytest.approx(math.pi**2 / 6, abs=5 * 2.98 / math.sqrt(DRAWS))
     assert stats.kstest(values.numpy(), "gumbel_r").pvalue > 1e-3
+
+
+OTHERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "next seed": lambda ids: draws(keys(4), positions([5]), ids),
+    "next position": lambda ids: draws(keys(3), positions([6]), ids),
+    "next row": lambda ids: draws(keys(row_seed(3, 1)), positions([5]), ids),
+    "draft's stream": lambda ids: draws(keys(3), positions([5]), ids, stream=noise.DRAFT),
+    "ratio test's stream": lambda ids: draws(keys(3), positions([5]), ids, stream=noise.ACCEPT),
+    "next id": lambda ids: draws(keys(3), positions([5]), ids + 1),
+}
+
+
+def pair_pvalues(name: str) -> list[float]:
+    """One stream of 2^21 words beside another: pairs of bits at four places, the difference, and the correlation."""
+    ids = torch.arange(DRAWS, dtype=torch.int32)
+    one, other = along_ids().numpy(), OTHERS[name](ids).numpy()
+    pvalues = [chi_square((one >> shift & 0xF) << 4 | (other >> shift & 0xF)) for shift in (0, 12, 16, 28)]
+    pvalues.append(chi_square((one - other) >> 24 & 0xFF))
+    correlation = float(np.corrcoef(one.astype(np.float64), other.astype(np.float64))[0, 1])
+    return [*pvalues, float(2 * stats.norm.sf(abs(correlation) * math.sqrt(DRAWS)))]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_two_streams_are_independent(name: str) -> None:
+    pvalues = pair_pvalues(name)
+    assert min(pvalues) > 1e-3 / len(pvalues), pvalues
 
 
 def chi_square(values: np.ndarray) -> float:
