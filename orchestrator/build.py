@@ -18,7 +18,7 @@ from paceline.draft.row_drafting import RowDrafter
 from paceline.engine.adaptive import AdaptiveRound, Stage
 from paceline.engine.batch import RoundShape, Slot
 from paceline.engine.draft_length import DraftLengthController
-from paceline.engine.engine import CallOptions, Engine, Variant
+from paceline.engine.engine import Engine, Variant
 from paceline.engine.mixed import MixedRound, RowRound
 from paceline.engine.rounds import FusedRound, MultiTokenRound, TwoGraphRound, UndraftedRound
 from paceline.target.autoregressive import AutoregressiveDecoder
@@ -50,7 +50,7 @@ def engine(target: CompiledDecoder, drafter: Drafter, config: SpeculativeConfig,
         plain_steps=config.max_k + 1 if not config.draft else 1,
     )
     made = Engine(target.batch_size, builder)
-    made.variant(CallOptions())  # what cannot be done is refused now
+    made.variant()  # what cannot be done is refused now
     return made
 
 
@@ -100,11 +100,11 @@ class _VariantBuilder:
     controller: DraftLengthController | None
     plain_steps: int
 
-    def __call__(self, options: CallOptions, slots: Sequence[Slot | None]) -> Variant:
+    def __call__(self, verify_width: int | None, slots: Sequence[Slot | None]) -> Variant:
         """See `paceline.engine.engine.VariantBuilder`."""
-        widths = self._widths(options)
+        widths = self._widths(verify_width)
         self._check(widths.shape)
-        fast, shape = self._fast(options, widths)
+        fast, shape = self._fast(verify_width, widths)
         mixed = MixedRound(
             fast,
             slots,
@@ -114,10 +114,10 @@ class _VariantBuilder:
         )
         return Variant(mixed, shape)
 
-    def _fast(self, options: CallOptions, widths: _Widths) -> tuple[Round, RoundShape]:
+    def _fast(self, verify_width: int | None, widths: _Widths) -> tuple[Round, RoundShape]:
         """The round of requests that ask for nothing but tokens."""
         target, drafter = self.target, self.drafter
-        if self.plain_steps > 1 and options == CallOptions():
+        if self.plain_steps > 1 and verify_width is None:
             steps = MultiTokenRound(AutoregressiveDecoder(target, self.plain_steps))
             return steps, RoundShape(self.plain_steps - 1, self.plain_steps, None, target.kv_buckets)
         shape = RoundShape(drafter.draft_shape.depth, widths.commit, drafter.max_positions, target.kv_buckets)
@@ -143,9 +143,9 @@ class _VariantBuilder:
         )
         return RowRound(RowDrafter(self.drafter, slots, draft_shape=shape), verifier, scorer=verifier)
 
-    def _widths(self, options: CallOptions) -> _Widths:
+    def _widths(self, width: int | None) -> _Widths:
         """How wide graphs and commits are."""
-        drafter, width = self.drafter, options.verify_width
+        drafter = self.drafter
         shape = drafter.draft_shape if width is None else _widened(drafter.draft_shape, width)
         # Where a row's bits depend on how many rows there are, every round of an exact generator has the same number.
         one_width = self.exact and shape.is_chain and not self.target.body.kernels.batch_invariant

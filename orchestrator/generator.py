@@ -19,7 +19,6 @@ from paceline.core.sampling import known_kinds
 from paceline.decoder.backends.base import sampling_refusal
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine import warmup
-from paceline.engine.engine import CallOptions
 from paceline.engine.queue import ListQueue, RequestQueue
 from paceline.engine.request import InputIds, Request, SamplingParams, TargetLimits
 from paceline.outputs import GenerationResult, ReportsHealth, RequestOutput, Statistics
@@ -127,10 +126,12 @@ class SpeculativeGenerator:
         """
         params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
         requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
-        options = CallOptions(params.verify_width)
         if streamer is not None:
             streamers.check(streamer, len(requests))
-        with self._held() as statistics, closing(self.engine.run(ListQueue(requests), options, statistics)) as steps:
+        with (
+            self._held() as statistics,
+            closing(self.engine.run(ListQueue(requests), statistics, verify_width=params.verify_width)) as steps,
+        ):
             outputs: Iterator[RequestOutput] = chain.from_iterable(steps)
             if streamer is not None:
                 outputs = streamers.feed(streamer, requests[0], outputs)
@@ -154,18 +155,28 @@ class SpeculativeGenerator:
         """
         params = SamplingParams.merge(params, overrides, sequence_length=sequence_length)
         requests = Request.batch(input_ids, params, self.limits, attention_mask=attention_mask)
-        return self.serve(ListQueue(requests), CallOptions(params.verify_width))
+        return self.serve(ListQueue(requests), verify_width=params.verify_width)
 
-    def serve(self, queue: RequestQueue, options: CallOptions) -> OutputStream:
+    def serve(self, queue: RequestQueue, *, verify_width: int | None = None) -> OutputStream:
         """Serve a queue until it is empty and every request has finished.
 
         Requests that join later share rounds with those that are there, and get the same tokens as alone.
         """
-        return HeldStream(self, options, lambda statistics: _flattened(self.engine.run(queue, options, statistics)))
 
-    def steps(self, queue: RequestQueue, options: CallOptions) -> StepStream:
+        def begin(statistics: Statistics) -> Generator[RequestOutput, None, None]:
+            with closing(self.engine.run(queue, statistics, verify_width=verify_width)) as steps:
+                for outputs in steps:
+                    yield from outputs
+
+        return HeldStream(self, begin, verify_width=verify_width)
+
+    def steps(self, queue: RequestQueue, *, verify_width: int | None = None) -> StepStream:
         """As `serve`, all outputs of a step together; see `paceline.engine.engine.Engine.run`."""
-        return HeldStream(self, options, lambda statistics: self.engine.run(queue, options, statistics))
+
+        def begin(statistics: Statistics) -> Generator[list[RequestOutput], None, None]:
+            return self.engine.run(queue, statistics, verify_width=verify_width)
+
+        return HeldStream(self, begin, verify_width=verify_width)
 
     def compile(self, verify_width: int | None = None, *, kinds: Sequence[str] = warmup.COMPILED_KINDS) -> None:
         """Compile every graph that a call without logits processors needs, so that no call has to wait for one.
@@ -177,8 +188,7 @@ class SpeculativeGenerator:
         Raises:
             ConfigurationError: a kind is unknown, or there is none.
         """
-        options, kinds = CallOptions(verify_width=verify_width), known_kinds(kinds)
-        warmup.compile_graphs(self.engine, options, self.decoders, kinds=kinds)
+        warmup.compile_graphs(self.engine, verify_width, self.decoders, kinds=known_kinds(kinds))
 
     @contextmanager
     def _held(self) -> Iterator[Statistics]:
@@ -211,13 +221,14 @@ class HeldStream(Iterator[Item]):
     def __init__(
         self,
         generator: SpeculativeGenerator,
-        options: CallOptions,
         begin: Callable[[Statistics], Generator[Item, None, None]],
+        *,
+        verify_width: int | None,
     ) -> None:
         self._resources = ExitStack()
         statistics = self._resources.enter_context(generator._held())
         try:
-            generator.engine.variant(options)  # what cannot be done is refused now
+            generator.engine.variant(verify_width)  # what cannot be done is refused now
         except BaseException:
             self._resources.close()
             raise
@@ -238,12 +249,6 @@ class HeldStream(Iterator[Item]):
     def __del__(self) -> None:
         if hasattr(self, "_items"):
             self.close()
-
-
-def _flattened(steps: Generator[list[Item], None, None]) -> Generator[Item, None, None]:
-    with closing(steps):
-        for outputs in steps:
-            yield from outputs
 
 
 OutputStream = HeldStream[RequestOutput]

@@ -37,7 +37,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import RopeConfig
 from paceline.decoder.options import DecoderOptions
 from paceline.engine.batch import Slot
-from paceline.engine.engine import CallOptions, Engine, Variant, VariantBuilder
+from paceline.engine.engine import Engine, Variant, VariantBuilder
 from tests.target.many_rounds import run_rounds
 
 EMPTY = -7  # a cache row that nobody has written
@@ -286,8 +286,8 @@ class Wrapped:
     inner: VariantBuilder
     wrap: Callable[[Round], Round]
 
-    def __call__(self, options: CallOptions, slots: Sequence[Slot | None]) -> Variant:
-        variant = self.inner(options, slots)
+    def __call__(self, verify_width: int | None, slots: Sequence[Slot | None]) -> Variant:
+        variant = self.inner(verify_width, slots)
         return replace(variant, round=self.wrap(variant.round))
 
 

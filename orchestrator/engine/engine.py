@@ -1,7 +1,8 @@
 """The engine: requests in, outputs out. Seats requests in free slots, runs rounds, hands out what was committed.
 
-It is built once for a generator. What a call asks of the rounds beyond the choice of tokens (`CallOptions`) selects a
-variant, which is built at its first use and kept. Knows no model, no drafter and no backend.
+It is built once for a generator. What a call asks of the rounds of all its requests, the width of the verifying graph,
+selects a variant, which is built at its first use and kept; what one request asks is a property of its row. Knows no
+model, no drafter and no backend.
 """
 
 from __future__ import annotations
@@ -20,16 +21,6 @@ from paceline.outputs import RequestOutput, Statistics
 
 
 @dataclass(frozen=True, slots=True)
-class CallOptions:
-    """What a call asks of the rounds of all its requests. What one request asks is a property of its row.
-
-    verify_width  rows of the verifying graph; None = as the drafter needs
-    """
-
-    verify_width: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Variant:
     """A round and what the engine must know of it."""
 
@@ -37,8 +28,10 @@ class Variant:
     shape: RoundShape
 
 
-VariantBuilder = Callable[[CallOptions, Sequence[Slot | None]], Variant]
-"""Builds a variant. It may keep the sequence: there it finds, during a run, the request of every slot."""
+VariantBuilder = Callable[[int | None, Sequence[Slot | None]], Variant]
+"""Builds the variant of a ``verify_width``: rows of the verifying graph; None = as the drafter needs. It may keep the
+sequence: there it finds, during a run, the request of every slot.
+"""
 
 
 @dataclass(slots=True)
@@ -48,24 +41,24 @@ class Engine:
     num_slots: int
     build: VariantBuilder
     _slots: list[Slot | None] = field(init=False)
-    _variants: dict[CallOptions, Variant] = field(init=False, default_factory=dict)
+    _variants: dict[int | None, Variant] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._slots = [None] * self.num_slots
 
-    def variant(self, options: CallOptions) -> Variant:
-        """The variant for these options.
+    def variant(self, verify_width: int | None = None) -> Variant:
+        """The variant of a width.
 
         Raises:
-            ConfigurationError: no rounds can do what they ask for.
+            ConfigurationError: no rounds can have it.
         """
-        variant = self._variants.get(options)
+        variant = self._variants.get(verify_width)
         if variant is None:
-            variant = self._variants[options] = self.build(options, self._slots)
+            variant = self._variants[verify_width] = self.build(verify_width, self._slots)
         return variant
 
     def run(
-        self, queue: RequestQueue, options: CallOptions, statistics: Statistics
+        self, queue: RequestQueue, statistics: Statistics, *, verify_width: int | None = None
     ) -> Generator[list[RequestOutput], None, None]:
         """Run until the queue is empty and every request has finished. A step is what prompts, or one call of the
         rounds, gave to all requests together; at most one output for a request and round.
@@ -76,7 +69,7 @@ class Engine:
 
         ``statistics`` are up to date at every step. The consumer's time, between two steps, is not counted.
         """
-        variant = self.variant(options)
+        variant = self.variant(verify_width)
         rounds, batch = variant.round, Batch(self._slots, variant.shape, statistics)
         prompts, resumed = _Prompts(queue, batch, rounds), perf_counter()
         try:

@@ -20,7 +20,7 @@ from paceline.decoder.backends import base as backends
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine.adaptive import AdaptiveRound, fitted
 from paceline.engine.batch import Batch
-from paceline.engine.engine import CallOptions, Engine, Variant
+from paceline.engine.engine import Engine, Variant
 from paceline.engine.mixed import MixedRound
 from paceline.engine.rounds import TwoGraphRound
 from paceline.outputs import Statistics
@@ -32,7 +32,7 @@ COMPILED_KINDS: tuple[SamplingKind, ...] = ("greedy", "top-k", "full")
 
 def compile_graphs(
     engine: Engine,
-    options: CallOptions,
+    verify_width: int | None,
     decoders: Sequence[CompiledDecoder],
     *,
     kinds: Sequence[SamplingKind] = COMPILED_KINDS,
@@ -42,7 +42,7 @@ def compile_graphs(
     decoders  the target first
     kinds     of sampling that rounds are compiled for
     """
-    variant, target, holder = engine.variant(options), decoders[0], object()
+    variant, target, holder = engine.variant(verify_width), decoders[0], object()
     slots, width = engine.num_slots, variant.shape.width
     with ExitStack() as stack:
         for decoder in decoders:

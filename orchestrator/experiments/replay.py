@@ -29,7 +29,7 @@ from paceline.core.types import (
     SamplingTensors,
 )
 from paceline.engine.batch import RoundShape
-from paceline.engine.engine import CallOptions, Engine, Variant
+from paceline.engine.engine import Engine, Variant
 from paceline.engine.queue import ListQueue
 from paceline.engine.request import Request
 from paceline.engine.rounds import TwoGraphRound
@@ -71,14 +71,14 @@ def replay(trace: Trace, drafter: Drafter, *, batch_size: int = 1, max_new_token
     shape = RoundShape(
         drafter.draft_shape.depth, drafter.draft_shape.depth + 1, drafter.max_positions, trace.kv_buckets
     )
-    engine = Engine(batch_size, lambda _options, _slots: Variant(rounds, shape))
+    engine = Engine(batch_size, lambda _width, _slots: Variant(rounds, shape))
     requests = [
         Request(index, text.prompt, Sampling(seed=text.seed), Stopping(text.max_length, frozenset({end})))
         for index, text in enumerate(texts)
     ]
     statistics = Statistics()
     outputs: list[list[RequestOutput]] = [[] for _ in texts]
-    for output in chain.from_iterable(engine.run(ListQueue(requests), CallOptions(), statistics)):
+    for output in chain.from_iterable(engine.run(ListQueue(requests), statistics)):
         outputs[output.index].append(output)
     lengths = [sum(len(output.tokens) for output in row) for row in outputs]
     assert lengths == [len(text.tokens) for text in texts], "a replay has the recorded texts"

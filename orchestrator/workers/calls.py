@@ -13,7 +13,6 @@ from typing import Any
 
 from paceline.core.detokenizer import Decodes
 from paceline.core.errors import CheckpointError
-from paceline.engine.engine import CallOptions
 from paceline.engine.request import Request
 from paceline.outputs import RequestOutput
 
@@ -37,11 +36,6 @@ class Call:
     verify_width: int | None = None
     key: str = ""
     deadline: float | None = None
-
-    @property
-    def options(self) -> CallOptions:
-        """The kind of rounds its requests need."""
-        return CallOptions(self.verify_width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +124,6 @@ class CallState:
     tokenizer: GuardedTokenizer | None
     waiting: deque[tuple[Request, Sequence[int]]]
     unfinished: int
-    options: CallOptions
     arrived: float = field(default_factory=monotonic)
     running: dict[int, SeatedTimes] = field(default_factory=dict)
 
@@ -146,7 +139,7 @@ class CallState:
         indices = {number: request.index for number, request in zip(numbers, call.requests, strict=True)}
         emitted = call.emitted or [()] * len(guarded)
         waiting = deque(zip(guarded, emitted, strict=True))
-        return cls(call, sink, indices, tokenizer, waiting, len(guarded), call.options)
+        return cls(call, sink, indices, tokenizer, waiting, len(guarded))
 
     @property
     def failed(self) -> CheckpointError | None:

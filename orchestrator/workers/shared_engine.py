@@ -1,7 +1,7 @@
 """`SharedEngine`: calls of many callers share the rounds of one generator.
 
 Requests take free slots between rounds, in turns (`workers.turns`), and leave when they are finished or aborted. A
-call that needs rounds of another kind (`CallOptions`) waits until the slots are empty, and calls whose turn is later
+call that needs rounds of another ``verify_width`` waits until the slots are empty, and calls whose turn is later
 wait for it. Not here: what a request is (`engine.request`), rounds (`engine.engine`), event loops
 (`workers.async_engine`), processes and sockets.
 """
@@ -21,7 +21,6 @@ import torch
 
 from paceline.core.errors import DeadlineError, PacelineError, QueueFullError, RankError
 from paceline.core.sampling import Sampling
-from paceline.engine.engine import CallOptions
 from paceline.engine.queue import ListQueue
 from paceline.engine.request import Request
 from paceline.engine.stopping import Stopping
@@ -62,7 +61,7 @@ class SharedEngine:
         self._running: dict[int, CallState] = {}  # by the number of a request in a slot
         self._aborted: set[int] = set()  # requests in slots that the engine is to drop
         self._aborted_early: deque[str] = deque(maxlen=256)  # tickets that were aborted before their call arrived
-        self._options = CallOptions()  # of the rounds that run now
+        self._verify_width: int | None = None  # of the rounds that run now
         self._numbers = count()
         self._totals = Totals()
         self.heartbeat = 0
@@ -147,7 +146,7 @@ class SharedEngine:
         """See `paceline.engine.engine.RequestQueue`."""
         with self._changed:
             state = self._turns.first()
-            if state is None or state.options != self._options:
+            if state is None or state.call.verify_width != self._verify_width:
                 return None
             request, emitted = state.seat()
             self._turns.took()
@@ -171,9 +170,9 @@ class SharedEngine:
             with self._changed:
                 state = self._changed.wait_for(self._turns.first)
                 assert state is not None
-                self._options = state.options
+                self._verify_width = state.call.verify_width
             try:
-                for outputs in self._generator.steps(self, self._options):
+                for outputs in self._generator.steps(self, verify_width=self._verify_width):
                     self.heartbeat += 1
                     self.failure = None
                     self._hand_out(outputs)
@@ -251,5 +250,5 @@ class SharedEngine:
         """Run a request of our own, to see whether rounds work."""
         prompt = (0,)
         request = Request(0, prompt, Sampling(), Stopping(min(4, self._generator.limits.n_positions)))
-        for _ in self._generator.steps(ListQueue([request]), CallOptions()):
+        for _ in self._generator.steps(ListQueue([request])):
             self.heartbeat += 1

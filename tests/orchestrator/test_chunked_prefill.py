@@ -16,7 +16,6 @@ from paceline.core.protocols import Round
 from paceline.core.types import Commit, RoundLimits, RoundResult, SamplingTensors
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
-from paceline.engine.engine import CallOptions
 from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import RequestOutput
 from tests.decoder.tiny import Workshop, fresh
@@ -108,7 +107,7 @@ def test_a_running_stream_never_waits_longer_than_a_chunk_and_a_round(mode: str)
     requests = asked(made, prompts, max_new_tokens=80)
     queue = Arrivals([(0.0, requests[0]), *((5.0, one) for one in requests[1:])], clock)
     outputs: list[tuple[float, RequestOutput]] = []
-    for step in made.steps(queue, CallOptions()):
+    for step in made.steps(queue):
         outputs += [(clock.now, output) for output in step]
     texts = {i: [t for _, output in outputs if output.index == i for t in output.tokens] for i in range(4)}
     for number, own in texts.items():
@@ -132,7 +131,7 @@ def test_an_aborted_prompt_leaves_its_slot_between_two_chunks() -> None:
     requests = asked(made, [prompt(10 * CHUNK, 1), prompt(5, 2)], max_new_tokens=9)
     queue = Arrivals([(0.0, one) for one in requests], clock)
     steps, outputs = 0, list[RequestOutput]()
-    for step in made.steps(queue, CallOptions()):
+    for step in made.steps(queue):
         steps, outputs = steps + 1, outputs + step
         if steps == 3:
             queue.aborted = [0]
@@ -162,7 +161,7 @@ def test_rounds_between_chunks_change_no_bit_of_a_prompt(workshop: Workshop, mod
         ]
         queue = Arrivals([(0.0, one) for one in requests], Clock())
         queue.paced = paced  # type: ignore[misc]
-        outputs = [output for step in made.steps(queue, CallOptions()) for output in step]
+        outputs = [output for step in made.steps(queue) for output in step]
         texts = [[t for one in outputs if one.index == i for t in one.tokens] for i in (0, 1)]
         caches: list[Tensor] = [one[1, :, 16:105].clone() for pair in target.body.caches for one in pair]
         if draft is not None:

@@ -11,7 +11,6 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
-from paceline.engine.engine import CallOptions
 from paceline.engine.queue import ListQueue
 from paceline.engine.request import Request, SamplingParams
 from paceline.text.structured_output import StructuredOutput
@@ -62,7 +61,7 @@ def requests(generator: SpeculativeGenerator, law: dict[str, object]) -> list[Re
 
 def served(generator: SpeculativeGenerator, asked: list[Request]) -> dict[int, list[int]]:
     texts: dict[int, list[int]] = {request.index: [] for request in asked}
-    with closing(generator.serve(ListQueue(asked), CallOptions())) as outputs:
+    with closing(generator.serve(ListQueue(asked))) as outputs:
         for output in outputs:
             assert output.error is None
             texts[output.index] += output.tokens
@@ -100,7 +99,7 @@ def test_a_row_whose_processors_leave_no_token_ends_alone() -> None:
     asked = requests(generator, {})[:1]
     never = SamplingParams(logits_processor=[lambda _ids, scores: scores - float("inf")])  # type: ignore[list-item]
     broken = replace(Request.batch([[BOS]], never, generator.limits)[0], index=9)
-    with closing(generator.serve(ListQueue([broken, *asked]), CallOptions())) as outputs:
+    with closing(generator.serve(ListQueue([broken, *asked]))) as outputs:
         got = list(outputs)
     (failed,) = [one for one in got if one.index == 9]
     assert failed.finish_reason == "error" and "no token to follow" in str(failed.error) and failed.tokens == ()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from paceline import FunctionDrafter, NgramDrafter, SpeculativeGenerator
 from paceline.core.types import Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
-from paceline.engine.engine import CallOptions
 from paceline.engine.mixed import MixedRound, RowRound
 from paceline.target.host_verifier import HostVerifier
 from tests.fakes import TableDecoder, near, table
@@ -115,7 +114,7 @@ def test_the_host_verifier_forgets_texts_and_scores() -> None:
     draft = TableDecoder(near(TARGET, seed=1, spread=0.5), slots=2)
     one = SpeculativeGenerator(draft, TableDecoder(TARGET, slots=2))
     one.sample(PROMPTS, max_new_tokens=6, output_scores=True)
-    rounds = one.engine.variant(CallOptions()).round
+    rounds = one.engine.variant().round
     assert isinstance(rounds, MixedRound) and isinstance(rounds._on_host, RowRound)
     assert isinstance(rounds._on_host.verifier, HostVerifier)
     assert rounds._on_host.verifier.take_scores() == [] and one.engine._slots == [None, None]

@@ -11,7 +11,6 @@ from paceline.core.protocols import Reading, Round
 from paceline.core.sampling import Sampling, kind_of, kind_of_params, sampling_tensors
 from paceline.core.types import Commit, PrefillResult, RoundLimits, RoundResult, SamplingKind, SamplingTensors
 from paceline.engine.batch import Batch, RoundShape
-from paceline.engine.engine import CallOptions
 from paceline.engine.queue import ListQueue
 from paceline.engine.request import Request
 from paceline.engine.stopping import Stopping
@@ -56,7 +55,7 @@ def generator(slots: int, k: int) -> SpeculativeGenerator:
 def served(made: SpeculativeGenerator, requests: list[Request]) -> list[list[int]]:
     """The tokens of every request."""
     texts: list[list[int]] = [[] for _ in requests]
-    with closing(made.serve(ListQueue(requests), CallOptions())) as outputs:
+    with closing(made.serve(ListQueue(requests))) as outputs:
         for output in outputs:
             texts[output.index] += output.tokens
     return texts

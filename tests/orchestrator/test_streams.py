@@ -14,7 +14,6 @@ from transformers import TextIteratorStreamer, TextStreamer
 
 from paceline import NgramDrafter, RequestOutput, SpeculativeGenerator
 from paceline.core.errors import DecoderBusyError, SamplingError
-from paceline.engine.engine import CallOptions
 from paceline.engine.queue import ListQueue
 from paceline.engine.request import Request, SamplingParams
 from paceline.outputs import GenerationResult
@@ -243,7 +242,7 @@ def test_texts_that_end_at_once_do_not_hold_up_one_that_goes_on() -> None:
         )
         for i, size in enumerate((60, *[1] * 8))
     ]
-    with closing(made.serve(ListQueue(requests), CallOptions())) as events:
+    with closing(made.serve(ListQueue(requests))) as events:
         order = [event.index for event in events]
     assert [index for index in order if index] == list(range(1, 9))
     assert order[order.index(1) : order.index(8)].count(0) >= 3

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from paceline.core.errors import CheckpointError, ConfigurationError, PairingError, SamplingError
-from paceline.engine.engine import CallOptions
 from paceline.engine.mixed import MixedRound
 from paceline.engine.request import SamplingParams
 from paceline.engine.rounds import FusedRound, TwoGraphRound
@@ -60,7 +59,7 @@ def test_a_draft_in_the_targets_process_is_fused_unless_the_file_says_otherwise(
     workshop: Workshop, fused: bool | None, kind: type
 ) -> None:
     host = make_target(settings(workshop.checkpoint(), draft=str(workshop.checkpoint("draft")), fused=fused), None)
-    mixed = host._generator.engine.variant(CallOptions()).round
+    mixed = host._generator.engine.variant().round
     assert isinstance(mixed, MixedRound) and type(mixed.fast) is kind
 
 
