@@ -1,20 +1,90 @@
-"""What `import paceline` loads: models and drafters, and nothing of placement, of servers, or of the command line."""
+"""What `import paceline` loads and does: models and drafters, nothing of placement, of servers, or of the command line,
+and no socket; and modules that need each other in no circle.
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
-UNWANTED = ("ray", "transformers", "typer", "rich", "yaml", "paceline.placement", "paceline.serving", "paceline.cli")
+import pytest
+
+from tests.house.test_structure import REPOSITORY, plant, structure
+
+UNWANTED = (
+    *("ray", "transformers", "typer", "rich", "yaml"),
+    *("socketserver", "http.server", "asyncio.base_events", "uvicorn", "fastapi", "starlette", "grpc"),
+    *("paceline.placement", "paceline.serving", "paceline.cli"),
+)
+WATCHED_IMPORT = f"""
+import sys
+import torch  # what others do at their import is their own affair
+before, seen = set(sys.modules), []
+sys.addaudithook(lambda event, arguments: seen.append(event) if event.startswith("socket.") else None)
+import paceline
+print([name for name in sys.modules if name in {UNWANTED!r} and name not in before], seen)
+"""
 
 
-def test_the_package_is_imported_without_placement_servers_and_commands() -> None:
-    code = f"import sys, paceline; print([m for m in sys.modules if m in {UNWANTED!r}])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+def printed(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_the_package_is_imported_without_placement_servers_commands_and_sockets() -> None:
+    assert printed(WATCHED_IMPORT) == "[] []\n"
+
+
+def test_a_socket_at_import_would_be_seen(tmp_path: Path) -> None:
+    (tmp_path / "paceline.py").write_text("import socket, socketserver\nsocket.socket().bind(('127.0.0.1', 0))\n")
+    seen = printed(f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{WATCHED_IMPORT}")
+    assert seen.startswith("['socketserver'] [") and "'socket.bind'" in seen
 
 
 def test_the_models_file_is_planned_without_ray() -> None:
-    code = "import sys, paceline.placement.planning.planner; print('ray' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert printed("import sys, paceline.placement.planning.planner; print('ray' in sys.modules)") == "False\n"
+
+
+def circle(root: Path) -> list[str]:
+    """Modules of the package that import each other in a circle when they are imported; [] = there are none.
+
+    That `paceline` itself is imported before all of its modules is left out: nothing in them uses it.
+    """
+    modules = {}
+    for file, _, tree in structure.sources(root, tuple(structure.PARTS)):
+        parts = ["paceline", *Path(file).with_suffix("").parts]
+        if parts[1] == structure.ROOT_FOLDER:
+            del parts[1]
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        modules[name] = [one.name for one in structure.imports_of(tree) if not one.lazy]
+
+    def module_of(name: str) -> str:
+        """`from a import b` may mean a module or a name in one."""
+        return name if name in modules else name.rpartition(".")[0]
+
+    edges = {name: {module_of(one) for one in used} & modules.keys() for name, used in modules.items()}
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert circle(REPOSITORY) == []
+
+
+@pytest.mark.parametrize(
+    ("late", "seen"),
+    [
+        ("from paceline.core.a import X", {"paceline.core.a", "paceline.decoder.b"}),
+        ("from paceline.core import a", {"paceline.core.a", "paceline.decoder.b"}),
+        ("if TYPE_CHECKING:\n    from paceline.core.a import X", set()),
+        ("def f():\n    from paceline.core.a import X", set()),
+        ("from paceline.core import c", set()),
+    ],
+)
+def test_a_circle_is_found(tmp_path: Path, late: str, seen: set[str]) -> None:
+    plant(tmp_path, {"core/a.py": "from paceline.decoder.b import Y", "core/c.py": "", "decoder/b.py": late})
+    assert set(circle(tmp_path)) == seen
