@@ -31,12 +31,15 @@ Written only while a graph is compiled:
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+
+from filelock import BaseFileLock, FileLock, Timeout
 
 from paceline.core.errors import BackendError, ConfigurationError
 
@@ -115,11 +118,32 @@ def neuron_defaults() -> None:
 
 
 @lru_cache(maxsize=1)
-def _scratch() -> tempfile.TemporaryDirectory[str]:
-    """A folder that goes with the process: what Inductor leaves there is of no use to another one."""
+def _scratch() -> tuple[tempfile.TemporaryDirectory[str], BaseFileLock]:
+    """A folder that goes with the process: what Inductor leaves there is of no use to another one.
+
+    Its lock is let go when the process dies, however it dies: folders of dead processes go now.
+    """
     root = cache_root()
     root.mkdir(parents=True, exist_ok=True)
-    return tempfile.TemporaryDirectory(prefix="scratch.", dir=root)
+    with FileLock(root / "scratch-folders.lock"):  # no other process takes a lock for unused before it is held
+        for lock in root.glob("scratch.*.lock"):
+            _remove_unused(lock)
+        folder = tempfile.TemporaryDirectory(prefix="scratch.", dir=root, ignore_cleanup_errors=True)
+        held = FileLock(f"{folder.name}.lock")
+        held.acquire()
+    return folder, held
+
+
+def _remove_unused(path: Path) -> None:
+    """Remove a lock and its folder, unless a process that lives holds it."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(blocking=False)
+    except (Timeout, OSError):
+        return
+    shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+    path.unlink(missing_ok=True)
+    lock.release()
 
 
 @contextmanager
@@ -127,7 +151,7 @@ def inductor_scratch() -> Iterator[None]:
     """Give Inductor a folder for its scratch files that no other process writes to."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
-    os.environ[name] = _scratch().name
+    os.environ[name] = _scratch()[0].name
     try:
         yield
     finally:
