@@ -86,6 +86,10 @@ def param_row(sampling: Sampling) -> list[float]:
     return [sampling.temperature, float(min(sampling.top_k, _MAX_EXACT_FLOAT)), sampling.top_p, sampling.min_p]
 
 
+IDLE_ROW = (-1.0, 0.0, 1.0, 0.0)
+"""The row of `SamplingTensors.params` of a slot without a request: greedy, the cheapest kind, where it is computed."""
+
+
 def seed_row(seed: int) -> list[int]:
     """The row of `SamplingTensors.seeds` of one request: the mixed seed in limbs of 16 bits, the lowest first."""
     mixed = _mix(seed)
@@ -134,7 +138,7 @@ def kind_of_params(params: Tensor) -> SamplingKind:
 
 
 def _kind(temperature: float, top_k: float) -> SamplingKind:
-    if temperature == 0:
+    if temperature <= 0:
         return "greedy"
     if top_k == 0 or top_k >= _MAX_EXACT_FLOAT:  # no vocabulary is that large, so nothing is cut
         return "full"

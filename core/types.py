@@ -229,7 +229,8 @@ class Accepted:
 class SamplingTensors:
     """How every slot samples, as tensors, so that no value is baked into a graph.
 
-    params  [B, 4] float32: temperature (0 = greedy), top-k (0 = off), top-p (1 = off), min-p (0 = off)
+    params  [B, 4] float32: temperature (0 = greedy, below 0 = no request is in the slot), top-k (0 = off), top-p
+            (1 = off), min-p (0 = off)
     seeds   [B, 4] int32: the 64-bit seed, mixed, in limbs of 16 bits (`paceline.core.sampling.seed_row`)
     kind    what a graph may assume of all rows; a wider kind than they need gives every row the same tokens. Not a
             tensor: it is part of the graph, for kernels that have a graph for every kind
@@ -238,6 +239,11 @@ class SamplingTensors:
     params: Tensor
     seeds: Tensor
     kind: SamplingKind = "full"
+
+    @property
+    def seated(self) -> Tensor:
+        """1 for every slot that holds a request, else 0: nobody waits for what is computed there. [B] int32"""
+        return (self.params[:, 0] >= 0).to(torch.int32)
 
 
 @dataclass(frozen=True, slots=True)

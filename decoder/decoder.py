@@ -63,6 +63,7 @@ class ModelWithCache(nn.Module):
             for side in ("keys", "values"):
                 self.register_buffer(f"{side}_{index}", torch.zeros(shape, dtype=options.dtype))
         self.register_buffer("slots", torch.arange(options.batch_size, dtype=torch.int32))
+        self._skips_idle = kernels.skips_padding and options.batch_size > 1 and self.group.degree == 1
 
     @property
     def caches(self) -> list[tuple[Tensor, Tensor]]:
@@ -78,15 +79,30 @@ class ModelWithCache(nn.Module):
         return hidden, features
 
     def window(
-        self, tokens: Tensor, row: Tensor, bucket: int, *, tree: Tree | None = None, reads: FeatureSpec | None = None
+        self,
+        tokens: Tensor,
+        row: Tensor,
+        bucket: int,
+        *,
+        tree: Tree | None = None,
+        reads: FeatureSpec | None = None,
+        sampling: SamplingTensors | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states and features of a window of real tokens in every slot. tokens [B, T], row [B].
 
         A row past the last position is pulled back to it: what such a slot computes is not used by anyone.
+        ``sampling`` says which slots hold a request: others may be left out, and hold anything finite then.
         """
         row = row.clamp(max=self.options.n_positions - 1)
-        count = torch.full_like(row, tokens.shape[1])
-        return self(tokens, CachePosition(row, count, self.get_buffer("slots"), bucket, tree=tree), reads)  # type: ignore[no-any-return]
+        count = None if sampling is None else self.real_rows(sampling, tokens.shape[1])
+        padded = count is not None
+        count = torch.full_like(row, tokens.shape[1]) if count is None else count
+        slots = self.get_buffer("slots")
+        return self(tokens, CachePosition(row, count, slots, bucket, padded=padded, tree=tree), reads)  # type: ignore[no-any-return]
+
+    def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
+        """How many rows of a window somebody waits for in every slot, [B] int32; None: they are all computed anyway."""
+        return sampling.seated * window if self._skips_idle else None
 
     def compact_path(self, row: Tensor, path: Tensor) -> None:
         """Make the accepted rows of a tree consecutive; row [B] of the root, path [B, D]; `Kernels.compact_path`."""
@@ -106,10 +122,11 @@ class ModelWithCache(nn.Module):
     def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         """What `Kernels.sample_tokens` picks from `logits`, which a divided model need not put together for it.
 
-        hidden [b, T, H], positions [b, T] int32 -> [b, T] int32
+        hidden [b, T, H], positions [b, T] int32 -> [b, T] int32; any id in a slot without a request
         """
         part = VocabPart(self.model.ids, self.config.vocab_size, self.group)
-        return choose(self.model.logits(hidden), positions, sampling, part=part, kernels=self.kernels)
+        logits = self.model.logits(hidden, self.real_rows(sampling, hidden.shape[1]))
+        return choose(logits, positions, sampling, part=part, kernels=self.kernels)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,14 +74,23 @@ class AutoregressiveHead(DraftHead):
     def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
         return ChainStep(self, k, bucket, kind=kind)
 
-    def place(self, row: Tensor, count: int, bucket: int, *, tree: Tree | None = None) -> CachePosition:
+    def place(
+        self, row: Tensor, count: int, bucket: int, *, tree: Tree | None = None, sampling: SamplingTensors | None = None
+    ) -> CachePosition:
         """``count`` rows in every slot from row [B] on.
 
         Rows outside of the cache are pulled back into it: slots without a request have such rows, and what they compute
-        is not used by anyone.
+        is not used by anyone. ``sampling`` says which slots those are, for a head that can leave them out.
         """
         row = row.clamp(min=0, max=self.options.n_positions - 1)
-        return CachePosition(row, torch.full_like(row, count), self.slots, bucket, tree=tree)
+        real = None if sampling is None else self.real_rows(sampling, count)
+        padded = real is not None
+        real = torch.full_like(row, count) if real is None else real
+        return CachePosition(row, real, self.slots, bucket, padded=padded, tree=tree)
+
+    def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
+        """How many rows of a window somebody waits for in every slot, [B] int32; None: they are all computed anyway."""
+        return None
 
     def allocate_cache(self, groups: int, width: int) -> tuple[Tensor, Tensor]:
         """Empty keys and values of a layer, to be registered as buffers."""
@@ -133,7 +142,7 @@ class ChainStep(nn.Module):
         """
         head, sampling = self.head, SamplingTensors(params, seeds, self._kind)
         shift = row_shift(head)
-        place = head.place(first_row - shift, tokens.shape[1], self._bucket)
+        place = head.place(first_row - shift, tokens.shape[1], self._bucket, sampling=sampling)
         hidden = head.read(tokens.clamp(min=0), features[0] if features else None, place, last=count - 1)
         drafts: list[Tensor] = []
         distributions: list[Tensor] = []
@@ -141,7 +150,8 @@ class ChainStep(nn.Module):
         for index in range(self._k):
             position = first_row + count + index  # of the token that is chosen now
             if index:
-                hidden = head.next(drafts[-1], hidden, head.place(position - 1 - shift, 1, self._bucket))
+                place = head.place(position - 1 - shift, 1, self._bucket, sampling=sampling)
+                hidden = head.next(drafts[-1], hidden, place)
             if not self._drawn and not self._confidence:
                 drafts.append(head.sample_tokens(hidden, position.unsqueeze(1), sampling))
                 continue

@@ -35,6 +35,9 @@ class ModelHead(AutoregressiveHead):
     def caches(self) -> list[tuple[Tensor, Tensor]]:
         return self.body.caches
 
+    def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
+        return self.body.real_rows(sampling, window)
+
     def read(self, tokens: Tensor, features: Tensor | None, place: CachePosition, *, last: Tensor) -> Tensor:
         hidden, _ = self.body(self.vocabulary.known(tokens), place)
         return at_index(hidden, last)

@@ -40,7 +40,7 @@ class AutoregressiveStep(nn.Module):
         token = token.clamp(min=0).unsqueeze(1)
         chosen: list[Tensor] = []
         for step in range(self._steps):
-            hidden, _ = self.body.window(chosen[-1] if chosen else token, row + step, self._bucket)
+            hidden, _ = self.body.window(chosen[-1] if chosen else token, row + step, self._bucket, sampling=sampling)
             position = (row + step + 1).unsqueeze(1)
             chosen.append(self.body.sample_tokens(hidden, position, sampling))
         place = torch.arange(self._steps, dtype=torch.int32, device=tokens.device)

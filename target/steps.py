@@ -55,7 +55,9 @@ class VerifyStep(nn.Module):
         window = self.window(drafts, parents, limit=limit)
         read = torch.cat((token.unsqueeze(1), window.proposal.tokens), 1)
         read = read.clamp(min=0, max=self.body.config.vocab_size - 1)
-        hidden, features = self.body.window(read, row, self._bucket, tree=window.tree, reads=self._reads)
+        hidden, features = self.body.window(
+            read, row, self._bucket, tree=window.tree, reads=self._reads, sampling=sampling
+        )
         positions = (row.unsqueeze(1) + 1 + window.depth).contiguous()
         proposal = window.proposal
         if self._rule.draft_probs and proposed:

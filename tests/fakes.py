@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +32,7 @@ from paceline.decoder.backends.base import Step
 from paceline.decoder.backends.eager import EagerBackend
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.graph_key import GraphKey
-from paceline.decoder.kernels.protocol import CachePosition, Tree
+from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import RopeConfig
@@ -97,9 +98,8 @@ class TableBody:
         hidden = seen.to(torch.float32)
         return hidden, None if reads is None else hidden
 
-    def window(
-        self, tokens: Tensor, row: Tensor, reach: int, *, tree: Tree | None = None, reads: FeatureSpec | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    def window(self, tokens: Tensor, row: Tensor, reach: int, **asked: Any) -> tuple[Tensor, Tensor | None]:
+        tree, reads = asked.get("tree"), asked.get("reads")
         row = row.clamp(max=self._positions - 1)
         place = CachePosition(row, torch.full_like(row, tokens.shape[1]), torch.arange(len(row)), reach, tree=tree)
         return self(tokens, place, reads)

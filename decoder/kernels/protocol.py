@@ -95,10 +95,12 @@ class Kernels(Protocol):
     ``batch_invariant``: a row's bits do not depend on the number of rows of its window.
     ``sampling_kinds``: a graph is made for every kind of sampling, and relies on `SamplingTensors.kind`. Otherwise one
     graph serves all kinds: its kernels look at the values of every row, and the kind says nothing.
+    ``skips_padding``: rows that are padding cost nothing and are not written. Then slots without a request are padding.
     """
 
     batch_invariant: bool
     sampling_kinds: bool
+    skips_padding: bool
 
     @property
     def layers(self) -> LayerKernels | None:

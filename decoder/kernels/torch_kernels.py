@@ -25,6 +25,7 @@ class TorchKernels:
 
     batch_invariant = False  # matrix products of attention sum in an order that may depend on the number of rows
     sampling_kinds = False  # they look at the values of every row
+    skips_padding = False
     layers = None
 
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:

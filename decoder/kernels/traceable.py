@@ -32,6 +32,7 @@ class TraceableKernels:
     """Plain operations of static shape."""
 
     batch_invariant = False  # a compiler may order a row's sums by the number of rows
+    skips_padding = False
     sampling_kinds = True  # nothing looks at a value, so what all rows have in common must be known beforehand
     layers = None
 

@@ -111,9 +111,9 @@ class AssembledModel(DecoderModel):
         made: Tensor = self.last(hidden)
         return made
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, count: Tensor | None = None) -> Tensor:
         """See `DecoderModel`."""
-        logits = biased(super().logits(hidden), self.head_bias)
+        logits = biased(super().logits(hidden, count), self.head_bias)
         cap = self.plan.logit_cap
         return cap * torch.tanh(logits / cap) if cap else logits
 

@@ -129,6 +129,6 @@ class DecoderModel(nn.Module):
         """What the last layer gives [b, T, H] -> what the head reads."""
         return rms_norm(hidden, self.norm, self._config.rms_norm_eps)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [b, T, H] -> [b, T, n] float32, of this rank's ids."""
-        return self._kernels.linear(hidden, self.head)
+    def logits(self, hidden: Tensor, count: Tensor | None = None) -> Tensor:
+        """hidden [b, T, H] -> [b, T, n] float32, of this rank's ids; of the first ``count`` [b] rows of every line."""
+        return self._kernels.linear(hidden, self.head, count)

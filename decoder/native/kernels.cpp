@@ -58,11 +58,7 @@ extern "C" void paceline_mlp(void* const* p, const int64_t* n, float eps, int64_
 extern "C" void paceline_linear_real(const float* x, const void* w, const float* scales, float* out,
                                      const int32_t* count, int64_t lines, int64_t T, int64_t K, int64_t N,
                                      int64_t format) {
-  for (int64_t b = 0; b < lines; b++) {
-    const int64_t real = std::min<int64_t>(count[b], T);
-    paceline_linear(x + b * T * K, w, scales, out + b * T * N, real, K, N, format);
-    std::fill(out + (b * T + real) * N, out + (b + 1) * T * N, 0.0f);
-  }
+  linear_real(x, Stored{w, scales, format}, out, count, lines, T, K, N);
 }
 
 extern "C" void paceline_attend(const float* q, const float* k, const float* v, void* keys, void* values, float* out,

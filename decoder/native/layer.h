@@ -18,6 +18,26 @@ inline std::vector<int64_t> real_rows(int64_t batch, int64_t window, const int32
   return rows;
 }
 
+// `linear` of the real rows of lines of T, in one pass over the weights; the other rows become zero.
+inline void linear_real(const float* in, const Stored& w, float* out, const int32_t* count, int64_t lines, int64_t T,
+                        int64_t K, int64_t N) {
+  const std::vector<int64_t> rows = real_rows(lines, T, count);
+  const int64_t M = rows.size();
+  for (int64_t b = 0; b < lines; b++)
+    std::fill(out + (b * T + std::min<int64_t>(count[b], T)) * N, out + (b + 1) * T * N, 0.0f);
+  Shared work(N, PIECES);
+  std::vector<float> common(M > FEW ? M * K : 0);
+#pragma omp parallel if (M * K * N > WORTH)
+  {
+    const float* x = prepare(M, K, common.data(), [&](int64_t m, float* to) {
+      arrange_line(w.format, in + rows[m] * K, to, K);
+    });
+    work.run([&](int64_t begin, int64_t end) {
+      product(x, w, M, K, begin, end, [&](int64_t m, int64_t n, float value) { out[rows[m] * N + n] = value; });
+    });
+  }
+}
+
 // weight * x / sqrt(mean(x^2) + eps), in the order a product with a matrix of that format reads it.
 template <class W>
 void norm_line(const float* x, const W* weight, float eps, int64_t format, float* to, int64_t K) {

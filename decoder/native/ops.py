@@ -48,6 +48,7 @@ class Native:
 
     batch_invariant = True
     sampling_kinds = False  # they look at the values of every row
+    skips_padding = True
 
     def __init__(self) -> None:
         register()

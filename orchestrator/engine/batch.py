@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from paceline.core.errors import RequestError
-from paceline.core.sampling import Sampling, param_row, widest
+from paceline.core.sampling import IDLE_ROW, widest
 from paceline.core.types import (
     IDLE,
     PAD,
@@ -35,7 +35,7 @@ from paceline.text.row_processing import RowProcessing
 MAX_CONSECUTIVE_ROUNDS = 32
 """Rounds without a look at the queue: a request that comes meanwhile waits for them."""
 
-_GREEDY = torch.tensor(param_row(Sampling()))
+_IDLE_PARAMS = torch.tensor(IDLE_ROW)
 
 
 @dataclass(slots=True)
@@ -109,7 +109,7 @@ class Batch:
         self.freed: list[int] = []
         self.active: list[int] = []  # slots whose requests take part in rounds, ascending; changes in place
         self._joining: dict[int, int] = {}  # slots whose prompt is being read -> its length
-        self.sampling = SamplingTensors(_GREEDY.repeat(size, 1), torch.zeros(size, 4, dtype=torch.int32), "greedy")
+        self.sampling = SamplingTensors(_IDLE_PARAMS.repeat(size, 1), torch.zeros(size, 4, dtype=torch.int32), "greedy")
         self._kinds: list[SamplingKind] = ["greedy"] * size
         tokens = torch.full((size, shape.width), PAD, dtype=torch.int32)
         tokens[:, 0] = 0
@@ -282,7 +282,7 @@ class Batch:
         self.freed.append(slot)
         if self._joining.pop(slot, None) is None:
             self.active.remove(slot)
-        self.sampling.params[slot], self._kinds[slot] = _GREEDY, "greedy"  # the cheapest kind of sampling
+        self.sampling.params[slot], self._kinds[slot] = _IDLE_PARAMS, "greedy"
         self._requests_changed()
         self._set_commit(slot, 0, 0)
 

@@ -113,6 +113,12 @@ def test_a_registered_rule_is_what_its_row_says(name: str) -> None:
     assert bool(registered.warning) != registered.lossless
 
 
+def test_slots_without_a_request_change_no_token(make: Make) -> None:
+    generator, target = make()
+    wanted = plain(target, PROMPTS, COOL)[0]
+    assert texts(run(generator, PROMPTS[:1], COOL)) == [wanted]
+
+
 @pytest.mark.parametrize("slots", [1, 4])
 def test_the_tokens_are_those_of_plain_decoding(make: Make, row: Row, slots: int) -> None:
     """Every law at every depth; half of the pairs in a batch, the others alone."""

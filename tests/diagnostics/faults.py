@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from paceline.core.acceptance.base import TargetView
 from paceline.core.acceptance.match import Match
 from paceline.core.acceptance.typical import Typical
 from paceline.core.types import Accepted, Commit, DraftShape, FeatureSpec, Proposal, RoundLimits, SamplingTensors
-from paceline.decoder.kernels.protocol import Tree
 from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from tests.fakes import TableBody, TableDecoder, near, table
@@ -68,10 +67,8 @@ class FirstSlot(Match):
 class ForgetsLastRow(TableBody):
     """A cache without the last row of a window: that of the last draft, if all are accepted."""
 
-    def window(
-        self, tokens: Tensor, row: Tensor, reach: int, *, tree: Tree | None = None, reads: FeatureSpec | None = None
-    ) -> tuple[Tensor, Tensor | None]:
-        out = super().window(tokens, row, reach, tree=tree, reads=reads)
+    def window(self, tokens: Tensor, row: Tensor, reach: int, **asked: Any) -> tuple[Tensor, Tensor | None]:
+        out = super().window(tokens, row, reach, **asked)
         if tokens.shape[1] > 1:
             last = row.to(torch.int64) + tokens.shape[1] - 1
             self.cache[torch.arange(len(row)), last] = 0

@@ -1,0 +1,69 @@
+"""Slots without a request cost nothing where kernels can skip them, and no bit of the others depends on them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline import SpeculativeGenerator
+from paceline.core.acceptance.match import Match
+from paceline.core.reading import finish
+from paceline.core.sampling import IDLE_ROW, Sampling, sampling_tensors
+from paceline.core.types import Commit, DraftShape, RoundLimits
+from paceline.decoder.native import ops
+from paceline.target.verifier import CompiledVerifier
+from tests.decoder.tiny import Workshop, fresh
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2], [2, 6, 5], [3, 5, 8, 9, 7, 9, 3, 2, 3], [7, 7], [1, 1, 2]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_are_not_real_change_no_bit_of_a_product(dtype: torch.dtype) -> None:
+    kernels, generator = ops.Native(), torch.Generator().manual_seed(0)
+    x = torch.randn(16, 3, 40, generator=generator)
+    weight = torch.randn(72, 40, generator=generator).to(dtype)
+    whole = kernels.linear(x, weight)
+    for real in ([0] * 16, [0, 3] * 8, [3] + [0] * 15, [1, 2, 3, 0] * 4):
+        found = kernels.linear(x, weight, torch.tensor(real, dtype=torch.int32))
+        for line, count in enumerate(real):
+            assert torch.equal(found[line, :count], whole[line, :count]) and not bool(found[line, count:].any())
+
+
+@pytest.mark.parametrize("mode", ["plain", "model", "ngram:prompt_lookup_max=2"])
+def test_tokens_are_the_same_whoever_else_is_there(workshop: Workshop, mode: str) -> None:
+    """Requests of unequal lengths on four slots, which join and leave, and each of them alone on those four slots."""
+    target = fresh(workshop.checkpoint(), backend="inductor", batch_size=4)
+    draft = fresh(workshop.checkpoint("draft"), backend="inductor", batch_size=4) if mode == "model" else mode
+    made = SpeculativeGenerator(None if mode == "plain" else draft, target, k=3)
+    asked = {"max_new_tokens": 30, "do_sample": True, "temperature": 1.1, "eos_token_id": [4, 11]}
+    seeds = list(range(len(PROMPTS)))
+    together = made.sample(PROMPTS, seed=seeds, return_dict=True, **asked)  # type: ignore[call-overload]
+    for row, prompt in enumerate(PROMPTS):
+        alone = made.sample([prompt], seed=[row], **asked)[0].tolist()  # type: ignore[call-overload]
+        assert together.sequences[row, : together.lengths[row]].tolist() == alone
+    if mode == "model":  # drafts for a lone request are as good as among others
+        assert made.statistics.num_accepted_tokens > 0
+
+
+def test_an_idle_slot_is_neither_read_nor_written(workshop: Workshop) -> None:
+    target = fresh(workshop.checkpoint(), backend="inductor", batch_size=4)
+    verifier = CompiledVerifier(target, DraftShape.chain(0), rule=Match(), wide=False)
+    first = finish(verifier.prefill(2, PROMPTS[0], sampling_tensors([Sampling()]))).token
+    tokens, zeros = torch.zeros(4, 1, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    tokens[2, 0], start = first, zeros.clone()
+    start[2] = len(PROMPTS[0])
+    commit, limits = Commit(tokens, torch.ones_like(zeros), start), RoundLimits(zeros, len(PROMPTS[0]) + 1)
+    sampling = sampling_tensors([Sampling()] * 4)
+    whole = verifier(commit, None, sampling, limits).tokens[2].tolist()  # the graph is made where all are seated
+    for idle in ([0, 1, 3], [0], [3, 1]):
+        sampling = sampling_tensors([Sampling()] * 4)
+        sampling.params[idle] = torch.tensor(IDLE_ROW)
+        for pair in target.body.caches:
+            for one in pair:
+                one[:, :, len(PROMPTS[0]) :] = 0
+                one[[0, 1, 3]] = 0
+        before = [one.clone() for pair in target.body.caches for one in pair]
+        assert verifier(commit, None, sampling, limits).tokens[2].tolist() == whole
+        for old, new in zip(before, (one for pair in target.body.caches for one in pair), strict=True):
+            changed = (old != new).flatten(1).any(1).tolist()
+            assert changed == [slot not in idle for slot in range(4)]
