@@ -21,6 +21,13 @@ Written for Neuron where they are not set yet, before its SDK is imported:
     NEURON_RT_STOCHASTIC_ROUNDING_EN  0: the same tokens every time
     NEURON_COMPILE_CACHE_URL          the compiler's own cache, below PACELINE_CACHE
 
+Written for backend='neuron-native' where they are not set yet, before a graph is compiled (PyTorch itself imports
+TorchNeuron, which reads them when it is used):
+
+    TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION   1: a graph that fails is an error, and never runs on the CPU
+    TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY  1: a tensor that was left on the CPU is an error, and never copied
+    NEURON_RT_STOCHASTIC_ROUNDING_EN           as above
+
 Which cores a process sees is set by whoever starts it (`paceline.placement`), never here.
 
 Written only while a graph is compiled:
@@ -115,6 +122,16 @@ def neuron_defaults() -> None:
             "in the environment of the process"
         )
     os.environ.update(missing)
+
+
+def neuron_native_defaults() -> None:
+    """Set what TorchNeuron reads when it is used."""
+    for name, value in (
+        ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "0"),
+        ("TORCH_NEURONX_DISABLE_FALLBACK_EXECUTION", "1"),
+        ("TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY", "1"),
+    ):
+        os.environ.setdefault(name, value)
 
 
 @lru_cache(maxsize=1)

@@ -59,9 +59,15 @@ BACKENDS: dict[str, BackendRow] = {
         BackendRow(
             "neuron",
             "paceline.decoder.backends.neuron.backend:NeuronBackend",
-            "AWS Neuron",
+            "AWS Neuron through PyTorch/XLA: Inferentia2, Trainium1, Trainium2",
             divided="paceline.decoder.backends.neuron.backend:NeuronBackend",
             saves=True,
+            blocks=False,
+        ),
+        BackendRow(
+            "neuron-native",
+            "paceline.decoder.backends.neuron_native:NeuronNativeBackend",
+            "AWS Neuron through TorchNeuron: Trainium2, Trainium3",
             blocks=False,
         ),
     )

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from paceline.decoder import environment
 from paceline.decoder.backends.neuron import sdk as neuron_sdk
-from paceline.decoder.backends.neuron.sdk import Sdk
 from paceline.decoder.compile import cache
 from paceline.decoder.weights.atomic_write import atomic_write
 
@@ -24,25 +24,41 @@ _RUNTIME = Path("/opt/aws/neuron/lib/libnrt.so.1")  # where aws-neuronx-runtime-
 _REMEDY = "make room, or set PACELINE_CACHE to a folder of yours"
 
 
-def passed(sdk: Sdk) -> bool:
+class Stack(Protocol):
+    """The software that graphs are compiled with and run by."""
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend."""
+
+    @property
+    def described(self) -> str:
+        """The chip and the packages, for people."""
+
+    def facts(self) -> dict[str, object]:
+        """What a compiled graph depends on."""
+
+    def flags(self, *, prompt: bool) -> str:
+        """Compiler flags of a graph."""
+
+
+def passed(sdk: Stack) -> bool:
     """Whether the check has passed with this instance type, driver, runtime, SDK and version of Paceline."""
     return cache.find(_root(), facts(sdk)) is not None
 
 
-def refusal(sdk: Sdk) -> str | None:
+def refusal(sdk: Stack) -> str | None:
     """Why requests that sample are refused, with what to do; None where the check has passed."""
     if passed(sdk):
         return None
-    packages = ", ".join(f"{name} {version}" for name, version in zip(neuron_sdk.PACKAGES, sdk.versions, strict=True))
     return (
-        f"sampling (do_sample, a temperature above 0) is refused on backend='neuron' until the check of the noise has "
-        f"passed on {neuron_sdk.instance_family() or sdk.chip.value} with {packages} and this version of Paceline: run "
-        "`paceline selftest --backend neuron` there, with the same PACELINE_CACHE, and load the model again; or decode "
-        "greedily"
+        f"sampling (do_sample, a temperature above 0) is refused on backend={sdk.backend!r} until the check of the "
+        f"noise has passed on {sdk.described} and this version of Paceline: run `paceline selftest --backend "
+        f"{sdk.backend}` there, with the same PACELINE_CACHE, and load the model again; or decode greedily"
     )
 
 
-def write(sdk: Sdk, *, outcome: bool) -> None:
+def write(sdk: Stack, *, outcome: bool) -> None:
     """Keep the outcome of a check: a record where it has passed, none where it has not.
 
     Raises:
@@ -57,7 +73,7 @@ def write(sdk: Sdk, *, outcome: bool) -> None:
             shutil.rmtree(folder)
 
 
-def facts(sdk: Sdk) -> dict[str, object]:
+def facts(sdk: Stack) -> dict[str, object]:
     """What the outcome of the check may depend on."""
     return {
         "noise check": "passed",

@@ -84,6 +84,17 @@ class Sdk:
     logical: int
 
     @property
+    def backend(self) -> str:
+        """The backend that uses it."""
+        return "neuron"
+
+    @property
+    def described(self) -> str:
+        """The chip and the packages, for people."""
+        packages = ", ".join(f"{name} {version}" for name, version in zip(PACKAGES, self.versions, strict=True))
+        return f"{instance_family() or self.chip.value} with {packages}"
+
+    @property
     def capability(self) -> Capability:
         return CAPABILITIES[self.chip]
 
@@ -129,8 +140,9 @@ def find(version: Versions = metadata.version) -> Sdk:
     if not able.first <= minor <= able.last:
         span = f"2.{able.first}" if able.first == able.last else f"2.{able.first} to 2.{able.last}"
         raise BackendError(
-            f"neuronx-cc {versions[0]} belongs to SDK 2.{minor}, but {chip.value} is driven with SDK {span}; install "
-            f"that line, as docs/neuron.md shows"
+            f"neuronx-cc {versions[0]} belongs to SDK 2.{minor}, but {chip.value} is driven with SDK {span} here; "
+            "install that line, as docs/neuron.md shows"
+            + (", or use backend='neuron-native' with SDK 2.33" if chip is Chip.TRN2 else "")
         )
     logical = environment.neuron_logical_cores() or able.logical[0]
     if logical not in able.logical:
@@ -151,7 +163,7 @@ def this_chip() -> Chip:
     known = ", ".join(chip.value for chip in Chip)
     if named.startswith("trn3"):
         raise BackendError(
-            f"trn3 is driven by TorchNeuron (native) alone, which this backend does not use; it knows {known}"
+            f"trn3 is driven by TorchNeuron (native) alone, which backend='neuron-native' uses; this one knows {known}"
         )
     raise BackendError(
         "this machine has no Neuron chip"

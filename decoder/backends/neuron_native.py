@@ -1,0 +1,234 @@
+"""TorchNeuron: AWS Trainium as a PyTorch device, whose compiler is reached through `torch.compile(backend="neuron")`.
+
+A step is lowered to a pure graph, as for every compiler of graphs; what it changes is then written back into the
+device's tensors, which the compiler turns into outputs that alias inputs. Written against TorchNeuron 2.13 and 2.14 of
+Neuron SDK 2.33 (October 2026, a public beta); it has run on a stand-in for that compiler only, never on a chip. Not
+here: Inferentia2 and Trainium1, which TorchNeuron does not support (`paceline.decoder.backends.neuron`), and models
+divided over cores, each of which would be a process.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paceline.core.errors import BackendError
+from paceline.decoder import environment
+from paceline.decoder.backends.base import Graph, LocalBackend, Step
+from paceline.decoder.backends.neuron import noise_record
+from paceline.decoder.backends.neuron.sdk import instance_family
+from paceline.decoder.compile import graph_lint
+from paceline.decoder.compile.lowering import Lowered, lower, state_of
+from paceline.decoder.kernels import graph_product, graph_topk
+from paceline.decoder.kernels.protocol import Kernels
+from paceline.decoder.kernels.traceable import TraceableKernels
+
+DEVICE = "neuron"
+"""TorchNeuron's name of its device, of its compiler and of the package family's module in torch."""
+PACKAGES = ("torch-neuronx", "neuronx-cc")
+SETUP = (
+    "install torch-neuronx 2.13 or 2.14 with the PyTorch of the same number and neuronx-cc from the AWS Neuron package "
+    "index, on an instance with Trainium2 or Trainium3; docs/neuron.md has the commands. For Inferentia2 and Trainium1 "
+    "use backend='neuron'"
+)
+
+Compiler = str | Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The device and its compiler.
+
+    device    where weights, caches, inputs and outputs of graphs are
+    compiler  what `torch.compile` calls
+    versions  of `PACKAGES`, in their order
+    """
+
+    device: torch.device
+    compiler: Compiler
+    versions: tuple[str, ...]
+
+    @property
+    def backend(self) -> str:
+        """The backend that uses it."""
+        return NeuronNativeBackend.name
+
+    @property
+    def described(self) -> str:
+        """The instance and the packages, for people."""
+        packages = ", ".join(f"{name} {version}" for name, version in zip(PACKAGES, self.versions, strict=True))
+        return f"{instance_family() or 'this machine'} with {packages}"
+
+    def facts(self) -> dict[str, object]:
+        """What a compiled graph depends on."""
+        return {"backend": self.backend, **dict(zip(PACKAGES, self.versions, strict=True))}
+
+    def flags(self, *, prompt: bool) -> str:
+        """Compiler flags of a graph: TorchNeuron's own defaults."""
+        return ""
+
+
+@lru_cache(maxsize=1)
+def runtime() -> Runtime:
+    """The one of this process.
+
+    Raises:
+        BackendError: TorchNeuron is missing, is the older package of the same name, or sees no core.
+    """
+    environment.neuron_native_defaults()
+    try:
+        importlib.import_module("torch_neuronx")  # which PyTorch has done already, unless it was told not to
+        versions = tuple(metadata.version(name) for name in PACKAGES)
+    except ImportError as error:  # a missing package's version is one
+        raise BackendError(
+            f"backend='neuron-native' needs TorchNeuron, which cannot be imported ({error}); {SETUP}"
+        ) from error
+    if torch._C._get_privateuse1_backend_name() != DEVICE or DEVICE not in torch._dynamo.list_backends(()):
+        raise BackendError(
+            f"torch-neuronx {versions[0]} has no device and no compiler named {DEVICE!r}: it is the older package, "
+            f"which works through PyTorch/XLA; {SETUP}"
+        )
+    if not torch.get_device_module(DEVICE).is_available():
+        raise BackendError(f"TorchNeuron sees no NeuronCore; check `neuron-ls` and NEURON_RT_VISIBLE_CORES; {SETUP}")
+    return Runtime(torch.device(DEVICE), DEVICE, versions)
+
+
+class NeuronNativeBackend(LocalBackend):
+    """Graphs on the first NeuronCore that this process sees. TorchNeuron keeps what it compiled in its own cache."""
+
+    name = "neuron-native"
+    device_state = True
+
+    def __init__(self) -> None:
+        self._runtime = runtime()
+        self.kernels: Kernels = TraceableKernels()
+
+    def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
+        """Trace. The compiler runs at the step's first call, which is the only one that it runs at.
+
+        Raises:
+            BackendError: the graph breaks a rule of the compiler.
+        """
+        lowered = lower(graph.name, graph.module, graph.example)
+        if found := graph_lint.lint(lowered):
+            raise BackendError(f"{graph.name} cannot be compiled for Neuron: {'; '.join(map(str, found[:3]))}")
+        announce(f"compiling {graph.name}")
+        return _Compiled(graph, lowered, self._runtime)
+
+    def read_state(self, state: Tensor) -> Tensor:
+        return _copies().of(state, self._runtime.device).cpu().clone()
+
+    def sampling_refusal(self) -> str | None:
+        """See `paceline.decoder.backends.base.ChecksNoise`."""
+        return noise_record.refusal(self._runtime)
+
+    def record_noise_check(self, *, passed: bool) -> None:
+        """See `paceline.decoder.backends.base.ChecksNoise`."""
+        noise_record.write(self._runtime, outcome=passed)
+
+
+class Copies:
+    """The device's copies of weights and caches: one of each, whichever graph and decoder asks, as long as it lives."""
+
+    def __init__(self) -> None:
+        self._found = WeakTensorKeyDictionary()
+
+    def of(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """The copy of a tensor of the host. Graphs write into copies of states; the host's tensor stays as it was."""
+        if tensor not in self._found:
+            self._found[tensor] = tensor.detach().to(device, copy=True)
+        made: Tensor = self._found[tensor]
+        return made
+
+
+@lru_cache(maxsize=1)
+def _copies() -> Copies:
+    return Copies()
+
+
+class _Compiled:
+    """One graph, and the device's tensors that it reads and writes."""
+
+    def __init__(self, graph: Graph, lowered: Lowered, home: Runtime) -> None:
+        self._name, self._device = graph.name, home.device
+        # Weak where a weight's life is the decoder's own: the copies are kept here.
+        self._state = [_copies().of(x, home.device) for x in state_of(graph.module, lowered).values()]
+        # A graph module has code of its own, so that each key is compiled once and none counts as another's recompile.
+        self._call = torch.compile(in_place(lowered, home.device), backend=home.compiler, fullgraph=True, dynamic=False)
+        self._ready = False
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        here = [x.to(self._device) for x in inputs]
+        with torch.no_grad():
+            outputs = self._call(*self._state, *here) if self._ready else self._first(here)
+        return [x.cpu() for x in outputs]
+
+    def _first(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        try:
+            outputs: Sequence[Tensor] = self._call(*self._state, *inputs)
+        except Exception as error:  # of Dynamo, of AOTAutograd, of the compiler or of the runtime
+            raise BackendError(f"compiling {self._name} for Neuron failed: {type(error).__name__}: {error}") from error
+        self._ready = True
+        return outputs
+
+
+def in_place(lowered: Lowered, device: torch.device) -> fx.GraphModule:
+    """A lowered step that takes its state and its inputs, writes into the state, and gives its outputs.
+
+    Products and top-k become PyTorch's own, what torch-mlir has no lowering for is rewritten, and what a step makes
+    from nothing is made on the device.
+    """
+    graph = fx.Graph()
+    results = graph.graph_copy(lowered.graph.graph, {})
+    assert isinstance(results, (list, tuple)), "a lowered step gives several tensors"
+    aten = torch.ops.aten
+    own: dict[Any, Callable[..., Any]] = {graph_product.operator(): product, graph_topk.operator(): topk}
+    own[aten.alias.default] = _same
+    own |= {one.Scalar: _typed(one.Tensor) for one in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor)}
+    for node in graph.nodes:
+        if node.op == "call_function":
+            node.target = own.get(node.target, node.target)
+            if "device" in node.kwargs:
+                node.kwargs = {**node.kwargs, "device": device}
+    given = [node for node in graph.nodes if node.op == "placeholder"]
+    places = dict(zip(lowered.state, given, strict=False))
+    for name, value in zip(lowered.changed, results, strict=False):
+        graph.call_function(torch.ops.aten.copy_.default, (places[name], value))
+    graph.output(list(results[len(lowered.changed) :]))
+    return fx.GraphModule(lowered.graph, graph)
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """As `graph_product.operator`. The engine sums in float32; the sums are rounded to 16 bits on their way out.
+
+    PyTorch's products that keep float32 sums of 16-bit numbers have no lowering in torch-mlir.
+    """
+    return torch.matmul(x, y.transpose(-2, -1)).float()
+
+
+def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """As `graph_topk.topk`; TorchNeuron has a call of its own for the largest of a last dimension."""
+    values, places = torch.topk(x, count, dim=-1)
+    return values, places.to(torch.int32)
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _typed(operation: Any) -> Callable[[Tensor, int], Tensor]:
+    """An operation with a number as one with a tensor of that number."""
+
+    def operate(x: Tensor, number: int) -> Tensor:
+        made: Tensor = operation(x, torch.full((), number, dtype=x.dtype, device=x.device))
+        return made
+
+    return operate

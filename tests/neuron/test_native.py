@@ -1,0 +1,170 @@
+"""Backend neuron-native on a stand-in for TorchNeuron's compiler, which records the graphs that it is given and runs
+them: what Dynamo and AOTAutograd make of our steps is PyTorch's own, and the stand-in's options are TorchNeuron's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+
+from paceline import SpeculativeGenerator
+from paceline.core.errors import BackendError, ConfigurationError, SamplingError
+from paceline.decoder.backends import neuron_native
+from paceline.decoder.backends.base import make
+from paceline.decoder.backends.neuron_native import Runtime, in_place
+from paceline.decoder.compile.lowering import lower, state_of
+from paceline.decoder.decoder import ModelWithCache
+from paceline.decoder.kernels.traceable import TraceableKernels
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.parallel import sharding
+from paceline.decoder.parallel.collectives import DeviceGroup
+from paceline.decoder.parallel.sharding import Shard
+from paceline.decoder.weights.checkpoint import load_weights
+from paceline.diagnostics import selftest
+from tests.decoder.steps import STEPS, inputs
+from tests.decoder.tiny import Workshop, fresh
+from tests.neuron.torch_mlir_operators import takes
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 2, [5, 5]]
+
+
+class Recorded:
+    """The graphs that reached the compiler, after Dynamo and AOTAutograd."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+        # TorchNeuron's choice (create_neuron_backend): what is written into an input stays a write into that input.
+        self.compiler: Callable[..., Any] = aot_autograd(fw_compiler=self._keep, keep_inference_input_mutations=True)
+
+    def _keep(self, graph: fx.GraphModule, _example: list[Tensor]) -> Callable[..., Any]:
+        self.graphs.append(graph)
+        run: Callable[..., Any] = make_boxed_func(graph.forward)
+        return run
+
+    def calls(self) -> list[fx.Node]:
+        return [node for graph in self.graphs for node in graph.graph.nodes if node.op == "call_function"]
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Recorded]:
+    """The backend over a stand-in, with the CPU as its device."""
+    made = Recorded()
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    home = Runtime(torch.device("cpu"), made.compiler, ("2.13.3.0", "2.28.7631.0"))
+    monkeypatch.setattr(neuron_native, "runtime", lambda: home)
+    torch._dynamo.reset()
+    counters.clear()
+    yield made
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def traceable(workshop: Workshop) -> ModelWithCache:
+    """The tiny target with the kernels of graphs."""
+    decoder = workshop.decoder()
+    weights = load_weights(workshop.checkpoint(), decoder.config, decoder.options.dtype)
+    return ModelWithCache(decoder.config, decoder.options, weights, kernels=TraceableKernels()).eval()
+
+
+def test_a_fused_pair_has_the_tokens_of_eager_and_one_compilation_for_each_key(
+    workshop: Workshop, recorded: Recorded
+) -> None:
+    draft, target = (
+        fresh(workshop.checkpoint(role), backend="neuron-native", batch_size=2) for role in ("draft", "target")
+    )
+    for decoder in (draft, target):
+        decoder.on_graph = lambda _event: None
+    generator = SpeculativeGenerator(draft, target, k=1, fused=True)
+    wanted = workshop.decoder(slots=2).sample(PROMPTS, max_new_tokens=10)
+    assert torch.equal(generator.sample(PROMPTS, max_new_tokens=10), wanted)
+    assert generator.statistics.tau > 1.3
+    keys = len(draft._steps) + len(target._steps)
+    assert len(recorded.graphs) == keys, [str(key) for key, _ in (*draft._steps, *target._steps)]
+    assert torch.equal(generator.sample(PROMPTS[:1], max_new_tokens=6), wanted[:1, : len(PROMPTS[0]) + 6])
+    assert len(recorded.graphs) == keys, "a graph is compiled at its first call and never again"
+    assert not counters["graph_break"]
+
+    missing = {str(node.target) for node in recorded.calls() if isinstance(node.target, torch._ops.OpOverload)}
+    assert {name for name in missing if not name.startswith("aten.copy_.") and not takes(name)} == set()
+
+    # Every cache is written into where it lies: a write into an input, of a value that was made from that input.
+    largest = max(recorded.graphs, key=lambda graph: len(graph.graph.nodes))
+    written = [node for node in largest.graph.nodes if str(node.target) == "aten.copy_.default"]
+    assert len(written) == 2 * (draft.config.num_layers + target.config.num_layers)
+    assert {node.args[0].op for node in written} == {"placeholder"}
+    assert len({node.args[0] for node in written}) == len(written)
+
+    with pytest.raises(SamplingError, match="refused on backend='neuron-native' until the check of the noise"):
+        generator.sample(PROMPTS, do_sample=True, seed=1)
+
+
+def test_the_check_of_the_noise_is_what_lets_requests_sample(recorded: Recorded) -> None:
+    assert make("neuron-native").sampling_refusal() is not None  # type: ignore[attr-defined]
+    passed, seen = selftest._noise("neuron-native")
+    assert passed and "recorded" in seen
+    assert make("neuron-native").sampling_refusal() is None  # type: ignore[attr-defined]
+
+
+def test_the_graph_writes_in_place_what_the_lowered_step_gives_back(workshop: Workshop) -> None:
+    """Weights and caches of 16 bits, whose products are PyTorch's own there."""
+    decoder, given = workshop.decoder(amp="bf16"), inputs("prefill", 1)
+    weights = load_weights(workshop.checkpoint(), decoder.config, torch.bfloat16)
+    body = ModelWithCache(decoder.config, decoder.options, weights, kernels=TraceableKernels()).eval()
+    step = STEPS["prefill"](body, 128)
+    lowered = lower("prefill", step, given)
+    state = {name: x.clone() for name, x in state_of(step, lowered).items()}
+    changed, outputs = lowered.run(state, given)
+    graph = in_place(lowered, torch.device("cpu"))
+    assert not [node for node in graph.graph.nodes if "paceline_graph" in str(node.target)]
+    for made, wanted in zip(graph(*state.values(), *given), outputs, strict=True):
+        torch.testing.assert_close(made, wanted, rtol=0.05, atol=0.2)
+    for name, value in changed.items():
+        assert value.any() and value.dtype == torch.bfloat16
+        torch.testing.assert_close(state[name].float(), value.float(), rtol=0.05, atol=0.1)
+
+
+def test_what_a_step_makes_from_nothing_is_made_on_the_device(traceable: ModelWithCache) -> None:
+    lowered = lower("prefill", STEPS["prefill"](traceable, 128), inputs("prefill", 1))
+    made = [node for node in in_place(lowered, torch.device("meta")).graph.nodes if "device" in node.kwargs]
+    assert len(made) > 10 and {node.kwargs["device"] for node in made} == {torch.device("meta")}
+
+
+def test_collectives_of_a_divided_model_stay_functional_ones(workshop: Workshop) -> None:
+    """No process group is needed to trace them, and TorchNeuron lowers them by the name of their group."""
+    config = ModelConfig.from_pretrained(workshop.checkpoint())
+    layout = sharding.layout(config, 3)  # with a rank of zeros
+    options = replace(workshop.decoder().options, layout=layout)
+    weights = load_weights(workshop.checkpoint(), config, options.dtype, shard=Shard(config, layout))
+    body = ModelWithCache(config, options, weights, kernels=TraceableKernels(), group=DeviceGroup(3)).eval()
+    lowered = lower("prefill", STEPS["prefill"](body, 128), inputs("prefill", 1))
+    names = [str(node.target) for node in in_place(lowered, torch.device("meta")).graph.nodes]
+    assert names.count("_c10d_functional.all_reduce.default") == 1 + 2 * config.num_layers
+    assert names.count("_c10d_functional.all_gather_into_tensor.default") == 1
+    with pytest.raises(ConfigurationError, match="backend='neuron-native' runs on one rank"):
+        make("neuron-native", 3)
+
+
+def test_without_torchneuron_the_error_names_it() -> None:
+    neuron_native.runtime.cache_clear()
+    with pytest.raises(
+        BackendError, match=r"needs TorchNeuron, which cannot be imported .*torch-neuronx 2\.13 or 2\.14"
+    ):
+        make("neuron-native")
+
+
+def test_the_older_package_of_the_same_name_is_recognised(monkeypatch: pytest.MonkeyPatch) -> None:
+    neuron_native.runtime.cache_clear()
+    monkeypatch.setitem(sys.modules, "torch_neuronx", ModuleType("torch_neuronx"))
+    monkeypatch.setattr(neuron_native.metadata, "version", lambda _name: "2.9.0.2.12.22436")
+    with pytest.raises(BackendError, match=r"torch-neuronx 2\.9\.0\.2\.12\.22436 has no device"):
+        make("neuron-native")
