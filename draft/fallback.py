@@ -39,7 +39,7 @@ class FallbackDrafter:
         self._drafters = tuple(drafter for drafter in drafters if drafter.draft_shape.num_draft_tokens)
         # Asked for every drafter once: `isinstance` of a protocol is slow.
         self._guesses = [drafter if isinstance(drafter, Guesses) else None for drafter in self._drafters]
-        lengths = {length for drafter in self._drafters for length in _draft_lengths(drafter)}
+        lengths = {length for drafter in self._drafters for length in draft_lengths_of(drafter)}
         self.draft_lengths = tuple(sorted(lengths)) or (0,)
         self.draft_shape = DraftShape.chain(self.draft_lengths[-1])
         # As far as the drafter that follows longest; the others are asked only as far as each of them follows.
@@ -52,12 +52,7 @@ class FallbackDrafter:
         Raises:
             ConfigurationError: one of them has one length only.
         """
-        return FallbackDrafter(
-            [
-                drafter if drafter.draft_shape.num_draft_tokens <= length else _shortened(drafter, length)
-                for drafter in self._drafters
-            ]
-        )
+        return FallbackDrafter([shortened_of(drafter, length) for drafter in self._drafters])
 
     def add_request(self, slot: int, prompt: Sequence[int], features: Tensor | None = None) -> None:
         for drafter in self._drafters:
@@ -76,34 +71,61 @@ class FallbackDrafter:
         rows: list[list[int]] = [[] for _ in limits]
         for drafter, guesses in zip(self._drafters, self._guesses, strict=True):
             open_limits = [0 if row else limit for row, limit in zip(rows, limits, strict=True)]
-            end = drafter.max_positions
-            if end is not None and bounds.max_rows + max(open_limits) > end + 1:
-                lengths = (commit.first_row + commit.count).tolist()
-                room = [max(0, end + 1 - length) for length in lengths]
-                open_limits = [min(both) for both in zip(open_limits, room, strict=True)]
+            open_limits = limits_within(drafter, open_limits, commit, bounds=bounds)
             if not any(open_limits):
                 continue
-            if guesses is not None:
-                chains = guesses.guess(open_limits)
-            else:
-                limit = bounds.max_accept if open_limits == limits else torch.tensor(open_limits, dtype=torch.int32)
-                chains = _chains(drafter.propose(commit, sampling, RoundLimits(limit, bounds.max_rows)))
+            chains = chains_of(drafter, guesses, commit, sampling=sampling, most=open_limits, bounds=bounds)
             rows = [row or chain[:most] for row, chain, most in zip(rows, chains, open_limits, strict=True)]
         return Proposal.chains(rows, self.draft_lengths)
 
 
-def _draft_lengths(drafter: Drafter) -> tuple[int, ...]:
+def draft_lengths_of(drafter: Drafter) -> tuple[int, ...]:
+    """Lengths of its drafts that are worth a graph of their own."""
     return drafter.draft_lengths if isinstance(drafter, Varies) else (drafter.draft_shape.num_draft_tokens,)
 
 
-def _chains(proposal: Proposal) -> list[list[int]]:
-    """The chains of a drafter that gives tensors only."""
+def limits_within(drafter: Drafter, limits: list[int], commit: Commit, *, bounds: RoundLimits) -> list[int]:
+    """The limits of a round, no further than a drafter can follow a text."""
+    end = drafter.max_positions
+    if end is None or bounds.max_rows + max(limits) <= end + 1:
+        return limits
+    lengths = (commit.first_row + commit.count).tolist()
+    room = [max(0, end + 1 - length) for length in lengths]
+    return [min(both) for both in zip(limits, room, strict=True)]
+
+
+def chains_of(
+    drafter: Drafter,
+    guesses: Guesses | None,
+    commit: Commit,
+    *,
+    sampling: SamplingTensors,
+    most: list[int],
+    bounds: RoundLimits,
+) -> list[list[int]]:
+    """The chains of a drafter within these limits; [] where it proposes nothing. ``guesses``: itself, if it does.
+
+    Raises:
+        ConfigurationError: they were drawn from probabilities.
+    """
+    if guesses is not None:
+        return guesses.guess(most)
+    same = most == bounds.max_accept.tolist()
+    limits = bounds if same else RoundLimits(torch.tensor(most, dtype=torch.int32), bounds.max_rows)
+    proposal = drafter.propose(commit, sampling, limits)
     if proposal.draft_probs is not None:
         raise ConfigurationError("drafters in a list must not draw from probabilities; use acceptor='match'")
     return [list(takewhile(lambda token: token >= 0, row)) for row in proposal.tokens.tolist()]
 
 
-def _shortened(drafter: Drafter, length: int) -> Drafter:
+def shortened_of(drafter: Drafter, length: int) -> Drafter:
+    """A drafter that proposes ``length`` tokens at most, on the same state.
+
+    Raises:
+        ConfigurationError: it has one length only, which is more.
+    """
+    if drafter.draft_shape.num_draft_tokens <= length:
+        return drafter
     if not isinstance(drafter, Shortens):
         raise ConfigurationError(f"{type(drafter).__name__} in a list has one length only; give one number as k")
     return drafter.shortened(length)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -24,12 +25,13 @@ from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.files import is_gguf
 from paceline.decoder.weights.locate import checkpoint_path
+from paceline.draft.choice import ChoiceDrafter
 from paceline.draft.fallback import FallbackDrafter
 from paceline.draft.function import FunctionDrafter
 from paceline.draft.model import ModelDrafter
 from paceline.draft.none import NoDrafter
 from paceline.draft.retokenizing import RetokenizingDrafter, TokenizerPair
-from paceline.draft_spec import DraftSpec, RuleSpec
+from paceline.draft_spec import CHOICE, DraftSpec, RuleSpec
 from paceline.eagle.config import is_eagle_config
 from paceline.eagle.tree import parse_draft_tree
 from paceline.medusa.config import is_medusa_config
@@ -87,7 +89,8 @@ def load_draft_models(
         CheckpointError: a folder cannot be used.
         ConfigurationError: an option is unknown or out of range.
     """
-    return config.model_copy(update={"draft": tuple(_with_model(spec, target, load) for spec in config.draft)})
+    draft = tuple(spec.mapped(lambda leaf: _with_model(leaf, target, load)) for spec in config.draft)
+    return config.model_copy(update={"draft": draft})
 
 
 def make_drafter(config: SpeculativeConfig, target: CompiledDecoder) -> tuple[Drafter, list[CompiledDecoder]]:
@@ -229,6 +232,8 @@ class _Makers:
         """The drafter of one entry."""
         if spec.value is not None:
             return self._given(spec, spec.value)
+        if spec.parts:
+            return self._choice(spec)
         row = DRAFTERS[_row_name(spec)]
         if len(self.config.draft) > 1 and not row.listable:
             raise ConfigurationError(f"{spec} cannot be in a list of drafters ({row.summary}); use it alone")
@@ -237,6 +242,14 @@ class _Makers:
         options = check_options(row, dict(spec.options), f"the draft {spec}")
         drafter: Drafter = resolve(row.path)(*([] if row.name == "none" else [self._k(spec)]), **options)
         return drafter
+
+    def _choice(self, spec: DraftSpec) -> Drafter:
+        """The best of several. A part without a k has that of the choice."""
+        if self.drawn:
+            raise ConfigurationError("a choice of drafters goes with acceptor='match': none reports probabilities")
+        options = check_options(DRAFTERS[CHOICE], dict(spec.options), f"the draft {spec}")
+        parts = [part if part.k is not None or spec.k is None else replace(part, k=spec.k) for part in spec.parts]
+        return ChoiceDrafter([self.make(part) for part in parts], [str(part) for part in spec.parts], **options)
 
     def _k(self, spec: DraftSpec) -> int:
         return self.config.max_k if spec.k is None else spec.k

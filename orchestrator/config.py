@@ -5,6 +5,8 @@ Not here: how a draft is written (`paceline.draft_spec`) and how it is loaded (`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -132,6 +134,18 @@ class SpeculativeConfig(BaseModel):
         if self.k is None:
             return DEFAULT_K
         return DRAFT_LENGTHS[-1] if self.k == "auto" else self.k[-1] if isinstance(self.k, tuple) else self.k
+
+    def leaves(self) -> list[DraftSpec]:
+        """Every drafter, also those inside of a choice."""
+        return [leaf for spec in self.draft for leaf in spec.leaves()]
+
+    def with_paths(self, located: Callable[[str], str]) -> SpeculativeConfig:
+        """The same with every folder's path changed."""
+
+        def change(leaf: DraftSpec) -> DraftSpec:
+            return leaf if leaf.path is None else replace(leaf, path=located(leaf.path))
+
+        return self.model_copy(update={"draft": tuple(spec.mapped(change) for spec in self.draft)})
 
     def draft_lengths(self, deepest: int) -> tuple[int, ...] | None:
         """The lengths that rounds choose among, for a drafter of at most ``deepest`` tokens; None: there is one."""

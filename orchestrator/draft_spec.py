@@ -5,6 +5,8 @@
     models/small                    a folder; its config.json says whether it is a model, Medusa heads or an EAGLE head
     models/small:k=3,amp=f32        with options
     {type: ngram, prompt_lookup_max: 4}, {path: models/small, k: 3}      the same as mappings, for any path
+    choice:drafts=["ngram","models/small"]     of several, the one that guesses the text best at the time
+    {type: choice, drafts: [ngram, {path: models/small, k: 3}]}
     [ngram, models/small]           a list: in every slot the first that has a proposal drafts
 
 Text that begins with ``[`` or ``{`` is JSON. A folder called like a drafter is written as a path (``./ngram``) or as a
@@ -18,12 +20,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from numbers import Integral
 
 from paceline.core.errors import ConfigurationError
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS
+
+CHOICE = "choice"
+"""The row whose entry names several drafters."""
 
 _FORMS = (
     "write a name (ngram), a folder, either with options (ngram:prompt_lookup_max=4, DIR:k=3), a mapping with `type` "
@@ -42,6 +47,7 @@ class DraftSpec:
     k        drafted tokens per round; None: those of the generator, or of the heads' tree
     options  (name, value) pairs of its own, checked by `paceline.auto_drafter.make_drafter`
     value    a Python object in place of all these: a decoder, a drafter or a function
+    parts    the drafters of a choice
     """
 
     name: str | None = None
@@ -49,13 +55,28 @@ class DraftSpec:
     k: int | None = None
     options: tuple[tuple[str, object], ...] = ()
     value: object = None
+    parts: tuple[DraftSpec, ...] = ()
 
     def __str__(self) -> str:
         """As in the grammar, for messages."""
         source = type(self.value).__name__ if self.value is not None else self.name or str(self.path)
         path = (("path", self.path),) if self.name and self.path else ()
         k = (("k", self.k),) if self.k is not None else ()
-        return _written(source, (*path, *k, *self.options))
+        drafts = (("drafts", json.dumps([str(part) for part in self.parts])),) if self.parts else ()
+        return _written(source, (*path, *drafts, *k, *self.options))
+
+    def leaves(self) -> Iterator[DraftSpec]:
+        """Itself, or the drafters that it is a choice of."""
+        if not self.parts:
+            yield self
+        for part in self.parts:
+            yield from part.leaves()
+
+    def mapped(self, change: Callable[[DraftSpec], DraftSpec]) -> DraftSpec:
+        """The same with every one of its `leaves` changed."""
+        if not self.parts:
+            return change(self)
+        return replace(self, parts=tuple(part.mapped(change) for part in self.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +130,7 @@ def _parse_entry(entry: object) -> DraftSpec:
         spec = _parse_entry(entry[0])
         if spec.k is not None:
             raise ConfigurationError(f"the draft {spec} says k twice; say it once")
-        return DraftSpec(spec.name, spec.path, _entry_k(entry[1], spec), spec.options, spec.value)
+        return replace(spec, k=_entry_k(entry[1], spec))
     if entry is None or isinstance(entry, bool | int | float | bytes | list):
         raise ConfigurationError(f"draft {entry!r} says nothing about who drafts; {_FORMS}")
     return DraftSpec(value=entry)
@@ -136,8 +157,11 @@ def _spec(kind: str, source: str, options: dict[str, object]) -> DraftSpec:
     """The checked value: a name that there is, a path where one is needed, k a number."""
     path: object = source if kind == "path" else options.pop("path", None)
     name = source if kind == "type" else None
+    if name == CHOICE:
+        return _choice(options)
     if name is not None:
-        names = [row.name for row in DRAFTERS.values() if row.given_as in ("name", "folder")]
+        choosable = [row.name for row in DRAFTERS.values() if row.given_as in ("name", "folder")]
+        names = [*choosable, CHOICE]
         if name not in names:
             raise ConfigurationError(f"draft type {name!r} is unknown; use one of {', '.join(names)}, or a folder")
         needs_folder = DRAFTERS[name].given_as == "folder"
@@ -150,6 +174,20 @@ def _spec(kind: str, source: str, options: dict[str, object]) -> DraftSpec:
     spec = DraftSpec(name, str(path) if path else None)
     k = _entry_k(options.pop("k"), spec) if "k" in options else None
     return DraftSpec(name, spec.path, k, tuple((key, _frozen(value)) for key, value in options.items()))
+
+
+def _choice(options: dict[str, object]) -> DraftSpec:
+    """A choice of drafters; its k is that of drafters without one of their own."""
+    drafts = options.pop("drafts", None)
+    parts = parse_draft(drafts) if isinstance(drafts, list | tuple) else ()
+    if len(parts) < 2:
+        raise ConfigurationError(
+            f"a choice needs `drafts` with two drafters or more, and this has {drafts!r}; write "
+            f'{CHOICE}:drafts=["ngram","DIR"] or {{type: {CHOICE}, drafts: [ngram, DIR]}}'
+        )
+    spec = DraftSpec(CHOICE, parts=parts)
+    k = _entry_k(options.pop("k"), spec) if "k" in options else None
+    return replace(spec, k=k, options=tuple((key, _frozen(value)) for key, value in options.items()))
 
 
 def _entry_k(value: object, spec: DraftSpec) -> int:

@@ -21,7 +21,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine import warmup
 from paceline.engine.queue import ListQueue, RequestQueue
 from paceline.engine.request import InputIds, Request, SamplingParams, TargetLimits
-from paceline.outputs import GenerationResult, ReportsHealth, RequestOutput, Statistics
+from paceline.outputs import GenerationResult, ReportsChoices, ReportsHealth, RequestOutput, Statistics
 from paceline.text import streamers
 from paceline.text.grammar import GrammarCompiler
 from paceline.text.streamers import Streamer
@@ -58,6 +58,7 @@ class SpeculativeGenerator:
         self.decoders: list[CompiledDecoder] = [target, *drafts]
         # Asked here once: looking for a protocol's methods takes as long as the rest of a call's set-up.
         self._reporter = self.drafter if isinstance(self.drafter, ReportsHealth) else None
+        self._chooser = self.drafter if isinstance(self.drafter, ReportsChoices) else None
         self.engine = build.engine(target, self.drafter, self.config, rule=self._rule)
         config = target.config
         refusals = (refusal for one in self.decoders if (refusal := sampling_refusal(one.backend)) is not None)
@@ -200,12 +201,16 @@ class SpeculativeGenerator:
             self.statistics = statistics = Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
             reporter = self._reporter
             before = None if reporter is None else reporter.health
+            chosen = {} if self._chooser is None else self._chooser.choices
             try:
                 yield statistics
             finally:
                 after = None if reporter is None else reporter.health
                 if before is not None and after is not None:
                     statistics.drafter_health = after.since(before)
+                if self._chooser is not None:
+                    now = self._chooser.choices
+                    statistics.drafters = {name: one.since(chosen[name]) for name, one in now.items()}
 
 
 Sampler = SpeculativeGenerator | SamplingDecoder

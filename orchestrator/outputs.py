@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from paceline.core.drafter_counts import DrafterCounts
 from paceline.core.drafter_health import DrafterHealth
 from paceline.core.errors import RequestError
 from paceline.core.types import TokenLogprobs
@@ -56,6 +57,14 @@ class ReportsHealth(Protocol):
     def health(self) -> DrafterHealth | None: ...
 
 
+@runtime_checkable
+class ReportsChoices(Protocol):
+    """A drafter that chooses among several, and knows what each of them did since it was made, by its name."""
+
+    @property
+    def choices(self) -> Mapping[str, DrafterCounts]: ...
+
+
 @dataclass(slots=True)
 class Statistics:
     """Counts over all requests of a call, and where its time went. Names follow vLLM's speculative decoding metrics.
@@ -71,6 +80,7 @@ class Statistics:
     new_tokens                   tokens of all outputs
     *_seconds                    time in prefill, drafting, verification and everything else (host)
     drafter_health               of a drafter in another process, during this call; None for one in this process
+    drafters                     what each drafter of a choice did during this call, by its name; empty without one
     acceptor                     name of the acceptance rule: "match", "reject", "typical", "synthetic" or a user's own
     lossless                     whether the acceptance rule preserves the target distribution
     """
@@ -88,6 +98,7 @@ class Statistics:
     verify_seconds: float = 0.0
     host_seconds: float = 0.0
     drafter_health: DrafterHealth | None = None
+    drafters: dict[str, DrafterCounts] = field(default_factory=dict)
     acceptor: str = "match"
     lossless: bool = True
 
@@ -127,6 +138,7 @@ class Statistics:
             "acceptance_rate": self.acceptance_rate,
             "acceptance_histogram": self.acceptance_histogram,
             "drafter_health": None if self.drafter_health is None else self.drafter_health.to_dict(),
+            "drafters": {name: counts.to_dict() for name, counts in self.drafters.items()},
         }
 
     def count(self, drafted: int, accepted: int, *, rounds: int = 1) -> None:

@@ -119,6 +119,12 @@ DRAFTERS: dict[str, DrafterRow] = {
             given_as="list",
         ),
         DrafterRow(
+            "choice",
+            "paceline.draft.choice:ChoiceDrafter",
+            "several (drafts=[...]): the one that guesses the text best drafts",
+            given_as="list",
+        ),
+        DrafterRow(
             "function", "paceline.draft.function:FunctionDrafter", "a function from ids to ids", given_as="object"
         ),
         DrafterRow(

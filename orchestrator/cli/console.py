@@ -162,6 +162,10 @@ def statistics_table(statistics: Statistics, seconds: float | None = None) -> Ta
     warning = acceptance_warning(statistics)
     if warning is not None:
         rows["acceptance rule"] = f"{statistics.acceptor}, {warning}"
+    for name, one in statistics.drafters.items():
+        rows[f"drafter {name}"] = (
+            f"{one.num_drafts} drafts, length {one.mean_acceptance_length:.2f} of {one.num_scored} proposals"
+        )
     if seconds:
         rows["tokens/s, prefill included"] = f"{statistics.new_tokens / seconds:.1f}"
     for name, value in rows.items():

@@ -25,7 +25,7 @@ def whatif(
     *,
     drafter: Annotated[
         list[str] | None,
-        typer.Option(help="Recorded drafter, text drafter (ngram, suffix:min_match=3), or several joined by +."),
+        typer.Option(help="Recorded, or a text drafter (ngram, suffix:min_match=3); a list a+b; or choice:a+b."),
     ] = None,
     k: Annotated[str | None, typer.Option(help="Depths: 4, 1,2,4 or 1:8. Default: as recorded.")] = None,
     tree: Annotated[str | None, typer.Option(help="Nodes of a recorded static tree to keep, such as 0,1,3.")] = None,
@@ -52,7 +52,7 @@ def whatif(
         answers = [
             questions.ask(
                 loaded,
-                questions.Policy(tuple(name.split("+")), depth, nodes),
+                questions.Policy.parse(name, depth, nodes),
                 batch_size=batch_size,
                 times=measured,
             ).to_dict()

@@ -15,6 +15,7 @@ from paceline.cli.options import AsJson
 from paceline.decoder.backends.base import BACKENDS, BackendRow
 from paceline.decoder.models.registry import MODEL_FAMILIES, FamilyRow
 from paceline.decoder.weights.known_models import KNOWN_MODELS, KnownModel, fetched
+from paceline.draft_spec import CHOICE
 from paceline.registry import ACCEPTANCE_RULES, DRAFTERS, DrafterRow, RuleRow, options_of
 
 app = typer.Typer()
@@ -54,7 +55,7 @@ def _capabilities(row: DrafterRow | RuleRow | FamilyRow | BackendRow) -> dict[st
         return {**values, "divided": bool(row.divided)}
     if isinstance(row, FamilyRow):
         return values
-    askable = isinstance(row, RuleRow) or row.given_as in ("name", "folder")
+    askable = isinstance(row, RuleRow) or row.given_as in ("name", "folder") or row.name == CHOICE
     return {**values, "options": list(options_of(row)) if askable else []}
 
 

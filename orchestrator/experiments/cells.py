@@ -135,7 +135,8 @@ def fingerprint(path: str) -> str:
 
 def model_paths(cell: Cell) -> tuple[str, ...]:
     """The checkpoints that a cell needs, the target's first."""
-    return (cell.target.path, *(spec.path for spec in parse_draft(cell.drafter.draft) if spec.path is not None))
+    leaves = (leaf for spec in parse_draft(cell.drafter.draft) for leaf in spec.leaves())
+    return (cell.target.path, *(leaf.path for leaf in leaves if leaf.path is not None))
 
 
 def check_models(config: ExperimentConfig) -> dict[str, str]:

@@ -62,7 +62,7 @@ class DrafterEntry(_Strict):
     @field_validator("draft")
     @classmethod
     def _known(cls, value: object) -> object:
-        if any(spec.value is not None for spec in parse_draft(value)):
+        if any(leaf.value is not None for spec in parse_draft(value) for leaf in spec.leaves()):
             raise ConfigurationError("a file of an experiment names drafters by text; objects are for Python")
         return value
 

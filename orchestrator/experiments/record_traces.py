@@ -75,7 +75,7 @@ def _depth(cell: Cell) -> int:
 def needs_recording(cell: Cell) -> bool:
     """Whether a drafter must be recorded: neither plain, nor a list, nor one that what-if can run again."""
     specs = parse_draft(cell.drafter.draft)
-    return len(specs) == 1 and not (specs[0].name is not None and DRAFTERS[specs[0].name].given_as == "name")
+    return len(specs) == 1 and (specs[0].name is None or DRAFTERS[specs[0].name].given_as not in ("name", "list"))
 
 
 def _record(path: Path, members: Sequence[PlannedCell], bench: Bench, *, fingerprint: str) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 from paceline.auto_drafter import check_options
 from paceline.core.errors import ConfigurationError, TraceError
 from paceline.core.protocols import Drafter
+from paceline.draft.choice import SHADOW_EVERY, ChoiceDrafter
 from paceline.draft.fallback import FallbackDrafter
 from paceline.draft.none import NoDrafter
 from paceline.draft_spec import parse_draft
@@ -24,6 +25,8 @@ from paceline.experiments.definitions import Acceptance
 from paceline.experiments.replay import ReplayDrafter, Replayed, replay
 from paceline.experiments.trace import Trace
 from paceline.registry import DRAFTERS, resolve
+
+_CHOICE = "choice:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +37,33 @@ class Policy:
               proposal drafts; none: plain decoding
     k         depth; None = as recorded
     nodes     those of a recorded static tree that are kept; None = all
+    shadow_every  of a choice among the drafters, by accepted tokens alone (`paceline.draft.choice`); None = it is none
     """
 
     drafters: tuple[str, ...]
     k: int | None = None
     nodes: tuple[int, ...] | None = None
+    shadow_every: int | None = None
+
+    @classmethod
+    def parse(
+        cls, text: str, k: int | None = None, nodes: tuple[int, ...] | None = None, *, shadow_every: int = SHADOW_EVERY
+    ) -> Policy:
+        """Of ``a``, of a list ``a+b``, or of a choice ``choice:a+b``."""
+        names = text.removeprefix(_CHOICE)
+        return cls(tuple(names.split("+")), k, nodes, None if names == text else shadow_every)
 
     @property
     def label(self) -> str:
         """For tables."""
         depth = "" if self.k is None else f" k={self.k}"
         tree = "" if self.nodes is None else f" nodes {','.join(map(str, self.nodes))}"
-        return ("+".join(self.drafters) or "none") + depth + tree
+        return self.name + depth + tree
+
+    @property
+    def name(self) -> str:
+        """As `parse` reads it."""
+        return ("" if self.shadow_every is None else _CHOICE) + ("+".join(self.drafters) or "none")
 
 
 def drafter_of(trace: Trace, policy: Policy) -> Drafter:
@@ -57,6 +75,8 @@ def drafter_of(trace: Trace, policy: Policy) -> Drafter:
     made = [_drafter(trace, name, policy) for name in policy.drafters]
     if not made:
         return NoDrafter()
+    if policy.shadow_every is not None:
+        return ChoiceDrafter(made, policy.drafters, shadow_every=policy.shadow_every, choose_by="length")
     return made[0] if len(made) == 1 else FallbackDrafter(made)
 
 
@@ -159,7 +179,7 @@ def ask(trace: Trace, policy: Policy, *, batch_size: int = 1, times: RoundTimes 
     replayed = replay(trace, drafter_of(trace, policy), batch_size=batch_size)
     seconds = None
     if times is not None:
-        name = "+".join(policy.drafters) or "none"
+        name = policy.name
         depth = policy.k if policy.k is not None else max((d for _, d in replayed.rounds), default=0)
         each = times.seconds(name, depth, batch_size)
         seconds = each * len(replayed.rounds) + times.prefill * len(trace.texts)

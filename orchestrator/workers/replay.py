@@ -6,16 +6,17 @@ seed, same positions, same graph), so its cache becomes bitwise what it was. The
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from paceline.core.drafter_counts import DrafterCounts
 from paceline.core.drafter_health import DrafterHealth
 from paceline.core.protocols import Drafter, ReadsInChunks
 from paceline.core.reading import finish
 from paceline.core.types import PAD, Commit, Proposal, RoundLimits, SamplingTensors
-from paceline.outputs import ReportsHealth
+from paceline.outputs import ReportsChoices, ReportsHealth
 
 
 class Replay:
@@ -31,6 +32,11 @@ class Replay:
     def health(self) -> DrafterHealth | None:
         """That of the wrapped drafter, if it reports any."""
         return self._inner.health if isinstance(self._inner, ReportsHealth) else None
+
+    @property
+    def choices(self) -> Mapping[str, DrafterCounts]:
+        """Those of the wrapped drafter, if it chooses."""
+        return self._inner.choices if isinstance(self._inner, ReportsChoices) else {}
 
     def expect(self, emitted: Sequence[int]) -> None:
         """The next request to be added has emitted these tokens already."""

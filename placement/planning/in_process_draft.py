@@ -64,16 +64,16 @@ def read_speculative(keys: Mapping[str, object], where: str, resolve: Callable[[
         config = SpeculativeConfig(**keys)
     except ConfigurationError as error:
         raise PlanError(f"{where}: {error}") from error
-    specs = []
-    for spec in config.draft:
-        folder = None if spec.path is None else resolve(spec.path)
-        if folder is not None and not folder.is_dir() and not is_gguf(folder):
+
+    def located(path: str) -> str:
+        folder = resolve(path)
+        if not folder.is_dir() and not is_gguf(folder):
             raise PlanError(
-                f"{where}: draft {spec.path!r} is neither a drafter's name nor a folder; correct it, or give "
-                "{path: DIR}"
+                f"{where}: draft {path!r} is neither a drafter's name nor a folder; correct it, or give {{path: DIR}}"
             )
-        specs.append(spec if folder is None else replace(spec, path=str(folder)))
-    return config.model_copy(update={"draft": tuple(specs)})
+        return str(folder)
+
+    return config.with_paths(located)
 
 
 def in_process_drafts(config: SpeculativeConfig, where: str) -> tuple[InProcessDraft, ...]:
@@ -83,7 +83,7 @@ def in_process_drafts(config: SpeculativeConfig, where: str) -> tuple[InProcessD
         PlanError: a folder holds neither a model nor heads.
     """
     drafts = []
-    for spec in config.draft:
+    for spec in config.leaves():
         if spec.path is None:
             continue
         folder, degree = Path(spec.path), dict(spec.options).get("tp_degree")

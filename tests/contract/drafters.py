@@ -19,9 +19,11 @@ import torch
 
 from paceline import FunctionDrafter, MedusaDrafter, NgramDrafter, SpeculativeGenerator, TokenizerPair
 from paceline.auto import SamplingDecoder
+from paceline.draft.choice import ChoiceDrafter
 from paceline.draft.model import ModelDrafter
 from paceline.draft.suffix import SuffixDrafter
 from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
+from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from paceline.medusa.config import MedusaConfig
 from paceline.medusa.network import fresh
@@ -109,6 +111,24 @@ def _own(draft: Callable[[int], object]) -> Callable[[Home, Depth], SpeculativeG
     return lambda home, k: SpeculativeGenerator(draft(deepest(k)), home.target, k=k)  # type: ignore[arg-type]
 
 
+def _choice(*drafts: object, **options: object) -> Callable[[Home, Depth], SpeculativeGenerator]:
+    """A choice, as the grammar reads it; "draft" stands for the draft model."""
+
+    def make(home: Home, k: Depth) -> SpeculativeGenerator:
+        parts = parse_draft([home.draft if one == "draft" else one for one in drafts])
+        spec = DraftSpec("choice", options=tuple(options.items()), parts=parts)
+        return SpeculativeGenerator(spec, home.target, k=k)
+
+    return make
+
+
+def _choice_of_heads(home: Home, k: Depth) -> SpeculativeGenerator:
+    """One of the drafters reads the target's states."""
+    heads = eagle_head(home.folder / "eagle 3", home.target, 3, Chain(deepest(k)))
+    drafter = ChoiceDrafter([NgramDrafter(deepest(k)), heads], shadow_every=2, choose_by="length")
+    return SpeculativeGenerator(drafter, home.target, k=k)
+
+
 def _intersection(home: Home, k: Depth) -> SpeculativeGenerator:
     """Two of three tokens are known to both, under other ids."""
     order = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(5)).tolist()
@@ -181,6 +201,8 @@ ROWS: dict[str, Row] = {
     "model, in doubt": Row("model", _given("draft", confidence_threshold=0.3)),
     "list: suffix, ngram, model": Row("fallback", _given(["suffix", "ngram", "draft"])),
     "list: model, function": Row("fallback", _given(["draft", again])),
+    "choice: model, function, by speed": Row("choice", _choice("draft", again, shadow_every=3)),
+    "choice: ngram, EAGLE 3 chain": Row("choice", _choice_of_heads),
     "intersection": Row("model", _intersection),
     "retokenize": Row("retokenizing", _retokenizing),
     "list: ngram, retokenize": Row(

@@ -44,7 +44,7 @@ def test_an_entry_without_a_draft_decodes_plainly(home: Path) -> None:
     assert spec.speculative.draft == spec.drafts == ()
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "suffix", "model", "list", "medusa", "eagle"])
+@pytest.mark.parametrize("name", ["none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle"])
 def test_a_draft_takes_memory_of_the_target_and_no_cores(home: Path, name: str) -> None:
     (alone,) = planned(home).placements
     (item,) = planned(home, draft=drafts(Path("draft"), Path())[name]).placements

@@ -34,6 +34,7 @@ def drafts(draft: Path, heads: Path) -> dict[str, object]:
         "suffix": {"type": "suffix"},
         "model": f"{draft}:k=3",
         "list": ["ngram", {"path": str(draft), "k": 2}],
+        "choice": {"type": "choice", "drafts": ["ngram", {"path": str(draft), "k": 2}]},
         "medusa": {"path": str(heads / "medusa")},
         "eagle": {"path": str(heads / "eagle"), "k": 2},
     }

@@ -25,7 +25,7 @@ from tests.workers.folders import drafts, save_heads
 
 PROMPTS = ((3, 1, 4, 1, 5, 1, 4), (9, 2))
 SAMPLED = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.2, "seed": 7}
-ROWS = ["none", "ngram", "suffix", "model", "list", "medusa", "eagle"]
+ROWS = ["none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle"]
 
 
 def settings(folder: Path, **more: object) -> dict[str, object]:
@@ -34,7 +34,7 @@ def settings(folder: Path, **more: object) -> dict[str, object]:
 
 def test_every_row_that_a_file_can_name_is_served() -> None:
     named = {row.name for row in DRAFTERS.values() if row.given_as in ("name", "folder")}
-    assert named == {*ROWS} - {"list"}
+    assert named == {*ROWS} - {"list", "choice"}
 
 
 @pytest.mark.parametrize("row", ROWS)

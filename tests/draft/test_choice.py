@@ -1,0 +1,143 @@
+"""The drafter that guesses a text best drafts it; what the others would have drafted is compared too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paceline import FunctionDrafter, GenerationResult, SpeculativeGenerator
+from paceline.core.errors import ConfigurationError
+from paceline.draft.choice import ChoiceDrafter
+from paceline.draft.shadow_scores import ShadowScores
+from paceline.draft_spec import DraftSpec, parse_draft
+from paceline.eagle.tree import StaticTree
+from tests.contract.drafters import BRANCHES
+from tests.decoder.tiny import VOCABULARY, Workshop
+from tests.eagle.heads import drafter as eagle_head
+
+PROMPT, NEW, K = [5, 9, 5, 9, 5], 96, 4
+
+
+def test_a_forecast_is_compared_with_what_is_written_then() -> None:
+    """Over several commits, whoever's proposal was verified; at the end of a text nothing is counted."""
+    scores = ShadowScores(2)
+    scores.begin(0)
+    scores.forecast(0, 0, [1, 2, 3, 4])
+    scores.forecast(0, 1, [9])
+    scores.forecast(0, 1, [])
+    scores.wrote(0, [1, 2])
+    assert [one.num_scored for one in scores.counts] == [0, 1]
+    scores.wrote(0, [3, 7])
+    assert scores.counts[0].num_scored_tokens == 3 and scores.counts[0].mean_acceptance_length == 4
+    assert scores.expected(0, 0) > 1 > scores.expected(0, 1)
+    scores.forecast(0, 0, [8])
+    scores.end(0)
+    scores.wrote(0, [8])
+    assert scores.counts[0].num_scored == 1
+    scores.begin(1)  # a new text begins with what is known of the others
+    assert scores.expected(1, 0) > scores.expected(1, 1) and not scores.known(1, 0)
+
+
+def test_speed_weighs_tokens_against_time() -> None:
+    scores = ShadowScores(2)
+    assert scores.speed(0, 0) == scores.speed(0, 1)
+    scores.rest_took(1.0)
+    scores.took(0, 0.01)
+    scores.took(1, 5.0)
+    assert scores.speed(0, 0) > scores.speed(0, 1)
+    scores.rest_took(1000.0)  # a pause
+    assert scores.speed(0, 0) > 0.5
+
+
+def knows(text: list[int], part: Callable[[int], bool]) -> Callable[[list[int]], list[int]]:
+    """Knows how a text goes on at some places, and is wrong at the others."""
+
+    def propose(tokens: list[int]) -> list[int]:
+        right = text[len(tokens) : len(tokens) + K]
+        return right if part(len(tokens)) else [(token + 1) % VOCABULARY for token in right]
+
+    return propose
+
+
+def rounds(source: object, workshop: Workshop, **asked: Any) -> tuple[int, SpeculativeGenerator]:
+    generator = SpeculativeGenerator(source, workshop.decoder(slots=1), k=K)
+    result = generator.sample([PROMPT], max_new_tokens=NEW, eos_token_id=[], return_dict=True, **asked)
+    assert isinstance(result, GenerationResult)
+    assert result.sequences.tolist() == plain(workshop)
+    return generator.statistics.num_rounds, generator
+
+
+def plain(workshop: Workshop) -> list[list[int]]:
+    rows = workshop.decoder(slots=1).sample([PROMPT], max_new_tokens=NEW, eos_token_id=[])
+    assert not isinstance(rows, GenerationResult)
+    found: list[list[int]] = rows.tolist()
+    return found
+
+
+class Costly:
+    """A drafter that is not free to ask: no `TextDrafter`."""
+
+    def __init__(self, inner: FunctionDrafter) -> None:
+        self._inner, self.asked = inner, 0
+        self.draft_shape, self.reads, self.max_positions = inner.draft_shape, None, None
+        self.add_request, self.finish_request, self.update = inner.add_request, inner.finish_request, inner.update
+
+    def propose(self, *given: Any) -> Any:
+        self.asked += 1
+        return self._inner.propose(*given)
+
+
+def test_the_best_for_the_text_at_hand_drafts(workshop: Workshop) -> None:
+    """A text whose halves are known to one drafter each: nearly as few rounds as for one that knows all."""
+    (text,) = plain(workshop)
+    half = len(PROMPT) + NEW // 2
+    first, second = knows(text, lambda at: at < half), knows(text, lambda at: at >= half)
+    ideal, _ = rounds(knows(text, lambda _at: True), workshop)
+    alone = [rounds(one, workshop)[0] for one in (first, second)]
+    for costly in (False, True):
+        parts: list[Any] = [FunctionDrafter(one, K) for one in (first, second)]
+        if costly:
+            parts = [Costly(one) for one in parts]
+        chosen, generator = rounds(ChoiceDrafter(parts, ["a", "b"], choose_by="length", shadow_every=4), workshop)
+        assert ideal <= chosen <= ideal + 14 < min(alone) - 14
+        counts = generator.statistics.drafters
+        assert all(one.num_drafts and one.num_scored >= one.num_drafts - 1 for one in counts.values())
+        drafts = sum(one.num_drafts for one in counts.values())
+        assert drafts == generator.statistics.num_drafts
+        if costly:  # a drafter that is not the best is left in peace most of the time
+            assert all(one.asked < 0.9 * chosen for one in parts)
+        values = generator.statistics.to_dict()["drafters"]
+        assert isinstance(values, dict) and values["a"]["num_drafts"] == counts["a"].num_drafts
+
+
+def test_a_choice_is_written_like_every_draft() -> None:
+    parts = (DraftSpec("suffix"), DraftSpec(path="a", k=3))
+    written = {"type": "choice", "drafts": ["suffix", {"path": "a", "k": 3}], "shadow_every": 4}
+    expected = (DraftSpec("choice", parts=parts, options=(("shadow_every", 4),)),)
+    assert parse_draft(written) == expected
+    assert parse_draft('choice:drafts=["suffix","a:k=3"],shadow_every=4') == expected
+    assert parse_draft(str(expected[0])) == expected
+    for wrong in ("choice", {"type": "choice", "drafts": ["suffix"]}, {"type": "choice", "drafts": "suffix"}):
+        with pytest.raises(ConfigurationError, match="two drafters or more"):
+            parse_draft(wrong)
+
+
+def test_what_cannot_be_chosen_among_is_refused(workshop: Workshop, tmp_path: Any) -> None:
+    target = workshop.decoder(slots=1)
+    tree = eagle_head(tmp_path / "head", target, 3, StaticTree(BRANCHES))
+    ngram = FunctionDrafter(lambda _text: [1], 2)
+    for given, options, message in (
+        ([ngram], {}, "at least two"),
+        ([ngram, tree], {}, "proposes trees"),
+        ([ngram, ngram], {"shadow_every": 0}, "at least 1"),
+        ([ngram, ngram], {"choose_by": "luck"}, "'speed' or 'length'"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            ChoiceDrafter(given, **options)  # type: ignore[arg-type]
+    spec = DraftSpec("choice", parts=parse_draft(["ngram", "suffix"]))
+    with pytest.raises(ConfigurationError, match="acceptor='match'"):
+        SpeculativeGenerator(spec, target, acceptor="reject")
+    with pytest.raises(ConfigurationError, match="no option 'shadow'"):
+        SpeculativeGenerator({"type": "choice", "drafts": ["ngram", "suffix"], "shadow": 1}, target)
