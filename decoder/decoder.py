@@ -163,7 +163,8 @@ class CompiledDecoder:
     """One model on one backend.
 
     ``graph`` compiles a step for a bucket of the cache length, or finds it in the cache. ``on_graph`` is called when
-    a compiler begins, and once more when a graph is there, compiled or found.
+    a compiler begins, and once more when a graph is there, compiled or found. ``last_holder`` is whose text the slots
+    hold: who called `held_by` last.
     """
 
     def __init__(self, config: ModelConfig, options: DecoderOptions, weights: Weights, *, backend: Backend) -> None:
@@ -177,6 +178,7 @@ class CompiledDecoder:
         self._used: list[Graph] = []
         self._carries: dict[tuple[int, ...], FeatureBuffer] = {}
         self._holder: object | None = None
+        self.last_holder: object | None = None
 
     @property
     def batch_size(self) -> int:
@@ -260,6 +262,7 @@ class CompiledDecoder:
                 "second decoder"
             )
         before, self._holder = self._holder, holder
+        self.last_holder = holder
         try:
             yield
         finally:
@@ -276,7 +279,8 @@ class CompiledDecoder:
         shared = {id(weight): weight for weight in self.body.parameters()}
         made = copy.copy(self)
         made.body = copy.deepcopy(self.body, {**shared, id(self.body.kernels): self.body.kernels})
-        made._steps, made._owners, made._used, made._carries, made._holder = {}, {}, [], {}, None
+        made._steps, made._owners, made._used, made._carries = {}, {}, [], {}
+        made._holder = made.last_holder = None
         return made
 
     def close(self) -> None:

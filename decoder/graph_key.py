@@ -11,7 +11,7 @@ from typing import Literal
 
 from paceline.core.types import DraftKey, DraftShape, SamplingKind
 
-Kind = Literal["prefill", "window", "compact", "verify", "autoregressive", "draft", "read"] | str
+Kind = Literal["prefill", "window", "compact", "verify", "autoregressive", "draft", "read", "reorder"] | str
 """What a graph does. Kinds of other parts (a self-test, a new drafter's own graphs) are as good."""
 
 _ROUND_KINDS = frozenset({"verify", "autoregressive"})
@@ -23,7 +23,7 @@ class GraphKey:
 
     kind          prefill: read a chunk of a prompt; window: logits of a window; compact: make an accepted path
                   consecutive; verify: a round of the target; autoregressive: target passes without a draft; draft: a
-                  drafter's step by itself; read: a drafter reads a text
+                  drafter's step by itself; read: a drafter reads a text; reorder: slots exchange what they hold
     rows          tokens of one slot that one call computes
     bucket        cache rows that it looks at
     draft_shape   of the proposals that it verifies

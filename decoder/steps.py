@@ -62,6 +62,23 @@ class CompactPathStep(nn.Module):
         return (row + 0,)
 
 
+class ReorderSlotsStep(nn.Module):
+    """Give every slot what another one holds: beam search keeps some beams and drops others after every token."""
+
+    def __init__(self, body: ModelWithCache, bucket: int) -> None:
+        super().__init__()
+        self.body, self._bucket = body, bucket
+
+    def forward(self, source: Tensor) -> tuple[Tensor]:
+        """source [B] int32 -> source. Slot b then holds what slot source[b] held, in the first rows of the bucket."""
+        slots = source.to(torch.int64)
+        for layer in self.body.caches:
+            for cache in layer:
+                rows = cache[:, :, : self._bucket]
+                rows.copy_(rows.index_select(0, slots))
+        return (source + 0,)
+
+
 def prefill(
     decoder: CompiledDecoder,
     slot: int,
@@ -132,3 +149,9 @@ def compact_path(decoder: CompiledDecoder, row: Tensor, path: Tensor) -> None:
     """Make an accepted path consecutive in the cache. row [B] int32, path [B, D] int32."""
     key = GraphKey("compact", path.shape[1], decoder.kv_buckets[-1])
     decoder.graph(key, CompactPathStep, (row, path))(row, path)
+
+
+def reorder_slots(decoder: CompiledDecoder, source: Tensor, *, rows: int) -> None:
+    """Give every slot what another one holds, as far as ``rows`` cache rows go. source [B] int32."""
+    key = GraphKey("reorder", bucket=decoder.bucket_for(rows))
+    decoder.graph(key, ReorderSlotsStep, (source,))(source)

@@ -3,6 +3,8 @@
 from paceline import AutoDecoder, SpeculativeGenerator
 """
 
+from typing import TYPE_CHECKING
+
 from paceline.auto import AutoDecoder
 from paceline.auto_drafter import AutoDrafter
 from paceline.config import DRAFT_LENGTHS, SpeculativeConfig
@@ -38,6 +40,9 @@ from paceline.outputs import GenerationResult, RequestOutput, Statistics
 from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import StructuredOutput
 
+if TYPE_CHECKING:
+    from paceline.huggingface.adapter import HuggingFaceGenerationAdapter
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -56,6 +61,7 @@ __all__ = [
     "Gemma2ForSampling",
     "Gemma3ForSampling",
     "GenerationResult",
+    "HuggingFaceGenerationAdapter",
     "LlamaForSampling",
     "MedusaDrafter",
     "MistralForSampling",
@@ -79,3 +85,12 @@ __all__ = [
     "TokenizerPair",
     "Typical",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs `transformers` when it is asked for: that takes as long as half of PyTorch."""
+    if name == "HuggingFaceGenerationAdapter":
+        from paceline.huggingface.adapter import HuggingFaceGenerationAdapter
+
+        return HuggingFaceGenerationAdapter
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,309 @@
+"""`HuggingFaceGenerationAdapter`: a decoder or a generator as a model of `transformers`.
+
+Its `generate` is that of `transformers`: arguments, `GenerationConfig`, processors, criteria and streamers are prepared
+there. Two things can run after that:
+
+    transformers' own loops, on `forward`   greedy, sampling, beam search of a decoder
+    our engine (`engine_call`)              what speculates: a generator, `assistant_model`, `prompt_lookup_num_tokens`
+
+Greedy tokens are the same either way. Sampled ones follow `torch.manual_seed` either way; in the loop they are those
+that `transformers` draws, on the engine those of plain decoding here with a seed drawn from PyTorch's generator.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, GenerationMixin, PretrainedConfig, PreTrainedModel
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import StoppingCriteriaList
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from paceline.core.errors import ConfigurationError, ContextError
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.options import MAX_WIDTH
+from paceline.draft.ngram import NgramDrafter
+from paceline.draft.retokenizing import TokenizerPair
+from paceline.generator import SpeculativeGenerator
+from paceline.huggingface import engine_call, options
+from paceline.huggingface.cache import SlotCache
+from paceline.outputs import Statistics
+from paceline.text.streamers import Streamer
+
+log = logging.getLogger("paceline")
+
+CACHE_FIELD = "cache" if "cache" in {one.name for one in fields(CausalLMOutputWithPast)} else "past_key_values"
+"""Under which name this version of `transformers` hands a cache on."""
+
+
+_Model: Any = PreTrainedModel  # their annotations differ between the versions of transformers that this runs with
+_Generation: Any = GenerationMixin
+
+
+class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
+    """A causal language model of `transformers` whose logits are a decoder's.
+
+    A batch (prompts x beams or returned sequences) needs as many slots: ``batch_size`` of the decoder. Prompts are
+    padded on the left and masked, or of one length.
+
+    model  a decoder, or a `SpeculativeGenerator`, whose drafter then drafts for greedy and sampled calls
+
+    Raises:
+        ConfigurationError: ``model`` is neither.
+    """
+
+    config_class = PretrainedConfig
+    main_input_name = "input_ids"
+    _is_stateful = False
+    _supports_sdpa = True
+    _supports_flash_attn = False
+
+    def __init__(self, model: CompiledDecoder | SpeculativeGenerator) -> None:
+        generator = model if isinstance(model, SpeculativeGenerator) else None
+        decoder = model if generator is None else generator.target
+        if not isinstance(decoder, CompiledDecoder):
+            raise ConfigurationError(
+                f"{type(model).__name__} is neither a decoder nor a generator of this package; load one with "
+                "AutoDecoder.from_pretrained"
+            )
+        super().__init__(options.model_config(decoder))
+        self.decoder, self.generator = decoder, generator
+        self.generation_config = options.generation_config(decoder, self.config)
+        self._assisted: dict[tuple[object, ...], SpeculativeGenerator] = {}
+        self._last = generator
+
+    @property
+    def device(self) -> torch.device:
+        """Where logits are: on the host, whatever device the decoder runs on."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the logits."""
+        return torch.float32
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """Of the last call that ran on our engine; None if none did."""
+        return None if self._last is None else self._last.statistics
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        cache: SlotCache | None = None,
+        past_key_values: SlotCache | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple[object, ...]:
+        """Logits after tokens. input_ids [R, T]; attention_mask [R, T] or, with a cache, [R, columns + T].
+
+        cache, past_key_values  what an earlier call gave, under the name of this or of an older `transformers`; without
+                                one the texts begin here, and what the slots held is gone
+        logits_to_keep          of how many last columns; 0: of all
+
+        -> logits [R, T or ``logits_to_keep``, V] float32 (0 for padding) and the cache.
+
+        Raises:
+            ConfigurationError: an input that a decoder does not take.
+            PromptError, ContextError, DecoderBusyError: as `SlotCache.read`.
+        """
+        if input_ids is None or input_ids.dim() != 2 or not input_ids.shape[1]:
+            raise ConfigurationError("give input_ids [rows, tokens] with at least one token; inputs_embeds is not read")
+        text = cache if cache is not None else past_key_values
+        text = SlotCache(self.decoder) if text is None else self._own(text)
+        columns = input_ids.shape[1]
+        real = torch.ones_like(input_ids, dtype=torch.bool)
+        if attention_mask is not None:
+            if attention_mask.dim() != 2 or attention_mask.shape[1] not in (columns, columns + text.get_seq_length()):
+                raise ConfigurationError(
+                    f"attention_mask has shape {list(attention_mask.shape)} for {columns} tokens behind "
+                    f"{text.get_seq_length()}; give [rows, tokens], 0 where there is padding"
+                )
+            real = attention_mask[:, -columns:] != 0
+        keep = min(logits_to_keep, columns) or columns
+        logits = text.read(input_ids, real, keep)
+        kept = {} if use_cache is False else {CACHE_FIELD: text}
+        output: Any = CausalLMOutputWithPast
+        made = output(logits=logits, **kept)
+        result: CausalLMOutputWithPast | tuple[object, ...] = made.to_tuple() if return_dict is False else made
+        return result
+
+    def generate(
+        self, inputs: Tensor | None = None, generation_config: GenerationConfig | None = None, **keywords: Any
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """As `GenerationMixin.generate`.
+
+        Raises:
+            ConfigurationError: an option that changes how a decoder would have to run, such as ``custom_generate``.
+            ContextError: the texts could become longer than the decoder's positions.
+            PromptError, SamplingError: as `SpeculativeGenerator.sample`.
+        """
+        for name, reason in options.REFUSED.items():
+            if keywords.get(name) is not None:
+                raise ConfigurationError(f"{name} does not go with a decoder of this package: {reason}")
+        options.check_options(keywords)
+        result: Tensor | GenerateDecoderOnlyOutput = super().generate(inputs, generation_config, **keywords)
+        return result
+
+    def load_custom_generate(self, *_: object, **__: object) -> Any:
+        """Refused: it would run code of somebody else's repository.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "this way of generating is code in a repository of its own, which is not run here; use greedy decoding, "
+            "sampling, beam search, assistant_model or prompt_lookup_num_tokens"
+        )
+
+    def generate_batch(self, *_: object, **__: object) -> Any:
+        """Refused: continuous batching of `transformers` brings a cache of its own.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise ConfigurationError(
+            "generate_batch brings a paged cache of transformers; a SpeculativeGenerator batches continuously itself: "
+            "give `sample` or `stream` more prompts than the decoder has slots"
+        )
+
+    # ---- the places at which transformers' `generate` asks its model
+
+    def _validate_generation_mode(
+        self, generation_mode: object, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
+    ) -> None:
+        """The checks of `transformers` without those of an assistant's configuration: a decoder is no model of its."""
+        others = {k: v for k, v in generation_mode_kwargs.items() if not k.startswith("assistant")}
+        super()._validate_generation_mode(generation_mode, generation_config, others)
+
+    def _prepare_cache_for_generation(
+        self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: object, **__: object
+    ) -> None:
+        """The slots are the cache. Here all is known and nothing has run: what cannot be done is refused."""
+        options.check_options({name: getattr(generation_config, name, None) for name in options.CHECKED})
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not bool((mask[:, -1] != 0).all()):
+            raise ConfigurationError(
+                "a row of attention_mask ends with padding; pad on the left (tokenizer.padding_side='left')"
+            )
+        padding = 0 if mask is None else int((mask == 0).sum(1).min())
+        longest = generation_config.max_length - padding
+        if longest > self.decoder.n_positions:
+            raise ContextError(
+                f"texts of {longest} tokens (max_length, or the prompt and max_new_tokens) do not fit into "
+                f"{self.decoder.n_positions} positions; ask for fewer new tokens, or load the decoder with more "
+                "n_positions"
+            )
+        given = next((model_kwargs[name] for name in ("cache", "past_key_values") if model_kwargs.get(name)), None)
+        if given is not None:
+            self._own(given)
+        elif generation_config.use_cache is not False:
+            model_kwargs[CACHE_FIELD] = SlotCache(self.decoder)
+
+    def _sample(
+        self,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: Streamer | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Greedy decoding and sampling: on the engine if a generator is behind this, else in the loop."""
+        if self.generator is not None:
+            real = engine_call.real_tokens(input_ids, model_kwargs.get("attention_mask"))
+            call = engine_call.PreparedCall(
+                input_ids, real, logits_processor, stopping_criteria, generation_config, streamer
+            )
+            reason = call.why_not()
+            if reason is None:
+                return self._on_engine(self.generator, call)
+            log.warning("generate runs without speculation: %s", reason)
+        result: Tensor | GenerateDecoderOnlyOutput = super()._sample(
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            streamer=streamer,
+            **model_kwargs,
+        )
+        return result
+
+    def _assisted_decoding(
+        self,
+        input_ids: Tensor,
+        *,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: Streamer | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Assisted generation is our speculation."""
+        real = engine_call.real_tokens(input_ids, model_kwargs.get("attention_mask"))
+        call = engine_call.PreparedCall(
+            input_ids, real, logits_processor, stopping_criteria, generation_config, streamer
+        )
+        reason = call.why_not()
+        if reason is not None:
+            raise ConfigurationError(f"assisted generation of several rows: {reason}; give one prompt at a time")
+        pair = None
+        if (draft := model_kwargs.get("assistant_tokenizer")) is not None:
+            if model_kwargs.get("tokenizer") is None:
+                raise ConfigurationError("assistant_tokenizer is one of two: give tokenizer, the target's, with it")
+            pair = TokenizerPair(target=model_kwargs["tokenizer"], draft=draft)
+        return self._on_engine(self._assistant(model_kwargs.get("assistant_model"), generation_config, pair), call)
+
+    def _assistant(
+        self, assistant: object | None, config: GenerationConfig, tokenizers: TokenizerPair | None
+    ) -> SpeculativeGenerator:
+        """The generator for an assistant and its options; made once."""
+        if assistant is None and config.prompt_lookup_num_tokens is None:
+            raise ConfigurationError(
+                "assistant_early_exit and use_mtp read parts of a model of transformers; give assistant_model (a "
+                "decoder) or prompt_lookup_num_tokens"
+            )
+        draft = assistant.decoder if isinstance(assistant, HuggingFaceGenerationAdapter) else assistant
+        if isinstance(draft, torch.nn.Module):
+            raise ConfigurationError(
+                f"assistant_model is a {type(draft).__name__}; load the folder with AutoDecoder.from_pretrained and "
+                "give that decoder"
+            )
+        tokens = config.num_assistant_tokens if assistant is not None else config.prompt_lookup_num_tokens
+        size, threshold = config.max_matching_ngram_size, config.assistant_confidence_threshold
+        lengths = "auto" if "heuristic" in (config.num_assistant_tokens_schedule or "") else tokens
+        key = (id(draft), tokens, lengths, size, threshold, tokenizers)
+        if key not in self._assisted:
+            if not isinstance(tokens, int) or not 1 <= tokens < MAX_WIDTH:
+                raise ConfigurationError(
+                    f"{tokens!r} drafted tokens in a round do not go; ask for 1 to {MAX_WIDTH - 1}"
+                )
+            if assistant is None:
+                made = SpeculativeGenerator(NgramDrafter(tokens, prompt_lookup_max=size or 2), self.decoder, k=tokens)
+            else:
+                vocabulary = {} if tokenizers is None else {"vocabulary": tokenizers}
+                stop = {"confidence_threshold": threshold} if threshold else {}
+                made = SpeculativeGenerator(draft, self.decoder, k=lengths, **stop, **vocabulary)
+            self._assisted[key] = made
+        return self._assisted[key]
+
+    def _on_engine(
+        self, generator: SpeculativeGenerator, call: engine_call.PreparedCall
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        self._last = generator
+        return engine_call.run(generator, call)
+
+    def _own(self, cache: object) -> SlotCache:
+        if not isinstance(cache, SlotCache) or cache.decoder is not self.decoder:
+            raise ConfigurationError(
+                f"the cache is a {type(cache).__name__} and not one that this model has given; leave it out"
+            )
+        return cache

@@ -1,0 +1,185 @@
+"""What a decoder's slots hold, behind the cache interface of `transformers`: row b of a batch is slot b.
+
+Padding is not stored. A row's real tokens lie one behind the other in its slot, so that their positions are the ones
+that `transformers` derives from an attention mask. Not here: the model around it (`paceline.huggingface.adapter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from paceline.core.errors import ConfigurationError, ContextError, DecoderBusyError, PromptError
+from paceline.decoder import steps
+from paceline.decoder.decoder import CompiledDecoder
+from paceline.decoder.options import MAX_WIDTH
+
+
+class SlotCache(Cache):
+    """The texts that a decoder's slots hold, for one loop of `transformers`.
+
+    mask  [R, columns] bool: which tokens of the texts so far are real; the others are padding
+    """
+
+    def __init__(self, decoder: CompiledDecoder) -> None:
+        super().__init__(layers=[])
+        self.decoder = decoder
+        self.mask = torch.zeros(0, 0, dtype=torch.bool)
+
+    # ---- what transformers asks of a cache
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns so far, padding included."""
+        return self.mask.shape[1]
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Positions of the decoder."""
+        return self.decoder.n_positions
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.mask)
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """It is attention's: what is in it has a length."""
+        return [False]
+
+    def reset(self) -> None:
+        """Forget the texts."""
+        self.mask = torch.zeros(0, 0, dtype=torch.bool)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take the last ``-tokens_to_remove`` columns away.
+
+        Raises:
+            ConfigurationError: the number is positive, as older versions of `transformers` had it.
+        """
+        if tokens_to_remove > 0:
+            raise ConfigurationError("crop takes 0 or a negative number: how many tokens are taken from the end")
+        self.mask = self.mask[:, : max(0, self.mask.shape[1] + tokens_to_remove)]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row b goes on from what row ``beam_idx[b]`` holds. beam_idx [R] int64"""
+        if len(beam_idx) != len(self.mask):
+            raise ConfigurationError(f"{len(beam_idx)} rows are named for a cache of {len(self.mask)}")
+        self._move(beam_idx.tolist())
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order. indices [R'] int64, or [R] bool"""
+        self._move((indices.nonzero().flatten() if indices.dtype == torch.bool else indices).tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Have every row ``repeats`` times, one behind the other."""
+        self._move([row for row in range(len(self.mask)) for _ in range(repeats)])
+
+    def _move(self, source: Sequence[int]) -> None:
+        self._check_rows(len(source))
+        self._check_owner()
+        lengths = self.mask.sum(1)
+        self.mask = self.mask[list(source)]
+        if list(source) != list(range(len(source))):
+            with self.decoder.held_by(self):
+                self._reorder(source, int(lengths.max()))
+
+    # ---- reading
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor, real: Tensor, keep: int) -> Tensor:
+        """Append columns and read what is real of them.
+
+        tokens [R, T] int64, real [R, T] bool -> logits [R, keep, V] float32 of the last columns; 0 for padding
+
+        Raises:
+            PromptError: the decoder has fewer slots than rows, or an id is outside of the vocabulary.
+            ContextError: a text is longer than the decoder's positions.
+            DecoderBusyError: another generation has used the slots since, or is using them.
+        """
+        before = self.mask.sum(1) if len(self.mask) else torch.zeros(len(tokens), dtype=torch.int64)
+        self._check(tokens, real, before)
+        rows = [row[mask].tolist() for row, mask in zip(tokens, real, strict=True)]
+        with self.decoder.held_by(self):
+            if keep == 1 and bool(real[:, -1].all()) and tokens.shape[1] > 1:
+                logits = self._read_prompts(rows, before.tolist())
+            else:
+                logits = self._read_windows(rows, before.tolist(), real[:, tokens.shape[1] - keep :])
+        self.mask = torch.cat((self.mask if len(self.mask) else real[:, :0], real), 1)
+        return logits
+
+    def _check(self, tokens: Tensor, real: Tensor, before: Tensor) -> None:
+        self._check_rows(len(tokens))
+        if len(self.mask):
+            self._check_owner()
+            if len(tokens) != len(self.mask):
+                raise PromptError(f"{len(tokens)} rows are given to a cache of {len(self.mask)}; give as many")
+        if bool(((before > 0) & ~real.any(1)).any()):
+            raise PromptError("a row with a text gets padding alone; every row needs a real token behind its text")
+        vocabulary = self.decoder.config.vocab_size
+        used = tokens[real]
+        if len(used) and not 0 <= int(used.min()) <= int(used.max()) < vocabulary:
+            raise PromptError(f"ids must be 0 to {vocabulary - 1}, this model's vocabulary; the tokenizer is another's")
+        longest = int((before + real.sum(1)).max())
+        if longest > self.decoder.n_positions:
+            raise ContextError(
+                f"a text of {longest} tokens does not fit into {self.decoder.n_positions} positions; shorten it, ask "
+                "for fewer new tokens, or load the decoder with more n_positions"
+            )
+
+    def _check_rows(self, rows: int) -> None:
+        slots = self.decoder.batch_size
+        if rows > slots:
+            raise PromptError(
+                f"{rows} rows (prompts x num_beams or num_return_sequences) need as many slots and this decoder has "
+                f"{slots}; load it with batch_size={rows}, or ask for fewer"
+            )
+
+    def _check_owner(self) -> None:
+        if self.decoder.last_holder is not self:
+            raise DecoderBusyError(
+                "another generation has used this decoder since: its slots no longer hold the text of this cache; "
+                "begin again without it, or load a second decoder"
+            )
+
+    def _read_prompts(self, rows: list[list[int]], before: list[int]) -> Tensor:
+        """Logits after the last token of every row, [R, 1, V]. A text that several rows begin with is read once."""
+        if any(before):
+            logits = [steps.prefill(self.decoder, i, row, start=before[i])[0] for i, row in enumerate(rows)]
+            return torch.cat(logits)
+        first: dict[tuple[int, ...], int] = {}
+        source = [first.setdefault(tuple(row), index) for index, row in enumerate(rows)]
+        read = {index: steps.prefill(self.decoder, index, rows[index])[0].clone() for index in first.values()}
+        if len(first) < len(rows):
+            self._reorder(source, max(map(len, rows)))
+        return torch.cat([read[index] for index in source])
+
+    def _read_windows(self, rows: list[list[int]], before: list[int], wanted: Tensor) -> Tensor:
+        """Logits of every ``wanted`` [R, keep] column, which are the last ones. -> [R, keep, V]"""
+        decoder, longest = self.decoder, max(map(len, rows))
+        found: list[list[Tensor]] = [[] for _ in rows]
+        for done in range(0, longest, MAX_WIDTH):
+            width = 1 << (min(longest - done, MAX_WIDTH) - 1).bit_length()
+            tokens = torch.zeros(decoder.batch_size, width, dtype=torch.int32)
+            row = torch.zeros(decoder.batch_size, dtype=torch.int32)
+            for index, ids in enumerate(rows):
+                # A row that is through reads its last token again, so that no row of its text is written over.
+                begin = min(done, max(0, len(ids) - 1))
+                part = ids[begin : begin + width]
+                tokens[index, : len(part)] = torch.tensor(part, dtype=torch.int32)
+                row[index] = before[index] + begin if ids else before[index]
+            bucket = decoder.bucket_for(int(row.max()) + width)
+            logits = steps.window(decoder, tokens, row, bucket=bucket)[0]
+            for index, ids in enumerate(rows):
+                found[index] += logits[index, : max(0, len(ids) - done)].unbind()
+        made = torch.zeros(*wanted.shape, decoder.config.vocab_size)
+        for index, states in enumerate(found):
+            count = int(wanted[index].sum())
+            if count:
+                made[index, wanted[index]] = torch.stack(states[-count:])
+        return made
+
+    def _reorder(self, source: Sequence[int], rows: int) -> None:
+        slots = [*source, *range(len(source), self.decoder.batch_size)]
+        steps.reorder_slots(self.decoder, torch.tensor(slots, dtype=torch.int32), rows=rows)

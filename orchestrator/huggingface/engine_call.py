@@ -1,0 +1,212 @@
+"""A call of `generate` on our engine: what `transformers` has prepared, as requests, and their outputs in its form.
+
+The adapter comes here where something speculates. Everything else runs in the loops of `transformers` itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation import logits_process as hf
+from transformers.generation.logits_process import LogitsProcessor
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteria
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from paceline.core.sampling import row_seed
+from paceline.engine.engine import CallOptions
+from paceline.engine.queue import ListQueue
+from paceline.engine.request import Request, SamplingParams
+from paceline.generator import SpeculativeGenerator
+from paceline.text.streamers import Streamer
+
+_ROW_BY_ROW = (
+    hf.RepetitionPenaltyLogitsProcessor,
+    hf.NoRepeatNGramLogitsProcessor,
+    hf.NoBadWordsLogitsProcessor,
+    hf.SequenceBiasLogitsProcessor,
+    hf.MinLengthLogitsProcessor,
+    hf.MinNewTokensLengthLogitsProcessor,
+    hf.SuppressTokensLogitsProcessor,
+    hf.SuppressTokensAtBeginLogitsProcessor,
+    hf.ForcedBOSTokenLogitsProcessor,
+    hf.ForcedEOSTokenLogitsProcessor,
+    hf.ExponentialDecayLengthPenalty,
+    hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization,
+    hf.TemperatureLogitsWarper,
+    hf.TopKLogitsWarper,
+    hf.TopPLogitsWarper,
+    hf.MinPLogitsWarper,
+    hf.TypicalLogitsWarper,
+    hf.EpsilonLogitsWarper,
+    hf.EtaLogitsWarper,
+)
+"""Processors that are known to look at one row at a time, and not at which row it is."""
+
+_WARPERS = (hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper)
+"""What our sampling does itself, in this order."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedCall:
+    """What a decoding method of `transformers` is given.
+
+    input_ids   [R, S] int64, rows repeated for ``num_return_sequences``
+    real        [R, S] bool, False for padding
+    """
+
+    input_ids: Tensor
+    real: Tensor
+    processors: Sequence[LogitsProcessor]
+    criteria: Sequence[StoppingCriteria]
+    config: GenerationConfig
+    streamer: Streamer | None = None
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether logits are to be given back, processed or as they are."""
+        config = self.config
+        return bool(config.return_dict_in_generate and (config.output_scores or config.output_logits))
+
+    def why_not(self) -> str | None:
+        """Why the engine cannot do this as the loop of `transformers` does it; None if it can."""
+        if len(self.input_ids) == 1:
+            return None
+        if self.streamer is not None:
+            return "a streamer is given tokens of all rows at once"
+        if self.keeps_scores:
+            return "scores of several rows are asked for"
+        if any(type(one) not in _ROW_BY_ROW for one in self.processors):
+            return "a logits processor may look at several rows at once"
+        if any(type(one) not in (MaxLengthCriteria, EosTokenCriteria) for one in self.criteria):
+            return "a stopping criterion may look at several rows at once"
+        return None
+
+
+def real_tokens(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Which ids are no padding. [R, S] bool"""
+    return torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
+
+
+def run(generator: SpeculativeGenerator, call: PreparedCall) -> Tensor | GenerateDecoderOnlyOutput:
+    """Decode with a generator. -> [R, longest] int64, rows padded on the right; or with scores, as the call asks.
+
+    A call that samples draws its seed from PyTorch's generator, so that `torch.manual_seed` governs it.
+
+    Raises:
+        RequestError: a request cannot be served.
+        DecoderBusyError: a decoder is in use.
+    """
+    config = call.config
+    seed = int(torch.randint(0, 2**62, ())) if config.do_sample else 0
+    records: tuple[list[Tensor], list[Tensor]] = ([], [])
+    requests = [
+        replace(_request(generator, call, row, seed=row_seed(seed, row), records=records), index=row)
+        for row in range(len(call.input_ids))
+    ]
+    new: list[list[int]] = [[] for _ in requests]
+    outputs = generator.serve(ListQueue(requests), CallOptions())
+    try:
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+            new[output.index] += output.tokens
+            if call.streamer is not None:
+                for token in output.tokens:
+                    call.streamer.put(torch.tensor([token]))
+    finally:
+        outputs.close()
+        if call.streamer is not None:
+            call.streamer.end()
+    pad = 0 if config._pad_token_tensor is None else int(config._pad_token_tensor)
+    longest = max(map(len, new))
+    rows = torch.tensor([tokens + [pad] * (longest - len(tokens)) for tokens in new])
+    sequences = torch.cat((call.input_ids, rows), 1)
+    if not config.return_dict_in_generate:
+        return sequences
+    raw, processed = (tuple(record[:longest]) for record in records)
+    kind: Any = GenerateDecoderOnlyOutput
+    made: GenerateDecoderOnlyOutput = kind(
+        sequences=sequences,
+        scores=processed if config.output_scores else None,
+        logits=raw if config.output_logits else None,
+    )
+    return made
+
+
+def _request(
+    generator: SpeculativeGenerator, call: PreparedCall, row: int, *, seed: int, records: tuple[list[Tensor], ...]
+) -> Request:
+    config, ids = call.config, call.input_ids[row]
+    prompt = ids[call.real[row]]
+    processors = [_of_row(one, row) for one in call.processors]
+    if call.keeps_scores:
+        draws: dict[str, float | int] = {}
+        processors = [_Recorder(records[0], len(ids)), *processors, _Recorder(records[1], len(ids))]
+    else:
+        draws = _take_warpers(processors)
+    eos: list[int] = [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist()
+    own = [one for one in call.criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)]
+    padded = len(prompt) < len(ids)
+    params = SamplingParams(
+        max_new_tokens=config.max_length - len(ids),
+        do_sample=bool(config.do_sample),
+        seed=seed,
+        eos_token_id=eos,
+        logits_processor=[_WithPadding(one, ids, len(prompt)) if padded else one for one in processors] or None,
+        stopping_criteria_list=[_WithPadding(one, ids, len(prompt)) if padded else one for one in own] or None,
+        **draws,  # type: ignore[arg-type]
+    )
+    return Request.batch([prompt.tolist()], params, generator.limits)[0]
+
+
+def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    """A processor for one row: a repetition penalty knows of every row where its padding ends."""
+    padding = getattr(processor, "prompt_ignore_length", None)
+    if not isinstance(padding, Tensor):
+        return processor
+    single: Any = copy.copy(processor)
+    single.prompt_ignore_length = padding[row : row + 1]
+    made: LogitsProcessor = single
+    return made
+
+
+def _take_warpers(processors: list[LogitsProcessor]) -> dict[str, float | int]:
+    """Take from the end of the list what our sampling does itself. -> its parameters"""
+    taken: dict[str, float | int] = {}
+    place = len(_WARPERS)
+    while processors and type(processors[-1]) in _WARPERS[:place]:
+        warper = processors.pop()
+        place = _WARPERS.index(type(warper))
+        name = ("temperature", "top_k", "top_p", "min_p")[place]
+        taken[name] = getattr(warper, name)
+    return taken
+
+
+class _WithPadding(LogitsProcessor, StoppingCriteria):
+    """A processor or criterion that sees a row as `transformers` would show it, padding included."""
+
+    def __init__(self, inner: LogitsProcessor | StoppingCriteria, ids: Tensor, prompt: int) -> None:
+        self._inner, self._ids, self._prompt = inner, ids.unsqueeze(0), prompt
+
+    def __call__(self, ids: Tensor, scores: Tensor | None) -> Tensor:
+        result: Tensor = self._inner(torch.cat((self._ids, ids[:, self._prompt :]), 1), scores)
+        return result
+
+
+class _Recorder(LogitsProcessor):
+    """Keeps the scores of every new token."""
+
+    def __init__(self, record: list[Tensor], prompt: int) -> None:
+        self._record, self._prompt = record, prompt
+
+    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+        del self._record[ids.shape[1] - self._prompt :]  # a place that is looked at again
+        self._record.append(scores.clone())
+        return scores
