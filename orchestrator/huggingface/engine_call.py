@@ -19,7 +19,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from paceline.core.sampling import row_seed
-from paceline.engine.engine import CallOptions
 from paceline.engine.queue import ListQueue
 from paceline.engine.request import Request, SamplingParams
 from paceline.generator import SpeculativeGenerator
@@ -111,7 +110,7 @@ def run(generator: SpeculativeGenerator, call: PreparedCall) -> Tensor | Generat
         for row in range(len(call.input_ids))
     ]
     new: list[list[int]] = [[] for _ in requests]
-    outputs = generator.serve(ListQueue(requests), CallOptions())
+    outputs = generator.serve(ListQueue(requests))
     try:
         for output in outputs:
             if output.error is not None:
