@@ -72,6 +72,7 @@ class TableBody:
         self.truth: Truth | None = None
         self.caches = [(self.cache, self.stamp)]
         self.forwards = 0
+        self.real_rows = lambda *_: None  # every slot is computed
 
     def __call__(
         self, tokens: Tensor, place: CachePosition, reads: FeatureSpec | None = None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.core.protocols import Drafter, Reading, Round
 from paceline.core.types import PAD, Commit, MultiRoundLimits, RoundLimits, RoundResult, SamplingTensors
-from paceline.engine.draft_length import DraftLengthController
+from paceline.engine.draft_length import ControllersByFill, DraftLengthController
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class AdaptiveRound:
 
     stages        for every draft length the round that drafts so many tokens. At length 0 the drafter only notes every
                   commit, so that it can go on later
-    controller    chooses the length
+    controller    chooses the length; those of other batch fills are its siblings
     drafter       that of all stages
     rest          a round of several plain steps, in place of length 0 while every text has room for them
 
@@ -43,7 +43,7 @@ class AdaptiveRound:
         rest: Stage | None = None,
     ) -> None:
         self.stages, self.rest = dict(stages), rest
-        self._controller, self._drafter = controller, drafter
+        self._controllers, self._drafter = ControllersByFill(controller), drafter
         self._first = next(iter(self.stages.values())).round
         self._seated: set[int] = set()
         self._lagging: set[int] = set()  # slots with commits that the drafter has not read
@@ -67,7 +67,8 @@ class AdaptiveRound:
         if self._last_limits is None or self._last_limits[0] is not limits.max_accept:
             self._last_limits = (limits.max_accept, limits.max_accept.tolist())
         max_accept = self._last_limits[1]
-        length = self._controller.choose(max(max_accept))
+        controller = self._controllers.at(len(self._seated))
+        length = controller.choose(max(max_accept))
         stage = self.stages[length]
         if length == 0 and self.rest is not None and all(max_accept[slot] for slot in self._seated):
             stage = self.rest
@@ -84,15 +85,22 @@ class AdaptiveRound:
             limits = RoundLimits(
                 limits.max_accept,
                 limits.max_rows,
-                MultiRoundLimits(multi.remaining, multi.end_ids, self._controller.rounds),
+                MultiRoundLimits(multi.remaining, multi.end_ids, controller.rounds),
             )
         result = stage.round(commit, sampling, limits)
         remaining = max_accept if multi is None else multi.remaining
-        self._record(length, max_accept, result, remaining=remaining, early=early is not None)
+        self._record(controller, length, result, max_accept=max_accept, remaining=remaining, early=early is not None)
         return RoundResult(result.commit, result.reports, result.draft_seconds, result.verify_seconds, length)
 
     def _record(
-        self, length: int, max_accept: list[int], result: RoundResult, *, remaining: list[int], early: bool
+        self,
+        controller: DraftLengthController,
+        length: int,
+        result: RoundResult,
+        *,
+        max_accept: list[int],
+        remaining: list[int],
+        early: bool,
     ) -> None:
         """Tell the controller what rounds of this length did.
 
@@ -104,7 +112,7 @@ class AdaptiveRound:
             if any(asked) or length == 0:
                 accepted = [len(tokens) - 1 for tokens in report.tokens]
                 seconds = None if catches_up else report.seconds
-                self._controller.record(length, asked=asked, accepted=accepted, seconds=seconds)
+                controller.record(length, asked=asked, accepted=accepted, seconds=seconds)
             if length == 0:
                 self._lagging = set(range(len(asked)))
             elif self._lagging:

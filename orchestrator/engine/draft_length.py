@@ -12,8 +12,10 @@ the neighbours of the chosen length are explored now and then, to be compared wi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 DECAY = 0.98
 """Weight of a round against the next one: about the last fifty count."""
@@ -108,6 +110,9 @@ class Exploration:
         return beside[-1 if self._deeper else 0] if beside else length
 
 
+ControllerSelf = TypeVar("ControllerSelf", bound="DraftLengthController")
+
+
 @dataclass(slots=True)
 class DraftLengthController:
     """Chooses one of ``draft_lengths`` (ascending, 0 = no draft) for the rounds that come next.
@@ -132,6 +137,14 @@ class DraftLengthController:
     def __post_init__(self) -> None:
         self._hits, self._tries = [0.0] * self.draft_lengths[-1], [0.0] * self.draft_lengths[-1]
         self._length = self.draft_lengths[-1]
+
+    def sibling(self: ControllerSelf) -> ControllerSelf:
+        """Another one, for rounds of other costs: it shares what is known of acceptance, and knows no times yet."""
+        made = copy.copy(self)
+        made._step_times, made._exploration, made._recorded = StepTimes(), Exploration(), []
+        made._length, made._settled, made.rounds = self.draft_lengths[-1], False, 1
+        made._idle, made._pause = 0, PROBE_AFTER[0]
+        return made
 
     def choose(self, deepest: int) -> int:
         """The draft length of the next round, in which no slot can accept more than ``deepest`` tokens.
@@ -206,12 +219,35 @@ class DraftLengthController:
         self._recorded = []
 
     def _count(self, asked: list[int], accepted: list[int]) -> None:
-        self._hits = [DECAY * x for x in self._hits]
-        self._tries = [DECAY * x for x in self._tries]
+        self._hits[:] = [DECAY * x for x in self._hits]  # in place: siblings share them
+        self._tries[:] = [DECAY * x for x in self._tries]
         for asked_here, accepted_here in zip(asked, accepted, strict=True):
             for place in range(min(asked_here, accepted_here + 1)):  # behind the first rejection nothing was decided
                 self._tries[place] += 1
                 self._hits[place] += place < accepted_here
+
+
+class ControllersByFill:
+    """A controller for every batch fill: what a round costs, and so which length is best, depends on how many requests
+    are in it. Fills are told apart up to a factor of two. What is known of acceptance is common to all.
+    """
+
+    def __init__(self, first: DraftLengthController) -> None:
+        self._first = first
+        self._by_fill: dict[int, DraftLengthController] = {}
+
+    @property
+    def fills(self) -> set[int]:
+        """Those that rounds had so far, each the next power of two."""
+        return set(self._by_fill)
+
+    def at(self, seated: int) -> DraftLengthController:
+        """That for rounds with so many requests."""
+        fill = 1 << max(0, seated - 1).bit_length()
+        found = self._by_fill.get(fill)
+        if found is None:
+            found = self._by_fill[fill] = self._first.sibling() if self._by_fill else self._first
+        return found
 
 
 def _middle(numbers: list[float]) -> float:

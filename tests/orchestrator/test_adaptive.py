@@ -13,7 +13,7 @@ from paceline.core.errors import ConfigurationError, SamplingError
 from paceline.core.types import PAD, Commit
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine.adaptive import fitted
-from paceline.engine.draft_length import DraftLengthController
+from paceline.engine.draft_length import ControllersByFill, DraftLengthController
 from tests.decoder.tiny import Workshop
 from tests.fakes import Checked, TableDecoder, near, rebuild, table
 
@@ -174,6 +174,23 @@ def test_a_rest_takes_several_plain_steps_at_once_unless_a_text_has_no_room_for_
     # Who does without drafts has no limit to tell how much is wanted: one token a round, for all.
     events = list(maker.stream(PROMPTS[:2], max_new_tokens=41, use_speculation=[True, False]))
     assert max(len(event.tokens) for event in events) == 1
+
+
+def test_the_controller_is_that_of_as_many_requests_as_are_seated(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def at(controllers: ControllersByFill, seated: int) -> DraftLengthController:
+        seen.append(seated)
+        return real(controllers, seated)
+
+    real = ControllersByFill.at
+    monkeypatch.setattr(ControllersByFill, "at", at)
+    maker = Checked(TableDecoder(DRAFT, slots=4), TableDecoder(TARGET, slots=4), k=DRAFT_LENGTHS)
+    plain = TableDecoder(TARGET, slots=4)
+    for prompts in (PROMPTS[:1], PROMPTS[:2], PROMPTS):
+        seen.clear()
+        assert torch.equal(maker.sample(prompts, max_length=33), plain.sample(prompts, max_length=33))
+        assert set(seen) >= {1, len(prompts)} and max(seen) == len(prompts)
 
 
 def test_a_request_may_do_without_drafts() -> None:

@@ -9,7 +9,7 @@ import pytest
 from paceline import DRAFT_LENGTHS
 from paceline.config import parse_k
 from paceline.core.errors import ConfigurationError
-from paceline.engine.draft_length import DraftLengthController
+from paceline.engine.draft_length import ControllersByFill, DraftLengthController
 
 
 def told(
@@ -131,3 +131,24 @@ def test_each_of_several_plain_steps_is_a_round_to_the_pace() -> None:
     for _ in range(2):
         pace.record(0, asked=[0, 0], accepted=[4, 0], seconds=5.0)
     assert pace.choose(1) == 1 and pace._step_times.typical[0] == 1.0 and pace._idle == 10
+
+
+def test_every_batch_fill_has_costs_of_its_own_and_no_load_is_slower_than_plain() -> None:
+    """Virtual time: a draft costs a tenth of a round of one request, and twice a round of sixteen."""
+    controllers, dice = ControllersByFill(DraftLengthController(DRAFT_LENGTHS)), random.Random(0)
+    cost = {1: 0.1, 2: 0.3, 5: 1.0, 16: 2.0}
+    spent, plain, chosen = 0.0, 0.0, {fill: list[int]() for fill in cost}
+    for seated in [*cost, *reversed(cost), *cost] * 4:
+        for _ in range(150):
+            pace = controllers.at(seated)
+            rung = pace.choose(99)
+            accepted = [next((i for i in range(rung) if dice.random() >= 0.6), rung) for _ in range(seated)]
+            pace.record(rung, asked=[rung] * seated, accepted=accepted, seconds=1.0 + rung * cost[seated])
+            spent += 1.0 + rung * cost[seated]
+            plain += 1.0 + sum(accepted) / seated
+            chosen[seated].append(rung)
+    assert controllers.fills == {1, 2, 8, 16}
+    for seated in (5, 16):  # whatever was best before: costs are kept, so that nothing is tried anew
+        assert sum(rung == 0 for rung in chosen[seated]) > 0.95 * len(chosen[seated])
+    assert sum(rung > 1 for rung in chosen[1]) > 0.8 * len(chosen[1])
+    assert spent < plain
