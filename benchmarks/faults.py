@@ -165,7 +165,12 @@ def service(target: Path, draft: Path, *, backend: str) -> Iterator[str]:
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         groups = plan_groups(models_of(entries, folder=Path(), where="benchmark"), machine)
-        serve.run(application(groups, FaultPolicy(startup_timeout_s=170)), name="paceline", route_prefix="/")
+        serve.run(
+            application(groups, FaultPolicy(startup_timeout_s=170)),
+            name="paceline",
+            route_prefix="/",
+            external_scaler_enabled=True,
+        )
         yield f"http://127.0.0.1:{port}"
     finally:
         ray.shutdown()

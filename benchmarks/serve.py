@@ -167,7 +167,7 @@ def service(options: argparse.Namespace) -> Iterator[int]:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         groups = plan_groups(models_of([entry], folder=Path(), where="benchmark"), machine)
         app = application(groups, FaultPolicy(), ApiSettings(access_log=False))
-        serve.run(app, name="paceline", route_prefix="/")
+        serve.run(app, name="paceline", route_prefix="/", external_scaler_enabled=True)
         yield port
     finally:
         ray.shutdown()

@@ -141,6 +141,10 @@ class PlanError(PlacementError, ConfigurationError):
     """No plan exists for these models on this instance."""
 
 
+class RoomError(PlanError):
+    """The models are in order, but there is no room for them: too few cores, or too little memory on a core."""
+
+
 class CoresBusyError(PlacementError):
     """Another process uses cores that this one was given."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,8 @@ from paceline.placement.planning import validate_plan
 from paceline.placement.planning.detect import instance_named
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
-from paceline.serving.settings import DEFAULT_MAX_BODY, ApiSettings, SpecMetrics
+from paceline.placement.planning.room import fit_together
+from paceline.serving.settings import DEFAULT_MAX_BODY, ApiSettings, SpecMetrics, is_loopback
 
 app = typer.Typer()
 
@@ -58,7 +58,7 @@ class ServeOptions:
             ConfigurationError: one is wrong, or anybody could use the server.
         """
         keys = tuple(self.api_key or ())
-        if not keys and not _is_loopback(self.host):
+        if not keys and not is_loopback(self.host):
             raise ConfigurationError(
                 f"--host {self.host} lets others reach the server, and there is no API key; give --api-key (or set "
                 f"{API_KEY}), or listen at 127.0.0.1"
@@ -115,6 +115,8 @@ def serve_models(
         source = _source(models, model)
         specs, policy = _read(source)
         settings, groups = options.settings(), plan_groups(specs, instance_named(options.instance))
+        if options.address is None and not options.print_serve_config:
+            groups = fit_together(groups, groups[0].plan.instance)
         for group in groups:
             validate_plan.check(group.plan)
         try:
@@ -130,6 +132,8 @@ def serve_models(
             return
         for group in groups:
             console.err().print(plan_table(group.plan))
+            if group.undrafted:
+                console.say(console.err(), f"{group.name} decodes without its draft: {group.undrafted}", style="yellow")
         url = f"http://{options.host}:{options.port}/v1"
         ready = partial(console.say, console.out(), f"serving at {url}")
         serve_groups(
@@ -152,10 +156,3 @@ def _read(source: Path | Sequence[Mapping[str, object]]) -> tuple[tuple[ModelSpe
     if isinstance(source, Path):
         return read_models(source), read_fault_policy(source)
     return models_of(source, folder=Path(), where="the command line"), FaultPolicy()
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -7,42 +7,37 @@ requests are (`paceline.serving.openai`), and how answers are written (`paceline
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import AsyncIterator
 from importlib.resources import files
-from typing import TypeVar
 
 from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from paceline.serving.admin import ModelAction, PinAction, add_admin, kept
 from paceline.serving.answering import answer
-from paceline.serving.middleware import CLIENT_CLOSED, AccessLog, ApiKeys, BodyLimit, api_key, refused_response
+from paceline.serving.lifecycle import ModelLifecycle
+from paceline.serving.middleware import AccessLog, ApiKeys, BodyLimit, api_key, refused_response
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.completion import CompletionRequest
-from paceline.serving.openai.fields import read_body
 from paceline.serving.openai.responses import ResponsesRequest
 from paceline.serving.openai.tokens import DetokenizeRequest, TokenizeRequest
+from paceline.serving.reading import read
 from paceline.serving.refused import RefusedError, model_not_found, refusal
 from paceline.serving.router import Item, ModelRouter, RequestContext
 from paceline.serving.schema import post_schema, with_components
 from paceline.serving.settings import ApiSettings
 
-log = logging.getLogger("paceline")
-
-ModelT = TypeVar("ModelT", bound=BaseModel)
 Generates = type[CompletionRequest] | type[ChatRequest] | type[ResponsesRequest]
 
-_LONG_BODY = 32 << 10  # bytes from which JSON is parsed beside the event loop: below, it takes less than a millisecond
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(router: ModelRouter, settings: ApiSettings) -> FastAPI:
-    """The application."""
+def create_app(router: ModelRouter, settings: ApiSettings, lifecycle: ModelLifecycle | None = None) -> FastAPI:
+    """The application. ``lifecycle``: of the router's models, for an operator; None: they are always there."""
     middleware = [
         Middleware(AccessLog, enabled=settings.access_log),
         Middleware(ApiKeys, keys=settings.api_keys),
@@ -55,6 +50,7 @@ def create_app(router: ModelRouter, settings: ApiSettings) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         middleware=middleware,
+        lifespan=None if lifecycle is None else lambda _: kept(lifecycle),
     )
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RefusedError, _error)
@@ -62,13 +58,23 @@ def create_app(router: ModelRouter, settings: ApiSettings) -> FastAPI:
     _add_generation(app, router, settings)
     _add_models(app, router)
     _add_operation(app, router, settings)
-    with_components(app, (CompletionRequest, ChatRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest))
+    bodies: list[type[BaseModel]] = [
+        CompletionRequest,
+        ChatRequest,
+        ResponsesRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+    ]
+    if lifecycle is not None:
+        add_admin(app, lifecycle, settings)
+        bodies += [ModelAction, PinAction]
+    with_components(app, bodies)
     return app
 
 
 def _add_generation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> None:
     async def generate(request: Request, kind: Generates) -> Response:
-        asked = await _read(request, kind)
+        asked = await read(request, kind)
         context = RequestContext.new(
             api_key=api_key(request.scope), timeout_s=settings.request_timeout_s, spec_metrics=settings.spec_metrics
         )
@@ -108,13 +114,13 @@ def _add_models(app: FastAPI, router: ModelRouter) -> None:
     @app.post("/tokenize", openapi_extra=post_schema(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """The ids of a text or a conversation."""
-        found = await router.tokenize(await _read(request, TokenizeRequest))
+        found = await router.tokenize(await read(request, TokenizeRequest))
         return Response(found.model_dump_json(), media_type="application/json")
 
     @app.post("/detokenize", openapi_extra=post_schema(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
-        found = await router.detokenize(await _read(request, DetokenizeRequest))
+        found = await router.detokenize(await read(request, DetokenizeRequest))
         return Response(found.model_dump_json(), media_type="application/json")
 
 
@@ -145,24 +151,6 @@ def _add_operation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> 
 
 
 _PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-
-
-async def _read(request: Request, model: type[ModelT]) -> ModelT:
-    """The request's body, checked.
-
-    Raises:
-        RefusedError: it is no JSON, or not what the endpoint takes.
-    """
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json":  # what a page elsewhere could send without being asked
-        raise RefusedError(415, f"the body is {kind}; send JSON, and say so: Content-Type: application/json")
-    try:
-        body = await request.body()
-    except ClientDisconnect as error:
-        raise RefusedError(CLIENT_CLOSED, "the client disconnected before the end of the body") from error
-    if len(body) < _LONG_BODY:
-        return read_body(model, body)
-    return await asyncio.to_thread(read_body, model, body)
 
 
 async def _http_error(_: Request, error: Exception) -> Response:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve.config import AutoscalingConfig
 
 from paceline.core.errors import ConfigurationError
 from paceline.placement import read_fault_policy, read_models
@@ -33,6 +34,7 @@ from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.yaml_file import validate
 from paceline.serving.ingress import Ingress
 from paceline.serving.replica import ModelReplica
+from paceline.serving.serve_loader import deployment_name
 from paceline.serving.settings import ApiSettings
 
 _ARGUMENTS = ("models", "instance", "api")
@@ -78,7 +80,12 @@ def deploy_config(
     changed = {key: value for key, value in asdict(settings).items() if value != asdict(ApiSettings())[key]}
     if changed:
         arguments["api"] = {key: list(value) if isinstance(value, tuple) else value for key, value in changed.items()}
-    application = {"name": "paceline", "route_prefix": "/", "import_path": f"{__name__}:{build.__name__}"}
+    application = {
+        "name": "paceline",
+        "route_prefix": "/",
+        "import_path": f"{__name__}:{build.__name__}",
+        "external_scaler_enabled": True,  # models are loaded and unloaded by the ingress
+    }
     return {"http_options": {"host": host, "port": port}, "applications": [{**application, "args": arguments}]}
 
 
@@ -102,17 +109,17 @@ def application(
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         ray_actor_options={"num_cpus": _CPU_SHARE},
     )
-    return ingress.bind(handles, settings or ApiSettings())
+    return ingress.bind(handles, settings or ApiSettings(), tuple(groups), fault_policy)
 
 
 def _model(group: ReplicaGroupPlan, fault_policy: FaultPolicy) -> serve.Application:
     target, *drafts = group.num_cores
-    threads = dict(group.plan.placements[0].env)["OMP_NUM_THREADS"]
+    threads, scaling = dict(group.plan.placements[0].env)["OMP_NUM_THREADS"], group.residency.autoscaling
     variables = {**environment.without_cores(), environment.NOSET: "1", "OMP_NUM_THREADS": threads}
     deployment = serve.deployment(
         ModelReplica,
-        name=f"model-{group.name}",
-        num_replicas=group.replicas,
+        name=deployment_name(group.name),
+        **({"num_replicas": group.replicas} if scaling is None else {"autoscaling_config": _autoscaling(group)}),
         max_ongoing_requests=_UNBOUNDED,
         max_queued_requests=_MAX_WAITING,
         graceful_shutdown_timeout_s=_SHUTDOWN_S,
@@ -129,4 +136,19 @@ def _model(group: ReplicaGroupPlan, fault_policy: FaultPolicy) -> serve.Applicat
         ],
         placement_group_strategy="STRICT_PACK",
     )
+    if scaling is None and not group.min_replicas:
+        deployment._deployment_config.num_replicas = 0  # its field takes 0, which the options refuse
     return deployment.bind(group, fault_policy, _MAX_WAITING)
+
+
+def _autoscaling(group: ReplicaGroupPlan) -> AutoscalingConfig:
+    residency = group.residency
+    scaling = residency.autoscaling
+    assert scaling is not None
+    idle = {} if residency.idle_ttl_s is None else {"downscale_to_zero_delay_s": residency.idle_ttl_s}
+    return AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        target_ongoing_requests=scaling.target_ongoing_requests,
+        **idle,
+    )

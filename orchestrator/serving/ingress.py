@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 
+from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.api import create_app
+from paceline.serving.lifecycle import ModelLifecycle
+from paceline.serving.managed import ManagedRouter
+from paceline.serving.serve_loader import ServeLoader
 from paceline.serving.serve_router import ModelRoute, ServeRouter
 from paceline.serving.settings import ApiSettings
 
 
 @serve.ingress()
 class Ingress:
-    """``handles``: model -> handle of its deployment."""
+    """``handles``: model -> handle of its deployment. ``groups``: of the same models."""
 
-    def __init__(self, handles: Mapping[str, Any], settings: ApiSettings) -> None:
-        self._router = ServeRouter({model: ModelRoute(handle) for model, handle in handles.items()})
-        self._settings = settings
+    def __init__(
+        self,
+        handles: Mapping[str, Any],
+        settings: ApiSettings,
+        groups: Sequence[ReplicaGroupPlan],
+        fault_policy: FaultPolicy,
+    ) -> None:
+        router = ServeRouter({model: ModelRoute(handle) for model, handle in handles.items()})
+        application = serve.get_replica_context().app_name
+        loader = ServeLoader(application, {group.name: group for group in groups}, router, fault_policy)
+        lifecycle = ModelLifecycle(loader, {group.name: group.residency for group in groups})
+        self._router, self._settings = ManagedRouter(router, lifecycle), settings
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray Serve calls it in the replica."""
-        return create_app(self._router, self._settings)
+        return create_app(self._router, self._settings, self._router.lifecycle)

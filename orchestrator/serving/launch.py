@@ -112,7 +112,7 @@ def _serve(app: serve.Application, *, host: str, port: int, ready: Callable[[], 
         _check_address(running.http_config, host=host, port=port)
     try:
         serve.start(http_options={"host": host, "port": port})
-        serve.run(app, name=APPLICATION, route_prefix="/")
+        serve.run(app, name=APPLICATION, route_prefix="/", external_scaler_enabled=True)
         ready()
         threading.Event().wait()
     except _RAY_ERRORS as error:

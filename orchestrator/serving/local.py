@@ -12,10 +12,10 @@ from paceline.serving.router import Failed, Health, Item, ModelCard, RequestCont
 
 
 class LocalRouter:
-    """A `paceline.serving.router.ModelRouter`. ``metrics``: gives their text."""
+    """A `paceline.serving.router.ModelRouter`. ``servers``: those that are in it now. ``metrics``: gives their text."""
 
     def __init__(self, servers: Mapping[str, ModelServer], metrics: Callable[[], bytes] = bytes) -> None:
-        self._servers, self._metrics = dict(servers), metrics
+        self._servers, self._metrics = servers, metrics
 
     async def models(self) -> Sequence[ModelCard]:
         """See `ModelRouter`."""

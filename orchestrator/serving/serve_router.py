@@ -65,6 +65,16 @@ class ServeRouter:
         found = await asyncio.gather(*(self._cards(model) for model in self._routes))
         return [cards[0] for cards in found if cards]
 
+    async def cards(self, model: str, *, fresh: bool = False) -> Sequence[ModelCard]:
+        """What the replicas of a model say of themselves. ``fresh``: now, not a moment ago."""
+        if fresh:
+            self.forget(model)
+        return await self._cards(model)
+
+    def forget(self, model: str) -> None:
+        """Its replicas are other ones now."""
+        self._seen[model].at = float("-inf")
+
     async def health(self) -> Health:
         """See `ModelRouter`."""
         found = await asyncio.gather(*(self._cards(model) for model in self._routes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -53,3 +54,11 @@ class ApiSettings:
             raise ConfigurationError(
                 f"spec_metrics={self.spec_metrics!r} is unknown; use {', '.join(get_args(SpecMetrics))}"
             )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name of one, is this machine's own."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

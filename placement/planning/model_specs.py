@@ -22,6 +22,7 @@ Keys of a model:
                   keys above it has ``k`` alone
     quota         limits for the targets of a draft (`quota`): max_targets, max_slots, weights: {target: weight}
     replicas      default 1; of a draft: as many as its target has, or fewer, which are then shared
+    load, pinned, idle_ttl_s, autoscaling   when a served model is in memory (`residency`)
     backend       inductor (default), eager, xla or neuron; tp_degree above 1 runs with eager and neuron
     group_query_attention  where K/V heads of a divided model live; default: whole heads, or copies
 
@@ -57,6 +58,7 @@ from paceline.placement.planning.in_process_draft import (
     read_speculative,
 )
 from paceline.placement.planning.quota import Quota, QuotaEntry
+from paceline.placement.planning.residency import Residency, ResidencyEntry
 from paceline.placement.planning.yaml_file import STRICT, read_yaml, validate
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -86,6 +88,7 @@ class ModelSpec:
     backend: str = "inductor"
     gqa: GQA | None = None
     quota: Quota = field(default_factory=Quota)
+    residency: Residency = field(default_factory=Residency)
 
     @property
     def k(self) -> int:
@@ -112,10 +115,8 @@ def _known_layout(name: str) -> str:
     return name
 
 
-class ModelEntry(pydantic.BaseModel):
+class ModelEntry(ResidencyEntry):
     """One entry of ``models``, as it is written."""
-
-    model_config = STRICT
 
     name: Annotated[str, pydantic.AfterValidator(_valid_name)]
     path: Annotated[str, pydantic.Field(min_length=1)] | None = None
@@ -125,7 +126,7 @@ class ModelEntry(pydantic.BaseModel):
     batch_size: pydantic.PositiveInt = 1
     amp: Literal["bf16", "f16", "f32"] = "bf16"
     quantization: Literal["int8", "q8_0", "q4_0", "q4_1"] | None = None
-    draft_of: str | list[str] = []
+    draft_of: str | list[str] = pydantic.Field(default_factory=list)
     draft: object = None
     k: object = None
     acceptor: object = None
@@ -143,6 +144,7 @@ class ModelEntry(pydantic.BaseModel):
         config, home = _configuration(self, folder, where)
         targets = [self.draft_of] if isinstance(self.draft_of, str) else self.draft_of
         speculative = self._speculative(folder, where)
+        residency = self.residency(where, batch_size=self.batch_size, is_draft=bool(targets), replicas=self.replicas)
         return ModelSpec(
             self.name,
             config,
@@ -155,6 +157,7 @@ class ModelEntry(pydantic.BaseModel):
             self.replicas or 1,
             backend=self.backend,
             gqa=None if self.group_query_attention is None else GQA(self.group_query_attention),
+            residency=residency,
         )
 
     def _speculative(self, folder: Path, where: str) -> SpeculativeConfig:

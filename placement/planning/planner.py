@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from paceline.core.errors import ConfigurationError, PlanError
+from paceline.core.errors import ConfigurationError, PlanError, RoomError
 from paceline.decoder.parallel.sharding import layout
 from paceline.placement.host import environment
 from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation
@@ -41,7 +41,8 @@ def degree_of(model: ModelSpec, instance: Instance) -> int:
     """The tensor-parallel degree of a model: as asked, or the smallest that fits.
 
     Raises:
-        PlanError: the degree is illegal, K/V heads do not allow it, or the share does not fit on a core.
+        PlanError: the degree is illegal, or K/V heads do not allow it.
+        RoomError: the share does not fit on a core.
     """
     name = model.name
     legal = [degree for degree in instance.degrees if not _why_not(model, degree)]
@@ -51,7 +52,7 @@ def degree_of(model: ModelSpec, instance: Instance) -> int:
         fits = [d for d in legal if _size(model, d).total <= instance.memory]
         if not fits:
             over = _size(model, legal[-1]).total - instance.memory
-            raise PlanError(
+            raise RoomError(
                 f"{name} does not fit {instance.name} at any degree it can be divided by: at {legal[-1]} it needs "
                 f"{over} bytes more on each core than the {instance.memory} there are; lower n_positions or "
                 "batch_size, quantize the weights, or take an instance with more memory a core"
@@ -66,7 +67,7 @@ def degree_of(model: ModelSpec, instance: Instance) -> int:
         raise PlanError(f"{name}: {_why_not(model, model.degree)}; use one of {', '.join(map(str, legal))}")
     over = _size(model, model.degree).total - instance.memory
     if over > 0:
-        raise PlanError(
+        raise RoomError(
             f"{name} does not fit at tp_degree={model.degree}: each core needs {over} bytes more than the "
             f"{instance.memory} of {instance.name}; raise tp_degree, or lower n_positions or batch_size"
         )
@@ -77,13 +78,13 @@ def plan(models: Sequence[ModelSpec], instance: Instance, *, taken: Sequence[Cor
     """Put all models on an instance where the ranges ``taken`` are in use already.
 
     Raises:
-        PlanError: it cannot be done; the message names the rule.
+        PlanError: it cannot be done; the message names the rule. RoomError where only room is missing.
     """
     needs = []
     for model in models:
         degree = degree_of(model, instance)
         if (needed := model.replicas * degree) > instance.cores:
-            raise PlanError(
+            raise RoomError(
                 f"{model.name}: {model.replicas} replicas on {degree} cores each want {needed} cores, and "
                 f"{instance.name} has {instance.cores}; ask for fewer, or take a larger instance"
             )
@@ -118,7 +119,7 @@ def place(needs: Sequence[Need], instance: Instance, taken: Sequence[CoreRange])
         )
         run = best_fit(instance, used, need.degree, near=partner)
         if run is None:
-            raise PlanError(_no_room(need, needs, instance, used=used))
+            raise RoomError(_no_room(need, needs, instance, used=used))
         assigned.append((need, run))
     return assigned
 

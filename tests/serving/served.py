@@ -47,7 +47,7 @@ def served(groups: Sequence[ReplicaGroupPlan]) -> Iterator[openai.OpenAI]:
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     try:
-        serve.run(application(groups, fault_policy), name="paceline", route_prefix="/")
+        serve.run(application(groups, fault_policy), name="paceline", route_prefix="/", external_scaler_enabled=True)
         with openai.OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60
         ) as connected:

@@ -48,6 +48,18 @@ def test_the_config_is_one_that_serve_deploys(models: Path, monkeypatch: pytest.
     assert fault_policy.draft_ahead and fault_policy.max_target_restarts == 5
 
 
+def test_serve_scales_a_model_as_its_file_says(workshop: Workshop) -> None:
+    shape = {"path": str(workshop.checkpoint()), "n_positions": 64, "amp": "f32", "backend": "eager", "batch_size": 4}
+    scaled = {"name": "a", "autoscaling": {"min_replicas": 0, "max_replicas": 3}, "idle_ttl_s": 60, **shape}
+    entries = [scaled, {"name": "b", "load": "on_demand", "replicas": 2, **shape}, {"name": "c", **shape}]
+    ingress = build({"models": entries, "instance": "inf2.48xlarge"})._bound_deployment
+    a, b, c = (app._bound_deployment._deployment_config for app in ingress.init_args[0].values())
+    scaling = a.autoscaling_config
+    assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (0, 3, 4.0)
+    assert scaling.downscale_to_zero_delay_s == 60 and (b.num_replicas, c.num_replicas) == (0, 1)
+    assert [group.replicas for group in ingress.init_args[2]] == [1, 2, 1]
+
+
 def test_what_cannot_be_planned_has_no_config(models: Path) -> None:
     text = models.read_text()
     for wrong, says in (

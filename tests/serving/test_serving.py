@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import Request, urlopen
 
 import openai
 import pytest
@@ -26,6 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError, WorkerError
 from paceline.placement import INSTANCES
+from paceline.placement.cluster.core_allocator import call_allocator
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
@@ -33,7 +35,7 @@ from paceline.serving import launch as serving_run
 from paceline.serving.app import build, deploy_config
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import VOCABULARY, save_pair
-from tests.serving.served import process, served
+from tests.serving.served import process, running, served
 
 pytestmark = pytest.mark.ray
 PROMPT = "def f(a, b):"
@@ -69,6 +71,7 @@ def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
         {"name": "chat", "path": str(home / "target"), **shape, "tp_degree": 2},
         {"name": "chat-draft", "path": str(home / "draft"), "draft_of": "chat", **shape},
         {"name": "small", "path": str(home / "draft"), **shape},
+        {"name": "late", "path": str(home / "draft"), "load": "on_demand", **shape},
     ]
     groups = plan_groups(models_of(entries, folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
     with served(groups) as connected:
@@ -88,6 +91,31 @@ def test_models_are_listed(client: openai.OpenAI) -> None:
     assert client.models.retrieve("chat").owned_by == "paceline"
     with pytest.raises(openai.NotFoundError, match="chat-draft"):
         client.models.retrieve("chat-draft")
+
+
+def test_a_model_is_loaded_on_demand_and_leaves_its_cores(client: openai.OpenAI) -> None:
+    """The deployment begins without replicas; the service is ready all the same."""
+    states = {one["name"]: one["state"] for one in admin(client, "GET", "")["models"]}
+    assert states == {"chat": "loaded", "small": "loaded", "late": "unloaded"}
+    asked = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    texts = [client.completions.create(model=model, **asked).choices[0].text for model in ("small", "late")]  # type: ignore[call-overload]
+    assert texts[0] == texts[1]
+    assert sorted(model.id for model in client.models.list()) == ["chat", "late", "small"]
+    taken = sum(map(len, call_allocator("taken", timeout=30).values()))
+    assert admin(client, "POST", "/unload", {"model": "late"})["state"] == "unloaded"
+    assert "model:late" not in running()
+    assert sum(map(len, call_allocator("taken", timeout=30).values())) == taken - 1
+    assert sorted(model.id for model in client.models.list()) == ["chat", "small"]
+
+
+def admin(client: openai.OpenAI, method: str, path: str, body: object = None) -> Any:
+    """What an operator's route answers."""
+    address = str(client.base_url).replace("/v1/", f"/admin/models{path}")
+    request = Request(
+        address, None if body is None else json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urlopen(request, timeout=90) as answer:
+        return json.load(answer)
 
 
 def test_completions_are_those_of_one_process(client: openai.OpenAI, home: Path) -> None:

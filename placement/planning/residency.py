@@ -1,0 +1,109 @@
+"""When a model is in memory: the keys of a models file that say it.
+
+    - {name: chat, path: models/chat, pinned: true}
+    - {name: code, path: models/code, load: on_demand, idle_ttl_s: 600}
+    - {name: many, path: models/many, autoscaling: {min_replicas: 1, max_replicas: 4, target_ongoing_requests: 16}}
+
+Values only. What has to leave the cores for another model is in `room`; who loads and unloads is
+`paceline.serving.lifecycle`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import pydantic
+
+from paceline.core.errors import PlanError
+from paceline.placement.planning.yaml_file import STRICT, Seconds
+
+Load = Literal["eager", "on_demand"]
+
+
+@dataclass(frozen=True, slots=True)
+class Autoscaling:
+    """How many replicas of a model Ray Serve keeps; the names are those of its ``autoscaling_config``.
+
+    target_ongoing_requests  requests of one replica at which the number stays as it is
+    """
+
+    min_replicas: int
+    max_replicas: int
+    target_ongoing_requests: float
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """When a model is in memory.
+
+    load         eager: from the start on. on_demand: from its first request on
+    pinned       it is never unloaded to make room, nor by the operator before it is unpinned
+    idle_ttl_s   seconds without a request after which it is unloaded; its next request loads it again. None: never
+    autoscaling  Ray Serve chooses the number of replicas; None: it is fixed
+    """
+
+    load: Load = "eager"
+    pinned: bool = False
+    idle_ttl_s: float | None = None
+    autoscaling: Autoscaling | None = None
+
+
+class AutoscalingEntry(pydantic.BaseModel):
+    """The key ``autoscaling`` of a model."""
+
+    model_config = STRICT
+
+    min_replicas: pydantic.NonNegativeInt = 1
+    max_replicas: pydantic.PositiveInt
+    target_ongoing_requests: Annotated[float, pydantic.Field(gt=0, le=10**6)] | None = None
+
+    def resolve(self, where: str, *, batch_size: int) -> Autoscaling:
+        """By default a replica is full when each of its slots has a request.
+
+        Raises:
+            PlanError: the bounds contradict each other.
+        """
+        if self.min_replicas > self.max_replicas:
+            raise PlanError(
+                f"{where}: autoscaling.min_replicas={self.min_replicas} is more than max_replicas={self.max_replicas}"
+            )
+        return Autoscaling(self.min_replicas, self.max_replicas, self.target_ongoing_requests or float(batch_size))
+
+
+class ResidencyEntry(pydantic.BaseModel):
+    """The keys of an entry of ``models`` that say when the model is in memory."""
+
+    model_config = STRICT
+
+    load: Load = "eager"
+    pinned: bool = False
+    idle_ttl_s: Seconds | None = None
+    autoscaling: AutoscalingEntry | None = None
+
+    def residency(self, where: str, *, batch_size: int, is_draft: bool, replicas: int | None) -> Residency:
+        """The value of these keys.
+
+        Raises:
+            PlanError: two keys contradict each other, or the model is a draft, which is loaded with its target.
+        """
+        given = sorted(self.model_fields_set & set(ResidencyEntry.model_fields))
+        if is_draft and given:
+            raise PlanError(
+                f"{where}: {given[0]} is a key of targets, and a draft is loaded with its target; remove it"
+            )
+        if self.pinned and (self.load == "on_demand" or self.idle_ttl_s is not None):
+            raise PlanError(f"{where}: a pinned model is never unloaded; remove `pinned`, or load and idle_ttl_s")
+        if self.autoscaling is None:
+            return Residency(self.load, self.pinned, self.idle_ttl_s)
+        if replicas is not None:
+            raise PlanError(f"{where}: replicas is a fixed number, and autoscaling chooses it; give one of them")
+        if self.pinned or self.load == "on_demand":
+            raise PlanError(
+                f"{where}: Ray Serve loads and unloads a model with autoscaling; in place of pinned and load, set "
+                "autoscaling.min_replicas to 1 or to 0"
+            )
+        scaling = self.autoscaling.resolve(where, batch_size=batch_size)
+        if self.idle_ttl_s is not None and scaling.min_replicas:
+            raise PlanError(f"{where}: idle_ttl_s needs autoscaling.min_replicas: 0, for the last replica to go")
+        return Residency(self.load, idle_ttl_s=self.idle_ttl_s, autoscaling=scaling)

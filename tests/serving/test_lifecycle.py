@@ -1,0 +1,230 @@
+"""Models that come and go: on demand, by an operator, when idle, and to make room. The planner says what fits; the
+models are scripted, and loading one is making it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli.main import app as command_line
+from paceline.core.errors import WorkerError
+from paceline.engine.request import TargetLimits
+from paceline.placement import INSTANCES
+from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
+from paceline.placement.planning.model_specs import models_of
+from paceline.placement.planning.planner import plan
+from paceline.placement.planning.room import Resident, to_unload
+from paceline.serving.api import create_app
+from paceline.serving.lifecycle import ModelLifecycle
+from paceline.serving.local import LocalRouter
+from paceline.serving.managed import ManagedRouter
+from paceline.serving.model_server import ModelServer
+from paceline.serving.settings import ApiSettings
+from tests.decoder.tiny import Workshop
+from tests.serving.edge import POSITIONS, ScriptedEngine, card, chat_tokenizer, running
+
+MACHINE = replace(INSTANCES["cpu"], devices=2)  # two models of one core
+
+
+class PlannedLoader:
+    """A `paceline.serving.lifecycle.Loader` of this process."""
+
+    def __init__(self, groups: Sequence[ReplicaGroupPlan]) -> None:
+        self.groups = {group.name: group for group in groups}
+        self.servers: dict[str, ModelServer] = {}
+        self.engines: dict[str, ScriptedEngine] = {}
+        self.residents: dict[str, Resident] = {}
+        self.broken: set[str] = set()
+        self.gate, self.loads = threading.Event(), list[str]()
+        self.gate.set()
+        for group in groups:
+            if group.min_replicas:
+                self._make(group.name)
+
+    async def load(self, name: str) -> None:
+        self.loads.append(name)
+        await asyncio.to_thread(self.gate.wait, 20)
+        if name in self.broken:
+            raise WorkerError(f"{name} does not start")
+        self._make(name)
+
+    async def unload(self, name: str) -> None:
+        del self.servers[name], self.residents[name]
+
+    async def loaded(self) -> Sequence[str]:
+        return list(self.servers)
+
+    async def to_unload(self, name: str, movable: Sequence[str]) -> Sequence[str]:
+        stay = [one for other, one in self.residents.items() if other not in movable]
+        leave = [replace(self.residents[other], movable=True) for other in movable]
+        return to_unload(self.groups[name], [*leave, *stay], {"here": MACHINE})
+
+    def _make(self, name: str) -> None:
+        taken = [run for one in self.residents.values() for run in one.cores["here"]]
+        placed = plan([item.model for item in self.groups[name].plan.placements], MACHINE, taken=taken)
+        self.residents[name] = Resident(name, {"here": [item.cores for item in placed.placements]})
+        tokenizer = chat_tokenizer()
+        engine = self.engines[name] = ScriptedEngine(tokenizer, lambda _: f"I am {name}")
+        limits = TargetLimits(len(tokenizer), POSITIONS, (0,))
+        self.servers[name] = ModelServer(tokenizer, engine, limits, card=replace(card(), name=name))  # type: ignore[arg-type]
+
+
+class Service:
+    """A client of a service, and its loader."""
+
+    def __init__(self, client: httpx.Client, loader: PlannedLoader, address: str) -> None:
+        self.client, self.loader, self.address = client, loader, address
+
+    def ask(self, name: str) -> httpx.Response:
+        return self.client.post("/v1/completions", json={"model": name, "prompt": "x"})
+
+    def say(self, action: str, name: str, **more: object) -> httpx.Response:
+        return self.client.post(f"/admin/models/{action}", json={"model": name, **more})
+
+    def states(self) -> dict[str, str]:
+        return {one["name"]: one["state"] for one in self.client.get("/admin/models").json()["models"]}
+
+    def command(self, *line: str) -> Any:
+        done = CliRunner().invoke(command_line, ["models", *line, "--url", self.address])
+        return done.exit_code, done.stdout + done.stderr
+
+
+@contextmanager
+def service(home: Path, *models: dict[str, object], key: str = "", **settings: Any) -> Iterator[Service]:
+    entries = [{"path": str(home), "n_positions": 64, "amp": "f32", "backend": "eager", **model} for model in models]
+    loader = PlannedLoader(plan_groups(models_of(entries, folder=Path(), where="test"), MACHINE))
+    lifecycle = ModelLifecycle(loader, {name: group.residency for name, group in loader.groups.items()})
+    router = ManagedRouter(LocalRouter(loader.servers), lifecycle)
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    with (
+        running(create_app(router, ApiSettings(**settings), lifecycle)) as address,
+        httpx.Client(base_url=address, timeout=30, headers=headers) as client,
+    ):
+        yield Service(client, loader, address)
+
+
+@pytest.fixture
+def home(workshop: Workshop) -> Path:
+    return workshop.checkpoint()
+
+
+def test_a_model_is_loaded_by_its_first_request_and_others_make_room(home: Path) -> None:
+    with service(home, {"name": "a"}, {"name": "b"}, {"name": "c", "load": "on_demand"}) as served:
+        assert served.states() == {"a": "loaded", "b": "loaded", "c": "unloaded"}
+        assert served.client.get("/health/ready").json() == {
+            "ready": True, "models": {"a": "ready", "b": "ready", "c": "unloaded"},
+        }  # fmt: skip
+        served.ask("a")
+        answer = served.ask("c")
+        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "I am c")
+        assert served.states() == {"a": "loaded", "b": "unloaded", "c": "loaded"}, "b was used least recently"
+        assert [model["id"] for model in served.client.get("/v1/models").json()["data"]] == ["a", "c"]
+        assert served.ask("b").status_code == 200, "what left to make room comes back"
+        assert served.loader.loads == ["c", "b"] and served.states()["a"] == "unloaded"
+
+
+def test_requests_that_come_while_it_loads_wait_for_the_same_attempt(home: Path) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with service(home, {"name": "a"}, {"name": "c", "load": "on_demand"}) as served, ThreadPoolExecutor(3) as pool:
+        served.loader.gate.clear()
+        answers = [pool.submit(served.ask, "c") for _ in range(3)]
+        while served.states()["c"] != "loading":
+            pass
+        served.loader.gate.set()
+        assert [answer.result().status_code for answer in answers] == [200] * 3
+        assert served.loader.loads == ["c"]
+
+
+def test_what_is_pinned_or_busy_stays_and_the_request_is_told_when_to_come_back(home: Path) -> None:
+    with service(home, {"name": "a", "pinned": True}, {"name": "b"}, {"name": "c", "load": "on_demand"}) as served:
+        assert served.say("pin", "b").json()["pinned"] is True
+        answer = served.ask("c")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (503, "model_unavailable") and answer.headers["retry-after"]
+        assert "no node has room" in error["message"] and served.states()["b"] == "loaded"
+        refused = served.say("unload", "a")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "model_pinned")
+        served.say("pin", "b", pinned=False)
+        served.loader.engines["b"].pause_s = 0.2
+        with served.client.stream(
+            "POST", "/v1/completions", json={"model": "b", "prompt": "x", "stream": True}
+        ) as busy:
+            parts = busy.iter_bytes()
+            next(parts)
+            assert served.ask("c").status_code == 503, "b serves somebody"
+        while any(one["running"] for one in served.client.get("/admin/models").json()["models"]):
+            pass
+        assert served.ask("c").status_code == 200 and served.states()["b"] == "unloaded"
+
+
+def test_what_an_operator_unloads_stays_unloaded(home: Path) -> None:
+    with service(home, {"name": "a"}, {"name": "c", "load": "on_demand"}) as served:
+        assert served.say("unload", "a").json()["state"] == "unloaded"
+        answer = served.ask("a")
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "30")
+        assert "an operator has to load it" in answer.json()["error"]["message"]
+        tokens = served.client.post("/tokenize", json={"model": "a", "prompt": "x"})
+        assert tokens.status_code == 503
+        assert served.client.get("/health/ready").json()["ready"], "it is as it should be"
+        assert served.say("load", "a").json()["state"] == "loaded" and served.ask("a").status_code == 200
+        assert served.say("load", "nobody").status_code == 404
+
+
+def test_a_model_that_does_not_start_is_tried_again_by_the_next_request(home: Path) -> None:
+    with service(home, {"name": "c", "load": "on_demand"}) as served:
+        served.loader.broken.add("c")
+        answer = served.ask("c")
+        assert (answer.status_code, answer.json()["error"]["message"]) == (503, "c does not start")
+        assert served.states() == {"c": "unloaded"}
+        served.loader.broken.clear()
+        assert served.ask("c").status_code == 200
+
+
+def test_a_model_without_requests_is_unloaded(home: Path) -> None:
+    with service(home, {"name": "a", "idle_ttl_s": 0.2}, {"name": "b"}) as served:
+        while served.states()["a"] != "unloaded":
+            pass
+        assert served.states()["b"] == "loaded" and served.ask("a").status_code == 200
+
+
+def test_the_routes_are_an_operators(home: Path) -> None:
+    with service(home, {"name": "a"}, api_keys=("secret",), key="secret") as served:
+        wrong = {"authorization": "Bearer other"}
+        assert served.client.get("/admin/models", headers=wrong).status_code == 401
+        assert served.client.post("/admin/models/unload", json={"model": "a"}, headers=wrong).status_code == 401
+        assert served.states() == {"a": "loaded"}
+    with service(home, {"name": "a"}) as served:
+        rebound = served.client.get("/admin/models", headers={"host": "elsewhere.example"})
+        assert rebound.status_code == 403 and "--api-key" in rebound.json()["error"]["message"]
+        body = json.dumps({"model": "a"}).encode()
+        assert served.client.post("/admin/models/unload", content=body).status_code == 415, "as a page elsewhere can"
+        assert served.client.post("/admin/models/load", json={"model": "a", "fast": True}).status_code == 400
+
+
+def test_the_command_shows_and_changes_them(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", "secret")
+    with service(home, {"name": "a"}, {"name": "c", "load": "on_demand"}, api_keys=("secret",)) as served:
+        code, text = served.command("list")
+        assert code == 0 and "on_demand" in text and "unloaded" in text
+        assert served.command("load", "c")[0] == 0 and set(served.loader.servers) == {"a", "c"}
+        assert served.command("pin", "c")[0] == 0
+        code, text = served.command("unload", "c")
+        assert code == 2 and "c is pinned" in text
+        assert served.command("unpin", "c")[0] == 0 and served.command("unload", "c")[0] == 0
+        assert set(served.loader.servers) == {"a"}
+        code, text = served.command("list", "--json")
+        assert {one["name"]: one["state"] for one in json.loads(text)} == {"a": "loaded", "c": "unloaded"}
+    code, text = served.command("list")
+    assert code == 2 and "no service answers" in text
