@@ -51,34 +51,34 @@ def list_models(url: Url = _HERE, api_key: Key = None, as_json: AsJson = False) 
 @app.command()
 def load(name: Name, url: Url = _HERE, api_key: Key = None) -> None:
     """Load a model; idle models that are not pinned leave where it needs their room. Ends when it can answer."""
-    _act("load", {"model": name}, url, api_key)
+    _act("load", {"model": name}, url=url, api_key=api_key)
 
 
 @app.command()
 def unload(name: Name, url: Url = _HERE, api_key: Key = None) -> None:
     """Unload a model, after the requests that it has."""
-    _act("unload", {"model": name}, url, api_key)
+    _act("unload", {"model": name}, url=url, api_key=api_key)
 
 
 @app.command()
 def pin(name: Name, url: Url = _HERE, api_key: Key = None) -> None:
     """Keep a model in memory."""
-    _act("pin", {"model": name, "pinned": True}, url, api_key)
+    _act("pin", {"model": name, "pinned": True}, url=url, api_key=api_key)
 
 
 @app.command()
 def unpin(name: Name, url: Url = _HERE, api_key: Key = None) -> None:
     """Let a model leave again."""
-    _act("pin", {"model": name, "pinned": False}, url, api_key)
+    _act("pin", {"model": name, "pinned": False}, url=url, api_key=api_key)
 
 
-def _act(action: str, body: Mapping[str, object], url: str, api_key: str | None) -> None:
+def _act(action: str, body: Mapping[str, object], *, url: str, api_key: str | None) -> None:
     with console.refusals():
-        state = _ask(url, api_key, action, body)
+        state = _ask(url, api_key, action, body=body)
     console.say(console.out(), f"{state['name']}: {state['state']}" + (", pinned" if state["pinned"] else ""))
 
 
-def _ask(url: str, api_key: str | None, action: str = "", body: Mapping[str, object] | None = None) -> Any:
+def _ask(url: str, api_key: str | None, action: str = "", *, body: Mapping[str, object] | None = None) -> Any:
     """What the service answers.
 
     Raises:

@@ -109,7 +109,7 @@ def application(
         health_check_timeout_s=_HEALTH_TIMEOUT_S,
         ray_actor_options={"num_cpus": _CPU_SHARE},
     )
-    return ingress.bind(handles, settings or ApiSettings(), tuple(groups), fault_policy)
+    return ingress.bind(handles, settings or ApiSettings(), groups=tuple(groups), fault_policy=fault_policy)
 
 
 def _model(group: ReplicaGroupPlan, fault_policy: FaultPolicy) -> serve.Application:

@@ -26,12 +26,14 @@ class Ingress:
         self,
         handles: Mapping[str, Any],
         settings: ApiSettings,
+        *,
         groups: Sequence[ReplicaGroupPlan],
         fault_policy: FaultPolicy,
     ) -> None:
         router = ServeRouter({model: ModelRoute(handle) for model, handle in handles.items()})
         application = serve.get_replica_context().app_name
-        loader = ServeLoader(application, {group.name: group for group in groups}, router, fault_policy)
+        planned = {group.name: group for group in groups}
+        loader = ServeLoader(application, planned, router, startup_timeout_s=fault_policy.startup_timeout_s)
         lifecycle = ModelLifecycle(loader, {group.name: group.residency for group in groups})
         self._router, self._settings = ManagedRouter(router, lifecycle), settings
 

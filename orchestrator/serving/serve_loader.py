@@ -20,7 +20,6 @@ from ray.serve.schema import DeploymentDetails, ServeInstanceDetails
 
 from paceline.core.errors import WorkerError
 from paceline.placement.cluster.core_allocator import call_allocator
-from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.groups import ReplicaGroupPlan
@@ -48,10 +47,10 @@ class ServeLoader:
     """
 
     def __init__(
-        self, application: str, groups: Mapping[str, ReplicaGroupPlan], router: ServeRouter, fault_policy: FaultPolicy
+        self, application: str, groups: Mapping[str, ReplicaGroupPlan], router: ServeRouter, *, startup_timeout_s: float
     ) -> None:
         self._application, self._groups, self._router = application, dict(groups), router
-        self._startup_s = fault_policy.startup_timeout_s
+        self._startup_s = startup_timeout_s
 
     async def load(self, name: str) -> None:
         """See `Loader`."""

@@ -70,7 +70,7 @@ def fit_together(groups: Sequence[ReplicaGroupPlan], instance: Instance) -> tupl
         eager = [group for group in settled if group.min_replicas]
         taken: dict[str, list[CoreRange]] = {instance.name: []}
         nodes = {instance.name: instance}
-        over = next((group for group in eager if not _place(group, taken, nodes, group.min_replicas)), None)
+        over = next((group for group in eager if not _place(group, taken, nodes, copies=group.min_replicas)), None)
         if over is None:
             return tuple(settled)
         last = next((at for at in reversed(range(len(settled))) if len(settled[at].num_cores) > 1), None)
@@ -91,11 +91,11 @@ def _without(residents: Sequence[Resident], names: Sequence[str]) -> list[Reside
 
 def _fits(wanted: ReplicaGroupPlan, staying: Sequence[Resident], nodes: Mapping[str, Instance]) -> bool:
     taken = {node: [run for one in staying for run in one.cores.get(node, ())] for node in nodes}
-    return _place(wanted, taken, nodes, wanted.replicas)
+    return _place(wanted, taken, nodes, copies=wanted.replicas)
 
 
 def _place(
-    group: ReplicaGroupPlan, taken: dict[str, list[CoreRange]], nodes: Mapping[str, Instance], copies: int
+    group: ReplicaGroupPlan, taken: dict[str, list[CoreRange]], nodes: Mapping[str, Instance], *, copies: int
 ) -> bool:
     """Whether so many replicas find a place on the nodes; ``taken`` gains what they take."""
     for _ in range(copies):

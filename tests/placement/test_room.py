@@ -78,8 +78,8 @@ def test_as_few_as_possible_leave(home: Path) -> None:
     assert to_unload(wanted, [a, c, b, taken], {"n": large}) == ("c",), "a alone would leave for nothing"
     assert to_unload(wanted, [a, b, c, taken], {"n": large}) == ("a", "b")
     assert to_unload(wanted, [a, b, c, taken], {"n": large, "other": large}) == (), "there is another node"
-    with pytest.raises(RoomError, match="pinned or busy: b, pinned"):
-        to_unload(wanted, [a, replace(b, movable=False), taken], {"n": large})
+    with pytest.raises(RoomError, match="pinned or busy: b, c, pinned"):
+        to_unload(wanted, [a, replace(b, movable=False), replace(c, movable=False), taken], {"n": large})
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_serve_scales_a_model_as_its_file_says(workshop: Workshop) -> None:
     scaling = a.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (0, 3, 4.0)
     assert scaling.downscale_to_zero_delay_s == 60 and (b.num_replicas, c.num_replicas) == (0, 1)
-    assert [group.replicas for group in ingress.init_args[2]] == [1, 2, 1]
+    assert [group.replicas for group in ingress.init_kwargs["groups"]] == [1, 2, 1]
 
 
 def test_what_cannot_be_planned_has_no_config(models: Path) -> None:
