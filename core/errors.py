@@ -113,6 +113,10 @@ class DeadlineError(PacelineError, TimeoutError):
     """A request was not finished in the time its caller gave it."""
 
 
+class EventLoopError(PacelineError, RuntimeError):
+    """What belongs to one event loop is used from another."""
+
+
 class DecoderBusyError(PacelineError):
     """Two generations want one KV cache at the same time."""
 

@@ -43,6 +43,12 @@ class ServeOptions:
         typer.Option(envvar=API_KEY, help="Key that requests must have; repeatable. A variable is not seen in `ps`."),
     ] = None
     max_body_bytes: Annotated[int, typer.Option(help="Longest body of a request.")] = DEFAULT_MAX_BODY
+    max_sequence_tokens: Annotated[
+        int | None, typer.Option(help="Most tokens of a prompt and its answer; default: the model's positions.")
+    ] = None
+    max_requests_per_key: Annotated[
+        int | None, typer.Option(help="Requests of one API key at the same time; more get status 429.")
+    ] = None
     request_timeout_s: Annotated[float | None, typer.Option(help="Seconds that an answer may take.")] = None
     per_request_spec_decode_metrics: Annotated[
         str, typer.Option(help="What answers say about acceptance: none, summary or detailed.")
@@ -65,7 +71,12 @@ class ServeOptions:
             )
         spec_metrics: SpecMetrics = self.per_request_spec_decode_metrics  # type: ignore[assignment]  # checked there
         return ApiSettings(
-            keys, self.max_body_bytes, request_timeout_s=self.request_timeout_s, spec_metrics=spec_metrics
+            keys,
+            self.max_body_bytes,
+            self.max_sequence_tokens,
+            self.max_requests_per_key,
+            request_timeout_s=self.request_timeout_s,
+            spec_metrics=spec_metrics,
         )
 
 

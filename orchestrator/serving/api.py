@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from paceline.serving.admin import ModelAction, PinAction, add_admin, kept
 from paceline.serving.answering import answer
 from paceline.serving.lifecycle import ModelLifecycle
-from paceline.serving.middleware import AccessLog, ApiKeys, BodyLimit, api_key, refused_response
+from paceline.serving.middleware import AccessLog, ApiKeys, BodyLimit, KeyLimit, api_key, refused_response
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.responses import ResponsesRequest
@@ -41,6 +41,7 @@ def create_app(router: ModelRouter, settings: ApiSettings, lifecycle: ModelLifec
     middleware = [
         Middleware(AccessLog, enabled=settings.access_log),
         Middleware(ApiKeys, keys=settings.api_keys),
+        Middleware(KeyLimit, limit=settings.max_requests_per_key),
         Middleware(BodyLimit, limit=settings.max_body_bytes),
     ]
     app = FastAPI(
@@ -76,7 +77,10 @@ def _add_generation(app: FastAPI, router: ModelRouter, settings: ApiSettings) ->
     async def generate(request: Request, kind: Generates) -> Response:
         asked = await read(request, kind)
         context = RequestContext.new(
-            api_key=api_key(request.scope), timeout_s=settings.request_timeout_s, spec_metrics=settings.spec_metrics
+            api_key=api_key(request.scope),
+            timeout_s=settings.request_timeout_s,
+            spec_metrics=settings.spec_metrics,
+            max_sequence=settings.max_sequence_tokens,
         )
         items: AsyncIterator[Item] = router.stream(asked, context)
         return await answer(request, asked, items, ping_s=settings.ping_s, context=context)

@@ -134,7 +134,7 @@ def _model(group: ReplicaGroupPlan, fault_policy: FaultPolicy) -> serve.Applicat
             {"CPU": _CPU_SHARE, RESOURCE: float(target)},
             *({RESOURCE: float(cores)} for cores in drafts),
         ],
-        placement_group_strategy="STRICT_PACK",
+        placement_group_strategy="STRICT_PACK" if fault_policy.colocate else "PACK",
     )
     if scaling is None and not group.min_replicas:
         deployment._deployment_config.num_replicas = 0  # its field takes 0, which the options refuse

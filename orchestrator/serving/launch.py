@@ -14,8 +14,6 @@ from contextlib import contextmanager
 import ray
 from ray import serve
 from ray.exceptions import RayError, RayTaskError
-from ray.serve.config import HTTPOptions
-from ray.serve.context import _get_global_client  # the only way to the address that Serve really listens at
 from ray.serve.exceptions import RayServeException
 
 from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
@@ -24,6 +22,7 @@ from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.app import application
+from paceline.serving.serve_controller import running_address
 from paceline.serving.settings import ApiSettings
 
 log = logging.getLogger("paceline")
@@ -107,9 +106,9 @@ def _connect(groups: Sequence[ReplicaGroupPlan], address: str | None) -> None:
 
 def _serve(app: serve.Application, *, host: str, port: int, ready: Callable[[], None], own_cluster: bool) -> None:
     """Serve in the cluster that this process is connected to, until a signal."""
-    running = _get_global_client(raise_if_no_controller_running=False)
+    running = running_address()
     if running is not None:
-        _check_address(running.http_config, host=host, port=port)
+        _check_address(running, host=host, port=port)
     try:
         serve.start(http_options={"host": host, "port": port})
         serve.run(app, name=APPLICATION, route_prefix="/", external_scaler_enabled=True)
@@ -136,12 +135,13 @@ def _take_down(*, started_serve: bool, own_cluster: bool) -> None:
         log.warning("the service could not be taken down (%s)", _summary(error))
 
 
-def _check_address(running: HTTPOptions, *, host: str, port: int) -> None:
+def _check_address(running: tuple[str, int], *, host: str, port: int) -> None:
     """Serve keeps the address it was started with, and has one application of a name."""
-    if (running.host, running.port) != (host, port):
+    if running != (host, port):
+        there = ":".join(map(str, running))
         raise ConfigurationError(
-            f"Serve runs in this cluster and listens at {running.host}:{running.port}, not at {host}:{port}; to use "
-            f"it, give --host {running.host} --port {running.port}"
+            f"Serve runs in this cluster and listens at {there}, not at {host}:{port}; to use it, give "
+            f"--host {running[0]} --port {running[1]}"
         )
     if APPLICATION in serve.status().applications:
         raise ConfigurationError(

@@ -25,7 +25,7 @@ from paceline.serving.parsers.base import Parser, PlainText
 from paceline.serving.parsers.reasoning import ReasoningParser
 from paceline.serving.parsers.tools import JsonListParser, NamedCallParser
 from paceline.serving.prompts import ChatFormat, ChatPrompt, Prompts, chat_prompts, chat_text, completion_prompts
-from paceline.serving.refused import RefusedError, refusal
+from paceline.serving.refused import TOO_LONG, RefusedError, refusal
 from paceline.serving.render.acceptance import Acceptance
 from paceline.serving.render.answer import Answer, AnswerPlan
 from paceline.serving.render.choice import ChoiceRenderer
@@ -66,7 +66,13 @@ class ModelServer:
         """The answer: `Accepted` as soon as the request waits for a slot, then chunks; or `Failed`, wherever it fails.
 
         ``skip``: tokens of each choice that were sent before; () where nothing was.
+
+        Raises:
+            EventLoopError: another event loop uses this server. (Every other failure is an item.)
         """
+        if self._calls is None or self._calls.is_over:
+            self._calls = AsyncEngine(self._engine)
+        self._calls.check_loop()
         try:
             # Templates and tokenizers take milliseconds, and more for long prompts.
             prompts, requests, answer = await asyncio.to_thread(self._prepare, request, context, tuple(skip))
@@ -117,8 +123,7 @@ class ModelServer:
         )
 
     async def _generate(self, requests: Sequence[Request], context: RequestContext) -> AsyncGenerator[CallUpdate, None]:
-        if self._calls is None:
-            self._calls = AsyncEngine(self._engine)
+        assert self._calls is not None, "stream() has made it"
         deadline = None if context.deadline is None else time.monotonic() + context.deadline - time.time()
         call = Call(f"{context.id}-{time.monotonic_ns()}", requests, key=context.client, deadline=deadline)
         async with aclosing(self._calls.generate(call)) as updates:
@@ -137,7 +142,7 @@ class ModelServer:
             prompts = completion_prompts(self._tokenizer, asked)
         params = sampling_params(asked, self._tokenizer)
         rows = [ids for ids in prompts.ids for _ in range(asked.candidates)]
-        requests = Request.batch(rows, params, self._limits)
+        requests = Request.batch(rows, params, self._limits_of(asked, rows, context.max_sequence))
         writer = self._writer(request, context, prompts)
         stop = StopStrings.of(params.stop_strings)
         choices = [
@@ -154,6 +159,24 @@ class ModelServer:
         plan = AnswerPlan(prompts.num_tokens, asked.candidates, asked.n, asked.stream, level)
         spec_tokens = 0 if asked.speculative.is_off else self.card.num_spec_tokens
         return prompts, requests, Answer(plan, writer, choices, acceptance=Acceptance(spec_tokens))
+
+    def _limits_of(
+        self, request: CompletionRequest | ChatRequest, prompts: Sequence[Sequence[int]], most: int | None
+    ) -> TargetLimits:
+        """``most``: tokens of a prompt and its answer together, as the operator allows.
+
+        Raises:
+            RefusedError: the request says that it wants more.
+        """
+        if most is None:
+            return self._limits
+        longest, asked = max(map(len, prompts)), request.max_new_tokens
+        if asked is not None and longest + asked > most:
+            message = (
+                f"a prompt of {longest} tokens and max_tokens={asked} are more than the {most} that are allowed here"
+            )
+            raise RefusedError(400, message, param="max_tokens", code=TOO_LONG)
+        return replace(self._limits, n_positions=min(most, self._limits.n_positions))
 
     def _parser(self, request: CompletionRequest | ChatRequest, prompts: Prompts) -> Parser:
         """What finds reasoning and calls in the text of one choice."""

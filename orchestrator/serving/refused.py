@@ -19,6 +19,7 @@ from paceline.core.errors import (
 log = logging.getLogger("paceline")
 
 UNAVAILABLE = "model_unavailable"
+QUEUE_FULL = "queue_full"
 TOO_LONG = "context_length_exceeded"  # OpenAI's; its clients look for it, and shorten the prompt
 
 _MAX_MESSAGE = 400  # characters of an error's message, which may quote what was sent
@@ -82,7 +83,7 @@ def refusal(error: Exception, prompt_field: str | None = None) -> RefusedError:
     if isinstance(error, RequestError):
         return RefusedError(400, str(error), param=error.param if isinstance(error, SamplingError) else None)
     if isinstance(error, QueueFullError):
-        return RefusedError(429, str(error), code="queue_full", retry_after_s=error.retry_after)
+        return RefusedError(429, str(error), code=QUEUE_FULL, retry_after_s=error.retry_after)
     if isinstance(error, DeadlineError):
         return RefusedError(504, str(error), code="deadline_exceeded")
     if isinstance(error, PlacementError | BackendError):

@@ -34,6 +34,7 @@ class RequestContext:
     client        who asks: a digest of the API key, or "" without one; requests take turns by it
     deadline      seconds since 1970 when the answer must be complete; None: never
     spec_metrics  what the answer says about acceptance, unless the request says it
+    max_sequence  tokens of a prompt and its answer together; None: as many as the model has positions
     """
 
     id: str
@@ -41,16 +42,22 @@ class RequestContext:
     client: str = ""
     deadline: float | None = None
     spec_metrics: SpecMetrics = "none"
+    max_sequence: int | None = None
 
     @classmethod
     def new(
-        cls, *, api_key: str = "", timeout_s: float | None = None, spec_metrics: SpecMetrics = "none"
+        cls,
+        *,
+        api_key: str = "",
+        timeout_s: float | None = None,
+        spec_metrics: SpecMetrics = "none",
+        max_sequence: int | None = None,
     ) -> RequestContext:
         """Of a request that comes in now."""
         now = time.time()
         client = hashlib.sha256(api_key.encode()).hexdigest()[:16] if api_key else ""
         deadline = None if timeout_s is None else now + timeout_s
-        return cls(secrets.token_hex(12), int(now), client, deadline, spec_metrics)
+        return cls(secrets.token_hex(12), int(now), client, deadline, spec_metrics, max_sequence)
 
 
 @dataclass(frozen=True, slots=True)

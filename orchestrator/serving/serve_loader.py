@@ -1,7 +1,6 @@
 """A `Loader` over Ray Serve: an unloaded model is a deployment without replicas, whose cores and memory are free.
 
-Serve's controller takes the number of replicas from outside where the application says ``external_scaler_enabled``:
-its REST endpoint `.../deployments/NAME/scale` calls the same method. Not here: when (`paceline.serving.lifecycle`).
+Not here: when that is done (`paceline.serving.lifecycle`).
 """
 
 from __future__ import annotations
@@ -10,13 +9,10 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import monotonic
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.serve._private.common import DeploymentID  # what the controller's method takes; it has no public name
-from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
-from ray.serve.schema import DeploymentDetails, ServeInstanceDetails
+from ray.serve.schema import DeploymentDetails
 
 from paceline.core.errors import WorkerError
 from paceline.placement.cluster.core_allocator import call_allocator
@@ -25,6 +21,7 @@ from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.room import Resident, to_unload
+from paceline.serving import serve_controller
 from paceline.serving.router import ModelCard
 from paceline.serving.serve_router import ServeRouter
 
@@ -87,24 +84,19 @@ class ServeLoader:
         return await asyncio.to_thread(_room, wanted, [one for one in residents if one.cores])
 
     async def _scale(self, name: str, replicas: int) -> None:
-        deployment = DeploymentID(name=deployment_name(name), app_name=self._application)
         try:
-            await _controller().update_deployment_replicas.remote(deployment, replicas)
+            await serve_controller.scale(self._application, deployment_name(name), replicas)
         except (RayError, ValueError) as error:
             raise WorkerError(f"Ray Serve did not take the number of replicas of {name}: {error}") from error
 
     async def _details(self) -> Mapping[str, DeploymentDetails]:
         """What Serve knows of each model."""
         try:
-            found = ServeInstanceDetails(**await _controller().get_serve_instance_details.remote())
+            found = await serve_controller.details()
         except (RayError, ValueError) as error:
             raise WorkerError(f"Ray Serve's controller does not answer ({type(error).__name__})") from error
         deployments = found.applications[self._application].deployments
         return {name: deployments[key] for name in self._groups if (key := deployment_name(name)) in deployments}
-
-
-def _controller() -> Any:
-    return ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
 
 
 def _room(wanted: ReplicaGroupPlan, movable: Sequence[Resident]) -> Sequence[str]:

@@ -21,7 +21,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from paceline.serving.metrics import merged
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.openai.union import GenerationRequest
-from paceline.serving.refused import UNAVAILABLE, RefusedError, model_not_found
+from paceline.serving.refused import QUEUE_FULL, UNAVAILABLE, RefusedError, model_not_found
 from paceline.serving.router import Accepted, Chunk, Failed, Health, Item, ModelCard, RequestContext
 
 log = logging.getLogger("paceline")
@@ -102,7 +102,8 @@ class ServeRouter:
             yield Failed.of(model_not_found(request.model, list(self._routes)))
             return
         sent: tuple[int, ...] = ()
-        accepted, deadline = False, None
+        accepted = False
+        deadline: float | None = monotonic() + self._recovery_s  # also where no replica lives yet, or any more
         while True:
             failed: Failed | None = None
             try:
@@ -122,7 +123,7 @@ class ServeRouter:
                     return
             except BackPressureError:
                 message = f"{request.model} has as many requests waiting as it may; ask again later"
-                yield Failed(429, message, code="queue_full", retry_after_s=1.0)
+                yield Failed(429, message, code=QUEUE_FULL, retry_after_s=1.0)
                 return
             except _LOST as error:
                 failed = _unavailable(request.model, error)

@@ -21,6 +21,8 @@ class ApiSettings:
 
     api_keys            of which a request must have one; () lets everybody in
     max_body_bytes      of a request; more is refused (413) before it is read into memory
+    max_sequence_tokens tokens of a prompt and its answer together; None: as many as the model has positions
+    max_requests_per_key   requests of one API key that are answered or wait at the same time; None: any number
     request_timeout_s   seconds that an answer may take; None: as long as it takes
     ping_s              seconds of silence in a stream after which a comment is sent, so that no proxy closes it
     spec_metrics        what answers say about acceptance: nothing, totals, or every step too
@@ -33,6 +35,8 @@ class ApiSettings:
 
     api_keys: tuple[str, ...] = ()
     max_body_bytes: int = DEFAULT_MAX_BODY
+    max_sequence_tokens: int | None = None
+    max_requests_per_key: int | None = None
     request_timeout_s: float | None = None
     ping_s: float = 15.0
     spec_metrics: SpecMetrics = "summary"
@@ -44,8 +48,10 @@ class ApiSettings:
     def __post_init__(self) -> None:
         if not all(self.api_keys):
             raise ConfigurationError("an API key is empty; leave it out, or give one that is not")
-        if self.max_body_bytes < 1:
-            raise ConfigurationError(f"max_body_bytes must be at least 1, not {self.max_body_bytes}")
+        for name in ("max_body_bytes", "max_sequence_tokens", "max_requests_per_key"):
+            limit: int | None = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ConfigurationError(f"{name} must be at least 1, not {limit}")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ConfigurationError(f"request_timeout_s must be above 0, not {self.request_timeout_s}")
         if not self.ping_s > 0:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 
+from paceline.core.errors import EventLoopError
 from paceline.workers.calls import Call, CallUpdate
 from paceline.workers.shared_engine import SharedEngine
 
@@ -22,15 +23,30 @@ class AsyncEngine:
         self.engine, self._loop = engine, asyncio.get_running_loop()
         self._streams: dict[str, _Stream] = {}  # by ticket
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its loop is closed, so that nobody can use it any more."""
+        return self._loop.is_closed()
+
+    def check_loop(self) -> None:
+        """Raise EventLoopError in any other loop than its own: updates would never arrive there."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise EventLoopError(
+                "this engine's streams are bound to another event loop that still runs; use one loop for all calls, "
+                "or make another AsyncEngine (or ModelServer) in this one"
+            )
+
     async def generate(self, call: Call) -> AsyncGenerator[CallUpdate, None]:
         """Updates of a call, at most one for every step of the engine, or several joined where the consumer is slow.
 
         To give up, close the generator or cancel the task: the call's slots are free after the step that runs then.
 
         Raises:
+            EventLoopError: another loop than its own runs.
             QueueFullError: too many requests wait. At the first step of the generator, before anything is computed.
             DeadlineError, SamplingError, ...: the call could not be served to its end.
         """
+        self.check_loop()
         stream = self._streams[call.ticket] = _Stream()
         try:
             self.engine.submit(call, self._from_engine)

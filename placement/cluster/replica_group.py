@@ -28,7 +28,8 @@ from paceline.placement.remote.reconnect import DrafterEndpoint
 
 
 class ReplicaGroup:
-    """One target, which this process becomes, and its drafts, which are processes of their own on the same node.
+    """One target, which this process becomes, and its drafts, which are processes of their own: on the same node, or
+    wherever the placement group has them.
 
     Raises:
         PlanError: ``members`` hold several targets, or there is no room on this node.

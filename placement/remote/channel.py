@@ -25,6 +25,8 @@ _READ = 1 << 16
 _NONCE = 32
 _AUTHENTICATION_S = 5.0
 _LAST_PORT = 65535
+# A machine that is gone says nothing: it is noticed after 30 + 3 x 10 seconds of silence, not after hours.
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,10 @@ class Channel:
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEP_ALIVE.items():
+                if option := getattr(socket, name, None):  # Linux has them all
+                    connection.setsockopt(socket.IPPROTO_TCP, option, value)
         self._socket, self._buffer = connection, bytearray()
         self._space = memoryview(bytearray(_READ))
         self._readable = select.poll()

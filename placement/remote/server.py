@@ -32,6 +32,7 @@ log = logging.getLogger("paceline")
 
 _RETRY_S = 0.2  # between attempts to accept
 _SEND_S = 5.0  # that a target may take to read a reply
+_MAX_STRANGERS = 16  # connections that have not authenticated themselves, each with a thread for 5 seconds at most
 _MAX_INBOX = 64  # messages a target may have waiting; more is not our protocol
 
 
@@ -62,6 +63,7 @@ class Acceptor:
         self._listener, self._secret = listener, secret
         self._arrived: deque[Channel] = deque()
         self._closed = False
+        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
         self._wake, self._woken = socket.socketpair()
         self._woken.setblocking(False)
 
@@ -108,15 +110,21 @@ class Acceptor:
                 log.warning("a drafter cannot accept a target (%s); it tries again", error)  # no file descriptor left
                 sleep(_RETRY_S)
                 continue
+            if not self._strangers.acquire(blocking=False):
+                log.warning("%d connections have not authenticated themselves; another one is closed", _MAX_STRANGERS)
+                connection.close()
+                continue
             threading.Thread(target=self._authenticate, args=(connection,), daemon=True).start()
 
     def _authenticate(self, connection: socket.socket) -> None:
-        channel = Channel(connection)
         try:
+            channel = Channel(connection)
             channel.authenticate(self._secret, server=True)
-        except ChannelError:
-            channel.close()
+        except (ChannelError, OSError):
+            connection.close()
             return
+        finally:
+            self._strangers.release()
         self._arrived.append(channel)
         if not self.wake():
             channel.close()

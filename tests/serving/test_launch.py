@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RaySystemError
-from ray.serve.config import HTTPOptions
 
 from paceline.core.errors import ConfigurationError, PlacementError, WorkerError
 from paceline.placement import INSTANCES
@@ -29,7 +28,7 @@ class Played:
 
     def __init__(self, *, others: tuple[str, ...] = (), listens: int | None = None) -> None:
         self.calls: list[str] = []
-        self.others, self.config = list(others), None if listens is None else HTTPOptions(port=listens)
+        self.others, self.listens = list(others), listens
         self.lost = False
         self.deploys: Callable[[], None] = lambda: None
         self.connects: Callable[[], object] = lambda: signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
@@ -53,8 +52,8 @@ class Played:
     def delete(self, name: str) -> None:
         self.calls.append(f"delete {name}")
 
-    def client(self, **_: object) -> SimpleNamespace | None:
-        return None if self.config is None else SimpleNamespace(http_config=self.config)
+    def address(self) -> tuple[str, int] | None:
+        return None if self.listens is None else ("127.0.0.1", self.listens)
 
 
 def serve(played: Played, monkeypatch: pytest.MonkeyPatch, *, ready: Callable[[], None], port: int = 8000) -> list[str]:
@@ -66,7 +65,7 @@ def serve(played: Played, monkeypatch: pytest.MonkeyPatch, *, ready: Callable[[]
         start=played.start, run=played.run, status=played.status, delete=played.delete, shutdown=end("serve.shutdown")
     )
     monkeypatch.setattr(module, "serve", serving)
-    monkeypatch.setattr(module, "_get_global_client", played.client)
+    monkeypatch.setattr(module, "running_address", played.address)
     monkeypatch.setattr(module, "application", lambda *_: None)
     before = [signal.getsignal(number) for number in ENDS]
     try:

@@ -91,6 +91,23 @@ def test_an_answer_goes_on_at_another_replica(loss: Any, at: int, monkeypatch: p
     assert handle.skips == [(), (at,) if at else (), (at,) if at else ()] and handle.cancelled == 3
 
 
+def test_a_model_without_a_replica_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve waits for one for as long as it takes, without a word."""
+
+    class Waits(Items):
+        async def __aiter__(self) -> AsyncIterator[Item]:
+            await asyncio.sleep(60)
+            yield Accepted(0)
+
+    class Empty(Handle):
+        def remote(self, _: object, __: object, skip: tuple[int, ...]) -> Items:
+            return Waits(self, [])
+
+    (failed,) = ask(Empty(), monkeypatch, recovery_s=0.05)
+    assert isinstance(failed, Failed) and (failed.status, failed.code) == (503, "model_unavailable")
+    assert failed.retry_after_s
+
+
 def test_a_model_that_does_not_come_back_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = answers(0, ActorDiedError())
     *_, last = ask(Handle(answers(2, ActorDiedError()), gone), monkeypatch, recovery_s=0.01)

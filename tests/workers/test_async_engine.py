@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
 
-from paceline.core.errors import DeadlineError, QueueFullError
+from paceline.core.errors import DeadlineError, EventLoopError, QueueFullError
 from paceline.engine.request import Request, SamplingParams
 from paceline.workers.async_engine import AsyncEngine
 from paceline.workers.calls import Call, CallState, CallUpdate
@@ -49,6 +50,22 @@ def text(updates: Sequence[CallUpdate], index: int = 0) -> list[int]:
 async def until(true: Any) -> None:
     while not true():
         await asyncio.sleep(0.002)
+
+
+def test_a_second_event_loop_is_refused_by_name() -> None:
+    """Its streams would wait for ever: updates go to the loop that the engine was made in."""
+    made, engines = made_for(2), list[AsyncEngine]()
+
+    async def first() -> None:
+        engines.append(AsyncEngine(made[0]))
+        with ThreadPoolExecutor(1) as pool:
+            other = asyncio.wrap_future(pool.submit(run, listen(engines[0], call(made, "other", PROMPTS[0]))))
+            with pytest.raises(EventLoopError, match="another event loop"):
+                await other
+        assert not made[0]._calls, "nothing was begun"
+
+    run(first())
+    assert engines[0].is_over, "its loop is closed, so that a server may make another one"
 
 
 def test_a_step_is_handed_over_once_for_all_streams() -> None:
