@@ -1,0 +1,72 @@
+"""What `--json-schema`, `--regex` and `--logprobs` do to an answer: it fits, and drafts change no token of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.test_cli import answer, generate
+
+SCHEMA = {"enum": ["main", "argv", 7]}
+
+
+@pytest.fixture(scope="module")
+def ending(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same pair, whose texts can end."""
+    folder = tmp_path_factory.mktemp("ending")
+    for name in ("target", "draft"):
+        shutil.copytree(home / name, folder / name)
+        for file in ("config.json", "generation_config.json"):
+            content = json.loads((folder / name / file).read_text())
+            (folder / name / file).write_text(json.dumps({**content, "eos_token_id": 0}))
+    return folder
+
+
+@pytest.fixture
+def schema(tmp_path: Path) -> Path:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    return tmp_path / "schema.json"
+
+
+def test_an_answer_fits_its_expression(ending: Path) -> None:
+    expression = r"(ab|cd){2,4}x"
+    found = answer(ending, "--regex", expression)
+    assert found["finish_reason"] == "stop" and re.fullmatch(expression, str(found["text"]))
+    drafted = answer(ending, "--regex", expression, "--draft", ending / "draft", "--k", 2)
+    assert drafted["tokens"] == found["tokens"]
+
+
+def test_an_answer_fits_its_schema(ending: Path, schema: Path) -> None:
+    sampled = ["--json-schema", schema, "--temperature", 1, "--seed", 4]
+    found = answer(ending, *sampled)
+    assert found["finish_reason"] == "stop" and json.loads(str(found["text"])) in SCHEMA["enum"]
+    assert answer(ending, *sampled, "--draft", ending / "draft")["tokens"] == found["tokens"]
+
+
+def test_log_probabilities_are_beside_each_token(home: Path) -> None:
+    found: dict[str, Any] = answer(home, "--logprobs", 3)
+    plain = answer(home)
+    assert found["tokens"] == plain["tokens"] and len(found["logprobs"]) == len(found["tokens"])
+    for token, one in zip(found["tokens"], found["logprobs"], strict=True):
+        assert len(one["top"]) == 3 and one["top"][0][0] == token, "greedy: the likeliest is what was chosen"
+        assert one["logprob"] == one["top"][0][1] and sum(math.exp(value) for _, value in one["top"]) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (["--json-schema", "SCHEMA", "--regex", "a"], "one of them"),
+        (["--regex", "("], "regex"),
+        (["--json-schema", "nowhere.json"], "nowhere.json"),
+        (["--logprobs", -1], "logprobs"),
+    ],
+)
+def test_wrong_options_are_refused(ending: Path, schema: Path, wrong: list[object], says: str) -> None:
+    done = generate(ending, *(schema if word == "SCHEMA" else word for word in wrong))
+    assert done.exit_code == 2 and says in " ".join(done.stderr.split())
