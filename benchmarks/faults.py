@@ -1,12 +1,15 @@
-"""What clients see when processes of a service die or stop: every one of them, and with ``--pairs`` every two of them.
+"""What clients see when processes of a service die or stop, when a node is lost, and when clients misbehave.
 
-    python benchmarks/faults.py --target DIR --draft DIR [--pairs] [--markdown]
+    python -m benchmarks.faults --target DIR --draft DIR [--pairs] [--node] [--clients] [--soak SECONDS] [--markdown]
 
-For each fault, streams at temperature 0.8 are begun, the process is killed or stopped (SIGKILL, SIGSTOP) in the middle,
-and each text is compared with that of the same request without a fault. Prints JSON on its last line:
+For each fault, streams at temperature 0.8 are begun, processes are killed or stopped (SIGKILL, SIGSTOP) in the middle,
+with ``--pairs`` every two of them within 5 seconds, and each text is compared with that of the same request without a
+fault. ``--node``: the node that runs the model goes. ``--clients``: some read slowly, others leave. ``--soak``: streams
+for so long, of which some clients leave; the memory of every process is read. Prints JSON on its last line:
 equal      streams with the same text
 typed      streams that ended with an error object
-broken     streams whose connection broke (possible only where proxy or ingress died), or that were neither
+broken     streams whose connection broke (possible only where proxy or ingress died)
+different  streams that ended well, with another text: there should be none
 pause_s    longest time between two pieces of a stream
 whole_s    from the fault until every model is ready and a new request is answered
 """
@@ -20,39 +23,32 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from http.client import HTTPException
 from pathlib import Path
-from threading import Barrier
-from urllib.request import urlopen
+from threading import Barrier, BrokenBarrierError, Thread
+from typing import Any
 
-import openai
 import ray
 from ray import serve
+from ray.cluster_utils import Cluster
 
-from benchmarks.service_processes import processes
+from benchmarks.fault_clients import GIVE_UP_S, Client, Stream
+from benchmarks.service_processes import memory, processes
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.host import environment
 from paceline.placement.planning.detect import host_cpus
-from paceline.placement.planning.groups import plan_groups
+from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.serving.app import application
 
 KINDS = ("model:big", "draft", "ingress", "proxy", "controller", "allocator")
-_GIVE_UP_S = 180.0
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _BETWEEN_S = 2.0  # between the two faults of a pair
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """How one stream ended. ``error``: "", "typed" or "broken"."""
-
-    text: str
-    error: str
-    pause_s: float
+_SLOW_S = 0.3  # between the reads of a slow client
+_GROWTH = 1.1  # of the memory of a process in a soak, its last third over its middle third, that is bounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,127 +60,188 @@ class Outcome:
     equal: int
     typed: int
     broken: int
+    different: int
     pause_s: float
     whole_s: float
 
 
-class Client:
-    """Streams of one service."""
-
-    def __init__(self, url: str, *, tokens: int) -> None:
-        self._url, self._tokens = url, tokens
-        self._openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_GIVE_UP_S)
-
-    def stream(self, seed: int, begun: Barrier | None = None) -> Stream:
-        """One stream to its end. ``begun``: passed when it has its first text."""
-        parts, last, pause, error = list[str](), time.monotonic(), 0.0, ""
-        try:
-            for chunk in self._openai.completions.create(
-                model="big", prompt="def f(a, b):", max_tokens=self._tokens, temperature=0.8, seed=seed, stream=True
-            ):
-                now = time.monotonic()
-                pause, last = max(pause, now - last if parts else 0.0), now
-                parts += [choice.text for choice in chunk.choices]
-                if begun is not None:
-                    waiting, begun = begun, None
-                    waiting.wait(_GIVE_UP_S)
-        except (openai.APIConnectionError, OSError):
-            error = "broken"
-        except openai.APIError:
-            error = "typed"
-        if begun is not None:
-            begun.abort()
-        return Stream("".join(parts), error, pause)
-
-    def wait_until_whole(self) -> float:
-        """Seconds until everything answers, without a gap of a second."""
-        begin, good = time.monotonic(), 0
-        while good < 3:
-            if time.monotonic() - begin > _GIVE_UP_S:
-                return float("inf")
-            try:
-                ready = urlopen(f"{self._url}/health/ready", timeout=3).status == 200
-                good = good + 1 if ready and not self.short().error else 0
-            except (OSError, HTTPException):
-                good = 0
-            time.sleep(0.3)
-        return time.monotonic() - begin
-
-    def short(self) -> Stream:
-        """One new request."""
-        with suppress(openai.APIError):
-            self._openai.with_options(timeout=20).completions.create(
-                model="big", prompt="x", max_tokens=2, temperature=0
-            )
-            return Stream("", "", 0.0)
-        return Stream("", "typed", 0.0)
+def outcome(fault: str, ended: Sequence[Stream], wanted: Sequence[str], whole_s: float) -> Outcome:
+    """How streams ended, against their texts without a fault."""
+    equal = sum(stream.text == text and not stream.error for stream, text in zip(ended, wanted, strict=True))
+    typed, broken = (sum(stream.error == kind for stream in ended) for kind in ("typed", "broken"))
+    pause = max((stream.pause_s for stream in ended), default=0.0)
+    different = len(ended) - equal - typed - broken
+    return Outcome(fault, len(ended), equal, typed, broken, different, round(pause, 1), round(whole_s, 1))
 
 
-def run(client: Client, victims: Sequence[str], number: int, wanted: Sequence[str]) -> Outcome:
-    """One fault under as many streams as texts are wanted."""
+def under_streams(client: Client, fault: str, strike: Callable[[], None], wanted: Sequence[str]) -> Outcome:
+    """A fault under as many streams as texts are wanted; ``strike`` does it when all have begun."""
     begun = Barrier(len(wanted) + 1)
     with ThreadPoolExecutor(len(wanted)) as pool:
-        streams = [pool.submit(client.stream, seed, begun) for seed in range(len(wanted))]
-        begun.wait(_GIVE_UP_S)
-        pids = [processes(os.getpid())[victim] for victim in victims]
+        streams: list[Future[Stream]] = [pool.submit(client.stream, seed, begun) for seed in range(len(wanted))]
+        with suppress(BrokenBarrierError):
+            begun.wait(GIVE_UP_S)
         begin = time.monotonic()
+        strike()
+        whole = client.wait_until_whole()
+        whole = time.monotonic() - begin if whole != float("inf") else whole
+        ended = [stream.result(GIVE_UP_S) for stream in streams]
+    return outcome(fault, ended, wanted, whole)
+
+
+def strike_processes(client: Client, victims: Sequence[str], number: int, wanted: Sequence[str]) -> Outcome:
+    """Processes are killed or stopped, one after the other."""
+    pids = [_waited_for(victim) for victim in victims]
+
+    def strike() -> None:
         for place, pid in enumerate(pids):
             time.sleep(_BETWEEN_S if place else 0)
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-        whole = client.wait_until_whole()
-        whole = time.monotonic() - begin if whole != float("inf") else whole
-        ended = [stream.result(_GIVE_UP_S) for stream in streams]
-    for pid in pids:  # one that was stopped, and that nobody has replaced, goes on
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGCONT)
-    equal = sum(stream.text == text and not stream.error for stream, text in zip(ended, wanted, strict=True))
-    typed = sum(stream.error == "typed" for stream in ended)
+
     name = f"{'kill -9' if number == signal.SIGKILL else 'SIGSTOP'} {' + '.join(victims)}"
-    pause = max(stream.pause_s for stream in ended)
-    return Outcome(name, len(ended), equal, typed, len(ended) - equal - typed, round(pause, 1), round(whole, 1))
+    try:
+        return under_streams(client, name, strike, wanted)
+    finally:
+        for pid in pids:  # one that was stopped, and that nobody has replaced, goes on
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
-@contextmanager
-def service(target: Path, draft: Path, *, backend: str) -> Iterator[str]:
-    """A model with a draft in its own process, served from a cluster of this process. Yields its address."""
-    shape = {"amp": "f32", "backend": backend, "batch_size": 8, "n_positions": 128}
+def _waited_for(victim: str) -> int:
+    end = time.monotonic() + GIVE_UP_S
+    while (pid := processes(os.getpid()).get(victim)) is None:
+        if time.monotonic() > end:
+            raise RuntimeError(f"{victim} is not back")
+        time.sleep(0.2)
+    return pid
+
+
+def bad_clients(client: Client, wanted: Sequence[str]) -> list[Outcome]:
+    """Half of the streams are read slowly, then half of them leave; and how soon their slots are free."""
+    half = len(wanted) // 2
+    rows = []
+    for fault, options in (("slow clients", {"chunk_s": _SLOW_S}), ("vanishing clients", {"leave": 3})):
+        with ThreadPoolExecutor(len(wanted)) as pool:
+            begin = time.monotonic()
+            odd = [pool.submit(client.stream, seed, **options) for seed in range(half)]  # type: ignore[arg-type]
+            usual = [pool.submit(client.stream, seed) for seed in range(half, len(wanted))]
+            ended = [stream.result(GIVE_UP_S) for stream in usual]
+            seconds = time.monotonic() - begin
+            rows.append(outcome(f"{fault}: the others", ended, wanted[half:], seconds))
+            left = [stream.result(GIVE_UP_S) for stream in odd]
+        if "leave" not in options:
+            rows.append(outcome(f"{fault}: themselves", left, wanted[:half], client.wait_until_whole()))
+        else:
+            rows.append(outcome(f"{fault}: until every slot is free", [], [], client.seconds_until_idle()))
+    return rows
+
+
+def soak(client: Client, seconds: float, *, streams: int) -> dict[str, Any]:
+    """Streams for so long, every third of whose clients leaves; MiB of each process over the time."""
+    end = time.monotonic() + seconds
+    done, wrong = [0, 0], list[str]()
+    texts: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        place = number
+        while time.monotonic() < end:
+            seed = place % 16
+            stream = client.stream(seed, leave=2 if place % 3 == 0 else 0)
+            if place % 3 == 0:
+                done[1] += 1
+            elif stream.error or texts.setdefault(seed, stream.text) != stream.text:
+                wrong.append(stream.error or "another text")
+            done[0] += 1
+            place += streams
+
+    threads = [Thread(target=work, args=(number,)) for number in range(streams)]
+    for thread in threads:
+        thread.start()
+    seen: list[dict[str, float]] = []
+    while any(thread.is_alive() for thread in threads):
+        seen.append(memory(os.getpid()))
+        time.sleep(max(1.0, seconds / 60))
+    third = len(seen) // 3
+    kinds = {kind: [one[kind] for one in seen if kind in one] for kind in KINDS}
+    growth = {
+        kind: [round(max(sizes[third : 2 * third])), round(max(sizes[2 * third :]))]
+        for kind, sizes in kinds.items()
+        if len(sizes) > 2 * third > 0
+    }
+    bounded = all(after <= before * _GROWTH for before, after in growth.values())
+    return {
+        "seconds": seconds, "requests": done[0], "left": done[1], "wrong": len(wrong), "bounded": bounded,
+        "mib_middle_and_last_third": growth, "idle_again_s": client.seconds_until_idle(),
+    }  # fmt: skip
+
+
+def groups_of(target: Path, draft: Path, *, backend: str, slots: int) -> tuple[ReplicaGroupPlan, ...]:
+    """A model with a draft in its own process."""
+    shape = {"amp": "f32", "backend": backend, "batch_size": slots, "n_positions": 128}
     entries = [
         {"name": "big", "path": str(target.resolve()), **shape},
         {"name": "small", "path": str(draft.resolve()), "draft_of": "big", "k": 3, **shape},
     ]
+    return plan_groups(models_of(entries, folder=Path(), where="benchmark"), host_cpus())
+
+
+def deploy(groups: Sequence[ReplicaGroupPlan]) -> str:
+    """Serve them in the cluster of this process. -> the address"""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    machine = host_cpus()
-    environment.end_silent_replicas()
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    app = application(groups, FaultPolicy(startup_timeout_s=170))
+    serve.run(app, name="paceline", route_prefix="/", external_scaler_enabled=True)
+    return f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def service(groups: Sequence[ReplicaGroupPlan]) -> Iterator[str]:
+    """On a cluster of one node. Yields the address."""
+    environment.replace_silent_processes()
     ray.init(
-        address="local", log_to_driver=False, num_cpus=2, resources={"neuron_cores": machine.cores},
+        address="local", log_to_driver=False, num_cpus=2, resources={"neuron_cores": host_cpus().cores},
         include_dashboard=False,
     )  # fmt: skip
     try:
-        serve.start(http_options={"host": "127.0.0.1", "port": port})
-        groups = plan_groups(models_of(entries, folder=Path(), where="benchmark"), machine)
-        serve.run(
-            application(groups, FaultPolicy(startup_timeout_s=170)),
-            name="paceline",
-            route_prefix="/",
-            external_scaler_enabled=True,
-        )
-        yield f"http://127.0.0.1:{port}"
+        yield deploy(groups)
     finally:
         ray.shutdown()
+
+
+def lose_node(groups: Sequence[ReplicaGroupPlan], *, tokens: int, streams: int) -> Outcome:
+    """Two nodes besides the head, which has the edge and no cores: the one that runs the model goes."""
+    environment.replace_silent_processes()
+    cores = sum(groups[0].num_cores)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    try:
+        ray.init(address=cluster.address, log_to_driver=False)
+        deploying = ThreadPoolExecutor(1).submit(deploy, groups)
+        _waited_for("ingress")  # on the head, while there is no other node
+        first = cluster.add_node(num_cpus=1, resources={"neuron_cores": cores})
+        client = Client(deploying.result(GIVE_UP_S), tokens=tokens)
+        client.wait_until_whole()
+        wanted = [client.stream(seed).text for seed in range(streams)]
+        cluster.add_node(num_cpus=1, resources={"neuron_cores": cores})
+        return under_streams(client, "loss of a node", lambda: cluster.remove_node(first, allow_graceful=False), wanted)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """The rows for a page."""
     lines = [
-        "| fault | same text | error object | broken | longest pause, s | whole again, s |",
-        "|---|---|---|---|---|---|",
+        "| fault | same text | error object | broken | another text | longest pause, s | whole again, s |",
+        "|---|---|---|---|---|---|---|",
     ]
     for one in outcomes:
         of = f"{one.equal} of {one.streams}"
-        lines.append(f"| {one.fault} | {of} | {one.typed} | {one.broken} | {one.pause_s} | {one.whole_s} |")
+        lines.append(
+            f"| {one.fault} | {of} | {one.typed} | {one.broken} | {one.different} | {one.pause_s} | {one.whole_s} |"
+        )
     return "\n".join(lines)
 
 
@@ -194,24 +251,40 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, required=True)
     parser.add_argument("--backend", default="eager")
     parser.add_argument("--streams", type=int, default=8)
+    parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=110)
-    parser.add_argument("--only", nargs="*", default=list(KINDS), help=f"some of {', '.join(KINDS)}")
-    parser.add_argument("--pairs", action="store_true", help="every two of them, too")
+    parser.add_argument("--only", nargs="*", default=list(KINDS), help=f"some of {', '.join(KINDS)}; nothing: none")
+    parser.add_argument("--signals", nargs="*", default=list(_SIGNALS), choices=list(_SIGNALS))
+    parser.add_argument("--pairs", action="store_true", help="every two of them, instead of every one")
+    parser.add_argument("--node", action="store_true", help="the loss of a node, too")
+    parser.add_argument("--clients", action="store_true", help="slow and vanishing clients, too")
+    parser.add_argument("--soak", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--markdown", action="store_true", help="print the table for a page first")
     options = parser.parse_args()
-    victims = [(kind,) for kind in options.only]
-    victims += list(itertools.combinations(options.only, 2)) if options.pairs else []
-    outcomes = []
-    with service(options.target, options.draft, backend=options.backend) as url:
+    groups = groups_of(options.target, options.draft, backend=options.backend, slots=options.slots)
+    victims = list(itertools.combinations(options.only, 2)) if options.pairs else [(kind,) for kind in options.only]
+    outcomes, soaked = list[Outcome](), None
+
+    def note(rows: Sequence[Outcome]) -> None:
+        outcomes.extend(rows)
+        for row in rows:
+            print(row, flush=True)
+
+    with service(groups) as url:
         client = Client(url, tokens=options.tokens)
         client.wait_until_whole()
         wanted = [client.stream(seed).text for seed in range(options.streams)]
-        for number, names in itertools.product((signal.SIGKILL, signal.SIGSTOP), victims):
-            outcomes.append(run(client, names, number, wanted))
-            print(outcomes[-1], flush=True)
+        for name, names in itertools.product(options.signals, victims):
+            note([strike_processes(client, names, _SIGNALS[name], wanted)])
+        if options.clients:
+            note(bad_clients(client, wanted))
+        if options.soak:
+            soaked = soak(client, options.soak, streams=options.streams)
+    if options.node:
+        note([lose_node(groups, tokens=options.tokens, streams=options.streams)])
     if options.markdown:
         print(table(outcomes))
-    print(json.dumps({"faults": [asdict(one) for one in outcomes]}))
+    print(json.dumps({"faults": [asdict(one) for one in outcomes], "soak": soaked}))
 
 
 if __name__ == "__main__":

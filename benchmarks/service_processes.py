@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
@@ -14,6 +15,7 @@ KINDS = {
     "ray::ServeController": "controller",
     "ray::ProxyActor": "proxy",
 }
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _MODEL = "ray::ServeReplica:paceline:model-"
 
 
@@ -28,6 +30,16 @@ def processes(root: int) -> dict[str, int]:
             for start, kind in KINDS.items():
                 if title.startswith(start):
                     found[kind] = pid
+    return found
+
+
+def memory(root: int) -> dict[str, float]:
+    """Kind -> MiB that a process holds in memory."""
+    found = {}
+    for kind, pid in processes(root).items():
+        with suppress(OSError, IndexError, ValueError):
+            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+            found[kind] = pages * _PAGE / (1 << 20)
     return found
 
 

@@ -9,6 +9,7 @@ NEURON_LOGICAL_NC_CONFIG, NEURON_RT_VIRTUAL_CORE_SIZE   physical cores in a logi
 OMP_NUM_THREADS                    this process's share of the host's threads
 RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not choose them
 PACELINE_CORES                     the same range under our own name, for a host without Neuron
+RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S and _TIMEOUT_S   written: how soon Ray Serve replaces a proxy that does not answer
 RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS   written: Ray Serve ends a replica that does not answer without waiting for it
 PACELINE_LOCKS                     read: folder of the locks of simulated cores; default below the temporary folder
 """
@@ -25,6 +26,8 @@ from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.instances import Instance
 
 FORCE_STOP = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
+PROXY_CHECKS = ("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S")
+_PROXY_CHECK_S = "5"
 FIRST_PORT = 62182
 CORES = "NEURON_RT_VISIBLE_CORES"
 NOSET = "RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES"
@@ -80,11 +83,15 @@ def apply(env: tuple[tuple[str, str], ...]) -> None:
     os.environ.update(env)
 
 
-def end_silent_replicas() -> None:
-    """Have a cluster that this process starts end a replica that does not answer at once: a stopped process cannot end
-    itself, and Ray Serve would give it the time that answers under way have when a service is taken down.
+def replace_silent_processes() -> None:
+    """Have a cluster that this process starts replace what does not answer within some 30 seconds.
+
+    A stopped replica cannot end itself, and Ray Serve would give it the time that answers under way have when a service
+    is taken down. A proxy is lost after three checks in a row, each of a pause and a time to answer of 10 seconds.
     """
     os.environ.setdefault(FORCE_STOP, "1")
+    for name in PROXY_CHECKS:
+        os.environ.setdefault(name, _PROXY_CHECK_S)
 
 
 def assigned_cores() -> str:

@@ -1,0 +1,104 @@
+"""Clients of a service on which something happens: usual ones, slow ones, and such that leave. No faults in here."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from http.client import HTTPException
+from threading import Barrier, BrokenBarrierError
+from urllib.request import urlopen
+
+import openai
+
+GIVE_UP_S = 180.0
+_RUNNING = re.compile(r"^vllm:num_requests_(?:running|waiting)\{[^}]*\} ([\d.e+]+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """How one stream ended. ``error``: "", "typed" (an error object) or "broken"."""
+
+    text: str
+    error: str
+    pause_s: float
+
+
+class Client:
+    """Streams of one service, all of the model "big" at temperature 0.8, told apart by their seed."""
+
+    def __init__(self, url: str, *, tokens: int) -> None:
+        self._url, self._tokens = url, tokens
+        self._openai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=GIVE_UP_S)
+
+    def stream(self, seed: int, begun: Barrier | None = None, *, chunk_s: float = 0.0, leave: int = 0) -> Stream:
+        """One stream to its end.
+
+        begun    passed when it has its first text
+        chunk_s  seconds before every chunk but the first: a slow reader
+        leave    chunks after which the client closes the connection; 0: never
+        """
+        parts, last, pause, error = list[str](), time.monotonic(), 0.0, ""
+        try:
+            with self._openai.completions.create(
+                model="big", prompt="def f(a, b):", max_tokens=self._tokens, temperature=0.8, seed=seed, stream=True
+            ) as chunks:
+                for chunk in chunks:
+                    now = time.monotonic()
+                    pause, last = max(pause, now - last if parts else 0.0), now
+                    parts += [choice.text for choice in chunk.choices]
+                    if begun is not None:
+                        waiting, begun = begun, None
+                        with suppress(BrokenBarrierError):
+                            waiting.wait(GIVE_UP_S)
+                    if leave and len(parts) >= leave:
+                        break
+                    time.sleep(chunk_s)
+        except (openai.APIConnectionError, OSError):
+            error = "broken"
+        except openai.APIError:
+            error = "typed"
+        if begun is not None:
+            begun.abort()
+        return Stream("".join(parts), error, pause)
+
+    def wait_until_whole(self) -> float:
+        """Seconds until everything answers, three times in a row; infinite where that does not come."""
+        begin, good = time.monotonic(), 0
+        while good < 3:
+            if time.monotonic() - begin > GIVE_UP_S:
+                return float("inf")
+            try:
+                ready = urlopen(f"{self._url}/health/ready", timeout=3).status == 200
+                good = good + 1 if ready and self.answers() else 0
+            except (OSError, HTTPException):
+                good = 0
+            time.sleep(0.3)
+        return time.monotonic() - begin
+
+    def answers(self) -> bool:
+        """Whether a new request is answered."""
+        with suppress(openai.APIError):
+            asked = self._openai.with_options(timeout=20).completions
+            asked.create(model="big", prompt="x", max_tokens=2, temperature=0)
+            return True
+        return False
+
+    def seconds_until_idle(self) -> float:
+        """Until no replica has a request in a slot, or waiting for one."""
+        begin = time.monotonic()
+        while time.monotonic() - begin < GIVE_UP_S:
+            with suppress(OSError, HTTPException):
+                text = urlopen(f"{self._url}/metrics", timeout=5).read().decode()
+                counts = [float(count) for count in _RUNNING.findall(text)]
+                if counts and not sum(counts):
+                    return time.monotonic() - begin
+            time.sleep(0.1)
+        return float("inf")
+
+    def loaded(self) -> Sequence[str]:
+        """The models that the service lists."""
+        return [one["id"] for one in json.load(urlopen(f"{self._url}/v1/models", timeout=5))["data"]]
