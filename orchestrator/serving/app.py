@@ -1,4 +1,5 @@
-"""From a models file to a Serve application: one deployment for each model, and one for HTTP.
+"""From a models file to a Serve application: one deployment for each model, and one for HTTP. Models that are loaded on
+demand are applications of their own, which the HTTP deployment starts (`paceline.serving.serve_loader`).
 
 `build` is a builder for `serve deploy`:
 
@@ -20,29 +21,27 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.serve.config import AutoscalingConfig
 
 from paceline.core.errors import ConfigurationError
 from paceline.placement import read_fault_policy, read_models
 from paceline.placement.cluster.fault_policy import FaultPolicy
-from paceline.placement.cluster.reservation import RESOURCE
-from paceline.placement.host import environment
 from paceline.placement.planning import validate_plan
 from paceline.placement.planning.detect import instance_named
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.yaml_file import validate
+from paceline.serving.deployments import (
+    CPU_SHARE,
+    HEALTH_PERIOD_S,
+    HEALTH_TIMEOUT_S,
+    SHUTDOWN_S,
+    UNBOUNDED,
+    model_deployment,
+)
 from paceline.serving.ingress import Ingress
-from paceline.serving.replica import ModelReplica
-from paceline.serving.serve_loader import deployment_name
 from paceline.serving.settings import ApiSettings
 
 _ARGUMENTS = ("models", "instance", "api")
-_SHUTDOWN_S = 60.0  # for answers that are under way when the service is taken down
-_CPU_SHARE = 0.01  # of a host CPU, as Serve counts it, for each process
-_HEALTH_PERIOD_S, _HEALTH_TIMEOUT_S = 2.0, 6.0  # three silences in a row: a stopped process is replaced after 24 s
-_MAX_WAITING = 1024  # requests of a replica that wait for a slot; more are answered with 429
-_UNBOUNDED = 1 << 20  # requests that Serve passes on to a process at the same time: it is the engine that bounds them
 
 
 def build(arguments: Mapping[str, Any]) -> serve.Application:
@@ -99,56 +98,14 @@ def application(
     """
     for group in groups:
         validate_plan.check(group.plan)
-    handles = {group.name: _model(group, fault_policy) for group in groups}
+    handles = {group.name: model_deployment(group, fault_policy) for group in groups if not group.is_on_demand}
     ingress = serve.deployment(
         Ingress,
         name="openai",
-        max_ongoing_requests=_UNBOUNDED,
-        graceful_shutdown_timeout_s=_SHUTDOWN_S,
-        health_check_period_s=_HEALTH_PERIOD_S,
-        health_check_timeout_s=_HEALTH_TIMEOUT_S,
-        ray_actor_options={"num_cpus": _CPU_SHARE},
+        max_ongoing_requests=UNBOUNDED,
+        graceful_shutdown_timeout_s=SHUTDOWN_S,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        ray_actor_options={"num_cpus": CPU_SHARE},
     )
     return ingress.bind(handles, settings or ApiSettings(), groups=tuple(groups), fault_policy=fault_policy)
-
-
-def _model(group: ReplicaGroupPlan, fault_policy: FaultPolicy) -> serve.Application:
-    target, *drafts = group.num_cores
-    threads, scaling = dict(group.plan.placements[0].env)["OMP_NUM_THREADS"], group.residency.autoscaling
-    variables = {**environment.without_cores(), environment.NOSET: "1", "OMP_NUM_THREADS": threads}
-    deployment = serve.deployment(
-        ModelReplica,
-        name=deployment_name(group.name),
-        **({"num_replicas": group.replicas} if scaling is None else {"autoscaling_config": _autoscaling(group)}),
-        max_ongoing_requests=_UNBOUNDED,
-        max_queued_requests=_MAX_WAITING,
-        graceful_shutdown_timeout_s=_SHUTDOWN_S,
-        health_check_period_s=_HEALTH_PERIOD_S,
-        health_check_timeout_s=_HEALTH_TIMEOUT_S,
-        ray_actor_options={
-            "num_cpus": _CPU_SHARE,
-            "resources": {RESOURCE: target},
-            "runtime_env": {"env_vars": variables},
-        },
-        placement_group_bundles=[
-            {"CPU": _CPU_SHARE, RESOURCE: float(target)},
-            *({RESOURCE: float(cores)} for cores in drafts),
-        ],
-        placement_group_strategy="STRICT_PACK" if fault_policy.colocate else "PACK",
-    )
-    if scaling is None and not group.min_replicas:
-        deployment._deployment_config.num_replicas = 0  # its field takes 0, which the options refuse
-    return deployment.bind(group, fault_policy, _MAX_WAITING)
-
-
-def _autoscaling(group: ReplicaGroupPlan) -> AutoscalingConfig:
-    residency = group.residency
-    scaling = residency.autoscaling
-    assert scaling is not None
-    idle = {} if residency.idle_ttl_s is None else {"downscale_to_zero_delay_s": residency.idle_ttl_s}
-    return AutoscalingConfig(
-        min_replicas=scaling.min_replicas,
-        max_replicas=scaling.max_replicas,
-        target_ongoing_requests=scaling.target_ongoing_requests,
-        **idle,
-    )

@@ -20,7 +20,7 @@ from paceline.serving.settings import ApiSettings
 
 @serve.ingress()
 class Ingress:
-    """``handles``: model -> handle of its deployment. ``groups``: of the same models."""
+    """``handles``: model -> handle of its deployment, of those that are loaded from the start. ``groups``: of all."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Ingress:
         router = ServeRouter({model: ModelRoute(handle) for model, handle in handles.items()})
         application = serve.get_replica_context().app_name
         planned = {group.name: group for group in groups}
-        loader = ServeLoader(application, planned, router, startup_timeout_s=fault_policy.startup_timeout_s)
+        loader = ServeLoader(application, planned, router, fault_policy=fault_policy)
         lifecycle = ModelLifecycle(loader, {group.name: group.residency for group in groups})
         self._router, self._settings = ManagedRouter(router, lifecycle), settings
 

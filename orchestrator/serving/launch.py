@@ -127,10 +127,13 @@ def _take_down(*, started_serve: bool, own_cluster: bool) -> None:
     actor that is called ends itself.
     """
     try:
-        if started_serve and not own_cluster and not set(serve.status().applications) - {APPLICATION}:
+        there = set(serve.status().applications)
+        own = {name for name in there if name == APPLICATION or name.startswith(f"{APPLICATION}-")}  # models on demand
+        if started_serve and not own_cluster and not there - own:
             serve.shutdown()
         else:
-            serve.delete(APPLICATION)
+            for name in sorted(own | {APPLICATION}):
+                serve.delete(name)
     except _RAY_ERRORS as error:
         log.warning("the service could not be taken down (%s)", _summary(error))
 

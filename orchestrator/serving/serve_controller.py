@@ -6,14 +6,30 @@ of the same actor; here no dashboard runs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 from ray.serve._private.common import DeploymentID  # what the method takes; it has no public name
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
-from ray.serve.schema import ServeInstanceDetails
+from ray.serve.config import HTTPOptions
 
 _ANSWER_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentState:
+    """What Serve knows of a deployment.
+
+    target    replicas that it is to have
+    replicas  those that there are, in whatever state
+    status    Serve's word: HEALTHY, UPDATING, UNHEALTHY, ...
+    """
+
+    target: int
+    replicas: int
+    status: str
 
 
 def controller() -> Any:
@@ -31,18 +47,23 @@ def running_address() -> tuple[str, int] | None:
         actor = controller()
     except ValueError:
         return None
-    found = ServeInstanceDetails(**ray.get(actor.get_serve_instance_details.remote(), timeout=_ANSWER_S))
-    assert found.http_options is not None, "the controller fills it in"
-    return str(found.http_options.host), int(found.http_options.port)
+    # What it leaves out has its default value.
+    found = ray.get(actor.get_serve_instance_details.remote(), timeout=_ANSWER_S).get("http_options") or {}
+    return str(found.get("host", HTTPOptions().host)), int(found.get("port", HTTPOptions().port))
 
 
-async def details() -> ServeInstanceDetails:
-    """The applications and their deployments.
+async def deployments(application: str) -> Mapping[str, DeploymentState]:
+    """Those of an application, by name.
 
     Raises:
         RayError, ValueError: the controller does not answer, or is gone.
     """
-    return ServeInstanceDetails(**await controller().get_serve_instance_details.remote())
+    found = await controller().get_serve_instance_details.remote()
+    listed = found["applications"].get(application, {}).get("deployments", {})
+    return {
+        name: DeploymentState(int(one["target_num_replicas"]), len(one["replicas"]), str(one["status"]))
+        for name, one in listed.items()
+    }
 
 
 async def scale(application: str, deployment: str, replicas: int) -> None:

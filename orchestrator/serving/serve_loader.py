@@ -1,81 +1,101 @@
-"""A `Loader` over Ray Serve: an unloaded model is a deployment without replicas, whose cores and memory are free.
+"""A `Loader` over Ray Serve: an unloaded model has no replica, so its cores and its memory are free.
 
-Not here: when that is done (`paceline.serving.lifecycle`).
+A model that is loaded from the start is a deployment of the service's application, and one without replicas when it is
+unloaded. A model that is loaded on demand is an application of its own, since Serve deploys none without replicas. Not
+here: when it is done (`paceline.serving.lifecycle`).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
 
 import ray
+from ray import serve
 from ray.exceptions import RayError
-from ray.serve.schema import DeploymentDetails
+from ray.serve.exceptions import RayServeException
 
 from paceline.core.errors import WorkerError
 from paceline.placement.cluster.core_allocator import call_allocator
+from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.room import Resident, to_unload
 from paceline.serving import serve_controller
+from paceline.serving.deployments import deployment_name, model_deployment
 from paceline.serving.router import ModelCard
-from paceline.serving.serve_router import ServeRouter
+from paceline.serving.serve_controller import DeploymentState
+from paceline.serving.serve_router import ModelRoute, ServeRouter
 
 _LOOK_S = 0.2  # between looks at what became of it
 _ANSWER_S = 30.0  # that the core allocator may take
+_RAY_ERRORS = (OSError, RuntimeError, ValueError, RayError, RayServeException)  # what Ray and Serve raise
 _STUCK = ("UNHEALTHY", "DEPLOY_FAILED")
-
-
-def deployment_name(model: str) -> str:
-    """Of a model's deployment in its application."""
-    return f"model-{model}"
 
 
 class ServeLoader:
     """See the module.
 
-    application  the name of the one that serves the models
-    groups       of all of them
-    router       tells which replicas answer, and on which cores
+    application   the name of the one that serves the models
+    groups        of all of them
+    router        tells which replicas answer, and on which cores; models on demand are put into it when they are loaded
     """
 
     def __init__(
-        self, application: str, groups: Mapping[str, ReplicaGroupPlan], router: ServeRouter, *, startup_timeout_s: float
+        self,
+        application: str,
+        groups: Mapping[str, ReplicaGroupPlan],
+        router: ServeRouter,
+        *,
+        fault_policy: FaultPolicy,
     ) -> None:
         self._application, self._groups, self._router = application, dict(groups), router
-        self._startup_s = startup_timeout_s
+        self._policy = fault_policy
 
     async def load(self, name: str) -> None:
         """See `Loader`."""
-        await self._scale(name, self._groups[name].replicas)
-        end = monotonic() + self._startup_s
+        group = self._groups[name]
         try:
-            while not await self._router.cards(name, fresh=True):
-                details = (await self._details())[name]
-                if details.status.value in _STUCK:
-                    raise WorkerError(f"{name} does not start; the log of its replica says why")
-                if monotonic() > end:
-                    raise WorkerError(f"{name} did not start within {self._startup_s} seconds")
-                await asyncio.sleep(_LOOK_S)
-        except BaseException:
-            await self._scale(name, 0)
+            if group.is_on_demand:
+                app = model_deployment(group, self._policy)
+                await asyncio.to_thread(serve.run, app, name=self._own(name), route_prefix=None)
+                self._put(name)
+            else:
+                await self._scale(name, group.replicas)
+            await self._until_it_answers(name)
+        except BaseException as error:
+            with suppress(*_RAY_ERRORS, WorkerError):
+                await self.unload(name)
+            if isinstance(error, _RAY_ERRORS):
+                raise WorkerError(
+                    f"{name} does not start ({error!s:.200}); the log of its replica says more"
+                ) from error
             raise
 
     async def unload(self, name: str) -> None:
         """See `Loader`."""
+        if self._groups[name].is_on_demand:
+            self._router.remove(name)
+            await asyncio.to_thread(serve.delete, self._own(name))
+            return
         await self._scale(name, 0)
-        while (await self._details())[name].replicas:
+        while (await self._deployments())[name].replicas:
             await asyncio.sleep(_LOOK_S)
         self._router.forget(name)
 
     async def loaded(self) -> Sequence[str]:
         """See `Loader`."""
-        details = await self._details()
-        return [name for name in self._groups if name in details and details[name].target_num_replicas]
+        found = [name for name, one in (await self._deployments()).items() if one.target]
+        there = (await asyncio.to_thread(serve.status)).applications
+        on_demand = [name for name, group in self._groups.items() if group.is_on_demand and self._own(name) in there]
+        for name in on_demand:
+            self._put(name)
+        return [*found, *on_demand]
 
     async def to_unload(self, name: str, movable: Sequence[str]) -> Sequence[str]:
         """See `Loader`. Whatever else has cores in the cluster stays."""
@@ -83,20 +103,36 @@ class ServeLoader:
         residents = [Resident(other, _cores(await self._router.cards(other)), movable=True) for other in movable]
         return await asyncio.to_thread(_room, wanted, [one for one in residents if one.cores])
 
+    def _own(self, name: str) -> str:
+        """The application of a model that is loaded on demand."""
+        return f"{self._application}-{name}"
+
+    def _put(self, name: str) -> None:
+        self._router.put(name, ModelRoute(serve.get_deployment_handle(deployment_name(name), self._own(name))))
+
+    async def _until_it_answers(self, name: str) -> None:
+        end = monotonic() + self._policy.startup_timeout_s
+        while not await self._router.cards(name, fresh=True):
+            states = await self._deployments()
+            if name in states and states[name].status in _STUCK:
+                raise WorkerError(f"{name} does not start; the log of its replica says why")
+            if monotonic() > end:
+                raise WorkerError(f"{name} did not start within {self._policy.startup_timeout_s} seconds")
+            await asyncio.sleep(_LOOK_S)
+
     async def _scale(self, name: str, replicas: int) -> None:
         try:
             await serve_controller.scale(self._application, deployment_name(name), replicas)
         except (RayError, ValueError) as error:
             raise WorkerError(f"Ray Serve did not take the number of replicas of {name}: {error}") from error
 
-    async def _details(self) -> Mapping[str, DeploymentDetails]:
+    async def _deployments(self) -> Mapping[str, DeploymentState]:
         """What Serve knows of each model."""
         try:
-            found = await serve_controller.details()
+            found = await serve_controller.deployments(self._application)
         except (RayError, ValueError) as error:
             raise WorkerError(f"Ray Serve's controller does not answer ({type(error).__name__})") from error
-        deployments = found.applications[self._application].deployments
-        return {name: deployments[key] for name in self._groups if (key := deployment_name(name)) in deployments}
+        return {name: found[key] for name in self._groups if (key := deployment_name(name)) in found}
 
 
 def _room(wanted: ReplicaGroupPlan, movable: Sequence[Resident]) -> Sequence[str]:

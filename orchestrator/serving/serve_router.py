@@ -60,13 +60,23 @@ class ServeRouter:
         self._routes, self._recovery_s = dict(routes), recovery_s
         self._seen = {model: _Seen() for model in routes}
 
+    def put(self, model: str, route: ModelRoute) -> None:
+        """A model that was not served until now, or elsewhere."""
+        self._routes[model], self._seen[model] = route, _Seen()
+
+    def remove(self, model: str) -> None:
+        """A model that is served no more."""
+        self._routes.pop(model, None)
+
     async def models(self) -> Sequence[ModelCard]:
         """See `ModelRouter`: those with a replica that answers."""
         found = await asyncio.gather(*(self._cards(model) for model in self._routes))
         return [cards[0] for cards in found if cards]
 
     async def cards(self, model: str, *, fresh: bool = False) -> Sequence[ModelCard]:
-        """What the replicas of a model say of themselves. ``fresh``: now, not a moment ago."""
+        """What the replicas of a model say of themselves; () where there are none. ``fresh``: now, not a moment ago."""
+        if model not in self._routes:
+            return ()
         if fresh:
             self.forget(model)
         return await self._cards(model)

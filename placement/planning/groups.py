@@ -39,12 +39,17 @@ class ReplicaGroupPlan:
         return self.plan.placements[0].model.residency
 
     @property
+    def is_on_demand(self) -> bool:
+        """Whether its first request loads it."""
+        return self.residency.load == "on_demand"
+
+    @property
     def min_replicas(self) -> int:
         """Replicas that are loaded from the start on."""
         scaling = self.residency.autoscaling
         if scaling is not None:
             return scaling.min_replicas
-        return self.replicas if self.residency.load == "eager" else 0
+        return 0 if self.is_on_demand else self.replicas
 
     @property
     def num_cores(self) -> tuple[int, ...]:

@@ -53,10 +53,11 @@ def test_serve_scales_a_model_as_its_file_says(workshop: Workshop) -> None:
     scaled = {"name": "a", "autoscaling": {"min_replicas": 0, "max_replicas": 3}, "idle_ttl_s": 60, **shape}
     entries = [scaled, {"name": "b", "load": "on_demand", "replicas": 2, **shape}, {"name": "c", **shape}]
     ingress = build({"models": entries, "instance": "inf2.48xlarge"})._bound_deployment
-    a, b, c = (app._bound_deployment._deployment_config for app in ingress.init_args[0].values())
+    a, c = (app._bound_deployment._deployment_config for app in ingress.init_args[0].values())
     scaling = a.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (0, 3, 4.0)
-    assert scaling.downscale_to_zero_delay_s == 60 and (b.num_replicas, c.num_replicas) == (0, 1)
+    assert scaling.downscale_to_zero_delay_s == 60 and c.num_replicas == 1
+    assert list(ingress.init_args[0]) == ["a", "c"], "b is an application of its own, once it is asked"
     assert [group.replicas for group in ingress.init_kwargs["groups"]] == [1, 2, 1]
 
 

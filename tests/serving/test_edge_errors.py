@@ -52,7 +52,9 @@ def refused(response: httpx.Response) -> dict[str, Any]:
     [
         ("completions", COMPLETION | {"suffix": "end"}, "suffix"),
         ("completions", COMPLETION | {"best_of": 3, "n": 2, "stream": True}, None),
-        ("completions", COMPLETION | {"echo": True, "logprobs": 1}, None),
+        ("completions", COMPLETION | {"echo": True, "logprobs": 1}, "logprobs"),
+        ("completions", COMPLETION | {"prompt_logprobs": 1}, "prompt_logprobs"),
+        ("chat/completions", CHAT | {"prompt_logprobs": 0}, "prompt_logprobs"),
         ("completions", COMPLETION | {"beams": 3}, "beams"),
         ("completions", COMPLETION | {"n": 0}, "n"),
         ("completions", COMPLETION | {"n": True}, "n"),

@@ -35,7 +35,7 @@ from paceline.serving import launch as serving_run
 from paceline.serving.app import build, deploy_config
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import VOCABULARY, save_pair
-from tests.serving.served import process, running, served
+from tests.serving.served import process, served
 
 pytestmark = pytest.mark.ray
 PROMPT = "def f(a, b):"
@@ -103,7 +103,7 @@ def test_a_model_is_loaded_on_demand_and_leaves_its_cores(client: openai.OpenAI)
     assert sorted(model.id for model in client.models.list()) == ["chat", "late", "small"]
     taken = sum(map(len, call_allocator("taken", timeout=30).values()))
     assert admin(client, "POST", "/unload", {"model": "late"})["state"] == "unloaded"
-    assert "model:late" not in running()
+    assert "paceline-late" not in serve.status().applications
     assert sum(map(len, call_allocator("taken", timeout=30).values())) == taken - 1
     assert sorted(model.id for model in client.models.list()) == ["chat", "small"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from paceline.serving.openai.fields import (
     MAX_LOGPROBS,
@@ -65,9 +65,14 @@ class CompletionRequest(SamplingFields, StreamFields, GuidedFields, IgnoredField
             raise ValueError(f"best_of={self.best_of} is less than n={self.n}")
         if self.stream and (self.best_of or self.n) > self.n:
             raise ValueError("best_of above n cannot be streamed, since the best are known at the end")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not served: prompts have no log-probabilities here")
         return self
+
+    @field_validator("logprobs")
+    @classmethod
+    def _of_the_answer_alone(cls, logprobs: int | None, info: ValidationInfo) -> int | None:
+        if logprobs is not None and info.data.get("echo"):
+            raise ValueError("a prompt that is repeated (echo) has no log-probabilities here; leave out one of them")
+        return logprobs
 
     @property
     def prompts(self) -> list[str | list[int]]:

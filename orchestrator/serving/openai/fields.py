@@ -106,6 +106,7 @@ class SamplingFields(Strict):
     ] = {}
     min_tokens: Annotated[int, Field(ge=0, description="a whole number from 0 on")] = 0
     ignore_eos: Annotated[bool, Field(description="true or false")] = False
+    prompt_logprobs: Annotated[None, Field(description="left out; prompts have no log-probabilities here")] = None
     speculative: Annotated[
         SpeculativeOptions,
         Field(description='an object such as {"enabled": false}, {"k": 2} or {"metrics": "detailed"}'),

@@ -1,0 +1,68 @@
+"""A model as a deployment of Ray Serve: its resources, its placement, and how many replicas it has.
+
+A replica is a replica group (`paceline.placement.planning.groups`): the process that runs the target, and its draft if
+that has cores of its own.
+"""
+
+from __future__ import annotations
+
+from ray import serve
+from ray.serve.config import AutoscalingConfig
+
+from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.reservation import RESOURCE
+from paceline.placement.host import environment
+from paceline.placement.planning.groups import ReplicaGroupPlan
+from paceline.serving.replica import ModelReplica
+
+SHUTDOWN_S = 60.0  # for answers that are under way when the service is taken down
+CPU_SHARE = 0.01  # of a host CPU, as Serve counts it, for each process
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 6.0  # three silences in a row: a stopped process is replaced after 24 s
+UNBOUNDED = 1 << 20  # requests that Serve passes on to a process at the same time: it is the engine that bounds them
+_MAX_WAITING = 1024  # requests of a replica that wait for a slot; more are answered with 429
+
+
+def deployment_name(model: str) -> str:
+    """Of a model's deployment."""
+    return f"model-{model}"
+
+
+def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy) -> serve.Application:
+    """A model, with as many replicas as its file asks for."""
+    target, *drafts = group.num_cores
+    threads, scaling = dict(group.plan.placements[0].env)["OMP_NUM_THREADS"], group.residency.autoscaling
+    variables = {**environment.without_cores(), environment.NOSET: "1", "OMP_NUM_THREADS": threads}
+    deployment = serve.deployment(
+        ModelReplica,
+        name=deployment_name(group.name),
+        **({"num_replicas": group.replicas} if scaling is None else {"autoscaling_config": _autoscaling(group)}),
+        max_ongoing_requests=UNBOUNDED,
+        max_queued_requests=_MAX_WAITING,
+        graceful_shutdown_timeout_s=SHUTDOWN_S,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        ray_actor_options={
+            "num_cpus": CPU_SHARE,
+            "resources": {RESOURCE: target},
+            "runtime_env": {"env_vars": variables},
+        },
+        placement_group_bundles=[
+            {"CPU": CPU_SHARE, RESOURCE: float(target)},
+            *({RESOURCE: float(cores)} for cores in drafts),
+        ],
+        placement_group_strategy="STRICT_PACK" if fault_policy.colocate else "PACK",
+    )
+    return deployment.bind(group, fault_policy, _MAX_WAITING)
+
+
+def _autoscaling(group: ReplicaGroupPlan) -> AutoscalingConfig:
+    residency = group.residency
+    scaling = residency.autoscaling
+    assert scaling is not None
+    idle = {} if residency.idle_ttl_s is None else {"downscale_to_zero_delay_s": residency.idle_ttl_s}
+    return AutoscalingConfig(
+        min_replicas=scaling.min_replicas,
+        max_replicas=scaling.max_replicas,
+        target_ongoing_requests=scaling.target_ongoing_requests,
+        **idle,
+    )
