@@ -245,8 +245,14 @@ def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Clust
         assert time.monotonic() < end, serve.status()
         time.sleep(0.2)
     assert [model.id for model in below.models.list()] == ["again"]
-    answer = below.completions.create(model="again", prompt=PROMPT, max_tokens=20, temperature=0)
-    assert answer.choices[0].text == said(home, PROMPT, max_new_tokens=20)
+    asked = {"model": "again", "prompt": PROMPT, "max_tokens": 100, "temperature": 0}
+    stream = iter(below.completions.create(stream=True, **asked))  # type: ignore[call-overload]
+    parts = [next(stream).choices[0].text]
+    with ThreadPoolExecutor(1) as pool:  # what SIGTERM does (`test_launch`): answers under way are drained
+        ended = pool.submit(serve.delete, "second")
+        text = "".join(parts + [chunk.choices[0].text for chunk in stream])
+        ended.result(90)
+    assert text == said(home, PROMPT, max_new_tokens=100) and "second" not in serve.status().applications
 
 
 def test_a_cluster_with_other_applications_keeps_them(
