@@ -4,7 +4,7 @@ A token may end inside a character (byte-level vocabularies split UTF-8), and wh
 before it (a leading space), so pieces are differences of two decodings. Not here: stop strings
 (`paceline.text.stop_strings`), and loading tokenizers (`paceline.text.tokenizer`).
 
-`tokenizers.decoders.DecodeStream` (0.23) takes a tenth of the time, some 1.5 microseconds a token where this takes 14, and
+`tokenizers.decoders.DecodeStream` (0.23) takes a tenth of the time, 1.5 microseconds a token where this takes 14, and
 gives the same pieces for text that a tokenizer made. It does not for ids that a model made: from a byte that belongs to
 no character on it holds everything until a token ends in a whole one, so that stop strings behind the byte are missed
 and a stream stands still, and it has no way to hand out what it holds at the end of a text.
