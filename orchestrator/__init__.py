@@ -36,11 +36,13 @@ from paceline.for_sampling import (
 )
 from paceline.generator import SpeculativeGenerator
 from paceline.medusa.drafter import MedusaDrafter
+from paceline.neuron_config import NeuronConfig
 from paceline.outputs import GenerationResult, RequestOutput, Statistics
 from paceline.text.stop_strings import StopStrings
 from paceline.text.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
+    from paceline.application import DecoderApplication
     from paceline.huggingface.adapter import HuggingFaceGenerationAdapter
 
 __version__ = "0.1.0"
@@ -52,6 +54,7 @@ __all__ = [
     "AutoDrafter",
     "BloomForSampling",
     "Chain",
+    "DecoderApplication",
     "DynamicTree",
     "EagleDrafter",
     "FunctionDrafter",
@@ -66,6 +69,7 @@ __all__ = [
     "MedusaDrafter",
     "MistralForSampling",
     "MixtralForSampling",
+    "NeuronConfig",
     "NgramDrafter",
     "OPTForSampling",
     "PacelineError",
@@ -93,4 +97,8 @@ def __getattr__(name: str) -> object:
         from paceline.huggingface.adapter import HuggingFaceGenerationAdapter
 
         return HuggingFaceGenerationAdapter
+    if name == "DecoderApplication":
+        from paceline.application import DecoderApplication
+
+        return DecoderApplication
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

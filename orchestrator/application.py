@@ -1,0 +1,110 @@
+"""`DecoderApplication`: the life of a decoder as a `NeuronApplicationBase` of NxD Inference has it. Thin: everything
+is done by `AutoDecoder`, `SlotCache` and the adapter, which programs may use without it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.auto import SamplingDecoder
+from paceline.core.errors import ConfigurationError
+from paceline.generator import SpeculativeGenerator
+from paceline.huggingface.adapter import HuggingFaceGenerationAdapter
+from paceline.huggingface.cache import SlotCache
+from paceline.neuron_config import NeuronConfig
+
+CONFIG_FILE = "paceline_config.json"
+
+
+class DecoderApplication:
+    """Compile, load, run and reset one decoder.
+
+    path     folder of the checkpoint
+    config   a `NeuronConfig`; default: its defaults
+    backend  as in `AutoDecoder.from_pretrained`
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], config: NeuronConfig | None = None, *, backend: str = "inductor"
+    ) -> None:
+        self.path, self.config, self.backend = Path(path), config or NeuronConfig(), backend
+        self._decoder: SamplingDecoder | None = None
+        self._text: SlotCache | None = None
+
+    @property
+    def decoder(self) -> SamplingDecoder:
+        """The decoder.
+
+        Raises:
+            ConfigurationError: nothing is loaded yet.
+        """
+        if self._decoder is None:
+            raise ConfigurationError("the model is not loaded; call load(), or compile(folder) first")
+        return self._decoder
+
+    def compile(self, folder: str | os.PathLike[str]) -> None:
+        """Compile every graph that the configuration asks for into ``folder``, with the configuration beside them.
+
+        Raises:
+            ArtefactError: the backend compiles nothing that could be saved.
+        """
+        self.load()
+        generator = self.generator()
+        generator.compile()
+        self.decoder.save(Path(folder))
+        (Path(folder) / CONFIG_FILE).write_text(self.config.to_json(), encoding="utf-8")
+
+    def load(self, folder: str | os.PathLike[str] | None = None) -> None:
+        """Load the weights, and the graphs that `compile` wrote into ``folder``.
+
+        Raises:
+            ConfigurationError: the folder was compiled for another configuration.
+            ArtefactError: it holds no graphs for this model and machine.
+        """
+        if folder is not None and (file := Path(folder) / CONFIG_FILE).is_file():
+            compiled = NeuronConfig.from_json(file.read_text(encoding="utf-8"))
+            if compiled != self.config:
+                raise ConfigurationError(f"{folder} was compiled for another configuration; use the one in {file}")
+        if self._decoder is None:
+            self._decoder = self.config.load(self.path, backend=self.backend)
+        if folder is not None:
+            self._decoder.load(Path(folder))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Append tokens to the texts in the slots. input_ids and attention_mask [R, T] -> logits [R, V] float32.
+
+        Raises:
+            ConfigurationError: nothing is loaded yet.
+            PromptError, ContextError, DecoderBusyError: as `SlotCache.read`.
+        """
+        if self._text is None:
+            self._text = SlotCache(self.decoder)
+        real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return self._text.read(input_ids, real != 0, 1)[:, 0]
+
+    __call__ = forward
+
+    def reset(self) -> None:
+        """Forget the texts in the slots: the next `forward` begins new ones."""
+        self._text = None
+
+    def generator(self, draft: object = None) -> SpeculativeGenerator:
+        """A generator with the configuration's draft, or another one; plain decoding if there is none."""
+        draft = self.config.draft_model_path if draft is None else draft
+        if draft is None:
+            return SpeculativeGenerator(None, self.decoder, k=0)
+        return SpeculativeGenerator(draft, self.decoder, k=self.config.k, fused=self.config.fused)
+
+    def adapter(self) -> HuggingFaceGenerationAdapter:
+        """As a model of `transformers`: of the decoder, or of the generator if the configuration names a draft."""
+        return HuggingFaceGenerationAdapter(self.decoder if self.config.draft_model_path is None else self.generator())
+
+    def close(self) -> None:
+        """Give the decoder back."""
+        if self._decoder is not None:
+            self._decoder.close()
+        self._decoder = self._text = None

@@ -1,0 +1,286 @@
+"""`NeuronConfig`: how a decoder is loaded, read from the files of NxD Inference and transformers-neuronx.
+
+A typed value with the names of this package, which goes to JSON and back. Keys that nobody knows raise; those that
+change nothing here are in `without_effect`, each with the reason, and are logged. Not here: the application around it
+(`paceline.application`).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from paceline.auto import AutoDecoder, SamplingDecoder
+from paceline.config import configuration_error
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.options import AMP
+from paceline.engine.request import SamplingParams
+from paceline.neuron_config_keys import REFUSED, WITHOUT_EFFECT
+
+log = logging.getLogger("paceline")
+
+_DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", **{name: name for name in AMP}}
+_SAMPLING_WITHOUT_EFFECT: dict[str, str] = {
+    "dynamic": "sampling is per request, always",
+    "deterministic": "the same seed gives the same tokens, always",
+    "global_topk": "top_k may be any number",
+    "global_top_k": "top_k may be any number",
+    "top_p_min_tokens": "at least one token is left, always",
+    "top_k_kernel_enabled": "kernels are the backend's choice",
+    "sampling_dp_degree": "sampling is divided as the vocabulary is",
+    "on_device_sampling_config": "set in every file of NxD's, and says nothing",
+    "per_batch_line": "sampling is per request, always",
+    "max_length": "give sequence_length to sample()",
+    "config": "the file of the model says it",
+}
+
+
+class OnDeviceSampling(BaseModel):
+    """The sampling that NxD compiles into a graph: here the defaults of `NeuronConfig.sampling_params`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    do_sample: bool = False
+    temperature: float = Field(default=1.0, gt=0)
+    top_k: int | None = None
+    top_p: float | None = None
+    eos_token_id: int | list[int] | None = None
+
+
+class NeuronConfig(BaseModel):
+    """How a decoder is loaded, and how it samples and speculates by default. Frozen.
+
+    The first six are those of `AutoDecoder.from_pretrained`.
+
+    on_device_sampling  defaults of sampling
+    k                   drafted tokens of a round; None: the file asks for no speculation
+    fused               whether draft and target are to be one graph; None: wherever that can be done
+    draft_model_path    folder of the draft, where the file names it
+    without_effect      keys of the file that change nothing here, and why
+
+    Raises:
+        ConfigurationError: a key is unknown, a value is out of range, or it asks for what is not to be had here.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    batch_size: int = Field(default=1, ge=1)
+    n_positions: int | list[int] | None = None
+    context_length_estimate: int | list[int] | None = None
+    amp: str = "bf16"
+    tp_degree: int = Field(default=1, ge=1)
+    group_query_attention: str | None = None
+    quantization: str | None = None
+    on_device_sampling: OnDeviceSampling | None = None
+    k: int | None = Field(default=None, ge=1)
+    fused: bool | None = None
+    draft_model_path: str | None = None
+    without_effect: dict[str, str] = Field(default_factory=dict)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise configuration_error(error, type(self)) from error
+
+    @classmethod
+    def from_neuron_config(cls, source: str | os.PathLike[str] | Mapping[str, Any]) -> NeuronConfig:
+        """Read a configuration of NxD Inference or transformers-neuronx.
+
+        source  a mapping, JSON as text, a file, or a folder with neuron_config.json: the whole file that
+                ``InferenceConfig.save`` writes, or the fields of a NeuronConfig alone
+
+        Raises:
+            ConfigurationError: it is no such configuration, a key is unknown, or a value cannot be followed.
+        """
+        given = _read(source)
+        fields = given.get("neuron_config", given)
+        if not isinstance(fields, Mapping):
+            raise ConfigurationError(f"neuron_config is a {type(fields).__name__}; it must be an object of fields")
+        made = _Reader(dict(fields)).read(given.get("fused_spec_config") if "neuron_config" in given else None)
+        for name, reason in made.without_effect.items():
+            log.info("%s has no effect here: %s", name, reason)
+        return made
+
+    @classmethod
+    def from_json(cls, text: str) -> NeuronConfig:
+        """What `to_json` wrote.
+
+        Raises:
+            ConfigurationError: a key is unknown, or a value is out of range.
+        """
+        fields = _json(text, "the text")
+        return cls(**fields)
+
+    def to_json(self) -> str:
+        """As JSON, with the names of this package."""
+        return self.model_dump_json(indent=2)
+
+    def load(self, path: str | os.PathLike[str], *, backend: str = "inductor") -> SamplingDecoder:
+        """`AutoDecoder.from_pretrained` with these options; errors as there."""
+        return AutoDecoder.from_pretrained(
+            path,
+            batch_size=self.batch_size,
+            n_positions=self.n_positions,
+            context_length_estimate=self.context_length_estimate,
+            amp=self.amp,
+            backend=backend,
+            tp_degree=self.tp_degree,
+            group_query_attention=self.group_query_attention,
+            quantization=self.quantization,
+        )
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """How it samples by default."""
+        sampling = self.on_device_sampling
+        return SamplingParams() if sampling is None else SamplingParams(**sampling.model_dump())
+
+
+class _Reader:
+    """Reads the fields of one file. What is read is taken out; what is left over is unknown."""
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        self.fields = fields
+        self.without_effect: dict[str, str] = {}
+
+    def read(self, fused_spec: Mapping[str, Any] | None) -> NeuronConfig:
+        for name, (values, reason) in REFUSED.items():
+            value = self.fields.pop(name, values[0])
+            if value not in values:
+                raise ConfigurationError(f"{name}={value!r} cannot be followed: {reason}")
+        sampling, quantization = self._sampling(), self._quantization()
+        positions, chunks = self._positions()
+        sizes = [self.fields.pop(n, None) for n in ("batch_size", "tkg_batch_size", "max_batch_size")]
+        length = self.fields.pop("speculation_length", 0)
+        fused = self.fields.pop("enable_fused_speculation", None)
+        made: dict[str, Any] = {
+            "batch_size": max((size for size in sizes if size is not None), default=1),
+            "n_positions": positions,
+            "context_length_estimate": chunks,
+            "amp": self._amp(),
+            "tp_degree": self.fields.pop("tp_degree", 1),
+            "group_query_attention": self.fields.pop("group_query_attention", None),
+            "quantization": quantization,
+            "on_device_sampling": sampling,
+            "k": length - 1 if length > 1 else None,
+            "fused": True if fused else None,
+            "draft_model_path": None if fused_spec is None else fused_spec.get("draft_model_path"),
+        }
+        for name in [name for name in self.fields if name in WITHOUT_EFFECT]:
+            del self.fields[name]
+            self.without_effect[name] = WITHOUT_EFFECT[name]
+        if self.fields:
+            names = ", ".join(sorted(self.fields))
+            raise ConfigurationError(
+                f"there is no option {names} in the NeuronConfig of NxD Inference or transformers-neuronx; correct the "
+                "name, or leave it out"
+            )
+        return NeuronConfig(**made, without_effect=self.without_effect)
+
+    def _amp(self) -> str:
+        given = self.fields.pop("torch_dtype", None) or self.fields.pop("amp", None) or "bfloat16"
+        self.fields.pop("amp", None)
+        name = str(given).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise ConfigurationError(f"torch_dtype={given!r} is unknown; use one of {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+
+    def _positions(self) -> tuple[int | list[int] | None, int | list[int] | None]:
+        """Buckets of the cache length and of prompts. Without bucketing there is one of each, as long as the text."""
+        take = self.fields.pop
+        length, longest, positions = take("seq_len", None), take("max_length", None), take("n_positions", None)
+        token_buckets, buckets = take("token_generation_buckets", None), take("buckets", None)
+        context, context_buckets = take("max_context_length", None), take("context_encoding_buckets", None)
+        estimate, bucketing = take("context_length_estimate", None), take("enable_bucketing", None)
+        end = next((value for value in (longest, length, positions) if value is not None), None)
+        found = token_buckets or (buckets if buckets and list(buckets) != [end] else None)
+        if found is None and positions is not None and not isinstance(positions, int):
+            found = positions
+        last = context if context is not None else length
+        prompts = estimate if estimate is not None else context_buckets
+        if prompts is None and last is not None:
+            prompts = _powers(last) if bucketing else last
+        if found is not None:
+            last_position = end if isinstance(end, int) else max(found)
+            return _ascending([*found, last_position]), _listed(prompts)
+        # NxD's files say whether there are buckets; transformers-neuronx' n_positions always has them.
+        return ([end] if bucketing is False and isinstance(end, int) else end), _listed(prompts)
+
+    def _quantization(self) -> str | None:
+        quantized, kind = self.fields.pop("quantized", False), self.fields.pop("quantization_type", None)
+        dtype, quant = self.fields.pop("quantization_dtype", "int8"), self.fields.pop("quant", None)
+        if isinstance(quant, Mapping):
+            quantized, dtype = True, quant.get("quant_dtype")
+            self.without_effect["quant"] = "its dequant_dtype and quantize_method: products are float32, scales per row"
+        if not quantized:
+            return None
+        if dtype not in ("int8", "s8"):
+            raise ConfigurationError(
+                f"quantization_dtype={dtype!r} cannot be followed: weights are int8, or blocks of 8 or 4 bits "
+                "(quantization='q8_0', 'q4_0')"
+            )
+        if kind == "per_tensor_symmetric":
+            self.without_effect["quantization_type"] = "every row of a matrix has a scale: per_channel_symmetric"
+        return "int8"
+
+    def _sampling(self) -> OnDeviceSampling | None:
+        given = self.fields.pop("on_device_sampling_config", None) or self.fields.pop("on_device_generation", None)
+        self.fields.pop("on_device_generation", None)
+        if given is None:
+            return None
+        if not isinstance(given, Mapping):
+            raise ConfigurationError(f"on_device_sampling_config is a {type(given).__name__}; it must be an object")
+        fields = dict(given)
+        for name in [name for name in fields if name in _SAMPLING_WITHOUT_EFFECT]:
+            del fields[name]
+            self.without_effect[f"on_device_sampling_config.{name}"] = _SAMPLING_WITHOUT_EFFECT[name]
+        try:
+            return OnDeviceSampling(**fields)
+        except ValidationError as error:
+            raise configuration_error(error, OnDeviceSampling) from error
+
+
+def _read(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(source, Mapping):
+        return dict(source)
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return _json(source, "the text")
+    path = Path(source)
+    file = path / "neuron_config.json" if path.is_dir() else path
+    try:
+        return _json(file.read_text(encoding="utf-8"), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{file} cannot be read ({error}); give the neuron_config.json of a model") from error
+
+
+def _json(text: str, where: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{where} is no JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ConfigurationError(f"{where} is a {type(fields).__name__}; it must be a JSON object")
+    return fields
+
+
+def _listed(value: int | Sequence[int] | None) -> int | list[int] | None:
+    return value if value is None or isinstance(value, int) else _ascending(value)
+
+
+def _ascending(numbers: Sequence[int]) -> list[int]:
+    return sorted({*numbers})
+
+
+def _powers(last: int) -> list[int]:
+    """NxD's buckets: 128, 256, ... and the last one itself."""
+    found = [128]
+    while found[-1] * 2 < last:
+        found.append(found[-1] * 2)
+    return _ascending([*(bucket for bucket in found if bucket < last), last])

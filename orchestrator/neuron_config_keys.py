@@ -1,0 +1,156 @@
+"""The keys of NxD Inference's `NeuronConfig` and of transformers-neuronx' that have no counterpart here, and why.
+
+Names are those of `neuronx_distributed_inference/models/config.py` (2.26) and `transformers_neuronx/config.py` (0.13).
+Not here: the keys that are read (`paceline.neuron_config`).
+"""
+
+from __future__ import annotations
+
+_KERNEL = "kernels are the backend's choice"
+_LAYOUT = "the layout of weights and caches is the backend's"
+_COMPILER = "compiler and runtime flags are the Neuron backend's, which sets its own"
+_ALWAYS = "always so here"
+_RANKS = "ranks follow from tp_degree"
+
+WITHOUT_EFFECT: dict[str, str] = {
+    # Batches and buckets.
+    "ctx_batch_size": "prompts are read one slot at a time",
+    "spec_batch_size": "speculation has the decoder's batch",
+    "kv_cache_batch_size": "the cache has the decoder's batch",
+    "kv_cache_padding_size": "idle slots are left alone",
+    "token_generation_batches": "the batch is fixed; a slot without a request idles",
+    "n_active_tokens": "widths of windows follow from k",
+    "bucket_n_active_tokens": "widths of windows follow from k",
+    "prefix_buckets": "a prompt is read from its first token on",
+    "windowed_context_encoding_size": "long prompts are read in chunks of context_length_estimate",
+    "is_continuous_batching": _ALWAYS,
+    "continuous_batching": _ALWAYS,
+    "apply_seq_ids_mask": "idle slots are left alone",
+    "padding_side": "prompts are lists of unequal lengths, or padded on either side with an attention mask",
+    "skip_warmup": "graphs are built at first use, or by compile()",
+    "is_prefill_stage": "a state of NxD's, not an option",
+    # What rounds do by themselves.
+    "async_mode": "several rounds run in one call where the backend can",
+    "output_logits": "ask with output_scores or logprobs",
+    "output_all_logits": "ask with output_scores or logprobs",
+    "log_softmax_scores": "ask with output_scores or logprobs",
+    "max_new_tokens": "give it to sample()",
+    # Weights.
+    "fused_qkv": _ALWAYS,
+    "fuse_qkv": _ALWAYS,
+    "fuse_mlp": _ALWAYS,
+    "qkv_tiling": _LAYOUT,
+    "weight_tiling": _LAYOUT,
+    "attention_layout": _LAYOUT,
+    "collectives_layout": _LAYOUT,
+    "cache_layout": _LAYOUT,
+    "attn_output_transposed": _LAYOUT,
+    "duplicate_q_weight_sos": _LAYOUT,
+    "k_cache_transposed": _LAYOUT,
+    "disable_kv_cache_tiling": _LAYOUT,
+    "kv_cache_tiling": _LAYOUT,
+    "kv_cache_update_with_kernel": _KERNEL,
+    "is_block_kv_layout": _LAYOUT,
+    "pa_num_blocks": _LAYOUT,
+    "pa_block_size": _LAYOUT,
+    "weights_to_skip_layout_optimization": _LAYOUT,
+    "padded_hidden_size": _LAYOUT,
+    "padded_intermediate_size": _LAYOUT,
+    "lm_head_pad": _LAYOUT,
+    "lm_head_pad_alignment_size": _LAYOUT,
+    "vocab_parallel": "the vocabulary is divided wherever the model is",
+    "on_device_embedding": _ALWAYS,
+    "save_sharded_checkpoint": "a checkpoint stays whole; ranks read their parts of it",
+    "skip_sharding": "a checkpoint stays whole; ranks read their parts of it",
+    "quantized_checkpoints_path": "weights are quantised while they are loaded, or give the folder of save_quantized",
+    "modules_to_not_convert": "matrices of layers and of the vocabulary are quantised, nothing else is",
+    "draft_model_modules_to_not_convert": "matrices of layers and of the vocabulary are quantised, nothing else is",
+    "quantization_scale_dtype": "scales are float32",
+    # Numbers.
+    "overrides_torch_dtype": "amp says it",
+    "cast_type": "amp is the format of weights and cache; activations are float32",
+    "attention_dtype": "activations are float32",
+    "rpl_reduce_dtype": "activations are float32",
+    "all_reduce_dtype": "activations are float32",
+    "cast_logits_dtype": "logits are float32",
+    "bf16_rms_norm": "activations are float32",
+    "has_pre_attention_norm": "an EAGLE head's checkpoint says it",
+    "qk_layernorm": "the model's configuration says it",
+    "pre_rope_rmsnorm": "the model's configuration says it",
+    # Ranks.
+    "world_size": _RANKS,
+    "start_rank_id": _RANKS,
+    "local_ranks_size": _RANKS,
+    "sequence_parallel_enabled": "rows of prompts are not divided over ranks",
+    "sequence_parallel_norm": "rows of prompts are not divided over ranks",
+    "sequence_parallel_norm_threshold": "rows of prompts are not divided over ranks",
+    "shard_over_sequence": "the cache is divided by heads",
+    "flash_decoding_enabled": "the cache is divided by heads",
+    "weight_gather_seq_len_threshold": "rows of prompts are not divided over ranks",
+    "mlp_cp_degree": "rows of prompts are not divided over ranks",
+    # Speculation: what a checkpoint says here.
+    "is_eagle_draft": "which drafter a folder is for is found out from it",
+    "is_eagle_target": "which drafter a folder is for is found out from it",
+    "is_eagle3": "which drafter a folder is for is found out from it",
+    "enable_eagle_speculation": "which drafter a folder is for is found out from it",
+    "enable_eagle_draft_input_norm": "an EAGLE head's checkpoint says it",
+    "is_medusa": "which drafter a folder is for is found out from it",
+    "num_medusa_heads": "a Medusa folder says it",
+    "medusa_speculation_length": "the tree of the heads says it",
+    "medusa_tree": "give it with the heads: draft={'path': ..., 'draft_tree': ...}",
+    "token_tree_config": "give it with the heads: draft={'path': ..., 'draft_tree': ...}",
+    "enable_token_tree": "give it with the heads: draft={'path': ..., 'draft_tree': ...}",
+    # Kernels.
+    **dict.fromkeys(
+        (
+            "attn_cls", "attn_kernel_enabled", "strided_context_parallel_kernel_enabled", "qkv_kernel_enabled",
+            "qkv_nki_kernel_enabled", "qkv_cte_nki_kernel_fuse_rope", "qkv_kernel_nbsd_layout", "mlp_kernel_enabled",
+            "mlp_tkg_nki_kernel_enabled", "fused_rmsnorm_skip_gamma", "mlp_kernel_fuse_residual_add",
+            "qkv_kernel_fuse_residual_add", "quantized_mlp_kernel_enabled", "out_proj_kernel_enabled",
+            "attn_tkg_nki_kernel_enabled", "attn_tkg_builtin_kernel_enabled", "attn_block_tkg_nki_kernel_enabled",
+            "attn_block_cte_nki_kernel_enabled", "attn_block_tkg_nki_kernel_cache_update",
+            "attn_block_tkg_nki_kernel_cascaded_attention", "attn_block_tkg_nki_kernel_use_online_softmax",
+            "rmsnorm_quantize_kernel_enabled", "quantize_clamp_bound", "moe_fused_nki_kernel_enabled",
+            "router_topk_nki_kernel_enabled", "expert_mlp_nki_kernel_enabled", "shared_mlp_nki_kernel_enabled",
+            "fused_rmsnorm_qkv", "fused_rmsnorm_mlp", "disable_argmax_kernel", "glu_mlp",
+        ),
+        _KERNEL,
+    ),
+    # Compiler and runtime.
+    **dict.fromkeys(
+        (
+            "on_cpu", "enable_cte_modular_flow", "layer_boundary_markers", "record_layer_outputs", "logical_nc_config",
+            "logical_neuron_cores", "cc_pipeline_tiling_factor", "seq_len_threshold_for_cc_tiling", "tile_cc", "target",
+            "enable_spill_reload_dge", "enable_long_context_mode", "scratchpad_page_size",
+            "enable_output_completion_notifications", "disable_numeric_cc_token", "switch_cc",
+            "compilation_worker_count", "optimized_paged_attention",
+        ),
+        _COMPILER,
+    ),
+}  # fmt: skip
+"""Keys that change nothing here, and why."""
+
+REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
+    "pp_degree": ((1,), "layers are not divided over stages; use tp_degree"),
+    "ep_degree": ((1,), "experts are not divided by themselves; use tp_degree"),
+    "cp_degree": ((1,), "prompts are not divided over ranks; use tp_degree"),
+    "attention_dp_degree": ((1,), "batches are not divided over ranks; load one decoder for each part"),
+    "kv_cache_quant": ((False, None), "caches have the format of amp"),
+    "activation_quantization_type": ((None,), "activations are float32"),
+    "quantization_block_size": ((None,), "blocks have 32 numbers; use quantization='q8_0' when loading"),
+    "quantization_block_axis": ((None,), "blocks have 32 numbers; use quantization='q8_0' when loading"),
+    "is_mxfp4_compute": ((False,), "there are no products in that format"),
+    "is_hidden_dim_shuffled": ((False,), "there are no products in that format"),
+    "is_intermediate_dim_shuffled": ((False,), "there are no products in that format"),
+    "is_full_model_shuffled": ((False,), "there are no products in that format"),
+    "is_prefix_caching": ((False,), "what a prompt shares with an earlier one is read again"),
+    "is_chunked_prefill": ((False, True), "long prompts are always read in chunks"),
+    "chunked_prefill_config": ((None,), "chunks are those of context_length_estimate"),
+    "allow_input_truncation": ((False,), "a prompt that does not fit is refused; shorten it before"),
+    "lora_config": ((None,), "adapters of weights are not loaded; merge them into the checkpoint"),
+    "tensor_replacement_config": ((None,), "tensors cannot be replaced"),
+    "tensor_capture_config": ((None,), "tensors cannot be captured"),
+    "sparse_attn": ((None,), "attention is that of the checkpoint"),
+    "capacity_factor": ((None,), "experts take every token that is routed to them"),
+}
+"""Keys that would change what is computed: the values that go, and what to do instead."""
