@@ -25,6 +25,7 @@ from paceline.cli import (
     medusa_tree,
     models,
     plan,
+    plan_speed,
     serve,
     tables,
     train,
@@ -44,7 +45,21 @@ app.add_typer(train.app, name="train")
 experiment.app.registered_commands += experiment_questions.app.registered_commands
 app.add_typer(experiment.app, name="experiment")
 app.add_typer(models.app, name="models")
-for module in (generate, chat, compile, bench, plan, cost, serve, fetch, tables, diagnostics, verify, medusa_tree):
+for module in (
+    generate,
+    chat,
+    compile,
+    bench,
+    plan,
+    plan_speed,
+    cost,
+    serve,
+    fetch,
+    tables,
+    diagnostics,
+    verify,
+    medusa_tree,
+):
     app.registered_commands += module.app.registered_commands
 app.registered_commands += train_eagle.files.registered_commands
 

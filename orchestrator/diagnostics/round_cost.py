@@ -60,12 +60,7 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
     Raises:
         ConfigurationError: the models cannot be divided like that, or the figures of this chip are not known.
     """
-    if not instance.name.startswith(engines.CORE_V2):
-        known = ", ".join(engines.CORE_V2)
-        raise ConfigurationError(f"the engines of {instance.name} have no figures here; use an instance of {known}")
-    if setup.degree not in instance.degrees:
-        degrees = ", ".join(map(str, instance.degrees))
-        raise ConfigurationError(f"tp_degree={setup.degree} is not possible on {instance.name}; use one of {degrees}")
+    check_instance(setup.degree, instance)
     base = _work(setup, 1, 1)
     target = _work(setup, 2, 1).plus(base, -1)  # of one layer
     draft = _work(setup, 1, 2).plus(base, -1)
@@ -77,13 +72,13 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
         "embedding, head and sampler": rest,
     }
     total = parts["target layers"].plus(parts["draft layers"]).plus(rest)
-    times = {name: _times(work, instance) for name, work in parts.items()}
+    times = {name: times_of(work, instance) for name, work in parts.items()}
     sampler = sum(times["embedding, head and sampler"][name] for name in ("vector", "scalar", "gather"))
     busy = sum(sum(part.values()) for part in times.values())
     collectives = sum(total.collectives.values())
     expected = busy + collectives * engines.COLLECTIVE.value + engines.LAUNCH.value
     slower = collectives * (engines.COLLECTIVE_SLOW.value - engines.COLLECTIVE.value)
-    memory = _memory(setup.target, setup) + _memory(setup.draft, setup)
+    memory = memory_of(setup.target, setup) + memory_of(setup.draft, setup)
     ideal = sum(max(part["memory"] * engines.BANDWIDTH_SHARE.value, part["tensor"]) for part in times.values())
     return {
         "instance": instance.name,
@@ -120,6 +115,16 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
     }
 
 
+def check_instance(degree: int, instance: Instance) -> None:
+    """Raise ConfigurationError unless the chip's figures are known and models can be divided like that on it."""
+    if not instance.name.startswith(engines.CORE_V2):
+        known = ", ".join(engines.CORE_V2)
+        raise ConfigurationError(f"the engines of {instance.name} have no figures here; use an instance of {known}")
+    if degree not in instance.degrees:
+        degrees = ", ".join(map(str, instance.degrees))
+        raise ConfigurationError(f"tp_degree={degree} is not possible on {instance.name}; use one of {degrees}")
+
+
 _FIGURES = (
     engines.TENSOR_16,
     engines.TENSOR_32,
@@ -135,7 +140,7 @@ _FIGURES = (
 )
 
 
-def _times(work: Work, instance: Instance) -> dict[str, float]:
+def times_of(work: Work, instance: Instance) -> dict[str, float]:
     """Seconds by resource, each by itself; a weight that is widened is read twice and written at twice its size."""
     narrow = sum(count for name, count in work.products.items() if name != "float32")
     return {
@@ -165,7 +170,7 @@ def _collectives(work: Work) -> list[dict[str, object]]:
     ]
 
 
-def _memory(config: ModelConfig, setup: RoundSetup) -> int:
+def memory_of(config: ModelConfig, setup: RoundSetup) -> int:
     """Bytes of weights and caches on one core, in 16 bits."""
     shard = Shard(config, sharding.layout(config, setup.degree))
     weights = sum(shard.numbers_of(spec) for spec in registry.family(config.model_type).tensors(config).values())
@@ -176,8 +181,8 @@ def _memory(config: ModelConfig, setup: RoundSetup) -> int:
 def _work(setup: RoundSetup, target_layers: int, draft_layers: int) -> Work:
     """A whole round of models of so many layers."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        target = _body(setup.target, target_layers, setup)
-        draft = _body(setup.draft, draft_layers, setup)
+        target = body_of(setup.target, target_layers, setup)
+        draft = body_of(setup.draft, draft_layers, setup)
         vocabulary = VocabMap(setup.draft.vocab_size, setup.target.vocab_size)
         drafts = ChainStep(ModelHead(draft, vocabulary, draft.options), setup.k, setup.rows, kind=setup.kind)
         shape = DraftShape.chain(setup.k)
@@ -186,7 +191,8 @@ def _work(setup: RoundSetup, target_layers: int, draft_layers: int) -> Work:
     return step_work(step, _inputs(setup), width, tile=int(engines.TILE.value))
 
 
-def _body(config: ModelConfig, layers: int, setup: RoundSetup) -> ModelWithCache:
+def body_of(config: ModelConfig, layers: int, setup: RoundSetup) -> ModelWithCache:
+    """One rank's part of a model of so many layers, on shapes alone where fake tensors are on."""
     config = replace(config, num_layers=layers)
     layout = sharding.layout(config, setup.degree)
     options = DecoderOptions(setup.slots, (setup.rows,), (min(128, setup.rows),), "bf16", layout)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.core.errors import ConfigurationError
-from paceline.draft_spec import parse_draft
+from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.experiments.cells import Cell
 from paceline.experiments.config import DrafterEntry, ExperimentConfig
 from paceline.experiments.trace import RecordedDrafter, Trace
@@ -88,7 +88,7 @@ def models_file(config: ExperimentConfig, policy: Policy, cell: Cell) -> str:
     model: dict[str, Any] = {"name": "tuned", "path": _absolute(cell.target.path), "batch_size": cell.batch_size}
     model |= {"backend": config.backend, "amp": config.amp}
     if not entry.plain:
-        drafts = [_mapping(spec.name, spec.path, dict(spec.options)) for spec in parse_draft(entry.draft)]
+        drafts = [_mapping(spec) for spec in parse_draft(entry.draft)]
         model["draft"] = drafts[0] if len(drafts) == 1 else drafts
         model |= {} if k is None else {"k": k}
         for name, default in (("vocabulary", "same"), ("confidence_threshold", 0.0), ("fused", None)):
@@ -98,9 +98,14 @@ def models_file(config: ExperimentConfig, policy: Policy, cell: Cell) -> str:
     return text
 
 
-def _mapping(name: str | None, path: str | None, options: dict[str, object]) -> dict[str, object]:
-    where: dict[str, object] = {"type": name} if name is not None else {}
-    return {**where, **({"path": _absolute(path)} if path is not None else {}), **options}
+def _mapping(spec: DraftSpec) -> dict[str, object]:
+    """A drafter as a models file has it."""
+    found: dict[str, object] = {} if spec.name is None else {"type": spec.name}
+    if spec.path is not None:
+        found["path"] = _absolute(spec.path)
+    if spec.parts:
+        found["drafts"] = [_mapping(part) for part in spec.parts]
+    return {**found, **({} if spec.k is None else {"k": spec.k}), **dict(spec.options)}
 
 
 def _absolute(path: str) -> str:

@@ -138,6 +138,30 @@ def test_tune_runs_the_best_and_writes_what_serve_reads(done: Path, tmp_path: Pa
     assert plan.exit_code == 0, plan.stderr
 
 
+def test_a_plan_of_speed_is_made_of_measured_times_and_run(done: Path) -> None:
+    (trace,) = (done / "traces").glob("*.trace")
+    asked = ["plan-speed", "--experiment", done, "--max-depth", "3", "--json"]
+    found = json.loads(call(*asked, "--trace", trace, "--batch-sizes", "1,2", "--verify").stdout.splitlines()[-1])
+    assert [one["batch_size"] for one in found["loads"]] == [1, 2] and found["times"] == "measured"
+    for load in found["loads"]:
+        speeds = [one["tokens_per_second"] for one in load["candidates"]]
+        assert speeds == sorted(speeds, reverse=True) and load["best"] == load["candidates"][0]
+        assert any(one["mode"] == "plain" and one["speedup"] == 1 for one in load["candidates"])
+        assert all(one["low"] <= one["speedup"] <= one["high"] for one in load["candidates"])
+    assert len(found["verified"]) == 4 and all(one["measured"] > 0 for one in found["verified"])
+    rated = json.loads(call(*asked, "--acceptance", "0.5,0.25", "--drafter", "model").stdout)["loads"][0]["candidates"]
+    assert {one["k"]: one["tokens_per_round"] for one in rated} == {0: 1.0, 1: 1.5, 2: 1.625, 3: 1.65625}
+    for wrong, message in (
+        (["--acceptance", "2", "--drafter", "model"], "is no rate"),
+        (["--acceptance", "0.5"], "model, suffix were timed"),
+        ([], "--trace, or from --acceptance"),
+        (["--acceptance", "0.5", "--drafter", "other"], "no round of 'other'"),
+        (["--trace", trace, "--target", done.parent / "target"], "give --experiment"),
+    ):
+        refused = call(*asked, *wrong)
+        assert refused.exit_code == 2 and message in " ".join(refused.stderr.split())
+
+
 @pytest.mark.parametrize(
     "policy", [Policy(("model",), 2), Policy(("suffix", "model"), 3), Policy(("suffix",), 2), Policy(())]
 )
