@@ -11,7 +11,7 @@ function of the package is recorded:
                   short text, over the rounds by which they differ
     named types   classes of the package that are constructed, or whose methods run, in a call outside of the steps
     serve         processes of `paceline serve` for a target without a remote draft, read from the code
-    extending     lines of Python in the complete examples of docs/extending, and the rows they add
+    extending     lines of Python in each complete example of docs/extending, which is one file, and the rows they add
 
 Only the public API is used, so that the script counts any commit alike. Not a benchmark: no time is measured.
 """
@@ -187,17 +187,21 @@ def serve_processes(root: Path) -> dict[str, object]:
 
 
 def extending(root: Path) -> dict[str, object]:
-    """Python of every complete example of docs/extending: files and their lines, without blank ones and comments, and
-    rows of a registry.
+    """Python of every complete example of docs/extending, which is one file: its lines, without blank ones and comments,
+    by its first line; and rows of a registry.
     """
-    found: dict[str, object] = {}
+    pages: dict[str, object] = {}
     for page in sorted((root / "docs" / "extending").glob("*.md")):
         blocks = re.findall(r"```python[^\n]*\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
         files = [block for block in blocks if not ROW.search(block)]
-        lines = [line for block in files for line in block.splitlines() if line.strip() and line.strip()[0] != "#"]
-        rows = sum(len(ROW.findall(block)) for block in blocks)
-        found[page.stem] = {"files": len(files), "lines": len(lines), "rows": rows}
-    return found
+        lines = {block.splitlines()[0]: sum(map(is_code, block.splitlines())) for block in files}
+        pages[page.stem] = {"lines": lines, "rows": sum(len(ROW.findall(block)) for block in blocks)}
+    return pages
+
+
+def is_code(line: str) -> bool:
+    """Whether a line is neither blank nor a comment."""
+    return bool(line.strip()) and not line.strip().startswith("#")
 
 
 def main() -> None:

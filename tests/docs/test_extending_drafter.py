@@ -11,11 +11,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from paceline import SpeculativeGenerator
+from paceline import SpeculativeGenerator, registry
 from tests.decoder.tiny import Workshop
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending" / "drafter.md"
-TEXT, HEAD = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
+TEXT, HEAD, ROW = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
 PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [3, 9], [4] * 20, [1, 2, 3]]
 SAMPLING = [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}]
 
@@ -30,9 +30,21 @@ def module(code: str, name: str, folder: Path) -> ModuleType:
     return found
 
 
-@pytest.mark.parametrize(("code", "most"), [(TEXT, 45), (HEAD, 80)])
-def test_a_drafter_is_one_short_file(code: str, most: int) -> None:
-    assert len(code.splitlines()) <= most
+def test_each_drafter_is_one_file_of_the_length_that_the_page_states() -> None:
+    stated = re.search(r"complete files, of (\d+) and (\d+) lines", PAGE.read_text(encoding="utf-8"))
+    assert stated is not None
+    counted = [sum(bool(line.strip()) for line in code.splitlines()) for code in (TEXT, HEAD)]
+    assert counted == [int(number) for number in stated.groups()] and counted[0] < 40 and counted[1] < 80
+
+
+def test_one_row_makes_the_text_drafter_available_by_name(workshop: Workshop, tmp_path: Path) -> None:
+    module(TEXT, "bigram", tmp_path)
+    try:
+        exec(ROW, {})
+        generator = SpeculativeGenerator("bigram", workshop.decoder(slots=2), k=3)
+    finally:
+        registry.DRAFTERS.pop("bigram", None)
+    assert type(generator.drafter).__name__ == "BigramDrafter" and generator.drafter.draft_shape.depth == 3
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
