@@ -41,14 +41,14 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     values [..., V] float32 -> [..., count] float32, [..., count] int32
     """
-    left, found, ids = values, [], []
+    left, largest, ids = values, [], []
     places = torch.arange(values.shape[-1], dtype=torch.int32, device=values.device)
     for _ in range(count):
         highest = argmax(left).unsqueeze(-1)
-        found.append(values.gather(-1, highest.to(torch.int64)))
+        largest.append(values.gather(-1, highest.to(torch.int64)))
         ids.append(highest)
         left = torch.where(places == highest, 2 * NEGATIVE, left)
-    return torch.cat(found, -1), torch.cat(ids, -1)
+    return torch.cat(largest, -1), torch.cat(ids, -1)
 
 
 def topk_mask(scores: Tensor, keep: Tensor) -> Tensor:

@@ -37,10 +37,10 @@ def check(parents: tuple[int, ...]) -> None:
 
 def depths(parents: tuple[int, ...]) -> tuple[int, ...]:
     """Depth of every node; children of the root have depth 1."""
-    found: list[int] = []
+    depth_of: list[int] = []
     for parent in parents:
-        found.append(1 if parent == ROOT else found[parent] + 1)
-    return tuple(found)
+        depth_of.append(1 if parent == ROOT else depth_of[parent] + 1)
+    return tuple(depth_of)
 
 
 def draft_shape(parents: tuple[int, ...]) -> DraftShape:

@@ -277,11 +277,11 @@ class CompiledDecoder:
         if self.options.layout.degree > 1:
             raise ConfigurationError("a model with tp_degree above 1 has one cache; load it once for every target")
         shared = {id(weight): weight for weight in self.body.parameters()}
-        made = copy.copy(self)
-        made.body = copy.deepcopy(self.body, {**shared, id(self.body.kernels): self.body.kernels})
-        made._steps, made._owners, made._used, made._carries = {}, {}, [], {}
-        made._holder = made.last_holder = None
-        return made
+        sibling = copy.copy(self)
+        sibling.body = copy.deepcopy(self.body, {**shared, id(self.body.kernels): self.body.kernels})
+        sibling._steps, sibling._owners, sibling._used, sibling._carries = {}, {}, [], {}
+        sibling._holder = sibling.last_holder = None
+        return sibling
 
     def close(self) -> None:
         """Give back what the decoder holds outside of this process: the other ranks' processes, if it has any.

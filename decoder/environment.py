@@ -84,12 +84,12 @@ def neuron_logical_cores() -> int | None:
     Raises:
         ConfigurationError: it is no number.
     """
-    given = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
-    if not given:
+    cores = os.environ.get("NEURON_LOGICAL_NC_CONFIG")
+    if not cores:
         return None
-    if not given.isdigit():
-        raise ConfigurationError(f"NEURON_LOGICAL_NC_CONFIG={given!r} is no number; unset it, or make it 1 or 2")
-    return int(given)
+    if not cores.isdigit():
+        raise ConfigurationError(f"NEURON_LOGICAL_NC_CONFIG={cores!r} is no number; unset it, or make it 1 or 2")
+    return int(cores)
 
 
 def neuron_layout() -> bool:
@@ -98,10 +98,10 @@ def neuron_layout() -> bool:
     Raises:
         ConfigurationError: the variable holds something else.
     """
-    given = os.environ.get("PACELINE_NEURON_LAYOUT") or "plain"
-    if given not in ("plain", "rounds"):
-        raise ConfigurationError(f"PACELINE_NEURON_LAYOUT={given!r} is unknown; make it plain or rounds")
-    return given == "rounds"
+    layout = os.environ.get("PACELINE_NEURON_LAYOUT") or "plain"
+    if layout not in ("plain", "rounds"):
+        raise ConfigurationError(f"PACELINE_NEURON_LAYOUT={layout!r} is unknown; make it plain or rounds")
+    return layout == "rounds"
 
 
 def neuron_defaults() -> None:

@@ -103,13 +103,13 @@ class Fields:
         if value is None:
             return None
         items = value if isinstance(value, list) else [value]
-        found: list[int] = []
+        ids: list[int] = []
         for item in items:
             if isinstance(item, bool) or not isinstance(item, int):
                 raise self._wrong(key, value, "a token id or a list of token ids")
-            if item >= 0 and item not in found:
-                found.append(item)
-        return tuple(found)
+            if item >= 0 and item not in ids:
+                ids.append(item)
+        return tuple(ids)
 
     def _required(self, key: str, default: object) -> object:
         value = self.values.get(key)

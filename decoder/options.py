@@ -101,9 +101,9 @@ def _ascending(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
 
 def _powers(last: int) -> tuple[int, ...]:
     """128, 256, 512, ... and the last one itself."""
-    found = []
+    buckets = []
     bucket = 128
     while bucket < last:
-        found.append(bucket)
+        buckets.append(bucket)
         bucket *= 2
-    return (*found, last)
+    return (*buckets, last)

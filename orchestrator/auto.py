@@ -72,10 +72,10 @@ class SamplingDecoder(CompiledDecoder):
 
     def sibling(self) -> SamplingDecoder:
         """As `CompiledDecoder.sibling`."""
-        made = super().sibling()
-        assert isinstance(made, SamplingDecoder)
-        made._plain = None
-        return made
+        sibling = super().sibling()
+        assert isinstance(sibling, SamplingDecoder)
+        sibling._plain = None
+        return sibling
 
 
 class AutoDecoder:

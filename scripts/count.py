@@ -11,7 +11,7 @@ function of the package is recorded:
                   short text, over the rounds by which they differ
     named types   classes of the package that are constructed, or whose methods run, in a call outside of the steps
     serve         processes of `paceline serve` for a target without a remote draft, read from the code
-    extending     lines of Python in each complete example of docs/extending, which is one file, and the rows they add
+    extending     lines of Python in each complete example of docs/extending (one file), and the rows they add
 
 Only the public API is used, so that the script counts any commit alike. Not a benchmark: no time is measured.
 """
@@ -187,8 +187,8 @@ def serve_processes(root: Path) -> dict[str, object]:
 
 
 def extending(root: Path) -> dict[str, object]:
-    """Python of every complete example of docs/extending, which is one file: its lines, without blank ones and comments,
-    by its first line; and rows of a registry.
+    """Python of every complete example of docs/extending, which is one file: its lines, without blank ones and
+    comments, by its first line; and rows of a registry.
     """
     pages: dict[str, object] = {}
     for page in sorted((root / "docs" / "extending").glob("*.md")):

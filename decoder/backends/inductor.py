@@ -58,21 +58,21 @@ class InductorBackend(LocalBackend):
     def save(self, graphs: Sequence[Graph], folder: Path) -> None:
         for graph in graphs:
             facts = self._facts(graph.facts)
-            found = cache.find(self._shipped, facts) if self._shipped else None
-            found = found or cache.find(self._root, facts)
-            assert found is not None, f"{graph.name} was compiled but is not in the cache"
-            cache.copy(found, folder)
+            artefact = cache.find(self._shipped, facts) if self._shipped else None
+            artefact = artefact or cache.find(self._root, facts)
+            assert artefact is not None, f"{graph.name} was compiled but is not in the cache"
+            cache.copy(artefact, folder)
 
     def load(self, folder: Path, facts: dict[str, object]) -> None:
-        wanted = self._facts(facts)
+        expected = self._facts(facts)
         try:
             seen = [json.loads(path.read_text()) for path in sorted(folder.glob(f"*/{cache.MANIFEST}"))]
         except (OSError, ValueError) as error:
             raise ArtefactError(f"{folder} holds a damaged manifest ({error}); copy the graphs again") from error
         if not seen:
             raise ArtefactError(f"{folder} holds no compiled graphs; write them with decoder.save({str(folder)!r})")
-        if not any(all(one.get(name) == value for name, value in wanted.items()) for one in seen):
-            differ = sorted(name for name, value in wanted.items() if seen[0].get(name) != value)
+        if not any(all(one.get(name) == value for name, value in expected.items()) for one in seen):
+            differ = sorted(name for name, value in expected.items() if seen[0].get(name) != value)
             raise ArtefactError(
                 f"the graphs in {folder} were compiled for something else: {', '.join(differ)} differ; compile them "
                 "again on this machine with these options"

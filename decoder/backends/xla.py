@@ -64,8 +64,8 @@ class Device:
         if tensor not in self._copies:
             self._copies[tensor] = tensor.detach().to(self.torch)
             self.library.sync()
-        found: Tensor = self._copies[tensor]
-        return found
+        device_copy: Tensor = self._copies[tensor]
+        return device_copy
 
     def update(self, tensor: Tensor, value: Tensor) -> None:
         """Make ``value`` the device's copy."""
@@ -110,16 +110,16 @@ class _Executable:
         origin |= {bridge._xla_get_tensor_id(x): place for place, x in enumerate(inputs)}
         numbers, values = bridge._get_tensors_xla_device_data_node(results)
         sources = [origin.get(number, value) for number, value in zip(numbers, values, strict=True)]
-        found = bridge._get_graph_hash(results)
+        graph_hash = bridge._get_graph_hash(results)
         bridge._xla_warm_up_cache(results, [])
         bridge._clear_pending_irs(str(self._home.torch))
-        return found, sources
+        return graph_hash, sources
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         home = self._home
         here = [x.to(home.torch) for x in inputs]
-        given = [self._value(source, here) for source in self._sources]
-        results = home.bridge._run_cached_graph(self._hash, given)
+        tensors = [self._value(source, here) for source in self._sources]
+        results = home.bridge._run_cached_graph(self._hash, tensors)
         changed = self._lowered.changed
         for name, value in zip(changed, results, strict=False):
             home.update(self._host[name], value)
@@ -178,8 +178,10 @@ def traced(
 def _custom_topk(home: Device, x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The call that stands for top-k in what the Neuron compiler is given: its own, which nothing here could run."""
     shape = [*x.shape[:-1], count]
-    made = home.bridge._xla_custom_call([x], "AwsNeuronTopK", [shape, shape], [x.dtype, torch.int32], False, "", 0, {})
-    values, places = made
+    outputs = home.bridge._xla_custom_call(
+        [x], "AwsNeuronTopK", [shape, shape], [x.dtype, torch.int32], False, "", 0, {}
+    )
+    values, places = outputs
     return values, places
 
 
@@ -188,12 +190,12 @@ def _library() -> ModuleType:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch_xla's, about its own future
-            found = importlib.import_module("torch_xla")
+            torch_xla = importlib.import_module("torch_xla")
     except ImportError as error:
         raise BackendError(
             f"backend='xla' needs torch_xla, which cannot be imported ({error}); `make test-xla` builds an environment "
             "with torch==2.9.0 and torch_xla==2.9.0, or use backend='inductor'"
         ) from error
-    if not hasattr(found, "device"):
+    if not hasattr(torch_xla, "device"):
         raise BackendError("this torch_xla is too old: install torch_xla==2.9.0 with torch==2.9.0")
-    return found
+    return torch_xla

@@ -128,5 +128,5 @@ def _cpu_flags() -> str:
     """A fingerprint of the instruction set, because kernels are built for the machine they run on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.is_file() else []
-    found = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    return hashlib.sha256(found.encode()).hexdigest()[:16]
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return hashlib.sha256(flags.encode()).hexdigest()[:16]

@@ -97,9 +97,9 @@ class RowCost:
 def row_cost(lowered: Lowered, width: int) -> RowCost:
     """What a graph does with rows of ``width`` numbers or more."""
     cost, graph = RowCost(width), lowered.graph.graph
-    made = _made_of_inputs(graph)
+    dependent = _made_of_inputs(graph)
     for node in graph.nodes:
-        if node.op == "call_function" and node in made:
+        if node.op == "call_function" and node in dependent:
             cost.add(operator(node.target), node.args, node)
     return cost
 
@@ -111,9 +111,9 @@ def step_cost(step: nn.Module, example: Sequence[Tensor], width: int) -> RowCost
     """
     counting = _Counting(width)
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as fake, counting:
-        given = [fake.from_tensor(x) for x in example]
-        counting.note([*given, *step.parameters(), *step.buffers()])
-        step(*given)
+        fakes = [fake.from_tensor(x) for x in example]
+        counting.note([*fakes, *step.parameters(), *step.buffers()])
+        step(*fakes)
     return counting.cost
 
 
@@ -134,29 +134,29 @@ class _Counting(TorchDispatchMode):
     ) -> Any:
         if func in self._rewrites:
             with self:
-                made = self._rewrites[func](*args, **(kwargs or {}))
-            if made is not NotImplemented:
-                return made
-        made = func(*args, **(kwargs or {}))
+                result = self._rewrites[func](*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **(kwargs or {}))
         if any(x in self._noted for x in tensors(args)):
-            self.note(made)
-            self.cost.add(operator(func), args, made)
-        return made
+            self.note(result)
+            self.cost.add(operator(func), args, result)
+        return result
 
 
 def _made_of_inputs(graph: fx.Graph) -> set[fx.Node]:
     """Nodes that depend on an input or a state of the step."""
-    found: set[fx.Node] = set()
+    dependent: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" or any(one in found for one in node.all_input_nodes):
-            found.add(node)
-    return found
+        if node.op == "placeholder" or any(one in dependent for one in node.all_input_nodes):
+            dependent.add(node)
+    return dependent
 
 
-def is_of_rows(table: Tensor, given: object) -> bool:
+def is_of_rows(table: Tensor, arguments: object) -> bool:
     """Whether an `index_select` moves runs of numbers that lie side by side."""
-    assert isinstance(given, Sequence)
-    return table.shape[given[1] % table.dim() + 1 :].numel() > 1
+    assert isinstance(arguments, Sequence)
+    return table.shape[arguments[1] % table.dim() + 1 :].numel() > 1
 
 
 def tensors(values: object) -> Iterator[Tensor]:

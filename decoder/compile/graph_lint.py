@@ -38,12 +38,12 @@ _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64, torch.
 
 def lint(lowered: Lowered) -> list[Finding]:
     """Every finding in a lowered step."""
-    found = [*_aliases(lowered), *_constants(lowered)]
+    findings = [*_aliases(lowered), *_constants(lowered)]
     for node in lowered.graph.graph.nodes:
         if node.op == "call_function":
-            found += _operator(node)
-        found += _value(node)
-    return found
+            findings += _operator(node)
+        findings += _value(node)
+    return findings
 
 
 def _operator(node: fx.Node) -> Iterator[Finding]:
@@ -89,13 +89,13 @@ def _value(node: fx.Node) -> Iterator[Finding]:
 def _aliases(lowered: Lowered) -> Iterator[Finding]:
     """Every changed state comes back with the shape and the type it went in with."""
     nodes = list(lowered.graph.graph.nodes)
-    given = dict(zip(lowered.state, nodes, strict=False))
+    placeholders = dict(zip(lowered.state, nodes, strict=False))
     results = nodes[-1].args[0]
     for name, result in zip(lowered.changed, results, strict=False):
-        before, after = given[name].meta["val"], result.meta["val"]
+        before, after = placeholders[name].meta["val"], result.meta["val"]
         if (before.shape, before.dtype) != (after.shape, after.dtype):
             yield Finding("alias", f"{name}: {tuple(before.shape)} {before.dtype} comes back as {tuple(after.shape)}")
-        if result is given[name]:
+        if result is placeholders[name]:
             yield Finding("alias", f"{name} comes back as it was, so nothing can be aliased to it")
 
 

@@ -46,8 +46,8 @@ class Instruction:
 
     def attribute(self, name: str) -> str:
         """The value of an attribute without its sign of a name, or nothing."""
-        found = re.search(rf"\b{name}=\"?%?([\w.\-$]+)", self.suffix)
-        return found.group(1) if found else ""
+        match = re.search(rf"\b{name}=\"?%?([\w.\-$]+)", self.suffix)
+        return match.group(1) if match else ""
 
     def __str__(self) -> str:
         return f"{self.name} = {self.type} {self.opcode}"
@@ -74,7 +74,7 @@ class Module:
 
 def parse(text: str) -> Module:
     """Read a module."""
-    found: list[Instruction] = []
+    instructions: list[Instruction] = []
     computation = ""
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
@@ -83,8 +83,8 @@ def parse(text: str) -> Module:
             inside, suffix = _split(match.group("rest"))
             name, kind, opcode = match.group("name", "type", "opcode")
             is_root = match.group("root") is not None
-            found.append(Instruction(computation, name, kind, opcode, inside, suffix, is_root))
-    return Module(tuple(found))
+            instructions.append(Instruction(computation, name, kind, opcode, inside, suffix, is_root))
+    return Module(tuple(instructions))
 
 
 def _split(rest: str) -> tuple[str, str]:

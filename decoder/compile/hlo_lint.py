@@ -66,10 +66,10 @@ Rule = Callable[[Module], Iterator[Instruction]]
 def lint(text: str, *, budget: int = MAX_INSTRUCTIONS) -> list[Finding]:
     """Every finding in a module's text."""
     module = parse(text)
-    found = [Finding(name, str(line)) for name, rule in RULES.items() for line in rule(module)]
+    findings = [Finding(name, str(line)) for name, rule in RULES.items() for line in rule(module)]
     if len(module.instructions) > budget:
-        found.append(Finding("budget", f"{len(module.instructions)} instructions; the budget is {budget}"))
-    return found
+        findings.append(Finding("budget", f"{len(module.instructions)} instructions; the budget is {budget}"))
+    return findings
 
 
 def _sort(module: Module) -> Iterator[Instruction]:

@@ -44,8 +44,8 @@ class Lowered:
 
     @property
     def graph(self) -> fx.GraphModule:
-        found: fx.GraphModule = self.program.graph_module
-        return found
+        module: fx.GraphModule = self.program.graph_module
+        return module
 
     def run(
         self,
@@ -61,13 +61,13 @@ class Lowered:
         ``ranks`` are what the step's collectives become there, and ``topk`` and ``product`` what
         `paceline.decoder.kernels.graph_topk` and `graph_product` become; without them PyTorch's own are called.
         """
-        given = [state[name] for name in self.state]
+        tensors = [state[name] for name in self.state]
         own: dict[Any, Callable[..., Any]] = {}
         if topk is not None:
             own[graph_topk.operator()] = topk
         if product is not None:
             own[graph_product.operator()] = product
-        flat = _Anywhere(self.graph, inputs[0].device, ranks=ranks, own=own).run(*given, *inputs)
+        flat = _Anywhere(self.graph, inputs[0].device, ranks=ranks, own=own).run(*tensors, *inputs)
         changed = dict(zip(self.changed, flat, strict=False))
         return changed, list(flat[len(self.changed) :])
 
@@ -106,8 +106,8 @@ def state_of(module: nn.Module, lowered: Lowered) -> dict[str, Tensor]:
     """The tensors that ``lowered.state`` names: the module's own, and constants that tracing made."""
     named: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     named |= dict(module.named_buffers(remove_duplicate=False))
-    made = constants_of(lowered)
-    return {name: named[name] if name in named else made[name] for name in lowered.state}
+    constants = constants_of(lowered)
+    return {name: named[name] if name in named else constants[name] for name in lowered.state}
 
 
 def constants_of(lowered: Lowered) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ _SIGN = -(1 << 31)
 def table() -> dict[Any, Callable[..., Any]]:
     """What replaces what, for `torch.export.ExportedProgram.run_decompositions`."""
     aten = torch.ops.aten
-    found: dict[Any, Callable[..., Any]] = {
+    replacements: dict[Any, Callable[..., Any]] = {
         aten.gather.default: gather,
         aten.cumsum.default: cumsum,
         aten.mean.dim: mean,
@@ -45,11 +45,11 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten._assert_tensor_metadata.default: lambda *_args, **_kwargs: None,
     }
     for overload in (aten.arange.default, aten.arange.start, aten.arange.start_step):
-        found[overload] = _narrow_arange(overload)
+        replacements[overload] = _narrow_arange(overload)
     for name in ("eq", "ne", "lt", "le", "gt", "ge"):
         compare = getattr(aten, name)
-        found[compare.Scalar] = _typed(compare.Tensor)
-    return found
+        replacements[compare.Scalar] = _typed(compare.Tensor)
+    return replacements
 
 
 def gather(x: Tensor, dim: int, index: Tensor, **_options: object) -> Tensor:
@@ -145,7 +145,7 @@ def _narrow_arange(overload: Any) -> Callable[..., Tensor]:
 
 def _typed(compare: Any) -> Callable[..., Tensor]:
     def compared(x: Tensor, number: float) -> Tensor:
-        made: Tensor = compare(x, torch.full((), number, dtype=x.dtype, device=x.device))
-        return made
+        compared: Tensor = compare(x, torch.full((), number, dtype=x.dtype, device=x.device))
+        return compared
 
     return compared

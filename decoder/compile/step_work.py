@@ -55,21 +55,21 @@ class Work:
 
     def plus(self, other: Work, times: float = 1) -> Work:
         """Both, the other one so many times (or less, if negative)."""
-        made = Work(RowCost(self.rows.width))
+        work = Work(RowCost(self.rows.width))
         for one in fields(Work):
-            mine, its = getattr(self, one.name), getattr(other, one.name)
+            ours, theirs = getattr(self, one.name), getattr(other, one.name)
             if one.name == "rows":
                 for name in ("passes", "reductions", "topk"):
-                    setattr(made.rows, name, getattr(mine, name) + times * getattr(its, name))
-                made.rows.gathered, made.rows.sent = max(mine.gathered, its.gathered), max(mine.sent, its.sent)
+                    setattr(work.rows, name, getattr(ours, name) + times * getattr(theirs, name))
+                work.rows.gathered, work.rows.sent = max(ours.gathered, theirs.gathered), max(ours.sent, theirs.sent)
             elif one.name == "largest":
-                made.largest = max(mine, its)
-            elif isinstance(mine, Counter):
-                total = {key: mine[key] + times * its[key] for key in (*mine, *its)}
-                setattr(made, one.name, Counter({key: count for key, count in total.items() if count}))
+                work.largest = max(ours, theirs)
+            elif isinstance(ours, Counter):
+                total = {key: ours[key] + times * theirs[key] for key in (*ours, *theirs)}
+                setattr(work, one.name, Counter({key: count for key, count in total.items() if count}))
             else:
-                setattr(made, one.name, mine + times * its)
-        return made
+                setattr(work, one.name, ours + times * theirs)
+        return work
 
 
 def step_work(step: nn.Module, example: Sequence[Tensor], width: int, *, tile: int) -> Work:
@@ -77,10 +77,10 @@ def step_work(step: nn.Module, example: Sequence[Tensor], width: int, *, tile: i
     counting = _Counting(width, tile)
     fake = next((x.fake_mode for x in step.parameters() if hasattr(x, "fake_mode")), None)
     with torch.no_grad(), fake or FakeTensorMode(allow_non_fake_inputs=True) as mode, counting:
-        given = [mode.from_tensor(x) for x in example]
+        fakes = [mode.from_tensor(x) for x in example]
         counting.note_state([*step.parameters(), *step.buffers()])
-        counting.note(given)
-        step(*given)
+        counting.note(fakes)
+        step(*fakes)
     return counting.work
 
 
@@ -108,18 +108,18 @@ class _Counting(TorchDispatchMode):
     ) -> Any:
         if func in self._rewrites:
             with self:
-                made = self._rewrites[func](*args, **(kwargs or {}))
-            if made is not NotImplemented:
-                return made
-        made = func(*args, **(kwargs or {}))
+                result = self._rewrites[func](*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
+        result = func(*args, **(kwargs or {}))
         if any(x in self._noted for x in tensors(args)):
-            self.note(made)
-            self._count(operator(func), args, made)
-        return made
+            self.note(result)
+            self._count(operator(func), args, result)
+        return result
 
-    def _count(self, name: str, args: object, made: object) -> None:
-        work, taken, out = self.work, list(tensors(args)), list(tensors(made))
-        work.rows.add(name, args, made)
+    def _count(self, name: str, args: object, result: object) -> None:
+        work, taken, out = self.work, list(tensors(args)), list(tensors(result))
+        work.rows.add(name, args, result)
         size = max((x.numel() for x in (*taken, *out)), default=0)
         if name in FREE:
             if taken and taken[0] in self._state:  # a view of a state is the state

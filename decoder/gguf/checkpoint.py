@@ -175,14 +175,14 @@ def _numbers(
     kind, (numbers, size) = GGMLQuantizationType[stored.type], stored.block
     raw = data[stored.offset : stored.offset + stored.num_bytes]
     if len(stored.shape) == 1:
-        found: NDArray[Any] = dequantize(np.array(raw), kind)[rows]
-        return found
+        values: NDArray[Any] = dequantize(np.array(raw), kind)[rows]
+        return values
     raw = raw.reshape(stored.shape[0], -1)
     if columns is None:
         return dequantize(raw[rows], kind).reshape(len(rows), *stored.shape[1:])
     first, last = columns[0] // numbers, -(-columns[1] // numbers)
-    found = dequantize(np.ascontiguousarray(raw[rows, first * size : last * size]), kind)
-    return found[:, columns[0] - first * numbers : columns[1] - first * numbers]
+    values = dequantize(np.ascontiguousarray(raw[rows, first * size : last * size]), kind)
+    return values[:, columns[0] - first * numbers : columns[1] - first * numbers]
 
 
 def _can_dequantise(stored: StoredTensor) -> bool:

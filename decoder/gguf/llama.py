@@ -145,9 +145,9 @@ def config(header: GgufHeader, rope_freqs: tuple[float, ...] | None) -> dict[str
 
 def hugging_face_name(name: str) -> str:
     """What Hugging Face calls a tensor; one that is not known keeps its name."""
-    found = _LAYER_NAME.fullmatch(name)
-    if found and found[2] in _LAYER:
-        return f"model.layers.{found[1]}.{_LAYER[found[2]]}.{found[3]}"
+    match = _LAYER_NAME.fullmatch(name)
+    if match and match[2] in _LAYER:
+        return f"model.layers.{match[1]}.{_LAYER[match[2]]}.{match[3]}"
     return _OUTER.get(name, name)
 
 
@@ -166,8 +166,8 @@ def row_order(header: GgufHeader, name: str) -> RowOrder | None:
     def order(rows: NDArray[Any]) -> NDArray[Any]:
         head, inner = np.divmod(rows, dim)
         half, index = np.divmod(inner, dim // 2)
-        found: NDArray[Any] = head * dim + 2 * index + half
-        return found
+        stored: NDArray[Any] = head * dim + 2 * index + half
+        return stored
 
     return order
 
@@ -233,8 +233,8 @@ def _optional(ids: tuple[int, ...] | None) -> int | None:
 
 def _ends(fields: Fields) -> int | list[int] | None:
     """The tokens that end a text: of the text itself, of a turn, and of a message to a tool."""
-    found = [fields.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    ids = list(dict.fromkeys(token for group in found if group for token in group))
+    groups = [fields.ids(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ids = list(dict.fromkeys(token for group in groups if group for token in group))
     return ids[0] if len(ids) == 1 else ids or None
 
 

@@ -22,16 +22,16 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if weight.dtype not in NARROW:
         return torch.nn.functional.linear(x, weight)
     rows = x.reshape(-1, x.shape[-1])
-    made: Tensor = operator()(rows.to(weight.dtype), weight)
-    return made.reshape(*x.shape[:-1], -1)
+    product: Tensor = operator()(rows.to(weight.dtype), weight)
+    return product.reshape(*x.shape[:-1], -1)
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
     """x [..., n, k] rounded to the type of y [..., m, k] -> [..., n, m] float32: each row of x times each row of y."""
     if y.dtype not in NARROW:
         return torch.matmul(x, y.transpose(-2, -1))
-    made: Tensor = operator()(x.to(y.dtype), y)
-    return made
+    product: Tensor = operator()(x.to(y.dtype), y)
+    return product
 
 
 @lru_cache(maxsize=1)
@@ -48,20 +48,20 @@ def xla_product(x: Tensor, y: Tensor) -> Tensor:
     """
     bridge = importlib.import_module("torch_xla")._XLAC
     batch = list(range(x.dim() - 2))
-    made: Tensor = bridge._xla_dot_general(
+    product: Tensor = bridge._xla_dot_general(
         x, y, (([x.dim() - 1], [y.dim() - 1]), (batch, batch)), preferred_element_type=torch.float32
     )
-    return made
+    return product
 
 
 @lru_cache(maxsize=1)
 def _library() -> torch.library.Library:
     """Kept for the life of the process: the operators go with it."""
-    made = torch.library.Library("paceline_graph", "FRAGMENT")
-    made.define("product(Tensor x, Tensor y) -> Tensor")
-    made.impl("product", _product, "CompositeExplicitAutograd")
-    torch.library.register_fake("paceline_graph::product", _shape, lib=made)
-    return made
+    library = torch.library.Library("paceline_graph", "FRAGMENT")
+    library.define("product(Tensor x, Tensor y) -> Tensor")
+    library.impl("product", _product, "CompositeExplicitAutograd")
+    torch.library.register_fake("paceline_graph::product", _shape, lib=library)
+    return library
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:

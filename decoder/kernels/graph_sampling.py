@@ -77,8 +77,8 @@ class _Choices:
     def first(self, count: int) -> tuple[Tensor, Tensor]:
         """Ids and scores of the first choices, what is cut behind all that stands. -> [b, T, count] each"""
         keys = torch.where(self.stands, self.drawn, reduce.NEGATIVE)
-        keys, found = topk(keys, min(count, keys.shape[-1]))
-        places = found.to(torch.int64)
+        keys, best = topk(keys, min(count, keys.shape[-1]))
+        places = best.to(torch.int64)
         drawn, ids = self.drawn.gather(-1, places), self.ids.gather(-1, places)
         drawn, ids = self.part.merged(keys, drawn, ids, count=count)
         return ids, drawn
@@ -283,8 +283,8 @@ def _search(below: Tensor, numbers: Tensor, target: Tensor, *, part: VocabPart) 
     low, high = torch.full_like(target, _LEAST), torch.zeros_like(target)
     for _ in range(_HALVINGS):
         middle = (low + high) * 0.5
-        found = part.sum(torch.where(below >= middle, numbers, 0.0).sum(-1, keepdim=True)) >= target
-        low, high = torch.where(found, middle, low), torch.where(found, high, middle)
+        enough = part.sum(torch.where(below >= middle, numbers, 0.0).sum(-1, keepdim=True)) >= target
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
     return low
 
 

@@ -17,8 +17,8 @@ def topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     x [..., n] float32 -> [..., count] float32, [..., count] int32
     """
-    found: tuple[Tensor, Tensor] = operator()(x, count)
-    return found
+    largest: tuple[Tensor, Tensor] = operator()(x, count)
+    return largest
 
 
 @lru_cache(maxsize=1)
@@ -32,11 +32,11 @@ def operator() -> Any:
 @lru_cache(maxsize=1)
 def _library() -> torch.library.Library:
     """Kept for the life of the process: the operators go with it."""
-    made = torch.library.Library("paceline_graph", "FRAGMENT")
-    made.define("largest(Tensor x, int count) -> (Tensor, Tensor)")
-    made.impl("largest", _topk, "CompositeExplicitAutograd")
-    torch.library.register_fake("paceline_graph::largest", _shapes, lib=made)
-    return made
+    library = torch.library.Library("paceline_graph", "FRAGMENT")
+    library.define("largest(Tensor x, int count) -> (Tensor, Tensor)")
+    library.impl("largest", _topk, "CompositeExplicitAutograd")
+    torch.library.register_fake("paceline_graph::largest", _shapes, lib=library)
+    return library
 
 
 def _topk(x: Tensor, count: int) -> tuple[Tensor, Tensor]:

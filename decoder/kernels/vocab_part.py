@@ -88,8 +88,8 @@ class VocabPart:
         if not self.divided:
             return values, ids
         places = topk(self._joined(keys), count)[1].to(torch.int64)
-        found = self._joined(ids.to(torch.float32)).gather(-1, places)  # float32 is exact for ids
-        return self._joined(values).gather(-1, places), found.to(torch.int32)
+        gathered = self._joined(ids.to(torch.float32)).gather(-1, places)  # float32 is exact for ids
+        return self._joined(values).gather(-1, places), gathered.to(torch.int32)
 
     def _joined(self, x: Tensor) -> Tensor:
         """x [b, T, K] of every rank, one behind the other."""

@@ -62,7 +62,7 @@ class AssembledModel(DecoderModel):
     ) -> AssembledModel:
         part = _Part(shard, kernels, group, cls.names)
         config, plan, outer = part.config, part.config.blueprint, cls.names.outer
-        made = cls(
+        model = cls(
             shard,
             kernels,
             embedding=weights.pop(f"{outer['embedding']}.weight"),
@@ -72,17 +72,18 @@ class AssembledModel(DecoderModel):
             positions=positions,
             group=group,
         )
-        made.plan = plan
-        made.last = Normalise(plan, made.norm, bias=weights.pop(f"{outer['norm']}.bias", None), eps=config.rms_norm_eps)
-        made.first = _norm(part, weights, outer["embedding norm"]) if plan.embedding_norm else None
-        made.learned = frozen(weights.pop(f"{outer['positions']}.weight")) if plan.learned else None
-        made.head_bias = frozen(weights.pop(f"{outer['head']}.bias")) if plan.head_bias else None
+        model.plan = plan
+        bias = weights.pop(f"{outer['norm']}.bias", None)
+        model.last = Normalise(plan, model.norm, bias=bias, eps=config.rms_norm_eps)
+        model.first = _norm(part, weights, outer["embedding norm"]) if plan.embedding_norm else None
+        model.learned = frozen(weights.pop(f"{outer['positions']}.weight")) if plan.learned else None
+        model.head_bias = frozen(weights.pop(f"{outer['head']}.bias")) if plan.head_bias else None
         if plan.rotated:
             for name, rope in (("", config.rope), ("local_", plan.local_rope)):
                 if rope is not None:
                     for side, table in zip(("cos", "sin"), rope_tables(rope, plan.rotated, positions), strict=True):
-                        made.register_buffer(f"{name}{side}", table)
-        return made
+                        model.register_buffer(f"{name}{side}", table)
+        return model
 
     plan: Blueprint
     last: Normalise
@@ -108,8 +109,7 @@ class AssembledModel(DecoderModel):
 
     def left(self, hidden: Tensor) -> Tensor:
         """See `DecoderModel`."""
-        made: Tensor = self.last(hidden)
-        return made
+        return self.last(hidden)  # type: ignore[no-any-return]
 
     def logits(self, hidden: Tensor, count: Tensor | None = None) -> Tensor:
         """See `DecoderModel`."""
@@ -145,8 +145,8 @@ class AssembledLayer(nn.Module):
         mlp = self.mlp(x if self.mlp_norm is None else self.mlp_norm(between), place.real)
         if self.post_mlp_norm is not None:
             mlp = self.post_mlp_norm(mlp)
-        made: Tensor = between + mlp
-        return made + attention if self.parallel else made
+        total: Tensor = between + mlp
+        return total + attention if self.parallel else total
 
 
 class Normalise(nn.Module):
@@ -246,13 +246,13 @@ class Mlp(nn.Module):
 
     def share(self, x: Tensor, real: Tensor | None) -> Tensor:
         """What this rank adds to the sum, without the bias."""
-        made = biased(self._kernels.linear(x, self.up, real), self.up_bias)
+        inner = biased(self._kernels.linear(x, self.up, real), self.up_bias)
         if self._gated:
-            gate, up = made.chunk(2, dim=-1)
-            made = self._activation(gate) * up
+            gate, up = inner.chunk(2, dim=-1)
+            inner = self._activation(gate) * up
         else:
-            made = self._activation(made)
-        return self._kernels.linear(made, self.down, real)
+            inner = self._activation(inner)
+        return self._kernels.linear(inner, self.down, real)
 
 
 class MixtureOfExperts(nn.Module):
@@ -274,17 +274,17 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, real: Tensor | None = None) -> Tensor:
         """x [b, T, H] -> [b, T, H]; rows from ``real`` [b] on may hold anything finite."""
         shares = self.chosen(torch.softmax(self._kernels.linear(x, self.router, real), -1))
-        made = torch.zeros_like(x)
+        total = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
-            made = made + shares[..., index : index + 1] * expert.share(x, real)  # type: ignore[operator]
-        return self._group.reduce(made)
+            total = total + shares[..., index : index + 1] * expert.share(x, real)  # type: ignore[operator]
+        return self._group.reduce(total)
 
-    def chosen(self, law: Tensor) -> Tensor:
+    def chosen(self, probs: Tensor) -> Tensor:
         """Router probabilities [b, T, E] -> of each expert what it counts for, 0 of those that are not chosen."""
-        numbers = torch.arange(law.shape[-1], device=law.device)
-        mine, other = law.unsqueeze(-1), law.unsqueeze(-2)
-        ahead = (other > mine) | ((other == mine) & (numbers < numbers.unsqueeze(-1)))
-        kept = torch.where(ahead.to(torch.float32).sum(-1) < self._plan.chosen, law, 0.0)
+        numbers = torch.arange(probs.shape[-1], device=probs.device)
+        own, other = probs.unsqueeze(-1), probs.unsqueeze(-2)
+        ahead = (other > own) | ((other == own) & (numbers < numbers.unsqueeze(-1)))
+        kept = torch.where(ahead.to(torch.float32).sum(-1) < self._plan.chosen, probs, 0.0)
         return kept / kept.sum(-1, keepdim=True) if self._plan.normalise else kept
 
 
@@ -294,8 +294,8 @@ def alibi_slopes(heads: int) -> list[float]:
     Other numbers take every second one of twice as many, as the authors' code and BLOOM do.
     """
     power = 1 << (heads.bit_length() - 1)
-    made = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
-    return made + [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
+    slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
+    return slopes + [2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(heads - power)]
 
 
 def _norm(part: _Part, weights: Weights, name: str) -> Normalise:

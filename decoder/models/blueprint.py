@@ -204,8 +204,8 @@ def _norm(name: str, size: int, plan: Blueprint) -> dict[str, TensorSpec]:
 def _product(name: str, spec: TensorSpec, *, bias: bool, transposed: bool) -> dict[str, TensorSpec]:
     """A linear layer. A bias is divided like the rows of its weight, and added once after a sum over the ranks."""
     shape = spec.shape[::-1] if transposed else spec.shape
-    made = {f"{name}.weight": TensorSpec(shape, spec.split, blocks=spec.blocks, transposed=transposed)}
+    specs = {f"{name}.weight": TensorSpec(shape, spec.split, blocks=spec.blocks, transposed=transposed)}
     if bias:
         split = Split.WHOLE if spec.split.summed else spec.split
-        made[f"{name}.bias"] = TensorSpec(spec.shape[:1], split, blocks=spec.blocks)
-    return made
+        specs[f"{name}.bias"] = TensorSpec(spec.shape[:1], split, blocks=spec.blocks)
+    return specs

@@ -189,10 +189,10 @@ def _special_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[t
 
     def ids(key: str, default: tuple[int, ...]) -> tuple[int, ...]:
         for fields in (generation, config):
-            found = fields.ids(key)
-            if found is not None:
-                _check_ids(fields.where, key, found, vocab_size=vocab_size)
-                return found
+            tokens = fields.ids(key)
+            if tokens is not None:
+                _check_ids(fields.where, key, tokens, vocab_size=vocab_size)
+                return tokens
         # An explicit null in config.json means none; only a key that is not there at all takes the default.
         return () if key in config.values else tuple(i for i in default if i < vocab_size)
 
@@ -211,8 +211,8 @@ def _check_ids(where: str, key: str, ids: tuple[int, ...], *, vocab_size: int) -
 
 def _rope(config: Fields, head_dim: int, max_positions: int, *, share: float | None) -> RopeConfig:
     # transformers 5 renamed rope_scaling; where a file has both it lets the old name win, and so do we.
-    given = [config.child(key) for key in ("rope_scaling", "rope_parameters")]
-    rope = next((fields for fields in given if fields is not None and fields.values), Fields({}, config.where))
+    settings = [config.child(key) for key in ("rope_scaling", "rope_parameters")]
+    rope = next((fields for fields in settings if fields is not None and fields.values), Fields({}, config.where))
     kind = rope.text("rope_type", rope.text("type", "default"))
     _refuse_rope(config, rope, kind, known=share)
     pairs = int(head_dim * (1.0 if share is None else share)) // 2

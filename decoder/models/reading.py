@@ -44,22 +44,22 @@ def translated(config: Fields, renamed: Mapping[str, str], defaults: Mapping[str
 def refuse_others(config: Fields, neutral: Mapping[str, object]) -> None:
     """Raise UnknownArchitectureError where a key has another value than the one that changes nothing."""
     for key, value in neutral.items():
-        found = config.values.get(key)
-        if found is not None and found != value:
+        actual = config.values.get(key)
+        if actual is not None and actual != value:
             raise UnknownArchitectureError(
-                f"{config.where}: {key} = {found!r} would change the computation in a way that is not implemented for "
+                f"{config.where}: {key} = {actual!r} would change the computation in a way that is not implemented for "
                 f"model_type {config.text('model_type')!r}; supported: {value!r}."
             )
 
 
 def activation(config: Fields, key: str = "hidden_act") -> Activation:
     """The activation that a key names."""
-    found = config.text(key)
-    if found not in _ACTIVATIONS:
+    name = config.text(key)
+    if name not in _ACTIVATIONS:
         raise UnknownArchitectureError(
-            f"{config.where}: {key} {found!r} is not supported; supported: {', '.join(_ACTIVATIONS)}."
+            f"{config.where}: {key} {name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}."
         )
-    return _ACTIVATIONS[found]
+    return _ACTIVATIONS[name]
 
 
 def sliding(config: Fields, *, default: tuple[bool, ...]) -> tuple[int, ...]:

@@ -58,5 +58,5 @@ def family(model_type: str, where: str = "config.json") -> type[DecoderModel]:
             f"{where}: model_type {model_type!r} is not supported; supported: {', '.join(MODEL_FAMILIES)}."
         )
     module, _, attribute = MODEL_FAMILIES[model_type].path.partition(":")
-    found: type[DecoderModel] = getattr(importlib.import_module(module), attribute)
-    return found
+    model_class: type[DecoderModel] = getattr(importlib.import_module(module), attribute)
+    return model_class

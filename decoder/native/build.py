@@ -53,13 +53,13 @@ def library() -> ctypes.CDLL:
 
 def require_compiler() -> str:
     """The C++ compiler's path, or a BackendError that says how to get one."""
-    found = shutil.which(environment.compiler())
-    if found is None:
+    compiler = shutil.which(environment.compiler())
+    if compiler is None:
         raise BackendError(
             f"the inductor backend needs a C++ compiler and {environment.compiler()!r} is not on PATH; install g++ "
             "(Debian, Ubuntu: apt install g++), set CXX, or use backend='eager'"
         )
-    return found
+    return compiler
 
 
 def _build(folder: Path) -> None:

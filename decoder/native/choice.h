@@ -1,4 +1,4 @@
-// The law of the next token (temperature, top-k, top-p, min-p) and the choice of one by counter-based Gumbel noise.
+// The distribution of the next token (temperature, top-k, top-p, min-p) and the choice of one by counter-based Gumbel noise.
 //
 // A choice costs little more than a reading of its row: only what can still win gets its noise, and whether the winner is
 // inside top-p is asked of the winner, not of every token.
@@ -11,18 +11,18 @@ namespace {
 // Rows of logits, how they sample, and the noise of their positions. `ids` is null for all ids in order.
 struct Choose {
   int64_t batch, window, vocabulary, stream;
-  const float *logits, *knobs;
+  const float *logits, *params;
   const int32_t *positions, *keys, *ids;
 
   int32_t id(int64_t place) const { return ids ? ids[place] : (int32_t)place; }
-  const float* knob(int64_t i) const { return knobs + i / window * 4; }
+  const float* param(int64_t i) const { return params + i / window * 4; }
   RowKeys row_keys(int64_t i) const { return RowKeys(keys + i / window * 4, positions[i], stream); }
 };
 
 // Draws from all that top-k and min-p leave. The token is the choice if top-p leaves it; if not, what weighs less is not
 // inside either, and the draw is repeated among what weighs more.
-int32_t sample(Row& row, const RowKeys& keys, const float* knob) {
-  const float top_p = knob[2], min_p = knob[3];
+int32_t sample(Row& row, const RowKeys& keys, const float* param) {
+  const float top_p = param[2], min_p = param[3];
   if (top_p < 1 || min_p > 0) row.weigh();
   if (min_p > 0) row.cut(-1, min_p);
   for (;;) {
@@ -38,22 +38,22 @@ void choose(const Choose& c, int32_t* out) {
   const int64_t V = c.vocabulary;
 #pragma omp parallel for schedule(static) if (c.batch * c.window * V > 16384)
   for (int64_t i = 0; i < c.batch * c.window; i++) {
-    if (c.knob(i)[0] <= 0) {  // one-hot: no filter removes the largest logit
+    if (c.param(i)[0] <= 0) {  // one-hot: no filter removes the largest logit
       out[i] = argmax(c.logits + i * V, V);
       continue;
     }
     static thread_local Row row;
-    row.temper(c.logits + i * V, V, c.knob(i));
-    out[i] = sample(row, c.row_keys(i), c.knob(i));
+    row.temper(c.logits + i * V, V, c.param(i));
+    out[i] = sample(row, c.row_keys(i), c.param(i));
   }
 }
 
 // Tempers a row and applies all its filters to it.
-void filter(Row& row, const float* line, int64_t V, const float* knob) {
-  row.temper(line, V, knob);
-  if (!(knob[2] < 1 || knob[3] > 0)) return;
+void filter(Row& row, const float* line, int64_t V, const float* param) {
+  row.temper(line, V, param);
+  if (!(param[2] < 1 || param[3] > 0)) return;
   row.weigh();
-  row.cut(knob[2] < 1 ? row.edge(knob[2]) : -1, knob[3]);
+  row.cut(param[2] < 1 ? row.edge(param[2]) : -1, param[3]);
 }
 
 // Adds noise to the scores of a row.
@@ -81,11 +81,11 @@ void rank(const Choose& c, int64_t count, int32_t* tokens, float* logprobs) {
     static thread_local Row row;
     static thread_local std::vector<float> whole;
     const float* line = c.logits + i * V;
-    if (c.knob(i)[0] <= 0) {
+    if (c.param(i)[0] <= 0) {
       row.resize(V), row.ids.clear();
       std::copy(line, line + V, row.scores.begin());
     } else {
-      filter(row, line, V, c.knob(i));
+      filter(row, line, V, c.param(i));
       disturb(row, c.row_keys(i), c);
     }
     if (!row.ids.empty()) {  // back to the whole row
@@ -106,19 +106,19 @@ void rank(const Choose& c, int64_t count, int32_t* tokens, float* logprobs) {
   }
 }
 
-// The filtered law of every row, as paceline.core.probs.probabilities; what weighs less than exp(-87) of the most is zero.
-void law(const float* logits, const float* knobs, float* out, int64_t batch, int64_t window, int64_t V) {
+// The filtered probabilities of every row, as paceline.core.probs.probabilities; what weighs less than exp(-87) of the most is zero.
+void probabilities(const float* logits, const float* params, float* out, int64_t batch, int64_t window, int64_t V) {
 #pragma omp parallel for schedule(static) if (batch * window * V > 16384)
   for (int64_t i = 0; i < batch * window; i++) {
-    const float *line = logits + i * V, *knob = knobs + i / window * 4;
+    const float *line = logits + i * V, *param = params + i / window * 4;
     float* to = out + i * V;
     std::fill(to, to + V, 0.0f);
-    if (knob[0] <= 0) {
+    if (param[0] <= 0) {
       to[argmax(line, V)] = 1.0f;
       continue;
     }
     static thread_local Row row;
-    filter(row, line, V, knob);
+    filter(row, line, V, param);
     row.weigh();
     for (int64_t v = 0; v < row.count; v++)
       if (row.scores[v] >= row.most - 87.0f) to[row.id(v)] = row.weights[v] / row.mass;

@@ -1,4 +1,4 @@
-// CPU kernels of a decoder: the halves of a layer, products, attention over cache rows, the law and choice of a token.
+// CPU kernels of a decoder: the halves of a layer, products, attention over cache rows, probabilities and choice of a token.
 //
 // The property everything else relies on: a row of the result is computed by the same instructions in the same order
 // whatever the number of rows, its place among them, and the number of threads. So one token at a time, a window of
@@ -78,20 +78,20 @@ extern "C" void paceline_keep(void* keys, void* values, const int32_t* row, cons
   keep((char*)values, row, path, slots, moved, sizes);
 }
 
-extern "C" void paceline_choose(const float* logits, const int32_t* positions, const float* knobs, const int32_t* keys,
+extern "C" void paceline_choose(const float* logits, const int32_t* positions, const float* params, const int32_t* keys,
                                 int32_t* out, int64_t batch, int64_t window, int64_t vocabulary, int64_t stream) {
-  choose(Choose{batch, window, vocabulary, stream, logits, knobs, positions, keys, nullptr}, out);
+  choose(Choose{batch, window, vocabulary, stream, logits, params, positions, keys, nullptr}, out);
 }
 
 // sizes: batch, window, vocabulary, count
-extern "C" void paceline_rank(const float* logits, const int32_t* positions, const float* knobs, const int32_t* keys,
+extern "C" void paceline_rank(const float* logits, const int32_t* positions, const float* params, const int32_t* keys,
                               const int32_t* ids, int32_t* tokens, float* logprobs, const int64_t* sizes) {
-  rank(Choose{sizes[0], sizes[1], sizes[2], 0, logits, knobs, positions, keys, ids}, sizes[3], tokens, logprobs);
+  rank(Choose{sizes[0], sizes[1], sizes[2], 0, logits, params, positions, keys, ids}, sizes[3], tokens, logprobs);
 }
 
-extern "C" void paceline_law(const float* logits, const float* knobs, float* out, int64_t batch, int64_t window,
+extern "C" void paceline_probs(const float* logits, const float* params, float* out, int64_t batch, int64_t window,
                              int64_t vocabulary) {
-  law(logits, knobs, out, batch, window, vocabulary);
+  probabilities(logits, params, out, batch, window, vocabulary);
 }
 
 // How many sums lie side by side in a register.
@@ -201,29 +201,29 @@ extern "C" int32_t aoti_torch_cpu_row_keep(Handle keys, Handle values, Handle ro
   return 0;
 }
 
-extern "C" int32_t aoti_torch_cpu_row_choose(Handle logits, Handle positions, Handle knobs, Handle keys, int64_t stream,
+extern "C" int32_t aoti_torch_cpu_row_choose(Handle logits, Handle positions, Handle params, Handle keys, int64_t stream,
                                              Handle* ret) {
   const int64_t* s = sizes(logits);
   *ret = empty(2, s, aoti_torch_dtype_int32());
-  paceline_choose(data<float>(logits), data<int32_t>(positions), data<float>(knobs), data<int32_t>(keys),
+  paceline_choose(data<float>(logits), data<int32_t>(positions), data<float>(params), data<int32_t>(keys),
                   data<int32_t>(*ret), s[0], s[1], s[2], stream);
   return 0;
 }
 
-extern "C" int32_t aoti_torch_cpu_row_rank(Handle logits, Handle positions, Handle knobs, Handle keys, Handle* ids,
+extern "C" int32_t aoti_torch_cpu_row_rank(Handle logits, Handle positions, Handle params, Handle keys, Handle* ids,
                                            int64_t count, Handle* tokens, Handle* logprobs) {
   const int64_t *s = sizes(logits), made[3] = {s[0], s[1], count}, all[4] = {s[0], s[1], s[2], count};
   *tokens = empty(3, made, aoti_torch_dtype_int32());
   *logprobs = empty(3, made, aoti_torch_dtype_float32());
-  paceline_rank(data<float>(logits), data<int32_t>(positions), data<float>(knobs), data<int32_t>(keys),
+  paceline_rank(data<float>(logits), data<int32_t>(positions), data<float>(params), data<int32_t>(keys),
                 ids == nullptr ? nullptr : data<int32_t>(*ids), data<int32_t>(*tokens), data<float>(*logprobs), all);
   return 0;
 }
 
-extern "C" int32_t aoti_torch_cpu_row_law(Handle logits, Handle knobs, Handle* ret) {
+extern "C" int32_t aoti_torch_cpu_row_probs(Handle logits, Handle params, Handle* ret) {
   const int64_t* s = sizes(logits);
   *ret = empty(3, s, aoti_torch_dtype_float32());
-  paceline_law(data<float>(logits), data<float>(knobs), data<float>(*ret), s[0], s[1], s[2]);
+  paceline_probs(data<float>(logits), data<float>(params), data<float>(*ret), s[0], s[1], s[2]);
   return 0;
 }
 

@@ -37,9 +37,9 @@ Tensor? qkv_scales, Tensor? out_scales, int qkv_format, int out_format) -> Tenso
 row_mlp(Tensor hidden, Tensor norm, float eps, Tensor gate_up, Tensor? gate_up_bias, Tensor down, Tensor? down_bias, \
 Tensor? count, Tensor? gate_up_scales, Tensor? down_scales, int gate_up_format, int down_format) -> Tensor
 row_keep(Tensor(a!) ks, Tensor(b!) vs, Tensor row, Tensor path, Tensor slots) -> Tensor
-row_choose(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, int stream) -> Tensor
-row_rank(Tensor logits, Tensor positions, Tensor knobs, Tensor keys, Tensor? ids, int count) -> (Tensor, Tensor)
-row_law(Tensor logits, Tensor knobs) -> Tensor
+row_choose(Tensor logits, Tensor positions, Tensor params, Tensor keys, int stream) -> Tensor
+row_rank(Tensor logits, Tensor positions, Tensor params, Tensor keys, Tensor? ids, int count) -> (Tensor, Tensor)
+row_probs(Tensor logits, Tensor params) -> Tensor
 """
 
 
@@ -56,12 +56,12 @@ class Native:
 
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
         ops, (data, scales, code) = torch.ops.paceline, _stored(weight)
-        made: Tensor = (
+        product: Tensor = (
             ops.row_linear(x.contiguous(), data, scales, code)
             if count is None
             else ops.row_linear_real(x.contiguous(), data, scales, count, code)
         )
-        return made
+        return product
 
     def attend(
         self,
@@ -74,8 +74,8 @@ class Native:
         q, k, v = (x.contiguous() for x in qkv)
         at = (place.row, place.count, place.slots, None if place.tree is None else place.tree.parents)
         bent = (rule.slopes, rule.window, rule.cap)
-        made: Tensor = torch.ops.paceline.row_attend(q, k, v, *cache, *at, *bent)
-        return made
+        attended: Tensor = torch.ops.paceline.row_attend(q, k, v, *cache, *at, *bent)
+        return attended
 
     def attention(
         self,
@@ -92,16 +92,18 @@ class Native:
         turns = (x.contiguous() for x in rotation)
         at = (place.row, place.count, place.slots, None if tree is None else tree.parents)
         formats = (qkv_scales, out_scales, qkv_code, out_code)
-        made: Tensor = torch.ops.paceline.row_attention(hidden.contiguous(), *matrices, *turns, *cache, *at, *formats)
-        return made
+        attended: Tensor = torch.ops.paceline.row_attention(
+            hidden.contiguous(), *matrices, *turns, *cache, *at, *formats
+        )
+        return attended
 
     def mlp(self, hidden: Tensor, weights: MlpWeights, count: Tensor | None = None) -> Tensor:
         w = weights
         (gate_up, gate_up_scales, gate_up_code), (down, down_scales, down_code) = _stored(w.gate_up), _stored(w.down)
         matrices = (w.norm, w.eps, gate_up, w.gate_up_bias, down, w.down_bias)
         formats = (gate_up_scales, down_scales, gate_up_code, down_code)
-        made: Tensor = torch.ops.paceline.row_mlp(hidden.contiguous(), *matrices, count, *formats)
-        return made
+        result: Tensor = torch.ops.paceline.row_mlp(hidden.contiguous(), *matrices, count, *formats)
+        return result
 
     def compact_path(self, cache: tuple[Tensor, Tensor], row: Tensor, path: Tensor, *, slots: Tensor) -> None:
         torch.ops.paceline.row_keep(*cache, row, path.contiguous(), slots)
@@ -109,10 +111,10 @@ class Native:
     def sample_tokens(
         self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
-        made: Tensor = torch.ops.paceline.row_choose(
+        tokens: Tensor = torch.ops.paceline.row_choose(
             logits, positions.contiguous(), sampling.params, sampling.seeds, stream
         )
-        return made
+        return tokens
 
     def rank_tokens(
         self,
@@ -123,14 +125,14 @@ class Native:
         count: int,
         ids: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        made: tuple[Tensor, Tensor] = torch.ops.paceline.row_rank(
+        ranked: tuple[Tensor, Tensor] = torch.ops.paceline.row_rank(
             logits, positions.contiguous(), sampling.params, sampling.seeds, ids, count
         )
-        return made
+        return ranked
 
     def probabilities(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
-        made: Tensor = torch.ops.paceline.row_law(logits, sampling.params)
-        return made
+        probs: Tensor = torch.ops.paceline.row_probs(logits, sampling.params)
+        return probs
 
     def cuts(self, sampling: SamplingTensors) -> bool:
         return True
@@ -175,7 +177,7 @@ def c_shims() -> dict[object, list[str]]:
         ops.row_rank.default: [
             f"{head}rank({handles[4]}, {maybe}ids, int64_t count, AtenTensorHandle* ret0, AtenTensorHandle* ret1)"
         ],
-        ops.row_law.default: [f"{head}law({tensors}, AtenTensorHandle* ret)"],
+        ops.row_probs.default: [f"{head}probs({tensors}, AtenTensorHandle* ret)"],
     }
 
 
@@ -183,9 +185,9 @@ def c_shims() -> dict[object, list[str]]:
 def register() -> torch.library.Library:
     """Build the kernels if needed and define the operators, once per process."""
     build.library()
-    made = torch.library.Library("paceline", "DEF")
+    library = torch.library.Library("paceline", "DEF")
     for schema in _SCHEMAS.strip().splitlines():
-        made.define(schema)
+        library.define(schema)
     bodies: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
         "row_linear": (_linear, _shape_linear),
         "row_linear_real": (_linear_real, _shape_linear),
@@ -195,12 +197,12 @@ def register() -> torch.library.Library:
         "row_keep": (_keep, _shape_keep),
         "row_choose": (_choose, _shape_choose),
         "row_rank": (_rank, _shape_rank),
-        "row_law": (_law, _shape_law),
+        "row_probs": (_probs, _shape_probs),
     }
     for name, (body, shape) in bodies.items():
-        made.impl(name, body, "CPU")
-        torch.library.register_fake(f"paceline::{name}", shape, lib=made)
-    return made
+        library.impl(name, body, "CPU")
+        torch.library.register_fake(f"paceline::{name}", shape, lib=library)
+    return library
 
 
 def _shape_linear(x: Tensor, w: Tensor, *_rest: object) -> Tensor:
@@ -230,7 +232,7 @@ def _shape_rank(logits: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape)
 
 
-def _shape_law(logits: Tensor, _knobs: Tensor) -> Tensor:
+def _shape_probs(logits: Tensor, _params: Tensor) -> Tensor:
     return torch.empty_like(logits)
 
 
@@ -271,20 +273,20 @@ def _attention(hidden: Tensor, norm: Tensor, eps: float, *rest: Any) -> Tensor:
     (qkv, qkv_bias, out, out_bias), (cos, sin, keys, values, row, count, slots, parents) = rest[:4], rest[4:12]
     *scales, qkv_code, out_code = rest[12:]
     assert keys.dtype == norm.dtype, "norms and cache have one format"
-    made = _shape_half(hidden)
-    order = (hidden, made, count, norm, qkv, qkv_bias, out, out_bias, cos, sin, keys, values, row, slots, parents)
+    attended = _shape_half(hidden)
+    order = (hidden, attended, count, norm, qkv, qkv_bias, out, out_bias, cos, sin, keys, values, row, slots, parents)
     _, groups, rows, width = keys.shape
     sizes = (*hidden.shape, qkv.shape[0] // width - 2 * groups, groups, width, rows, qkv_code, out_code)
     _half("paceline_attention", (*order, *scales), sizes, eps=eps, dtype=norm.dtype)
-    return made
+    return attended
 
 
 def _mlp(hidden: Tensor, norm: Tensor, eps: float, *rest: Any) -> Tensor:
     gate_up, gate_up_bias, down, down_bias, count, gate_up_scales, down_scales, gate_up_code, down_code = rest
-    made = _shape_half(hidden)
-    order = (hidden, made, count, norm, gate_up, gate_up_bias, down, down_bias, gate_up_scales, down_scales)
+    result = _shape_half(hidden)
+    order = (hidden, result, count, norm, gate_up, gate_up_bias, down, down_bias, gate_up_scales, down_scales)
     _half("paceline_mlp", order, (*hidden.shape, gate_up.shape[0], gate_up_code, down_code), eps=eps, dtype=norm.dtype)
-    return made
+    return result
 
 
 def _half(name: str, tensors: Sequence[Tensor | None], sizes: Sequence[int], *, eps: float, dtype: torch.dtype) -> None:
@@ -302,28 +304,28 @@ def _keep(keys: Tensor, values: Tensor, row: Tensor, *rest: Tensor) -> Tensor:
     return moved
 
 
-def _choose(logits: Tensor, positions: Tensor, knobs: Tensor, *rest: object) -> Tensor:
+def _choose(logits: Tensor, positions: Tensor, params: Tensor, *rest: object) -> Tensor:
     keys, stream = rest
     assert isinstance(keys, Tensor) and isinstance(stream, int)
     out = _shape_choose(logits)
-    pointers = (_pointer(x) for x in (logits, positions, knobs, keys, out))
+    pointers = (_pointer(x) for x in (logits, positions, params, keys, out))
     numbers = (ctypes.c_int64(n) for n in (*logits.shape, stream))
     build.library().paceline_choose(*pointers, *numbers)
     return out
 
 
-def _rank(logits: Tensor, positions: Tensor, knobs: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+def _rank(logits: Tensor, positions: Tensor, params: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
     keys, ids, count = rest
     assert isinstance(keys, Tensor) and isinstance(count, int)
     tokens, logprobs = _shape_rank(logits, count)
-    inputs = (logits, positions, knobs, keys, ids if isinstance(ids, Tensor) else None)
+    inputs = (logits, positions, params, keys, ids if isinstance(ids, Tensor) else None)
     sizes = (ctypes.c_int64 * 4)(*logits.shape, count)
     build.library().paceline_rank(*(_pointer(x) for x in (*inputs, tokens, logprobs)), sizes)
     return tokens, logprobs
 
 
-def _law(logits: Tensor, knobs: Tensor) -> Tensor:
-    out = _shape_law(logits, knobs)
-    pointers = (_pointer(x) for x in (logits, knobs, out))
-    build.library().paceline_law(*pointers, *(ctypes.c_int64(n) for n in logits.shape))
+def _probs(logits: Tensor, params: Tensor) -> Tensor:
+    out = _shape_probs(logits, params)
+    pointers = (_pointer(x) for x in (logits, params, out))
+    build.library().paceline_probs(*pointers, *(ctypes.c_int64(n) for n in logits.shape))
     return out

@@ -1,7 +1,7 @@
 // Runs a compiled fused round again on what it made. Between two rounds stands no Python then: behind a pass over the
 // weights its code and data are out of the caches, and each statement takes microseconds.
 //
-// Inputs and outputs are those of paceline.target.steps.FusedStep: tokens, count and start of a commit, limits, knobs,
+// Inputs and outputs are those of paceline.target.steps.FusedStep: tokens, count and start of a commit, limits, params,
 // keys, features; and what the host is told, then tokens, count, start and features of the next commit. Built apart
 // from the kernels, for it needs PyTorch's headers.
 

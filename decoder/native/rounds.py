@@ -85,8 +85,8 @@ class Rounds:
         commit = [*example[:_COMMIT], *example[_BEHIND:]]
         # Two of each, since a call reads what the one before it made.
         with torch.inference_mode(False):  # whatever the caller's mode is: the host writes into commits, in any
-            made = [[torch.empty_like(one) for one in commit] for _ in range(2)]
-        self._made = [(one, (ctypes.c_void_p * len(one))(*(x.data_ptr() for x in one))) for one in made]
+            buffers = [[torch.empty_like(one) for one in commit] for _ in range(2)]
+        self._made = [(one, (ctypes.c_void_p * len(one))(*(x.data_ptr() for x in one))) for one in buffers]
         self._call = _Call(
             graph=graph, inputs=self._inputs, n_inputs=len(example), idle=IDLE, slots=self._slots, width=self._width,
             left=self._left, why=ctypes.cast(self._why, ctypes.c_char_p), room=_REASON,
@@ -108,12 +108,12 @@ class Rounds:
                 call.ends, call.n_ends = _numbers(sorted(room.end_ids)), len(room.end_ids)
         for lent, tensor in zip(self._inputs, inputs, strict=True):
             lent.data = tensor.data_ptr()
-        made, call.made = self._made[0]
+        commit, call.made = self._made[0]
         self._made.reverse()
         ran = self._library.paceline_again(ctypes.byref(call))
         if ran < 0:
             raise BackendError(f"a round failed: {self._why.value.decode(errors='replace')}")
-        return self._read(ran), made
+        return self._read(ran), commit
 
     def _for(self, rounds: int) -> None:
         """Make room for what so many rounds tell."""
@@ -124,11 +124,11 @@ class Rounds:
 
     def _read(self, ran: int) -> list[RoundReport]:
         size, width = self._slots * self._width, self._width
-        flat, found = self._told[: ran * size], []
+        flat, reports = self._told[: ran * size], []
         for number, seconds in enumerate(self._seconds[:ran]):
             rows = [flat[at : at + width] for at in range(number * size, (number + 1) * size, width)]
-            found.append(RoundReport.of(rows, seconds))
-        return found
+            reports.append(RoundReport.of(rows, seconds))
+        return reports
 
 
 def _lend(tensors: Sequence[Tensor]) -> ctypes.Array[_Lent]:

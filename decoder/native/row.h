@@ -79,12 +79,12 @@ struct Row : Blocks {
   float most;  // the largest score, whose weight is 1
   float mass;  // of all weights
 
-  void temper(const float* line, int64_t n, const float* knob) {
+  void temper(const float* line, int64_t n, const float* param) {
     resize(n);
-    for (int64_t v = 0; v < n; v++) scores[v] = line[v] / knob[0];
+    for (int64_t v = 0; v < n; v++) scores[v] = line[v] / param[0];
     ids.clear();
     measure();
-    if (knob[1] > 0 && knob[1] < (float)n) keep_top((int64_t)knob[1]);
+    if (param[1] > 0 && param[1] < (float)n) keep_top((int64_t)param[1]);
     most = maxima[highest_block()];
   }
 

@@ -83,8 +83,8 @@ class DeviceGroup:
 
 def _gathered(x: Tensor, degree: int, name: str) -> Tensor:
     ops = torch.ops._c10d_functional
-    made: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous().unsqueeze(0), degree, name))
-    return made
+    gathered: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous().unsqueeze(0), degree, name))
+    return gathered
 
 
 def join(path: str, rank: int, group: GlooGroup) -> object:
@@ -98,14 +98,14 @@ def join(path: str, rank: int, group: GlooGroup) -> object:
     options = distributed.ProcessGroupGloo._Options()
     options._devices = [distributed.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     options._timeout = TIMEOUT
-    made = distributed.ProcessGroup(store, rank, group.degree)
+    process_group = distributed.ProcessGroup(store, rank, group.degree)
     gloo = distributed.ProcessGroupGloo(store, rank, group.degree, options)
     kind = distributed.ProcessGroup.BackendType.GLOO
-    made._set_default_backend(kind)
-    made._register_backend(torch.device("cpu"), kind, gloo)
-    made._set_group_name(group.name)
-    distributed._register_process_group(group.name, made)
-    return made
+    process_group._set_default_backend(kind)
+    process_group._register_backend(torch.device("cpu"), kind, gloo)
+    process_group._set_group_name(group.name)
+    distributed._register_process_group(group.name, process_group)
+    return process_group
 
 
 def leave(group: GlooGroup) -> None:

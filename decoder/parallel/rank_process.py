@@ -108,13 +108,13 @@ def main() -> None:
         try:
             getattr(follower, order)(*rest, **named)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}"
+            message = f"{type(error).__name__}: {error}"
             if order == "run":
                 # The ranks are no longer at the same place; the others see that this one is gone.
-                pipe.send(said)
+                pipe.send(message)
                 del member
                 os._exit(1)
-            pipe.send(error if isinstance(error, PacelineError) else RankError(f"rank {rank} failed: {said}"))
+            pipe.send(error if isinstance(error, PacelineError) else RankError(f"rank {rank} failed: {message}"))
         else:
             if order in ("load", "make"):
                 pipe.send(None)

@@ -128,7 +128,7 @@ class Ranks:
         """
         with self._lock:
             self._check(number)
-            made = self._next()
+            step_number = self._next()
             try:
                 stream = io.BytesIO()
                 sender = _Sender(stream, self._bodies, self._names)
@@ -138,11 +138,11 @@ class Ranks:
                     f"{name} cannot be sent to the other ranks ({error}); a drafter's step must be made of modules "
                     "that can be pickled, or pass fused=False"
                 ) from error
-            self._send("make", number, made, stream.getvalue())
+            self._send("make", number, step_number, stream.getvalue())
             self._answers()
             self._names.update(sender.new)  # only now do the other ranks have them
-            self._steps[made] = number
-            return made
+            self._steps[step_number] = number
+            return step_number
 
     def run(self, number: int, step: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
         """Run a step on all ranks. -> its outputs, which are the same on each.
@@ -200,14 +200,14 @@ class Ranks:
         """What happened, in the words of a process that failed if it left any."""
         ready = [pipe for _, pipe in self._others if not pipe.closed]
         heard = wait(ready, _FAREWELL) if ready else []
-        said = []
+        reasons = []
         for rank, (process, pipe) in enumerate(self._others, 1):
             words = _last_words(pipe) if pipe in heard else ""
             if not words and pipe in heard:  # its end of the pipe is closed, so it ends or has ended
                 with suppress(subprocess.TimeoutExpired):
                     words = f"ended with status {process.wait(_FAREWELL)}"
-            said += [f"rank {rank} {words}"] if words else []
-        reason = "; ".join(said) or f"{type(error).__name__}: {error}"
+            reasons += [f"rank {rank} {words}"] if words else []
+        reason = "; ".join(reasons) or f"{type(error).__name__}: {error}"
         return RankError(f"a rank of the divided model was lost ({reason}); all its ranks were ended, load it again")
 
     def _next(self) -> int:
@@ -250,10 +250,10 @@ class _Sender(pickle.Pickler):
 def shared(degree: int) -> Ranks:
     """The group of this process with so many ranks, started if there is none."""
     known = _known()
-    found = known.get(degree)
-    if found is None or not found.alive:
-        found = known[degree] = Ranks(degree)
-    return found
+    ranks = known.get(degree)
+    if ranks is None or not ranks.alive:
+        ranks = known[degree] = Ranks(degree)
+    return ranks
 
 
 @lru_cache(maxsize=1)

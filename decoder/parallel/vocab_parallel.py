@@ -42,9 +42,9 @@ def embedded(tokens: Tensor, table: MatrixLike, ids: Tensor, *, group: Collectiv
     if group.degree == 1:
         return rows_of(table, tokens)
     place = tokens - ids[0]
-    mine = (place >= 0) & (place < table.shape[0])
-    found = rows_of(table, torch.where(mine, place, 0))
-    return group.reduce(torch.where(mine.unsqueeze(-1), found, 0.0))
+    own = (place >= 0) & (place < table.shape[0])
+    rows = rows_of(table, torch.where(own, place, 0))
+    return group.reduce(torch.where(own.unsqueeze(-1), rows, 0.0))
 
 
 def rows_of(table: MatrixLike, places: Tensor) -> Tensor:

@@ -238,11 +238,11 @@ def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, part: Ten
 def _read_part(source: WeightFile, name: str, part: TensorSlice) -> Tensor:
     pieces: list[Tensor] = []
     for (first, last), size in zip(part.ranges, part.sizes, strict=True):
-        found = source.read_range(name, (first, last), dim=part.dim)
-        pieces.append(found)
+        piece = source.read_range(name, (first, last), dim=part.dim)
+        pieces.append(piece)
         if missing := size - (last - first):
-            shape = [missing if dim == part.dim else length for dim, length in enumerate(found.shape)]
-            pieces.append(found.new_zeros(shape))
+            shape = [missing if dim == part.dim else length for dim, length in enumerate(piece.shape)]
+            pieces.append(piece.new_zeros(shape))
     return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]
 
 

@@ -174,12 +174,12 @@ def check_finite(name: str, tensor: Tensor, dtype: torch.dtype, *, where: Path) 
         WeightValueError: it holds NaN, infinity, or values beyond that type.
     """
     check_stored(name, _dtype_name(tensor), where=where)
-    made = tensor.to(dtype)
-    if not bool(torch.isfinite(made).all()):
+    converted = tensor.to(dtype)
+    if not bool(torch.isfinite(converted).all()):
         if not bool(torch.isfinite(tensor).all()):
             raise WeightValueError(f"{where}: {name} holds NaN or infinity; the checkpoint is damaged, fetch it again")
         raise WeightValueError(f"{where}: {name} holds values beyond {dtype}; load the target with amp='f32'")
-    return made
+    return converted
 
 
 def _dtype_name(tensor: Tensor) -> str:

@@ -149,8 +149,8 @@ def quantize(weight: Tensor, form: WeightFormat) -> QuantizedTensor:
     import gguf  # a GGUF reader; its import takes a while
 
     kind = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}[form.value]
-    made = gguf.quants.quantize(weight.float().contiguous().numpy(), gguf.GGMLQuantizationType[kind])
-    return QuantizedTensor(torch.from_numpy(made), None, form, columns)
+    quantized = gguf.quants.quantize(weight.float().contiguous().numpy(), gguf.GGMLQuantizationType[kind])
+    return QuantizedTensor(torch.from_numpy(quantized), None, form, columns)
 
 
 def dequantized(data: Tensor, scales: Tensor | None, form: WeightFormat) -> Tensor:
@@ -165,8 +165,8 @@ def dequantized(data: Tensor, scales: Tensor | None, form: WeightFormat) -> Tens
         return numbers.flatten(-2)
     start = 4 if form is WeightFormat.Q4_1 else 2
     nibbles = torch.cat((blocks[..., start:] & 15, blocks[..., start:] >> 4), -1).float()
-    made: Tensor = nibbles * scale + _half(blocks[..., 2:4]) if form is WeightFormat.Q4_1 else (nibbles - 8) * scale
-    return made.flatten(-2)
+    values: Tensor = nibbles * scale + _half(blocks[..., 2:4]) if form is WeightFormat.Q4_1 else (nibbles - 8) * scale
+    return values.flatten(-2)
 
 
 def matrix(weight: Stored) -> MatrixLike:

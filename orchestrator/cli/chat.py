@@ -63,7 +63,7 @@ class Modes:
     target: SamplingDecoder
     config: SpeculativeConfig
     compiled: bool
-    made: dict[str | None, SpeculativeGenerator] = field(default_factory=dict)
+    generators: dict[str | None, SpeculativeGenerator] = field(default_factory=dict)
     current: str | None = None
 
     def use(self, draft: str | None) -> None:
@@ -72,7 +72,7 @@ class Modes:
         Raises:
             PacelineError: there is no such draft, or it does not fit the target. The one before stays.
         """
-        if draft not in self.made:
+        if draft not in self.generators:
             config = self.config
             if draft is not None:
                 options = {"draft": None if draft == "plain" else draft}
@@ -80,13 +80,13 @@ class Modes:
             generator, decoders = load_draft(self.target, config)
             if self.compiled:
                 progress.compiling(console.err(), decoders, [generator.compile])
-            self.made[draft] = generator
+            self.generators[draft] = generator
         self.current = draft
 
     @property
     def generator(self) -> SpeculativeGenerator:
         """Of the mode that is in use."""
-        return self.made[self.current]
+        return self.generators[self.current]
 
 
 def _given(config: SpeculativeConfig) -> dict[str, object]:

@@ -99,11 +99,11 @@ def tune(
                 results = runner.run(planned, store.Store(folder / "verify"), lambda text, *_: shown.step(text))
             measured = [result.totals.get("tokens_per_second") for result in results]
         save_bytes(out, [tune.models_file(config, best.policy, cell).encode()])
-    found = [answer.to_dict() for answer in answers]
+    answers_json = [answer.to_dict() for answer in answers]
     if as_json:
-        typer.echo(json.dumps({"best": found[0], "measured_tokens_per_second": measured, "all": found}))
+        typer.echo(json.dumps({"best": answers_json[0], "measured_tokens_per_second": measured, "all": answers_json}))
         return
-    for row in found[:10]:
+    for row in answers_json[:10]:
         speed, length = row["tokens_per_second"], row["mean_acceptance_length"]
         typer.echo(f"{speed:8.1f} tokens/s predicted, length {length:.2f}: {row['policy']}")
     if measured is not None:
@@ -138,7 +138,7 @@ def compare(
             raise ConfigurationError("the two runs share no cell: none has the same names (target, drafter, k, ...)")
         rows = [(ours[name].names, compare_rows(ours[name].rows, theirs[name].rows, figure)) for name in shared]
     if as_json:
-        found = [
+        comparisons = [
             {
                 **names,
                 "figure": figure,
@@ -152,7 +152,7 @@ def compare(
             }
             for names, one in rows
         ]
-        typer.echo(json.dumps(found))
+        typer.echo(json.dumps(comparisons))
         return
     table = Table("drafter", "k", "sampling", "batch", "prompts", "first", "second", "difference", "p")
     for names, one in rows:

@@ -72,10 +72,10 @@ def _json_object(
 ) -> dict[str, object]:
     """What is printed as JSON. The warning comes first, where nobody misses it."""
     first = {} if warning is None else {"warning": warning}
-    said = asdict(continuation)
+    fields = asdict(continuation)
     if continuation.logprobs is None:
-        del said["logprobs"]
-    return {**first, "prompt": prompt, **said, "statistics": statistics.to_dict()}
+        del fields["logprobs"]
+    return {**first, "prompt": prompt, **fields, "statistics": statistics.to_dict()}
 
 
 def _shown(

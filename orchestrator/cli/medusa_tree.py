@@ -149,9 +149,9 @@ def _run(decoder: SamplingDecoder, drafter: MedusaDrafter, rows: list[list[int]]
     taus = []
     with progress.bar(console.err(), "decoding with the tree", len(rows)) as shown:
         for row in rows:
-            made = generator.sample([row], max_new_tokens=length, return_dict=True)
-            assert isinstance(made, GenerationResult)
-            taus.append(made.statistics.tau)
+            result = generator.sample([row], max_new_tokens=length, return_dict=True)
+            assert isinstance(result, GenerationResult)
+            taus.append(result.statistics.tau)
             shown.advance()
     return taus
 

@@ -157,10 +157,10 @@ def _against_eager(source: Sampler, decoder: SamplingDecoder, *, target: Path, a
 
 def _texts(source: Sampler, *, sampled: bool) -> list[list[int]]:
     """Greedy, and sampled if asked for."""
-    asked: list[dict[str, Any]] = [{}]
+    variants: list[dict[str, Any]] = [{}]
     if sampled:
-        asked.append({"do_sample": True, "seed": 11, "temperature": 1.1, "top_k": 40, "top_p": 0.95})
-    results = [source.sample(PROMPTS, max_new_tokens=NEW, return_dict=True, **one) for one in asked]
+        variants.append({"do_sample": True, "seed": 11, "temperature": 1.1, "top_k": 40, "top_p": 0.95})
+    results = [source.sample(PROMPTS, max_new_tokens=NEW, return_dict=True, **one) for one in variants]
     return [row for result in results if isinstance(result, GenerationResult) for row in result.sequences.tolist()]
 
 

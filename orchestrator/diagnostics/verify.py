@@ -19,7 +19,7 @@ from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.backends.base import sampling_refusal
 from paceline.decoder.decoder import CompiledDecoder
-from paceline.diagnostics import verify_drafter, verify_law, verify_tokens
+from paceline.diagnostics import verify_distribution, verify_drafter, verify_tokens
 from paceline.diagnostics.findings import Finding, Report
 from paceline.diagnostics.verify_subject import Budget, Subject, own_prompts
 from paceline.generator import SpeculativeGenerator
@@ -141,6 +141,6 @@ def _tests(settings: VerifySettings) -> dict[str, _Test]:
         "processors": partial(verify_tokens.processed, processors=settings.logits_processor),
         "self-draft": verify_drafter.self_draft,
         "memory": verify_drafter.read_anew,
-        "first-tokens": partial(verify_law.first_tokens, least=settings.min_samples),
-        "along-texts": partial(verify_law.along_texts, least=settings.min_samples),
+        "first-tokens": partial(verify_distribution.first_tokens, least=settings.min_samples),
+        "along-texts": partial(verify_distribution.along_texts, least=settings.min_samples),
     }

@@ -1,7 +1,7 @@
 """Tests of `paceline verify` on drafting: the target as its own draft, and a drafter that reads a text anew.
 
 Tokens do not depend on a drafter, so a drafter with a wrong cache is no wrong text; it is slow, and nothing else says
-so. Not here: tests of tokens (`verify_tokens`) and of distributions (`verify_law`).
+so. Not here: tests of tokens (`verify_tokens`) and of distributions (`verify_distribution`).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def self_draft(subject: Subject, budget: Budget) -> Finding:
     generators = [SpeculativeGenerator(twin, subject.target, k=k, acceptor=rule) for k in depths]
     while budget.left(number, len(generators)):
         generator = generators[number % len(generators)]
-        law: dict[str, Any] = {"do_sample": subject.sampled and number % 4 > 1, "seed": subject.seed + number}
+        drawing: dict[str, Any] = {"do_sample": subject.sampled and number % 4 > 1, "seed": subject.seed + number}
         group = subject.group(number, subject.slots)
-        statistics = subject.texts(generator, group, eos_token_id=[], **law).statistics
+        statistics = subject.texts(generator, group, eos_token_id=[], **drawing).statistics
         drafted, accepted = drafted + statistics.num_draft_tokens, accepted + statistics.num_accepted_tokens
         number += 1
     refused = drafted - accepted
@@ -56,10 +56,10 @@ def read_anew(subject: Subject, budget: Budget) -> Finding:
     other: list[str] = []
     while budget.left(number, 1):
         prompt = subject.group(number, 1)[0]
-        law: dict[str, Any] = {"do_sample": subject.sampled and number % 2 == 1, "seed": subject.seed + number}
+        drawing: dict[str, Any] = {"do_sample": subject.sampled and number % 2 == 1, "seed": subject.seed + number}
         longest = len(prompt) + min(subject.new, subject.room(prompt))
-        law["sequence_length"] = longest
-        outputs = list(subject.generator.stream([prompt], eos_token_id=[], **law))
+        drawing["sequence_length"] = longest
+        outputs = list(subject.generator.stream([prompt], eos_token_id=[], **drawing))
         text, rounds = [*prompt], []
         for output in outputs:
             rounds.append((len(text), output.drafted, output.accepted))
@@ -67,7 +67,7 @@ def read_anew(subject: Subject, budget: Budget) -> Finding:
         for length, drafted, accepted in rounds[1 :: max(1, len(rounds) // 4)]:
             if length >= longest - 1:
                 continue
-            first, *rest = subject.generator.stream([text[: length - 1]], eos_token_id=[], **law)
+            first, *rest = subject.generator.stream([text[: length - 1]], eos_token_id=[], **drawing)
             if tuple(first.tokens) != (text[length - 1],) or not rest:
                 continue  # reading decides a near-tie another way
             compared += 1

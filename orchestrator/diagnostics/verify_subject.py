@@ -93,11 +93,11 @@ class Subject:
         """How many of ``count`` tokens near-ties may change, where bits depend on the width."""
         return 0 if self.invariant else count // 50
 
-    def texts(self, source: SpeculativeGenerator, prompts: Sequence[Sequence[int]], **asked: Any) -> Texts:
+    def texts(self, source: SpeculativeGenerator, prompts: Sequence[Sequence[int]], **options: Any) -> Texts:
         """Run one call."""
         room = min(self.room(prompt) for prompt in prompts)
-        asked = {"max_new_tokens": min(self.new, room), **asked}
-        result = source.sample([list(prompt) for prompt in prompts], return_dict=True, **asked)
+        options = {"max_new_tokens": min(self.new, room), **options}
+        result = source.sample([list(prompt) for prompt in prompts], return_dict=True, **options)
         assert isinstance(result, GenerationResult)
         rows = [row[:length].tolist() for row, length in zip(result.sequences, result.lengths, strict=True)]
         return Texts(rows, result.finish_reasons, result.statistics)
@@ -125,7 +125,7 @@ def own_prompts(plain: SpeculativeGenerator, *, sampled: bool, seed: int) -> lis
     dice = torch.Generator().manual_seed(seed)
     starts = torch.randint(config.vocab_size, (_PROMPTS, 1), generator=dice).tolist()
     length = max(2, min(_LONGEST, plain.target.n_positions // 8))
-    asked: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "seed": seed} if sampled else {}
-    rows: list[list[int]] = plain.sample(starts, max_new_tokens=length, eos_token_id=[], **asked).tolist()
+    options: dict[str, Any] = {"do_sample": True, "temperature": 1.0, "seed": seed} if sampled else {}
+    rows: list[list[int]] = plain.sample(starts, max_new_tokens=length, eos_token_id=[], **options).tolist()
     cut = [row[: 1 + (index * 7) % length] for index, row in enumerate(rows)]
     return [rows[0] + rows[0], *cut[1:], cut[0]]

@@ -2,7 +2,7 @@
 
 Where a backend does not promise that a row's bits do not depend on the width of its graph, a token that differs is
 looked at: if the two nearly tie in the target's own scores, the difference is counted and no failure. Not here: tests
-of distributions (`verify_law`) and of drafters (`verify_drafter`).
+of distributions (`verify_distribution`) and of drafters (`verify_drafter`).
 """
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ def _equal(subject: Subject, budget: Budget, *, name: str, asked: Sequence[dict[
     begin, tally, number = perf_counter(), Tally(), 0
     sizes = (1, subject.slots, 2 * subject.slots + 1)
     while budget.left(number, len(sizes)):
-        law, size = asked[number % len(asked)], sizes[(number + number // len(asked)) % len(sizes)]
+        sampling, size = asked[number % len(asked)], sizes[(number + number // len(asked)) % len(sizes)]
         seeds = [row_seed(subject.seed + number, row) for row in range(size)]
-        options = {**law, "do_sample": bool(law), "seed": seeds}
+        options = {**sampling, "do_sample": bool(sampling), "seed": seeds}
         group = subject.group(number, size)
         ours, theirs = (subject.texts(source, group, **options) for source in (subject.generator, subject.plain))
         tally.add(
-            subject, ours, theirs, sampling=[Sampling(**{"temperature": 0.0, **law}, seed=seed) for seed in seeds]
+            subject, ours, theirs, sampling=[Sampling(**{"temperature": 0.0, **sampling}, seed=seed) for seed in seeds]
         )
         number += 1
         if len(tally.wrong) > 20:
@@ -144,11 +144,11 @@ def ends(subject: Subject, budget: Budget, *, tokenizer: Decodes | None) -> Find
     draws = subject.sampled and keeps_tokens(subject.rule)
     while budget.left(number, 2):
         group = subject.group(number, 1)
-        law: dict[str, Any] = {"do_sample": draws and number % 2 == 1, "seed": subject.seed + number}
-        text = subject.texts(subject.plain, group, eos_token_id=[], **law).texts[0][len(group[0]) :]
-        one = Sampling(temperature=1.0 if law["do_sample"] else 0.0, seed=law["seed"])
+        drawing: dict[str, Any] = {"do_sample": draws and number % 2 == 1, "seed": subject.seed + number}
+        text = subject.texts(subject.plain, group, eos_token_id=[], **drawing).texts[0][len(group[0]) :]
+        one = Sampling(temperature=1.0 if drawing["do_sample"] else 0.0, seed=drawing["seed"])
         for stop in _stops(text, decoder, number, prompt=len(group[0])):
-            ours, theirs = (subject.texts(s, group, **law, **stop) for s in (subject.generator, subject.plain))
+            ours, theirs = (subject.texts(s, group, **drawing, **stop) for s in (subject.generator, subject.plain))
             tally.add(subject, ours, theirs, sampling=[one])
         number += 1
         if len(tally.wrong) > 20:
@@ -160,15 +160,15 @@ def ends(subject: Subject, budget: Budget, *, tokenizer: Decodes | None) -> Find
 def _stops(text: Sequence[int], decoder: Decodes, number: int, *, prompt: int) -> list[dict[str, Any]]:
     """Ways to end a text that plain decoding gives."""
     places = [place for place in (1 + number % 3, 4 + number % 2, 7, 12) if place + 1 < len(text)]
-    found: list[dict[str, Any]] = [{"max_new_tokens": limit} for limit in (1, 2, 3 + number % 5)]
+    stops: list[dict[str, Any]] = [{"max_new_tokens": limit} for limit in (1, 2, 3 + number % 5)]
     for place in places:
-        found.append({"eos_token_id": text[place]})
-        found.append({"eos_token_id": [], "stopping_criteria_list": [partial(_long, length=prompt + place)]})
+        stops.append({"eos_token_id": text[place]})
+        stops.append({"eos_token_id": [], "stopping_criteria_list": [partial(_long, length=prompt + place)]})
         own, after = decoder.decode([text[place]]), decoder.decode([text[place + 1]])
         string = own[-2:] + after[:1]
         if string.strip() and "\ufffd" not in string:
-            found.append({"eos_token_id": [], "stop_strings": [string], "tokenizer": decoder})
-    return found
+            stops.append({"eos_token_id": [], "stop_strings": [string], "tokenizer": decoder})
+    return stops
 
 
 def _long(ids: Tensor, _scores: object = None, *, length: int) -> bool:
@@ -181,35 +181,35 @@ def neighbours(subject: Subject, budget: Budget) -> Finding:
     if subject.slots == 1:
         return Finding(name, "skipped", "nothing", "there is one slot; load with a larger batch_size")
     while budget.left(number, 2):
-        law: dict[str, Any] = {"do_sample": subject.sampled and number % 2 == 0, "temperature": 0.9}
+        drawing: dict[str, Any] = {"do_sample": subject.sampled and number % 2 == 0, "temperature": 0.9}
         seeds = [row_seed(subject.seed + number, row) for row in range(subject.slots + 1)]
         group = subject.group(number, subject.slots + 1)
-        together = subject.texts(subject.generator, group, **law, seed=seeds)
+        together = subject.texts(subject.generator, group, **drawing, seed=seeds)
         place = number % len(group)
-        alone = subject.texts(subject.generator, group[place : place + 1], **law, seed=seeds[place : place + 1])
+        alone = subject.texts(subject.generator, group[place : place + 1], **drawing, seed=seeds[place : place + 1])
         beside = Texts(together.texts[place : place + 1], together.reasons[place : place + 1], together.statistics)
-        one = Sampling(temperature=0.9 if law["do_sample"] else 0.0, seed=seeds[place])
+        one = Sampling(temperature=0.9 if drawing["do_sample"] else 0.0, seed=seeds[place])
         tally.add(subject, beside, alone, sampling=[one] if keeps_tokens(subject.rule) else None)
         number += 1
     tried = f"texts beside {subject.slots} others in {subject.slots} slots, and alone"
-    found = tally.finding(name, subject, tried=tried, begin=begin)
-    return _said(found, "all are those of the texts alone")
+    finding = tally.finding(name, subject, tried=tried, begin=begin)
+    return _said(finding, "all are those of the texts alone")
 
 
 def repeats(subject: Subject, budget: Budget) -> Finding:
     """The same call gives the same texts again: nothing of a request is left for the next one."""
     begin, tally, number = perf_counter(), Tally(strict=True), 0
     while budget.left(number, 1):
-        law: dict[str, Any] = {"do_sample": subject.sampled, "seed": subject.seed + number}
+        drawing: dict[str, Any] = {"do_sample": subject.sampled, "seed": subject.seed + number}
         group = subject.group(number, subject.slots)
-        first, again = (subject.texts(subject.generator, group, **law) for _ in range(2))
+        first, again = (subject.texts(subject.generator, group, **drawing) for _ in range(2))
         tally.add(subject, again, first)
         number += 1
-    found = tally.finding("repeated calls", subject, tried="each call twice", begin=begin)
-    if found.status == "FAILED" and not keeps_tokens(subject.rule):
+    finding = tally.finding("repeated calls", subject, tried="each call twice", begin=begin)
+    if finding.status == "FAILED" and not keeps_tokens(subject.rule):
         why = "a drafter that learns from texts changes them under a rule that keeps the distribution alone"
-        return Finding(found.name, "note", found.tried, f"{found.seen}; {why}", found.detects, found.seconds)
-    return _said(found, "all are those of the first call")
+        return Finding(finding.name, "note", finding.tried, f"{finding.seen}; {why}", finding.detects, finding.seconds)
+    return _said(finding, "all are those of the first call")
 
 
 def processed(subject: Subject, budget: Budget, *, processors: Sequence[Callable[..., Tensor]]) -> Finding:
@@ -222,11 +222,11 @@ def processed(subject: Subject, budget: Budget, *, processors: Sequence[Callable
     kinds += [({}, list(processors))] if processors else []
     while budget.left(number, len(kinds)):
         options, own = kinds[number % len(kinds)]
-        law = {**options, "do_sample": draws and number % 2 == 1, "seed": subject.seed + number}
+        drawing = {**options, "do_sample": draws and number % 2 == 1, "seed": subject.seed + number}
         group = subject.group(number, 1)
         watches = (_Watching(), _Watching())
         ours, theirs = (
-            subject.texts(source, group, **law, logits_processor=[*copy.deepcopy(own), watch])
+            subject.texts(source, group, **drawing, logits_processor=[*copy.deepcopy(own), watch])
             for source, watch in zip((subject.generator, subject.plain), watches, strict=True)
         )
         tally.add(subject, ours, theirs)

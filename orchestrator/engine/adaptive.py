@@ -107,16 +107,16 @@ class AdaptiveRound:
         The time of a round that also read earlier commits is not that of its length.
         """
         for number, report in enumerate(result.reports):
-            asked = [min(length, limit, max(0, left)) for limit, left in zip(max_accept, remaining, strict=True)]
-            catches_up = any(asked[slot] for slot in self._lagging) or (early and length > 0 and number == 0)
-            if any(asked) or length == 0:
+            drafted = [min(length, limit, max(0, left)) for limit, left in zip(max_accept, remaining, strict=True)]
+            catches_up = any(drafted[slot] for slot in self._lagging) or (early and length > 0 and number == 0)
+            if any(drafted) or length == 0:
                 accepted = [len(tokens) - 1 for tokens in report.tokens]
                 seconds = None if catches_up else report.seconds
-                controller.record(length, asked=asked, accepted=accepted, seconds=seconds)
+                controller.record(length, asked=drafted, accepted=accepted, seconds=seconds)
             if length == 0:
-                self._lagging = set(range(len(asked)))
+                self._lagging = set(range(len(drafted)))
             elif self._lagging:
-                self._lagging = {slot for slot in self._lagging if not asked[slot]}
+                self._lagging = {slot for slot in self._lagging if not drafted[slot]}
             remaining = [left - len(tokens) for left, tokens in zip(remaining, report.tokens, strict=True)]
 
 

@@ -140,11 +140,11 @@ class DraftLengthController:
 
     def sibling(self: ControllerSelf) -> ControllerSelf:
         """Another one, for rounds of other costs: it shares what is known of acceptance, and knows no times yet."""
-        made = copy.copy(self)
-        made._step_times, made._exploration, made._recorded = StepTimes(), Exploration(), []
-        made._length, made._settled, made.rounds = self.draft_lengths[-1], False, 1
-        made._idle, made._pause = 0, PROBE_AFTER[0]
-        return made
+        sibling = copy.copy(self)
+        sibling._step_times, sibling._exploration, sibling._recorded = StepTimes(), Exploration(), []
+        sibling._length, sibling._settled, sibling.rounds = self.draft_lengths[-1], False, 1
+        sibling._idle, sibling._pause = 0, PROBE_AFTER[0]
+        return sibling
 
     def choose(self, deepest: int) -> int:
         """The draft length of the next round, in which no slot can accept more than ``deepest`` tokens.
@@ -244,10 +244,10 @@ class ControllersByFill:
     def at(self, seated: int) -> DraftLengthController:
         """That for rounds with so many requests."""
         fill = 1 << max(0, seated - 1).bit_length()
-        found = self._by_fill.get(fill)
-        if found is None:
-            found = self._by_fill[fill] = self._first.sibling() if self._by_fill else self._first
-        return found
+        controller = self._by_fill.get(fill)
+        if controller is None:
+            controller = self._by_fill[fill] = self._first.sibling() if self._by_fill else self._first
+        return controller
 
 
 def _middle(numbers: list[float]) -> float:

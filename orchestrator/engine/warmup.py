@@ -92,20 +92,23 @@ def _run(one: Round, commit: Commit, *, sampling: SamplingTensors, rows: int, li
     """A round over texts of that length."""
     for limit in limits:
         full = RoundLimits(torch.full_like(commit.count, limit), rows)
-        made = one(commit, sampling, full)
-        if isinstance(made.commit.features, DeviceFeatures):  # the next round has another graph, which reads them there
-            one(replace(commit, features=made.commit.features), sampling, full)
+        result = one(commit, sampling, full)
+        features = result.commit.features
+        if isinstance(features, DeviceFeatures):  # the next round has another graph, which reads them there
+            one(replace(commit, features=features), sampling, full)
         if limit and isinstance(one, TwoGraphRound):
-            _lengthen(one, commit, sampling=sampling, bounds=full, made=max(made.reports[-1].drafted))
+            _lengthen(one, commit, sampling=sampling, bounds=full, drafted=max(result.reports[-1].drafted))
 
 
-def _lengthen(one: TwoGraphRound, commit: Commit, *, sampling: SamplingTensors, bounds: RoundLimits, made: int) -> None:
-    """Verify proposals as long as those that a drafter will make and has not ``made`` of tokens that mean nothing."""
+def _lengthen(
+    one: TwoGraphRound, commit: Commit, *, sampling: SamplingTensors, bounds: RoundLimits, drafted: int
+) -> None:
+    """Verify proposals as long as those that a drafter will make, and has not ``drafted`` after made-up tokens."""
     reach = one.drafter.max_positions
     if not isinstance(one.verifier, CompiledVerifier) or (reach is not None and bounds.max_rows > reach):
         return
     for draft_shape in one.verifier.draft_shapes:
-        if draft_shape.is_chain and draft_shape.num_draft_tokens not in (0, made):
+        if draft_shape.is_chain and draft_shape.num_draft_tokens not in (0, drafted):
             made_up = torch.zeros(len(commit.tokens), draft_shape.num_draft_tokens, dtype=torch.int32)
             one.verifier(commit, Proposal(made_up), sampling, bounds)
 
@@ -115,9 +118,9 @@ def chunks(decoder: CompiledDecoder) -> Iterator[tuple[int, int]]:
     sizes, seen = decoder.options.chunks, set()
     for start in range(0, decoder.n_positions - 1, sizes[-1]):
         for chunk in sizes:
-            found = (chunk, decoder.bucket_for(start + chunk))
-            if found not in seen:
-                seen.add(found)
+            graph = (chunk, decoder.bucket_for(start + chunk))
+            if graph not in seen:
+                seen.add(graph)
                 yield start, min(chunk, decoder.n_positions - 1 - start)
 
 

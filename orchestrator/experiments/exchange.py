@@ -108,9 +108,9 @@ def read_records(path: Path) -> list[tuple[str, Acceptance]]:
 
 
 def _record(row: Any, number: int, path: Path) -> tuple[str, Acceptance]:
-    found = _below(row, "spec_decode_acceptance") or _below(row, "speculative_decoding") or row
+    figures = _below(row, "spec_decode_acceptance") or _below(row, "speculative_decoding") or row
     where = f"{path}, record {number}"
-    steps = [found.get(f"per_step_{name}") if isinstance(found, Mapping) else None for name in _STEPS]
+    steps = [figures.get(f"per_step_{name}") if isinstance(figures, Mapping) else None for name in _STEPS]
     accepted, drafted = (step if _counts(step) else [] for step in steps)
     if not all(map(_counts, steps)) or len(accepted) != len(drafted):
         raise ConfigurationError(
@@ -120,10 +120,10 @@ def _record(row: Any, number: int, path: Path) -> tuple[str, Acceptance]:
     if any(a > d for a, d in zip(accepted, drafted, strict=True)):
         raise ConfigurationError(f"{where} accepts more tokens in a step than it drafts")
     for name, value in (("num_accepted_draft_tokens", sum(accepted)), ("num_draft_tokens", sum(drafted))):
-        if found.get(name, value) != value:
-            raise ConfigurationError(f"{where}: {name} is {found[name]}, and its steps add up to {value}")
+        if figures.get(name, value) != value:
+            raise ConfigurationError(f"{where}: {name} is {figures[name]}, and its steps add up to {value}")
     drafts = tuple(Draft(d, a) for d, a in zip(drafted, accepted, strict=True) if d)
-    tokens = found.get("completion_tokens") or _below(row, "completion_tokens") or 1 + len(drafted) + sum(accepted)
+    tokens = figures.get("completion_tokens") or _below(row, "completion_tokens") or 1 + len(drafted) + sum(accepted)
     name = str(row.get("request_id", row.get("id", number)))
     return name, Acceptance(drafts, len(drafted), int(tokens))
 

@@ -111,9 +111,9 @@ class Bench(AbstractContextManager["Bench"]):
         which = repr((sorted(options.items(), key=lambda item: item[0]), cell.sampling.temperature > 0))
         if which not in self._generators:
             config = load_draft_models(SpeculativeConfig(**options), target, self._draft)
-            made = SpeculativeGenerator(target=target, **dict(config))
-            made.compile(kinds=(kind_of(_sampling(cell)),))
-            self._generators[which] = made
+            generator = SpeculativeGenerator(target=target, **dict(config))
+            generator.compile(kinds=(kind_of(_sampling(cell)),))
+            self._generators[which] = generator
         return self._generators[which]
 
     def target(self, cell: Cell, prompts: Prompts) -> SamplingDecoder:

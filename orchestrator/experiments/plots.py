@@ -38,7 +38,7 @@ def pictures(results: Sequence[CellResult]) -> list[Picture]:
     drafted = [result for result in good if any(row["num_drafts"] for row in result.rows)]
     if not drafted:
         return []
-    made = [
+    pictures = [
         _picture(
             "Acceptance by position, unconditional",
             "Drafts whose token at this position was accepted, over all drafts.",
@@ -77,8 +77,8 @@ def pictures(results: Sequence[CellResult]) -> list[Picture]:
     ):
         lines = _lines(drafted, name)
         if any(len(points) > 1 for points in lines.values()):
-            made.append(_picture(heading, caption, _line_plot(lines, name)))
-    return made
+            pictures.append(_picture(heading, caption, _line_plot(lines, name)))
+    return pictures
 
 
 def _picture(heading: str, caption: str, draw: Draw) -> Picture:
@@ -133,10 +133,10 @@ def _histogram(axes: Any, results: Sequence[CellResult]) -> None:
 
 def by_category(result: CellResult) -> dict[str, list[Row]]:
     """Rows of a cell by their category."""
-    found: dict[str, list[Row]] = {}
+    categories: dict[str, list[Row]] = {}
     for row in result.rows:
-        found.setdefault(row["category"], []).append(row)
-    return found
+        categories.setdefault(row["category"], []).append(row)
+    return categories
 
 
 def _by_category(axes: Any, results: Sequence[CellResult]) -> None:

@@ -176,9 +176,9 @@ def _prompt(row: Mapping[str, Any], number: int, *, path: Path, layout: Layout) 
         return RawPrompt(key, category, _user(row["prompt"]), question="category" in row)
     messages: Any = row.get("messages")
     if layout in ("auto", "jsonl", "speed-bench") and _are_messages(messages):
-        asked = next(i for i, message in enumerate(messages) if message["role"] == "user")
-        later = sum(message["role"] == "user" for message in messages[asked + 1 :])
-        return RawPrompt(key, category, tuple(messages[: asked + 1]), question=True, later_turns=later)
+        first_user = next(i for i, message in enumerate(messages) if message["role"] == "user")
+        later = sum(message["role"] == "user" for message in messages[first_user + 1 :])
+        return RawPrompt(key, category, tuple(messages[: first_user + 1]), question=True, later_turns=later)
     turns = row.get("turns")
     if turns is None and layout in ("jsonl", "aiperf"):  # AIPerf: single_turn and random_pool
         turns = [row] if "text" in row or "texts" in row else None

@@ -100,11 +100,11 @@ def plan(config: ExperimentConfig, store: Store | None) -> ExperimentPlan:
         which = (cell.target.path, cell.prompts.model_dump_json())
         if which not in prompts:
             prompts[which] = _fitting(cell, config)
-        mine = prompts[which]
+        cell_prompts = prompts[which]
         models = tuple(fingerprints[path] for path in model_paths(cell))
-        key = cell_key(cell, config, prompts=mine.content, models=models)
+        key = cell_key(cell, config, prompts=cell_prompts.content, models=models)
         finished = store is not None and store.load(key) is not None
-        planned.append(PlannedCell(cell, key, mine, finished))
+        planned.append(PlannedCell(cell, key, cell_prompts, finished))
     return ExperimentPlan(config, tuple(planned), fingerprints)
 
 

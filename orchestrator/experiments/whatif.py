@@ -72,12 +72,12 @@ def drafter_of(trace: Trace, policy: Policy) -> Drafter:
     Raises:
         ConfigurationError: a drafter was not recorded, or not so deep.
     """
-    made = [_drafter(trace, name, policy) for name in policy.drafters]
-    if not made:
+    drafters = [_drafter(trace, name, policy) for name in policy.drafters]
+    if not drafters:
         return NoDrafter()
     if policy.shadow_every is not None:
-        return ChoiceDrafter(made, policy.drafters, shadow_every=policy.shadow_every, choose_by="length")
-    return made[0] if len(made) == 1 else FallbackDrafter(made)
+        return ChoiceDrafter(drafters, policy.drafters, shadow_every=policy.shadow_every, choose_by="length")
+    return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
 
 
 def _drafter(trace: Trace, name: str, policy: Policy) -> Drafter:

@@ -68,8 +68,8 @@ def load_gguf_tokenizer(path: Path) -> Tokenizer:
     from transformers import PreTrainedTokenizerFast
 
     backend, settings = _read(path)
-    made: Any = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
-    tokenizer: Tokenizer = made
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=backend, **settings)
+    tokenizer: Tokenizer = fast
     return tokenizer
 
 
@@ -160,7 +160,7 @@ def _list(header: GgufHeader, key: str, kind: type, *, length: int | None = None
 
 def _special(fields: Fields, by_id: Mapping[int, str]) -> dict[str, str]:
     """bos, eos, unk and pad by the names that transformers has for them."""
-    found = {}
+    special = {}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         key = f"tokenizer.ggml.{key}_token_id"
         for number in (fields.ids(key) or ())[:1]:
@@ -169,8 +169,8 @@ def _special(fields: Fields, by_id: Mapping[int, str]) -> dict[str, str]:
                     f"{fields.where}: {key} = {number} is outside the vocabulary of {len(by_id)} tokens; download the "
                     "file again."
                 )
-            found[f"{name}_token"] = by_id[number]
-    return found
+            special[f"{name}_token"] = by_id[number]
+    return special
 
 
 def _merges(
@@ -206,14 +206,14 @@ def _merges_of_scores(
         raise CheckpointError(
             f"{header.path}: the key 'tokenizer.ggml.scores' is missing or too short; download the file again."
         )
-    found = []
+    scored = []
     for token, number in vocabulary.items():
         if types[number] != _NORMAL:
             continue
         cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
-        found += [(scores[number], pair) for pair in cuts if pair[0] in vocabulary and pair[1] in vocabulary]
-    found.sort(key=lambda entry: (-entry[0], -len(entry[1][0]), -len(entry[1][1])))
-    return [pair for _, pair in found]
+        scored += [(scores[number], pair) for pair in cuts if pair[0] in vocabulary and pair[1] in vocabulary]
+    scored.sort(key=lambda entry: (-entry[0], -len(entry[1][0]), -len(entry[1][1])))
+    return [pair for _, pair in scored]
 
 
 def _byte_level(fields: Fields, vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> tuple[Any, bool]:

@@ -152,12 +152,12 @@ class GrammarCompiler:
                 f"structured_outputs need to know the bytes of every token, and {type(tokenizer).__name__} has no "
                 "backend_tokenizer; pass a fast Hugging Face tokenizer as tokenizer=..."
             )
-        made = type(backend).from_str(backend.to_str())
-        made.no_padding()
-        made.no_truncation()
-        size = max(self._vocab_size, made.get_vocab_size(with_added_tokens=True))
+        unpadded = type(backend).from_str(backend.to_str())
+        unpadded.no_padding()
+        unpadded.no_truncation()
+        size = max(self._vocab_size, unpadded.get_vocab_size(with_added_tokens=True))
         eos = getattr(tokenizer, "eos_token_id", None)
-        words = LLTokenizer(made.to_str(), n_vocab=size, eos_token=0 if eos is None else eos)
+        words = LLTokenizer(unpadded.to_str(), n_vocab=size, eos_token=0 if eos is None else eos)
         self._tokenizers[id(tokenizer)] = (tokenizer, words)
         if len(self._tokenizers) > _KEPT:
             self._tokenizers.popitem(last=False)

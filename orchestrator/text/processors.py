@@ -30,14 +30,14 @@ def processor_list(
         return None
     from transformers.generation import logits_process as hf
 
-    made = hf.LogitsProcessorList()
+    processors = hf.LogitsProcessorList()
     if repetition_penalty is not None and repetition_penalty != 1.0:
         if not 0 < repetition_penalty < math.inf:
             raise SamplingError(f"repetition_penalty must be positive, not {repetition_penalty}; 1 switches it off")
-        made.append(hf.RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
+        processors.append(hf.RepetitionPenaltyLogitsProcessor(float(repetition_penalty)))
     if no_repeat_ngram_size:
         if no_repeat_ngram_size < 0:
             raise SamplingError(f"no_repeat_ngram_size must be positive, not {no_repeat_ngram_size}")
-        made.append(hf.NoRepeatNGramLogitsProcessor(no_repeat_ngram_size))
-    made.extend(custom or ())
-    return made
+        processors.append(hf.NoRepeatNGramLogitsProcessor(no_repeat_ngram_size))
+    processors.extend(custom or ())
+    return processors

@@ -26,12 +26,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     from transformers import AutoTokenizer  # slow to import; most workers never see a text
 
     try:
-        made: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        loaded: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exceptions
         raise CheckpointError(
             f"{folder} has no tokenizer that can be read ({error}); put the model's tokenizer.json into it"
         ) from error
-    tokenizer: Tokenizer = made
+    tokenizer: Tokenizer = loaded
     return tokenizer
 
 

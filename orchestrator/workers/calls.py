@@ -130,8 +130,8 @@ class CallState:
     @classmethod
     def of(cls, call: Call, sink: Sink, numbers: Sequence[int]) -> CallState:
         """``numbers``: what the engine calls its requests."""
-        found = call.requests[0].stopping.tokenizer
-        tokenizer = None if found is None else GuardedTokenizer(found)
+        shared = call.requests[0].stopping.tokenizer
+        tokenizer = None if shared is None else GuardedTokenizer(shared)
         guarded = [
             replace(request, index=number, stopping=replace(request.stopping, tokenizer=tokenizer))
             for number, request in zip(numbers, call.requests, strict=True)
@@ -164,5 +164,5 @@ class CallState:
                 self.unfinished -= 1
                 queue, prefill = times.seated - self.arrived, times.first - times.seated
                 finished.append(RequestTiming(self.indices[output.index], queue, prefill, now - times.first))
-        told = tuple(replace(output, index=self.indices[output.index]) for output in outputs)
-        return CallUpdate(self.call.ticket, told, tuple(finished), ended=not self.unfinished)
+        own_outputs = tuple(replace(output, index=self.indices[output.index]) for output in outputs)
+        return CallUpdate(self.call.ticket, own_outputs, tuple(finished), ended=not self.unfinished)

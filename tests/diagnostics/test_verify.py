@@ -11,7 +11,7 @@ from scipy import stats
 
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import Sampling
-from paceline.diagnostics import findings, verify_law
+from paceline.diagnostics import findings, verify_distribution
 from paceline.diagnostics.findings import Report, chi_square, detected_share, detected_variation
 from paceline.diagnostics.verify import TESTS, VerifySettings, verify
 from paceline.draft.model import ModelHead
@@ -164,7 +164,7 @@ def test_the_power_that_is_said_is_that_of_the_tests() -> None:
 
 
 def test_the_reference_of_first_tokens_is_the_table() -> None:
-    law = verify_law.joint_distribution(faults.target(), [2, 5], Sampling(temperature=1.0))
+    law = verify_distribution.joint_distribution(faults.target(), [2, 5], Sampling(temperature=1.0))
     table = joint(faults.TARGET, 2, 5)
     assert len(law) == faults.V**3
     assert all(abs(table[key] - probability) < 1e-6 for key, probability in law.items())

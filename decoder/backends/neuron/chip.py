@@ -165,20 +165,20 @@ class Chip:
 
     def _load(self) -> None:
         """Bring what is not on the device there; everything again only if weights are to lie otherwise."""
-        made = self._compiler.arrange(self.graphs)
-        for key, error in made.failed.items():
+        arrangement = self._compiler.arrange(self.graphs)
+        for key, error in arrangement.failed.items():
             self._drop(key, error)
-        if self.resident is not None and self.resident.leader != made.leader:
+        if self.resident is not None and self.resident.leader != arrangement.leader:
             self.resident.unload()
             self.resident = None
         if self.resident is None:
-            self.resident = Resident(self.degree, made)
-        self._bring(self.resident, made)
+            self.resident = Resident(self.degree, arrangement)
+        self._bring(self.resident, arrangement)
 
-    def _bring(self, resident: Resident, made: Arrangement) -> None:
-        resident.add_weights(self.names.weights(self.degree), made)
+    def _bring(self, resident: Resident, arrangement: Arrangement) -> None:
+        resident.add_weights(self.names.weights(self.degree), arrangement)
         resident.add_states(self.names.states(self.degree))
-        for key, part in made.parts.items():
+        for key, part in arrangement.parts.items():
             if key not in resident.keys:
                 try:
                     resident.add_graph(key, part)

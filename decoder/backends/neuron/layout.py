@@ -90,8 +90,8 @@ class Compiler:
             names: dict[str, object] = {"layout": "priority", "names": list(marked.weight_name_to_idx)}
             lead = leader.folder(names, partial(self._lead, leader, marked))
         except BackendError as error:  # the next largest round leads
-            made = self.arrange(rest)
-            return replace(made, failed={**made.failed, first: error})
+            arrangement = self.arrange(rest)
+            return replace(arrangement, failed={**arrangement.failed, first: error})
         if not (lead / _WRAPPED).is_file():  # it wants the weights as they are
             parts, failed = self._each(rest, self._as_it_is)
             return Arrangement({**parts, first: (marked, lead)}, failed)
@@ -142,19 +142,19 @@ class Compiler:
     def _compile(self, entry: Entry, traced: Any, folder: Path) -> None:
         """Into a folder of the cache: the SDK itself caches nothing on this way."""
         with _work(folder, entry) as work:
-            made = self._functions.compile(traced.hlo, traced.metaneff, work, entry.flags, "graph")
-            shutil.copyfile(made.neff_filepath, folder / NEFF)
+            compiled = self._functions.compile(traced.hlo, traced.metaneff, work, entry.flags, "graph")
+            shutil.copyfile(compiled.neff_filepath, folder / NEFF)
 
     def _lead(self, entry: Entry, marked: Any, folder: Path) -> None:
         """The same for the priority model: what it wants of the weights comes with it."""
         with _work(folder, entry) as work:
-            made = self._functions.compile_wlo(marked.hlo, marked.metaneff, work, entry.flags, "graph")
-            shutil.copyfile(made.neff_filepath, folder / NEFF)
+            compiled = self._functions.compile_wlo(marked.hlo, marked.metaneff, work, entry.flags, "graph")
+            shutil.copyfile(compiled.neff_filepath, folder / NEFF)
             moving = self._functions.compile_layout_transformer(
-                made, marked.weight_name_to_idx, work, logical_nc_config=self._logical
+                compiled, marked.weight_name_to_idx, work, logical_nc_config=self._logical
             )
             if moving is not None:
-                shutil.copyfile(made.wrapped_neff_hlo_filepath, folder / _WRAPPED)
+                shutil.copyfile(compiled.wrapped_neff_hlo_filepath, folder / _WRAPPED)
                 for kind in ("hlo", "neff", "metaneff"):
                     shutil.copyfile(getattr(moving, f"{kind}_filepath"), folder / f"{_TRANSFORMER}.{kind}")
 
@@ -173,6 +173,8 @@ def _work(folder: Path, entry: Entry) -> Iterator[str]:
 
 def _anew(traced: Any) -> Any:
     """A record of its own: layouts are written into it, and `NxDModel.add` takes one only once."""
-    made = copy.copy(traced)
-    made.hlo, made.metaneff, made.flattener = (copy.deepcopy(x) for x in (made.hlo, made.metaneff, made.flattener))
-    return made
+    record = copy.copy(traced)
+    record.hlo, record.metaneff, record.flattener = (
+        copy.deepcopy(x) for x in (record.hlo, record.metaneff, record.flattener)
+    )
+    return record

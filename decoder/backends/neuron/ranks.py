@@ -25,12 +25,14 @@ class Cores:
         self._mappings: Any = importlib.import_module("neuronx_distributed.parallel_layers.mappings")
 
     def reduce(self, x: Tensor) -> Tensor:
-        made: Tensor = self._mappings.reduce_from_tensor_model_parallel_region(x.clone())  # it writes into its argument
-        return made
+        total: Tensor = self._mappings.reduce_from_tensor_model_parallel_region(
+            x.clone()
+        )  # it writes into its argument
+        return total
 
     def gather(self, x: Tensor) -> Tensor:
-        made: Tensor = self._mappings.gather_from_tensor_model_parallel_region(x.reshape(-1))
-        return made.reshape(self.degree, *x.shape)
+        gathered: Tensor = self._mappings.gather_from_tensor_model_parallel_region(x.reshape(-1))
+        return gathered.reshape(self.degree, *x.shape)
 
 
 def tracing(degree: int) -> AbstractContextManager[Any]:
@@ -38,8 +40,10 @@ def tracing(degree: int) -> AbstractContextManager[Any]:
     if degree == 1:
         return nullcontext()
     context: Any = importlib.import_module("neuronx_distributed.trace.parallel_context")
-    made: AbstractContextManager[Any] = context.NxDParallelState(world_size=degree, tensor_model_parallel_size=degree)
-    return made
+    parallel_state: AbstractContextManager[Any] = context.NxDParallelState(
+        world_size=degree, tensor_model_parallel_size=degree
+    )
+    return parallel_state
 
 
 def others(first: ModelWithCache, path: str) -> list[ModelWithCache]:

@@ -74,8 +74,8 @@ class Resident:
         if not new[0]:
             return
         try:
-            for rank, made in enumerate(self._zeros(new[0])()):
-                self._model.states[rank].update(made)
+            for rank, zeros in enumerate(self._zeros(new[0])()):
+                self._model.states[rank].update(zeros)
         except RuntimeError as error:
             raise BackendError(f"the device does not take states of {_size(new)}: {error}") from error
         for rank, held in enumerate(new):
@@ -102,8 +102,8 @@ class Resident:
 
     def read(self, name: str) -> Tensor:
         """Rank 0's state of that name, as it is now."""
-        found: Tensor = self._model.read_from_neuron_buffer(name, 0)
-        return found
+        state: Tensor = self._model.read_from_neuron_buffer(name, 0)
+        return state
 
     def unload(self) -> None:
         """Bring the states home, so that nothing of a text is lost."""
@@ -113,8 +113,8 @@ class Resident:
 
     def _load(self, weights: Ranks) -> Ranks:
         """What `NxDModel.set_weights` does, which refuses once the model is loaded."""
-        made: Ranks = torch.ops.neuron._parallel_load(weights)
-        return made
+        loaded: Ranks = torch.ops.neuron._parallel_load(weights)
+        return loaded
 
     def _update(self, weights: Ranks) -> None:
         for rank, held in enumerate(weights):

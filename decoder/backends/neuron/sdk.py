@@ -183,13 +183,17 @@ def instance_family() -> str:
 
 def _version(package: str, module: str, version: Versions) -> str:
     try:
-        found = version(package)
+        installed = version(package)
     except metadata.PackageNotFoundError as error:
         raise BackendError(f"backend='neuron' needs {package}, which is not installed; {SETUP}") from error
     # The public index has empty packages of the same names, so that nobody else takes them.
-    if importlib.util.find_spec(module) is None or not re.match(r"[0-2]\.\d+\.\d", found) or found.startswith("0.0"):
-        raise BackendError(f"{package} {found} is a placeholder without any code; uninstall it and {SETUP}")
-    return found
+    if (
+        importlib.util.find_spec(module) is None
+        or not re.match(r"[0-2]\.\d+\.\d", installed)
+        or installed.startswith("0.0")
+    ):
+        raise BackendError(f"{package} {installed} is a placeholder without any code; uninstall it and {SETUP}")
+    return installed
 
 
 def _line(compiler: str) -> int:

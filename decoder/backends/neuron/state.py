@@ -38,21 +38,21 @@ class Names:
     def of(self, module: nn.Module, lowered: Lowered) -> dict[str, tuple[str, Tensor]]:
         """For every state of a lowered step: its name on the device, and the tensor."""
         constants = constants_of(lowered)
-        found: dict[str, tuple[str, Tensor]] = {}
+        named: dict[str, tuple[str, Tensor]] = {}
         for inner, tensor in state_of(module, lowered).items():
             if inner in constants:
                 tensor = self._same(tensor)
             if tensor not in self._names:
                 self._names[tensor] = f"t{len(self._names)}"
             name: str = self._names[tensor]
-            found[inner] = (name, tensor)
+            named[inner] = (name, tensor)
             here, elsewhere = self._changed, self._fixed
             if inner not in lowered.changed:
                 here, elsewhere = elsewhere, here
             # To the SDK a tensor that a graph only reads is a weight, and a weight is no state of another graph.
             assert name not in elsewhere, f"{inner} is changed by one graph and only read by another"
             here[name] = tensor
-        return found
+        return named
 
     def find(self, tensor: Tensor) -> str:
         """The name of a tensor that some graph has; nothing if none has it."""

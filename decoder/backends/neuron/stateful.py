@@ -41,9 +41,9 @@ class Stateful(nn.Module):
 
     def step(self, inputs: list[Tensor | None]) -> tuple[Tensor, ...]:
         """The step on its inputs x0, x1, ...; those that a graph does not have are None."""
-        given = [x for x in inputs if x is not None]
+        present = [x for x in inputs if x is not None]
         state = {inner: getattr(self, name) for inner, name in self.shared.items()}
-        changed, outputs = self._lowered.run(state, given, ranks=self._ranks, topk=device_topk, product=xla_product)
+        changed, outputs = self._lowered.run(state, present, ranks=self._ranks, topk=device_topk, product=xla_product)
         for inner, value in changed.items():
             setattr(self, self.shared[inner], value)
         return tuple(outputs)
@@ -61,10 +61,10 @@ def _forward() -> Callable[..., tuple[Tensor, ...]]:
     """
     first, *more = input_names()
     parameters = ", ".join([first, *(f"{name}=None" for name in more)])
-    made: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
+    namespace: dict[str, Callable[..., tuple[Tensor, ...]]] = {}
     text = f"def forward(self, {parameters}):\n    return self.step([{', '.join([first, *more])}])\n"
-    exec(compile(text, "<inputs of a traced graph>", "exec"), made)  # names of this file alone
-    return made["forward"]
+    exec(compile(text, "<inputs of a traced graph>", "exec"), namespace)  # names of this file alone
+    return namespace["forward"]
 
 
 Stateful.forward = _forward()

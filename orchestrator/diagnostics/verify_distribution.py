@@ -40,13 +40,13 @@ def first_tokens(subject: Subject, budget: Budget, *, least: int) -> Finding:
     begin = perf_counter()
     sampling = Sampling(temperature=1.0, top_k=CHOICES)
     prompt = subject.prompts[0]
-    law = joint_distribution(subject.target, prompt, sampling)
+    expected = joint_distribution(subject.target, prompt, sampling)
     counts: Counter[tuple[int, ...]] = Counter()
     new = min(FIRST + subject.depth, subject.room(prompt))
     while budget.left(sum(counts.values()), least):
         done = sum(counts.values())
         seeds = [row_seed(subject.seed + 1, done + row) for row in range(_CALL)]
-        made = subject.texts(
+        result = subject.texts(
             subject.generator,
             [prompt] * _CALL,
             max_new_tokens=new,
@@ -56,10 +56,10 @@ def first_tokens(subject: Subject, budget: Budget, *, least: int) -> Finding:
             eos_token_id=[],
             seed=seeds,
         )
-        counts.update(tuple(text[len(prompt) : len(prompt) + FIRST]) for text in made.texts)
+        counts.update(tuple(text[len(prompt) : len(prompt) + FIRST]) for text in result.texts)
     samples = sum(counts.values())
-    cells = _joined(counts, law, samples)
-    foreign = sum(count for key, count in counts.items() if key not in law)
+    cells = _joined(counts, expected, samples)
+    foreign = sum(count for key, count in counts.items() if key not in expected)
     tried = f"{samples} texts of one prompt, their first {FIRST} tokens at temperature 1 and top-k {CHOICES}"
     return _judged("distribution of first tokens", subject, cells, tried=tried, foreign=foreign, begin=begin)
 
@@ -73,11 +73,11 @@ def along_texts(subject: Subject, budget: Budget, *, least: int) -> Finding:
         temperature = _TEMPERATURES[number % len(_TEMPERATURES)]
         group = subject.group(number, subject.slots)
         seeds = [row_seed(subject.seed + 2, number * subject.slots + row) for row in range(len(group))]
-        made = subject.texts(
+        result = subject.texts(
             subject.generator, group, do_sample=True, temperature=temperature, eos_token_id=[], seed=seeds
         )
         sampling = Sampling(temperature=temperature)
-        for places in places_of(subject.target, made.texts, list(map(len, group)), sampling=sampling, dice=dice):
+        for places in places_of(subject.target, result.texts, list(map(len, group)), sampling=sampling, dice=dice):
             counts += torch.histc(places, PARTS, 0.0, 1.0)
             samples += len(places)
         number += 1
@@ -90,18 +90,18 @@ def joint_distribution(
     target: CompiledDecoder, prompt: Sequence[int], sampling: Sampling
 ) -> dict[tuple[int, ...], float]:
     """Probabilities of the first tokens behind a prompt, by reading every possible beginning anew."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
-    with target.held_by(law):
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    with target.held_by(joint):
         for _ in range(FIRST):
             longer: dict[tuple[int, ...], float] = {}
-            for beginning, probability in law.items():
+            for beginning, probability in joint.items():
                 logits, _ = steps.prefill(target, 0, [*prompt, *beginning])
                 row = probs.probabilities(logits, sampling_tensors([sampling]))[0, 0]
                 for token in row.nonzero().flatten().tolist():
                     key = (*beginning, token)
                     longer[key] = probability * float(row[token])
-            law = longer
-    return law
+            joint = longer
+    return joint
 
 
 def places_of(
@@ -116,25 +116,27 @@ def places_of(
     mass is divided by chance. ``prompts``: lengths. -> for every text [new tokens] in [0, 1]
     """
     slots, longest = target.batch_size, max(map(len, texts))
-    found: list[list[float]] = [[] for _ in texts]
+    places: list[list[float]] = [[] for _ in texts]
     padded = torch.zeros(slots, longest, dtype=torch.int32)
     for slot, text in enumerate(texts):
         padded[slot, : len(text)] = torch.tensor(text)
     tensors = sampling_tensors([sampling] * slots)
-    with target.held_by(found):
+    with target.held_by(places):
         for row in range(longest - 1):
             window, rows = padded[:, row : row + 1].contiguous(), torch.full((slots,), row, dtype=torch.int32)
             logits, _ = steps.window(target, window, rows, bucket=target.bucket_for(row + 1))
-            law = probs.probabilities(logits, tensors)[:, 0].double()
+            distribution = probs.probabilities(logits, tensors)[:, 0].double()
             for slot, text in enumerate(texts):
                 if prompts[slot] - 1 <= row < len(text) - 1:
-                    found[slot].append(_place(law[slot], text[row + 1], float(torch.rand((), generator=dice))))
-    return [torch.tensor(row) for row in found]
+                    places[slot].append(
+                        _place(distribution[slot], text[row + 1], float(torch.rand((), generator=dice)))
+                    )
+    return [torch.tensor(row) for row in places]
 
 
-def _place(law: Tensor, token: int, share: float) -> float:
-    own = law[token]
-    before = law[law > own].sum() + law[:token][law[:token] == own].sum()
+def _place(distribution: Tensor, token: int, share: float) -> float:
+    own = distribution[token]
+    before = distribution[distribution > own].sum() + distribution[:token][distribution[:token] == own].sum()
     return float((before + share * own).clamp(0, 1))
 
 
@@ -152,10 +154,10 @@ class _Cells:
         return sum(abs(o - e) for o, e in zip(self.observed, self.expected, strict=True)) / total / 2
 
 
-def _joined(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float], samples: int) -> _Cells:
+def _joined(counts: Counter[tuple[int, ...]], expected_probs: dict[tuple[int, ...], float], samples: int) -> _Cells:
     """Cells of few expected texts are put together until they have enough; the likeliest first."""
     observed, expected = [0.0], [0.0]
-    for key, probability in sorted(law.items(), key=lambda item: -item[1]):
+    for key, probability in sorted(expected_probs.items(), key=lambda item: -item[1]):
         if expected[-1] >= _LEAST_EXPECTED:
             observed.append(0.0)
             expected.append(0.0)
