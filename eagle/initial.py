@@ -17,7 +17,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.config import EagleConfig
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.objective import Vocabulary
+from paceline.eagle.objective import DraftVocab
 from paceline.training.frozen_model import FrozenTarget
 
 _FC = 0.5  # of the identity in the fc of version 1: it mixes a token and a feature
@@ -46,7 +46,7 @@ def default_config(target: ModelConfig, *, version: int, layers: tuple[int, ...]
 
 
 @torch.no_grad()
-def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: Vocabulary) -> TrainableHead:
+def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: DraftVocab) -> TrainableHead:
     """A network of this configuration; ``depth`` is how many layers the target has."""
     torch.manual_seed(0)
     network = TrainableHead(config, target.embedding, target.output.detach() if config.version == 1 else None)

@@ -65,14 +65,14 @@ class EagleTraining(TrainingOptions):
 
 
 @dataclass(frozen=True, slots=True)
-class Vocabulary:
+class DraftVocab:
     """Which ids a head drafts: ids [U] int64, ascending; all of the target's for version 1."""
 
     ids: Tensor
     size: int
 
     @classmethod
-    def frequent(cls, counts: Tensor, keep: int) -> Vocabulary:
+    def frequent(cls, counts: Tensor, keep: int) -> DraftVocab:
         """The ``keep`` most frequent ids, the lower one of equals. counts [V]"""
         order = torch.argsort(counts, descending=True, stable=True)
         return cls(order[:keep].sort().values, len(counts))
@@ -89,7 +89,7 @@ class Vocabulary:
 
 
 def objective(
-    network: TrainableHead, texts: Texts, options: EagleTraining, *, head: Tensor, vocabulary: Vocabulary
+    network: TrainableHead, texts: Texts, options: EagleTraining, *, head: Tensor, vocabulary: DraftVocab
 ) -> Tensor:
     """The loss of a few texts, a scalar. ``head`` [V, H] is the target's output layer."""
     last = texts.last.float()
@@ -126,7 +126,7 @@ def passes(network: TrainableHead, texts: Texts, count: int) -> list[tuple[Tenso
 
 
 @torch.no_grad()
-def target_probs(last: Tensor, head: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+def target_probs(last: Tensor, head: Tensor, vocabulary: DraftVocab) -> tuple[Tensor, Tensor]:
     """The target's distribution over the drafted ids [b, S, U], and whether its best id is one of them [b, S]."""
     logits = F.linear(last, head).float()
     if len(vocabulary.ids) == vocabulary.size:
@@ -136,7 +136,7 @@ def target_probs(last: Tensor, head: Tensor, vocabulary: Vocabulary) -> tuple[Te
 
 @torch.no_grad()
 def acceptance(
-    network: TrainableHead, texts: Texts, *, depth: int, head: Tensor, vocabulary: Vocabulary, skip: int
+    network: TrainableHead, texts: Texts, *, depth: int, head: Tensor, vocabulary: DraftVocab, skip: int
 ) -> list[float]:
     """Share of places from ``skip`` on where drafts 1, 2, ... are all the target's greedy choice.
 
@@ -148,7 +148,7 @@ def acceptance(
     return [float(x) for x in agreed.double().mean((0, 2))]
 
 
-def _agreements(network: TrainableHead, texts: Texts, count: int, *, head: Tensor, vocabulary: Vocabulary) -> Tensor:
+def _agreements(network: TrainableHead, texts: Texts, count: int, *, head: Tensor, vocabulary: DraftVocab) -> Tensor:
     """[b, passes, places] bool: whether drafts up to this pass were all right."""
     choices = F.linear(texts.last.float(), head).argmax(-1)
     size = texts.tokens.shape[1] - count

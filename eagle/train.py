@@ -26,7 +26,7 @@ from paceline.eagle.aux_layers import default_layers
 from paceline.eagle.checkpoint import Checkpoint
 from paceline.eagle.config import check_version
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.objective import EagleTraining, Vocabulary, acceptance, objective, text_part
+from paceline.eagle.objective import DraftVocab, EagleTraining, acceptance, objective, text_part
 from paceline.training.data import TEXTS_PER_FILE
 from paceline.training.features import CachedTextOptions, FeatureCache
 from paceline.training.frozen_model import FrozenTarget, Texts, products
@@ -60,7 +60,7 @@ class EagleTrainer(Trainer[Texts]):
         options: EagleTraining,
         *,
         head: Tensor,
-        vocabulary: Vocabulary,
+        vocabulary: DraftVocab,
         folder: Path,
         measure: Measure | None = None,
     ) -> None:
@@ -171,18 +171,18 @@ def train(
 
 def _begin(
     target: Path, stream: np.ndarray, head: EagleHeadOptions, *, sizes: ModelConfig, precision: str
-) -> tuple[FrozenTarget, TrainableHead, Vocabulary]:
+) -> tuple[FrozenTarget, TrainableHead, DraftVocab]:
     """The target, and the head as it is before the first step: a fresh one, or the one to train on."""
     if head.start is not None:
         found = checkpoint.load(head.start, sizes)
         frozen = FrozenTarget(target, found.config.layers, precision=precision)
         ids = found.weights.get("ids", torch.arange(sizes.vocab_size))
-        return frozen, initial.continued(found, frozen, where=head.start), Vocabulary(ids, sizes.vocab_size)
+        return frozen, initial.continued(found, frozen, where=head.start), DraftVocab(ids, sizes.vocab_size)
     layers = head.layers or (default_layers(sizes.num_layers) if head.version == 3 else ())
     frozen = FrozenTarget(target, layers, precision=precision)
     counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
     drafted = sizes.vocab_size if head.draft_vocab_size is None else head.draft_vocab_size
-    vocabulary = Vocabulary.frequent(counts, drafted)
+    vocabulary = DraftVocab.frequent(counts, drafted)
     config = initial.default_config(sizes, version=head.version, layers=layers, draft_vocab_size=len(vocabulary.ids))
     return frozen, initial.fresh(config, frozen, depth=sizes.num_layers, vocabulary=vocabulary), vocabulary
 
@@ -215,7 +215,7 @@ def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) 
         default_layers(sizes.num_layers)
 
 
-def write(out: Path, network: TrainableHead, vocabulary: Vocabulary, *, shares: list[float]) -> None:
+def write(out: Path, network: TrainableHead, vocabulary: DraftVocab, *, shares: list[float]) -> None:
     """A head in bfloat16 and how well it did."""
     weights: dict[str, Tensor] = {name: x.detach().bfloat16() for name, x in network.state_dict().items()}
     if network.config.version == 3:

@@ -19,7 +19,7 @@ from paceline.decoder.steps import prefill
 from paceline.eagle import initial, train
 from paceline.eagle.drafter import EagleDrafter
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.objective import EagleTraining, Vocabulary, acceptance, objective, target_probs
+from paceline.eagle.objective import DraftVocab, EagleTraining, acceptance, objective, target_probs
 from paceline.eagle.train import EagleHeadOptions, EagleTrainer, muon
 from paceline.training.features import CachedTextOptions, FeatureCache
 from paceline.training.frozen_model import FrozenTarget, Texts
@@ -43,11 +43,11 @@ def stream(texts: int = 160) -> np.ndarray:
 
 def parts(
     workshop: Workshop, folder: Path, version: int
-) -> tuple[FrozenTarget, FeatureCache, TrainableHead, Vocabulary]:
+) -> tuple[FrozenTarget, FeatureCache, TrainableHead, DraftVocab]:
     frozen = FrozenTarget(workshop.checkpoint(), LAYERS)
     sizes = ModelConfig.from_pretrained(workshop.checkpoint())
     counts = torch.from_numpy(np.bincount(stream(), minlength=VOCABULARY))
-    vocabulary = Vocabulary.frequent(counts, 60 if version == 3 else VOCABULARY)
+    vocabulary = DraftVocab.frequent(counts, 60 if version == 3 else VOCABULARY)
     made = initial.default_config(sizes, version=version, layers=LAYERS, draft_vocab_size=len(vocabulary.ids))
     network = initial.fresh(made, frozen, depth=sizes.num_layers, vocabulary=vocabulary)
     return frozen, FeatureCache(frozen, stream(), SHORT, folder=folder / "states"), network, vocabulary
@@ -71,7 +71,7 @@ def test_the_objective_is_that_of_the_papers(workshop: Workshop, tmp_path: Path,
     target = workshop.decoder(slots=1)
     frozen, corpus, _, _ = parts(workshop, tmp_path, 3)
     made = random_head(config(target.config, version, **({"draft_vocab_size": drafted} if version == 3 else {})))
-    vocabulary = Vocabulary(made.weights["ids"] if version == 3 else torch.arange(VOCABULARY), VOCABULARY)
+    vocabulary = DraftVocab(made.weights["ids"] if version == 3 else torch.arange(VOCABULARY), VOCABULARY)
     reference = Plain(made, frozen.embedding, output(frozen))
     network = TrainableHead(made.config, frozen.embedding, output(frozen) if version == 1 else None)
     network.load_state_dict({name: x for name, x in made.weights.items() if name != "ids"})
@@ -151,7 +151,7 @@ def test_a_run_with_other_options_is_refused(workshop: Workshop, tmp_path: Path)
         lambda *_: None
     )
     other = FeatureCache(frozen, (stream() + 1) % VOCABULARY, SHORT, folder=tmp_path / "states")
-    fewer = Vocabulary(vocabulary.ids.flip(0), VOCABULARY)
+    fewer = DraftVocab(vocabulary.ids.flip(0), VOCABULARY)
     for part, changed, texts, drafted in (
         ("another learning_rate", replace(options, learning_rate=1e-5), corpus, vocabulary),
         ("another corpus", options, other, vocabulary),
@@ -254,7 +254,7 @@ def test_states_are_kept_up_to_the_bound_and_equal_either_way(workshop: Workshop
 
 
 def test_the_law_over_a_part_of_the_vocabulary() -> None:
-    vocabulary = Vocabulary.frequent(torch.tensor([3, 9, 1, 9, 0, 4]), 3)
+    vocabulary = DraftVocab.frequent(torch.tensor([3, 9, 1, 9, 0, 4]), 3)
     assert vocabulary.ids.tolist() == [1, 3, 5] and vocabulary.offsets.tolist() == [1, 2, 3]
     assert vocabulary.mask.tolist() == [False, True, False, True, False, True]
     head, last = torch.eye(6), torch.tensor([[[0.0, 1, 2, 0, 0, 0], [0, 0, 0, 5, 0, 0]]])

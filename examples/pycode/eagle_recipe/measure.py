@@ -16,7 +16,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.token_files import read_tokens
 from paceline.eagle import checkpoint
 from paceline.eagle.network import TrainableHead
-from paceline.eagle.objective import Vocabulary, acceptance
+from paceline.eagle.objective import DraftVocab, acceptance
 from paceline.eagle.train import MEASURED
 from paceline.training.features import CachedTextOptions, FeatureCache
 from paceline.training.frozen_model import FrozenTarget
@@ -47,7 +47,7 @@ def main() -> None:
         texts,
         depth=DEPTH,
         head=target.output.detach(),
-        vocabulary=Vocabulary(ids, config.vocab_size),
+        vocabulary=DraftVocab(ids, config.vocab_size),
         skip=how.prompt_length,
     )
     written = json.dumps({"greedy chains": [round(share, 4) for share in shares]})

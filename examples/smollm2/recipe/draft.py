@@ -27,7 +27,7 @@ from paceline.cli.train import token_stream
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.eagle.aux_layers import default_layers
-from paceline.eagle.objective import Vocabulary, target_probs, text_part
+from paceline.eagle.objective import DraftVocab, target_probs, text_part
 from paceline.eagle.train import muon
 from paceline.training.data import TEXTS_PER_FILE
 from paceline.training.features import CachedTextOptions, FeatureCache
@@ -56,7 +56,7 @@ class DraftTrainer(Trainer[Texts]):
         options: DraftTraining,
         *,
         output: Tensor,
-        vocabulary: Vocabulary,
+        vocabulary: DraftVocab,
         folder: Path,
     ) -> None:
         self._model, self._corpus, self._training = model, corpus, options
@@ -178,7 +178,7 @@ def main() -> None:
     stream = token_stream([given.data], folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
-    vocabulary = Vocabulary(kept_ids(tokenizer, counts, given.ids), sizes.vocab_size)
+    vocabulary = DraftVocab(kept_ids(tokenizer, counts, given.ids), sizes.vocab_size)
     target = FrozenTarget(folder, default_layers(sizes.num_layers), precision=given.precision)
     texts = CachedTextOptions(feature_cache_gb=given.feature_cache_gb)
     corpus = FeatureCache(target, stream, texts, folder=given.states or given.work / "states")
