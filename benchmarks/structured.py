@@ -91,7 +91,7 @@ class Runs:
         begin, counts, means = perf_counter(), Counter[str](), dict[str, float]()
         places = range(first, first + BLOCK)
         rows = [self._prompts[place % len(self._prompts)] for place in places]
-        law = {"do_sample": temperature > 0, "temperature": temperature or 1.0, "seed": list(places)}
+        setting = {"do_sample": temperature > 0, "temperature": temperature or 1.0, "seed": list(places)}
         known: list[list[int]] = []
         for name, generator in self._generators.items():
             done = generator.sample(
@@ -100,7 +100,7 @@ class Runs:
                 structured_outputs=structured,
                 tokenizer=self._tokenizer,
                 max_new_tokens=self.options.max_new_tokens,
-                **law,  # type: ignore[arg-type]
+                **setting,  # type: ignore[arg-type]
             )
             texts = [row[:length] for row, length in zip(done.sequences.tolist(), done.lengths, strict=True)]
             known = known or texts

@@ -1,7 +1,7 @@
-"""A table model whose law is known, in place of a network, with a cache that checks itself; no tests in here.
+"""A table model whose distribution is known, in place of a network, with a cache that checks itself; no tests in here.
 
 The next token depends on the last two, by a fixed random table. The model reads the tokens it depends on from its
-cache, so a wrong cache row changes the law; and when it is told what was committed, it asserts at every forward that
+cache, so a wrong cache row changes what is drawn; when it is told what was committed, it asserts at every forward that
 every row it may look at holds the committed token, or one that was fed in the same round.
 """
 
@@ -297,17 +297,17 @@ def softmax(logits: Tensor) -> np.ndarray:
 
 
 def joint(logits: Tensor, before: int, last: int) -> np.ndarray:
-    """The exact law of the next three tokens, [V, V, V]."""
-    law = softmax(logits)
-    return law[before, last][:, None, None] * law[last][:, :, None] * law
+    """The exact distribution of the next three tokens, [V, V, V]."""
+    distribution = softmax(logits)
+    return distribution[before, last][:, None, None] * distribution[last][:, :, None] * distribution
 
 
-def misfit(samples: np.ndarray, law: np.ndarray) -> float:
-    """p-value of a chi-square test of samples [n, ...] of ids against a law; cells with few expected are joined."""
-    law = law.ravel() / law.sum()
-    shape = (round(len(law) ** (1 / samples.shape[1])),) * samples.shape[1]
-    seen = np.bincount(np.ravel_multi_index(tuple(samples.T), shape), minlength=len(law)).astype(float)
-    expected = law * len(samples)
+def misfit(samples: np.ndarray, distribution: np.ndarray) -> float:
+    """p-value of a chi-square test of samples [n, ...] of ids against a distribution; cells with few are joined."""
+    distribution = distribution.ravel() / distribution.sum()
+    shape = (round(len(distribution) ** (1 / samples.shape[1])),) * samples.shape[1]
+    seen = np.bincount(np.ravel_multi_index(tuple(samples.T), shape), minlength=len(distribution)).astype(float)
+    expected = distribution * len(samples)
     if seen[expected == 0].any():
         return 0.0
     rare = expected < 5

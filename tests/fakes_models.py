@@ -17,7 +17,7 @@ POSITIONS = 64
 
 
 def network(*, seed: int = 0, layers: int = 2, vocab_size: int = V, spread: float = 0.3) -> LlamaForCausalLM:
-    """Weights large enough for laws that are far from uniform."""
+    """Weights large enough for distributions that are far from uniform."""
     torch.manual_seed(seed)
     made = LlamaForCausalLM(
         LlamaConfig(

@@ -37,12 +37,12 @@ PROMPTS = [
 ]
 """Ragged: one of a single token, one longer than the prefill graph, one that is text."""
 
-LAWS: dict[str, Asked] = {
+SETTINGS: dict[str, Asked] = {
     "greedy": {},
     "cool": {"do_sample": True, "temperature": 0.7, "top_k": 20, "seed": 11},
     "hot": {"do_sample": True, "temperature": 1.0, "top_p": 0.9, "seed": 11},
 }
-COOL = LAWS["cool"]
+COOL = SETTINGS["cool"]
 
 
 @pytest.fixture(params=ROWS)
@@ -121,15 +121,15 @@ def test_slots_without_a_request_change_no_token(make: Make) -> None:
 
 @pytest.mark.parametrize("slots", [1, 4])
 def test_the_tokens_are_those_of_plain_decoding(make: Make, row: Row, slots: int) -> None:
-    """Every law at every depth; half of the pairs in a batch, the others alone."""
+    """Every setting at every depth; half of the pairs in a batch, the others alone."""
     drafted = 0
     for place, k in enumerate(row.depths):
         generator, target = make(k, slots=slots)
-        for number, law in enumerate(LAWS.values()):
+        for number, setting in enumerate(SETTINGS.values()):
             if slots == 1 and len(row.depths) > 1 and (place + number) % 2:
                 continue
             prompts = PROMPTS if slots > 1 else PROMPTS[:1]
-            assert texts(run(generator, prompts, law)) == plain(target, prompts, law), (k, law)
+            assert texts(run(generator, prompts, setting)) == plain(target, prompts, setting), (k, setting)
             drafted += generator.statistics.num_draft_tokens
     assert drafted or slots == 1 or not row.drafts
 
@@ -201,8 +201,8 @@ def test_the_depth_may_change_in_every_round(make: Make, row: Row, monkeypatch: 
                 run(make((0, 1, row.depths[-1]))[0], PROMPTS, {})
         return
     generator, target = make(DRAFT_LENGTHS)
-    for law, exact in ((LAWS["greedy"], True), (LAWS["hot"], True), (LAWS["hot"], False)):
+    for setting, exact in ((SETTINGS["greedy"], True), (SETTINGS["hot"], True), (SETTINGS["hot"], False)):
         rebuild(generator, exact=exact)  # else every rung has commits of its own width
-        long = {**law, "max_new_tokens": 20}
+        long = {**setting, "max_new_tokens": 20}
         assert texts(run(generator, PROMPTS, long)) == plain(target, PROMPTS, long)
         assert len(set(generator.statistics.draft_lengths)) > 2

@@ -1,4 +1,4 @@
-"""Laws against Hugging Face's warpers, and choices against laws."""
+"""Distributions against Hugging Face's warpers, and choices against distributions."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from paceline.core.types import SamplingTensors
 from tests.fakes import misfit
 
 
-def batch(**knobs: float) -> SamplingTensors:
-    return sampling_tensors([Sampling(**knobs)])  # type: ignore[arg-type]
+def batch(**params: float) -> SamplingTensors:
+    return sampling_tensors([Sampling(**params)])  # type: ignore[arg-type]
 
 
 def random_logits(rows: int, vocab_size: int, *, seed: int, spread: float = 2.0) -> Tensor:
@@ -32,7 +32,7 @@ def theirs(
     return torch.softmax(scores, -1).unsqueeze(0)
 
 
-KNOBS = [
+PARAMS = [
     {"temperature": 1.0},
     {"temperature": 0.3},
     {"temperature": 2.0},
@@ -49,21 +49,21 @@ KNOBS = [
 
 
 @pytest.mark.parametrize("vocab_size", [2, 100, 1025])
-@pytest.mark.parametrize("knobs", KNOBS, ids=str)
-def test_the_law_is_that_of_hugging_face(knobs: dict[str, float], vocab_size: int) -> None:
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_the_law_is_that_of_hugging_face(params: dict[str, float], vocab_size: int) -> None:
     logits = random_logits(6, vocab_size, seed=1)
-    knobs = {name: min(value, vocab_size) if name == "top_k" else value for name, value in knobs.items()}
-    ours = probs.probabilities(logits, batch(**knobs))
-    torch.testing.assert_close(ours, theirs(logits, **knobs), atol=1e-6, rtol=1e-5)  # type: ignore[arg-type]
+    params = {name: min(value, vocab_size) if name == "top_k" else value for name, value in params.items()}
+    ours = probs.probabilities(logits, batch(**params))
+    torch.testing.assert_close(ours, theirs(logits, **params), atol=1e-6, rtol=1e-5)  # type: ignore[arg-type]
     assert ours.dtype == torch.float32
     torch.testing.assert_close(ours.sum(-1), torch.ones(1, 6), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("knobs", KNOBS, ids=str)
-def test_cut_tokens_have_no_probability_at_all(knobs: dict[str, float]) -> None:
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_cut_tokens_have_no_probability_at_all(params: dict[str, float]) -> None:
     logits = random_logits(6, 100, seed=2)
-    cut = theirs(logits, **(knobs | {"top_k": min(knobs.get("top_k", 0), 100)})) == 0  # type: ignore[arg-type]
-    assert torch.equal(probs.probabilities(logits, batch(**knobs)) == 0, cut)
+    cut = theirs(logits, **(params | {"top_k": min(params.get("top_k", 0), 100)})) == 0  # type: ignore[arg-type]
+    assert torch.equal(probs.probabilities(logits, batch(**params)) == 0, cut)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 2.0])
@@ -124,13 +124,13 @@ def test_half_precision_logits_give_a_float32_law() -> None:
     assert bool(found.isfinite().all())
 
 
-@pytest.mark.parametrize("knobs", [k for k in KNOBS if k.get("top_k") != 10_000], ids=str)
-def test_choices_follow_the_law(knobs: dict[str, float]) -> None:
+@pytest.mark.parametrize("params", [k for k in PARAMS if k.get("top_k") != 10_000], ids=str)
+def test_choices_follow_the_law(params: dict[str, float]) -> None:
     rows, logits = 50_000, random_logits(1, 12, seed=5)
     where = torch.arange(rows, dtype=torch.int32).unsqueeze(0)
-    picked = probs.sample_tokens(logits.expand(1, rows, 12), where, batch(**knobs))[0]
+    picked = probs.sample_tokens(logits.expand(1, rows, 12), where, batch(**params))[0]
     assert (
-        misfit(picked.unsqueeze(1).numpy(), probs.probabilities(logits, batch(**knobs))[0, 0].double().numpy()) > 1e-3
+        misfit(picked.unsqueeze(1).numpy(), probs.probabilities(logits, batch(**params))[0, 0].double().numpy()) > 1e-3
     )
 
 

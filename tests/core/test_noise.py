@@ -157,7 +157,7 @@ def draws(seeds: torch.Tensor, places: torch.Tensor, ids: torch.Tensor, *, strea
 
 @pytest.mark.parametrize("axis", [along_ids, along_positions, along_seeds, along_rows])
 def test_words_are_random_along_every_axis(axis: Callable[[], torch.Tensor]) -> None:
-    """Chi-square of every byte, of neighbours' leading bits at several distances, and of Gumbel's law."""
+    """Chi-square of every byte, of neighbours' leading bits at several distances, and of Gumbel's distribution."""
     words = axis().numpy()
     assert len(words) == DRAWS
     pvalues = [chi_square(words >> shift & 0xFF) for shift in (0, 8, 16, 24)]
@@ -252,7 +252,7 @@ def along_windows(first: int) -> np.ndarray:
 
 
 def test_calls_with_seeds_that_follow_each_other_share_no_rows() -> None:
-    """Counting over seeds and rows counts independent draws: the law of the choice among 8 equal tokens."""
+    """Counting over seeds and rows counts independent draws: the distribution of the choice among 8 equal tokens."""
     rows = [row_seed(seed, row) for seed in range(60) for row in range(64)]
     assert len(set(rows)) == len(rows) and [row_seed(seed, 0) for seed in range(60)] == list(range(60))
     chosen = noise.gumbel(keys(*rows), positions(*[[12]] * len(rows)), 8).argmax(-1).flatten()

@@ -1,4 +1,4 @@
-"""`Reject`: exact in law for drawn and undrawn chains, and the golden figures of rejection sampling.
+"""`Reject`: exact in distribution for drawn and undrawn chains, and the golden figures of rejection sampling.
 
 One seed per slot: a batch of many slots is many independent trials.
 """
@@ -33,13 +33,13 @@ def places(count: int, rows: int) -> Tensor:
 
 
 def drawn(q: Tensor, sampling: SamplingTensors) -> Tensor:
-    """One draft per trial, from its law."""
+    """One draft per trial, from its distribution."""
     logits = q.log().expand(len(sampling.seeds), 1, len(q))
     return probs.sample_tokens(logits, places(len(logits), 1), sampling, stream=noise.DRAFT)
 
 
 def one(p: Tensor, drafts: Tensor, q: Tensor | None, *, sampling: SamplingTensors) -> Accepted:
-    """The verdict on one draft per trial; the row behind it has the same law."""
+    """The verdict on one draft per trial; the row behind it has the same distribution."""
     count = len(drafts)
     proposal = Proposal(drafts, None, None if q is None else q.expand(count, 1, len(q)))
     return decide(Reject(), proposal, probs=p.expand(count, 2, len(p)), positions=places(count, 2), sampling=sampling)
@@ -88,7 +88,7 @@ def test_an_argmax_draft_scored_with_a_softmax_law_is_seen(p: Tensor, q: Tensor,
 
 
 def test_golden_acceptance_of_sample_and_match() -> None:
-    """.335 for an independent draw, .40 for the argmax; and exact in law for both."""
+    """.335 for an independent draw, .40 for the argmax; and exact in distribution for both."""
     sampling = trials()
     choices = probs.sample_tokens(P.log().expand(TRIALS, 2, 4), places(TRIALS, 2), sampling)
     for drafts, share in ((drawn(Q, sampling), 0.335), (torch.full((TRIALS, 1), 1, dtype=torch.int32), 0.40)):
@@ -179,7 +179,7 @@ def test_greedy_accepts_the_argmax_only_and_emits_it_at_a_mismatch() -> None:
 
 
 def test_the_joint_law_of_a_chain_is_the_target_s() -> None:
-    """Three drafts of different laws, ragged by padding, against a product of laws."""
+    """Three drafts of different distributions, ragged by padding, against a product of distributions."""
     generator = torch.Generator().manual_seed(3)
     p = torch.softmax(torch.randn(4, 5, generator=generator), -1)
     q = torch.softmax(torch.randn(3, 5, generator=generator), -1)
@@ -192,7 +192,7 @@ def test_the_joint_law_of_a_chain_is_the_target_s() -> None:
     verdict = decide(Reject(), proposal, probs=p.expand(TRIALS, 4, 5), positions=where, sampling=sampling)
     out = committed(proposal, verdict).numpy()
     for size in (1, 2):
-        enough = verdict.count.numpy() >= size  # what follows an accepted token is the target's own law
+        enough = verdict.count.numpy() >= size  # what follows an accepted token is the target's own distribution
         law_here = p[size].double().numpy()
         assert misfit(out[enough][:, size : size + 1], law_here) > 1e-3
     assert misfit(out[:, :1], p[0].double().numpy()) > 1e-3

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.core import probs as laws
+from paceline.core import probs as distributions
 from paceline.core import tree
 from paceline.core.acceptance.base import committed
 from paceline.core.acceptance.typical import Typical
@@ -27,7 +27,7 @@ def ints(*rows: list[int]) -> Tensor:
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def longest(drafts: list[int], parents: tuple[int, ...], law: list[list[float]], rule: Typical) -> list[int]:
+def longest(drafts: list[int], parents: tuple[int, ...], distribution: list[list[float]], rule: Typical) -> list[int]:
     """Rows of the best path, by looking at every path there is."""
     best: tuple[float, float, list[int]] = (0, 0.0, [])
     for node in range(len(parents)):
@@ -38,7 +38,7 @@ def longest(drafts: list[int], parents: tuple[int, ...], law: list[list[float]],
             up = parents[up]
         likely = 0.0
         for one in way:
-            p = law[parents[one] + 1]
+            p = distribution[parents[one] + 1]
             entropy = -sum(x * math.log(x + 1e-5) for x in p)
             if drafts[one] == PAD or p[drafts[one]] <= min(rule.epsilon, rule.alpha * math.exp(-entropy)):
                 break
@@ -57,8 +57,8 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...] | None, list[list[int]], Ten
     drafts = [draw(st.lists(st.integers(-1, V - 1), min_size=size, max_size=size)) for _ in range(slots)]
     generator = torch.Generator().manual_seed(draw(st.integers(0, 1 << 20)))
     spread = draw(st.sampled_from([0.5, 2.0, 6.0]))
-    law = torch.softmax(torch.randn(slots, size + 1, V, generator=generator) * spread, -1)
-    return parents, drafts, law
+    distribution = torch.softmax(torch.randn(slots, size + 1, V, generator=generator) * spread, -1)
+    return parents, drafts, distribution
 
 
 @settings(deadline=None)
@@ -66,13 +66,13 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...] | None, list[list[int]], Ten
 def test_the_longest_plausible_path_stands(
     case: tuple[tuple[int, ...] | None, list[list[int]], Tensor], rule: Typical
 ) -> None:
-    parents, drafts, law = case
+    parents, drafts, distribution = case
     nodes = len(drafts[0])
     line = parents if parents is not None else tree.chain(nodes)
     choices = torch.arange(len(drafts) * (nodes + 1), dtype=torch.int32).view(len(drafts), -1)
-    verdict = decide(rule, Proposal(ints(*drafts), parents), probs=law, choices=choices)
+    verdict = decide(rule, Proposal(ints(*drafts), parents), probs=distribution, choices=choices)
     for slot, row in enumerate(drafts):
-        expected = longest(row, line, law[slot].tolist(), rule)
+        expected = longest(row, line, distribution[slot].tolist(), rule)
         count = int(verdict.count[slot])
         found = verdict.path[slot].tolist()
         assert found[count:] == [PAD] * (len(found) - count)
@@ -81,9 +81,11 @@ def test_the_longest_plausible_path_stands(
 
 
 def test_a_tree_of_its_own_for_every_slot() -> None:
-    law = torch.full((2, 3, V), 1 / V)
+    distribution = torch.full((2, 3, V), 1 / V)
     parents = ints([-1, -1], [-1, 0])
-    verdict = decide(Typical(), Proposal(ints([1, 2], [1, 2]), parents), probs=law, choices=ints([0, 1, 2], [0, 1, 2]))
+    verdict = decide(
+        Typical(), Proposal(ints([1, 2], [1, 2]), parents), probs=distribution, choices=ints([0, 1, 2], [0, 1, 2])
+    )
     assert verdict.path.tolist() == [[1, PAD], [1, 2]]
     assert verdict.token.tolist() == [1, 2]
 
@@ -102,7 +104,7 @@ def test_an_undecided_target_takes_everything_and_a_decided_one_its_own_choice_o
 @settings(deadline=None)
 @given(cases())
 def test_at_temperature_0_it_is_match(case: tuple[tuple[int, ...] | None, list[list[int]], Tensor]) -> None:
-    parents, drafts, law = case
+    parents, drafts, distribution = case
     for row in drafts:  # children of one node with the same token would see one text, and one distribution
         met: set[tuple[int, int]] = set()
         for node, token in enumerate(row):
@@ -110,7 +112,7 @@ def test_at_temperature_0_it_is_match(case: tuple[tuple[int, ...] | None, list[l
             row[node] = PAD if (parent, token) in met else token
             met.add((parent, token))
     greedy = sampling_tensors([Sampling()] * len(drafts))
-    one_hot = laws.probabilities(law.log(), greedy)
+    one_hot = distributions.probabilities(distribution.log(), greedy)
     choices = one_hot.argmax(-1).to(torch.int32)
     proposal = Proposal(ints(*drafts), parents)
     ours, theirs = decide(Typical(), proposal, probs=one_hot, choices=choices), matched(proposal, choices)
@@ -125,12 +127,12 @@ def test_the_law_of_the_text_shows_that_typical_is_lossy(rule: str, exact: bool)
     sampling = sampling_tensors([Sampling(temperature=1.0, seed=seed) for seed in range(count)])
     logits = torch.zeros(count, 2, 4)
     positions = torch.tensor([[7, 8]], dtype=torch.int32).expand(count, 2)
-    choices = laws.sample_tokens(logits, positions, sampling)
+    choices = distributions.sample_tokens(logits, positions, sampling)
     proposal = Proposal(torch.zeros(count, 1, dtype=torch.int32))
     verdict = (
         matched(proposal, choices)
         if rule == "match"
-        else decide(Typical(), proposal, probs=laws.probabilities(logits, sampling), choices=choices)
+        else decide(Typical(), proposal, probs=distributions.probabilities(logits, sampling), choices=choices)
     )
     first = committed(proposal, verdict)[:, :1].numpy()
     p = misfit(first, torch.full((4,), 0.25).numpy())

@@ -148,22 +148,22 @@ def inputs(name: str, seed: int, *, row: int | None = None, slots: int = SLOTS) 
     commit = (ids(0, VOCABULARY, slots, WIDTH), ids(1, WIDTH, slots), rows(slots))
     temperature, top_k = torch.rand(slots, generator=generator) * seed, ids(0, 40, slots).to(torch.float32)
     top_p, min_p = 1 - torch.rand(2, slots, generator=generator) * 0.3
-    knobs = torch.stack((temperature, top_k, top_p, 0.1 - min_p * 0.1), 1)
+    params = torch.stack((temperature, top_k, top_p, 0.1 - min_p * 0.1), 1)
     keys = ids(0, (1 << 16) - 1, slots, 4)
     if name.startswith("draft"):
-        return *commit, knobs, keys
-    round_ = (*commit, ids(0, NODES + 1, slots), knobs, keys)
+        return *commit, params, keys
+    round_ = (*commit, ids(0, NODES + 1, slots), params, keys)
     if name in FEATURES:
         return *round_, torch.randn(slots, WIDTH, FEATURES[name], generator=generator)
     nodes = {"verify, tree": len(TREE), "verify, dynamic tree": DYNAMIC.num_draft_tokens}.get(name, NODES)
-    drafts, law = ids(-1, VOCABULARY, slots, nodes), torch.rand(slots, nodes, VOCABULARY, generator=generator)
+    drafts, distribution = ids(-1, VOCABULARY, slots, nodes), torch.rand(slots, nodes, VOCABULARY, generator=generator)
     parents = torch.cat([ids(-1, node, slots, 1) for node in range(nodes)], 1)
     more: dict[str, tuple[Tensor, ...]] = {
         "verify nothing": (),
         "fused": (),
         "fused medusa, kept": (),
         "plain": (),
-        "verify, reject, drawn": (drafts, law),
+        "verify, reject, drawn": (drafts, distribution),
         "verify, dynamic tree": (drafts, parents),
     }
     return *round_, *more.get(name, (drafts,))

@@ -18,7 +18,7 @@ from paceline.draft.model import ModelDrafter
 from paceline.draft.vocab_map import VocabMap
 from tests.decoder.test_decoder import loaded
 from tests.decoder.tiny import Workshop
-from tests.equality.laws import LAWS, plain, run, texts
+from tests.equality.settings import SETTINGS, plain, run, texts
 
 
 class Guard:
@@ -42,22 +42,22 @@ class Guard:
         return run
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("k", [1, 4, 8])
 def test_no_window_crosses_the_border_of_a_bucket(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, k: int, law: str
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, k: int, setting: str
 ) -> None:
     options = {"batch_size": 2, "context_length_estimate": 8}
-    single = plain(loaded(workshop.checkpoint(), n_positions=[64], **options), LAWS[law], new=100)
+    single = plain(loaded(workshop.checkpoint(), n_positions=[64], **options), SETTINGS[setting], new=100)
     assert {len(text) for text in single} == {64}
     draft, target = (
         loaded(workshop.checkpoint(role), n_positions=[16, 32, 64], **options) for role in ("draft", "target")
     )
-    assert plain(target, LAWS[law], new=100) == single
+    assert plain(target, SETTINGS[setting], new=100) == single
     guard = Guard(target)
     monkeypatch.setattr(target, "graph", guard)
     for source in (draft, "ngram"):
-        result = run(SpeculativeGenerator(source, target, k=k), LAWS[law], new=100)
+        result = run(SpeculativeGenerator(source, target, k=k), SETTINGS[setting], new=100)
         assert texts(result) == single
         assert result.statistics.num_accepted_tokens > 0
     assert guard.kv_buckets == {16, 32, 64}
@@ -77,8 +77,8 @@ def test_compile_makes_the_graphs_of_every_bucket(
     generator.compile()
     made = [dict(decoder._steps) for decoder in (draft, target)]
     for length in (1, 5, 9, 14, 15, 30, 40, 63):
-        for law in LAWS.values():
-            generator.sample([[3] * length], max_new_tokens=64 - length, eos_token_id=[], **law)
+        for setting in SETTINGS.values():
+            generator.sample([[3] * length], max_new_tokens=64 - length, eos_token_id=[], **setting)
     assert [decoder._steps for decoder in (draft, target)] == made
 
 

@@ -17,7 +17,7 @@ from paceline.decoder.compile import cache
 from paceline.decoder.decoder import GraphEvent
 from paceline.decoder.graph_key import GraphKey
 from tests.decoder.tiny import Workshop, fresh
-from tests.equality.laws import PROMPTS, plain, run, texts
+from tests.equality.settings import PROMPTS, plain, run, texts
 
 
 class Weighing(nn.Module):

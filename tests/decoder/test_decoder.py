@@ -22,7 +22,7 @@ from paceline.core.errors import (
 )
 from paceline.decoder import steps
 from tests.decoder.tiny import POSITIONS, VOCABULARY, Workshop, network
-from tests.equality.laws import LAWS, PROMPTS, plain, run, texts
+from tests.equality.settings import PROMPTS, SETTINGS, plain, run, texts
 
 
 def loaded(folder: Path, **options: object) -> SamplingDecoder:
@@ -151,10 +151,10 @@ def test_a_prompt_in_chunks_gives_the_logits_of_hugging_face(workshop: Workshop,
 
 def test_chunks_change_no_token(workshop: Workshop) -> None:
     prompts = [list(range(3, 3 + length)) for length in (1, 15, 16, 17, 40, 90)]
-    known = plain(workshop.decoder(), LAWS["cool"], prompts=prompts, new=8)
+    known = plain(workshop.decoder(), SETTINGS["cool"], prompts=prompts, new=8)
     for chunks in ([3], [5, 20], [128]):
         decoder = loaded(workshop.checkpoint(), context_length_estimate=chunks)
-        assert plain(decoder, LAWS["cool"], prompts=prompts, new=8) == known
+        assert plain(decoder, SETTINGS["cool"], prompts=prompts, new=8) == known
 
 
 # ---- who may use it

@@ -80,17 +80,17 @@ def inputs(name: str, seed: int) -> tuple[Tensor, ...]:
     if name == "window":
         return ids(0, VOCABULARY, SLOTS, WIDTH), ids(0, 90, SLOTS)
     commit = (ids(0, VOCABULARY, SLOTS, WIDTH), ids(1, WIDTH, SLOTS), ids(0, 90, SLOTS))
-    knobs, keys = torch.rand(SLOTS, 4, generator=generator) * seed, ids(0, (1 << 16) - 1, SLOTS, 4)
+    params, keys = torch.rand(SLOTS, 4, generator=generator) * seed, ids(0, (1 << 16) - 1, SLOTS, 4)
     if name == "fused":
-        return *commit, ids(0, NODES, SLOTS), knobs, keys
+        return *commit, ids(0, NODES, SLOTS), params, keys
     if name == "verify, grown":
         drafts, parents = ids(-1, VOCABULARY, SLOTS, NODES), ids(-1, 1, SLOTS, NODES)
-        return *commit, ids(0, NODES, SLOTS), knobs, keys, drafts, parents
+        return *commit, ids(0, NODES, SLOTS), params, keys, drafts, parents
     if name.startswith("draft"):
-        return *commit, knobs, keys
-    drafts, law = ids(-1, VOCABULARY, SLOTS, NODES), torch.rand(SLOTS, NODES, VOCABULARY, generator=generator)
-    more = {"verify nothing": (), "verify, reject, drawn": (drafts, law)}.get(name, (drafts,))
-    return *commit, ids(0, NODES, SLOTS), knobs, keys, *more
+        return *commit, params, keys
+    drafts, distribution = ids(-1, VOCABULARY, SLOTS, NODES), torch.rand(SLOTS, NODES, VOCABULARY, generator=generator)
+    more = {"verify nothing": (), "verify, reject, drawn": (drafts, distribution)}.get(name, (drafts,))
+    return *commit, ids(0, NODES, SLOTS), params, keys, *more
 
 
 @pytest.fixture(scope="module", params=STEPS)

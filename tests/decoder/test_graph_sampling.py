@@ -1,4 +1,4 @@
-"""Sampling in graphs: the law of `core.probs` in every kind, also where integers go through float32, at its cost."""
+"""Sampling in graphs: what `core.probs` says in every kind, also where integers go through float32, at its cost."""
 
 from __future__ import annotations
 
@@ -56,8 +56,10 @@ def test_tokens_are_those_of_the_law(kind: SamplingKind, size: int, spread: floa
         assert torch.equal(ids[..., 0], expected)
         assert all(len(set(row)) == len(row) for row in ids.flatten(0, 1).tolist())
         assert bool((logprob <= 0).all())
-        law = probs.probabilities(logits, sampling)
-        assert float((KERNELS.probabilities(logits, sampling) - law).abs().max()) < 2e-3  # of one token at a border
+        distribution = probs.probabilities(logits, sampling)
+        assert (
+            float((KERNELS.probabilities(logits, sampling) - distribution).abs().max()) < 2e-3
+        )  # of one token at a border
 
 
 def test_a_wider_kind_gives_every_row_the_tokens_it_would_have_alone() -> None:
@@ -89,11 +91,11 @@ def test_a_wide_nucleus_is_drawn_from_as_a_whole() -> None:
     sampling = sampling_tensors([Sampling(1.0, 0, 0.5, seed=5)])
     chosen = KERNELS.sample_tokens(logits, positions, sampling)[0]
     assert torch.equal(chosen, probs.sample_tokens(logits, positions, sampling)[0])
-    law = probs.probabilities(logits[:, :1], sampling)[0, 0].double()
+    distribution = probs.probabilities(logits[:, :1], sampling)[0, 0].double()
     ids = torch.arange(4000, dtype=torch.float64)
-    size = int((law > 0).sum())
+    size = int((distribution > 0).sum())
     assert 1700 < size < 1800 and int(chosen.max()) < size
-    assert float(chosen.double().mean()) == pytest.approx(float((law * ids).sum()), abs=5 * 507 / 3000**0.5)
+    assert float(chosen.double().mean()) == pytest.approx(float((distribution * ids).sum()), abs=5 * 507 / 3000**0.5)
 
 
 class WaitingError(Exception):
@@ -137,8 +139,8 @@ def test_a_divided_vocabulary_gives_the_same_choices_in_the_same_order(kind: Sam
     for size, count in ((30, 10), (1001, 7)):
         logits, positions, sampling = rows(kind, size, 1.5, size)
         wanted = KERNELS.rank_tokens(logits, positions, sampling, count=count)
-        law = probs.probabilities(logits, sampling).gather(-1, wanted[0].to(torch.int64))
-        stands = (law > 0) | (kind == "greedy")  # what is cut has an order of its own
+        distribution = probs.probabilities(logits, sampling).gather(-1, wanted[0].to(torch.int64))
+        stands = (distribution > 0) | (kind == "greedy")  # what is cut has an order of its own
         ranks, share = Ranks(4), -(-size // 4)
         padded = torch.nn.functional.pad(logits, (0, 4 * share - size))
 

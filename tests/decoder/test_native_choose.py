@@ -15,7 +15,7 @@ from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native
 
 SIZES = [1, 7, 8, 100, 4096]
-KNOBS = [
+PARAMS = [
     Sampling(),
     Sampling(0.7, seed=1),
     Sampling(1.0, seed=-5),
@@ -34,19 +34,19 @@ KNOBS = [
 
 
 def logits(size: int, *, rows: int = 6, seed: int = 0, spread: float = 3.0) -> Tensor:
-    return torch.randn(len(KNOBS), rows, size, generator=torch.Generator().manual_seed(seed)) * spread
+    return torch.randn(len(PARAMS), rows, size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
 def places(rows: int = 6) -> Tensor:
-    return torch.arange(rows, dtype=torch.int32).expand(len(KNOBS), rows) * 977 + torch.arange(
-        len(KNOBS), dtype=torch.int32
+    return torch.arange(rows, dtype=torch.int32).expand(len(PARAMS), rows) * 977 + torch.arange(
+        len(PARAMS), dtype=torch.int32
     ).unsqueeze(1)
 
 
 @pytest.mark.parametrize("stream", [noise.TARGET, noise.DRAFT])
 @pytest.mark.parametrize("size", SIZES)
 def test_it_is_the_choice_of_the_law(native: Native, size: int, stream: int) -> None:
-    sampling = sampling_tensors(KNOBS)
+    sampling = sampling_tensors(PARAMS)
     for seed, spread in ((0, 3.0), (1, 0.1), (2, 30.0)):
         x = logits(size, seed=seed, spread=spread)
         chosen = native.sample_tokens(x, places(), sampling, stream=stream)
@@ -57,21 +57,21 @@ def test_it_is_the_choice_of_the_law(native: Native, size: int, stream: int) -> 
 @pytest.mark.parametrize("size", SIZES)
 def test_ties_fall_as_in_the_law(native: Native, size: int) -> None:
     """Logits of a few values: every cut goes through a group of equals."""
-    sampling = sampling_tensors(KNOBS)
+    sampling = sampling_tensors(PARAMS)
     for levels in (1, 2, 3):
-        x = torch.randint(levels, (len(KNOBS), 6, size), generator=torch.Generator().manual_seed(levels)).float()
+        x = torch.randint(levels, (len(PARAMS), 6, size), generator=torch.Generator().manual_seed(levels)).float()
         assert torch.equal(native.sample_tokens(x, places(), sampling), probs.sample_tokens(x, places(), sampling))
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 3.0, 30.0])
 def test_of_a_large_vocabulary_what_cannot_win_gets_no_noise(native: Native, spread: float) -> None:
     """Ids beyond 16 bits, a size that no block divides, and nuclei whose first draws lie outside."""
-    knobs = [*KNOBS, Sampling(1.0, top_k=3000, top_p=0.3, seed=11), Sampling(1.5, top_p=0.01, min_p=1e-4, seed=12)]
-    sampling = sampling_tensors(knobs)
-    x = torch.randn(len(knobs), 2, 70_001, generator=torch.Generator().manual_seed(5)) * spread
+    params = [*PARAMS, Sampling(1.0, top_k=3000, top_p=0.3, seed=11), Sampling(1.5, top_p=0.01, min_p=1e-4, seed=12)]
+    sampling = sampling_tensors(params)
+    x = torch.randn(len(params), 2, 70_001, generator=torch.Generator().manual_seed(5)) * spread
     if not spread:
         x = torch.randint(3, x.shape, generator=torch.Generator().manual_seed(5)).float()
-    at = torch.arange(2 * len(knobs), dtype=torch.int32).view(-1, 2)
+    at = torch.arange(2 * len(params), dtype=torch.int32).view(-1, 2)
     assert torch.equal(native.sample_tokens(x, at, sampling), probs.sample_tokens(x, at, sampling))
 
 
@@ -95,7 +95,7 @@ def test_the_lowest_id_wins_a_tie(native: Native, size: int) -> None:
 def test_the_noise_has_the_same_bits(native: Native) -> None:
     """Two ids whose logits differ by exactly the difference of their noise tie, and one float less decides.
 
-    A row holds the noise of the law with its sign changed: what the kernel adds cancels it, every id ties at zero,
+    A row holds the noise that is drawn with its sign changed: what the kernel adds cancels it, every id ties at zero,
     and the lowest wins. Were a single bit of the noise of an id other, that id would win, or the lowest lose.
     """
     size, rows = 4096, 64
@@ -138,7 +138,7 @@ def test_zero_logits_choose_the_largest_noise(native: Native) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf")])
 def test_junk_gives_a_legal_id_and_stays_in_its_row(native: Native, size: int, junk: float) -> None:
-    sampling = sampling_tensors(KNOBS)
+    sampling = sampling_tensors(PARAMS)
     x = logits(size)
     clean = native.sample_tokens(x, places(), sampling)
     dirty = x.clone()
@@ -149,9 +149,9 @@ def test_junk_gives_a_legal_id_and_stays_in_its_row(native: Native, size: int, j
 
 
 def test_a_row_is_chosen_alike_in_every_company(native: Native) -> None:
-    sampling, x, at = sampling_tensors(KNOBS), logits(100), places()
+    sampling, x, at = sampling_tensors(PARAMS), logits(100), places()
     whole = native.sample_tokens(x, at, sampling)
-    for b in range(len(KNOBS)):
+    for b in range(len(PARAMS)):
         alone = SamplingTensors(sampling.params[b : b + 1], sampling.seeds[b : b + 1])
         for t in range(6):
             row = native.sample_tokens(x[b : b + 1, t : t + 1].contiguous(), at[b : b + 1, t : t + 1], alone)
@@ -159,7 +159,7 @@ def test_a_row_is_chosen_alike_in_every_company(native: Native) -> None:
 
 
 def test_threads_change_nothing(native: Native, restored_threads: None) -> None:
-    sampling, x = sampling_tensors(KNOBS), logits(4096)
+    sampling, x = sampling_tensors(PARAMS), logits(4096)
     seen = []
     for threads in (1, 2, 3, 8):
         torch.set_num_threads(threads)
@@ -168,7 +168,7 @@ def test_threads_change_nothing(native: Native, restored_threads: None) -> None:
 
 
 def test_inputs_are_left_alone(native: Native) -> None:
-    sampling, x = sampling_tensors(KNOBS), logits(100)
+    sampling, x = sampling_tensors(PARAMS), logits(100)
     before = x.clone()
     native.sample_tokens(x, places(), sampling)
     assert torch.equal(x, before)

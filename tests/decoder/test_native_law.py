@@ -1,4 +1,4 @@
-"""The native law is that of paceline.core.probs: what is cut exactly, what is left up to rounding; and row by row."""
+"""Native probabilities are those of paceline.core.probs: the same cut, the rest up to rounding; row by row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.decoder.native.ops import Native
 
 SIZES = [1, 7, 8, 100, 4096]
 ROWS = 6
-KNOBS = [
+PARAMS = [
     Sampling(),
     Sampling(0.7),
     Sampling(1.0, top_k=1),
@@ -32,7 +32,7 @@ FAINT = 1e-36  # a weight that may as well be zero: exp(-87) of the largest
 
 
 def normal(size: int, *, seed: int = 0, spread: float = 3.0) -> Tensor:
-    return torch.randn(len(KNOBS), ROWS, size, generator=torch.Generator().manual_seed(seed)) * spread
+    return torch.randn(len(PARAMS), ROWS, size, generator=torch.Generator().manual_seed(seed)) * spread
 
 
 def assert_same(found: Tensor, wanted: Tensor) -> None:
@@ -47,7 +47,7 @@ def assert_same(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 def test_it_is_the_law(native: Native, size: int, spread: float) -> None:
-    x, sampling = normal(size, spread=spread), sampling_tensors(KNOBS)
+    x, sampling = normal(size, spread=spread), sampling_tensors(PARAMS)
     assert_same(native.probabilities(x, sampling), probs.probabilities(x, sampling))
 
 
@@ -58,7 +58,7 @@ def test_ties_fall_as_in_the_law(native: Native, size: int, levels: int) -> None
     Not with thousands of weights of two sizes: there top-p's border is a matter of the order of a sum.
     """
     drawn = torch.Generator().manual_seed(levels)
-    x, sampling = torch.randint(levels, (len(KNOBS), ROWS, size), generator=drawn).float(), sampling_tensors(KNOBS)
+    x, sampling = torch.randint(levels, (len(PARAMS), ROWS, size), generator=drawn).float(), sampling_tensors(PARAMS)
     assert_same(native.probabilities(x, sampling), probs.probabilities(x, sampling))
 
 
@@ -70,32 +70,32 @@ def test_greedy_is_one_hot_at_the_lowest_of_equals(native: Native) -> None:
 def test_what_a_mask_forbids_has_no_weight(native: Native) -> None:
     x = normal(100)
     x[..., ::3] = -1e30
-    sampling = sampling_tensors(KNOBS)
+    sampling = sampling_tensors(PARAMS)
     found = native.probabilities(x, sampling)
     assert not found[..., ::3].any()
     assert_same(found, probs.probabilities(x, sampling))
 
 
 def test_a_choice_has_weight_in_the_law(native: Native) -> None:
-    x, sampling = normal(100), sampling_tensors(KNOBS)
+    x, sampling = normal(100), sampling_tensors(PARAMS)
     found = native.probabilities(x, sampling)
     for shift in range(50):
-        at = torch.arange(ROWS, dtype=torch.int32).expand(len(KNOBS), ROWS) + shift * ROWS
+        at = torch.arange(ROWS, dtype=torch.int32).expand(len(PARAMS), ROWS) + shift * ROWS
         chosen = native.sample_tokens(x, at.contiguous(), sampling).long().unsqueeze(-1)
         assert (found.gather(-1, chosen) > 0).all()
 
 
 def test_a_row_has_the_same_law_in_every_company(native: Native) -> None:
-    sampling, x = sampling_tensors(KNOBS), normal(100)
+    sampling, x = sampling_tensors(PARAMS), normal(100)
     whole = native.probabilities(x, sampling)
-    for b in range(len(KNOBS)):
+    for b in range(len(PARAMS)):
         alone = SamplingTensors(sampling.params[b : b + 1], sampling.seeds[b : b + 1])
         for t in range(ROWS):
             assert torch.equal(native.probabilities(x[b : b + 1, t : t + 1].contiguous(), alone)[0, 0], whole[b, t])
 
 
 def test_junk_stays_in_its_row(native: Native) -> None:
-    sampling, x = sampling_tensors(KNOBS), normal(100)
+    sampling, x = sampling_tensors(PARAMS), normal(100)
     clean = native.probabilities(x, sampling)
     dirty = x.clone()
     dirty[:, ::2] = float("nan")
@@ -103,7 +103,7 @@ def test_junk_stays_in_its_row(native: Native) -> None:
 
 
 def test_threads_change_nothing_and_inputs_are_left_alone(native: Native, restored_threads: None) -> None:
-    sampling, x = sampling_tensors(KNOBS), normal(4096)
+    sampling, x = sampling_tensors(PARAMS), normal(4096)
     before, seen = x.clone(), []
     for threads in (1, 2, 3, 8):
         torch.set_num_threads(threads)

@@ -15,14 +15,14 @@ from paceline.decoder.backends.inductor import _Package
 from paceline.decoder.native.rounds import Rounds
 from paceline.engine import rounds
 from tests.decoder.tiny import Workshop, fresh
-from tests.equality.laws import PROMPTS, run
+from tests.equality.settings import PROMPTS, run
 from tests.target.many_rounds import run_rounds
 
 
 @pytest.mark.parametrize("ends", [[], [5, 17, 40]])
-@pytest.mark.parametrize("law", [{}, {"do_sample": True, "seed": 3}])
+@pytest.mark.parametrize("setting", [{}, {"do_sample": True, "seed": 3}])
 def test_the_same_rounds(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, law: dict[str, object], ends: list[int]
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, setting: dict[str, object], ends: list[int]
 ) -> None:
     """More texts than slots, of unequal lengths, so that slots idle, limits shrink, and rows of rounds end early."""
     native, rows = _Package.run_rounds, list[int]()
@@ -44,10 +44,10 @@ def test_the_same_rounds(
     monkeypatch.setattr(rounds, "MULTI_ROUND_BUDGET_S", 60.0)
     generator = SpeculativeGenerator(*workshop.pair(backend="inductor"), k=4)
     prompts = [*PROMPTS, PROMPTS[0][:3]]
-    done = generator.sample(prompts, max_new_tokens=40, eos_token_id=ends, return_dict=True, **law)  # type: ignore[arg-type]
+    done = generator.sample(prompts, max_new_tokens=40, eos_token_id=ends, return_dict=True, **setting)  # type: ignore[arg-type]
     assert max(rows) > 2 and min(rows) < max(rows)
     eager = SpeculativeGenerator(*workshop.pair(), k=4)
-    wanted = eager.sample(prompts, max_new_tokens=40, eos_token_id=ends, return_dict=True, **law)  # type: ignore[arg-type]
+    wanted = eager.sample(prompts, max_new_tokens=40, eos_token_id=ends, return_dict=True, **setting)  # type: ignore[arg-type]
     assert done.sequences.tolist() == wanted.sequences.tolist()  # type: ignore[union-attr]
 
 

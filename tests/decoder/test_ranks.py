@@ -33,7 +33,7 @@ from tests.eagle import heads as eagle
 DEGREES = [3, 4]
 """Four heads on three ranks leave one that is filled up with zeros; two K/V heads on four ranks are there twice."""
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 2, [5, 5]]
-LAWS: dict[str, dict[str, object]] = {
+SETTINGS: dict[str, dict[str, object]] = {
     "greedy": {},
     "sampled": {"do_sample": True, "seed": 3, "temperature": 1.2},
     "cut": {"do_sample": True, "seed": 5, "temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
@@ -78,12 +78,14 @@ def test_plain_and_two_models_fused_and_apart(workshop: Workshop, target: Sampli
     draft, whole = load(workshop, degree, "draft"), load(workshop, 1)
     assert ranks(draft) is ranks(target), "a graph can hold both"
     fused, apart = (SpeculativeGenerator(draft, target, k=3, fused=fused) for fused in (True, False))
-    for law, generator in (("greedy", fused), ("sampled", fused), ("cut", apart)):
-        wanted = tokens(whole, **LAWS[law])
-        assert tokens(target, **LAWS[law]) == wanted
-        assert tokens(generator, **LAWS[law]) == wanted
+    for setting, generator in (("greedy", fused), ("sampled", fused), ("cut", apart)):
+        wanted = tokens(whole, **SETTINGS[setting])
+        assert tokens(target, **SETTINGS[setting]) == wanted
+        assert tokens(generator, **SETTINGS[setting]) == wanted
         assert generator.statistics.tau > 1.5
-    assert tokens(SpeculativeGenerator(None, target, k=2), **LAWS["sampled"]) == tokens(whole, **LAWS["sampled"])
+    assert tokens(SpeculativeGenerator(None, target, k=2), **SETTINGS["sampled"]) == tokens(
+        whole, **SETTINGS["sampled"]
+    )
     assert tokens(SpeculativeGenerator("ngram", target, k=2)) == tokens(whole)
 
 
@@ -93,12 +95,12 @@ def test_six_ranks_of_nine_heads_with_zeros_behind_everything(workshop: Workshop
     try:
         assert target.body.shard.heads == 2 and len(target.body.model.ids) == 17
         whole = load(workshop, 1, kind="odd")
-        for law, generator in (
+        for setting, generator in (
             ("greedy", SpeculativeGenerator("ngram", target, k=2)),
             ("sampled", SpeculativeGenerator(draft, target, k=3)),
             ("cut", target),
         ):
-            assert tokens(generator, **LAWS[law]) == tokens(whole, **LAWS[law])
+            assert tokens(generator, **SETTINGS[setting]) == tokens(whole, **SETTINGS[setting])
     finally:
         draft.close()
         target.close()
@@ -112,14 +114,16 @@ def test_logits_are_those_of_the_whole_model(workshop: Workshop, target: Samplin
 
 def test_reject_needs_the_law_of_the_whole_vocabulary(workshop: Workshop, target: SamplingDecoder) -> None:
     made = [
-        tokens(SpeculativeGenerator(load(workshop, degree, "draft"), model, k=2, acceptor="reject"), **LAWS["sampled"])
+        tokens(
+            SpeculativeGenerator(load(workshop, degree, "draft"), model, k=2, acceptor="reject"), **SETTINGS["sampled"]
+        )
         for degree, model in ((1, load(workshop, 1)), (target.options.layout.degree, target))
     ]
     assert made[0] == made[1]
 
 
-@pytest.mark.parametrize(("tied", "law"), [(True, "cut"), (False, "greedy")])
-def test_medusa(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, tied: bool, law: str) -> None:
+@pytest.mark.parametrize(("tied", "setting"), [(True, "cut"), (False, "greedy")])
+def test_medusa(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, tied: bool, setting: str) -> None:
     torch.manual_seed(0)
     shape = MedusaConfig(2, 1, 32, VOCABULARY, tied=tied)
     medusa.save(tmp_path, shape, {name: torch.randn(size) * 0.2 for name, size in shape.shapes().items()})
@@ -127,21 +131,21 @@ def test_medusa(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, tie
     for model in (load(workshop, 1), target):
         drafter = MedusaDrafter.from_pretrained(tmp_path, model, tree=[[0], [1], [0, 0], [0, 1], [1, 0]])
         generator = SpeculativeGenerator(drafter, model, fused=None if tied else False)
-        assert tokens(generator, **LAWS[law]) == tokens(model, **LAWS[law])
+        assert tokens(generator, **SETTINGS[setting]) == tokens(model, **SETTINGS[setting])
         drafted.append(generator.statistics.num_accepted_tokens_per_pos)
     assert drafted[0] == drafted[1], "the same is drafted on every degree"
 
 
 @pytest.mark.parametrize(
-    ("version", "draft_tree", "law"), [(1, Chain(3), "greedy"), (3, DynamicTree(5, depth=2, width=2), "sampled")]
+    ("version", "draft_tree", "setting"), [(1, Chain(3), "greedy"), (3, DynamicTree(5, depth=2, width=2), "sampled")]
 )
 def test_eagle(
-    workshop: Workshop, target: SamplingDecoder, tmp_path: Path, version: int, draft_tree: DraftTree, law: str
+    workshop: Workshop, target: SamplingDecoder, tmp_path: Path, version: int, draft_tree: DraftTree, setting: str
 ) -> None:
     drafted = []
     for model in (load(workshop, 1), target):
         generator = SpeculativeGenerator(eagle.drafter(tmp_path, model, version, draft_tree), model)
-        assert tokens(generator, **LAWS[law]) == tokens(model, **LAWS[law])
+        assert tokens(generator, **SETTINGS[setting]) == tokens(model, **SETTINGS[setting])
         drafted.append(generator.statistics.num_accepted_tokens_per_pos)
     assert drafted[0] == drafted[1]
 
@@ -157,7 +161,7 @@ def test_every_kind_and_layout_of_heads(workshop: Workshop, target: SamplingDeco
         return
     divided = load(workshop, degree, kind=kind, group_query_attention=gqa)
     assert divided.body.caches[0][0].shape[1] == max(1, divided.config.num_kv_heads // degree)
-    assert tokens(divided, **LAWS["sampled"]) == tokens(load(workshop, 1, kind=kind), **LAWS["sampled"])
+    assert tokens(divided, **SETTINGS["sampled"]) == tokens(load(workshop, 1, kind=kind), **SETTINGS["sampled"])
 
 
 class Scale(torch.nn.Module):

@@ -26,10 +26,16 @@ class Rejecting(nn.Module):
         self._kind = kind
 
     def forward(
-        self, drafts: Tensor, draft_probs: Tensor, law: Tensor, positions: Tensor, params: Tensor, seeds: Tensor
+        self,
+        drafts: Tensor,
+        draft_probs: Tensor,
+        distribution: Tensor,
+        positions: Tensor,
+        params: Tensor,
+        seeds: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         sampling = SamplingTensors(params, seeds, self._kind)
-        seen = TargetView(positions, sampling, K, None, law, TraceableKernels().sample_tokens)
+        seen = TargetView(positions, sampling, K, None, distribution, TraceableKernels().sample_tokens)
         accepted = Reject()(Proposal(drafts, None, draft_probs), seen)
         return accepted.path, accepted.count, accepted.token
 
@@ -43,11 +49,11 @@ def test_a_residual_of_few_ids_is_the_same_token_in_every_kind(greedy: bool) -> 
         for slot in range(SLOTS)
     ]
     sampling = sampling_tensors(rows)
-    law = TorchKernels().probabilities(torch.randn(SLOTS, K + 1, 700, generator=dice) * 2, sampling)
+    distribution = TorchKernels().probabilities(torch.randn(SLOTS, K + 1, 700, generator=dice) * 2, sampling)
     draft_probs = torch.softmax(torch.randn(SLOTS, K, 700, generator=dice) * 2, -1)
     drafts = torch.multinomial(draft_probs.flatten(0, 1), 1, generator=dice).view(SLOTS, K).to(torch.int32)
     positions = torch.arange(9, 10 + K, dtype=torch.int32).expand(SLOTS, -1)
-    given = (drafts, draft_probs, law, positions, sampling.params, sampling.seeds)
+    given = (drafts, draft_probs, distribution, positions, sampling.params, sampling.seeds)
     kinds: tuple[SamplingKind, ...] = ("greedy", "top-k", "full", "wide") if greedy else ("top-k", "full", "wide")
     path, count, token = Rejecting("wide")(*given)
     assert (count < K).sum() > SLOTS // 2, "most slots draw from a residual"

@@ -24,13 +24,13 @@ from paceline.eagle.tree import DynamicTree
 from tests.decoder.steps import SAMPLED, STEPS, inputs
 from tests.decoder.tiny import Workshop, fresh
 from tests.eagle.heads import drafter
-from tests.equality.laws import LAWS, plain, run, texts
+from tests.equality.settings import SETTINGS, plain, run, texts
 
 KINDS: dict[SamplingKind, dict[str, object]] = {
-    "greedy": LAWS["greedy"],
-    "top-k": LAWS["hot and cut"],
-    "full": LAWS["cool"],
-    "wide": {**LAWS["cool"], "top_k": 300},
+    "greedy": SETTINGS["greedy"],
+    "top-k": SETTINGS["hot and cut"],
+    "full": SETTINGS["cool"],
+    "wide": {**SETTINGS["cool"], "top_k": 300},
 }
 
 
@@ -93,11 +93,11 @@ def test_every_kind_has_graphs_of_its_own_and_the_same_tokens(
     if source == "head":
         source = drafter(tmp_path_factory.mktemp("head"), target, 3, DynamicTree(5, depth=2, width=2))
     generator = SpeculativeGenerator(draft if source == "draft" else source, target, **options)  # type: ignore[arg-type]
-    for kind, law in KINDS.items():
+    for kind, setting in KINDS.items():
         before = set(made(target, draft))
         kernels.seen.clear()
         draft_kernels.seen.clear()
-        result = run(generator, law)
+        result = run(generator, setting)
         rounds = [key for key in made(target, draft) if key.is_round or key.kind == "draft"]
         assert {key.sampling for key in rounds if key not in before} == {kind}, "other kinds have no graph for it"
         assert {key.kind for key in rounds} == graphs
@@ -105,7 +105,7 @@ def test_every_kind_has_graphs_of_its_own_and_the_same_tokens(
         unfiltered = "full" if kind == "wide" and "acceptor" in options else kind
         assert kernels.seen | draft_kernels.seen <= {kind, unfiltered}
         if "acceptor" not in options or kind == "greedy":
-            assert texts(result) == plain(workshop.decoder(), law)
+            assert texts(result) == plain(workshop.decoder(), setting)
     keys = made(target, draft)
     assert all(key.sampling is None for key in keys if not key.is_round and key.kind != "draft")
     fused = {key.sampling for key in keys if key.draft is not None and key.is_round}
@@ -129,8 +129,8 @@ def test_a_step_tells_its_kernels_the_kind_it_was_made_for(workshop: Workshop, n
 def test_kernels_that_look_at_values_have_one_graph_for_all_kinds(workshop: Workshop) -> None:
     draft, target = (fresh(workshop.checkpoint(role), batch_size=2) for role in ("draft", "target"))
     generator = SpeculativeGenerator(draft, target, k=3)
-    for law in KINDS.values():
-        run(generator, law)
+    for setting in KINDS.values():
+        run(generator, setting)
     assert {key.sampling for key in made(target, draft) if key.is_round} == {"full"}
 
 

@@ -153,10 +153,10 @@ def test_the_power_that_is_said_is_that_of_the_tests() -> None:
     critical = stats.chi2.isf(findings.FALSE_ALARM, cells - 1)
     assert stats.ncx2.sf(critical, cells - 1, 4 * samples * size**2) == pytest.approx(findings.POWER, abs=1e-4)
     # Half of the cells gain, half lose: the deviation that is the hardest to find.
-    law = np.full(cells, 1 / cells) + size * np.repeat([1, -1], cells // 2) * 2 / cells
+    distribution = np.full(cells, 1 / cells) + size * np.repeat([1, -1], cells // 2) * 2 / cells
     dice = np.random.default_rng(0)
     found = [
-        chi_square(dice.multinomial(samples, law).tolist(), [samples / cells] * cells) < findings.FALSE_ALARM
+        chi_square(dice.multinomial(samples, distribution).tolist(), [samples / cells] * cells) < findings.FALSE_ALARM
         for _ in range(400)
     ]
     assert np.mean(found) == pytest.approx(findings.POWER, abs=0.04)
@@ -164,10 +164,10 @@ def test_the_power_that_is_said_is_that_of_the_tests() -> None:
 
 
 def test_the_reference_of_first_tokens_is_the_table() -> None:
-    law = verify_distribution.joint_distribution(faults.target(), [2, 5], Sampling(temperature=1.0))
+    distribution = verify_distribution.joint_distribution(faults.target(), [2, 5], Sampling(temperature=1.0))
     table = joint(faults.TARGET, 2, 5)
-    assert len(law) == faults.V**3
-    assert all(abs(table[key] - probability) < 1e-6 for key, probability in law.items())
+    assert len(distribution) == faults.V**3
+    assert all(abs(table[key] - probability) < 1e-6 for key, probability in distribution.items())
 
 
 def test_the_command(workshop: Workshop) -> None:

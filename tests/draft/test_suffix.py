@@ -76,8 +76,8 @@ def commit(tokens: list[int], start: int) -> Commit:
 def proposed(drafter: SuffixDrafter, slot: int = 0) -> list[int]:
     slots = slot + 1
     empty = Commit(torch.zeros(slots, 1).int(), torch.ones(slots).int(), torch.zeros(slots).int())
-    knobs = SamplingTensors(torch.zeros(slots, 4), torch.zeros(slots, 4).int())
-    row = drafter.propose(empty, knobs, RoundLimits(torch.full((slots,), 9).int(), 1)).tokens[slot].tolist()
+    params = SamplingTensors(torch.zeros(slots, 4), torch.zeros(slots, 4).int())
+    row = drafter.propose(empty, params, RoundLimits(torch.full((slots,), 9).int(), 1)).tokens[slot].tolist()
     return [token for token in row if token != PAD]
 
 

@@ -57,7 +57,7 @@ def test_a_draft_of_other_ids_is_coupled_and_changes_nothing(
     made = maker.sample(PROMPTS, max_new_tokens=40, return_dict=True, **heat)
     assert torch.equal(made.sequences, plain)
     if kept == V:
-        assert made.statistics.acceptance_rate == 1.0  # the same law under other ids, and the same noise
+        assert made.statistics.acceptance_rate == 1.0  # the same distribution under other ids, and the same noise
     else:
         assert 0.1 < made.statistics.acceptance_rate < 1.0
 

@@ -141,8 +141,8 @@ def test_dynamic_trees_are_those_of_the_algorithm_over_lists(
     reference, real = plain(made), features(target, TEXT, made)
 
     def children(path: tuple[int, ...], logprob: float) -> list[tuple[float, tuple[int, ...]]]:
-        laws = reference.scores(reference.hidden(real, [*TEXT[1:], 7, *path])).log_softmax(0)
-        values, picks = laws.sort(descending=True)
+        distributions = reference.scores(reference.hidden(real, [*TEXT[1:], 7, *path])).log_softmax(0)
+        values, picks = distributions.sort(descending=True)
         pairs = zip(values[:width].tolist(), picks[:width].tolist(), strict=True)
         return [(logprob + value, (*path, int(reference.ids[pick]))) for value, pick in pairs]
 

@@ -137,7 +137,7 @@ def test_where_depths_change_the_cache_is_that_of_one_pass(
 def test_the_law_of_a_drawn_chain_is_what_it_was_drawn_from(
     workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int
 ) -> None:
-    """Over the target's whole vocabulary, with nothing for ids that cannot be drafted, and of each slot's own knobs."""
+    """Over the target's whole vocabulary, with nothing for ids that cannot be drafted; each slot as it samples."""
     slots, rounds, temperature = 4, 300, 1.3
     target = workshop.decoder(slots=slots)
     made = drafter(tmp_path, target, version, Chain(2, drawn=True))
@@ -151,10 +151,10 @@ def test_the_law_of_a_drawn_chain_is_what_it_was_drawn_from(
     for number in range(rounds):
         seeds = [Sampling(temperature=temperature, seed=number * slots + slot) for slot in range(slots)]
         sampling = sampling_tensors(seeds)
-        drafts, law = step(ints, ints[:, 0], 5 * ints[:, 0], sampling.params, sampling.seeds)
+        drafts, distribution = step(ints, ints[:, 0], 5 * ints[:, 0], sampling.params, sampling.seeds)
         first.append(drafts[:, 0])
-        torch.testing.assert_close(law[:, 0], wanted, rtol=1e-3, atol=1e-6)
-        assert (law.gather(2, drafts.long().unsqueeze(-1)) > 0).all()
+        torch.testing.assert_close(distribution[:, 0], wanted, rtol=1e-3, atol=1e-6)
+        assert (distribution.gather(2, drafts.long().unsqueeze(-1)) > 0).all()
     assert misfit(torch.stack(first)[:, :1].numpy(), wanted[0].double().numpy()) > 1e-3
 
 

@@ -10,7 +10,7 @@ from paceline import Chain, DynamicTree, EagleDrafter, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.eagle.tree import DraftTree
 from tests import shipped
-from tests.equality.laws import Law, plain, run, texts
+from tests.equality.settings import Setting, plain, run, texts
 
 HEAD = shipped.FOLDER / "eagle3"
 
@@ -26,17 +26,17 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("draft_tree", "law"),
+    ("draft_tree", "setting"),
     [(Chain(3), {}), (DynamicTree(8, depth=4, width=3), {"do_sample": True, "temperature": 1.0, "seed": 2})],
     ids=["chain, greedy", "grown tree, sampled"],
 )
 def test_it_changes_no_token_and_drafts_well(
-    target: SamplingDecoder, prompts: list[list[int]], draft_tree: DraftTree, law: Law
+    target: SamplingDecoder, prompts: list[list[int]], draft_tree: DraftTree, setting: Setting
 ) -> None:
     """Published, greedily: 2.47 tokens a round in chains of 3, 2.92 with this tree; damaged heads give about 1."""
     generator = SpeculativeGenerator(EagleDrafter.from_pretrained(HEAD, target, draft_tree), target)
-    result = run(generator, law, prompts=prompts, new=20)
-    assert texts(result) == plain(target, law, prompts=prompts, new=20)
+    result = run(generator, setting, prompts=prompts, new=20)
+    assert texts(result) == plain(target, setting, prompts=prompts, new=20)
     assert result.statistics.tau > 1.3
 
 

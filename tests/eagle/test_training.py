@@ -87,8 +87,8 @@ def test_the_objective_is_that_of_the_papers(workshop: Workshop, tmp_path: Path,
                 logits = last[place + 1 + number] @ output(frozen).T
                 errors.append(F.smooth_l1_loss(hidden, last[place + 1 + number]))
                 if int(logits.argmax()) in vocabulary.ids.tolist():
-                    law = logits[vocabulary.ids].softmax(-1)
-                    surprises.append(-(law * reference.scores(hidden).log_softmax(-1)).sum())
+                    distribution = logits[vocabulary.ids].softmax(-1)
+                    surprises.append(-(distribution * reference.scores(hidden).log_softmax(-1)).sum())
         loss = torch.stack(surprises).mean()
         wanted += 0.8**number * float(loss if version == 3 else 0.1 * loss + torch.stack(errors).mean())
     found = objective(

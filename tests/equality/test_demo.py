@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from tests.equality.laws import LAWS, assert_rolled_back, plain, run, texts
+from tests.equality.settings import SETTINGS, assert_rolled_back, plain, run, texts
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "pycode"
 NEW = 48
@@ -44,15 +44,15 @@ def pairs(compile_cache: None) -> dict[str, Pair]:
     return made
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("amp", ["f32", "bf16"])
 def test_the_pair_gives_the_tokens_of_plain_decoding(
-    pairs: dict[str, Pair], prompts: list[list[int]], amp: str, law: str
+    pairs: dict[str, Pair], prompts: list[list[int]], amp: str, setting: str
 ) -> None:
     draft, target = pairs[amp]
-    known = plain(target, LAWS[law], width=5 if amp == "f32" else 1, prompts=prompts, new=NEW)
+    known = plain(target, SETTINGS[setting], width=5 if amp == "f32" else 1, prompts=prompts, new=NEW)
     for source in (draft, "ngram") if amp == "f32" else (draft,):  # each graph of eight layers takes long to compile
-        result = run(SpeculativeGenerator(source, target, k=4), LAWS[law], prompts=prompts, new=NEW)
+        result = run(SpeculativeGenerator(source, target, k=4), SETTINGS[setting], prompts=prompts, new=NEW)
         assert texts(result) == known
         assert_rolled_back(result)
 
@@ -60,16 +60,19 @@ def test_the_pair_gives_the_tokens_of_plain_decoding(
 @pytest.mark.parametrize("k", [1, 2, 8])  # 4 is compiled above, and 0 is plain decoding
 def test_the_pair_at_every_depth_alone_and_in_a_ragged_batch(prompts: list[list[int]], k: int) -> None:
     """Plain PyTorch, which compiles nothing: each text by itself, and all together."""
-    for slots, texts_of, law in ((1, prompts[:1], "greedy"), (4, prompts, "hot and cut")):
+    for slots, texts_of, setting in ((1, prompts[:1], "greedy"), (4, prompts, "hot and cut")):
         draft, target = (
             AutoDecoder.from_pretrained(
                 FOLDER / role, batch_size=slots, n_positions=256, context_length_estimate=64, amp="f32", backend="eager"
             )
             for role in ("draft", "target")
         )
-        known = plain(target, LAWS[law], width=k + 1, prompts=texts_of, new=8)
+        known = plain(target, SETTINGS[setting], width=k + 1, prompts=texts_of, new=8)
         for source in (draft, "ngram"):
-            assert texts(run(SpeculativeGenerator(source, target, k=k), LAWS[law], prompts=texts_of, new=8)) == known
+            assert (
+                texts(run(SpeculativeGenerator(source, target, k=k), SETTINGS[setting], prompts=texts_of, new=8))
+                == known
+            )
 
 
 def test_threads_change_no_token(pairs: dict[str, Pair], prompts: list[list[int]]) -> None:
@@ -78,7 +81,9 @@ def test_threads_change_no_token(pairs: dict[str, Pair], prompts: list[list[int]
     for count in (1, 2, 3):
         torch.set_num_threads(count)
         try:
-            seen.append(texts(run(SpeculativeGenerator(draft, target, k=4), LAWS["cool"], prompts=prompts, new=NEW)))
+            seen.append(
+                texts(run(SpeculativeGenerator(draft, target, k=4), SETTINGS["cool"], prompts=prompts, new=NEW))
+            )
         finally:
             torch.set_num_threads(1)
     assert seen[0] == seen[1] == seen[2]

@@ -9,7 +9,7 @@ from transformers.generation import logits_process as hf
 
 from paceline import SpeculativeGenerator
 from tests.decoder.tiny import KINDS, VOCABULARY, Workshop
-from tests.equality.laws import PROMPTS, Law, plain, run, texts
+from tests.equality.settings import PROMPTS, Setting, plain, run, texts
 
 NEW = 40
 EOS = 7
@@ -74,7 +74,7 @@ def test_processors(workshop: Workshop, name: str) -> None:
     assert expected != hugging_face(workshop, eos_token_id=EOS)
     draft, target = workshop.pair()
     for prompt, text in zip(PROMPTS, expected, strict=True):
-        asked: Law = {**ours, "eos_token_id": EOS, "logits_processor": [make(prompt)] if make else None}
+        asked: Setting = {**ours, "eos_token_id": EOS, "logits_processor": [make(prompt)] if make else None}
         assert plain(target, asked, prompts=[prompt], new=NEW) == [text]
         generator = SpeculativeGenerator(draft, target, k=4)
         assert texts(run(generator, asked, prompts=[prompt], new=NEW)) == [text]

@@ -8,33 +8,33 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from paceline import SpeculativeGenerator
 from tests.decoder.tiny import Workshop
-from tests.equality.laws import LAWS, NEW, PROCESSORS, PROMPTS, Growing, Law, plain, run, stumbling, texts
+from tests.equality.settings import NEW, PROCESSORS, PROMPTS, SETTINGS, Growing, Setting, plain, run, stumbling, texts
 
 # A processor with a memory must see one text at a time: a batch would interleave them.
 ONE = PROMPTS[:1]
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("kind", ["model", "ngram", "lift"])
 @pytest.mark.parametrize("name", [name for name in PROCESSORS if "memory" not in name])
-def test_processors_in_a_batch(workshop: Workshop, name: str, kind: str, law: str) -> None:
+def test_processors_in_a_batch(workshop: Workshop, name: str, kind: str, setting: str) -> None:
     draft, target = workshop.pair()
-    asked: Law = {**LAWS[law], **PROCESSORS[name]()}
+    asked: Setting = {**SETTINGS[setting], **PROCESSORS[name]()}
     known = plain(target, asked)
     drafts = {"model": draft, "ngram": "ngram", "lift": stumbling(known)}
     result = run(SpeculativeGenerator(drafts[kind], target, k=4), asked)  # type: ignore[arg-type]
     assert texts(result) == known
-    assert known != plain(target, LAWS[law]), "the processor changes nothing, so this shows nothing"
+    assert known != plain(target, SETTINGS[setting]), "the processor changes nothing, so this shows nothing"
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("k", [1, 2, 8])
 @pytest.mark.parametrize("name", PROCESSORS)
-def test_processors_one_text_at_a_time(workshop: Workshop, name: str, k: int, law: str) -> None:
+def test_processors_one_text_at_a_time(workshop: Workshop, name: str, k: int, setting: str) -> None:
     target = workshop.decoder()
-    asked: Law = {**LAWS[law], **PROCESSORS[name]()}
+    asked: Setting = {**SETTINGS[setting], **PROCESSORS[name]()}
     known = plain(target, asked, prompts=ONE)
-    again: Law = {**LAWS[law], **PROCESSORS[name]()}  # a processor with a memory starts afresh
+    again: Setting = {**SETTINGS[setting], **PROCESSORS[name]()}  # a processor with a memory starts afresh
     assert texts(run(SpeculativeGenerator(stumbling(known), target, k=k), again, prompts=ONE)) == known
 
 
@@ -44,26 +44,28 @@ def test_a_processor_is_called_once_for_every_token_and_never_on_a_rejected_text
 ) -> None:
     draft, target = workshop.pair(backend=backend)
     seen = Growing()
-    result = run(SpeculativeGenerator(draft, target, k=4), {**LAWS["cool"], "logits_processor": [seen]}, prompts=ONE)
+    result = run(
+        SpeculativeGenerator(draft, target, k=4), {**SETTINGS["cool"], "logits_processor": [seen]}, prompts=ONE
+    )
     text = texts(result)[0]
     assert 0 < result.statistics.num_accepted_tokens < result.statistics.num_draft_tokens
     assert seen.seen == [text[: len(ONE[0]) + i] for i in range(NEW)]
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("by", ["id", "string", "criterion"])
-def test_nothing_is_seen_behind_the_end_of_a_text(workshop: Workshop, by: str, law: str) -> None:
+def test_nothing_is_seen_behind_the_end_of_a_text(workshop: Workshop, by: str, setting: str) -> None:
     """Two texts, one after the other, and one processor that remembers what it saw of both."""
     target, prompts = workshop.decoder(slots=1), PROMPTS[:2]
-    known = plain(target, {**LAWS[law], "logits_processor": [Growing()]}, prompts=prompts)
+    known = plain(target, {**SETTINGS[setting], "logits_processor": [Growing()]}, prompts=prompts)
     stop = known[0][len(prompts[0]) + 3]  # inside of the first window
     at = Ends(stop)
-    ending: Law = {
+    ending: Setting = {
         "id": {"eos_token_id": [stop]},
         "string": {"stop_strings": f"<{stop}>", "tokenizer": Spelled()},
         "criterion": {"stopping_criteria_list": [at]},
     }[by]
-    alone = plain(target, {**LAWS[law], **ending, "logits_processor": [Growing()]}, prompts=prompts)
+    alone = plain(target, {**SETTINGS[setting], **ending, "logits_processor": [Growing()]}, prompts=prompts)
     assert len(alone[0]) < len(known[0])
     asked_alone, at.seen = at.seen, []
 
@@ -71,7 +73,7 @@ def test_nothing_is_seen_behind_the_end_of_a_text(workshop: Workshop, by: str, l
         text = next((text for text in known + alone if text[: len(tokens)] == tokens), tokens)
         return text[len(tokens) :]
 
-    asked: Law = {**LAWS[law], **ending, "logits_processor": [Growing()]}
+    asked: Setting = {**SETTINGS[setting], **ending, "logits_processor": [Growing()]}
     result = run(SpeculativeGenerator(oracle, target, k=4), asked, prompts=prompts)
     assert texts(result) == alone and at.seen == asked_alone
     assert result.statistics.num_accepted_tokens > 0
@@ -102,12 +104,12 @@ def test_a_list_of_processors_is_one_processor_after_the_other(workshop: Worksho
     assert plain(target, {"logits_processor": together}, prompts=ONE) == known
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_scores_change_no_token_and_are_those_of_plain_decoding(workshop: Workshop, law: str) -> None:
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_scores_change_no_token_and_are_those_of_plain_decoding(workshop: Workshop, setting: str) -> None:
     draft, target = workshop.pair()
-    asked: Law = {**LAWS[law], "output_scores": True}
+    asked: Setting = {**SETTINGS[setting], "output_scores": True}
     known, result = run(target, asked), run(SpeculativeGenerator(draft, target, k=4), asked)
-    assert texts(result) == texts(known) == plain(target, LAWS[law])
+    assert texts(result) == texts(known) == plain(target, SETTINGS[setting])
     assert known.logprobs is not None and result.logprobs is not None
     for ours, theirs in zip(result.logprobs, known.logprobs, strict=True):
         assert len(ours) == NEW
@@ -117,8 +119,8 @@ def test_scores_change_no_token_and_are_those_of_plain_decoding(workshop: Worksh
 def test_processors_under_compiled_graphs(workshop: Workshop) -> None:
     draft, target = workshop.pair(backend="inductor")
     for name, make in PROCESSORS.items():
-        for law in LAWS.values():
-            asked: Law = {**law, **make()}
+        for setting in SETTINGS.values():
+            asked: Setting = {**setting, **make()}
             known = plain(workshop.decoder(), asked, prompts=ONE)
-            again: Law = {**law, **make()}
+            again: Setting = {**setting, **make()}
             assert texts(run(SpeculativeGenerator(draft, target, k=4), again, prompts=ONE)) == known, name

@@ -1,4 +1,4 @@
-"""Rejection sampling promises a law and not the tokens; but a seed is a seed, and greedy is greedy."""
+"""Rejection sampling promises a distribution and not the tokens; but a seed is a seed, and greedy is greedy."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from tests.decoder.tiny import Workshop
-from tests.equality.laws import LAWS, PROCESSORS, assert_rolled_back, plain, run, stumbling, texts
+from tests.equality.settings import PROCESSORS, SETTINGS, assert_rolled_back, plain, run, stumbling, texts
 
 BACKENDS = ["eager", "inductor"]
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_same_seed_gives_the_same_text(workshop: Workshop, backend: str, law: str) -> None:
+def test_the_same_seed_gives_the_same_text(workshop: Workshop, backend: str, setting: str) -> None:
     draft, target = workshop.pair(backend=backend)
     generator = SpeculativeGenerator(draft, target, k=4, acceptor="reject")
-    once, twice = (run(generator, LAWS[law]) for _ in range(2))
+    once, twice = (run(generator, SETTINGS[setting]) for _ in range(2))
     assert texts(once) == texts(twice)
     assert_rolled_back(once)
-    if law != "greedy":
-        other = run(generator, {**LAWS[law], "seed": 99})
+    if setting != "greedy":
+        other = run(generator, {**SETTINGS[setting], "seed": 99})
         assert texts(other) != texts(once)
 
 

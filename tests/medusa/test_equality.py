@@ -1,4 +1,4 @@
-"""Medusa drafts, the target decides: the tokens are those of plain decoding, in every tree, batch, law and round."""
+"""Medusa drafts, the target decides: the tokens are those of plain decoding, in any tree, batch, setting and round."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.medusa.tree import Choices
 from paceline.training.frozen_model import FrozenTarget
 from tests.decoder.tiny import VOCABULARY, Workshop
 from tests.decoder.tiny import fresh as fresh_decoder
-from tests.equality.laws import LAWS, PROCESSORS, PROMPTS, assert_rolled_back, plain, run, texts
+from tests.equality.settings import PROCESSORS, PROMPTS, SETTINGS, assert_rolled_back, plain, run, texts
 from tests.medusa.trees import MC_SIM_7B_63, PUBLISHED
 
 PYCODE = Path(__file__).resolve().parents[2] / "examples" / "pycode"
@@ -37,14 +37,16 @@ TREES: dict[str, list[list[int]] | None] = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("tree", TREES)
-def test_the_tokens_are_those_of_plain_decoding(workshop: Workshop, heads_folder: Path, tree: str, law: str) -> None:
+def test_the_tokens_are_those_of_plain_decoding(
+    workshop: Workshop, heads_folder: Path, tree: str, setting: str
+) -> None:
     """With trained heads, so that paths of a tree are accepted too; random ones are in tests/contract."""
     target = workshop.decoder()
     drafter = MedusaDrafter.from_pretrained(heads_folder, target, tree=TREES[tree])
-    result = run(SpeculativeGenerator(drafter, target), LAWS[law])
-    assert texts(result) == plain(target, LAWS[law])
+    result = run(SpeculativeGenerator(drafter, target), SETTINGS[setting])
+    assert texts(result) == plain(target, SETTINGS[setting])
     assert_rolled_back(result)
 
 
@@ -62,17 +64,20 @@ def test_whole_trees_of_every_source(workshop: Workshop, tree: str, slots: int) 
     generator = SpeculativeGenerator(drafter, target)
     prompts = PROMPTS if slots > 1 else PROMPTS[1:2]
     for temperature in (0.0, 0.7, 1.0):
-        law = {"do_sample": True, "temperature": temperature, "seed": 3} if temperature else {}
-        result = run(generator, law, prompts=prompts, new=6)
-        assert texts(result) == plain(target, law, prompts=prompts, new=6)
+        setting = {"do_sample": True, "temperature": temperature, "seed": 3} if temperature else {}
+        result = run(generator, setting, prompts=prompts, new=6)
+        assert texts(result) == plain(target, setting, prompts=prompts, new=6)
         assert result.statistics.num_draft_tokens
 
 
-@pytest.mark.parametrize("law", ["greedy", "hot and cut"])
-def test_fused_or_not_the_same_is_drafted(workshop: Workshop, heads_folder: Path, law: str) -> None:
+@pytest.mark.parametrize("setting", ["greedy", "hot and cut"])
+def test_fused_or_not_the_same_is_drafted(workshop: Workshop, heads_folder: Path, setting: str) -> None:
     target = workshop.decoder()
     made = [
-        run(SpeculativeGenerator(MedusaDrafter.from_pretrained(heads_folder, target), target, fused=fused), LAWS[law])
+        run(
+            SpeculativeGenerator(MedusaDrafter.from_pretrained(heads_folder, target), target, fused=fused),
+            SETTINGS[setting],
+        )
         for fused in (True, False)
     ]
     assert texts(made[0]) == texts(made[1])
@@ -84,13 +89,13 @@ def test_what_is_no_tree_is_refused_before_heads_are_read(workshop: Workshop, tm
         MedusaDrafter.from_pretrained(tmp_path / "none", workshop.decoder(), tree=5)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("law", ["greedy", "cool"])
-def test_compiled(workshop: Workshop, heads_folder: Path, law: str) -> None:
+@pytest.mark.parametrize("setting", ["greedy", "cool"])
+def test_compiled(workshop: Workshop, heads_folder: Path, setting: str) -> None:
     """Compiled rounds give the tokens of eager ones."""
     target = workshop.decoder(backend="inductor")
     drafter = MedusaDrafter.from_pretrained(heads_folder, target)
-    result = run(SpeculativeGenerator(drafter, target), LAWS[law])
-    assert texts(result) == plain(workshop.decoder(), LAWS[law])
+    result = run(SpeculativeGenerator(drafter, target), SETTINGS[setting])
+    assert texts(result) == plain(workshop.decoder(), SETTINGS[setting])
     assert_rolled_back(result)
 
 
@@ -177,8 +182,10 @@ def test_a_sampled_round_ranks_with_the_target_s_noise(workshop: Workshop, heads
     taken = []
     for kind in (MedusaDrafter, Blind):
         drafter = kind.from_pretrained(heads_folder, target, tree=[[0], [0, 0]])
-        law = {"do_sample": True, "temperature": 2.0, "seed": 5}
-        taken.append(run(SpeculativeGenerator(drafter, target, fused=False), law, new=90).statistics.acceptance_rate)
+        setting = {"do_sample": True, "temperature": 2.0, "seed": 5}
+        taken.append(
+            run(SpeculativeGenerator(drafter, target, fused=False), setting, new=90).statistics.acceptance_rate
+        )
     assert taken[0] > taken[1]
 
 
@@ -194,7 +201,7 @@ def test_typical_acceptance_is_greedy_at_0_and_says_that_it_is_lossy(
     assert texts(result) == plain(target, {})
     assert not result.statistics.lossless
     assert result.statistics.to_dict()["acceptor"] == "typical"
-    exact = run(SpeculativeGenerator(drafter, target), LAWS["cool"]).statistics
+    exact = run(SpeculativeGenerator(drafter, target), SETTINGS["cool"]).statistics
     assert (exact.acceptor, exact.lossless) == ("match", True)
     hot = {"do_sample": True, "temperature": 1.5, "seed": 3}
     loose = SpeculativeGenerator(drafter, target, acceptor=Typical(epsilon=0.01, alpha=0.1))

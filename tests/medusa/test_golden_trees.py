@@ -66,23 +66,25 @@ def test_three_walks_of_a_static_tree(planted: dict[int, int], expected: list[in
 
 @pytest.mark.parametrize("children", [[0, 1, 2], [3, 1], [4], [2, 4, 0, 3]])
 def test_siblings_are_tried_without_a_change_of_the_law(children: list[int]) -> None:
-    """At a node with the law (.3, .25, .2, .15, .1) any fixed children, each with one of its own, leave that law and
-    the one behind them, as rejection in turn with renormalising would. Without renormalising it would be
+    """At a node with the probabilities (.3, .25, .2, .15, .1) any fixed children, each with some of its own, leave them
+    and those behind them, as rejection in turn with renormalising would. Without renormalising it would be
     (.435, .287, .088, .145, .045), which the same test refuses.
     """
     count, p = 20_000, torch.tensor([0.3, 0.25, 0.2, 0.15, 0.1]).double()
     after = torch.softmax(torch.randn(5, 5, generator=torch.Generator().manual_seed(0)).double(), -1)
     nodes = [*children, *((child + 1) % 5 for child in children)]  # below child i stands node len + i
     parents = (*(-1 for _ in children), *range(len(children)))
-    laws = torch.stack([p, *(after[child] for child in children), *(p for _ in children)])
+    distributions = torch.stack([p, *(after[child] for child in children), *(p for _ in children)])
     sampling = sampling_tensors([Sampling(temperature=1.0, seed=seed) for seed in range(count)])
     at = torch.tensor([0, *tree.depths(parents)], dtype=torch.int32) + 9
-    choices = probs.sample_tokens(laws.log().float().expand(count, -1, -1), at.expand(count, -1), sampling)
+    choices = probs.sample_tokens(distributions.log().float().expand(count, -1, -1), at.expand(count, -1), sampling)
     proposal = Proposal(ints(nodes).expand(count, -1), parents)
     out = committed(proposal, matched(proposal, choices))
     assert misfit(out[:, :1].numpy(), p.numpy()) > 1e-3
     assert misfit(out[:, :1].numpy(), np.array([0.435, 0.287, 0.088, 0.145, 0.045])) < 1e-9
     for child in children:
         behind = out[(out[:, 0] == child) & (out[:, 1] != PAD), 1:2]
-        assert len(behind) == int((out[:, 0] == child).sum()), "a child that stands is followed by a token of its law"
+        assert len(behind) == int((out[:, 0] == child).sum()), (
+            "a child that stands is followed by a token of its distribution"
+        )
         assert misfit(behind.numpy(), after[child].numpy()) > 1e-3

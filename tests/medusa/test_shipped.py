@@ -8,7 +8,7 @@ from paceline import MedusaDrafter, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.medusa.tree import Choices
 from tests import shipped
-from tests.equality.laws import plain, run, texts
+from tests.equality.settings import plain, run, texts
 
 HEADS = shipped.FOLDER / "medusa"
 
@@ -33,11 +33,11 @@ def test_every_tree_fits_and_has_the_nodes_that_its_name_says() -> None:
     assert Choices.read(HEADS / "tree.json") in [Choices.read(file) for file in files]
 
 
-@pytest.mark.parametrize("law", [{}, {"do_sample": True, "temperature": 1.0, "seed": 2}], ids=["greedy", "sampled"])
-def test_they_change_no_token(target: SamplingDecoder, prompts: list[list[int]], law: dict[str, object]) -> None:
+@pytest.mark.parametrize("setting", [{}, {"do_sample": True, "temperature": 1.0, "seed": 2}], ids=["greedy", "sampled"])
+def test_they_change_no_token(target: SamplingDecoder, prompts: list[list[int]], setting: dict[str, object]) -> None:
     drafter = MedusaDrafter.from_pretrained(HEADS, target, tree=HEADS / "tree-8.json")
-    result = run(SpeculativeGenerator(drafter, target), law, prompts=prompts, new=24)
-    assert texts(result) == plain(target, law, prompts=prompts, new=24)
+    result = run(SpeculativeGenerator(drafter, target), setting, prompts=prompts, new=24)
+    assert texts(result) == plain(target, setting, prompts=prompts, new=24)
     assert result.statistics.num_accepted_tokens > 0
 
 

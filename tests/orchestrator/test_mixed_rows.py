@@ -42,7 +42,7 @@ MODES: dict[str, tuple[Callable[[int], object], dict[str, object]]] = {
     "tree": (lambda _slots: Orchard([], grown=False), {}),
     "grown tree": (lambda _slots: Orchard([], grown=True), {}),
 }
-LAWS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 1.0}]
+SETTINGS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 1.0}]
 
 
 def made(mode: str, slots: int, kind: type[SpeculativeGenerator] = Checked) -> SpeculativeGenerator:
@@ -50,10 +50,10 @@ def made(mode: str, slots: int, kind: type[SpeculativeGenerator] = Checked) -> S
     return kind(draft(slots), TableDecoder(TARGET, slots=slots, eos=(EOS,)), **options)  # type: ignore[arg-type]
 
 
-def requests(generator: SpeculativeGenerator, law: dict[str, object]) -> list[Request]:
+def requests(generator: SpeculativeGenerator, setting: dict[str, object]) -> list[Request]:
     asked = []
     for index, (row, prompt) in enumerate(zip(ROWS, cycle(PROMPTS), strict=False)):
-        params = SamplingParams(**{"max_new_tokens": 18 + index, "seed": index, **law, **row})  # type: ignore[arg-type]
+        params = SamplingParams(**{"max_new_tokens": 18 + index, "seed": index, **setting, **row})  # type: ignore[arg-type]
         (request,) = Request.batch([prompt], params, generator.limits)
         asked.append(replace(request, index=index))
     return asked
@@ -68,17 +68,17 @@ def served(generator: SpeculativeGenerator, asked: list[Request]) -> dict[int, l
     return texts
 
 
-@pytest.mark.parametrize("law", LAWS, ids=["greedy", "drawn"])
-def test_every_request_of_a_mixed_batch_is_what_it_is_alone_and_plain(law: dict[str, object]) -> None:
+@pytest.mark.parametrize("setting", SETTINGS, ids=["greedy", "drawn"])
+def test_every_request_of_a_mixed_batch_is_what_it_is_alone_and_plain(setting: dict[str, object]) -> None:
     plain = made("plain", 1, SpeculativeGenerator)
     alone: dict[int, list[int]] = {}
-    for request in requests(plain, law):
+    for request in requests(plain, setting):
         alone |= served(plain, [request])
     assert len({tuple(text) for text in alone.values()}) == len(ROWS)
     for mode in MODES:
         for slots in (2, 4):
             generator = made(mode, slots)
-            assert served(generator, requests(generator, law)) == alone, (mode, slots)
+            assert served(generator, requests(generator, setting)) == alone, (mode, slots)
 
 
 def test_a_batch_without_such_requests_never_leaves_its_graphs() -> None:

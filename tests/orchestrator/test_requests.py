@@ -258,12 +258,14 @@ def test_what_a_processor_may_not_return_is_named(processor: object, message: st
     one.sample([[1, 2]], max_new_tokens=2)
 
 
-@pytest.mark.parametrize("law", [{}, {"do_sample": True, "temperature": 1.3, "top_p": 0.9}], ids=["greedy", "sampled"])
-def test_a_processor_may_force_a_token_by_infinity(law: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "setting", [{}, {"do_sample": True, "temperature": 1.3, "top_p": 0.9}], ids=["greedy", "sampled"]
+)
+def test_a_processor_may_force_a_token_by_infinity(setting: dict[str, object]) -> None:
     def force(_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.index_fill(1, torch.tensor([7]), float("inf"))
 
-    asked = {"max_new_tokens": 3, "logits_processor": [force], "output_scores": True, "return_dict": True, **law}
+    asked = {"max_new_tokens": 3, "logits_processor": [force], "output_scores": True, "return_dict": True, **setting}
     made = generator().sample([[1, 2]], **asked)  # type: ignore[arg-type]
     assert isinstance(made, GenerationResult)
     assert made.sequences.tolist() == [[1, 2, 7, 7, 7]] and made.logprobs == [[0.0, 0.0, 0.0]]

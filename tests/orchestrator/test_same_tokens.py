@@ -45,11 +45,11 @@ def plain(prompts: list[list[int]], **asked: object) -> list[list[int]]:
 def test_plain_decoding_chooses_with_the_noise_of_every_token_s_own_position(mode: str) -> None:
     text = list(PROMPTS[0])
     asked = {name: value for name, value in MODES[mode].items() if name != "do_sample"}
-    knobs = Sampling(**({"temperature": 1.0} | asked if asked else {}))  # type: ignore[arg-type]
+    params = Sampling(**({"temperature": 1.0} | asked if asked else {}))  # type: ignore[arg-type]
     for position in range(len(text), len(text) + 25):
         logits = TARGET[text[-2], text[-1]].view(1, 1, V)
         text.append(
-            int(probs.sample_tokens(logits, torch.tensor([[position]], dtype=torch.int32), sampling_tensors([knobs])))
+            int(probs.sample_tokens(logits, torch.tensor([[position]], dtype=torch.int32), sampling_tensors([params])))
         )
     assert plain(PROMPTS[:1], max_new_tokens=25, **MODES[mode]) == [text]
 

@@ -71,9 +71,9 @@ def generator(mode: str) -> SpeculativeGenerator:
 
 def outputs(made: SpeculativeGenerator, kind: str, *, drawn: bool, count: int = 8) -> list[tuple[list[int], str]]:
     prompts = [[BOS, place % SIZE] for place in range(count)]
-    law = {"do_sample": True, "temperature": 1.0, "seed": 5} if drawn else {}
+    setting = {"do_sample": True, "temperature": 1.0, "seed": 5} if drawn else {}
     done = made.sample(
-        prompts, return_dict=True, max_new_tokens=NEW, structured_outputs=ASKED[kind], tokenizer=WORDS, **law
+        prompts, return_dict=True, max_new_tokens=NEW, structured_outputs=ASKED[kind], tokenizer=WORDS, **setting
     )  # type: ignore[call-overload]
     rows = zip(done.sequences.tolist(), done.lengths, done.finish_reasons, strict=True)
     return [(row[2:length], reason) for row, length, reason in rows]

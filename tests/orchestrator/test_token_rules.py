@@ -16,7 +16,7 @@ from tests.fakes import TableDecoder, table
 V = 12
 TARGET = table(V, seed=7, spread=2.0)
 MODES: list[tuple[object, dict[str, object]]] = [(None, {}), ("ngram", {"k": 3}), ("suffix", {"k": 2})]
-LAWS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 1.0, "seed": 3}]
+SETTINGS: list[dict[str, object]] = [{}, {"do_sample": True, "temperature": 1.0, "seed": 3}]
 
 
 def sampled(draft: object = None, slots: int = 1, options: dict[str, object] | None = None, **asked: object) -> object:
@@ -24,7 +24,7 @@ def sampled(draft: object = None, slots: int = 1, options: dict[str, object] | N
     return made.sample([[1, 2]], return_dict=True, **{"eos_token_id": [], "max_new_tokens": 24, **asked})  # type: ignore[call-overload]
 
 
-def by_hand(law: dict[str, object], presence: float, frequency: float, bias: dict[int, float]) -> list[int]:
+def by_hand(setting: dict[str, object], presence: float, frequency: float, bias: dict[int, float]) -> list[int]:
     """The same text by one processor of Hugging Face's interface."""
 
     def penalised(ids: Tensor, scores: Tensor) -> Tensor:
@@ -34,25 +34,25 @@ def by_hand(law: dict[str, object], presence: float, frequency: float, bias: dic
             scores[0, token] += value
         return scores
 
-    return sampled(logits_processor=[penalised], **law).sequences[0].tolist()  # type: ignore[attr-defined, no-any-return]
+    return sampled(logits_processor=[penalised], **setting).sequences[0].tolist()  # type: ignore[attr-defined, no-any-return]
 
 
-@pytest.mark.parametrize("law", LAWS, ids=["greedy", "drawn"])
+@pytest.mark.parametrize("setting", SETTINGS, ids=["greedy", "drawn"])
 @pytest.mark.parametrize(("draft", "options"), MODES, ids=["plain", "ngram", "suffix"])
 def test_penalties_and_bias_are_those_of_the_api_in_every_mode(
-    draft: object, options: dict[str, object], law: dict[str, object]
+    draft: object, options: dict[str, object], setting: dict[str, object]
 ) -> None:
     bias = {3: 1.5, 5: -100.0}
-    asked = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": bias, **law}
+    asked = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": bias, **setting}
     text = sampled(draft, options=options, **asked).sequences[0].tolist()  # type: ignore[attr-defined]
-    assert text == by_hand(law, 0.7, 0.4, bias)
-    assert text != sampled(draft, options=options, **law).sequences[0].tolist()  # type: ignore[attr-defined]
+    assert text == by_hand(setting, 0.7, 0.4, bias)
+    assert text != sampled(draft, options=options, **setting).sequences[0].tolist()  # type: ignore[attr-defined]
     assert 5 not in text[2:]
 
 
-@pytest.mark.parametrize("law", LAWS, ids=["greedy", "drawn"])
-def test_logprobs_are_those_of_the_model_whatever_is_done_to_its_logits(law: dict[str, object]) -> None:
-    done = sampled("ngram", options={"k": 3}, logprobs=4, logit_bias={5: -100.0}, output_scores=True, **law)
+@pytest.mark.parametrize("setting", SETTINGS, ids=["greedy", "drawn"])
+def test_logprobs_are_those_of_the_model_whatever_is_done_to_its_logits(setting: dict[str, object]) -> None:
+    done = sampled("ngram", options={"k": 3}, logprobs=4, logit_bias={5: -100.0}, output_scores=True, **setting)
     text, said = done.sequences[0].tolist(), done.token_logprobs[0]  # type: ignore[attr-defined]
     assert len(said) == len(text) - 2
     for at, one in enumerate(said, start=2):
@@ -62,7 +62,7 @@ def test_logprobs_are_those_of_the_model_whatever_is_done_to_its_logits(law: dic
         assert one.rank == 1 + int((model > model[text[at]]).sum())
         assert [token for token, _ in one.top] == model.topk(4).indices.tolist()
         assert [value for _, value in one.top] == pytest.approx(model.topk(4).values.tolist(), abs=1e-5)
-    plain = sampled("ngram", options={"k": 3}, logit_bias={5: -100.0}, **law)
+    plain = sampled("ngram", options={"k": 3}, logit_bias={5: -100.0}, **setting)
     assert plain.sequences.tolist() == done.sequences.tolist() and plain.token_logprobs is None  # type: ignore[attr-defined]
 
 
@@ -76,10 +76,10 @@ def test_min_tokens_keeps_the_eos_id_away_and_ignore_eos_does_for_good() -> None
 
 
 def test_n_continuations_are_those_of_n_rows_with_the_same_prompt() -> None:
-    law = {"do_sample": True, "seed": 5, "max_new_tokens": 8, "eos_token_id": []}
+    setting = {"do_sample": True, "seed": 5, "max_new_tokens": 8, "eos_token_id": []}
     made = SpeculativeGenerator("ngram", TableDecoder(TARGET, slots=2), k=2)
-    several = made.sample([[1, 2], [3, 4]], n=3, **law)  # type: ignore[call-overload]
-    rows = made.sample([[1, 2]] * 3 + [[3, 4]] * 3, **law)  # type: ignore[call-overload]
+    several = made.sample([[1, 2], [3, 4]], n=3, **setting)  # type: ignore[call-overload]
+    rows = made.sample([[1, 2]] * 3 + [[3, 4]] * 3, **setting)  # type: ignore[call-overload]
     assert torch.equal(several, rows) and len({tuple(row) for row in several.tolist()}) == 6
 
 

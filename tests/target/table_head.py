@@ -1,4 +1,4 @@
-"""A head whose law is a table, under the real growth of trees (`paceline.eagle.tree`); no tests in here."""
+"""A head whose distribution is a table, under the real growth of trees (`paceline.eagle.tree`); no tests in here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fakes import TableDecoder
 class TableHead(DraftHead):
     """Stands for `paceline.eagle.head.EagleHead`: a hidden state is a token, and logits [V, V] give what follows it.
 
-    It reads tokens alone and attends to nothing, so that its law is known at every node.
+    It reads tokens alone and attends to nothing, so that its distribution is known at every node.
     """
 
     def __init__(self, logits: Tensor, slots: int) -> None:

@@ -1,4 +1,4 @@
-"""The joint law of three tokens where depths change, and with a draft of another tokenizer."""
+"""The joint distribution of three tokens where depths change, and with a draft of another tokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SLOTS = 15_000
 
 
 class Dice(DraftLengthController):
-    """Any rung at any time, but not for the first round, which is the deepest: the law of a draft is in it."""
+    """Any rung at any time, but not for the first round, which is the deepest: the distribution of a draft is in it."""
 
     def choose(self, deepest: int) -> int:
         self.turn = getattr(self, "turn", -1) + 1
@@ -78,7 +78,7 @@ def test_the_joint_law_stays_where_depths_change(drawn: bool, confidence: float)
     """From round to round by the ladder, from slot to slot by what was gained, and where the draft is in doubt."""
     rule = Reject() if drawn else Match()
     source = model(SLOTS, drawn=drawn, confidence_threshold=confidence)
-    tokens, mean = three_tokens(source, rule, knobs=RAW, slots=SLOTS, rounds_of=many_depths, by_itself=True)
+    tokens, mean = three_tokens(source, rule, params=RAW, slots=SLOTS, rounds_of=many_depths, by_itself=True)
     assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) > 1e-3
     assert mean > 1.1
 
@@ -87,7 +87,7 @@ def test_the_joint_law_stays_with_a_draft_of_another_tokenizer() -> None:
     slots = 4_000
     source = reencoding(slots)
     for rounds_of in (one_depth, many_depths):
-        tokens, mean = three_tokens(source, Match(), knobs=RAW, slots=slots, rounds_of=rounds_of)
+        tokens, mean = three_tokens(source, Match(), params=RAW, slots=slots, rounds_of=rounds_of)
         assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) > 1e-3
         assert mean > 1.02
         for slot in range(slots):

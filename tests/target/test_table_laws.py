@@ -1,4 +1,4 @@
-"""The joint law of three tokens, exact, in every mode of chains; and that the classic mistake would be seen.
+"""The joint distribution of three tokens, exact, in every mode of chains; and that the classic mistake would be seen.
 
 Real verifier, drafters and rounds over table models, 50 000 slots at once or 200 000; caches check themselves.
 """
@@ -53,11 +53,11 @@ class Mislabelled:
 
 
 @dataclass(frozen=True)
-class OtherKnobs:
-    """Drafts with knobs of its own; ``honest``: the law it reports is the one it drew from, not the unfiltered one."""
+class OtherParams:
+    """Drafts as it samples itself; ``honest``: it reports the distribution it drew from, not the unfiltered one."""
 
     inner: ModelDrafter
-    knobs: Sampling
+    params: Sampling
     honest: bool = True
     draft_shape: DraftShape = CHAIN
     reads: FeatureSpec | None = None
@@ -73,7 +73,7 @@ class OtherKnobs:
         self.inner.update(commit)
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
-        own = SamplingTensors(torch.tensor([param_row(self.knobs)]).expand(len(sampling.seeds), 4), sampling.seeds)
+        own = SamplingTensors(torch.tensor([param_row(self.params)]).expand(len(sampling.seeds), 4), sampling.seeds)
         made = self.inner.propose(commit, own, bounds)
         if self.honest:
             return made
@@ -88,7 +88,7 @@ class OtherKnobs:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A drafter of someone else's, with more ids than the target: it draws from its law and reports it, all of it."""
+    """A drafter of someone else's, with more ids than the target: it draws from its own distribution and reports it."""
 
     generator: torch.Generator
     draft_shape: DraftShape = CHAIN
@@ -112,7 +112,7 @@ class Foreign:
 
 
 def follow(text: list[int]) -> list[int]:
-    """A drafter that knows nothing of laws."""
+    """A drafter that knows nothing of distributions."""
     return [(text[-1] + step) % V for step in range(1, K + 1)]
 
 
@@ -128,14 +128,14 @@ MODES: dict[str, tuple[Callable[[], Drafter], AcceptanceRule]] = {
 
 
 LAWFUL = {"match, coupled draft", "reject, drawn draft", "reject, drawn from more ids than there are"}
-"""Modes whose draft follows a law of its own, where a small bias could hide: taken MANY times."""
+"""Modes whose draft follows a distribution of its own, where a small bias could hide: taken MANY times."""
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_joint_law_of_three_tokens_is_the_target_s(mode: str) -> None:
     make, rule = MODES[mode]
     slots = MANY if mode in LAWFUL else SLOTS
-    tokens, mean = three_tokens(make(), rule, knobs=Sampling(temperature=1.0), slots=slots)
+    tokens, mean = three_tokens(make(), rule, params=Sampling(temperature=1.0), slots=slots)
     assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) > 1e-3
     assert (mean == 1.0) == (mode == "plain")
 
@@ -147,8 +147,8 @@ RAW = Sampling(temperature=1.0)
 @pytest.mark.parametrize("ours", [RAW, CUT], ids=["target raw", "target cut"])
 @pytest.mark.parametrize("theirs", [RAW, CUT], ids=["draft raw", "draft cut"])
 def test_a_draft_may_be_cut_otherwise_than_the_target_if_it_says_so(ours: Sampling, theirs: Sampling) -> None:
-    """Rule C4: top-p on both sides, on one or on none is exact, as long as the law reported is the one drawn from."""
-    tokens, mean = three_tokens(OtherKnobs(model(drawn=True), theirs), Reject(), knobs=ours)
+    """Rule C4: top-p on both sides, on one or on none is exact, as long as the one drawn from is reported."""
+    tokens, mean = three_tokens(OtherParams(model(drawn=True), theirs), Reject(), params=ours)
     cut = probs.apply_top_k_top_p_min_p(TARGET, sampling_tensors([ours] * V))
     assert misfit(tokens, joint(cut, *PROMPT[-2:])) > 1e-3
     assert mean > 1.5
@@ -156,13 +156,13 @@ def test_a_draft_may_be_cut_otherwise_than_the_target_if_it_says_so(ours: Sampli
 
 def test_a_draft_drawn_from_a_cut_law_and_scored_with_the_whole_one_is_seen() -> None:
     """Rule C4, the mistake: drawn filtered, scored raw."""
-    source = OtherKnobs(model(drawn=True), CUT, honest=False)
-    tokens, _ = three_tokens(source, Reject(), knobs=RAW)
+    source = OtherParams(model(drawn=True), CUT, honest=False)
+    tokens, _ = three_tokens(source, Reject(), params=RAW)
     assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) < 1e-6
 
 
 def test_an_argmax_draft_that_claims_a_softmax_law_is_seen() -> None:
-    tokens, _ = three_tokens(Mislabelled(model(drawn=False)), Reject(), knobs=Sampling(temperature=1.0))
+    tokens, _ = three_tokens(Mislabelled(model(drawn=False)), Reject(), params=Sampling(temperature=1.0))
     assert misfit(tokens, joint(TARGET, *PROMPT[-2:])) < 1e-6
 
 

@@ -1,4 +1,4 @@
-"""A vocabulary of three ids, whose law is known: 131,072 trials for every rule and every shape of drafts.
+"""A vocabulary of three ids, whose distribution is known: 131,072 trials for every rule and every shape of drafts.
 
 A bias that hides among many ids is seen here. The case is one of vLLM's (issue #54282): noise shared between a drafted
 token and the ratio test of rejection sampling gave 63.0 % to an id that must have 60.0 %. The rules are called as
@@ -52,15 +52,15 @@ def every_seed() -> SamplingTensors:
 
 
 def chain(*, stream: int, drawn: bool) -> Propose:
-    """Two tokens, one after the other; ``drawn``: with the law they were drawn from."""
+    """Two tokens, one after the other; ``drawn``: with the distribution they were drawn from."""
 
     def propose(last: Tensor, at: Tensor, sampling: SamplingTensors) -> Proposal:
-        tokens, laws = [last], []
+        tokens, distributions = [last], []
         for ahead in range(2):
             logits = DRAFT[tokens[-1].long()]
             tokens.append(probs.sample_tokens(logits, at + ahead, sampling, stream=stream))
-            laws.append(logits.exp())
-        return Proposal(torch.cat(tokens[1:], 1), None, torch.cat(laws, 1) if drawn else None)
+            distributions.append(logits.exp())
+        return Proposal(torch.cat(tokens[1:], 1), None, torch.cat(distributions, 1) if drawn else None)
 
     return propose
 
@@ -89,8 +89,8 @@ def two_tokens(rule: AcceptanceRule, propose: Propose) -> tuple[np.ndarray, floa
         depth = torch.cat((torch.zeros_like(above[:, :1]), above), 1).to(torch.int64)
         positions = (at + depth).to(torch.int32).contiguous()
         logits = TARGET[torch.cat((last, proposal.tokens), 1).long()]
-        choices, law = probs.sample_tokens(logits, positions, sampling), probs.probabilities(logits, sampling)
-        seen = TargetView(positions, sampling, int(depth.max()), choices, law)
+        choices, distribution = probs.sample_tokens(logits, positions, sampling), probs.probabilities(logits, sampling)
+        seen = TargetView(positions, sampling, int(depth.max()), choices, distribution)
         accepted = rule(proposal, seen)
         tokens = committed(proposal, accepted).to(torch.int64)
         for place in range(tokens.shape[1]):
@@ -102,14 +102,14 @@ def two_tokens(rule: AcceptanceRule, propose: Propose) -> tuple[np.ndarray, floa
 
 
 def check(tokens: np.ndarray) -> None:
-    """Every position, and the joint law of all, is the target's."""
-    law = TARGET.double().exp().numpy()
-    alone = joint = law[0]
+    """Every position, and the joint distribution of all, is the target's."""
+    distribution = TARGET.double().exp().numpy()
+    alone = joint = distribution[0]
     for place in range(tokens.shape[1]):
         if place:
-            alone, joint = alone @ law, np.einsum("...a,ab->...ab", joint, law)
+            alone, joint = alone @ distribution, np.einsum("...a,ab->...ab", joint, distribution)
         assert misfit(tokens[:, place : place + 1], alone) > 1e-3, f"position {place}"
-    assert misfit(tokens, joint) > 1e-3, "the joint law"
+    assert misfit(tokens, joint) > 1e-3, "the joint distribution"
     share, error = float((tokens[:, 0] == 0).mean()), math.sqrt(0.6 * 0.4 / len(tokens))
     assert abs(share - 0.6) < 4 * error
 
@@ -163,7 +163,7 @@ def test_rounds_leave_the_law_of_three_ids(mode: str) -> None:
     tokens, mean = three_tokens(
         drafter,
         rule,
-        knobs=Sampling(temperature=1.0),
+        params=Sampling(temperature=1.0),
         slots=SLOTS,
         rounds_of=rounds_of,
         logits=TARGET.expand(3, 3, 3),

@@ -16,7 +16,7 @@ from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import PAD, Commit, DraftShape, Proposal, RoundLimits
 from paceline.target.host_verifier import HostVerifier
 from tests.decoder.tiny import Workshop
-from tests.equality.laws import PROMPTS, plain, run, texts
+from tests.equality.settings import PROMPTS, plain, run, texts
 from tests.fakes import TableDecoder
 from tests.target.three_tokens import SlotText
 

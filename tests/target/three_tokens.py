@@ -1,6 +1,6 @@
 """The first three tokens of thousands of slots, through the real verifier, drafters and rounds; no tests in here.
 
-Models are tables whose law is known, and their caches check themselves.
+Models are tables whose distribution is known, and their caches check themselves.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def three_tokens(
     source: Drafter,
     rule: AcceptanceRule,
     *,
-    knobs: Sampling,
+    params: Sampling,
     slots: int = SLOTS,
     rounds_of: Rounds = one_depth,
     by_itself: bool = False,
@@ -90,7 +90,7 @@ def three_tokens(
     ones = torch.ones(slots, dtype=torch.int32)
     commit = Commit(first, ones, ones * (len(prompt) - 1))
     keys = torch.tensor([seed_row(seed + (77 << 32)) for seed in range(slots)], dtype=torch.int32)
-    sampling = SamplingTensors(torch.tensor([param_row(knobs)]).expand(slots, 4), keys)
+    sampling = SamplingTensors(torch.tensor([param_row(params)]).expand(slots, 4), keys)
     counts = []
     while int(rounds.truth.length.min()) < len(prompt) + 3:
         rows = int(rounds.truth.length.max())

@@ -17,7 +17,7 @@ from tests.orchestrator.test_trees import Orchard
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 3, [5, 5]]
 SLOTS = 2
-LAWS: dict[str, dict[str, object]] = {
+SETTINGS: dict[str, dict[str, object]] = {
     "greedy": {},
     "sampled": {"do_sample": True, "seed": 3, "temperature": 1.2, "top_k": 30, "top_p": 0.95, "min_p": 0.01},
 }
@@ -28,20 +28,20 @@ def tokens(source: SpeculativeGenerator | SamplingDecoder, **asked: object) -> l
     return found
 
 
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("amp", ["f32", "bf16"])
-def test_plain_and_speculative_decoding(law: str, amp: str, workshop: Workshop) -> None:
+def test_plain_and_speculative_decoding(setting: str, amp: str, workshop: Workshop) -> None:
     """In bf16 too: weights and caches are rounded alike, and all activations are float32."""
-    wanted = tokens(workshop.pair(slots=SLOTS, amp=amp)[1], **LAWS[law])
+    wanted = tokens(workshop.pair(slots=SLOTS, amp=amp)[1], **SETTINGS[setting])
     draft, target = workshop.pair(backend="xla", slots=SLOTS, amp=amp)
-    assert tokens(target, **LAWS[law]) == wanted
+    assert tokens(target, **SETTINGS[setting]) == wanted
     if amp == "bf16":
         return
     for fused in (True, False):
         generator = SpeculativeGenerator(draft, target, k=3, fused=fused)
-        assert tokens(generator, **LAWS[law]) == wanted
+        assert tokens(generator, **SETTINGS[setting]) == wanted
         assert generator.statistics.tau > 1.5
-    assert tokens(SpeculativeGenerator("ngram", target, k=3), **LAWS[law]) == wanted
+    assert tokens(SpeculativeGenerator("ngram", target, k=3), **SETTINGS[setting]) == wanted
 
 
 @pytest.mark.parametrize("heads", HEADED)
@@ -51,7 +51,8 @@ def test_heads(heads: str, workshop: Workshop, tmp_path: Path) -> None:
     for backend in ("eager", "xla"):
         generator = HEADED[heads](workshop.decoder(backend=backend, slots=SLOTS), tmp_path / backend)
         found = [
-            generator.sample([*PROMPTS, [7] * 5], max_new_tokens=30, return_dict=True, **LAWS[law]) for law in LAWS
+            generator.sample([*PROMPTS, [7] * 5], max_new_tokens=30, return_dict=True, **SETTINGS[setting])
+            for setting in SETTINGS
         ]
         seen.append([(one.sequences.tolist(), one.statistics.num_accepted_tokens_per_pos) for one in found])
     assert seen[0] == seen[1]
@@ -76,10 +77,10 @@ def test_trees_of_any_drafter(workshop: Workshop) -> None:
 @pytest.mark.parametrize("fused", [None, False])
 def test_a_depth_chosen_anew_every_round(workshop: Workshop, fused: bool | None) -> None:
     """Which rungs are taken is a matter of time, and changes no token; each is tried at first."""
-    ladder, law = (0, 1, 3), LAWS["sampled"]
-    wanted = tokens(workshop.pair(slots=SLOTS)[1], **law)
+    ladder, setting = (0, 1, 3), SETTINGS["sampled"]
+    wanted = tokens(workshop.pair(slots=SLOTS)[1], **setting)
     generator = SpeculativeGenerator(*workshop.pair(backend="xla", slots=SLOTS), k=ladder, fused=fused)
-    assert tokens(generator, **law) == wanted
+    assert tokens(generator, **setting) == wanted
     assert set(generator.statistics.draft_lengths) == set(ladder)
 
 
@@ -95,9 +96,11 @@ def test_typical_acceptance_gives_what_it_gives_in_eager(workshop: Workshop, tmp
 
 
 def test_several_plain_steps_in_one_graph(workshop: Workshop) -> None:
-    for law in LAWS.values():
-        wanted = tokens(workshop.pair(slots=SLOTS)[1], **law)
-        assert tokens(SpeculativeGenerator(None, workshop.pair(backend="xla", slots=SLOTS)[1], k=4), **law) == wanted
+    for setting in SETTINGS.values():
+        wanted = tokens(workshop.pair(slots=SLOTS)[1], **setting)
+        assert (
+            tokens(SpeculativeGenerator(None, workshop.pair(backend="xla", slots=SLOTS)[1], k=4), **setting) == wanted
+        )
 
 
 def test_drafts_of_another_tokenizer(workshop: Workshop) -> None:
@@ -117,7 +120,7 @@ def test_rejection_sampling_gives_the_tokens_of_eager_rejection_sampling(worksho
     made = [
         tokens(
             SpeculativeGenerator(*workshop.pair(backend=backend, slots=SLOTS), k=2, acceptor="reject"),
-            **LAWS["sampled"],
+            **SETTINGS["sampled"],
         )
         for backend in ("eager", "xla")
     ]

@@ -1,4 +1,4 @@
-"""What the tests of token equality share: laws, prompts, processors and drafts that are wrong; no tests in here."""
+"""What the tests of token equality share: settings, prompts, processors and drafts that are wrong; no tests in here."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paceline import GenerationResult
 from paceline.generator import Sampler, SamplingDecoder
 from tests.decoder.tiny import VOCABULARY
 
-Law = dict[str, object]
+Setting = dict[str, object]
 NEW = 20
 
-LAWS: dict[str, Law] = {
+SETTINGS: dict[str, Setting] = {
     "greedy": {},
     "cool": {"do_sample": True, "temperature": 0.7, "seed": 11},
     "hot and cut": {"do_sample": True, "temperature": 1.0, "top_k": 20, "top_p": 0.9, "min_p": 0.02, "seed": 1 << 40},
@@ -36,7 +36,7 @@ class Growing(LogitsProcessor):
         return scores
 
 
-PROCESSORS: dict[str, Callable[[], Law]] = {
+PROCESSORS: dict[str, Callable[[], Setting]] = {
     "repetition penalty": lambda: {"repetition_penalty": 1.4},
     "no repeated n-grams": lambda: {"no_repeat_ngram_size": 1},
     "both and one with a memory": lambda: {
@@ -47,9 +47,9 @@ PROCESSORS: dict[str, Callable[[], Law]] = {
 }
 
 
-def run(sampler: Sampler, law: Law, *, prompts: list[list[int]] = PROMPTS, new: int = NEW) -> GenerationResult:
+def run(sampler: Sampler, setting: Setting, *, prompts: list[list[int]] = PROMPTS, new: int = NEW) -> GenerationResult:
     """The result of one call."""
-    made = sampler.sample(prompts, max_new_tokens=new, return_dict=True, **law)  # type: ignore[arg-type]
+    made = sampler.sample(prompts, max_new_tokens=new, return_dict=True, **setting)  # type: ignore[arg-type]
     assert isinstance(made, GenerationResult)
     return made
 
@@ -60,10 +60,15 @@ def texts(result: GenerationResult) -> list[list[int]]:
 
 
 def plain(
-    target: SamplingDecoder, law: Law, *, width: int | None = None, prompts: list[list[int]] = PROMPTS, new: int = NEW
+    target: SamplingDecoder,
+    setting: Setting,
+    *,
+    width: int | None = None,
+    prompts: list[list[int]] = PROMPTS,
+    new: int = NEW,
 ) -> list[list[int]]:
     """Plain decoding."""
-    return texts(run(target, {**law, "verify_width": width}, prompts=prompts, new=new))
+    return texts(run(target, {**setting, "verify_width": width}, prompts=prompts, new=new))
 
 
 def stumbling(known: list[list[int]], *, every: int = 3) -> Callable[[list[int]], list[int]]:
