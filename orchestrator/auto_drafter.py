@@ -252,7 +252,10 @@ class _Makers:
         return ChoiceDrafter([self.make(part) for part in parts], [str(part) for part in spec.parts], **options)
 
     def _k(self, spec: DraftSpec) -> int:
-        return self.config.max_k if spec.k is None else spec.k
+        if spec.k is not None:
+            return spec.k
+        usual = self.target.backend.draft_lengths if self.config.k == "auto" else ()
+        return usual[-1] if usual else self.config.max_k
 
     def _given(self, spec: DraftSpec, value: object) -> Drafter:
         """A drafter from a Python object."""

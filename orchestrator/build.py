@@ -39,7 +39,7 @@ def engine(target: CompiledDecoder, drafter: Drafter, config: SpeculativeConfig,
         ConfigurationError: the acceptance rule does not fit the drafter, or the drafter cannot be fused or shortened.
     """
     target.check_width(drafter.draft_shape.num_draft_tokens + 1)
-    lengths = config.draft_lengths(drafter.draft_shape.depth)
+    lengths = config.draft_lengths(drafter.draft_shape.depth, target.backend.draft_lengths)
     builder = _VariantBuilder(
         target,
         drafter,

@@ -147,10 +147,13 @@ class SpeculativeConfig(BaseModel):
 
         return self.model_copy(update={"draft": tuple(spec.mapped(change) for spec in self.draft)})
 
-    def draft_lengths(self, deepest: int) -> tuple[int, ...] | None:
-        """The lengths that rounds choose among, for a drafter of at most ``deepest`` tokens; None: there is one."""
+    def draft_lengths(self, deepest: int, usual: tuple[int, ...] = ()) -> tuple[int, ...] | None:
+        """The lengths that rounds choose among, for a drafter of at most ``deepest`` tokens; None: there is one.
+
+        ``usual``: those that "auto" stands for on a backend; () = `DRAFT_LENGTHS`.
+        """
         if self.k == "auto":
-            return (*(length for length in DRAFT_LENGTHS if length < deepest), deepest)
+            return (*(length for length in usual or DRAFT_LENGTHS if length < deepest), deepest)
         return self.k if isinstance(self.k, tuple) else None
 
 

@@ -134,6 +134,10 @@ class Backend(Protocol):
         there.
         """
 
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """Lengths of drafts that k="auto" chooses among, 0 for rounds without one; () = the usual ones."""
+
     def read_state(self, state: Tensor) -> Tensor:
         """A copy of what a state of its graphs holds now."""
 
@@ -202,6 +206,7 @@ class LocalBackend:
     name = "local"
     group: Collectives = SingleRank()
     device_state = False
+    draft_lengths: tuple[int, ...] = ()
 
     def read_state(self, state: Tensor) -> Tensor:
         return state.clone()

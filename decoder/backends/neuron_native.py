@@ -24,6 +24,7 @@ from paceline.core.errors import BackendError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
 from paceline.decoder.backends.neuron import noise_record
+from paceline.decoder.backends.neuron.engines import DRAFT_LENGTHS
 from paceline.decoder.backends.neuron.sdk import instance_family
 from paceline.decoder.compile import graph_lint
 from paceline.decoder.compile.lowering import Lowered, lower, state_of
@@ -106,6 +107,7 @@ class NeuronNativeBackend(LocalBackend):
 
     name = "neuron-native"
     device_state = True
+    draft_lengths = DRAFT_LENGTHS
 
     def __init__(self) -> None:
         self._runtime = runtime()

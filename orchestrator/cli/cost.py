@@ -11,7 +11,8 @@ from rich.table import Table
 from paceline.cli import console
 from paceline.cli.options import AsJson
 from paceline.core.sampling import known_kinds
-from paceline.diagnostics.round_cost import RoundSetup, read_config, round_cost, to_json
+from paceline.diagnostics.round_cost import round_cost, to_json
+from paceline.diagnostics.round_graphs import RoundSetup, read_config, read_draft
 from paceline.placement.planning.detect import instance_named
 
 app = typer.Typer()
@@ -21,7 +22,7 @@ app = typer.Typer()
 def cost_of_round(
     *,
     target: Annotated[Path, typer.Option(help="config.json of the target, or a folder with one.")],
-    draft: Annotated[Path, typer.Option(help="config.json of the draft, or a folder with one.")],
+    draft: Annotated[Path, typer.Option(help="config.json of the draft model or EAGLE head, or a folder with one.")],
     instance: Annotated[str, typer.Option(help="Instance type of the inf2 or trn1 family.")] = "inf2.48xlarge",
     tp: Annotated[int, typer.Option(help="Cores that both models are divided over.")] = 8,
     k: Annotated[int, typer.Option(min=1, help="Drafted tokens a round.")] = 4,
@@ -31,7 +32,8 @@ def cost_of_round(
     """Estimate a round of speculation on Inferentia2 or Trainium1 by arithmetic. No weights and no chip are needed."""
     with console.refusals():
         (kind,) = known_kinds([sampling])
-        setup = RoundSetup(read_config(target), read_config(draft), tp, k, kind)
+        verifier = read_config(target)
+        setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind)
         found = round_cost(setup, instance_named(instance))
     if as_json:
         typer.echo(to_json(found))

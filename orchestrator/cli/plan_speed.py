@@ -123,7 +123,7 @@ def _measured(
 def _hardware(
     options: HardwareOptions, acceptance: str | None, *, sizes: Sequence[int], max_depth: int
 ) -> list[LoadPlan]:
-    from paceline.diagnostics.round_cost import read_config
+    from paceline.diagnostics.round_graphs import read_config
     from paceline.experiments.hardware_speed import HardwareQuestion, from_hardware
     from paceline.experiments.speed_plan import parse_rates
     from paceline.placement.planning.detect import instance_named

@@ -18,10 +18,8 @@ from paceline.core.acceptance.match import Match
 from paceline.core.types import DraftShape
 from paceline.decoder.backends.neuron import engines
 from paceline.decoder.compile.step_work import Work, step_work
-from paceline.diagnostics.round_cost import RoundSetup, body_of, check_instance, memory_of, times_of
-from paceline.draft.heads import ChainStep
-from paceline.draft.model import ModelHead
-from paceline.draft.vocab_map import VocabMap
+from paceline.diagnostics.round_cost import check_instance, times_of
+from paceline.diagnostics.round_graphs import RoundSetup, body_of, memory_of
 from paceline.placement.planning.instances import Instance
 from paceline.target.steps import VerifyStep
 
@@ -76,14 +74,14 @@ class PartTimes:
 
 def fits(setup: RoundSetup, instance: Instance, *, draft: bool, target: bool) -> bool:
     """Whether weights and caches of these models fit on each core."""
-    models = [setup.target] * target + [setup.draft] * draft
-    return sum(memory_of(config, setup) for config in models) <= instance.memory
+    needed = memory_of(setup.target, setup) if target else 0
+    return needed + (setup.draft.memory(setup) if draft else 0) <= instance.memory
 
 
 def _part(setup: RoundSetup, instance: Instance, *, drafts: bool) -> PartTime:
     one, two = (_work(setup, layers, drafts=drafts) for layers in (1, 2))
-    config = setup.draft if drafts else setup.target
-    total = one.plus(two.plus(one, -1), config.num_layers - 1)
+    layers = setup.draft.layers if drafts else setup.target.num_layers
+    total = one.plus(two.plus(one, -1), layers - 1)
     times, collectives = times_of(total, instance), sum(total.collectives.values())
     busy = sum(times.values())
     return PartTime(
@@ -95,11 +93,9 @@ def _part(setup: RoundSetup, instance: Instance, *, drafts: bool) -> PartTime:
 
 def _work(setup: RoundSetup, layers: int, *, drafts: bool) -> Work:
     with FakeTensorMode(allow_non_fake_inputs=True):
-        body = body_of(setup.draft if drafts else setup.target, layers, setup)
+        body = body_of(setup.target, 1 if drafts else layers, setup)
         if drafts:
-            vocabulary = VocabMap(setup.draft.vocab_size, setup.target.vocab_size)
-            head = ModelHead(body, vocabulary, body.options)
-            step: nn.Module = ChainStep(head, setup.k, setup.rows, kind=setup.kind)
+            step: nn.Module = setup.draft.step(body, setup, layers)
         else:
             shape = DraftShape.chain(setup.k)
             step = VerifyStep(body, setup.rows, draft_shape=shape, rule=Match(), kind=setup.kind)

@@ -7,51 +7,19 @@ left. Times are arithmetic from published figures (`paceline.decoder.backends.ne
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paceline.core.acceptance.match import Match
 from paceline.core.errors import ConfigurationError
-from paceline.core.types import DraftShape, SamplingKind
 from paceline.decoder.backends.neuron import engines
 from paceline.decoder.compile.step_work import Work, step_work
-from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.kernels.traceable import TraceableKernels
-from paceline.decoder.models import registry
-from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.models.layers import Weights
-from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel import sharding
-from paceline.decoder.parallel.collectives import DeviceGroup
-from paceline.decoder.parallel.sharding import Shard
-from paceline.draft.heads import ChainStep
-from paceline.draft.model import ModelHead
-from paceline.draft.vocab_map import VocabMap
+from paceline.diagnostics.round_graphs import RoundSetup, fused_round, memory_of
 from paceline.placement.planning.instances import Instance
-from paceline.target.steps import FusedStep, VerifyStep
 
-
-@dataclass(frozen=True, slots=True)
-class RoundSetup:
-    """A fused pair: ``k`` drafted tokens a round over ``slots`` texts of up to ``rows`` tokens, on ``degree`` cores."""
-
-    target: ModelConfig
-    draft: ModelConfig
-    degree: int
-    k: int
-    kind: SamplingKind = "greedy"
-    slots: int = 1
-    rows: int = 2048
-
-
-def read_config(path: Path) -> ModelConfig:
-    """Of a ``config.json``, or of a folder with one and nothing else."""
-    return ModelConfig.from_file(path / "config.json" if path.is_dir() else path)
+REST = "embedding, head and sampler"
 
 
 def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
@@ -61,24 +29,18 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
         ConfigurationError: the models cannot be divided like that, or the figures of this chip are not known.
     """
     check_instance(setup.degree, instance)
-    base = _work(setup, 1, 1)
-    target = _work(setup, 2, 1).plus(base, -1)  # of one layer
-    draft = _work(setup, 1, 2).plus(base, -1)
-    rest = base.plus(target, -1).plus(draft, -1)
-    nothing = base.plus(base, -1)
-    parts = {
-        "target layers": nothing.plus(target, setup.target.num_layers),
-        "draft layers": nothing.plus(draft, setup.draft.num_layers),
-        "embedding, head and sampler": rest,
-    }
-    total = parts["target layers"].plus(parts["draft layers"]).plus(rest)
+    parts = _parts(setup)
+    rest = parts[REST]
+    total = Work(rest.rows)
+    for part in parts.values():
+        total = total.plus(part)
     times = {name: times_of(work, instance) for name, work in parts.items()}
-    sampler = sum(times["embedding, head and sampler"][name] for name in ("vector", "scalar", "gather"))
+    sampler = sum(times[REST][name] for name in ("vector", "scalar", "gather"))
     busy = sum(sum(part.values()) for part in times.values())
     collectives = sum(total.collectives.values())
     expected = busy + collectives * engines.COLLECTIVE.value + engines.LAUNCH.value
     slower = collectives * (engines.COLLECTIVE_SLOW.value - engines.COLLECTIVE.value)
-    memory = memory_of(setup.target, setup) + memory_of(setup.draft, setup)
+    memory = memory_of(setup.target, setup) + setup.draft.memory(setup)
     ideal = sum(max(part["memory"] * engines.BANDWIDTH_SHARE.value, part["tensor"]) for part in times.values())
     return {
         "instance": instance.name,
@@ -86,8 +48,11 @@ def round_cost(setup: RoundSetup, instance: Instance) -> dict[str, object]:
         "k": setup.k,
         "sampling": setup.kind,
         "padding": {
-            name: {what: list(both) for what, both in sharding.padding(config, setup.degree).items()}
-            for name, config in (("target", setup.target), ("draft", setup.draft))
+            name: {what: list(both) for what, both in filled.items()}
+            for name, filled in (
+                ("target", sharding.padding(setup.target, setup.degree)),
+                ("draft", setup.draft.padding(setup.degree)),
+            )
         },
         "round": {
             "ideal_ms": round(ideal * 1e3, 3),
@@ -140,6 +105,12 @@ _FIGURES = (
 )
 
 
+def expected_seconds(work: Work, instance: Instance) -> float:
+    """Of one call: engines one after the other, collectives, and the host."""
+    busy = sum(times_of(work, instance).values())
+    return busy + sum(work.collectives.values()) * engines.COLLECTIVE.value + engines.LAUNCH.value
+
+
 def times_of(work: Work, instance: Instance) -> dict[str, float]:
     """Seconds by resource, each by itself; a weight that is widened is read twice and written at twice its size."""
     narrow = sum(count for name, count in work.products.items() if name != "float32")
@@ -170,49 +141,34 @@ def _collectives(work: Work) -> list[dict[str, object]]:
     ]
 
 
-def memory_of(config: ModelConfig, setup: RoundSetup) -> int:
-    """Bytes of weights and caches on one core, in 16 bits."""
-    shard = Shard(config, sharding.layout(config, setup.degree))
-    weights = sum(shard.numbers_of(spec) for spec in registry.family(config.model_type).tensors(config).values())
-    cache = 2 * config.num_layers * setup.slots * len(shard.key_heads) * setup.rows * config.head_dim
-    return 2 * (weights + cache)
+def _parts(setup: RoundSetup) -> dict[str, Work]:
+    """A round by what does it. Layers of one model are alike, so that one and two of them tell what each costs."""
+    base, head = _works(setup, 1, 1)
+    target = _works(setup, 2, 1)[0].plus(base, -1)  # of one layer
+    nothing = base.plus(base, -1)
+    if setup.draft.layers == 1:
+        rest = base.plus(target, -1).plus(head, -1)
+        return {"target layers": nothing.plus(target, setup.target.num_layers), "draft head": head, REST: rest}
+    draft = _works(setup, 1, 2)[0].plus(base, -1)
+    return {
+        "target layers": nothing.plus(target, setup.target.num_layers),
+        "draft layers": nothing.plus(draft, setup.draft.layers),
+        REST: base.plus(target, -1).plus(draft, -1),
+    }
 
 
-def _work(setup: RoundSetup, target_layers: int, draft_layers: int) -> Work:
-    """A whole round of models of so many layers."""
+def _works(setup: RoundSetup, target_layers: int, draft_layers: int) -> tuple[Work, Work]:
+    """Of a whole round of models of so many layers, and of its drafting alone."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        target = body_of(setup.target, target_layers, setup)
-        draft = body_of(setup.draft, draft_layers, setup)
-        vocabulary = VocabMap(setup.draft.vocab_size, setup.target.vocab_size)
-        drafts = ChainStep(ModelHead(draft, vocabulary, draft.options), setup.k, setup.rows, kind=setup.kind)
-        shape = DraftShape.chain(setup.k)
-        step = FusedStep(drafts, VerifyStep(target, setup.rows, draft_shape=shape, rule=Match(), kind=setup.kind))
+        step, given = fused_round(setup, target_layers, draft_layers)
+        features = () if step.carry is None else (step.carry.features,)
     width = -(-setup.target.vocab_size // setup.degree)
-    return step_work(step, _inputs(setup), width, tile=int(engines.TILE.value))
+    tokens, count, row, _limit, *sampling = given
 
+    def counted(module: nn.Module, inputs: Sequence[Tensor]) -> Work:
+        return step_work(module, inputs, width, tile=int(engines.TILE.value))
 
-def body_of(config: ModelConfig, layers: int, setup: RoundSetup) -> ModelWithCache:
-    """One rank's part of a model of so many layers, on shapes alone where fake tensors are on."""
-    config = replace(config, num_layers=layers)
-    layout = sharding.layout(config, setup.degree)
-    options = DecoderOptions(setup.slots, (setup.rows,), (min(128, setup.rows),), "bf16", layout)
-    shard = Shard(config, layout)
-    weights: Weights = {}
-    for name, spec in registry.family(config.model_type).tensors(config).items():
-        size, cut = list(spec.shape), shard.slice_of(spec)
-        if cut is not None:
-            size[cut.dim] = cut.size
-        weights[name] = torch.zeros(size, dtype=torch.bfloat16)
-    group = DeviceGroup(setup.degree) if setup.degree > 1 else None
-    body: nn.Module = ModelWithCache(config, options, weights, kernels=TraceableKernels(), group=group).eval()
-    assert isinstance(body, ModelWithCache)
-    return body
-
-
-def _inputs(setup: RoundSetup) -> tuple[Tensor, ...]:
-    one = torch.ones(setup.slots, dtype=torch.int32)
-    tokens = torch.ones(setup.slots, setup.k + 1, dtype=torch.int32)
-    return (tokens, one, one, one, torch.zeros(setup.slots, 4), torch.zeros(setup.slots, 4, dtype=torch.int32))
+    return counted(step, given), counted(step.draft, (tokens, count, row, *sampling, *features))
 
 
 def to_json(found: Mapping[str, object]) -> str:

@@ -17,7 +17,7 @@ from paceline.core.types import SamplingKind
 from paceline.decoder.backends.neuron import engines
 from paceline.decoder.models.config import ModelConfig
 from paceline.diagnostics.part_cost import PartTime, PartTimes, fits
-from paceline.diagnostics.round_cost import RoundSetup
+from paceline.diagnostics.round_graphs import ModelDraft, RoundSetup
 from paceline.experiments.speed_plan import Candidate, LoadPlan, expected_tokens
 from paceline.placement.planning.instances import Instance
 
@@ -68,7 +68,13 @@ def from_hardware(question: HardwareQuestion, batch_sizes: Sequence[int]) -> lis
     """
     most = max(batch_sizes)
     setup = RoundSetup(
-        question.target, question.draft, 1, question.max_depth, question.kind, slots=most, rows=question.rows
+        question.target,
+        ModelDraft(question.draft),
+        1,
+        question.max_depth,
+        question.kind,
+        slots=most,
+        rows=question.rows,
     )
     degrees = [d for d in question.degrees or question.instance.degrees if _divides(setup, d, question)]
     if not degrees:

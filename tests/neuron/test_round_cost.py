@@ -16,8 +16,10 @@ from paceline.core.errors import ConfigurationError
 from paceline.decoder.json_fields import Fields
 from paceline.decoder.kernels.traceable import TraceableKernels
 from paceline.decoder.models.config import ModelConfig
-from paceline.diagnostics import round_cost
-from paceline.diagnostics.round_cost import RoundSetup
+from paceline.diagnostics import round_cost, round_graphs
+from paceline.diagnostics.round_graphs import EagleDraft, ModelDraft, RoundSetup, read_draft
+from paceline.eagle import initial
+from paceline.eagle.config import EagleConfig
 from paceline.placement.planning.instances import instance
 
 SHAPES = {
@@ -47,7 +49,19 @@ def fields(name: str) -> dict[str, Any]:
 
 def setup(target: str, draft: str, **more: Any) -> RoundSetup:
     configs = [ModelConfig.from_fields(Fields(fields(name), name)) for name in (target, draft)]
-    return RoundSetup(configs[0], configs[1], **{"degree": 8, "k": 4, **more})
+    return RoundSetup(configs[0], ModelDraft(configs[1]), **{"degree": 8, "k": 4, **more})
+
+
+def qwen3(**more: Any) -> RoundSetup:
+    """Qwen3-8B with an EAGLE-3 head of its own sizes that drafts 32,000 ids."""
+    sizes = fields("Llama-3-8B") | {"model_type": "qwen3", "vocab_size": 151_936, "intermediate_size": 12_288}
+    sizes |= {"num_hidden_layers": 36, "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+    target = ModelConfig.from_fields(Fields(sizes, "Qwen3-8B"))
+    return RoundSetup(target, EagleDraft(eagle3(target)), **{"degree": 8, "k": 3, **more})
+
+
+def eagle3(target: ModelConfig) -> EagleConfig:
+    return initial.default_config(target, version=3, layers=(2, 18, 33), draft_vocab_size=32_000)
 
 
 def test_a_round_of_llama_8b_and_1b_stays_within_its_budget() -> None:
@@ -66,6 +80,29 @@ def test_a_round_of_llama_8b_and_1b_stays_within_its_budget() -> None:
     assert next(iter(parts)) == "target layers", "the dearest first"
 
 
+def test_a_round_of_qwen3_8b_and_an_eagle_3_head_stays_within_its_budget() -> None:
+    found: Any = round_cost.round_cost(qwen3(), instance("inf2.48xlarge"))
+    whole, parts = found["round"], found["parts_ms"]
+    assert found["over_limits"] == [] and next(iter(parts)) == "draft head", "the dearest first"
+    # An eighth of 7.57 billion weights without the embedding, three times 0.39 of the head, which is whole everywhere.
+    assert 4.0e9 < whole["bytes_read"] < 4.3e9 and whole["bytes_widened"] == 0
+    # Two all-reduces a layer and one for the embedding; one for the embedding of each drafted token; one gather.
+    assert sum(one["count"] for one in whole["collectives"]) <= 73 + 3 + 2
+    assert whole["sampler_share"] <= 0.05 and whole["largest_gather"] <= 4
+    assert whole["expected_ms"] <= 2 * whole["ideal_ms"]
+
+
+def test_a_head_is_known_by_its_configuration(tmp_path: Path) -> None:
+    setup = qwen3()
+    eagle3(setup.target).write(tmp_path)
+    assert read_draft(tmp_path, setup.target) == setup.draft
+    published = fields("Llama-3-8B") | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1}
+    published |= {"draft_vocab_size": 32_000, "vocab_size": 151_936, "intermediate_size": 12_288}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    found = read_draft(tmp_path, setup.target)
+    assert isinstance(found, EagleDraft) and (found.config.version, found.config.layers) == (3, (2, 18, 33))
+
+
 def test_heads_that_24_cores_do_not_divide_are_counted_with_their_zeros() -> None:
     found: Any = round_cost.round_cost(setup("Llama-3-8B", "Llama-3.2-1B", degree=24), instance("inf2.48xlarge"))
     padded = {"attention heads": [32, 48], "columns of the MLP": [14336, 14352]}
@@ -81,7 +118,7 @@ def test_a_widened_weight_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         def linear(self, x: Tensor, weight: Tensor, count: Tensor | None = None) -> Tensor:
             return functional.linear(x, weight.float())
 
-    monkeypatch.setattr(round_cost, "TraceableKernels", Widened)
+    monkeypatch.setattr(round_graphs, "TraceableKernels", Widened)
     found: Any = round_cost.round_cost(setup("Llama-3.2-1B", "Llama-3.2-1B", k=1), instance("inf2.48xlarge"))
     assert found["round"]["bytes_widened"] > 0.3e9
     assert [one.split(":")[0] for one in found["over_limits"]] == ["widened weights"]

@@ -109,6 +109,7 @@ def test_lengths_to_choose_among() -> None:
     assert auto.max_k == 8
     assert auto.draft_lengths(8) == (0, 1, 2, 4, 8)
     assert auto.draft_lengths(3) == (0, 1, 2, 3)
+    assert auto.draft_lengths(4, (0, 1, 3, 4)) == (0, 1, 3, 4), "what a backend is best at"
     assert SpeculativeConfig(k=(0, 3)).draft_lengths(3) == (0, 3)
     assert SpeculativeConfig(k=3).draft_lengths(3) is None
     assert SpeculativeConfig().max_k == 4

@@ -24,6 +24,7 @@ from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.backends.neuron import noise_record
 from paceline.decoder.backends.neuron import ranks as neuron_ranks
 from paceline.decoder.backends.neuron.chip import Chip, chip
+from paceline.decoder.backends.neuron.engines import DRAFT_LENGTHS
 from paceline.decoder.backends.neuron.layout import Entry
 from paceline.decoder.backends.neuron.stateful import Stateful
 from paceline.decoder.compile import cache, graph_lint
@@ -39,6 +40,7 @@ class NeuronBackend:
 
     name = "neuron"
     device_state = True
+    draft_lengths = DRAFT_LENGTHS
 
     def __init__(self, degree: int = 1) -> None:
         self._chip = chip()

@@ -61,3 +61,7 @@ TILE = Figure(
 
 CORE_V2 = ("inf2", "trn1")
 """Families of instances with NeuronCore-v2, whose figures these are."""
+
+DRAFT_LENGTHS = (0, 1, 3, 4)
+"""Lengths of drafts worth a graph on Neuron, where each takes minutes to compile. Published: K = 3 gives 48.2 tokens a
+second and K = 7 42.5, where plain decoding has 31.5 (P-EAGLE on Trainium2, aws-neuron/nkipy)."""
