@@ -12,6 +12,7 @@ from paceline.core.acceptance.synthetic import SyntheticAcceptance
 from paceline.core.acceptance.typical import Typical
 from paceline.core.errors import PacelineError
 from paceline.decoder.parallel.sharding import GQA
+from paceline.decoder.weights.save_quantized import save_quantized
 from paceline.draft.function import FunctionDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.draft.retokenizing import TokenizerPair
@@ -88,6 +89,7 @@ __all__ = [
     "SyntheticAcceptance",
     "TokenizerPair",
     "Typical",
+    "save_quantized",
 ]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.weights.save_quantized import save_quantized
 from paceline.generator import SpeculativeGenerator
 from paceline.huggingface.adapter import HuggingFaceGenerationAdapter
 from paceline.huggingface.cache import SlotCache
@@ -91,6 +92,14 @@ class DecoderApplication:
     def reset(self) -> None:
         """Forget the texts in the slots: the next `forward` begins new ones."""
         self._text = None
+
+    def quantize(self, folder: str | os.PathLike[str]) -> None:
+        """Write the checkpoint with int8 weights; a `DecoderApplication` of that folder needs no ``quantization``.
+
+        Raises:
+            ConfigurationError, CheckpointError, StorageError: as `save_quantized`.
+        """
+        save_quantized(self.path, folder, self.config.quantization or "int8")
 
     def generator(self, draft: object = None) -> SpeculativeGenerator:
         """A generator with the configuration's draft, or another one; plain decoding if there is none."""

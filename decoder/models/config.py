@@ -21,6 +21,7 @@ from paceline.decoder.gguf.checkpoint import read_config
 from paceline.decoder.json_fields import Fields, read_json_object
 from paceline.decoder.models import registry
 from paceline.decoder.models.rope import ROPE_TYPES, RopeConfig
+from paceline.decoder.weights.compressed import check_quantization_config
 from paceline.decoder.weights.files import is_gguf
 from paceline.decoder.weights.known_models import KNOWN_MODELS
 from paceline.decoder.weights.locate import checkpoint_path
@@ -157,11 +158,8 @@ def standard(config: Fields, generation: Fields, *, share: float | None = None) 
 
 
 def _refuse_options(config: Fields) -> None:
-    if config.values.get("quantization_config"):
-        raise UnknownArchitectureError(
-            f"{config.where}: quantization_config says that the weights are quantised, which is not "
-            "supported; use the checkpoint in float32, bfloat16 or float16."
-        )
+    if quantized := config.values.get("quantization_config"):
+        check_quantization_config(quantized, str(config.where))
     if config.values.get("per_layer_config"):
         raise UnknownArchitectureError(
             f"{config.where}: per_layer_config gives layers different sizes, which is not supported; use a "

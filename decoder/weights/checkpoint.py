@@ -8,7 +8,7 @@ held whole while it is read.
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from paceline.core.errors import (
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Shard, TensorSlice, TensorSpec
+from paceline.decoder.weights.compressed import SCALE
 from paceline.decoder.weights.files import (
     TensorInfo,
     WeightFile,
@@ -43,11 +44,14 @@ _PORTION = 8 << 20  # bytes in float32 that are read before a file is opened ane
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A tensor of the checkpoint: the file it is in, its name there, and what that file says of it."""
+    """A tensor of the checkpoint: the file it is in, its name there, what that file says of it, and whether it is int8
+    with scales beside it.
+    """
 
     file: Path
     stored: str
     info: TensorInfo
+    scaled: bool = False
 
 
 def load_weights(
@@ -67,7 +71,8 @@ def load_weights(
     tensors in all) after each one. With tied embeddings the result has no ``lm_head.weight``.
 
     ``quantization`` names the `WeightFormat` of all matrices (those of layers and of the vocabulary), or is "gguf":
-    what a GGUF file has as Q8_0, Q4_0 or Q4_1 stays as it is, and its other matrices become Q8_0.
+    what a GGUF file has as Q8_0, Q4_0 or Q4_1 stays as it is, and its other matrices become Q8_0. Matrices that a
+    checkpoint holds as int8 (`paceline.decoder.weights.compressed`) stay so without it.
     """
     if dtype not in _DTYPES:
         raise ConfigurationError(f"weights cannot be loaded as {dtype}; choose one of {', '.join(map(str, _DTYPES))}.")
@@ -81,7 +86,7 @@ def load_weights(
     # Copies, which some checkpoints keep of tied tensors, are read, compared and dropped.
     specs = expected | {copy: expected[name] for copy, name in originals.items()}
     _check_infos(places, specs)
-    matrices = _formats(place, specs, quantization)
+    matrices = _formats(place, specs, quantization) | _stored_formats(places, specs, quantization)
     loaded: dict[str, Stored] = {}
     copies: dict[str, Stored] = {}
     for file, names in _portions(places, specs):
@@ -114,6 +119,16 @@ def _formats(path: Path, specs: Mapping[str, TensorSpec], quantization: str | No
         raise ConfigurationError(f"quantization='gguf' keeps what a GGUF file has, and {path} is none; use {names}")
     form = None if quantization == "gguf" else WeightFormat.of(quantization)
     return {name: form for name, spec in specs.items() if spec.is_matrix}
+
+
+def _stored_formats(
+    places: Mapping[str, _Place], specs: Mapping[str, TensorSpec], quantization: str | None
+) -> dict[str, WeightFormat | None]:
+    """The matrices that are int8 in the checkpoint and stay so."""
+    stored: dict[str, WeightFormat | None] = {name: None for name in specs if places[name].scaled}
+    if stored and quantization not in (None, WeightFormat.INT8.value):
+        raise ConfigurationError(f"quantization={quantization!r}: the checkpoint is int8 already; leave it out")
+    return stored
 
 
 def _load_matrix(
@@ -163,7 +178,21 @@ def _survey(path: Path) -> dict[str, _Place]:
                         "downloads, download the checkpoint again."
                     )
                 places[name] = _Place(file, name, info)
-    return places
+    return _with_scales(places)
+
+
+def _with_scales(places: dict[str, _Place]) -> dict[str, _Place]:
+    """The same without the scales of int8 matrices, which are read together with them."""
+    made = dict(places)
+    for name, place in places.items():
+        if place.info.dtype == "I8" and (scale := made.pop(name + SCALE, None)) is not None:
+            if scale.file != place.file:
+                raise MissingWeightsError(
+                    f"{name} is in {place.file} and its scales are in {scale.file}; a matrix and its scales must be in "
+                    "one file: save the checkpoint again."
+                )
+            made[name] = replace(place, scaled=True)
+    return made
 
 
 def _portions(places: dict[str, _Place], specs: dict[str, TensorSpec]) -> Iterator[tuple[Path, list[str]]]:
@@ -215,7 +244,8 @@ def _check_infos(places: dict[str, _Place], specs: dict[str, TensorSpec]) -> Non
                 f"{place.file}: {name} has shape {list(place.info.shape)}, but {_configuration(place.file)} asks for "
                 f"{list(spec.shape)}; use the one that belongs to these weights."
             )
-        check_stored(name, place.info.dtype, where=place.file)
+        if not (place.scaled and spec.is_matrix and not spec.transposed):
+            check_stored(name, place.info.dtype, where=place.file)
 
 
 def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, part: TensorSlice | None, file: Path) -> Tensor:

@@ -19,7 +19,8 @@ from torch import Tensor
 from paceline.core.errors import CheckpointError, MissingWeightsError, WeightValueError
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.atomic_write import save_pickle, save_tensors
-from paceline.decoder.weights.quantize import QuantizedTensor
+from paceline.decoder.weights.compressed import SCALE
+from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
 
 _ZIP = b"PK\x03\x04"
 _AGAIN = "download the file again"
@@ -123,7 +124,17 @@ class _SafetensorsFile:
         return tensor
 
     def read_quantized(self, name: str) -> QuantizedTensor | None:
-        return None
+        names = self.handle.keys()
+        if name + SCALE not in names:
+            return None
+        data = self.handle.get_tensor(name)
+        scales = self.handle.get_tensor(name + SCALE).float().flatten()
+        if len(scales) != len(data) or not bool((torch.isfinite(scales) & (scales > 0)).all()):
+            raise WeightValueError(
+                f"{name}{SCALE} must have a positive number for each of {len(data)} rows; the checkpoint is damaged, "
+                f"{_AGAIN}."
+            )
+        return QuantizedTensor(data.clone(), scales.clone(), WeightFormat.INT8, data.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

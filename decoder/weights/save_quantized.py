@@ -1,0 +1,70 @@
+"""`save_quantized`: a checkpoint with int8 weights, made of one with floats, in the layout of compressed-tensors.
+
+It loads faster and takes a quarter of the disk of float32; the model is the one that ``quantization="int8"`` makes of
+the original when it is loaded, number by number.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.json_fields import read_json_object
+from paceline.decoder.models import registry
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.weights.atomic_write import atomic_write
+from paceline.decoder.weights.checkpoint import load_weights
+from paceline.decoder.weights.compressed import QUANTIZATION_CONFIG, SCALE
+from paceline.decoder.weights.files import is_gguf, write_weight_file
+from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.quantize import QuantizedTensor
+
+_COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
+
+
+def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str], quantization: str = "int8") -> None:
+    """Write the checkpoint ``path`` into ``folder`` with quantised matrices: those of layers and of the vocabulary.
+
+    `AutoDecoder.from_pretrained` loads it as it stands, without an option.
+
+    Raises:
+        ConfigurationError: the format is not "int8", both folders are one, or the family stores its matrices turned.
+        CheckpointError: the checkpoint cannot be used.
+        StorageError: the folder cannot be written.
+    """
+    place, into = checkpoint_path(path), Path(folder)
+    if quantization != "int8":
+        raise ConfigurationError(
+            f"quantization={quantization!r} cannot be saved here: safetensors hold int8; blocks of 32 numbers are "
+            "those of GGUF files, which the package gguf writes"
+        )
+    if is_gguf(place):
+        raise ConfigurationError(f"{place} is a GGUF file; save_quantized takes a folder with config.json")
+    if into.resolve() == place.resolve():
+        raise ConfigurationError(f"{into} is the checkpoint itself; name another folder")
+    config = ModelConfig.from_pretrained(place)
+    specs = registry.family(config.model_type).tensors(config)
+    if any(spec.transposed for spec in specs.values() if spec.is_matrix):
+        raise ConfigurationError(
+            f"{config.model_type} stores matrices as [in, out], for which the layout has no place; load it with "
+            "quantization='int8' instead"
+        )
+    tensors: dict[str, Tensor] = {}
+    for name, stored in load_weights(place, config, torch.float32, quantization=quantization).items():
+        if isinstance(stored, QuantizedTensor):
+            assert stored.scales is not None, "int8 has scales"
+            tensors[name], tensors[name + SCALE] = stored.data, stored.scales.unsqueeze(1)
+        else:
+            tensors[name] = stored
+    with atomic_write(into):
+        into.mkdir(parents=True, exist_ok=True)
+        for pattern in _COPIED:
+            for file in place.glob(pattern):
+                shutil.copyfile(file, into / file.name)
+        write_weight_file(into / "model.safetensors", tensors)
+        fields = {**read_json_object(place / "config.json"), "quantization_config": QUANTIZATION_CONFIG}
+        (into / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")

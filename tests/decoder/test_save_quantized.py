@@ -1,0 +1,188 @@
+"""Checkpoints with int8 weights: written, loaded as they stand, and refused where they are something else."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from paceline import AutoDecoder, DecoderApplication, NeuronConfig, SpeculativeGenerator, save_quantized
+from paceline.auto import SamplingDecoder
+from paceline.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MissingWeightsError,
+    PacelineError,
+    UnknownArchitectureError,
+    WeightValueError,
+)
+from paceline.decoder import steps
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.parallel.sharding import Layout, Shard
+from paceline.decoder.weights.checkpoint import load_weights
+from paceline.decoder.weights.compressed import QUANTIZATION_CONFIG
+from paceline.decoder.weights.quantize import QuantizedTensor
+from tests.decoder import tiny
+
+PROMPTS = [[5, 9, 13, 5], [40, 2]]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("original")
+    tiny.network().save_pretrained(made)
+    (made / "vocab.txt").write_text("w0")
+    return made
+
+
+@pytest.fixture(scope="module")
+def quantized(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("saved") / "int8"
+    save_quantized(original, made)
+    return made
+
+
+def load(folder: Path, **options: Any) -> SamplingDecoder:
+    return AutoDecoder.from_pretrained(
+        folder, backend="eager", batch_size=2, amp="f32", context_length_estimate=[tiny.CHUNK], **options
+    )
+
+
+def texts(decoder: SamplingDecoder, **asked: Any) -> list[list[int]]:
+    made = decoder.sample(PROMPTS, max_new_tokens=20, **asked)
+    assert isinstance(made, torch.Tensor)
+    return made.tolist()
+
+
+def test_it_is_the_model_that_is_quantised_while_it_is_loaded(original: Path, quantized: Path) -> None:
+    made, expected = load(quantized), load(original, quantization="int8")
+    for asked in ({}, {"do_sample": True, "seed": 3}):
+        assert texts(made, **asked) == texts(expected, **asked)
+    assert texts(made) != texts(load(original))
+    assert made.cache_key() == {**expected.cache_key(), "config": made.config.fingerprint()}
+    assert texts(load(quantized, quantization="int8")) == texts(made)
+    assert (quantized / "vocab.txt").read_text() == "w0"
+    files = [folder / "model.safetensors" for folder in (original, quantized)]
+    assert files[1].stat().st_size < 0.5 * files[0].stat().st_size
+
+
+def test_speculation_on_it_keeps_the_tokens(original: Path, quantized: Path) -> None:
+    target = load(quantized)
+    generator = SpeculativeGenerator(load(original), target, k=3)
+    assert generator.sample(PROMPTS, max_new_tokens=20).tolist() == texts(target)
+    assert 0 < generator.statistics.num_accepted_tokens < generator.statistics.num_draft_tokens
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_gets_its_part(original: Path, quantized: Path, rank: int) -> None:
+    config = ModelConfig.from_pretrained(quantized)
+    shard = Shard(config, Layout(2), rank)
+    made = load_weights(quantized, config, torch.float32, shard=shard)
+    expected = load_weights(original, config, torch.float32, shard=shard, quantization="int8")
+    assert made.keys() == expected.keys()
+    for name, one in made.items():
+        other = expected[name]
+        if isinstance(one, QuantizedTensor):
+            assert isinstance(other, QuantizedTensor) and torch.equal(one.data, other.data)
+            assert one.scales is not None and other.scales is not None and torch.equal(one.scales, other.scales)
+        else:
+            assert isinstance(other, torch.Tensor) and torch.equal(one, other)
+
+
+def altered(quantized: Path, folder: Path, **fields: Any) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A copy with other fields in its config.json; and its tensors."""
+    folder.mkdir()
+    config = json.loads((quantized / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    return folder, load_file(quantized / "model.safetensors")
+
+
+def test_a_vocabulary_may_stay_in_floats(original: Path, quantized: Path, tmp_path: Path) -> None:
+    """As other programs write it: linear layers alone, scales in bfloat16."""
+    settings = copy.deepcopy(QUANTIZATION_CONFIG)
+    settings["ignore"], settings["config_groups"]["group_0"]["targets"] = ["lm_head"], ["Linear"]
+    folder, tensors = altered(quantized, tmp_path / "other", quantization_config=settings)
+    floats = load_file(original / "model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        del tensors[name + "_scale"]
+        tensors[name] = floats[name]
+    tensors = {name: one.bfloat16() if name.endswith("_scale") else one for name, one in tensors.items()}
+    save_file(tensors, folder / "model.safetensors")
+    decoder = load(folder)
+    assert len(texts(decoder)[0]) == len(PROMPTS[0]) + 20
+    text = torch.tensor(PROMPTS[:1] * 2, dtype=torch.int32)
+
+    start = torch.zeros(2, dtype=torch.int32)
+    made, exact = (steps.window(one, text, start, bucket=one.n_positions)[0] for one in (decoder, load(original)))
+    assert 0 < float((made - exact).abs().max()) < 0.1 * float(exact.abs().max())
+
+
+def test_damaged_ones_are_refused(quantized: Path, tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    for index, value in enumerate((0.0, -1.0, float("nan"))):
+        folder, tensors = altered(quantized, tmp_path / str(index))
+        tensors[name + "_scale"][0] = value
+        save_file(tensors, folder / "model.safetensors")
+        with pytest.raises(WeightValueError, match="a positive number for each of 48 rows"):
+            load(folder)
+    folder, tensors = altered(quantized, tmp_path / "no scale")
+    scale = tensors.pop(name + "_scale")
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="stored as I8"):
+        load(folder)
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    save_file({name + "_scale": scale}, folder / "two.safetensors")
+    places = {**dict.fromkeys(tensors, "one.safetensors"), name + "_scale": "two.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(MissingWeightsError, match="must be in one file"):
+        load(folder)
+
+
+WEIGHTS = QUANTIZATION_CONFIG["config_groups"]["group_0"]["weights"]
+OTHERS: dict[str, dict[str, Any]] = {
+    "quant_method = 'gptq'": {"quant_method": "gptq"},
+    "format = 'pack-quantized'": {"format": "pack-quantized"},
+    "kv_cache_scheme": {"kv_cache_scheme": {"num_bits": 8}},
+    "config_groups that are missing": {"config_groups": {}},
+    "a group without weights": {"config_groups": {"a": {}}},
+    "num_bits = 4": {"config_groups": {"a": {"weights": {**WEIGHTS, "num_bits": 4}}}},
+    "symmetric = False": {"config_groups": {"a": {"weights": {**WEIGHTS, "symmetric": False}}}},
+    "strategy = 'group'": {"config_groups": {"a": {"weights": {**WEIGHTS, "strategy": "group"}}}},
+    "input_activations": {"config_groups": {"a": {"weights": WEIGHTS, "input_activations": {"num_bits": 8}}}},
+}
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_other_ways_to_quantise_are_refused_by_name(quantized: Path, tmp_path: Path, words: str) -> None:
+    folder, _ = altered(quantized, tmp_path / "other", quantization_config={**QUANTIZATION_CONFIG, **OTHERS[words]})
+    with pytest.raises(UnknownArchitectureError, match=words):
+        ModelConfig.from_pretrained(folder)
+
+
+def test_what_cannot_be_saved(original: Path, quantized: Path, tmp_path: Path) -> None:
+    for source, into, form, words in (
+        (original, original, "int8", "the checkpoint itself"),
+        (original, tmp_path, "q8_0", "safetensors hold int8"),
+        (tmp_path / "some.gguf", tmp_path, "int8", "GGUF"),
+    ):
+        with pytest.raises(PacelineError, match=words):
+            save_quantized(source, into, form)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=48, n_embd=24, n_layer=1, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None)
+    ).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ConfigurationError, match=r"stores matrices as \[in, out\]"):
+        save_quantized(tmp_path / "gpt2", tmp_path / "made")
+    with pytest.raises(ConfigurationError, match="int8 already"):
+        load(quantized, quantization="q8_0")
+
+
+def test_an_application_quantises(original: Path, quantized: Path, tmp_path: Path) -> None:
+    DecoderApplication(original, NeuronConfig(quantization="int8"), backend="eager").quantize(tmp_path / "made")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "made" / name).read_bytes() == (quantized / name).read_bytes()
