@@ -28,6 +28,8 @@ class DrafterRow:
     trees      can propose trees
     draws      can report the probabilities its tokens were drawn from (acceptor="reject")
     fused      can share a graph with the target
+    masks      chooses its drafts under the mask of a grammar; those of others are cut where the grammar forbids one, so
+               that every drafter takes structured output
     ladder     which of its drafts can be had at several lengths (k="auto")
     listable   can be one of a list
     options    what its options are read from, where that is not ``path``
@@ -40,6 +42,7 @@ class DrafterRow:
     trees: bool = False
     draws: bool = False
     fused: bool = False
+    masks: bool = False
     ladder: Literal["all", "chains", "none"] = "all"
     listable: bool = True
     options: str = ""
@@ -83,6 +86,7 @@ DRAFTERS: dict[str, DrafterRow] = {
             given_as="folder",
             draws=True,
             fused=True,
+            masks=True,
             options="paceline.auto:AutoDecoder.from_pretrained",
         ),
         DrafterRow(

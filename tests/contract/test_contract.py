@@ -14,7 +14,7 @@ import torch
 from paceline import DRAFT_LENGTHS, GenerationResult, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
 from paceline.core.pending import PendingCommits
-from paceline.core.protocols import Drafter, TraceableDrafter
+from paceline.core.protocols import Drafter, DraftsUnderMask, TraceableDrafter
 from paceline.draft.fallback import FallbackDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine.draft_length import DraftLengthController
@@ -98,6 +98,7 @@ def test_a_registered_drafter_does_what_its_row_says(name: str, workshop: Worksh
             drafter = row.make(Home(workshop, tmp_path, stack, 1), row.depths[-1]).drafter
             assert isinstance(drafter, getattr(maker, "__self__", maker))
             assert isinstance(drafter, TraceableDrafter) == registered.fused
+            assert isinstance(drafter, DraftsUnderMask) == registered.masks
             shapes.append(drafter.draft_shape)
             if registered.listable and registered.given_as != "list":
                 assert FallbackDrafter([NgramDrafter(2), drafter]).draft_shape.is_chain
