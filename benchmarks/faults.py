@@ -270,16 +270,17 @@ def main() -> None:
         for row in rows:
             print(row, flush=True)
 
-    with service(groups) as url:
-        client = Client(url, tokens=options.tokens)
-        client.wait_until_whole()
-        wanted = [client.stream(seed).text for seed in range(options.streams)]
-        for name, names in itertools.product(options.signals, victims):
-            note([strike_processes(client, names, _SIGNALS[name], wanted)])
-        if options.clients:
-            note(bad_clients(client, wanted))
-        if options.soak:
-            soaked = soak(client, options.soak, streams=options.streams)
+    if victims or options.clients or options.soak:
+        with service(groups) as url:
+            client = Client(url, tokens=options.tokens)
+            client.wait_until_whole()
+            wanted = [client.stream(seed).text for seed in range(options.streams)]
+            for name, names in itertools.product(options.signals, victims):
+                note([strike_processes(client, names, _SIGNALS[name], wanted)])
+            if options.clients:
+                note(bad_clients(client, wanted))
+            if options.soak:
+                soaked = soak(client, options.soak, streams=options.streams)
     if options.node:
         note([lose_node(groups, tokens=options.tokens, streams=options.streams)])
     if options.markdown:
