@@ -150,6 +150,44 @@ def hlo(graph: Graph, *, ranks: Collectives | None = None) -> str:
     return text
 
 
+def hlo_module(lowered: Lowered, *, degree: int = 1) -> bytes:
+    """A lowered step as the protobuf of its HLO module, before any optimisation; its state and inputs are zeros here.
+
+    ``degree``: replicas among which its collectives go.
+
+    Raises:
+        BackendError: torch_xla is missing, or an operation has no lowering.
+    """
+    home = device()
+    given = [node.meta["val"] for node in lowered.graph.graph.nodes if node.op == "placeholder"]
+    zeros = [torch.zeros(x.shape, dtype=x.dtype).to(home.torch) for x in given]
+    home.library.sync()
+    state = dict(zip(lowered.state, zeros, strict=False))
+    ranks = ReplicaGroup(degree) if degree > 1 else None
+    topk = partial(_custom_topk, home)
+    results = traced(home, lowered, state, inputs=zeros[len(lowered.state) :], ranks=ranks, topk=topk)
+    module: bytes = home.bridge._get_xla_tensors_hlo_proto(results)
+    home.bridge._clear_pending_irs(str(home.torch))
+    return module
+
+
+class ReplicaGroup:
+    """XLA's collectives among replicas, to be written and not run: as torch_xla lowers NxD's mappings."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        self._bridge: Any = device().bridge
+        self._groups = [list(range(degree))]
+
+    def reduce(self, x: Tensor) -> Tensor:
+        made: Tensor = self._bridge._xla_all_reduce("sum", x, 1.0, self._groups, False)
+        return made
+
+    def gather(self, x: Tensor) -> Tensor:
+        every: Tensor = self._bridge._xla_all_gather(x.reshape(-1), 0, self.degree, self._groups, False, None, None)
+        return every.reshape(self.degree, *x.shape)
+
+
 def traced(
     home: Device,
     lowered: Lowered,

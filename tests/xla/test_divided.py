@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from paceline.decoder.backends import xla
 from paceline.decoder.backends.base import Graph
@@ -29,24 +26,6 @@ DEGREE = 4
 BUDGETS = {"prefill": 1_500, "fused": 12_000, "fused medusa": 12_000, "fused eagle 1": 12_000}
 
 
-class Collecting:
-    """XLA's collectives among ``DEGREE`` replicas, recorded and not run: as torch_xla lowers NxD's mappings."""
-
-    degree = DEGREE
-
-    def __init__(self) -> None:
-        self._bridge: Any = importlib.import_module("torch_xla")._XLAC
-        self._groups = [list(range(DEGREE))]
-
-    def reduce(self, x: Tensor) -> Tensor:
-        made: Tensor = self._bridge._xla_all_reduce("sum", x, 1.0, self._groups, False)
-        return made
-
-    def gather(self, x: Tensor) -> Tensor:
-        every: Tensor = self._bridge._xla_all_gather(x.reshape(-1), 0, DEGREE, self._groups, False, None, None)
-        return every.reshape(DEGREE, *x.shape)
-
-
 @pytest.mark.parametrize("gqa", ["replicated-heads", "all-gather-heads"])
 @pytest.mark.parametrize("name", BUDGETS)
 def test_no_finding_and_one_module_for_all_ranks(workshop: Workshop, name: str, gqa: str) -> None:
@@ -64,7 +43,9 @@ def test_no_finding_and_one_module_for_all_ranks(workshop: Workshop, name: str, 
         ).eval()
         with torch.no_grad():
             texts.append(
-                xla.hlo(Graph(GraphKey(name), STEPS[name](body, 128), inputs(name, 1), {}), ranks=Collecting())
+                xla.hlo(
+                    Graph(GraphKey(name), STEPS[name](body, 128), inputs(name, 1), {}), ranks=xla.ReplicaGroup(DEGREE)
+                )
             )
     found, counts = (
         hlo_lint.lint(texts[0], budget=BUDGETS[name]),
