@@ -93,7 +93,7 @@ class ChoiceDrafter:
         return shorter
 
     @property
-    def choices(self) -> Mapping[str, DrafterCounts]:
+    def choice_counts(self) -> Mapping[str, DrafterCounts]:
         """What each drafter did since this one was made, by its name."""
         return dict(zip(self.names, self._scores.counts, strict=True))
 

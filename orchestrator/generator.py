@@ -201,7 +201,7 @@ class SpeculativeGenerator:
             self.statistics = statistics = Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
             reporter = self._reporter
             before = None if reporter is None else reporter.health
-            chosen = {} if self._chooser is None else self._chooser.choices
+            chosen = {} if self._chooser is None else self._chooser.choice_counts
             try:
                 yield statistics
             finally:
@@ -209,7 +209,7 @@ class SpeculativeGenerator:
                 if before is not None and after is not None:
                     statistics.drafter_health = after.since(before)
                 if self._chooser is not None:
-                    now = self._chooser.choices
+                    now = self._chooser.choice_counts
                     statistics.drafters = {name: one.since(chosen[name]) for name, one in now.items()}
 
 

@@ -62,7 +62,7 @@ class ReportsChoices(Protocol):
     """A drafter that chooses among several, and knows what each of them did since it was made, by its name."""
 
     @property
-    def choices(self) -> Mapping[str, DrafterCounts]: ...
+    def choice_counts(self) -> Mapping[str, DrafterCounts]: ...
 
 
 @dataclass(slots=True)

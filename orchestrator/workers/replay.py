@@ -34,9 +34,9 @@ class Replay:
         return self._inner.health if isinstance(self._inner, ReportsHealth) else None
 
     @property
-    def choices(self) -> Mapping[str, DrafterCounts]:
+    def choice_counts(self) -> Mapping[str, DrafterCounts]:
         """Those of the wrapped drafter, if it chooses."""
-        return self._inner.choices if isinstance(self._inner, ReportsChoices) else {}
+        return self._inner.choice_counts if isinstance(self._inner, ReportsChoices) else {}
 
     def expect(self, emitted: Sequence[int]) -> None:
         """The next request to be added has emitted these tokens already."""
