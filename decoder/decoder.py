@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 
@@ -32,6 +33,7 @@ from paceline.decoder.options import MAX_WIDTH, DecoderOptions
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.parallel.vocab_parallel import SharedHead, choose, whole
+from paceline.decoder.read_prompts import ReadPrompts
 from paceline.decoder.weights.quantize import PackedMatrix
 
 log = logging.getLogger("paceline")
@@ -110,6 +112,12 @@ class ModelWithCache(nn.Module):
         for layer in self.caches:
             self.kernels.compact_path(layer, row, path, slots=self.get_buffer("slots"))
 
+    def copy_prompt(self, slot: int, like: int, count: int) -> None:
+        """Make the first ``count`` rows of a slot those of another one. Called outside of graphs, on a local cache."""
+        for layer in self.caches:
+            for one in layer:
+                one[slot, :, :count] = one[like, :, :count]
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[b, T, H] -> [b, T, V] float32, on every rank."""
         return whole(self.model.logits(hidden), self.config.vocab_size, self.group)
@@ -187,6 +195,16 @@ class CompiledDecoder:
     @property
     def n_positions(self) -> int:
         return self.options.n_positions
+
+    @cached_property
+    def read_prompts(self) -> ReadPrompts | None:
+        """The prompts in the cache, from which others can copy; None where the host cannot reach the cache."""
+        return None if self.backend.device_state or self.backend.group.degree > 1 else ReadPrompts()
+
+    def forget_prompt(self, slot: int) -> None:
+        """The request has left its slot: its rows may be overwritten."""
+        if self.read_prompts is not None:
+            self.read_prompts.forget(slot)
 
     def bucket_for(self, rows: int) -> int:
         """The smallest bucket that holds so many rows; the largest if none does."""
@@ -280,6 +298,7 @@ class CompiledDecoder:
         sibling = copy.copy(self)
         sibling.body = copy.deepcopy(self.body, {**shared, id(self.body.kernels): self.body.kernels})
         sibling._steps, sibling._owners, sibling._used, sibling._carries = {}, {}, [], {}
+        sibling.__dict__.pop("read_prompts", None)  # of its own cache
         sibling._holder = sibling.last_holder = None
         return sibling
 

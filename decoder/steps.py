@@ -13,6 +13,7 @@ from paceline.core.types import FeatureSpec
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import CachePosition, Tree
+from paceline.decoder.read_prompts import ReadPrompt
 
 
 class PrefillStep(nn.Module):
@@ -100,15 +101,26 @@ def prefill_in_chunks(
     start: int = 0,
     reads: FeatureSpec | None = None,
     chunks: Sequence[int] | None = None,
+    shared: bool = False,
 ) -> Generator[None, None, tuple[Tensor, Tensor | None]]:
     """Read tokens into a slot from cache row ``start`` on, in chunks: of the decoder's lengths, or of these, ascending.
 
-    Pauses after every chunk but the last, in which the slot must be left alone.
+    Pauses after every chunk but the last, in which the slot must be left alone. ``shared``: the tokens are a whole
+    prompt, copied from a slot that holds the same one; the caller calls `CompiledDecoder.forget_prompt` when the
+    request leaves.
     -> logits [1, 1, V] after the last of them, and the features [S, F] of all of them if they are read.
     """
     done, logits, features = 0, None, []
     chunks = decoder.options.chunks if chunks is None else chunks
     layers = None if reads is None else reads.layers
+    known = decoder.read_prompts if shared else None
+    if known is not None:
+        known.forget(slot)
+        found = known.find(tuple(prompt), layers)
+        if found is not None:
+            like, read = found
+            decoder.body.copy_prompt(slot, like, len(prompt))
+            return read.logits, read.features
     while done < len(prompt):
         left = len(prompt) - done
         chunk = next((c for c in chunks if c >= left), chunks[-1])
@@ -123,7 +135,10 @@ def prefill_in_chunks(
         if done < len(prompt):
             yield
     assert logits is not None, "an empty prompt is refused before this"
-    return logits, torch.cat(features) if features else None
+    every = torch.cat(features) if features else None
+    if known is not None:
+        known.add(slot, ReadPrompt(tuple(prompt), layers, logits, every))
+    return logits, every
 
 
 def window(

@@ -108,8 +108,13 @@ class ModelDrafter(HeadDrafter):
         self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None
     ) -> Generator[None, None, None]:
         """Read the target's tokens into a slot from a cache row on, in the graphs of the model's own prompts."""
-        chunks = self.decoder.options.draft_chunks
-        yield from prefill_in_chunks(self.decoder, slot, self.vocabulary.ids(tokens), start=start, chunks=chunks)
+        chunks, ids = self.decoder.options.draft_chunks, self.vocabulary.ids(tokens)
+        yield from prefill_in_chunks(self.decoder, slot, ids, start=start, chunks=chunks, shared=not start)
+
+    def finish_request(self, slot: int) -> None:
+        """See `paceline.core.protocols.Drafter`."""
+        super().finish_request(slot)
+        self.decoder.forget_prompt(slot)
 
     def propose_allowed(
         self,

@@ -60,12 +60,13 @@ class AutoregressiveDecoder:
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt and pick the first token."""
-        logits, _ = yield from prefill_in_chunks(self.decoder, slot, prompt)
+        logits, _ = yield from prefill_in_chunks(self.decoder, slot, prompt, shared=True)
         position = torch.tensor([[len(prompt)]], dtype=torch.int32)
         return PrefillResult(int(self.decoder.body.kernels.sample_tokens(logits, position, sampling)))
 
     def finish_request(self, slot: int) -> None:
-        """Nothing to forget: the next request's prompt overwrites the cache rows."""
+        """The next request's prompt overwrites the cache rows."""
+        self.decoder.forget_prompt(slot)
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Commit:
         """Up to ``limits.max_accept + 1`` tokens in every slot."""

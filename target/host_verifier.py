@@ -64,7 +64,7 @@ class HostVerifier:
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt and pick the first token; see the protocol."""
-        logits, features = yield from prefill_in_chunks(self.decoder, slot, prompt, reads=self._reads)
+        logits, features = yield from prefill_in_chunks(self.decoder, slot, prompt, reads=self._reads, shared=True)
         text, token, scores = self._slots[slot], 0, list[TokenScore]()
         assert text is not None, "a text is seated before its prompt is read"
         try:
@@ -76,7 +76,8 @@ class HostVerifier:
         return PrefillResult(token, features, scores)
 
     def finish_request(self, slot: int) -> None:
-        """Nothing to forget."""
+        """As `CompiledVerifier.finish_request`."""
+        self.decoder.forget_prompt(slot)
 
     def take_scores(self) -> list[list[TokenScore]]:
         """For every slot whose text asks for them, the scores of each token of the last call."""

@@ -98,12 +98,13 @@ class CompiledVerifier:
 
     def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
         """Read a prompt and pick the first token; see the protocol."""
-        logits, features = yield from prefill_in_chunks(self.decoder, slot, prompt, reads=self._reads)
+        logits, features = yield from prefill_in_chunks(self.decoder, slot, prompt, reads=self._reads, shared=True)
         position = torch.tensor([[len(prompt)]], dtype=torch.int32)
         return PrefillResult(int(self.decoder.body.kernels.sample_tokens(logits, position, sampling)), features)
 
     def finish_request(self, slot: int) -> None:
-        """Nothing to forget: the next request's prompt overwrites the cache rows."""
+        """The next request's prompt overwrites the cache rows."""
+        self.decoder.forget_prompt(slot)
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits

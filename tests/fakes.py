@@ -113,6 +113,10 @@ class TableBody:
         for cache in (self.cache, self.stamp):
             cache[line, to] = cache[line, source]
 
+    def copy_prompt(self, slot: int, like: int, count: int) -> None:
+        for cache in (self.cache, self.stamp):
+            cache[slot, :count] = cache[like, :count]
+
     def logits(self, hidden: Tensor) -> Tensor:
         pair = hidden.to(torch.int64)
         return self._table[pair[..., 0], pair[..., 1]]
@@ -328,13 +332,3 @@ def scripted(script: Sequence[int], vocab_size: int) -> Tensor:
     for (before, last), token in zip(pairs, script[1:], strict=False):
         logits[before, last, token] = 50.0
     return logits
-
-
-class Pieces:
-    """A tokenizer whose ids stand for pieces of bytes; what is not valid UTF-8 decodes to replacement marks."""
-
-    def __init__(self, pieces: Sequence[bytes]) -> None:
-        self._pieces = list(pieces)
-
-    def decode(self, token_ids: Sequence[int], **_: object) -> str:
-        return b"".join(self._pieces[int(i)] for i in token_ids).decode("utf-8", "replace")

@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from paceline import DRAFT_LENGTHS, GenerationResult, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
 from paceline.core.pending import PendingCommits
 from paceline.core.protocols import Drafter, DraftsUnderMask, TraceableDrafter
+from paceline.decoder.read_prompts import ReadPrompts
+from paceline.decoder.steps import PrefillStep
 from paceline.draft.fallback import FallbackDrafter
 from paceline.draft.ngram import NgramDrafter
 from paceline.engine.draft_length import DraftLengthController
@@ -118,6 +121,23 @@ def test_slots_without_a_request_change_no_token(make: Make) -> None:
     generator, target = make()
     wanted = plain(target, PROMPTS, COOL)[0]
     assert texts(run(generator, PROMPTS[:1], COOL)) == [wanted]
+
+
+def test_several_outputs_of_a_prompt_read_it_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, target = make()
+    reads, forward, asked = [], PrefillStep.forward, {**COOL, "n": 3}
+
+    def read(step: PrefillStep, tokens: Tensor, row: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        reads.extend([step.body] if row == 0 else [])  # behind row 0, a drafter reads what it has missed
+        return forward(step, tokens, row, *rest)
+
+    monkeypatch.setattr(PrefillStep, "forward", read)
+    found = texts(run(generator, PROMPTS[:1], asked))
+    assert reads and len(reads) == len(set(map(id, reads))), "once by every model"
+    monkeypatch.setattr(ReadPrompts, "find", lambda *_: None)
+    reads.clear()
+    assert found == texts(run(target, PROMPTS[:1], asked)) and len(set(map(str, found))) == 3
+    assert len(reads) == 3
 
 
 @pytest.mark.parametrize("slots", [1, 4])

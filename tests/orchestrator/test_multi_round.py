@@ -12,7 +12,8 @@ from paceline.engine import rounds
 from paceline.engine.batch import MAX_CONSECUTIVE_ROUNDS
 from paceline.outputs import GenerationResult
 from paceline.target.verifier import CompiledVerifier
-from tests.fakes import Checked, Pieces, TableDecoder, near, table
+from tests.fakes import Checked, TableDecoder, near, table
+from tests.fakes_text import Pieces
 
 V = 12
 TARGET = table(V, seed=3, spread=2.0)

@@ -22,7 +22,8 @@ from paceline.engine.stopping import StopChecker, Stopping
 from paceline.outputs import GenerationResult
 from paceline.text.stop_strings import StopStrings
 from tests.draft.tokenizers_of_two import every_byte
-from tests.fakes import Checked, Pieces, TableDecoder, scripted
+from tests.fakes import Checked, TableDecoder, scripted
+from tests.fakes_text import Pieces
 from tests.orchestrator.drafting import anti_oracle, oracle
 
 V = 16

@@ -25,7 +25,8 @@ from paceline.workers.replay import Replay
 from paceline.workers.shared_engine import SharedEngine
 from paceline.workers.target import make_target
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
-from tests.fakes import Checked, Pieces, TableDecoder, near, table
+from tests.fakes import Checked, TableDecoder, near, table
+from tests.fakes_text import Pieces
 
 V = 24
 TARGET = table(V, seed=0, spread=2.0)
