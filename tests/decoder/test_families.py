@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -91,7 +92,16 @@ def test_every_mode_gives_the_greedy_text_of_transformers(folders: dict[str, tup
         assert torch.equal(generator.sample(prompts, 40, **own), sampled)
 
 
+@pytest.fixture(scope="module")
+def ranks(folders: dict[str, tuple[Path, Path]]) -> Iterator[None]:
+    """A divided model that stays loaded keeps the processes of its ranks alive for all tests of this module."""
+    kept = loaded(next(iter(folders.values()))[0], tp_degree=2)
+    yield
+    kept.close()
+
+
 @every_family
+@pytest.mark.usefixtures("ranks")
 def test_a_family_on_two_ranks(folders: dict[str, tuple[Path, Path]], name: str) -> None:
     folder = folders[name][0]
     decoder = loaded(folder, tp_degree=2)
