@@ -183,7 +183,7 @@ class CompiledDecoder:
         self.folder: Path | None = None
         self._steps: dict[tuple[GraphKey, int], Step] = {}
         self._owners: dict[int, object] = {}  # kept, so that no other object gets the same id
-        self._used: list[Graph] = []
+        self._used: list[tuple[Graph, Step]] = []
         self._carries: dict[tuple[int, ...], FeatureBuffer] = {}
         self._holder: object | None = None
         self.last_holder: object | None = None
@@ -239,9 +239,13 @@ class CompiledDecoder:
             begin = perf_counter()
             step = self.backend.compile(graph, lambda message: self.on_graph(GraphEvent(key, message)))
             self._steps[key, id(owner)] = step
-            self._used.append(graph)  # what failed is not to be saved
+            self._used.append((graph, step))  # what failed is not to be saved
             self.on_graph(GraphEvent(key, seconds=perf_counter() - begin))
         return step
+
+    def graphs(self) -> list[tuple[Graph, Step]]:
+        """Every graph that was asked for so far, and its step."""
+        return list(self._used)
 
     def carry(self, *shape: int) -> FeatureBuffer:
         """Where its rounds leave features of that shape for each other."""
@@ -257,7 +261,7 @@ class CompiledDecoder:
         """
         if not self._used:
             raise ArtefactError("no graph is compiled yet: call compile() or generate something before save()")
-        self.backend.save(self._used, Path(folder))
+        self.backend.save([graph for graph, _ in self._used], Path(folder))
 
     def load(self, folder: str | Path) -> None:
         """Use graphs that ``save`` wrote, instead of compiling them.

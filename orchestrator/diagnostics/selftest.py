@@ -24,7 +24,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import seed_row
 from paceline.decoder.backends.base import BACKENDS, ChecksNoise, Graph, make, sampling_refusal
 from paceline.decoder.graph_key import GraphKey
-from paceline.diagnostics import doctor
+from paceline.diagnostics import doctor, graph_times
 from paceline.generator import Sampler, SpeculativeGenerator
 from paceline.outputs import GenerationResult
 
@@ -145,7 +145,8 @@ def _pair(backend: str, target: Path, draft: Path, *, fused: bool) -> tuple[bool
     decoder = _load(backend, target, "f32")
     pair = SpeculativeGenerator(_load(backend, draft, "f32"), decoder, k=K, fused=fused)
     passed, seen = _against_eager(pair, decoder, target=target, amp="f32")
-    return passed, f"{seen}; {pair.statistics.tau:.2f} tokens a round"
+    times = graph_times.measure(decoder, graph_times.this_instance())
+    return passed, f"{seen}; {pair.statistics.tau:.2f} tokens a round; {'; '.join(map(str, times))}"
 
 
 def _against_eager(source: Sampler, decoder: SamplingDecoder, *, target: Path, amp: str) -> tuple[bool, str]:

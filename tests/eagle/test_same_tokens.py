@@ -201,9 +201,9 @@ def test_graphs_that_read_a_text_are_those_of_every_growth(workshop: Workshop, t
     target = fresh(workshop.checkpoint())
     for draft_tree in (Chain(2), DynamicTree(8, depth=3, width=3)):
         drafter(tmp_path, target, 3, draft_tree).add_request(0, PROMPTS[0], torch.zeros(len(PROMPTS[0]), 96))
-    keys = [graph.key for graph in target._used]
+    keys = [graph.key for graph, _ in target.graphs()]
     assert keys == [keys[0]] * 2 and keys[0].kind == "read"
-    assert target._used[0].facts == target._used[1].facts
+    assert target.graphs()[0][0].facts == target.graphs()[1][0].facts
 
 
 def test_two_heads_of_one_shape_keep_their_graphs_apart(workshop: Workshop, tmp_path: Path) -> None:
