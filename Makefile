@@ -13,7 +13,7 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-xla check bench measure charts picture docs clean
+.PHONY: help setup demo test test-xla check bench measure charts study study-counts picture docs clean
 
 help:
 	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-xla | check | bench | measure | charts | picture | docs | clean"
@@ -61,6 +61,13 @@ measure: setup
 
 charts: setup
 	$(BIN)/python scripts/report.py
+
+# docs/study.md: which drafter on which prompts. `study-counts` is the part that a busy machine does not change.
+study: setup
+	PYTHON=$(BIN)/python PACELINE=$(BIN)/paceline scripts/study
+
+study-counts: setup
+	PYTHON=$(BIN)/python PACELINE=$(BIN)/paceline scripts/study counts
 
 # The coloured text of the README, from a generation of the demo pair.
 picture: setup

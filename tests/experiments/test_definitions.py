@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.engine.request import SamplingParams
 from paceline.experiments.definitions import Acceptance, Draft, from_statistics
+from paceline.experiments.exchange import aiperf, read_records
+from paceline.experiments.store import CellResult
+from paceline.outputs import RequestOutput
+from paceline.placement.cluster.roles import GenerateRequest
+from paceline.placement.planning.footprint import Shape
+from paceline.serving.metrics import MetricSet
+from paceline.workers.target import make_target
 from tests.contract.drafters import ROWS, Home
 from tests.decoder.tiny import Workshop
+from tests.serving.test_metrics import samples
 
 DRAFTS = st.lists(
     st.integers(1, 6).flatmap(lambda drafted: st.builds(Draft, st.just(drafted), st.integers(0, drafted))), max_size=30
@@ -69,3 +80,45 @@ def test_same_figures_as_the_statistics_of_a_call(name: str, workshop: Workshop,
             assert [p.drafted for p in own.positions] == counted.num_draft_tokens_per_pos
             assert list(own.histogram) == counted.acceptance_histogram
         assert name == "none" or Acceptance.pooled(parts).num_drafts
+
+
+def test_a_run_a_servers_metrics_and_aiperfs_records_say_the_same(workshop: Workshop, tmp_path: Path) -> None:
+    """The same requests, counted from their outputs, by the engine of a server for Prometheus, and as records."""
+    prompts, params = ((5, 9, 5, 9, 5), (7, 7, 8, 7, 7), (3, 4)), SamplingParams(max_new_tokens=23, seed=[1, 2, 3])
+    keys = {**asdict(Shape("f32", None, 2, 128)), "backend": "eager", "folder": str(workshop.checkpoint())}
+    host = make_target({**keys, "draft": ["ngram", str(workshop.checkpoint("draft"))], "k": 3}, None)
+    outputs: dict[int, list[RequestOutput]] = {0: [], 1: [], 2: []}
+    for output in host.stream(GenerateRequest("ticket", prompts, params, ((), (), ()), rows=(0, 1, 2))):
+        outputs[output.index].append(output)
+    run = [Acceptance.of(rows) for rows in outputs.values()]
+    pooled = Acceptance.pooled(run)
+    assert 0 < pooled.num_accepted_tokens < pooled.num_draft_tokens
+
+    metrics = MetricSet("tiny", "0", ray_too=False)
+    metrics.update(host.engine.figures(), None, num_slots=2)
+    served = samples(metrics.text())
+    drafts, drafted, accepted = (
+        served[f"vllm:spec_decode_num_{name}_total", ""] for name in ("drafts", "draft_tokens", "accepted_tokens")
+    )
+    assert (drafts, drafted, accepted) == (pooled.num_drafts, pooled.num_draft_tokens, pooled.num_accepted_tokens)
+    assert 1 + accepted / drafts == pytest.approx(pooled.mean_acceptance_length)
+    assert accepted / drafted == pytest.approx(pooled.draft_acceptance_rate)
+    for index, place in enumerate(pooled.positions):
+        assert served["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(index)] == place.accepted
+
+    rows = [
+        {
+            "prompt": str(number),
+            "num_rounds": one.num_rounds,
+            "new_tokens": one.new_tokens,
+            "per_step_drafted": [draft.drafted for draft in one.drafts],
+            "per_step_accepted": [draft.accepted for draft in one.drafts],
+        }
+        for number, one in enumerate(run)
+    ]
+    records = tmp_path / "records.jsonl"
+    records.write_text("".join(json.dumps(row) + "\n" for row in aiperf(CellResult("cell", {"k": 3}, rows))))
+    read = [acceptance for _, acceptance in read_records(records)]
+    for ours, theirs in zip([*run, pooled], [*read, Acceptance.pooled(read)], strict=True):
+        assert theirs.drafts == ours.drafts and theirs.new_tokens == ours.new_tokens
+        assert theirs.mean_acceptance_length == ours.mean_acceptance_length
