@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -27,7 +28,10 @@ def whatif(
         list[str] | None,
         typer.Option(help="Recorded, or a text drafter (ngram, suffix:min_match=3); a list a+b; or choice:a+b."),
     ] = None,
-    k: Annotated[str | None, typer.Option(help="Depths: 4, 1,2,4 or 1:8. Default: as recorded.")] = None,
+    k: Annotated[
+        str | None,
+        typer.Option(help="Depths: 4, 1,2,4 or 1:8; or a ladder [0,2,4], with --times. Default: as recorded."),
+    ] = None,
     tree: Annotated[str | None, typer.Option(help="Nodes of a recorded static tree to keep, such as 0,1,3.")] = None,
     batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
     times: Annotated[Path | None, typer.Option(help="round_times.json of an experiment, to predict speed.")] = None,
@@ -46,13 +50,14 @@ def whatif(
         if batch_size < 1:
             raise ConfigurationError(f"--batch-size must be at least 1, not {batch_size}")
         names = drafter or [one.name for one in loaded.drafters] or ["suffix"]
-        depths = [None] if k is None else list(questions.parse_depths(k))
+        ladder = () if k is None or not k.startswith("[") else tuple(sorted(questions.parse_depths(k.strip("[]"))))
+        depths = [None] if k is None or ladder else list(questions.parse_depths(k))
         nodes = None if tree is None else questions.parse_depths(tree)
         measured = None if times is None else questions.load_times(times)
         answers = [
             questions.ask(
                 loaded,
-                questions.Policy.parse(name, depth, nodes),
+                replace(questions.Policy.parse(name, depth, nodes), ladder=ladder),
                 batch_size=batch_size,
                 times=measured,
             ).to_dict()

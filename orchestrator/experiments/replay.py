@@ -7,15 +7,15 @@ questions are asked (`whatif.py`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
 
 from paceline.core import tree
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, Reading
+from paceline.core.protocols import Drafter, Reading, Round
 from paceline.core.sampling import Sampling, seed_row
 from paceline.core.types import (
     PAD,
@@ -28,7 +28,10 @@ from paceline.core.types import (
     RoundResult,
     SamplingTensors,
 )
+from paceline.draft.fallback import shortened_of
+from paceline.engine.adaptive import AdaptiveRound, Stage
 from paceline.engine.batch import RoundShape
+from paceline.engine.draft_length import DraftLengthController
 from paceline.engine.engine import Engine, Variant
 from paceline.engine.queue import ListQueue
 from paceline.engine.request import Request
@@ -59,15 +62,37 @@ class Replayed:
         return Acceptance.pooled(self.requests)
 
 
-def replay(trace: Trace, drafter: Drafter, *, batch_size: int = 1, max_new_tokens: int | None = None) -> Replayed:
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """Depths that the engine's controller chooses among, and how long a round of each of them takes, in seconds."""
+
+    seconds: Mapping[int, float]
+
+
+def replay(
+    trace: Trace,
+    drafter: Drafter,
+    *,
+    batch_size: int = 1,
+    max_new_tokens: int | None = None,
+    ladder: Ladder | None = None,
+) -> Replayed:
     """Decode the texts of a trace with a drafter that needs no model.
 
     max_new_tokens  end every text there, if it has not ended before; not more than was recorded
+    ladder          choose the depth anew in every round, as with ``k="auto"``; but where drafting pauses, plain steps
+                    are rounds of their own here
+
+    Raises:
+        ConfigurationError: the drafter cannot be had at one of the ladder's depths.
     """
     texts = [_shortened(text, max_new_tokens) for text in trace.texts]
     end = trace.vocab_size  # an id that no model has: what a text ends with, for whatever reason
     target = _RecordedTarget(texts, end)
-    rounds = _CountedRound(drafter, target)
+    seen: list[tuple[int, int]] = []
+    rounds: Round = _CountedRound(drafter, target, seen)
+    if ladder is not None:
+        rounds = _adaptive(drafter, target, seen, ladder=ladder)
     shape = RoundShape(
         drafter.draft_shape.depth, drafter.draft_shape.depth + 1, drafter.max_positions, trace.kv_buckets
     )
@@ -82,7 +107,7 @@ def replay(trace: Trace, drafter: Drafter, *, batch_size: int = 1, max_new_token
         outputs[output.index].append(output)
     lengths = [sum(len(output.tokens) for output in row) for row in outputs]
     assert lengths == [len(text.tokens) for text in texts], "a replay has the recorded texts"
-    return Replayed(statistics, tuple(map(Acceptance.of, outputs)), tuple(rounds.seen))
+    return Replayed(statistics, tuple(map(Acceptance.of, outputs)), tuple(seen))
 
 
 def _shortened(text: TraceText, max_new_tokens: int | None) -> TraceText:
@@ -94,18 +119,41 @@ def _shortened(text: TraceText, max_new_tokens: int | None) -> TraceText:
     return TraceText(text.key, text.category, text.prompt, kept, text.seed, longest, reason)
 
 
-class _CountedRound(TwoGraphRound):
-    """Notes how many slots took part in every round, and how deep its proposals went."""
+def _adaptive(
+    drafter: Drafter, target: _RecordedTarget, seen: list[tuple[int, int]], *, ladder: Ladder
+) -> AdaptiveRound:
+    """Rounds of every depth of a ladder, each of which takes as long as the ladder says."""
+    width = drafter.draft_shape.depth + 1
+    stages = {}
+    for depth, seconds in sorted(ladder.seconds.items()):
+        short = shortened_of(drafter, depth) if depth else drafter
+        stages[depth] = Stage(_CountedRound(short, target, seen, seconds=seconds), width)
+    return AdaptiveRound(stages, DraftLengthController(tuple(stages)), drafter=drafter)
 
-    def __init__(self, drafter: Drafter, verifier: _RecordedTarget) -> None:
+
+class _CountedRound(TwoGraphRound):
+    """Notes how many slots took part in every round, and how deep its proposals went.
+
+    ``seconds``: that it is said to take; None = as long as it takes.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        verifier: _RecordedTarget,
+        seen: list[tuple[int, int]],
+        *,
+        seconds: float | None = None,
+    ) -> None:
         super().__init__(drafter, verifier)
-        self._target = verifier
-        self.seen: list[tuple[int, int]] = []
+        self._target, self._seen, self._seconds = verifier, seen, seconds
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> RoundResult:
         result = super().__call__(commit, sampling, limits)
-        self.seen.append((len(self._target.slots), max(result.reports[0].drafted)))
-        return result
+        self._seen.append((len(self._target.slots), max(result.reports[0].drafted)))
+        if self._seconds is None:
+            return result
+        return replace(result, reports=[replace(report, seconds=self._seconds) for report in result.reports])
 
 
 @dataclass(slots=True)
@@ -212,6 +260,16 @@ class ReplayDrafter:
         self._trace = trace
         self._slots: dict[int, int] = {}
         self._begun: dict[tuple[int, ...], int] = {}
+
+    def shortened(self, length: int) -> ReplayDrafter:
+        """See `paceline.core.protocols.Shortens`. The two share their texts.
+
+        Raises:
+            ConfigurationError: shorter drafts of it are not known.
+        """
+        shorter = ReplayDrafter(self._trace, self._recorded, depth=length)
+        shorter._slots, shorter._begun = self._slots, self._begun
+        return shorter
 
     def _subtree(self, nodes: tuple[int, ...]) -> DraftShape:
         parents = self._recorded.parents

@@ -7,8 +7,9 @@ times of rounds. Not here: the trace's file.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from paceline.draft.fallback import FallbackDrafter
 from paceline.draft.none import NoDrafter
 from paceline.draft_spec import parse_draft
 from paceline.experiments.definitions import Acceptance
-from paceline.experiments.replay import ReplayDrafter, Replayed, replay
+from paceline.experiments.replay import Ladder, ReplayDrafter, Replayed, replay
 from paceline.experiments.trace import Trace
 from paceline.registry import DRAFTERS, resolve
 
@@ -37,6 +38,7 @@ class Policy:
               proposal drafts; none: plain decoding
     k         depth; None = as recorded
     nodes     those of a recorded static tree that are kept; None = all
+    ladder    depths to choose among in every round, by measured times, in place of ``k``; its last is the depth
     shadow_every  of a choice among the drafters, by accepted tokens alone (`paceline.draft.choice`); None = it is none
     """
 
@@ -44,6 +46,7 @@ class Policy:
     k: int | None = None
     nodes: tuple[int, ...] | None = None
     shadow_every: int | None = None
+    ladder: tuple[int, ...] = ()
 
     @classmethod
     def parse(
@@ -57,6 +60,8 @@ class Policy:
     def label(self) -> str:
         """For tables."""
         depth = "" if self.k is None else f" k={self.k}"
+        if self.ladder:
+            depth = f" k={','.join(map(str, self.ladder))}"
         tree = "" if self.nodes is None else f" nodes {','.join(map(str, self.nodes))}"
         return self.name + depth + tree
 
@@ -176,6 +181,8 @@ def ask(trace: Trace, policy: Policy, *, batch_size: int = 1, times: RoundTimes 
     Raises:
         ConfigurationError: the trace does not say, or no round of it was timed.
     """
+    if policy.ladder:
+        return _ask_ladder(trace, policy, batch_size=batch_size, times=times)
     replayed = replay(trace, drafter_of(trace, policy), batch_size=batch_size)
     seconds = None
     if times is not None:
@@ -184,6 +191,21 @@ def ask(trace: Trace, policy: Policy, *, batch_size: int = 1, times: RoundTimes 
         each = times.seconds(name, depth, batch_size)
         seconds = each * len(replayed.rounds) + times.prefill * len(trace.texts)
     return Answer(policy, batch_size, replayed, seconds)
+
+
+def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTimes | None) -> Answer:
+    """The engine's controller chooses depths by the times; a round whose proposals are shorter takes as long."""
+    if times is None:
+        raise ConfigurationError("a ladder goes by times of rounds; give those of an experiment (--times)")
+    name = policy.name
+    seconds = {
+        k: times.seconds(name, k, batch_size) if k else times.seconds("none", 0, batch_size) for k in policy.ladder
+    }
+    drafter = drafter_of(trace, replace(policy, k=policy.ladder[-1], ladder=()))
+    replayed = replay(trace, drafter, batch_size=batch_size, ladder=Ladder(seconds))
+    taken = Counter(replayed.statistics.draft_lengths)
+    total = sum(count * seconds[length] for length, count in taken.items())
+    return Answer(policy, batch_size, replayed, total + times.prefill * len(trace.texts))
 
 
 def best_per_text(trace: Trace, policies: Sequence[Policy]) -> tuple[list[str], Acceptance]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -176,3 +177,21 @@ def test_times_and_choices(workshop: Workshop, tmp_path: Path) -> None:
     assert len(names) == len(trace.texts)
     assert best.num_rounds <= min(ask(trace, policy).acceptance.num_rounds for policy in policies)
     assert parse_depths("1:4") == (1, 2, 3, 4) and parse_depths("2,8") == (2, 8)
+
+
+@pytest.mark.parametrize(("slope", "best"), [(0.01, 4), (3.0, 0)])
+def test_a_ladder_goes_by_its_times(workshop: Workshop, tmp_path: Path, slope: float, best: int) -> None:
+    """The engine's controller, with times that are given: it finds the depth that is the fastest, or rests."""
+    long = SamplingParams(sequence_length=128, eos_token_id=[], seed=[1])
+    with ExitStack() as stack:
+        home = Home(workshop, tmp_path, stack, 1)
+        trace = recorded(SpeculativeGenerator(home.target.sibling(), home.target, k=4), long)
+    times = RoundTimes({("none", 0, 1): 1.0, ("it", 1, 1): 1.0 + slope, ("it", 4, 1): 1.0 + 4 * slope})
+    answer = ask(trace, Policy(("it",), ladder=(0, 1, 4)), times=times)
+    lengths = answer.replayed.statistics.draft_lengths
+    assert Counter(lengths).most_common(1)[0][0] == best and len(set(lengths)) == 3
+    fixed = [ask(trace, Policy(("it",), k), times=times).seconds or 0 for k in (1, 4)]
+    fixed.append(ask(trace, Policy(()), times=times).seconds or 0)
+    assert min(fixed) <= (answer.seconds or 0) < sorted(fixed)[1]
+    with pytest.raises(ConfigurationError, match="--times"):
+        ask(trace, Policy(("it",), ladder=(0, 4)))
