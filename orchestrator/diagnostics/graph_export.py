@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -45,8 +44,12 @@ def export(setup: RoundSetup, instance: Instance, folder: Path, *, layers: int |
     folder.mkdir(parents=True, exist_ok=True)
     with_xla = importlib.util.find_spec("torch_xla") is not None
     graphs: list[dict[str, object]] = []
-    for name, module, example in _graphs(setup, layers):
-        lowered = lower(name, module, example)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        made_of = _graphs(setup, layers)
+    for name, module, example in made_of:
+        with mode:
+            lowered = lower(name, module, example)
         work = step_work(module, example, -(-setup.target.vocab_size // setup.degree), tile=int(engines.TILE.value))
         known = instance.name.startswith(engines.CORE_V2)
         file = _write(folder, name, lowered, degree=setup.degree, with_xla=with_xla)
@@ -88,17 +91,18 @@ def compiler_target(instance: Instance) -> Chip:
     raise ConfigurationError(f"graphs are not exported for {instance.name}; use an instance of {known}")
 
 
-def _graphs(setup: RoundSetup, layers: int | None) -> Iterator[tuple[str, nn.Module, tuple[Tensor, ...]]]:
-    """Name, step and inputs of a prompt's chunk and of a round, all of them fake."""
+def _graphs(setup: RoundSetup, layers: int | None) -> list[tuple[str, nn.Module, tuple[Tensor, ...]]]:
+    """Name, step and inputs of a prompt's chunk and of a round."""
     depth = min(layers or setup.target.num_layers, setup.target.num_layers)
     drafted = min(layers or setup.draft.layers, setup.draft.layers)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        body = body_of(setup.target, depth, setup)
-        one = torch.ones(1, dtype=torch.int32)
-        prompt = torch.ones(1, body.options.chunks[-1], dtype=torch.int32)
-        yield "prefill", PrefillStep(body, setup.rows, setup.draft.features), (prompt, one, one, one)
-        step, example = fused_round(setup, depth, drafted)
-        yield "round", step, example
+    body = body_of(setup.target, depth, setup)
+    one = torch.ones(1, dtype=torch.int32)
+    prompt = torch.ones(1, body.options.chunks[-1], dtype=torch.int32)
+    step, example = fused_round(setup, depth, drafted)
+    return [
+        ("prefill", PrefillStep(body, setup.rows, setup.draft.features), (prompt, one, one, one)),
+        ("round", step, example),
+    ]
 
 
 def _write(folder: Path, name: str, lowered: Lowered, *, degree: int, with_xla: bool) -> Path:
