@@ -98,7 +98,8 @@ def test_a_model_is_loaded_on_demand_and_leaves_its_cores(client: openai.OpenAI)
     states = {one["name"]: one["state"] for one in admin(client, "GET", "")["models"]}
     assert states == {"chat": "loaded", "small": "loaded", "late": "unloaded"}
     asked = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
-    texts = [client.completions.create(model=model, **asked).choices[0].text for model in ("small", "late")]  # type: ignore[call-overload]
+    patient = client.with_options(timeout=180)  # a process has to start
+    texts = [patient.completions.create(model=model, **asked).choices[0].text for model in ("small", "late")]  # type: ignore[call-overload]
     assert texts[0] == texts[1]
     assert sorted(model.id for model in client.models.list()) == ["chat", "late", "small"]
     taken = sum(map(len, call_allocator("taken", timeout=30).values()))
