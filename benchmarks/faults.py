@@ -191,7 +191,8 @@ def deploy(groups: Sequence[ReplicaGroupPlan]) -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    # One proxy: the nodes of a test cluster share a machine, and so the port.
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
     app = application(groups, FaultPolicy(startup_timeout_s=170))
     serve.run(app, name="paceline", route_prefix="/", external_scaler_enabled=True)
     return f"http://127.0.0.1:{port}"
