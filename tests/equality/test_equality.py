@@ -13,7 +13,7 @@ from tests.decoder.tiny import Workshop, fresh
 from tests.equality.settings import NEW, PROMPTS, SETTINGS, assert_rolled_back, plain, run, stumbling, texts
 
 BACKENDS = ["eager", "inductor"]
-SPAN = [0, 1, 2, 4, 8]
+SPAN = [0, 1, 4, 8]
 
 
 class Expected(dict[tuple[str, str], list[list[int]]]):
@@ -122,7 +122,7 @@ def test_an_eos_id_inside_a_round_ends_the_text_where_plain_decoding_ends_it(
     workshop: Workshop, expected: Expected
 ) -> None:
     draft, target = workshop.pair()
-    for place in range(NEW):
+    for place in range(0, NEW, 3):  # of every place: test_stopping
         text = expected["eager", "cool"][0]
         setting = {**SETTINGS["cool"], "eos_token_id": text[len(PROMPTS[0]) + place]}
         known = plain(target, setting)
