@@ -1,6 +1,6 @@
 """The keys of NxD Inference's `NeuronConfig` and of transformers-neuronx' that have no counterpart here, and why.
 
-Names are those of `neuronx_distributed_inference/models/config.py` (2.26) and `transformers_neuronx/config.py` (0.13).
+Names are those of `neuronx_distributed_inference/models/config.py` and `transformers_neuronx/config.py`.
 Not here: the keys that are read (`paceline.neuron_config`).
 """
 
