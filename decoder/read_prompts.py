@@ -47,6 +47,12 @@ class ReadPrompts:
             self._by_slot = {other: one for other, one in self._by_slot.items() if one.features is None}
         self._by_slot[slot] = read
 
+    def overwrite(self, slot: int, start: int) -> None:
+        """Rows of a slot from ``start`` on are about to be written: a prompt that reaches there is no more."""
+        read = self._by_slot.get(slot)
+        if read is not None and start < len(read.prompt):
+            self.forget(slot)
+
     def forget(self, slot: int) -> None:
-        """The request has left the slot, or another one's prompt is about to be read into it."""
+        """The request has left the slot."""
         self._by_slot.pop(slot, None)

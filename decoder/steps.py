@@ -106,16 +106,17 @@ def prefill_in_chunks(
     """Read tokens into a slot from cache row ``start`` on, in chunks: of the decoder's lengths, or of these, ascending.
 
     Pauses after every chunk but the last, in which the slot must be left alone. ``shared``: the tokens are a whole
-    prompt, copied from a slot that holds the same one; the caller calls `CompiledDecoder.forget_prompt` when the
-    request leaves.
+    prompt, copied from a slot that holds the same one. Nothing writes to its rows while its request is in the slot, and
+    the caller calls `CompiledDecoder.forget_prompt` when the request leaves.
     -> logits [1, 1, V] after the last of them, and the features [S, F] of all of them if they are read.
     """
     done, logits, features = 0, None, []
     chunks = decoder.options.chunks if chunks is None else chunks
     layers = None if reads is None else reads.layers
+    if decoder.read_prompts is not None:
+        decoder.read_prompts.overwrite(slot, start)
     known = decoder.read_prompts if shared else None
     if known is not None:
-        known.forget(slot)
         found = known.find(tuple(prompt), layers)
         if found is not None:
             like, read = found

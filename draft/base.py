@@ -199,7 +199,7 @@ class HeadDrafter:
         A head that reads features leaves the last one for the first commit, which brings the token it predicted.
         """
         if self.max_positions is not None and len(prompt) < self.max_positions:
-            yield from self.read_in_chunks(slot, prompt[row_shift(self.head) :], features=features)
+            yield from self.read_in_chunks(slot, prompt[row_shift(self.head) :], features=features, shared=True)
         self._pending.forget(slot)  # now, for rounds that ran meanwhile had commits of this slot too
 
     def finish_request(self, slot: int) -> None:
@@ -240,12 +240,20 @@ class HeadDrafter:
         finish(self.read_in_chunks(slot, tokens, start=start, features=features))
 
     def read_in_chunks(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        *,
+        start: int = 0,
+        features: Tensor | None = None,
+        shared: bool = False,
     ) -> Generator[None, None, None]:
         """Read tokens of a text into the caches of a slot from row ``start`` on, with a pause after each chunk but the
         last.
 
         features [>= n, F], the states that predicted the tokens, for a head that reads them
+        shared   they are the prompt of a request, whose rows stay as they are until it leaves the slot: a drafter may
+                 copy them from a slot, and to one, whose request has the same prompt
         """
         assert isinstance(self.head, AutoregressiveHead), "only those have caches"
         done, chunks = 0, self.decoder.options.chunks

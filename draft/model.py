@@ -105,11 +105,17 @@ class ModelDrafter(HeadDrafter):
         return self.decoder.cache_key()
 
     def read_in_chunks(
-        self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None
+        self,
+        slot: int,
+        tokens: Sequence[int],
+        *,
+        start: int = 0,
+        features: Tensor | None = None,
+        shared: bool = False,
     ) -> Generator[None, None, None]:
         """Read the target's tokens into a slot from a cache row on, in the graphs of the model's own prompts."""
         chunks, ids = self.decoder.options.draft_chunks, self.vocabulary.ids(tokens)
-        yield from prefill_in_chunks(self.decoder, slot, ids, start=start, chunks=chunks, shared=not start)
+        yield from prefill_in_chunks(self.decoder, slot, ids, start=start, chunks=chunks, shared=shared)
 
     def finish_request(self, slot: int) -> None:
         """See `paceline.core.protocols.Drafter`."""

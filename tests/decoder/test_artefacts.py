@@ -110,7 +110,9 @@ def test_sources_of_every_folder_with_a_network_are_part_of_the_key() -> None:
     packages = {path.parts[len(root.parts)] for path in root.glob("*/**/__init__.py")} - {"tests", "build", ".venv"}
     for name in packages - hashed:
         traced = [path for path in (root / name).rglob("*.py") if "nn.Module):" in path.read_text()]
-        assert all("diagnostics" in path.parts for path in traced), f"graphs may be traced from {traced}"
+        # Not traced: the self-test, whose graphs are compared within a run, and a model for transformers' own loops.
+        others = [path for path in traced if not {"diagnostics", "huggingface"} & set(path.parts)]
+        assert not others, f"graphs may be traced from {others}"
 
 
 def test_sources_outside_the_package_are_part_of_the_key() -> None:

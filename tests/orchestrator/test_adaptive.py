@@ -189,7 +189,7 @@ def test_the_controller_is_that_of_as_many_requests_as_are_seated(monkeypatch: p
     plain = TableDecoder(TARGET, slots=4)
     for prompts in (PROMPTS[:1], PROMPTS[:2], PROMPTS):
         seen.clear()
-        assert torch.equal(maker.sample(prompts, max_length=33), plain.sample(prompts, max_length=33))
+        assert torch.equal(maker.sample(prompts, sequence_length=33), plain.sample(prompts, sequence_length=33))
         assert set(seen) >= {1, len(prompts)} and max(seen) == len(prompts)
 
 
