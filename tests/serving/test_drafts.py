@@ -39,7 +39,7 @@ def test_no_draft_of_a_models_file_changes_a_token(cluster: object, models: Path
     with launch(planned, fault_policy=policy) as running:
         texts = {name: running.sample(name, PROMPTS, max_new_tokens=40, **SAMPLED) for name in running.models}
         statistics = {name: running.statistics(name) for name in running.models}
-    assert set(texts) == {"none", "ngram", "suffix", "model", "list", "medusa", "eagle", "remote"}
+    assert set(texts) == {"none", "ngram", "suffix", "model", "list", "choice", "medusa", "eagle", "remote"}
     assert [name for name, text in texts.items() if text != texts["none"]] == []
     assert [name for name, counts in statistics.items() if not counts["num_draft_tokens"]] == ["none"]
     check_nothing_left()
