@@ -3,6 +3,7 @@
     python benchmarks/logarithm.py                                    this CPU, 128,256 ids
     python benchmarks/logarithm.py --vocabulary 1024 --rows 1000000   more rows, fewer ids
     python benchmarks/logarithm.py --device cuda
+    PJRT_DEVICE=CPU python benchmarks/logarithm.py --device xla       where torch_xla is installed
 
 Every row chooses among the same logits (normal, divided by the temperature) with the same random words three times:
 with the arithmetic of `eager` and `inductor`, with the device's own logarithms (``traced``), and, as the worst that
@@ -17,6 +18,7 @@ expectation needs a thousand rows where the count needs a hundred million.
 from __future__ import annotations
 
 import argparse
+import importlib
 import platform
 from time import perf_counter
 
@@ -30,14 +32,14 @@ from paceline.core.sampling import seed_row
 SPREAD = 3.0  # of the logits, in natural units, before the temperature
 
 
-def noises(high: Tensor, low: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+def noises(high: Tensor, low: Tensor, generator: torch.Generator, *, device: torch.device) -> dict[str, Tensor]:
     """The same words as noise, by name of who computes it. high, low [n, V] int32 -> [n, V] float32 each."""
     own = noise.gumbel_of_words(high, low)
     steps = torch.randint(0, 2, own.shape, generator=generator, device=own.device, dtype=torch.int32) * 4 - 2
     moved = (own.view(torch.int32) + steps).view(torch.float32)
     return {
         "arithmetic": own,
-        "device": noise.gumbel_of_words(high, low, traced=True),
+        "device": noise.gumbel_of_words(high.to(device), low.to(device), traced=True).to(high.device),
         "2 ulp": torch.where(own.abs() < 2.0**-100, own, moved),
     }
 
@@ -57,7 +59,11 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     options = parser.parse_args()
-    device, size = torch.device(options.device), options.vocabulary
+    if options.device == "xla":
+        importlib.import_module("torch_xla")  # registers the device
+    logarithms, size = torch.device(options.device), options.vocabulary
+    # XLA compiles whatever it is given, so that all but the logarithms stay on the CPU.
+    device = torch.device("cpu") if logarithms.type == "xla" else logarithms
     generator = torch.Generator(device).manual_seed(0)
     ids = torch.arange(size, dtype=torch.int32, device=device)
     key = torch.tensor([seed_row(1)], dtype=torch.int32, device=device)
@@ -70,7 +76,7 @@ def main() -> None:
             key = torch.tensor([seed_row(1 + (rows >> 24))], dtype=torch.int32, device=device)
         high, low = (x[0] for x in noise.words(noise.row_keys(key, places[None], noise.TARGET), ids))
         logits = torch.randn(part, size, generator=generator, device=device) * (SPREAD / options.temperature)
-        made = noises(high, low, generator)
+        made = noises(high, low, generator, device=logarithms)
         chosen = {name: (logits + x).argmax(-1) for name, x in made.items()}
         weights = torch.softmax(logits.double(), -1)
         density = (weights * (1 - weights)).sum(-1)
@@ -83,6 +89,8 @@ def main() -> None:
             differing[name] += int((chosen[name] != chosen["arithmetic"]).sum())
         rows += part
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    if logarithms.type == "xla":
+        where = f"xla on {where}"
     publish(
         {
             "device": where,
