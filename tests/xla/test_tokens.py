@@ -31,12 +31,13 @@ def tokens(source: SpeculativeGenerator | SamplingDecoder, **asked: object) -> l
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("amp", ["f32", "bf16"])
 def test_plain_and_speculative_decoding(setting: str, amp: str, workshop: Workshop) -> None:
-    """In bf16 too: weights and caches are rounded alike, and all activations are float32."""
-    wanted = tokens(workshop.pair(slots=SLOTS, amp=amp)[1], **SETTINGS[setting])
+    """In bf16 XLA's products round what they read to 16 bits, which `eager` does not: there its modes agree among
+    themselves.
+    """
     draft, target = workshop.pair(backend="xla", slots=SLOTS, amp=amp)
-    assert tokens(target, **SETTINGS[setting]) == wanted
-    if amp == "bf16":
-        return
+    wanted = tokens(target, **SETTINGS[setting])
+    if amp == "f32":
+        assert wanted == tokens(workshop.pair(slots=SLOTS, amp=amp)[1], **SETTINGS[setting])
     for fused in (True, False):
         generator = SpeculativeGenerator(draft, target, k=3, fused=fused)
         assert tokens(generator, **SETTINGS[setting]) == wanted
@@ -54,9 +55,9 @@ def test_heads(heads: str, workshop: Workshop, tmp_path: Path) -> None:
             generator.sample([*PROMPTS, [7] * 5], max_new_tokens=30, return_dict=True, **SETTINGS[setting])
             for setting in SETTINGS
         ]
+        assert all(one.statistics.num_drafts for one in found)
         seen.append([(one.sequences.tolist(), one.statistics.num_accepted_tokens_per_pos) for one in found])
     assert seen[0] == seen[1]
-    assert any(sum(accepted) for _, accepted in seen[0])
 
 
 def test_trees_of_any_drafter(workshop: Workshop) -> None:
