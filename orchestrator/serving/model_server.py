@@ -41,8 +41,6 @@ from paceline.workers.shared_engine import SharedEngine
 
 log = logging.getLogger("paceline")
 
-_HOLD_S = 0.025  # between two messages of a stream: they cost more than the tokens in them, and nobody reads faster
-
 
 class ModelServer:
     """Serves one model. Used from one event loop; its calls share the rounds of the engine.
@@ -73,7 +71,7 @@ class ModelServer:
             EventLoopError: another event loop uses this server. (Every other failure is an item.)
         """
         if self._calls is None or self._calls.is_over:
-            self._calls = AsyncEngine(self._engine, hold_s=_HOLD_S)
+            self._calls = AsyncEngine(self._engine)
         self._calls.check_loop()
         try:
             # Templates and tokenizers take milliseconds, and more for long prompts.

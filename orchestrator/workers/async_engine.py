@@ -1,9 +1,7 @@
 """The asynchronous face of a `SharedEngine`: streams for an event loop, one hand-over a step for all of them.
 
 The engine's thread calls `loop.call_soon_threadsafe` once a step, with the updates of all calls of this loop; a slow
-consumer holds back nobody, for what it has not taken yet is kept for it. What comes soon after an update may be held
-for a moment, so that several rounds travel as one: between processes a message costs more than the tokens in it.
-Not here: HTTP, and text.
+consumer holds back nobody, for what it has not taken yet is kept for it. Not here: HTTP, and text.
 """
 
 from __future__ import annotations
@@ -17,20 +15,13 @@ from paceline.core.errors import EventLoopError
 from paceline.workers.calls import Call, CallUpdate
 from paceline.workers.shared_engine import SharedEngine
 
-_MANY = 10
-"""Streams under way up to which updates are ``hold_s`` apart; of more, they are as much further apart."""
-
 
 class AsyncEngine:
-    """Calls of one event loop to a shared engine. Made in that loop, and used in it alone.
+    """Calls of one event loop to a shared engine. Made in that loop, and used in it alone."""
 
-    hold_s  seconds between two updates of a stream, at least; the first one and the last are never held back
-    """
-
-    def __init__(self, engine: SharedEngine, *, hold_s: float = 0.0) -> None:
-        self.engine, self._loop, self._hold_s = engine, asyncio.get_running_loop(), hold_s
+    def __init__(self, engine: SharedEngine) -> None:
+        self.engine, self._loop = engine, asyncio.get_running_loop()
         self._streams: dict[str, _Stream] = {}  # by ticket
-        self._flowing = 0  # streams that had an update
 
     @property
     def is_over(self) -> bool:
@@ -56,13 +47,11 @@ class AsyncEngine:
             DeadlineError, SamplingError, ...: the call could not be served to its end.
         """
         self.check_loop()
-        stream = self._streams[call.ticket] = _Stream(self._loop)
+        stream = self._streams[call.ticket] = _Stream()
         try:
             self.engine.submit(call, self._from_engine)
             while True:
                 update = await stream.take()
-                self._flowing += not stream.flows
-                stream.hold(self._hold_s * max(1.0, self._flowing / _MANY))
                 if update.outputs:
                     yield update
                 if update.error is not None:
@@ -71,7 +60,6 @@ class AsyncEngine:
                     return
         finally:
             self._streams.pop(call.ticket, None)
-            self._flowing -= stream.flows
             self.engine.end(call.ticket)
 
     def _from_engine(self, updates: list[CallUpdate]) -> None:
@@ -87,28 +75,15 @@ class AsyncEngine:
 
 
 class _Stream:
-    """Updates that one consumer has not taken yet. ``flows``: whether it took one."""
+    """Updates that one consumer has not taken yet."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop, self._updates = loop, deque[CallUpdate]()
+    def __init__(self) -> None:
+        self._updates: deque[CallUpdate] = deque()
         self._came = asyncio.Event()
-        self.flows, self._due = False, 0.0
-
-    def hold(self, seconds: float) -> None:
-        """The next update is due in so many seconds, unless it is the last one."""
-        self.flows, self._due = True, self._loop.time() + seconds
 
     def put(self, update: CallUpdate) -> None:
         self._updates.append(update)
-        now = self._loop.time()
-        if update.ended or now >= self._due:
-            self._came.set()
-        elif len(self._updates) == 1:
-            self._loop.call_at(self._due, self._ring)
-
-    def _ring(self) -> None:
-        if self._updates:  # they may have been taken meanwhile, with one that was not held
-            self._came.set()
+        self._came.set()
 
     async def take(self) -> CallUpdate:
         """All that came since the last time, as one."""

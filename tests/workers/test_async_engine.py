@@ -133,24 +133,6 @@ def test_a_finished_answer_ends_with_its_last_token() -> None:
     run(work())
 
 
-def test_rounds_behind_the_first_update_travel_together_and_the_end_is_not_held_back() -> None:
-    made = made_for(1)
-
-    async def work() -> list[list[CallUpdate]]:
-        engine, found = AsyncEngine(made[0], hold_s=3600.0), []
-        for ticket in ("one", "two"):
-            stream = engine.generate(call(made, ticket, PROMPTS[0], max_new_tokens=40))
-            found.append([await anext(stream)])
-            made[1].let(1000)
-            found[-1] += [update async for update in stream]
-        assert engine._flowing == 0
-        return found
-
-    for updates in run(work()):
-        assert len(updates) == 2 and updates[1].ended
-        assert text(updates) == wanted(PROMPTS[0], max_new_tokens=40)
-
-
 def test_a_full_queue_and_a_deadline_have_names() -> None:
     made = made_for(1, max_waiting=2)
 
