@@ -129,10 +129,12 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
             real = attention_mask[:, -columns:] != 0
         keep = min(logits_to_keep, columns) or columns
         logits = text.read(input_ids, real, keep)
-        kept = {} if use_cache is False else {CACHE_FIELD: text}
+        cache_field = {} if use_cache is False else {CACHE_FIELD: text}
         output: Any = CausalLMOutputWithPast
-        made = output(logits=logits, **kept)
-        result: CausalLMOutputWithPast | tuple[object, ...] = made.to_tuple() if return_dict is False else made
+        model_output = output(logits=logits, **cache_field)
+        result: CausalLMOutputWithPast | tuple[object, ...] = (
+            model_output.to_tuple() if return_dict is False else model_output
+        )
         return result
 
     def generate(
@@ -180,8 +182,8 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
         self, generation_mode: object, generation_config: GenerationConfig, generation_mode_kwargs: dict[str, Any]
     ) -> None:
         """The checks of `transformers` without those of an assistant's configuration: a decoder is no model of its."""
-        others = {k: v for k, v in generation_mode_kwargs.items() if not k.startswith("assistant")}
-        super()._validate_generation_mode(generation_mode, generation_config, others)
+        own_arguments = {k: v for k, v in generation_mode_kwargs.items() if not k.startswith("assistant")}
+        super()._validate_generation_mode(generation_mode, generation_config, own_arguments)
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict[str, Any], *_: object, **__: object
@@ -201,9 +203,9 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
                 f"{self.decoder.n_positions} positions; ask for fewer new tokens, or load the decoder with more "
                 "n_positions"
             )
-        given = next((model_kwargs[name] for name in ("cache", "past_key_values") if model_kwargs.get(name)), None)
-        if given is not None:
-            self._own(given)
+        cache = next((model_kwargs[name] for name in ("cache", "past_key_values") if model_kwargs.get(name)), None)
+        if cache is not None:
+            self._own(cache)
         elif generation_config.use_cache is not False:
             model_kwargs[CACHE_FIELD] = SlotCache(self.decoder)
 
@@ -287,12 +289,14 @@ class HuggingFaceGenerationAdapter(_Model, _Generation):  # type: ignore[misc]
                     f"{tokens!r} drafted tokens in a round do not go; ask for 1 to {MAX_WIDTH - 1}"
                 )
             if assistant is None:
-                made = SpeculativeGenerator(NgramDrafter(tokens, prompt_lookup_max=size or 2), self.decoder, k=tokens)
+                generator = SpeculativeGenerator(
+                    NgramDrafter(tokens, prompt_lookup_max=size or 2), self.decoder, k=tokens
+                )
             else:
                 vocabulary = {} if tokenizers is None else {"vocabulary": tokenizers}
                 stop = {"confidence_threshold": threshold} if threshold else {}
-                made = SpeculativeGenerator(draft, self.decoder, k=lengths, **stop, **vocabulary)
-            self._assisted[key] = made
+                generator = SpeculativeGenerator(draft, self.decoder, k=lengths, **stop, **vocabulary)
+            self._assisted[key] = generator
         return self._assisted[key]
 
     def _on_engine(

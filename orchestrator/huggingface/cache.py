@@ -150,35 +150,35 @@ class SlotCache(Cache):
             return torch.cat(logits)
         first: dict[tuple[int, ...], int] = {}
         source = [first.setdefault(tuple(row), index) for index, row in enumerate(rows)]
-        read = {index: steps.prefill(self.decoder, index, rows[index])[0].clone() for index in first.values()}
+        logits_of = {index: steps.prefill(self.decoder, index, rows[index])[0].clone() for index in first.values()}
         if len(first) < len(rows):
             self._reorder(source, max(map(len, rows)))
-        return torch.cat([read[index] for index in source])
+        return torch.cat([logits_of[index] for index in source])
 
-    def _read_windows(self, rows: list[list[int]], before: list[int], wanted: Tensor) -> Tensor:
-        """Logits of every ``wanted`` [R, keep] column, which are the last ones. -> [R, keep, V]"""
+    def _read_windows(self, rows: list[list[int]], before: list[int], columns: Tensor) -> Tensor:
+        """Logits of the last columns, where ``columns`` [R, keep] bool says they are real. -> [R, keep, V]"""
         decoder, longest = self.decoder, max(map(len, rows))
-        found: list[list[Tensor]] = [[] for _ in rows]
-        for done in range(0, longest, MAX_WIDTH):
-            width = 1 << (min(longest - done, MAX_WIDTH) - 1).bit_length()
+        row_logits: list[list[Tensor]] = [[] for _ in rows]
+        for offset in range(0, longest, MAX_WIDTH):
+            width = 1 << (min(longest - offset, MAX_WIDTH) - 1).bit_length()
             tokens = torch.zeros(decoder.batch_size, width, dtype=torch.int32)
             row = torch.zeros(decoder.batch_size, dtype=torch.int32)
             for index, ids in enumerate(rows):
                 # A row that is through reads its last token again, so that no row of its text is written over.
-                begin = min(done, max(0, len(ids) - 1))
+                begin = min(offset, max(0, len(ids) - 1))
                 part = ids[begin : begin + width]
                 tokens[index, : len(part)] = torch.tensor(part, dtype=torch.int32)
                 row[index] = before[index] + begin if ids else before[index]
             bucket = decoder.bucket_for(int(row.max()) + width)
             logits = steps.window(decoder, tokens, row, bucket=bucket)[0]
             for index, ids in enumerate(rows):
-                found[index] += logits[index, : max(0, len(ids) - done)].unbind()
-        made = torch.zeros(*wanted.shape, decoder.config.vocab_size)
-        for index, states in enumerate(found):
-            count = int(wanted[index].sum())
+                row_logits[index] += logits[index, : max(0, len(ids) - offset)].unbind()
+        result = torch.zeros(*columns.shape, decoder.config.vocab_size)
+        for index, states in enumerate(row_logits):
+            count = int(columns[index].sum())
             if count:
-                made[index, wanted[index]] = torch.stack(states[-count:])
-        return made
+                result[index, columns[index]] = torch.stack(states[-count:])
+        return result
 
     def _reorder(self, source: Sequence[int], rows: int) -> None:
         slots = [*source, *range(len(source), self.decoder.batch_size)]

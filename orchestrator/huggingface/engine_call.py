@@ -81,9 +81,9 @@ class PreparedCall:
             return "a streamer is given tokens of all rows at once"
         if self.keeps_scores:
             return "scores of several rows are asked for"
-        if any(type(one) not in _ROW_BY_ROW for one in self.processors):
+        if any(type(processor) not in _ROW_BY_ROW for processor in self.processors):
             return "a logits processor may look at several rows at once"
-        if any(type(one) not in (MaxLengthCriteria, EosTokenCriteria) for one in self.criteria):
+        if any(type(rule) not in (MaxLengthCriteria, EosTokenCriteria) for rule in self.criteria):
             return "a stopping criterion may look at several rows at once"
         return None
 
@@ -131,12 +131,12 @@ def run(generator: SpeculativeGenerator, call: PreparedCall) -> Tensor | Generat
         return sequences
     raw, processed = (tuple(record[:longest]) for record in records)
     kind: Any = GenerateDecoderOnlyOutput
-    made: GenerateDecoderOnlyOutput = kind(
+    result: GenerateDecoderOnlyOutput = kind(
         sequences=sequences,
         scores=processed if config.output_scores else None,
         logits=raw if config.output_logits else None,
     )
-    return made
+    return result
 
 
 def _request(
@@ -144,22 +144,25 @@ def _request(
 ) -> Request:
     config, ids = call.config, call.input_ids[row]
     prompt = ids[call.real[row]]
-    processors = [_of_row(one, row) for one in call.processors]
+    processors = [_of_row(processor, row) for processor in call.processors]
     if call.keeps_scores:
         draws: dict[str, float | int] = {}
         processors = [_Recorder(records[0], len(ids)), *processors, _Recorder(records[1], len(ids))]
     else:
         draws = _take_warpers(processors)
     eos: list[int] = [] if config._eos_token_tensor is None else config._eos_token_tensor.tolist()
-    own = [one for one in call.criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)]
+    criteria = [rule for rule in call.criteria if type(rule) not in (MaxLengthCriteria, EosTokenCriteria)]
     padded = len(prompt) < len(ids)
     params = SamplingParams(
         max_new_tokens=config.max_length - len(ids),
         do_sample=bool(config.do_sample),
         seed=seed,
         eos_token_id=eos,
-        logits_processor=[_WithPadding(one, ids, len(prompt)) if padded else one for one in processors] or None,
-        stopping_criteria_list=[_WithPadding(one, ids, len(prompt)) if padded else one for one in own] or None,
+        logits_processor=[
+            _WithPadding(processor, ids, len(prompt)) if padded else processor for processor in processors
+        ]
+        or None,
+        stopping_criteria_list=[_WithPadding(rule, ids, len(prompt)) if padded else rule for rule in criteria] or None,
         **draws,  # type: ignore[arg-type]
     )
     return Request.batch([prompt.tolist()], params, generator.limits)[0]
@@ -172,20 +175,20 @@ def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
         return processor
     single: Any = copy.copy(processor)
     single.prompt_ignore_length = padding[row : row + 1]
-    made: LogitsProcessor = single
-    return made
+    result: LogitsProcessor = single
+    return result
 
 
 def _take_warpers(processors: list[LogitsProcessor]) -> dict[str, float | int]:
     """Take from the end of the list what our sampling does itself. -> its parameters"""
-    taken: dict[str, float | int] = {}
+    parameters: dict[str, float | int] = {}
     place = len(_WARPERS)
     while processors and type(processors[-1]) in _WARPERS[:place]:
         warper = processors.pop()
         place = _WARPERS.index(type(warper))
         name = ("temperature", "top_k", "top_p", "min_p")[place]
-        taken[name] = getattr(warper, name)
-    return taken
+        parameters[name] = getattr(warper, name)
+    return parameters
 
 
 class _WithPadding(LogitsProcessor, StoppingCriteria):

@@ -45,23 +45,23 @@ def model_config(decoder: CompiledDecoder) -> PretrainedConfig:
     """The configuration of `transformers` for a decoder: its folder's, or what is known of it."""
     folder = decoder.folder
     if folder is not None and folder.is_dir() and (folder / "config.json").is_file():
-        read: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return read
-    own = decoder.config
-    eos = list(own.eos_token_ids)
-    made = PretrainedConfig()
-    made.eos_token_id, made.pad_token_id = eos or None, own.pad_token_id
-    made.vocab_size, made.max_position_embeddings = own.vocab_size, own.max_position_embeddings
-    return made
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        return config
+    model = decoder.config
+    eos = list(model.eos_token_ids)
+    config = PretrainedConfig()
+    config.eos_token_id, config.pad_token_id = eos or None, model.pad_token_id
+    config.vocab_size, config.max_position_embeddings = model.vocab_size, model.max_position_embeddings
+    return config
 
 
 def generation_config(decoder: CompiledDecoder, config: PretrainedConfig) -> GenerationConfig:
     folder = decoder.folder
     if folder is not None and (folder / "generation_config.json").is_file():
-        made = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
     else:
-        made = GenerationConfig.from_model_config(config)
-    made.num_assistant_tokens = made.num_assistant_tokens or DEFAULT_K
-    made.assistant_confidence_threshold = 0.0
-    made.num_assistant_tokens_schedule = "constant"
-    return made
+        generation = GenerationConfig.from_model_config(config)
+    generation.num_assistant_tokens = generation.num_assistant_tokens or DEFAULT_K
+    generation.assistant_confidence_threshold = 0.0
+    generation.num_assistant_tokens_schedule = "constant"
+    return generation
