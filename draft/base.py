@@ -256,33 +256,33 @@ class HeadDrafter:
                  copy them from a slot, and to one, whose request has the same prompt
         """
         assert isinstance(self.head, AutoregressiveHead), "only those have caches"
-        done, chunks = 0, self.decoder.options.chunks
-        while done < len(tokens):
-            left = len(tokens) - done
-            chunk = next((c for c in chunks if c >= left), chunks[-1])
-            count = min(chunk, left)
-            ids = [*tokens[done : done + count], *[0] * (chunk - count)]
-            numbers = [torch.tensor([n], dtype=torch.int32) for n in (start + done, count, slot)]
+        offset, chunks = 0, self.decoder.options.chunks
+        while offset < len(tokens):
+            remaining = len(tokens) - offset
+            chunk = next((c for c in chunks if c >= remaining), chunks[-1])
+            count = min(chunk, remaining)
+            ids = [*tokens[offset : offset + count], *[0] * (chunk - count)]
+            numbers = [torch.tensor([n], dtype=torch.int32) for n in (start + offset, count, slot)]
             inputs = [torch.tensor([ids], dtype=torch.int32), *numbers]
             if self.reads is not None:
-                part = _features(features, self)[done : done + count]
+                part = _features(features, self)[offset : offset + count]
                 inputs.append(nn.functional.pad(part, (0, 0, 0, chunk - count)).unsqueeze(0))
-            bucket = self.decoder.bucket_for(start + done + chunk)
+            bucket = self.decoder.bucket_for(start + offset + chunk)
             key = GraphKey("read", chunk, bucket, variant=self.step_key(bucket).kind)
             self._graph(key, partial(ReadStep, self.head), inputs)
-            done += count
-            if done < len(tokens):
+            offset += count
+            if offset < len(tokens):
                 yield
 
     def _graph(self, key: GraphKey, make: Callable[[int], nn.Module], inputs: Sequence[Tensor]) -> Sequence[Tensor]:
         """Run a step of this drafter."""
-        own = self.state is self.decoder.body  # then nothing in it is another model's
+        shares_state = self.state is self.decoder.body  # then nothing in it is another model's
         step = self.decoder.graph(
             key,
             lambda _body, bucket: make(bucket),
             inputs,
-            guest=None if own else self.cache_key,
-            owner=None if own else self.state,
+            guest=None if shares_state else self.cache_key,
+            owner=None if shares_state else self.state,
         )
         return step(*inputs)
 

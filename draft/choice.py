@@ -62,7 +62,7 @@ class ChoiceDrafter:
                     "draft a chain, or use it alone"
                 )
         features = [drafter.reads for drafter in drafters if drafter.reads is not None]
-        if any(one != features[0] for one in features):
+        if any(spec != features[0] for spec in features):
             raise ConfigurationError("drafters of a choice read different states of the target; use one of them")
         self.reads: FeatureSpec | None = features[0] if features else None
         self._drafters = tuple(drafters)
@@ -126,23 +126,25 @@ class ChoiceDrafter:
         everybody = range(len(self._drafters))
         order = {slot: sorted(everybody, key=lambda d, s=slot: -value(s, d)) for slot in slots}  # type: ignore[misc]
         place = [min((drafters.index(d) for drafters in order.values()), default=0) for d in everybody]
-        said: list[list[list[int]]] = [[] for _ in everybody]
+        proposals: list[list[list[int]]] = [[] for _ in everybody]
         for index in sorted(everybody, key=lambda d: (not self._free[d], place[d])):
-            if self._free[index] or self._asked(index, order, said):
-                said[index] = self._ask(index, commit, sampling, limits=limits)
+            if self._free[index] or self._should_propose(index, order, proposals):
+                proposals[index] = self._ask(index, commit, sampling, limits=limits)
         rows: list[list[int]] = [[] for _ in most]
         for slot in slots:
-            best = next((d for d in order[slot] if said[d] and said[d][slot]), None)
+            best = next((d for d in order[slot] if proposals[d] and proposals[d][slot]), None)
             if best is not None:
-                rows[slot] = said[best][slot][: most[slot]]
+                rows[slot] = proposals[best][slot][: most[slot]]
                 scores.drafted(best, len(rows[slot]))
-            for index, chains in enumerate(said):
+            for index, chains in enumerate(proposals):
                 if chains:
                     scores.forecast(slot, index, chains[slot])
         scores.handed_over()
         return Proposal.chains(rows, self.draft_lengths)
 
-    def _asked(self, index: int, order: Mapping[int, Sequence[int]], said: Sequence[Sequence[Sequence[int]]]) -> bool:
+    def _should_propose(
+        self, index: int, order: Mapping[int, Sequence[int]], proposals: Sequence[Sequence[Sequence[int]]]
+    ) -> bool:
         """Whether a drafter that costs time proposes: somewhere it is the best of those that have something to say, or
         little is known of it, or it is time again.
         """
@@ -152,7 +154,7 @@ class ChoiceDrafter:
             if not self._scores.known(slot, index):
                 return True
             before = drafters[: drafters.index(index)]
-            if not any(said[d] and said[d][slot] for d in before):
+            if not any(proposals[d] and proposals[d][slot] for d in before):
                 return True
         return False
 

@@ -62,8 +62,8 @@ class RowDrafter:
     def propose(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Proposal:
         """See `paceline.core.protocols.Drafter`."""
         most = [min(limit, self.draft_shape.depth) for limit in limits.max_accept.tolist()]
-        own = {slot: ahead for slot, predicted in self._texts.items() if (ahead := predicted.ahead(most[slot]))}
-        proposal = self._others(commit, sampling, limits, most=most, own=own)
+        predictions = {slot: ahead for slot, predicted in self._texts.items() if (ahead := predicted.ahead(most[slot]))}
+        proposal = self._others(commit, sampling, limits, most=most, predictions=predictions)
         self.predicted = [0] * len(most)
         if proposal.draft_probs is not None:
             return proposal
@@ -71,21 +71,21 @@ class RowDrafter:
         if isinstance(parents, Tensor):
             parents = parents.clone()
         for slot, text in enumerate(self._slots):
-            if text is None or (slot not in own and text.processing is None):
+            if text is None or (slot not in predictions and text.processing is None):
                 continue
             line = parents[slot].tolist() if isinstance(parents, Tensor) else parents
-            chain = own.get(slot)
+            chain = predictions.get(slot)
             if chain is None and line is not None:
-                kept = _pruned(text, tokens[slot].tolist(), line)
-                if any(token != PAD for token in kept):
-                    tokens[slot] = torch.tensor(kept, dtype=torch.int32)
+                pruned = _pruned(text, tokens[slot].tolist(), line)
+                if any(token != PAD for token in pruned):
+                    tokens[slot] = torch.tensor(pruned, dtype=torch.int32)
                     continue
                 chain = []
             if chain is None:
                 chain = list(takewhile(lambda token: token != PAD, tokens[slot].tolist()))
             legal = chain if text.processing is None else text.processing.continued(text.text, chain, most[slot])
-            if slot in own:
-                pairs = zip(own[slot], legal, strict=False)
+            if slot in predictions:
+                pairs = zip(predictions[slot], legal, strict=False)
                 self.predicted[slot] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             tokens[slot] = torch.tensor(_placed(legal, line, size=tokens.shape[1]), dtype=torch.int32)
             if isinstance(parents, Tensor):
@@ -99,19 +99,25 @@ class RowDrafter:
         limits: RoundLimits,
         *,
         most: list[int],
-        own: dict[int, list[int]],
+        predictions: dict[int, list[int]],
     ) -> Proposal:
         """What the other drafter proposes, in the shape of ours."""
-        left = [0 if slot in own else limit for slot, limit in enumerate(most)]
+        max_accept = [0 if slot in predictions else limit for slot, limit in enumerate(most)]
         nodes = self.draft_shape.num_draft_tokens
         nothing = torch.full((len(most), nodes), PAD, dtype=torch.int32)
         end = self.max_positions
-        if not any(left) or not self._inner.draft_shape.num_draft_tokens or (end is not None and limits.max_rows > end):
+        if (
+            not any(max_accept)
+            or not self._inner.draft_shape.num_draft_tokens
+            or (end is not None and limits.max_rows > end)
+        ):
             parents: tuple[int, ...] | Tensor | None = self.draft_shape.parents
             if self.draft_shape.dynamic:
                 parents = torch.tensor([tree.chain(nodes)] * len(most), dtype=torch.int32)
             return Proposal(nothing, parents)
-        narrowed = limits if left == most else replace(limits, max_accept=torch.tensor(left, dtype=torch.int32))
+        narrowed = (
+            limits if max_accept == most else replace(limits, max_accept=torch.tensor(max_accept, dtype=torch.int32))
+        )
         if self._masked is not None and any(text is not None and text.processing is not None for text in self._slots):
             proposal = self._masked.propose_allowed(commit, sampling, narrowed, allowed=self._allowed)
         else:

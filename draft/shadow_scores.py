@@ -74,7 +74,9 @@ class ShadowScores:
     def known(self, slot: int, drafter: int) -> bool:
         """Whether a forecast of this drafter was compared with the text, or is being so."""
         text = self._texts.get(slot)
-        return text is not None and (text.means[drafter].weight > 0 or any(one.drafter == drafter for one in text.open))
+        return text is not None and (
+            text.means[drafter].weight > 0 or any(forecast.drafter == drafter for forecast in text.open)
+        )
 
     def forecast(self, slot: int, drafter: int, chain: Sequence[int]) -> None:
         """A drafter says how the text in a slot goes on. Nothing said is nothing to compare."""
@@ -90,25 +92,27 @@ class ShadowScores:
         text = self._texts.get(slot)
         if text is None:
             return
-        left = []
-        for one in text.open:
+        still_open = []
+        for forecast in text.open:
             over = False
             for token in tokens:
-                over = one.chain[one.right] != token
-                one.right += not over
-                over = over or one.right == len(one.chain)
+                over = forecast.chain[forecast.right] != token
+                forecast.right += not over
+                over = over or forecast.right == len(forecast.chain)
                 if over:
                     break
             if over:
-                self._score(text, one)
+                self._score(text, forecast)
             else:
-                left.append(one)
-        text.open = left
+                still_open.append(forecast)
+        text.open = still_open
 
-    def _score(self, text: _TextScores, one: _Forecast) -> None:
-        self.counts[one.drafter] = self.counts[one.drafter].plus(num_scored=1, num_scored_tokens=one.right)
-        text.means[one.drafter].add(one.right, _FORGETS_TEXT)
-        self._all[one.drafter].add(one.right, _FORGETS_ALL)
+    def _score(self, text: _TextScores, forecast: _Forecast) -> None:
+        self.counts[forecast.drafter] = self.counts[forecast.drafter].plus(
+            num_scored=1, num_scored_tokens=forecast.right
+        )
+        text.means[forecast.drafter].add(forecast.right, _FORGETS_TEXT)
+        self._all[forecast.drafter].add(forecast.right, _FORGETS_ALL)
 
     def expected(self, slot: int, drafter: int) -> float:
         """How many tokens of a proposal of this drafter the target will write."""
@@ -140,8 +144,10 @@ class ShadowScores:
         are known.
         """
         tokens = 1 + self.expected(slot, drafter)
-        own, rest = self._propose_seconds[drafter], self._rest_seconds
-        return tokens if own is None or rest is None else tokens / (own + rest)
+        propose_seconds, other_seconds = self._propose_seconds[drafter], self._rest_seconds
+        return (
+            tokens if propose_seconds is None or other_seconds is None else tokens / (propose_seconds + other_seconds)
+        )
 
 
 def _smoothed(before: float | None, now: float) -> float:

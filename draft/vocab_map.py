@@ -60,9 +60,9 @@ class IntersectionVocabMap(VocabMap):
         super().__init__(*sizes)
         places = [-1] * sizes[0]
         for token, number in target.items():
-            other = draft.get(token, -1)
-            if number < sizes[0] and other < sizes[1]:
-                places[number] = other
+            draft_id = draft.get(token, -1)
+            if number < sizes[0] and draft_id < sizes[1]:
+                places[number] = draft_id
         self._unknown, self._places = unknown, places
         self.shared = sum(place >= 0 for place in places)
         self.register_buffer("index", torch.tensor(places, dtype=torch.int32))

@@ -62,25 +62,25 @@ def load(
     raw = _tensors(folder)
     fields = Fields(read_json_object(folder / CONFIG), str(folder / CONFIG))
     layout, version = formats.layout_of(fields, raw)
-    named: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, value in raw.items():
-        own = formats.own_name(name, layout, version)
-        if own in named:
-            raise CheckpointError(f"{folder} holds {own} twice; keep one of the two")
-        if own is not None:
-            named[own] = value
-    config = formats.parse(fields, layout, version, target=target, names=named, override=aux_layers)
+        own_name = formats.own_name(name, layout, version)
+        if own_name in tensors:
+            raise CheckpointError(f"{folder} holds {own_name} twice; keep one of the two")
+        if own_name is not None:
+            tensors[own_name] = value
+    config = formats.parse(fields, layout, version, target=target, names=tensors, override=aux_layers)
     config.check_target(target)
-    embedding = named.pop(EMBEDDING, None)
+    embedding = tensors.pop(EMBEDDING, None)
     if version == 1:
-        _same_head(folder, named.pop(HEAD, None), head, size=target.vocab_size)
-    maps = (named.pop(OFFSETS, None), named.pop(MASK, None)) if version == 3 else (None, None)
+        _same_head(folder, tensors.pop(HEAD, None), head, size=target.vocab_size)
+    maps = (tensors.pop(OFFSETS, None), tensors.pop(MASK, None)) if version == 3 else (None, None)
     ids = drafted_ids(config, *maps, where=str(folder))
-    _compare(folder, named, config.shapes())
+    _compare(folder, tensors, config.shapes())
     _check_embedding(folder, config, embedding)
-    for name, value in (named if embedding is None else {**named, EMBEDDING: embedding}).items():
+    for name, value in (tensors if embedding is None else {**tensors, EMBEDDING: embedding}).items():
         check_finite(name, value, value.dtype, where=folder)
-    return Checkpoint(config, named | ({"ids": ids} if version == 3 else {}), embedding)
+    return Checkpoint(config, tensors | ({"ids": ids} if version == 3 else {}), embedding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,9 @@ def save(
             tensors[HEAD] = target.head
     if embedding is not None:
         tensors[EMBEDDING] = embedding
-    named = {formats.foreign_name(name, layout, version): x.detach().clone() for name, x in tensors.items()}
+    renamed = {formats.foreign_name(name, layout, version): x.detach().clone() for name, x in tensors.items()}
     path = folder / "model.safetensors"
-    write_weight_file(path, named)
+    write_weight_file(path, renamed)
     if layout == "paceline":
         config.write(folder)
     else:
@@ -147,9 +147,9 @@ def convert(
     source: Path, out: Path, target: ModelConfig, *, layout: str, tensors: TargetTensors | None = None, base: str = ""
 ) -> Checkpoint:
     """Read a head in any layout and write it in another; see `load` and `save`."""
-    found = load(source, target, head=None if tensors is None else tensors.head)
-    save(out, found, layout=layout, target=tensors, base=base)
-    return found
+    checkpoint = load(source, target, head=None if tensors is None else tensors.head)
+    save(out, checkpoint, layout=layout, target=tensors, base=base)
+    return checkpoint
 
 
 def drafted_ids(config: EagleConfig, offsets: Tensor | None, mask: Tensor | None, *, where: str) -> Tensor:
@@ -186,18 +186,18 @@ def drafted_ids(config: EagleConfig, offsets: Tensor | None, mask: Tensor | None
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in find_weight_files(folder):
         with open_weight_file(file) as source:
             for name in source.infos():
-                if name in found:
+                if name in tensors:
                     raise CheckpointError(f"{name} is in two files of {folder}; fetch the checkpoint again")
-                found[name] = source.read(name).clone()
-    return found
+                tensors[name] = source.read(name).clone()
+    return tensors
 
 
-def _compare(folder: Path, found: dict[str, Tensor], wanted: dict[str, tuple[int, ...]]) -> None:
-    missing = sorted(set(wanted) - set(found))
+def _compare(folder: Path, tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
+    missing = sorted(set(shapes) - set(tensors))
     if missing == [HEAD]:
         raise MissingWeightsError(
             f"{folder} lacks {HEAD}: it shares the target's output layer, which is not supported in version 3, or is "
@@ -207,15 +207,15 @@ def _compare(folder: Path, found: dict[str, Tensor], wanted: dict[str, tuple[int
         raise MissingWeightsError(
             f"{folder} lacks {', '.join(missing[:4])}; fetch it in full, with its own config.json"
         )
-    surplus = sorted(set(found) - set(wanted))
+    surplus = sorted(set(tensors) - set(shapes))
     if surplus:
         raise CheckpointError(
             f"{folder} holds tensors that an EAGLE head with this config.json does not use: {', '.join(surplus[:4])}"
         )
-    for name, shape in wanted.items():
-        if tuple(found[name].shape) != shape:
+    for name, shape in shapes.items():
+        if tuple(tensors[name].shape) != shape:
             raise WeightShapeError(
-                f"{folder}: {name} has shape {list(found[name].shape)}, but its config.json and the target ask for "
+                f"{folder}: {name} has shape {list(tensors[name].shape)}, but its config.json and the target ask for "
                 f"{list(shape)}; use the config.json and the target that belong to it"
             )
 

@@ -32,9 +32,9 @@ def is_eagle_config(fields: Mapping[str, object]) -> bool:
     if "paceline_eagle" in fields or "speculators_model_type" in fields:
         return True
     architectures = fields.get("architectures")
-    named = isinstance(architectures, list) and any("eagle" in str(name).lower() for name in architectures)
+    names_eagle = isinstance(architectures, list) and any("eagle" in str(name).lower() for name in architectures)
     one_layer = fields.get("num_hidden_layers") == 1 and ("bias" in fields or "fc_bias" in fields)
-    return named or "eagle_config" in fields or "draft_vocab_size" in fields or one_layer
+    return names_eagle or "eagle_config" in fields or "draft_vocab_size" in fields or one_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,13 +123,13 @@ class EagleConfig:
 
     def check_target(self, target: ModelConfig) -> None:
         """Raise PairingError unless the head fits this target."""
-        for name, ours, theirs in (
+        for name, head_value, target_value in (
             ("vocabulary", self.vocab_size, target.vocab_size),
             ("hidden size", self.target_hidden_size, target.hidden_size),
         ):
-            if ours != theirs:
+            if head_value != target_value:
                 raise PairingError(
-                    f"the EAGLE head is for a target with {name} {ours}, and this one has {theirs}; "
+                    f"the EAGLE head is for a target with {name} {head_value}, and this one has {target_value}; "
                     "use the head that was trained for this target"
                 )
         if any(not 0 <= layer <= target.num_layers for layer in self.layers):
@@ -175,21 +175,21 @@ def parse_own(fields: Fields) -> EagleConfig:
 
 
 def _rope(fields: Fields) -> RopeConfig:
-    given = fields.child("rope")
+    rope = fields.child("rope")
     names = RopeConfig.__dataclass_fields__
-    if given is None or set(given.values) != set(names):
+    if rope is None or set(rope.values) != set(names):
         raise CheckpointError(f"{fields.where}: rope must be an object with the keys {', '.join(names)}")
     plain: dict[str, object] = {
-        "type": given.text("type"),
-        "truncate": given.flag("truncate", True),
-        **{name: given.integer(name) for name in ("max_position_embeddings", "original_max_position_embeddings")},
+        "type": rope.text("type"),
+        "truncate": rope.flag("truncate", True),
+        **{name: rope.integer(name) for name in ("max_position_embeddings", "original_max_position_embeddings")},
         **{
-            name: given.number(name)
+            name: rope.number(name)
             for name in ("theta", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
         },
-        **{name: given.optional_number(name) for name in ("factor", "attention_factor", "mscale", "mscale_all_dim")},
+        **{name: rope.optional_number(name) for name in ("factor", "attention_factor", "mscale", "mscale_all_dim")},
     }
     for name in ("short_factor", "long_factor"):
-        value = given.values[name]
-        plain[name] = given.numbers(name, length=len(value) if isinstance(value, list) else 0)
+        value = rope.values[name]
+        plain[name] = rope.numbers(name, length=len(value) if isinstance(value, list) else 0)
     return RopeConfig(**plain)  # type: ignore[arg-type]  # every field by its name and of its kind

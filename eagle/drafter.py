@@ -79,16 +79,16 @@ class EagleDrafter(HeadDrafter):
         # A quantised table is not what a copy would be compared with: the head's own copy is used then.
         output, table = (x[:rows] if isinstance(x, Tensor) else None for x in (model.head, model.embedding))
         layers = parse_layers(aux_layers)
-        found = checkpoint.load(folder, target.config, head=output, aux_layers=layers)
-        floats = {name: x for name, x in found.weights.items() if name != "ids"}
-        weights = found.weights | {name: check_finite(name, x, dtype, where=folder) for name, x in floats.items()}
-        embedding = found.embedding
+        loaded = checkpoint.load(folder, target.config, head=output, aux_layers=layers)
+        floats = {name: x for name, x in loaded.weights.items() if name != "ids"}
+        weights = loaded.weights | {name: check_finite(name, x, dtype, where=folder) for name, x in floats.items()}
+        embedding = loaded.embedding
         if embedding is not None:
             embedding = check_finite("its embedding", embedding, dtype, where=folder)
             if table is not None and torch.equal(embedding[:rows], table):
                 embedding = None
         head = EagleHead(
-            found.config,
+            loaded.config,
             weights,
             lent=target.body.lent,
             embedding=embedding,
@@ -120,6 +120,6 @@ class EagleDrafter(HeadDrafter):
         """See `paceline.core.protocols.TraceableDrafter`. The draft tree is in `step_key`: graphs that only read a text
         do not depend on it.
         """
-        own = self.head.embedding is not self.decoder.body.model.embedding
+        has_embedding = self.head.embedding is not self.decoder.body.model.embedding
         config: dict[str, object] = json.loads(json.dumps(asdict(self.head.config)))
-        return {"eagle": config, "own embedding": own}
+        return {"eagle": config, "own embedding": has_embedding}

@@ -54,10 +54,10 @@ def _nxd_reason(config: EagleConfig, num_layers: int | None) -> str:
         return "NxD Inference takes the width of the head for that of the target"
     if num_layers is None:
         raise ConfigurationError("layout 'nxd' depends on how many layers the target has: give the target")
-    wanted = (2, num_layers // 2, num_layers - 3)
-    if config.layers != wanted:
+    expected = (2, num_layers // 2, num_layers - 3)
+    if config.layers != expected:
         return (
-            f"NxD Inference reads residual streams {list(wanted)} of a target with {num_layers} layers, and this head "
-            f"reads {list(config.layers)}"
+            f"NxD Inference reads residual streams {list(expected)} of a target with {num_layers} layers, and this "
+            f"head reads {list(config.layers)}"
         )
     return ""

@@ -47,7 +47,7 @@ def layout_of(config: Fields, names: Iterable[str]) -> tuple[str, int]:
         CheckpointError: these are no tensors of an EAGLE head.
         UnknownArchitectureError: a key of its config.json is not understood.
     """
-    found = {name.removeprefix(_MODEL) for name in names}
+    bare_names = {name.removeprefix(_MODEL) for name in names}
     if "paceline_eagle" in config.values:
         version = config.integer("version")
         check_version(version)
@@ -56,13 +56,13 @@ def layout_of(config: Fields, names: Iterable[str]) -> tuple[str, int]:
     kind = config.values.get("speculators_model_type")
     if kind is not None:
         return "speculators", 3 if kind == "eagle3" else 1
-    if "fc.weight" not in found:
+    if "fc.weight" not in bare_names:
         raise CheckpointError(f"{config.where}: the weights beside it hold no fc.weight, so this is no EAGLE head")
-    if any(name.startswith("midlayer.") for name in found):
+    if any(name.startswith("midlayer.") for name in bare_names):
         return "eagle", 3
-    if OFFSETS in found or "layers.0.hidden_norm.weight" in found:
+    if OFFSETS in bare_names or "layers.0.hidden_norm.weight" in bare_names:
         return "speculators" if "transformer_layer_config" in config.values else "nxd", 3
-    return ("nxd" if HEAD in found else "eagle"), 1
+    return ("nxd" if HEAD in bare_names else "eagle"), 1
 
 
 def own_name(name: str, layout: str, version: int) -> str | None:
@@ -121,10 +121,10 @@ def parse(
     if override is not None and version == 1:
         raise ConfigurationError(f"{config.where}: an EAGLE-1 head reads the last hidden state; leave aux_layers out")
     if layout == "paceline":
-        own = parse_own(config)
+        config_fields = parse_own(config)
         if override is None:
-            return own
-        return replace(own, layers=aux_layers.overridden(config.where, own.layers, override))
+            return config_fields
+        return replace(config_fields, layers=aux_layers.overridden(config.where, config_fields.layers, override))
     nested = config.child("transformer_layer_config") if layout == "speculators" else config
     if nested is None:
         raise CheckpointError(f"{config.where}: transformer_layer_config is missing; download the file again")
@@ -221,7 +221,7 @@ def _sizes(config: EagleConfig) -> dict[str, object]:
     rope = {name: value for name, value in asdict(config.rope).items() if value not in (None, ())}
     kind, theta = rope.pop("type"), rope.pop("theta")
     rope.pop("max_position_embeddings")
-    found: dict[str, object] = {
+    sizes: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -241,4 +241,4 @@ def _sizes(config: EagleConfig) -> dict[str, object]:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return found if kind == "default" else {**found, "rope_scaling": {"rope_type": kind, **rope}}
+    return sizes if kind == "default" else {**sizes, "rope_scaling": {"rope_type": kind, **rope}}

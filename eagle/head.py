@@ -132,9 +132,9 @@ class EagleHead(AutoregressiveHead):
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, *, real: Tensor | None = None
     ) -> tuple[Tensor, Qkv]:
         """Pairs before attention. tokens [b, n] int32, hidden [b, n, H], positions [b, n] int32."""
-        read = embedded(tokens, self.embedding, self.rows, group=self._groups[0])
+        inputs = embedded(tokens, self.embedding, self.rows, group=self._groups[0])
         at = positions.clamp(max=self.cos.shape[0] - 1)
-        return self.network.project(read, hidden, (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)), real=real)
+        return self.network.project(inputs, hidden, (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)), real=real)
 
     def attend(self, qkv: Qkv, place: CachePosition) -> Tensor:
         """Write pairs to their rows and attend to those before them. -> [b, n, heads * D]"""

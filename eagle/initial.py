@@ -52,25 +52,25 @@ def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: 
     network = TrainableHead(config, target.embedding, target.output.detach() if config.version == 1 else None)
     first, last = target.block(0), target.block(depth - 1)
     state = network.state_dict()
-    wanted: dict[str, Tensor] = {f"layer.{name}": value for name, value in last.items()}
+    weights: dict[str, Tensor] = {f"layer.{name}": value for name, value in last.items()}
     size = config.hidden_size
     if config.version == 3:
-        wanted["norm.weight"] = target.norm
-        wanted["lm_head.weight"] = target.output.detach()[vocabulary.ids]
-        wanted["layer.hidden_norm.weight"] = last["input_layernorm.weight"]
-        wanted["layer.input_layernorm.weight"] = first["input_layernorm.weight"]
+        weights["norm.weight"] = target.norm
+        weights["lm_head.weight"] = target.output.detach()[vocabulary.ids]
+        weights["layer.hidden_norm.weight"] = last["input_layernorm.weight"]
+        weights["layer.input_layernorm.weight"] = first["input_layernorm.weight"]
         for side in "qkv":
             name = f"self_attn.{side}_proj.weight"
-            wanted[f"layer.{name}"] = torch.cat([first[name], last[name]], 1)
+            weights[f"layer.{name}"] = torch.cat([first[name], last[name]], 1)
         if config.target_hidden_size == size:
             fused = torch.zeros(size, config.feature_size)
             fused[:, -size:] = torch.eye(size)
-            wanted["fc.weight"] = fused
+            weights["fc.weight"] = fused
     else:
         fused = state["fc.weight"].clone()
         fused[:, size:] = _FC * torch.eye(size)
-        wanted["fc.weight"] = fused
-    fitting = {name: value for name, value in wanted.items() if name in state and value.shape == state[name].shape}
+        weights["fc.weight"] = fused
+    fitting = {name: value for name, value in weights.items() if name in state and value.shape == state[name].shape}
     network.load_state_dict({**state, **fitting})
     return network
 

@@ -105,10 +105,12 @@ def check_keys(config: Fields) -> None:
     if layer is not None:
         _check(layer, _LAYER_KEYS | _HARMLESS, _MUST_BE)
     _check_attention(layer or config)
-    for one, other in _TWINS:
-        left, right = config.values.get(one), config.values.get(other)
-        if left is not None and left != right:
-            raise CheckpointError(f"{config.where}: {one} is {left!r} and {other} {right!r}; correct the file")
+    for first_key, second_key in _TWINS:
+        first, second = config.values.get(first_key), config.values.get(second_key)
+        if first is not None and first != second:
+            raise CheckpointError(
+                f"{config.where}: {first_key} is {first!r} and {second_key} {second!r}; correct the file"
+            )
 
 
 def check_residual(config: Fields) -> None:
@@ -129,8 +131,8 @@ def _check_kind(config: Fields) -> None:
         raise UnknownArchitectureError(
             f"{config.where}: speculators_model_type {kind!r} is not supported; supported: eagle, eagle3"
         )
-    named = config.values.get("architectures")
-    for name in named if isinstance(named, list) else []:
+    architectures = config.values.get("architectures")
+    for name in architectures if isinstance(architectures, list) else []:
         for part, meaning in _OTHER_KINDS.items():
             if part in str(name).lower():
                 raise UnknownArchitectureError(
@@ -139,17 +141,17 @@ def _check_kind(config: Fields) -> None:
                 )
 
 
-def _check(fields: Fields, known: Set[str], must_be: Mapping[str, MustBe]) -> None:
+def _check(fields: Fields, known_keys: Set[str], must_be: Mapping[str, MustBe]) -> None:
     for key, value in fields.values.items():
         if value is None:
             continue
         rule = must_be.get(key)
-        if rule is not None and not any(type(value) is type(one) and value == one for one in rule.values):
+        if rule is not None and not any(type(value) is type(allowed) and value == allowed for allowed in rule.values):
             raise UnknownArchitectureError(
                 f"{fields.where}: {key} = {json.dumps(value)} is not supported: {rule.meaning}; use a head with "
                 f"{key} = {json.dumps(rule.values[0])}"
             )
-        if rule is None and key not in known:
+        if rule is None and key not in known_keys:
             raise UnknownArchitectureError(
                 f"{fields.where}: {key!r} is not a setting of an EAGLE head known here, and passing over it could make "
                 "the head draft badly; remove it if it has no effect"

@@ -207,8 +207,8 @@ def _attend_passes(q: Tensor, past: Past) -> Tensor:
     size = q.shape[2]
     causal = torch.ones(size, size, dtype=torch.bool, device=q.device).tril()
     scores = (q @ first.transpose(2, 3)).masked_fill(~causal, -math.inf)
-    own = [(q * keys).sum(-1, keepdim=True) for keys, _ in later]
-    weights = torch.cat([scores, *own], -1).softmax(-1)
+    own_scores = [(q * keys).sum(-1, keepdim=True) for keys, _ in later]
+    weights = torch.cat([scores, *own_scores], -1).softmax(-1)
     attended = weights[..., :size] @ values
     for index, (_, value) in enumerate(later):
         attended = attended + weights[..., size + index, None] * value

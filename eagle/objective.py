@@ -118,11 +118,11 @@ def passes(network: TrainableHead, texts: Texts, count: int) -> list[tuple[Tenso
     size = texts.tokens.shape[1]
     features = texts.last if network.config.version == 1 else texts.streams
     hidden = network.fuse(features.float())
-    found = []
+    predictions = []
     for index in range(min(count, size - 1)):
         hidden = network(texts.tokens.roll(-1 - index, 1), hidden, past)
-        found.append((hidden[:, : size - 1 - index], 1 + index))
-    return found
+        predictions.append((hidden[:, : size - 1 - index], 1 + index))
+    return predictions
 
 
 @torch.no_grad()

@@ -68,12 +68,12 @@ class EagleTrainer(Trainer[Texts]):
         self._measure, self._head, self._vocabulary = measure, head, vocabulary
         parameters = dict(network.named_parameters())
         matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and not name.startswith("lm_head")}
-        others = [p for name, p in parameters.items() if name not in matrices]
+        vectors = [p for name, p in parameters.items() if name not in matrices]
         rate = options.learning_rate
         super().__init__(
             options,
             parameters=parameters,
-            optimizers=[muon(list(matrices.values()), rate), torch.optim.AdamW(others, rate, betas=(0.9, 0.98))],
+            optimizers=[muon(list(matrices.values()), rate), torch.optim.AdamW(vectors, rate, betas=(0.9, 0.98))],
             steps=math.ceil(options.tokens / (options.batch_size * corpus.length)),
             folder=folder,
             key={
@@ -155,11 +155,11 @@ def train(
     check(head, texts, sizes)
     frozen, network, vocabulary = _begin(target, stream, head, sizes=sizes, precision=options.precision)
     features = FeatureCache(frozen, stream, texts, folder=work / "states")
-    own, output = features.eval_texts(), frozen.output.detach()
+    eval_texts, output = features.eval_texts(), frozen.output.detach()
 
     def measure(network: TrainableHead) -> list[float]:
         skip = texts.prompt_length
-        return acceptance(network, own, depth=head.depth, head=output, vocabulary=vocabulary, skip=skip)
+        return acceptance(network, eval_texts, depth=head.depth, head=output, vocabulary=vocabulary, skip=skip)
 
     trainer = EagleTrainer(network, features, options, head=output, vocabulary=vocabulary, folder=work, measure=measure)
     if not trainer.run(report):

@@ -101,9 +101,9 @@ class StaticTree(nn.Module):
             tokens = picks.flatten(1).index_select(1, self.get_buffer(f"pick_{level}"))
             levels.append(tokens)
             if level < len(self._choices):
-                kept, owner = (self.get_buffer(f"{name}_{level}") for name in ("kept", "owner"))
+                parent_rows, owner = (self.get_buffer(f"{name}_{level}") for name in ("kept", "owner"))
                 parents = self.get_buffer(f"row_{level}").expand(len(tokens), -1)
-                hidden = frontier.extend(tokens.index_select(1, kept), hidden.index_select(1, owner), parents)
+                hidden = frontier.extend(tokens.index_select(1, parent_rows), hidden.index_select(1, owner), parents)
         return (torch.cat(levels, 1).index_select(1, self.get_buffer("order")),)
 
 
@@ -174,8 +174,8 @@ def parse_draft_tree(text: str, *, k: int, drawn: bool = False) -> DraftTree:
     Raises:
         ConfigurationError: the text is unknown, the sizes do not fit, or a tree is to be drawn.
     """
-    kind, _, rest = text.partition(":")
-    if kind == "chain" and not rest:
+    kind, _, arguments = text.partition(":")
+    if kind == "chain" and not arguments:
         return Chain(k, drawn=drawn)
     if drawn:
         raise ConfigurationError(
@@ -183,7 +183,7 @@ def parse_draft_tree(text: str, *, k: int, drawn: bool = False) -> DraftTree:
             "acceptor='match', which is exact for trees too"
         )
     try:
-        numbers = tuple(int(part) for part in rest.split(","))
+        numbers = tuple(int(part) for part in arguments.split(","))
     except ValueError:
         numbers = ()
     if kind == "tree" and numbers:
@@ -238,9 +238,9 @@ def kept(tokens: Tensor, logprob: Tensor, parents: Tensor, *, nodes: int) -> tup
     """
     chosen = reduce.first_of_largest(logprob, topk(logprob, nodes)[0][:, -1:], nodes)
     rank = chosen.to(torch.float32).cumsum(-1) - 1.0
-    wanted = torch.arange(nodes, dtype=torch.float32, device=logprob.device).view(1, -1, 1)
-    mine = ((rank.unsqueeze(1) == wanted) & chosen.unsqueeze(1)).to(torch.float32)
-    token, parent = ((mine * x.to(torch.float32).unsqueeze(1)).sum(-1).to(torch.int32) for x in (tokens, parents))
+    places = torch.arange(nodes, dtype=torch.float32, device=logprob.device).view(1, -1, 1)
+    one_hot = ((rank.unsqueeze(1) == places) & chosen.unsqueeze(1)).to(torch.float32)
+    token, parent = ((one_hot * x.to(torch.float32).unsqueeze(1)).sum(-1).to(torch.int32) for x in (tokens, parents))
     above = rank.gather(1, parent.clamp(min=0).to(torch.int64)).to(torch.int32)
     above = torch.where(parent < 0, tree.ROOT, above)
     before = torch.arange(-1, nodes - 1, dtype=torch.int32, device=logprob.device)

@@ -58,7 +58,7 @@ def measure(heads: Heads, windows: Sequence[Windows], output: Tensor) -> Accurac
     Raises:
         ConfigurationError: there is no such place.
     """
-    found = []
+    ranks = []
     count = heads.config.heads
     for part in windows:
         skip = part.first
@@ -66,12 +66,12 @@ def measure(heads: Heads, windows: Sequence[Windows], output: Tensor) -> Accurac
             choices = (states @ output.T).argmax(-1)  # [n, L]; of the token behind each place
             last = tokens.shape[1] - count - 1
             logits = heads(states[:, skip:last].flatten(0, 1), torch.nn.functional.linear)
-            wanted = torch.stack([choices[:, skip + i + 1 : last + i + 1].flatten() for i in range(count)], 1)
-            own = logits.gather(-1, wanted.unsqueeze(-1))
-            rank = (~(logits <= own)).sum(-1).clamp(max=TOP)  # what is NaN is right nowhere
+            targets = torch.stack([choices[:, skip + i + 1 : last + i + 1].flatten() for i in range(count)], 1)
+            target_logits = logits.gather(-1, targets.unsqueeze(-1))
+            rank = (~(logits <= target_logits)).sum(-1).clamp(max=TOP)  # what is NaN is right nowhere
             agreed = choices[:, :-1] == tokens[:, 1:]
-            kept = torch.stack([agreed[:, skip + i : last + i].flatten() for i in range(count)], 1).all(1)
-            found.append(rank[kept])
-    if not sum(map(len, found)):
+            all_agreed = torch.stack([agreed[:, skip + i : last + i].flatten() for i in range(count)], 1).all(1)
+            ranks.append(rank[all_agreed])
+    if not sum(map(len, ranks)):
         raise ConfigurationError("no text was long enough to measure the heads on; give more or longer ones")
-    return Accuracy(torch.cat(found))
+    return Accuracy(torch.cat(ranks))

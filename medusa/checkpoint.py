@@ -58,11 +58,11 @@ def load(folder: Path, *, vocab_size: int) -> Checkpoint:
     for file in _files(folder):
         with open_weight_file(file) as source:
             infos = source.infos()
-            for ours, name in _names(infos).items():
-                if ours in weights:
-                    raise CheckpointError(f"{folder} holds {ours} twice; keep one file with the heads")
-                shapes[ours] = infos[name].shape
-                weights[ours] = _read(source, name)
+            for own_name, name in _names(infos).items():
+                if own_name in weights:
+                    raise CheckpointError(f"{folder} holds {own_name} twice; keep one file with the heads")
+                shapes[own_name] = infos[name].shape
+                weights[own_name] = _read(source, name)
     if not weights:
         formats.canonical(())  # says what a head would be called
     config = replace(formats.survey(shapes, vocab_size=vocab_size), base=claims.base)
@@ -86,10 +86,10 @@ def heads(
 
     Of a target divided over ``group``, ``output`` is this rank's part, of the ids ``ids``, and V must be said.
     """
-    found = load(folder, vocab_size=vocab_size or output.shape[0])
-    made = Heads(found.config, output, dtype, group=group, ids=ids)
-    made.fill(found.weights)
-    return made
+    checkpoint = load(folder, vocab_size=vocab_size or output.shape[0])
+    network = Heads(checkpoint.config, output, dtype, group=group, ids=ids)
+    network.fill(checkpoint.weights)
+    return network
 
 
 def save(folder: Path, config: MedusaConfig, weights: dict[str, Tensor], *, layout: str = "paceline") -> Path:
@@ -98,10 +98,10 @@ def save(folder: Path, config: MedusaConfig, weights: dict[str, Tensor], *, layo
     Raises:
         ConfigurationError: the layout is unknown or cannot hold these heads, or `check_place`.
     """
-    named = {name: x.contiguous() for name, x in formats.renamed(config, weights, layout).items()}
+    tensors = {name: x.contiguous() for name, x in formats.renamed(config, weights, layout).items()}
     check_place(folder, layout)
     path = folder / FILES[layout]
-    write_weight_file(path, named)
+    write_weight_file(path, tensors)
     config.write(folder)
     return path
 
@@ -123,8 +123,8 @@ def convert(source: Path, out: Path, *, layout: str, output: Tensor, dtype: torc
     Layouts of other projects get heads with projections of their own: copies of the output layer where they were tied.
     ``dtype``: number format to store; None keeps what is there.
     """
-    found = load(source, vocab_size=output.shape[0])
-    config, weights = found.config, found.weights
+    checkpoint = load(source, vocab_size=output.shape[0])
+    config, weights = checkpoint.config, checkpoint.weights
     if layout != "paceline":
         weights = formats.untied(config, weights, output.to(next(iter(weights.values())).dtype))
         config = replace(config, tied=False)
@@ -135,8 +135,8 @@ def convert(source: Path, out: Path, *, layout: str, output: Tensor, dtype: torc
 
 def _files(folder: Path) -> list[Path]:
     """The file with the heads alone, if there is one, or all files of the checkpoint."""
-    named = [folder / name for name in _NAMES if (folder / name).is_file()]
-    return named[:1] or find_weight_files(folder)
+    files = [folder / name for name in _NAMES if (folder / name).is_file()]
+    return files[:1] or find_weight_files(folder)
 
 
 def _names(infos: dict[str, TensorInfo]) -> dict[str, str]:

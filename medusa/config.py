@@ -57,14 +57,14 @@ class MedusaConfig:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor, by our own names."""
-        found: dict[str, tuple[int, ...]] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for head in range(self.heads):
             for layer in range(self.layers):
-                found[f"heads.{head}.blocks.{layer}.weight"] = (self.hidden_size, self.hidden_size)
-                found[f"heads.{head}.blocks.{layer}.bias"] = (self.hidden_size,)
+                shapes[f"heads.{head}.blocks.{layer}.weight"] = (self.hidden_size, self.hidden_size)
+                shapes[f"heads.{head}.blocks.{layer}.bias"] = (self.hidden_size,)
             if not self.tied:
-                found[f"heads.{head}.projection.weight"] = (self.vocab_size, self.hidden_size)
-        return found
+                shapes[f"heads.{head}.projection.weight"] = (self.vocab_size, self.hidden_size)
+        return shapes
 
     def write(self, folder: Path) -> None:
         """Write config.json."""

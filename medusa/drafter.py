@@ -99,9 +99,14 @@ class MedusaDrafter(HeadDrafter):
         """
         folder = Path(path)
         choices = None if tree is None else _choices(tree)
-        lent, size = target.body.lent, target.config.vocab_size
+        shared_head, size = target.body.lent, target.config.vocab_size
         heads = checkpoint.heads(
-            folder, lent.head, target.options.dtype, vocab_size=size, group=lent.group, ids=lent.ids
+            folder,
+            shared_head.head,
+            target.options.dtype,
+            vocab_size=size,
+            group=shared_head.group,
+            ids=shared_head.ids,
         )
         if choices is None:
             shipped = folder / checkpoint.TREE

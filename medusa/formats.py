@@ -39,31 +39,31 @@ def canonical(names: Iterable[str]) -> dict[str, str]:
         CheckpointError: two names mean the same tensor, or a head has a part that heads here do not have.
         MissingWeightsError: there are no Medusa heads.
     """
-    found: dict[str, str] = {}
+    sources: dict[str, str] = {}
     for name in names:
-        ours = _ours(name)
+        own_name = _ours(name)
         if _VLLM.fullmatch(name):
             raise CheckpointError(
                 f"{name} is a name of vLLM's own layout of Medusa heads, which is not supported; use the checkpoint "
                 "that it was made from"
             )
-        if ours is None and _PART.fullmatch(name):
+        if own_name is None and _PART.fullmatch(name):
             raise CheckpointError(
                 f"{name} belongs to a Medusa head, and heads here have no such part: they are residual blocks and a "
                 "projection without a bias; use heads of that kind"
             )
-        if ours is None:
+        if own_name is None:
             continue
-        if ours in found:
-            raise CheckpointError(f"{found[ours]} and {name} are both {ours}; keep one layout in one file")
-        found[ours] = name
-    if not found:
+        if own_name in sources:
+            raise CheckpointError(f"{sources[own_name]} and {name} are both {own_name}; keep one layout in one file")
+        sources[own_name] = name
+    if not sources:
         raise MissingWeightsError(
             "no tensor has the name of a Medusa head: neither 0.0.linear.weight (Medusa), nor "
             "medusa_head_0.0.linear.weight (NxD Inference), nor heads.0.blocks.0.weight (ours); give the file "
             "with the heads"
         )
-    return found
+    return sources
 
 
 def _ours(name: str) -> str | None:
@@ -105,8 +105,8 @@ def survey(shapes: Mapping[str, tuple[int, ...]], *, vocab_size: int) -> MedusaC
     absent = sorted(set(range(heads)) - set(blocks))
     if absent:
         raise MissingWeightsError(f"head {absent[0]} of {heads} Medusa heads is absent; take the checkpoint in full")
-    layers = max((len(found) for found in blocks.values()), default=0)
-    uneven = [head for head, found in blocks.items() if found != set(range(layers))]
+    layers = max((len(indices) for indices in blocks.values()), default=0)
+    uneven = [head for head, indices in blocks.items() if indices != set(range(layers))]
     if uneven or (projections and len(projections) != heads):
         head = uneven[0] if uneven else min(set(range(heads)) - set(projections))
         raise MissingWeightsError(
@@ -149,14 +149,14 @@ def renamed(config: MedusaConfig, weights: Mapping[str, Tensor], layout: str) ->
             "blocks into it; keep our layout, or train heads with one layer"
         )
     prefix = "medusa_head_" if layout == "nxd" else ""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for head in range(config.heads):
         for layer in range(config.layers):
             for kind in ("weight", "bias"):
-                found[f"{prefix}{head}.{layer}.linear.{kind}"] = weights[f"heads.{head}.blocks.{layer}.{kind}"]
+                tensors[f"{prefix}{head}.{layer}.linear.{kind}"] = weights[f"heads.{head}.blocks.{layer}.{kind}"]
         if not config.tied:
-            found[f"{prefix}{head}.{config.layers}.weight"] = weights[f"heads.{head}.projection.weight"]
-    return found
+            tensors[f"{prefix}{head}.{config.layers}.weight"] = weights[f"heads.{head}.projection.weight"]
+    return tensors
 
 
 def untied(config: MedusaConfig, weights: Mapping[str, Tensor], output: Tensor) -> dict[str, Tensor]:

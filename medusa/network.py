@@ -131,13 +131,13 @@ class Heads(nn.Module):
         for name, parameter in self.own().items():
             if name not in weights:
                 raise MissingWeightsError(f"the Medusa heads lack {name}; take the checkpoint in full")
-            given = weights[name]
-            if given.shape != parameter.shape:
+            tensor = weights[name]
+            if tensor.shape != parameter.shape:
                 raise WeightShapeError(
-                    f"{name} of the Medusa heads has shape {list(given.shape)}, and must have {list(parameter.shape)}; "
-                    "give heads that were trained for this target"
+                    f"{name} of the Medusa heads has shape {list(tensor.shape)}, and must have "
+                    f"{list(parameter.shape)}; give heads that were trained for this target"
                 )
-            parameter.copy_(given)
+            parameter.copy_(tensor)
             if not bool(torch.isfinite(parameter).all()):
                 raise WeightValueError(
                     f"{name} of the Medusa heads holds NaN, infinity or values beyond {parameter.dtype}; take the "
@@ -147,10 +147,10 @@ class Heads(nn.Module):
 
 def fresh(config: MedusaConfig, output: nn.Parameter) -> Heads:
     """Heads to begin training with, in float32: blocks that do nothing, projections that are the target's."""
-    made = Heads(config, output, torch.float32)
+    heads = Heads(config, output, torch.float32)
     start = {name: torch.zeros(shape) for name, shape in config.shapes().items()}
-    made.fill({name: output.detach() if name.endswith("projection.weight") else x for name, x in start.items()})
-    return made
+    heads.fill({name: output.detach() if name.endswith("projection.weight") else x for name, x in start.items()})
+    return heads
 
 
 def _unknown(shape: tuple[int, ...], dtype: torch.dtype) -> nn.Parameter:

@@ -66,10 +66,10 @@ def by_places(ranks: Tensor, *, top: int) -> Children:
     def children(path: tuple[int, ...]) -> list[float]:
         if len(path) == ranks.shape[1] or not len(ranks):
             return []
-        here = ranks
+        below = ranks
         for level, rank in enumerate(path):
-            here = here[here[:, level] == rank]
-        counts = here[:, len(path)].clamp(max=top).bincount(minlength=top + 1)[:top]
+            below = below[below[:, level] == rank]
+        counts = below[:, len(path)].clamp(max=top).bincount(minlength=top + 1)[:top]
         return [count / len(ranks) for count in counts.tolist()]
 
     return children

@@ -143,10 +143,10 @@ class MedusaTrainer(Trainer[tuple[Tensor, Tensor]]):
                 tied = self.heads.config.tied
                 table = self._output if tied else self.heads.get_parameter(f"heads.{index}.projection.weight")
                 logits = linear(hidden, table).float()
-            wanted = tokens[:, ahead + 1 :].flatten()
-            label = wanted if labels is None else labels[:, ahead:-1].flatten(0, 1)
+            targets = tokens[:, ahead + 1 :].flatten()
+            label = targets if labels is None else labels[:, ahead:-1].flatten(0, 1)
             if self._places is not None:
-                logits, label = logits[wanted >= 0], label[wanted >= 0]
+                logits, label = logits[targets >= 0], label[targets >= 0]
             loss = torch.nn.functional.cross_entropy(logits, label)
             loss.backward()
             losses.append(float(loss.detach()))
@@ -236,8 +236,8 @@ def gather(target: FrozenTarget, stream: np.ndarray, texts: MedusaTexts, *, work
     batches = [lambda part=part: part for part in real.split(TEXTS_PER_FILE)] if len(real) else []
     write_features(target, states / "train", "data", batches=batches, report=report)
     if len(distilled):
-        own = data.self_generate(target, distilled[:, :prompt], length, temperatures=texts.temperature)
-        write_features(target, states / "train", "own", batches=own, report=report)
+        generated = data.self_generate(target, distilled[:, :prompt], length, temperatures=texts.temperature)
+        write_features(target, states / "train", "own", batches=generated, report=report)
     greedy = data.self_generate(target, measured[:, :prompt], length, temperatures=(0.0,))
     write_features(target, states / "measure", "own", batches=greedy, report=report)
     return states

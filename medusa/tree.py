@@ -51,14 +51,14 @@ class Choices:
     def __post_init__(self) -> None:
         if not self.paths:
             raise ConfigurationError("a Medusa tree has no choices; give at least [[0]]")
-        known = set(self.paths)
-        if len(known) < len(self.paths):
+        paths = set(self.paths)
+        if len(paths) < len(self.paths):
             twice = next(path for i, path in enumerate(self.paths) if path in self.paths[:i])
             raise ConfigurationError(f"the choice {list(twice)} is in the tree twice; take one of them out")
         for path in self.paths:
             if not path or min(path) < 0:
                 raise ConfigurationError(f"{list(path)} is no choice; a choice is a list of ranks from 0 on, not empty")
-            if len(path) > 1 and path[:-1] not in known:
+            if len(path) > 1 and path[:-1] not in paths:
                 raise ConfigurationError(
                     f"the choice {list(path)} hangs in the air: {list(path[:-1])} is not in the tree; add it"
                 )
@@ -149,18 +149,18 @@ def tree_buffers(choices: Iterable[Sequence[int]]) -> TreeBuffers:
     tree.check(heads=tree.depth, top=TOP)
     node = {path: index + 1 for index, path in enumerate(tree.paths)}
     size = len(tree) + 1
-    seen = [[0] * size for _ in range(size)]
-    seen[0][0] = 1
+    visible = [[0] * size for _ in range(size)]
+    visible[0][0] = 1
     for path, row in node.items():
         for column in (0, *(node[path[:length]] for length in range(1, len(path) + 1))):
-            seen[row][column] = 1
+            visible[row][column] = 1
     indices = [0, *(path[-1] + TOP * (len(path) - 1) + 1 for path in tree.paths)]
     inner = {path[:-1] for path in tree.paths}
     leaves = [path for path in sorted(tree.paths, key=_order, reverse=True) if path not in inner]
     rows = [[0, *(node[path[:length]] for length in range(1, len(path) + 1))] for path in leaves]
     width = tree.depth + 1
     return TreeBuffers(
-        seen, indices, [0, *(len(path) for path in tree.paths)], [row + [-1] * (width - len(row)) for row in rows]
+        visible, indices, [0, *(len(path) for path in tree.paths)], [row + [-1] * (width - len(row)) for row in rows]
     )
 
 

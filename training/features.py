@@ -147,9 +147,9 @@ class FeatureCache:
         prompts = self._rows(range(len(self._order) - options.eval_samples, len(self._order)))[:, :length]
         return self._target.read(self._target.continued(prompts, options.length - length))
 
-    def _rows(self, which: range) -> Tensor:
+    def _rows(self, numbers: range) -> Tensor:
         length = self._options.length
-        rows = [self._stream[at * length : (at + 1) * length] for at in self._order[which.start : which.stop]]
+        rows = [self._stream[at * length : (at + 1) * length] for at in self._order[numbers.start : numbers.stop]]
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
     def _keep(self, path: Path, texts: Texts) -> None:
@@ -159,6 +159,6 @@ class FeatureCache:
         size = sum(x.numel() * x.element_size() for x in tensors.values())
         with atomic_write(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)
-        kept = sum(file.stat().st_size for file in path.parent.iterdir())
-        if kept + size <= self._options.feature_cache_gb * _GIGABYTE:
+        stored = sum(file.stat().st_size for file in path.parent.iterdir())
+        if stored + size <= self._options.feature_cache_gb * _GIGABYTE:
             save_tensors(path, tensors)

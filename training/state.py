@@ -72,15 +72,15 @@ class RunState:
         """
         if not self._path.is_file():
             return None
-        found = torch.load(self._path, weights_only=True)
-        before: dict[str, object] = found["facts"]
+        saved = torch.load(self._path, weights_only=True)
+        before: dict[str, object] = saved["facts"]
         for name in [*self._facts, *(name for name in before if name not in self._facts)]:
             if before.get(name) != self._facts.get(name):
                 raise ConfigurationError(
                     f"{self._path} is of a run with another {name} ({before.get(name)}, now {self._facts.get(name)}); "
                     "repeat that run's options and data to go on with it, or give another work folder"
                 )
-        state: dict[str, Any] = found["state"]
+        state: dict[str, Any] = saved["state"]
         return state
 
     @contextmanager
