@@ -18,8 +18,8 @@
     |-- QueueFullError           more requests wait than may; carries when to ask again
     |-- DeadlineError            a request was not finished in the time its caller gave it
     |-- DecoderBusyError         two generations want one KV cache at the same time
-    |-- FetchError               a known model cannot be fetched: no pip, another file than expected
-    |     |-- DownloadError      the package index gave nothing
+    |-- FetchError               a model cannot be fetched: no such one, no pip, another file than expected
+    |   `-- DownloadError        the package index or the Hugging Face hub gave nothing
     |-- TraceError               a recorded trace is damaged, of another version or of another model
     |-- StorageError             a file cannot be written: the disk is full, or read-only, or not the user's
     `-- PlacementError           models cannot be put on cores, or cannot be kept running there
@@ -122,11 +122,11 @@ class DecoderBusyError(PacelineError):
 
 
 class FetchError(PacelineError):
-    """A known model cannot be fetched: no network, no pip, or another file than expected."""
+    """A known model or one of the hub cannot be fetched: no such model, no pip, or another file than expected."""
 
 
 class DownloadError(FetchError):
-    """The package index could not be reached, or does not have the package."""
+    """The package index or the Hugging Face hub could not be reached, or the index does not have the package."""
 
 
 class TraceError(PacelineError):

@@ -6,6 +6,10 @@ PACELINE_CACHE  folder of compiled artefacts; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
 PACELINE_NEURON_LAYOUT  "rounds": weights lie on Neuron as the largest graph of a round wants them; default "plain"
 
+Read by the client of the Hugging Face hub, whose names they are, where a model is given by its id:
+
+    HF_HOME, HF_HUB_CACHE  where models lie; HF_HUB_OFFLINE: nothing is fetched; HF_ENDPOINT: another hub; HF_TOKEN
+
 Written where it is not set yet, before torch_xla is imported:
 
     PJRT_DEVICE     CPU, the only device that torch_xla is used on here

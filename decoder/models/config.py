@@ -81,7 +81,8 @@ class ModelConfig:
         if not folder.is_dir():
             raise CheckpointError(
                 f"{folder} is not a folder; give the local folder of a Hugging Face checkpoint (with config.json), a "
-                f"GGUF file, or a known model's name ({', '.join(KNOWN_MODELS)})."
+                f"GGUF file, a known model's name ({', '.join(KNOWN_MODELS)}), or an id of the Hugging Face hub "
+                "(owner/name)."
             )
         config = Fields(read_json_object(folder / "config.json"), str(folder / "config.json"))
         generation_file = folder / "generation_config.json"

@@ -26,7 +26,10 @@ InstanceName = Annotated[
     ),
 ]
 ModelsFile = Annotated[Path, typer.Argument(help="YAML file with a list `models`.")]
-TargetFolder = Annotated[Path, typer.Option(help="Folder of the target.")]
+TargetFolder = Annotated[
+    Path,
+    typer.Option(help="Folder of the target, a GGUF file, a fetched model's name, or an id of the Hugging Face hub."),
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ from paceline.decoder.backends.base import BACKENDS
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import GQA
 from paceline.decoder.weights.files import is_gguf
+from paceline.decoder.weights.hub import HubId
 from paceline.decoder.weights.known_models import KNOWN_MODELS
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.placement.planning.footprint import Shape
@@ -248,7 +249,7 @@ def _configuration(entry: ModelEntry, folder: Path, where: str) -> tuple[ModelCo
 
 
 def _resolve(folder: Path, path: str, where: str) -> Path:
-    """Beside the models file, else in the current folder, else a model that was fetched.
+    """Beside the models file, else in the current folder, else a model that was fetched or one of the hub.
 
     Absolute, since workers run in other folders.
     """
@@ -256,7 +257,7 @@ def _resolve(folder: Path, path: str, where: str) -> Path:
         beside, here = (folder / path).resolve(), Path(path).resolve()
         if beside.exists():
             return beside
-        if path in KNOWN_MODELS:
+        if path in KNOWN_MODELS or (HubId.parse(path) is not None and not here.exists()):
             return checkpoint_path(path).resolve()
         return here if here.exists() else beside
     except (OSError, ValueError) as error:
