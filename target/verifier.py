@@ -54,6 +54,7 @@ class _FusedRounds:
     bucket               that of the target
     rows                 of the longest text, before a round: with others, draft or target need another bucket
     run                  runs rounds
+    several              whether it can run more than one in a call
     """
 
     drafter: TraceableDrafter
@@ -62,6 +63,7 @@ class _FusedRounds:
     bucket: int
     rows: range
     run: _RunRounds
+    several: bool
 
 
 class CompiledVerifier:
@@ -92,7 +94,7 @@ class CompiledVerifier:
         self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
         self._keys: dict[tuple[DraftShape, int, int, bool, SamplingKind], GraphKey] = {}  # every round asks for one
-        self._fused_steps: dict[_Fused, _RunRounds] = {}
+        self._fused_steps: dict[_Fused, tuple[_RunRounds, bool]] = {}
         self._fused: _FusedRounds | None = None
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
 
@@ -157,7 +159,9 @@ class CompiledVerifier:
             which = self._fused = self._fused_rounds(
                 drafter, carry, kept=kept, kind=sampling.kind, inputs=inputs, rows=limits.max_rows
             )
-        further = None if carry is not None and not kept else limits.multi_round  # the next round has another graph
+        further = limits.multi_round if which.several else None
+        if carry is not None and not kept:
+            further = None  # the next round has another graph
         if further is not None:
             last = min(limits.max_rows + (further.max_rounds - 1) * self._width, which.bucket)
             further = further if last in which.rows else self._in_one_bucket(further, which, limits.max_rows)
@@ -180,13 +184,15 @@ class CompiledVerifier:
         """How fused rounds run from texts of so many rows on."""
         bucket, draft_bucket = self.decoder.bucket_for(rows), drafter.bucket(rows)
         which = (drafter, draft_bucket, bucket, kept, self.decoder.sampling_kind(kind))
-        run = self._fused_steps.get(which)
-        if run is None:
+        if which not in self._fused_steps:
             step, lean = self._fused_step(which, carry, inputs), self.decoder.backend.device_state
-            several = step.run_rounds if isinstance(step, MultiRoundStep) else partial(_one_round, step=step, lean=lean)
-            run = self._fused_steps[which] = several
+            if isinstance(step, MultiRoundStep):
+                self._fused_steps[which] = step.run_rounds, True
+            else:
+                self._fused_steps[which] = partial(_one_round, step=step, lean=lean), False
+        run, several = self._fused_steps[which]
         same = bisect_right(range(rows, bucket + 1), draft_bucket, key=drafter.bucket)
-        return _FusedRounds(drafter, kept, kind, bucket, range(rows, rows + same), run)
+        return _FusedRounds(drafter, kept, kind, bucket, range(rows, rows + same), run, several)
 
     def _fused_step(self, which: _Fused, carry: FeatureBuffer | None, inputs: list[Tensor]) -> Step | MultiRoundStep:
         """The graph of a drafter's step and its verification."""

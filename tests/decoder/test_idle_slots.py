@@ -34,7 +34,7 @@ def test_tokens_are_the_same_whoever_else_is_there(workshop: Workshop, mode: str
     """Requests of unequal lengths on four slots, which join and leave, and each of them alone on those four slots."""
     target = fresh(workshop.checkpoint(), backend="inductor", batch_size=4)
     draft = fresh(workshop.checkpoint("draft"), backend="inductor", batch_size=4) if mode == "model" else mode
-    made = SpeculativeGenerator(None if mode == "plain" else draft, target, k=3)
+    made = SpeculativeGenerator(None if mode == "plain" else draft, target, k=4)
     asked = {"max_new_tokens": 30, "do_sample": True, "temperature": 1.1, "eos_token_id": [4, 11]}
     seeds = list(range(len(PROMPTS)))
     together = made.sample(PROMPTS, seed=seeds, return_dict=True, **asked)  # type: ignore[call-overload]
