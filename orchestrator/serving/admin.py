@@ -63,17 +63,17 @@ def add_admin(app: FastAPI, lifecycle: ModelLifecycle, settings: ApiSettings) ->
     @app.post(f"{MODELS}/load", openapi_extra=post_schema(ModelAction))
     async def load(request: Request) -> Response:
         """Load a model; answers when it can."""
-        return await act(request, ModelAction, lambda asked: lifecycle.load(asked.model))
+        return await act(request, ModelAction, lambda action: lifecycle.load(action.model))
 
     @app.post(f"{MODELS}/unload", openapi_extra=post_schema(ModelAction))
     async def unload(request: Request) -> Response:
         """Unload a model, after the requests that it has."""
-        return await act(request, ModelAction, lambda asked: lifecycle.unload(asked.model))
+        return await act(request, ModelAction, lambda action: lifecycle.unload(action.model))
 
     @app.post(f"{MODELS}/pin", openapi_extra=post_schema(PinAction))
     async def pin(request: Request) -> Response:
         """Keep a model in memory, or let it leave again."""
-        return await act(request, PinAction, lambda asked: lifecycle.pin(asked.model, pinned=asked.pinned))
+        return await act(request, PinAction, lambda action: lifecycle.pin(action.model, pinned=action.pinned))
 
 
 @asynccontextmanager

@@ -44,8 +44,8 @@ class Items:
         """
         if self._next is None:
             self._next = asyncio.ensure_future(_step(self._items))
-        left = None if self._deadline is None else self._deadline - time.time()
-        timeouts = [seconds for seconds in (silence_s, left) if seconds is not None]
+        remaining_s = None if self._deadline is None else self._deadline - time.time()
+        timeouts = [seconds for seconds in (silence_s, remaining_s) if seconds is not None]
         timeout = max(0.0, min(timeouts)) if timeouts else None
         await asyncio.wait((self._next, self._gone), timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         if self._next.done():
@@ -56,7 +56,7 @@ class Items:
             return item
         if self._gone.done():
             raise _Gone
-        if left is not None and (silence_s is None or left <= silence_s):
+        if remaining_s is not None and (silence_s is None or remaining_s <= silence_s):
             raise RefusedError(504, "the answer was not complete in the time it may take", code="deadline_exceeded")
         return None
 
@@ -73,20 +73,25 @@ class Items:
 
 
 async def answer(
-    request: Request, asked: GenerationRequest, items: AsyncIterator[Item], *, ping_s: float, context: RequestContext
+    request: Request,
+    generation: GenerationRequest,
+    items: AsyncIterator[Item],
+    *,
+    ping_s: float,
+    context: RequestContext,
 ) -> Response:
     """The HTTP answer to a request that a router was asked. A refusal before the first event has its own status."""
     source = Items(items, request, context.deadline)
     about: dict[str, Any] = request.scope["state"]["access"]
-    about["model"] = asked.model
+    about["model"] = generation.model
     try:
         first = await source.next()
         if isinstance(first, Failed):
             raise first.error()
         assert isinstance(first, Accepted)
         about["prompt_tokens"] = first.prompt_tokens
-        if asked.stream:
-            stream = EventStream(source, asked, ping_s=ping_s, about=about)
+        if generation.stream:
+            stream = EventStream(source, generation, ping_s=ping_s, about=about)
             source = None  # type: ignore[assignment]  # the stream closes it
             return stream
         return await _body(source, about)
@@ -114,10 +119,10 @@ async def _body(source: Items, about: dict[str, Any]) -> Response:
 class EventStream(Response):
     """Server-sent events."""
 
-    def __init__(self, source: Items, asked: GenerationRequest, *, ping_s: float, about: dict[str, Any]) -> None:
+    def __init__(self, source: Items, generation: GenerationRequest, *, ping_s: float, about: dict[str, Any]) -> None:
         self.status_code, self.background = 200, None
         self.init_headers(_HEADERS)
-        self._source, self._asked, self._ping_s, self._about = source, asked, ping_s, about
+        self._source, self._generation, self._ping_s, self._about = source, generation, ping_s, about
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -137,7 +142,7 @@ class EventStream(Response):
             await send(_part(b"", more=False))
         except RefusedError as error:  # the answer has begun, so it is an event
             self._about["error"] = error.code or error.message
-            await send(_part(_error_event(error, self._asked), more=False))
+            await send(_part(_error_event(error, self._generation), more=False))
         except (_Gone, OSError):
             self._about["status"] = CLIENT_CLOSED
         finally:
@@ -148,8 +153,8 @@ def _part(data: bytes, *, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": data, "more_body": more}
 
 
-def _error_event(error: RefusedError, asked: GenerationRequest) -> bytes:
-    if isinstance(asked, ResponsesRequest):
+def _error_event(error: RefusedError, generation: GenerationRequest) -> bytes:
+    if isinstance(generation, ResponsesRequest):
         fields = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         return event(fields, "error")
     return event(error.body) + DONE

@@ -75,15 +75,15 @@ def create_app(router: ModelRouter, settings: ApiSettings, lifecycle: ModelLifec
 
 def _add_generation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> None:
     async def generate(request: Request, kind: Generates) -> Response:
-        asked = await read(request, kind)
+        generation_request = await read(request, kind)
         context = RequestContext.new(
             api_key=api_key(request.scope),
             timeout_s=settings.request_timeout_s,
             spec_metrics=settings.spec_metrics,
             max_sequence=settings.max_sequence_tokens,
         )
-        items: AsyncIterator[Item] = router.stream(asked, context)
-        return await answer(request, asked, items, ping_s=settings.ping_s, context=context)
+        items: AsyncIterator[Item] = router.stream(generation_request, context)
+        return await answer(request, generation_request, items, ping_s=settings.ping_s, context=context)
 
     @app.post("/v1/completions", openapi_extra=post_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
@@ -118,14 +118,14 @@ def _add_models(app: FastAPI, router: ModelRouter) -> None:
     @app.post("/tokenize", openapi_extra=post_schema(TokenizeRequest))
     async def tokenize(request: Request) -> Response:
         """The ids of a text or a conversation."""
-        found = await router.tokenize(await read(request, TokenizeRequest))
-        return Response(found.model_dump_json(), media_type="application/json")
+        tokens = await router.tokenize(await read(request, TokenizeRequest))
+        return Response(tokens.model_dump_json(), media_type="application/json")
 
     @app.post("/detokenize", openapi_extra=post_schema(DetokenizeRequest))
     async def detokenize(request: Request) -> Response:
         """The text of ids."""
-        found = await router.detokenize(await read(request, DetokenizeRequest))
-        return Response(found.model_dump_json(), media_type="application/json")
+        text = await router.detokenize(await read(request, DetokenizeRequest))
+        return Response(text.model_dump_json(), media_type="application/json")
 
 
 def _add_operation(app: FastAPI, router: ModelRouter, settings: ApiSettings) -> None:

@@ -55,8 +55,8 @@ def build(arguments: Mapping[str, Any]) -> serve.Application:
     """
     unknown = sorted(set(arguments) - set(_ARGUMENTS))
     if unknown or "models" not in arguments:
-        given = ", ".join(arguments) or "none"
-        raise ConfigurationError(f"arguments are `models`, and perhaps `instance` and `api`, not {given}")
+        accepted = ", ".join(arguments) or "none"
+        raise ConfigurationError(f"arguments are `models`, and perhaps `instance` and `api`, not {accepted}")
     models, machine = arguments["models"], instance_named(arguments.get("instance"))
     if isinstance(models, list):
         specs, policy = models_of(models, folder=Path(), where="models"), FaultPolicy()

@@ -127,9 +127,11 @@ def _take_down(*, started_serve: bool, own_cluster: bool) -> None:
     actor that is called ends itself.
     """
     try:
-        there = set(serve.status().applications)
-        own = {name for name in there if name == APPLICATION or name.startswith(f"{APPLICATION}-")}  # models on demand
-        if started_serve and not own_cluster and not there - own:
+        applications = set(serve.status().applications)
+        own = {
+            name for name in applications if name == APPLICATION or name.startswith(f"{APPLICATION}-")
+        }  # models on demand
+        if started_serve and not own_cluster and not applications - own:
             serve.shutdown()
         else:
             for name in sorted(own | {APPLICATION}):
@@ -141,9 +143,9 @@ def _take_down(*, started_serve: bool, own_cluster: bool) -> None:
 def _check_address(running: tuple[str, int], *, host: str, port: int) -> None:
     """Serve keeps the address it was started with, and has one application of a name."""
     if running != (host, port):
-        there = ":".join(map(str, running))
+        address = ":".join(map(str, running))
         raise ConfigurationError(
-            f"Serve runs in this cluster and listens at {there}, not at {host}:{port}; to use it, give "
+            f"Serve runs in this cluster and listens at {address}, not at {host}:{port}; to use it, give "
             f"--host {running[0]} --port {running[1]}"
         )
     if APPLICATION in serve.status().applications:

@@ -42,9 +42,9 @@ class ManagedRouter:
 
     async def health(self) -> Health:
         """See `ModelRouter`. A model that is not in memory, as it should be, is no reason not to be ready."""
-        seen = (await self._router.health()).models
+        models = (await self._router.health()).models
         words = {
-            one.name: seen.get(one.name, "loading") if one.state in ("loaded", "scaled") else one.state
+            one.name: models.get(one.name, "loading") if one.state in ("loaded", "scaled") else one.state
             for one in self.lifecycle.states()
         }
         awaited = [one.name for one in self.lifecycle.states() if one.awaited]

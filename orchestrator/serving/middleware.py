@@ -45,8 +45,8 @@ class AccessLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID, "")
-        request_id = given if _GOOD_ID.fullmatch(given) else f"req-{secrets.token_hex(12)}"
+        sent_id = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = sent_id if _GOOD_ID.fullmatch(sent_id) else f"req-{secrets.token_hex(12)}"
         about: dict[str, object] = {"request_id": request_id}
         scope.setdefault("state", {})["access"] = about
         begin, first, status = time.perf_counter(), 0.0, 500
@@ -83,8 +83,8 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._digests and scope["path"] not in _OPEN_PATHS:
-            given = sha256(api_key(scope).encode()).digest()
-            if not sum(hmac.compare_digest(given, digest) for digest in self._digests):  # all of them, always
+            hashed = sha256(api_key(scope).encode()).digest()
+            if not sum(hmac.compare_digest(hashed, digest) for digest in self._digests):  # all of them, always
                 refused = RefusedError(
                     401, "the API key is missing or wrong; send Authorization: Bearer KEY", code="invalid_api_key"
                 )
@@ -143,13 +143,13 @@ class BodyLimit:
         if not length.isdecimal() or int(length) > self._limit:
             await refused_response(self._refused)(scope, receive, send)
             return
-        read = 0
+        num_bytes = 0
 
         async def receive_less() -> Message:
-            nonlocal read
+            nonlocal num_bytes
             message = await receive()
-            read += len(message.get("body", b""))
-            if read > self._limit:
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._limit:
                 raise self._refused
             return message
 

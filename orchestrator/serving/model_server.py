@@ -107,9 +107,9 @@ class ModelServer:
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
         """See `ModelRouter`."""
-        if bad := [token for token in request.tokens if token >= self._limits.vocab_size]:
+        if unknown := [token for token in request.tokens if token >= self._limits.vocab_size]:
             size = self._limits.vocab_size
-            raise RefusedError(400, f"id {bad[0]} is outside the vocabulary of {size}", param="tokens")
+            raise RefusedError(400, f"id {unknown[0]} is outside the vocabulary of {size}", param="tokens")
         text = await asyncio.to_thread(self._tokenizer.decode, list(request.tokens), skip_special_tokens=False)
         return DetokenizeResponse(prompt=text)
 
@@ -139,29 +139,29 @@ class ModelServer:
     def _prepare(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int]
     ) -> tuple[Prompts, list[Request], Answer]:
-        asked = request.chat() if isinstance(request, ResponsesRequest) else request
-        if isinstance(asked, ChatRequest):
-            prompts = chat_prompts(self._tokenizer, asked, self._format)
+        chat_request = request.chat() if isinstance(request, ResponsesRequest) else request
+        if isinstance(chat_request, ChatRequest):
+            prompts = chat_prompts(self._tokenizer, chat_request, self._format)
         else:
-            prompts = completion_prompts(self._tokenizer, asked)
-        params = sampling_params(asked, self._tokenizer)
-        rows = [ids for ids in prompts.ids for _ in range(asked.candidates)]
-        requests = Request.batch(rows, params, self._limits_of(asked, rows, context.max_sequence))
+            prompts = completion_prompts(self._tokenizer, chat_request)
+        params = sampling_params(chat_request, self._tokenizer)
+        rows = [ids for ids in prompts.ids for _ in range(chat_request.candidates)]
+        requests = Request.batch(rows, params, self._limits_of(chat_request, rows, context.max_sequence))
         writer = self._writer(request, context, prompts)
         stop = StopStrings.of(params.stop_strings)
         choices = [
             ChoiceRenderer(
                 index,
                 StopStringFilter(stop, self._tokenizer, ids),
-                self._parser(asked, prompts),
+                self._parser(chat_request, prompts),
                 skip=skip[index] if skip else 0,
                 by_token=writer.by_token,
             )
             for index, ids in enumerate(rows)
         ]
-        level = asked.speculative.metrics or context.spec_metrics
-        plan = AnswerPlan(prompts.num_tokens, asked.candidates, asked.n, asked.stream, level)
-        spec_tokens = 0 if asked.speculative.is_off else self.card.num_spec_tokens
+        level = chat_request.speculative.metrics or context.spec_metrics
+        plan = AnswerPlan(prompts.num_tokens, chat_request.candidates, chat_request.n, chat_request.stream, level)
+        spec_tokens = 0 if chat_request.speculative.is_off else self.card.num_spec_tokens
         return prompts, requests, Answer(plan, writer, choices, acceptance=Acceptance(spec_tokens))
 
     def _limits_of(
@@ -174,11 +174,9 @@ class ModelServer:
         """
         if most is None:
             return self._limits
-        longest, asked = max(map(len, prompts)), request.max_new_tokens
-        if asked is not None and longest + asked > most:
-            message = (
-                f"a prompt of {longest} tokens and max_tokens={asked} are more than the {most} that are allowed here"
-            )
+        longest, requested = max(map(len, prompts)), request.max_new_tokens
+        if requested is not None and longest + requested > most:
+            message = f"a prompt of {longest} tokens and max_tokens={requested} are more than the {most} allowed here"
             raise RefusedError(400, message, param="max_tokens", code=TOO_LONG)
         return replace(self._limits, n_positions=min(most, self._limits.n_positions))
 

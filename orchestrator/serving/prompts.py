@@ -32,11 +32,11 @@ class ChatFormat:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> ChatFormat:
         """Of a tokenizer."""
-        found: Any = getattr(tokenizer, "chat_template", None)
-        if not found:
+        templates: Any = getattr(tokenizer, "chat_template", None)
+        if not templates:
             return cls()
         # A tokenizer may have several by name; that for tools says most.
-        template = found if isinstance(found, str) else "\n".join(map(str, dict(found).values()))
+        template = templates if isinstance(templates, str) else "\n".join(map(str, dict(templates).values()))
         return cls(template, tool_format(template), reasoning_of(template))
 
 
@@ -105,9 +105,9 @@ def chat_text(tokenizer: Tokenizer, prompt: ChatPrompt, form: ChatFormat) -> str
         raise RefusedError(400, "this model has no chat template; ask /v1/completions", param="messages")
     if prompt.tools and form.tools is None:
         raise RefusedError(400, "this model's chat template has no place for tools", param="tools")
-    own = inspect.signature(chat_tokenizer.apply_chat_template).parameters
+    parameters = inspect.signature(chat_tokenizer.apply_chat_template).parameters
     for name in prompt.kwargs:
-        if name in own or name == "messages":
+        if name in parameters or name == "messages":
             raise RefusedError(400, f"{name!r} cannot be given to the template", param="chat_template_kwargs")
     tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in prompt.tools] or None
     messages = [_for_template(message) for message in prompt.messages]
@@ -127,13 +127,13 @@ def _for_template(message: Message) -> dict[str, Any]:
     Raises:
         RefusedError: the arguments of a call are no JSON.
     """
-    found: dict[str, Any] = {"role": message.role, "content": message.text}
+    entry: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.name is not None:
-        found["name"] = message.name
+        entry["name"] = message.name
     if message.tool_call_id is not None:
-        found["tool_call_id"] = message.tool_call_id
+        entry["tool_call_id"] = message.tool_call_id
     if message.reasoning is not None:
-        found["reasoning_content"] = message.reasoning
+        entry["reasoning_content"] = message.reasoning
     if message.tool_calls:
         calls = []
         for call in message.tool_calls:
@@ -144,5 +144,5 @@ def _for_template(message: Message) -> dict[str, Any]:
                 raise RefusedError(400, f"the arguments of {name!r} are no JSON ({error})", param="messages") from error
             function = {"name": call.function.name, "arguments": arguments}
             calls.append({"id": call.id, "type": "function", "function": function})
-        found["tool_calls"] = calls
-    return found
+        entry["tool_calls"] = calls
+    return entry

@@ -61,8 +61,8 @@ class RefusedError(Exception):
     @property
     def headers(self) -> dict[str, str]:
         """Of the HTTP answer."""
-        found = {} if self.retry_after_s is None else {"retry-after": str(max(1, round(self.retry_after_s)))}
-        return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+        headers = {} if self.retry_after_s is None else {"retry-after": str(max(1, round(self.retry_after_s)))}
+        return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
 
 def _restore(status: int, message: str, *rest: object) -> RefusedError:
@@ -96,5 +96,5 @@ def refusal(error: Exception, prompt_field: str | None = None) -> RefusedError:
 
 def model_not_found(name: str, served: list[str]) -> RefusedError:
     """404 for a model that is not served; ``served``: those that are."""
-    there = f"there are {', '.join(served)}" if served else "no model is ready"
-    return RefusedError(404, f"model {name!r} is not served; {there}", param="model", code="model_not_found")
+    choices = f"there are {', '.join(served)}" if served else "no model is ready"
+    return RefusedError(404, f"model {name!r} is not served; {choices}", param="model", code="model_not_found")

@@ -150,7 +150,7 @@ class ModelCard:
 
     def to_dict(self) -> dict[str, object]:
         """OpenAI's model object, vLLM's ``max_model_len``, and what else is known under ``paceline``."""
-        own = {
+        fields = {
             "methods": list(self.methods),
             "num_spec_tokens": self.num_spec_tokens,
             "chat": self.chat,
@@ -167,7 +167,7 @@ class ModelCard:
             "created": self.created,
             "owned_by": "paceline",
             "max_model_len": self.max_model_len,
-            "paceline": own,
+            "paceline": fields,
         }
 
 

@@ -52,17 +52,17 @@ def _structured(request: CompletionRequest | ChatRequest) -> StructuredOutput | 
     return None if request.structured is None else _structured_output(request.structured)
 
 
-def _structured_output(asked: StructuredOutputs) -> StructuredOutput | None:
-    if asked.json_object is not None:
-        return StructuredOutput("json_object") if asked.json_object else None
-    if asked.json_schema is not None:
-        schema = asked.json_schema
+def _structured_output(constraint: StructuredOutputs) -> StructuredOutput | None:
+    if constraint.json_object is not None:
+        return StructuredOutput("json_object") if constraint.json_object else None
+    if constraint.json_schema is not None:
+        schema = constraint.json_schema
         return StructuredOutput("json_schema", str(schema).lower() if isinstance(schema, bool) else schema)
-    if asked.regex is not None:
-        return StructuredOutput("regex", asked.regex)
-    if asked.choice is not None:
-        return StructuredOutput("choice", asked.choice)
-    return StructuredOutput("grammar", asked.grammar)
+    if constraint.regex is not None:
+        return StructuredOutput("regex", constraint.regex)
+    if constraint.choice is not None:
+        return StructuredOutput("choice", constraint.choice)
+    return StructuredOutput("grammar", constraint.grammar)
 
 
 def _demanded_calls(request: ChatRequest) -> dict[str, Any] | None:

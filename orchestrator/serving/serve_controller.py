@@ -48,8 +48,8 @@ def running_address() -> tuple[str, int] | None:
     except ValueError:
         return None
     # What it leaves out has its default value.
-    found = ray.get(actor.get_serve_instance_details.remote(), timeout=_ANSWER_S).get("http_options") or {}
-    return str(found.get("host", HTTPOptions().host)), int(found.get("port", HTTPOptions().port))
+    options = ray.get(actor.get_serve_instance_details.remote(), timeout=_ANSWER_S).get("http_options") or {}
+    return str(options.get("host", HTTPOptions().host)), int(options.get("port", HTTPOptions().port))
 
 
 async def deployments(application: str) -> Mapping[str, DeploymentState]:
@@ -58,8 +58,8 @@ async def deployments(application: str) -> Mapping[str, DeploymentState]:
     Raises:
         RayError, ValueError: the controller does not answer, or is gone.
     """
-    found = await controller().get_serve_instance_details.remote()
-    listed = found["applications"].get(application, {}).get("deployments", {})
+    details = await controller().get_serve_instance_details.remote()
+    listed = details["applications"].get(application, {}).get("deployments", {})
     return {
         name: DeploymentState(int(one["target_num_replicas"]), len(one["replicas"]), str(one["status"]))
         for name, one in listed.items()

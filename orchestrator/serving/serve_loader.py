@@ -90,18 +90,20 @@ class ServeLoader:
 
     async def loaded(self) -> Sequence[str]:
         """See `Loader`."""
-        found = [name for name, one in (await self._deployments()).items() if one.target]
-        there = (await asyncio.to_thread(serve.status)).applications
-        on_demand = [name for name, group in self._groups.items() if group.is_on_demand and self._own(name) in there]
+        loaded = [name for name, one in (await self._deployments()).items() if one.target]
+        applications = (await asyncio.to_thread(serve.status)).applications
+        on_demand = [
+            name for name, group in self._groups.items() if group.is_on_demand and self._own(name) in applications
+        ]
         for name in on_demand:
             self._put(name)
-        return [*found, *on_demand]
+        return [*loaded, *on_demand]
 
     async def to_unload(self, name: str, movable: Sequence[str]) -> Sequence[str]:
         """See `Loader`. Whatever else has cores in the cluster stays."""
-        wanted = self._groups[name]
+        group = self._groups[name]
         residents = [Resident(other, _cores(await self._router.cards(other)), movable=True) for other in movable]
-        return await asyncio.to_thread(_room, wanted, [one for one in residents if one.cores])
+        return await asyncio.to_thread(_room, group, [one for one in residents if one.cores])
 
     def _own(self, name: str) -> str:
         """The application of a model that is loaded on demand."""
@@ -129,34 +131,34 @@ class ServeLoader:
     async def _deployments(self) -> Mapping[str, DeploymentState]:
         """What Serve knows of each model."""
         try:
-            found = await serve_controller.deployments(self._application)
+            deployments = await serve_controller.deployments(self._application)
         except (RayError, ValueError) as error:
             raise WorkerError(f"Ray Serve's controller does not answer ({type(error).__name__})") from error
-        return {name: found[key] for name in self._groups if (key := deployment_name(name)) in found}
+        return {name: deployments[key] for name in self._groups if (key := deployment_name(name)) in deployments}
 
 
-def _room(wanted: ReplicaGroupPlan, movable: Sequence[Resident]) -> Sequence[str]:
+def _room(group: ReplicaGroupPlan, movable: Sequence[Resident]) -> Sequence[str]:
     stay: dict[str, list[CoreRange]] = {}
     for node, taken in call_allocator("taken", timeout=_ANSWER_S).items():
         leave = [run for one in movable for run in one.cores.get(node, ())]
         stay[node] = [run for run in taken.values() if run not in leave]
-    return to_unload(wanted, [*movable, Resident("others", stay)], _nodes(wanted.plan.instance))
+    return to_unload(group, [*movable, Resident("others", stay)], _nodes(group.plan.instance))
 
 
 def _cores(cards: Sequence[ModelCard]) -> dict[str, list[CoreRange]]:
     """What all replicas of a model have, by node."""
-    found: dict[str, list[CoreRange]] = {}
+    cores: dict[str, list[CoreRange]] = {}
     for placed in (placed for card in cards for placed in card.placement):
-        found.setdefault(placed.node, []).append(CoreRange(placed.cores[0], placed.cores[-1]))
-    return found
+        cores.setdefault(placed.node, []).append(CoreRange(placed.cores[0], placed.cores[-1]))
+    return cores
 
 
 def _nodes(instance: Instance) -> dict[str, Instance]:
     """The living nodes with cores. One with more or fewer than the plan's instance is such an instance of its size."""
-    found = {}
+    nodes = {}
     for node in ray.nodes():
         cores = int(node["Resources"].get(RESOURCE, 0)) if node["Alive"] else 0
         if cores:
             devices = max(1, cores // instance.cores_per_device)
-            found[str(node["NodeID"])] = replace(instance, devices=devices)
-    return found
+            nodes[str(node["NodeID"])] = replace(instance, devices=devices)
+    return nodes

@@ -70,8 +70,8 @@ class ServeRouter:
 
     async def models(self) -> Sequence[ModelCard]:
         """See `ModelRouter`: those with a replica that answers."""
-        found = await asyncio.gather(*(self._cards(model) for model in self._routes))
-        return [cards[0] for cards in found if cards]
+        answers = await asyncio.gather(*(self._cards(model) for model in self._routes))
+        return [cards[0] for cards in answers if cards]
 
     async def cards(self, model: str, *, fresh: bool = False) -> Sequence[ModelCard]:
         """What the replicas of a model say of themselves; () where there are none. ``fresh``: now, not a moment ago."""
@@ -87,14 +87,14 @@ class ServeRouter:
 
     async def health(self) -> Health:
         """See `ModelRouter`."""
-        found = await asyncio.gather(*(self._cards(model) for model in self._routes))
-        states = {model: "ready" if cards else "loading" for model, cards in zip(self._routes, found, strict=True)}
-        return Health(all(found), states)
+        answers = await asyncio.gather(*(self._cards(model) for model in self._routes))
+        states = {model: "ready" if cards else "loading" for model, cards in zip(self._routes, answers, strict=True)}
+        return Health(all(answers), states)
 
     async def metrics(self) -> bytes:
         """See `ModelRouter`: those of all replicas."""
-        found = await asyncio.gather(*(self._ask_all(model, "metrics_text") for model in self._routes))
-        return merged(text for texts in found for text in texts)
+        answers = await asyncio.gather(*(self._ask_all(model, "metrics_text") for model in self._routes))
+        return merged(text for texts in answers for text in texts)
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         """See `ModelRouter`."""
@@ -173,18 +173,18 @@ class ServeRouter:
 
     async def _cards(self, model: str) -> list[ModelCard]:
         """What the replicas of a model say of themselves, now or a moment ago."""
-        seen = self._seen[model]
-        async with seen.asking:
-            if monotonic() - seen.at > _LOOK_S:
-                seen.cards = await self._ask_all(model, "describe")
-                seen.at = monotonic()
-        return seen.cards
+        cached = self._seen[model]
+        async with cached.asking:
+            if monotonic() - cached.at > _LOOK_S:
+                cached.cards = await self._ask_all(model, "describe")
+                cached.at = monotonic()
+        return cached.cards
 
     async def _ask_all(self, model: str, method: str) -> list[Any]:
         """What those replicas answer that do, in good time."""
         try:
-            asked = self._routes[model].handle.broadcast(method)
-            answers = await asked.results_async(timeout_s=_ANSWER_S, return_exceptions=True)
+            broadcast = self._routes[model].handle.broadcast(method)
+            answers = await broadcast.results_async(timeout_s=_ANSWER_S, return_exceptions=True)
         except (*_ERRORS, RuntimeError):
             return []
         return [answer for answer in answers if not isinstance(answer, BaseException)]

@@ -142,9 +142,9 @@ class StructuredOutputs(Strict):
 
     @model_validator(mode="after")
     def _one(self) -> StructuredOutputs:
-        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"one of json, regex, choice, grammar and json_object, not {len(given)}")
+        fields_set = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(fields_set) != 1:
+            raise ValueError(f"one of json, regex, choice, grammar and json_object, not {len(fields_set)}")
         return self
 
 
@@ -171,8 +171,8 @@ class GuidedFields(Strict):
             "choice": self.guided_choice,
             "grammar": self.guided_grammar,
         }
-        given = {name: value for name, value in old.items() if value is not None}
-        return StructuredOutputs.model_validate(given) if given else None
+        guided = {name: value for name, value in old.items() if value is not None}
+        return StructuredOutputs.model_validate(guided) if guided else None
 
 
 StopField = Annotated[

@@ -73,5 +73,5 @@ def _piece(output: RequestOutput, place: int, text: str) -> TokenPiece:
         origin = "corrected"
     if output.token_logprobs is None:
         return TokenPiece(output.tokens[place], text, origin)
-    found = output.token_logprobs[place]
-    return TokenPiece(output.tokens[place], text, origin, found.logprob, found.top)
+    logprobs = output.token_logprobs[place]
+    return TokenPiece(output.tokens[place], text, origin, logprobs.logprob, logprobs.top)

@@ -46,7 +46,7 @@ class CompletionWriter:
         self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object] | None
     ) -> Mapping[str, object]:
         """See `AnswerWriter`."""
-        whole = [
+        rendered = [
             {
                 "index": index,
                 "text": (self._prompts[index] if self._prompts else "") + choice.content,
@@ -55,7 +55,7 @@ class CompletionWriter:
             }
             for index, choice in enumerate(choices)
         ]
-        return {**self._head, "choices": whole, "usage": usage.to_dict(), **_metrics(metrics)}
+        return {**self._head, "choices": rendered, "usage": usage.to_dict(), **_metrics(metrics)}
 
     def _extras(self, index: int, pieces: Sequence[TokenPiece]) -> dict[str, object]:
         return {"logprobs": self._logprobs(index, pieces), **_token_fields(self._request, pieces)}
@@ -125,7 +125,7 @@ class ChatWriter:
         self, choices: Sequence[ChoiceText], usage: Usage, metrics: Mapping[str, object] | None
     ) -> Mapping[str, object]:
         """See `AnswerWriter`."""
-        whole = []
+        rendered = []
         for index, choice in enumerate(choices):
             content = choice.content if choice.content or not choice.tool_calls else None
             message: dict[str, object] = {"role": "assistant", "content": content, "refusal": None}
@@ -140,7 +140,7 @@ class ChatWriter:
                     }
                     for number, call in enumerate(choice.tool_calls)
                 ]
-            whole.append(
+            rendered.append(
                 {
                     "index": index,
                     "message": message,
@@ -149,7 +149,7 @@ class ChatWriter:
                     **_token_fields(self._request, choice.pieces),
                 }
             )
-        return {**self._head, "choices": whole, "usage": usage.to_dict(), **_metrics(metrics)}
+        return {**self._head, "choices": rendered, "usage": usage.to_dict(), **_metrics(metrics)}
 
     def _call_delta(self, choice: int, call: ToolCallDelta) -> dict[str, object]:
         if call.name is None:
@@ -160,11 +160,11 @@ class ChatWriter:
     def _logprobs(self, pieces: Sequence[TokenPiece]) -> dict[str, object] | None:
         if not self._request.logprobs or not pieces:
             return None
-        wanted = self._request.top_logprobs or 0
+        num_top = self._request.top_logprobs or 0
         content = [
             {
                 **self._one(piece.token, piece.logprob),
-                "top_logprobs": [self._one(token, logprob) for token, logprob in piece.top[:wanted]],
+                "top_logprobs": [self._one(token, logprob) for token, logprob in piece.top[:num_top]],
             }
             for piece in pieces
         ]

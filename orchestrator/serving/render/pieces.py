@@ -94,8 +94,8 @@ class ChoiceText:
     @property
     def mean_logprob(self) -> float:
         """What the best of several choices are chosen by."""
-        known = [piece.logprob for piece in self.pieces if piece.logprob is not None]
-        return sum(known) / len(known) if known else 0.0
+        logprobs = [piece.logprob for piece in self.pieces if piece.logprob is not None]
+        return sum(logprobs) / len(logprobs) if logprobs else 0.0
 
 
 class AnswerWriter(Protocol):
