@@ -94,7 +94,7 @@ class DecoderApplication:
         self._text = None
 
     def quantize(self, folder: str | os.PathLike[str]) -> None:
-        """Write the checkpoint with int8 weights; a `DecoderApplication` of that folder needs no ``quantization``.
+        """Write the checkpoint with weights of 8 bits; a `DecoderApplication` of that folder needs no ``quantization``.
 
         Raises:
             ConfigurationError, CheckpointError, StorageError: as `save_quantized`.

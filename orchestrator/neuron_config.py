@@ -221,14 +221,17 @@ class _Reader:
             self.without_effect["quant"] = "its dequant_dtype and quantize_method: products are float32, scales per row"
         if not quantized:
             return None
-        if dtype not in ("int8", "s8"):
+        whole = kind == "per_tensor_symmetric"
+        if dtype in ("int8", "s8"):
+            return "int8_per_tensor" if whole else "int8"
+        if dtype not in ("f8e4m3", "f8e5m2"):
             raise ConfigurationError(
-                f"quantization_dtype={dtype!r} cannot be followed: weights are int8, or blocks of 8 or 4 bits "
-                "(quantization='q8_0', 'q4_0')"
+                f"quantization_dtype={dtype!r} cannot be followed: weights are int8, f8e4m3, f8e5m2, or blocks of 8 or "
+                "4 bits (quantization='q8_0', 'q4_0')"
             )
-        if kind == "per_tensor_symmetric":
-            self.without_effect["quantization_type"] = "every row of a matrix has a scale: per_channel_symmetric"
-        return "int8"
+        if whole:
+            self.without_effect["quantization_type"] = "of 8-bit floats, every row has a scale: per_channel_symmetric"
+        return f"fp8_{dtype[2:]}"
 
     def _sampling(self) -> OnDeviceSampling | None:
         given = self.fields.pop("on_device_sampling_config", None) or self.fields.pop("on_device_generation", None)

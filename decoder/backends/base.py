@@ -16,6 +16,7 @@ from paceline.core.types import MultiRoundLimits, RoundReport
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
+from paceline.decoder.weights.quantize import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,8 @@ class BackendRow:
     summary  one line for tables
     divided  "module:Class" for a model divided over ranks, which takes their number; "" = it runs one rank only
     saves    whether compiled graphs can be saved and loaded
-    blocks   whether products with quantised blocks (Q8_0, Q4_0, Q4_1) are possible; those with int8 are everywhere
+    blocks   whether products with quantised blocks (Q8_0, Q4_0, Q4_1) are possible; those with numbers of
+             8 bits and a scale for every row are everywhere
     """
 
     name: str
@@ -229,12 +231,14 @@ class LocalBackend:
 
 def why_not_quantized(row: BackendRow, quantization: str | None) -> str:
     """Why a backend cannot run a model with matrices in that format; nothing if it can. The planner's rule too."""
-    if row.blocks or quantization in (None, "int8"):
+    if row.blocks or quantization is None:
+        return ""
+    if quantization != "gguf" and not WeightFormat.of(quantization).block_bytes:
         return ""
     able = ", ".join(one.name for one in BACKENDS.values() if one.blocks)
     return (
         f"backend={row.name!r} multiplies with no blocks of quantised weights, as quantization={quantization!r} asks; "
-        f"use 'int8', or one of the backends {able}"
+        f"use 'int8' or 'fp8_e4m3', or one of the backends {able}"
     )
 
 

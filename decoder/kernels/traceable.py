@@ -39,7 +39,7 @@ class TraceableKernels:
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
         """As `Kernels.linear`; padding is computed like everything else.
 
-        int8 is exact in bfloat16, in which it is multiplied; its scales apply to the sums.
+        Numbers of 8 bits are exact in bfloat16, in which they are multiplied; their scales apply to the sums.
         """
         if isinstance(weight, PackedMatrix):
             if weight.scales is None:

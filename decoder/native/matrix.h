@@ -1,4 +1,5 @@
-// A weight matrix in any of its formats: plain numbers, int8 with a scale for each row, or blocks of 32 as in GGUF files.
+// A weight matrix in any of its formats: plain numbers, numbers of 8 bits with a scale for each row, or blocks of 32 as in
+// GGUF files.
 //
 // Every format gives STEP numbers of a row at a time as float32, in the order `arrange` gives the activations. Blocks are
 // dequantised exactly (a scale of 11 bits times at most 8 bits fits float32), so that a product has the bits of the same
@@ -12,7 +13,7 @@ namespace {
 constexpr int STEP = 2 * VL;  // numbers of K walked at once
 
 // What the code of a format means. The first three are also those of caches, norms and biases.
-enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6 };
+enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, E4M3 = 7, E5M2 = 8 };
 
 // STEP numbers of a weight row, or of several rows side by side, in the order `arrange` gives the activations.
 template <class V>
@@ -120,6 +121,30 @@ struct Int8 {
   }
 };
 
+// ---------------------------------------------------------------------------------- floats of 8 bits, a scale for a row --
+
+// A weight is scale * number. What the `load` of vectors.h leaves out of every number joins the scale: both
+// are powers of two, so nothing is rounded.
+template <class Float8>
+struct Floats8 {
+  const Float8* data;
+  int64_t K;
+  const float* scales;
+  static constexpr bool EVEN_FIRST = false;
+  static constexpr int64_t SPREAD = STEP;
+
+  Floats8 from(int64_t n) const { return {data + n * K, K, scales + n}; }
+  const char* bytes() const { return (const char*)data; }
+  float tail(int64_t n, int64_t k) const { return widen(data[n * K + k]); }
+  float finished(int64_t n, float sum) const { return sum * Float8::UNIT * scales[n]; }
+  template <class V>
+  Pair<V> pair(int64_t n, int64_t k) const {
+    const Float8* p = data + n * K + k;
+    if constexpr (sizeof(V) == sizeof(Vec)) return {load(p), load(p + VL)};
+    else return {beside<V>(load(p), load(p + K)), beside<V>(load(p + VL), load(p + K + VL))};
+  }
+};
+
 // -------------------------------------------------------------------------------------------------- blocks of 32 numbers --
 
 constexpr int64_t GROUP = 32;
@@ -189,7 +214,7 @@ struct Blocked {
   }
 };
 
-// The weights of a matrix in a format; scales of its rows for int8, else null.
+// The weights of a matrix in a format; scales of its rows for numbers of 8 bits, else null.
 struct Stored {
   const void* data;
   const float* scales;
@@ -204,6 +229,8 @@ inline void in_format(const Stored& w, int64_t K, Body body) {
     case BFLOAT16: return body(Plain<BFloat16>{(const BFloat16*)w.data, K});
     case FLOAT16: return body(Plain<Float16>{(const Float16*)w.data, K});
     case INT8: return body(Int8{(const int8_t*)w.data, K, w.scales});
+    case E4M3: return body(Floats8<Float8E4M3>{(const Float8E4M3*)w.data, K, w.scales});
+    case E5M2: return body(Floats8<Float8E5M2>{(const Float8E5M2*)w.data, K, w.scales});
     case Q8_0: return body(Blocked<BlockQ8_0>{(const BlockQ8_0*)w.data, K});
     case Q4_0: return body(Blocked<BlockQ4_0>{(const BlockQ4_0*)w.data, K});
     default: return body(Blocked<BlockQ4_1>{(const BlockQ4_1*)w.data, K});

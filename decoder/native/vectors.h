@@ -48,6 +48,39 @@ inline Vec load(const Float16* p) {
   return __builtin_convertvector(h, Vec);
 #endif
 }
+// Floats of 8 bits. Their bits, moved to where a float of 16 bits has them, are the number divided by UNIT, subnormal ones
+// included, as exponents have another bias there.
+struct Float8E4M3 {
+  uint8_t bits;
+  static constexpr float UNIT = 256;  // 2^(15 - 7)
+  static uint16_t half(uint16_t b) { return (uint16_t)((b & 0x80) << 8 | (b & 0x7f) << 7); }
+};
+struct Float8E5M2 {
+  uint8_t bits;
+  static constexpr float UNIT = 1;
+  static uint16_t half(uint16_t b) { return (uint16_t)(b << 8); }
+};
+template <class Float8, class = decltype(Float8::UNIT)>
+inline float widen(Float8 x) {
+  const uint16_t word = Float8::half(x.bits);
+  Float16 value;
+  std::memcpy(&value, &word, 2);
+  return (float)value;
+}
+template <class Float8, class = decltype(Float8::UNIT)>
+inline Vec load(const Float8* p) {
+#if defined(__AVX2__) && defined(__F16C__)
+  const __m128i b = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)p));
+  if constexpr (Float8::UNIT == 1) return (Vec)_mm256_cvtph_ps(_mm_slli_epi16(b, 8));
+  const __m128i sign = _mm_and_si128(_mm_slli_epi16(b, 8), _mm_set1_epi16((int16_t)0x8000));
+  const __m128i rest = _mm_slli_epi16(_mm_and_si128(b, _mm_set1_epi16(0x7f)), 7);
+  return (Vec)_mm256_cvtph_ps(_mm_or_si128(sign, rest));
+#else
+  Vec v;
+  for (int i = 0; i < VL; i++) v[i] = widen(p[i]);
+  return v;
+#endif
+}
 inline float widen(float x) { return x; }
 inline float widen(Float16 x) { return (float)x; }
 inline float widen(BFloat16 x) {

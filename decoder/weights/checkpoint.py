@@ -25,7 +25,7 @@ from paceline.core.errors import (
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Shard, TensorSlice, TensorSpec
-from paceline.decoder.weights.compressed import SCALE
+from paceline.decoder.weights.compressed import SCALE, STORED_FORMATS
 from paceline.decoder.weights.files import (
     TensorInfo,
     WeightFile,
@@ -44,8 +44,8 @@ _PORTION = 8 << 20  # bytes in float32 that are read before a file is opened ane
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """A tensor of the checkpoint: the file it is in, its name there, what that file says of it, and whether it is int8
-    with scales beside it.
+    """A tensor of the checkpoint: the file it is in, its name there, what that file says of it, and whether its
+    numbers have 8 bits with scales beside it.
     """
 
     file: Path
@@ -72,7 +72,7 @@ def load_weights(
 
     ``quantization`` names the `WeightFormat` of all matrices (those of layers and of the vocabulary), or is "gguf":
     what a GGUF file has as Q8_0, Q4_0 or Q4_1 stays as it is, and its other matrices become Q8_0. Matrices that a
-    checkpoint holds as int8 (`paceline.decoder.weights.compressed`) stay so without it.
+    checkpoint holds in 8 bits (`paceline.decoder.weights.compressed`) stay so without it.
     """
     if dtype not in _DTYPES:
         raise ConfigurationError(f"weights cannot be loaded as {dtype}; choose one of {', '.join(map(str, _DTYPES))}.")
@@ -124,10 +124,13 @@ def _formats(path: Path, specs: Mapping[str, TensorSpec], quantization: str | No
 def _stored_formats(
     places: Mapping[str, _Place], specs: Mapping[str, TensorSpec], quantization: str | None
 ) -> dict[str, WeightFormat | None]:
-    """The matrices that are int8 in the checkpoint and stay so."""
+    """The matrices that are int8 or 8-bit floats in the checkpoint and stay so."""
     stored: dict[str, WeightFormat | None] = {name: None for name in specs if places[name].scaled}
-    if stored and quantization not in (None, WeightFormat.INT8.value):
-        raise ConfigurationError(f"quantization={quantization!r}: the checkpoint is int8 already; leave it out")
+    for form in {STORED_FORMATS[places[name].info.dtype] for name in stored}:
+        if quantization is not None and (quantization == "gguf" or WeightFormat.of(quantization).dtype != form.dtype):
+            raise ConfigurationError(
+                f"quantization={quantization!r}: the checkpoint is {form.value} already; leave it out"
+            )
     return stored
 
 
@@ -161,7 +164,7 @@ def _load_matrix(
 def _equal(one: Stored, other: Stored) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return torch.equal(one.data, other.data)
+    return torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8))
 
 
 def _survey(path: Path) -> dict[str, _Place]:
@@ -182,10 +185,10 @@ def _survey(path: Path) -> dict[str, _Place]:
 
 
 def _with_scales(places: dict[str, _Place]) -> dict[str, _Place]:
-    """The same without the scales of int8 matrices, which are read together with them."""
+    """The same without the scales of matrices of 8 bits, which are read together with them."""
     made = dict(places)
     for name, place in places.items():
-        if place.info.dtype == "I8" and (scale := made.pop(name + SCALE, None)) is not None:
+        if place.info.dtype in STORED_FORMATS and (scale := made.pop(name + SCALE, None)) is not None:
             if scale.file != place.file:
                 raise MissingWeightsError(
                     f"{name} is in {place.file} and its scales are in {scale.file}; a matrix and its scales must be in "

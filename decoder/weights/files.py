@@ -19,8 +19,8 @@ from torch import Tensor
 from paceline.core.errors import CheckpointError, MissingWeightsError, WeightValueError
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.atomic_write import save_pickle, save_tensors
-from paceline.decoder.weights.compressed import SCALE
-from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
+from paceline.decoder.weights.compressed import SCALE, STORED_FORMATS
+from paceline.decoder.weights.quantize import QuantizedTensor
 
 _ZIP = b"PK\x03\x04"
 _AGAIN = "download the file again"
@@ -129,12 +129,16 @@ class _SafetensorsFile:
             return None
         data = self.handle.get_tensor(name)
         scales = self.handle.get_tensor(name + SCALE).float().flatten()
+        scales = scales.expand(len(data)) if len(scales) == 1 else scales
         if len(scales) != len(data) or not bool((torch.isfinite(scales) & (scales > 0)).all()):
             raise WeightValueError(
-                f"{name}{SCALE} must have a positive number for each of {len(data)} rows; the checkpoint is damaged, "
-                f"{_AGAIN}."
+                f"{name}{SCALE} must have a positive number for each of {len(data)} rows, or one for all; the "
+                f"checkpoint is damaged, {_AGAIN}."
             )
-        return QuantizedTensor(data.clone(), scales.clone(), WeightFormat.INT8, data.shape[1])
+        if data.dtype.is_floating_point and bool(data.float().isnan().any()):
+            raise WeightValueError(f"{name} holds NaN; the checkpoint is damaged, {_AGAIN}.")
+        form = STORED_FORMATS[self.handle.get_slice(name).get_dtype()]
+        return QuantizedTensor(data.clone(), scales.clone(), form, data.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,10 @@
 """Quantised weight matrices: their formats, how one is made of float numbers, and how it is turned back.
 
-`int8` has a scale for every row (output channel): symmetric, ``scale = max |w| / 127``. `q8_0`, `q4_0` and `q4_1` are
-the blocks of 32 numbers of GGUF files, kept byte by byte as the package ``gguf`` reads and writes them; its `quantize`
-does the rounding. Weights alone are quantised: activations stay float32. Not here: files, and products.
+`int8` has a scale for every row (output channel): symmetric, ``scale = max |w| / 127``; `int8_per_tensor` has the same
+one in all rows. `fp8_e4m3` and `fp8_e5m2` are the 8-bit floats of Micikevicius et al. (arXiv 2209.05433; 448 and 57344
+are their largest), with a scale for every row, too: ``max |w| / largest``. `q8_0`, `q4_0` and `q4_1` are the blocks of
+32 numbers of GGUF files, kept byte by byte as the package ``gguf`` reads and writes them; its `quantize` does the
+rounding. Weights alone are quantised: activations stay float32. Not here: files, and products.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ class WeightFormat(Enum):
     """A format of quantised matrices. The value is its name in options; ``code`` is its number in native kernels."""
 
     INT8 = "int8"
+    INT8_PER_TENSOR = "int8_per_tensor"
+    FP8_E4M3 = "fp8_e4m3"
+    FP8_E5M2 = "fp8_e5m2"
     Q8_0 = "q8_0"
     Q4_0 = "q4_0"
     Q4_1 = "q4_1"
@@ -31,12 +36,24 @@ class WeightFormat(Enum):
     @property
     def code(self) -> int:
         """As `Format` of decoder/native/matrix.h."""
-        return {"int8": 3, "q8_0": 4, "q4_0": 5, "q4_1": 6}[self.value]
+        eights = {"int8": 3, "int8_per_tensor": 3, "fp8_e4m3": 7, "fp8_e5m2": 8}
+        return {**eights, "q8_0": 4, "q4_0": 5, "q4_1": 6}[self.value]
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block of 32 numbers; 0 where there are no blocks."""
-        return {"int8": 0, "q8_0": 34, "q4_0": 18, "q4_1": 20}[self.value]
+        return {"q8_0": 34, "q4_0": 18, "q4_1": 20}.get(self.value, 0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor that holds the numbers: that of a number, or bytes of blocks."""
+        eights = {"int8": torch.int8, "int8_per_tensor": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
+        return {**eights, "fp8_e5m2": torch.float8_e5m2}.get(self.value, torch.uint8)
+
+    @property
+    def largest(self) -> float:
+        """The number that the largest of a row becomes, where rows have scales."""
+        return 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of a row of so many numbers, its scale left out."""
@@ -62,8 +79,8 @@ class WeightFormat(Enum):
 class QuantizedTensor:
     """A matrix [N, K] as it is stored.
 
-    data     int8 [N, K], or the blocks of every row, uint8 [N, bytes]
-    scales   float32 [N] for int8, else None
+    data     int8 or 8-bit floats [N, K], or the blocks of every row, uint8 [N, bytes]
+    scales   float32 [N], or None where blocks hold theirs
     columns  K
     """
 
@@ -136,12 +153,13 @@ def quantize(weight: Tensor, form: WeightFormat) -> QuantizedTensor:
         ConfigurationError: rows are no whole number of blocks.
     """
     columns = weight.shape[1]
-    if form is WeightFormat.INT8:
+    if not form.block_bytes:
         wide = weight.float()
         largest = wide.abs().amax(1)
-        scales = torch.where(largest > 0, largest / 127, torch.ones_like(largest))
-        numbers = torch.round(wide / scales.unsqueeze(1)).clamp(-127, 127).to(torch.int8)
-        return QuantizedTensor(numbers, scales, form, columns)
+        if form is WeightFormat.INT8_PER_TENSOR:
+            largest = largest.amax().expand_as(largest)
+        scales = torch.where(largest > 0, largest / form.largest, torch.ones_like(largest))
+        return QuantizedTensor(rounded(wide / scales.unsqueeze(1), form.dtype), scales, form, columns)
     if columns % GROUP:
         raise ConfigurationError(
             f"a matrix with rows of {columns} numbers has no whole blocks of {GROUP}; use quantization='int8'"
@@ -153,10 +171,18 @@ def quantize(weight: Tensor, form: WeightFormat) -> QuantizedTensor:
     return QuantizedTensor(torch.from_numpy(quantized), None, form, columns)
 
 
+def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 numbers, which fit, to the nearest of a type of 8 bits, ties to even."""
+    if dtype is torch.int8:
+        return torch.round(numbers).clamp(-127, 127).to(dtype)
+    most = torch.finfo(dtype).max  # a quotient may be rounded up beyond it
+    return numbers.clamp(-most, most).to(dtype)
+
+
 def dequantized(data: Tensor, scales: Tensor | None, form: WeightFormat) -> Tensor:
     """float32 [..., K] of rows in a format, by operations that a graph can hold. data [..., K] or [..., bytes]."""
-    if form is WeightFormat.INT8:
-        assert scales is not None, "int8 has scales"
+    if not form.block_bytes:
+        assert scales is not None, "rows have scales"
         return data.float() * scales.unsqueeze(-1)
     blocks = data.unflatten(-1, (-1, form.block_bytes))
     scale = _half(blocks[..., 0:2])

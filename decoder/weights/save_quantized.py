@@ -1,6 +1,6 @@
-"""`save_quantized`: a checkpoint with int8 weights, made of one with floats, in the layout of compressed-tensors.
+"""`save_quantized`: a checkpoint with weights of 8 bits, made of one with floats, in the layout of compressed-tensors.
 
-It loads faster and takes a quarter of the disk of float32; the model is the one that ``quantization="int8"`` makes of
+It loads faster and takes a quarter of the disk of float32; the model is the one that the same ``quantization`` makes of
 the original when it is loaded, number by number.
 """
 
@@ -18,10 +18,10 @@ from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.atomic_write import atomic_write
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.decoder.weights.compressed import QUANTIZATION_CONFIG, SCALE
+from paceline.decoder.weights.compressed import SCALE, quantization_config
 from paceline.decoder.weights.files import is_gguf, write_weight_file
 from paceline.decoder.weights.locate import checkpoint_path
-from paceline.decoder.weights.quantize import QuantizedTensor
+from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
 
 _COPIED = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
 
@@ -32,15 +32,17 @@ def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str],
     `AutoDecoder.from_pretrained` loads it as it stands, without an option.
 
     Raises:
-        ConfigurationError: the format is not "int8", both folders are one, or the family stores its matrices turned.
+        ConfigurationError: the format is none of "int8", "int8_per_tensor" and "fp8_e4m3", both folders are
+            one, or the family stores its matrices turned.
         CheckpointError: the checkpoint cannot be used.
         StorageError: the folder cannot be written.
     """
     place, into = checkpoint_path(path), Path(folder)
-    if quantization != "int8":
+    said = None if quantization == "gguf" else quantization_config(WeightFormat.of(quantization))
+    if said is None:
         raise ConfigurationError(
-            f"quantization={quantization!r} cannot be saved here: safetensors hold int8; blocks of 32 numbers are "
-            "those of GGUF files, which the package gguf writes"
+            f"quantization={quantization!r} cannot be saved here: safetensors hold int8, int8_per_tensor and fp8_e4m3; "
+            "blocks of 32 numbers are those of GGUF files, which the package gguf writes"
         )
     if is_gguf(place):
         raise ConfigurationError(f"{place} is a GGUF file; save_quantized takes a folder with config.json")
@@ -56,8 +58,9 @@ def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str],
     tensors: dict[str, Tensor] = {}
     for name, stored in load_weights(place, config, torch.float32, quantization=quantization).items():
         if isinstance(stored, QuantizedTensor):
-            assert stored.scales is not None, "int8 has scales"
-            tensors[name], tensors[name + SCALE] = stored.data, stored.scales.unsqueeze(1)
+            assert stored.scales is not None, "rows have scales"
+            one = stored.format is WeightFormat.INT8_PER_TENSOR
+            tensors[name], tensors[name + SCALE] = stored.data, stored.scales[:1] if one else stored.scales.unsqueeze(1)
         else:
             tensors[name] = stored
     with atomic_write(into):
@@ -66,5 +69,5 @@ def save_quantized(path: str | os.PathLike[str], folder: str | os.PathLike[str],
             for file in place.glob(pattern):
                 shutil.copyfile(file, into / file.name)
         write_weight_file(into / "model.safetensors", tensors)
-        fields = {**read_json_object(place / "config.json"), "quantization_config": QUANTIZATION_CONFIG}
+        fields = {**read_json_object(place / "config.json"), "quantization_config": said}
         (into / "config.json").write_text(json.dumps(fields, indent=2), encoding="utf-8")

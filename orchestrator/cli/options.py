@@ -56,7 +56,10 @@ class LoaderOptions:
     ] = None
     quantization: Annotated[
         str | None,
-        typer.Option(help="Format of the weight matrices: int8, q8_0, q4_0, q4_1, or gguf to keep a GGUF file's."),
+        typer.Option(
+            help="Format of the weight matrices: int8, int8_per_tensor, fp8_e4m3, fp8_e5m2, q8_0, q4_0, q4_1, or gguf "
+            "to keep a GGUF file's."
+        ),
     ] = None
 
 

@@ -19,8 +19,9 @@ _SLACK_ROWS = 256  # a cache's rows after its last position, for a window or a p
 _CHUNK = 256  # rows of the largest default prefill graph
 
 NUMBER_BYTES = {"bf16": 2, "f16": 2, "f32": 4}
-# Bytes of a number, scales included: int8 has one scale of 4 bytes for a row, blocks of 32 have them inside.
-QUANTIZED_BYTES = {"int8": 1.01, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32}
+# Bytes of a number, scales included: those of 8 bits have a scale of 4 bytes for a row, blocks of 32 have it inside.
+_EIGHT_BITS = dict.fromkeys(("int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2"), 1.01)
+QUANTIZED_BYTES = {**_EIGHT_BITS, "q8_0": 34 / 32, "q4_0": 18 / 32, "q4_1": 20 / 32}
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ Keys of a model:
     n_positions   longest sequence; default: what the model was trained on (more can be planned, but not loaded)
     batch_size    slots, default 1
     amp           bf16 (default), f16 or f32
-    quantization  of the matrices: int8, q8_0, q4_0 or q4_1; left out: the format that amp names
+    quantization  of the matrices: int8, fp8_e4m3, q8_0, ...; left out: the format that amp names
     draft         who drafts in the target's own process, fused with it where that can be done: a drafter's name
                   (ngram), a folder with a draft model, Medusa heads or an EAGLE head, either with options (DIR:k=3) or
                   as a mapping ({path: DIR, k: 3}), or a list of these
@@ -116,6 +116,9 @@ def _known_layout(name: str) -> str:
     return name
 
 
+Quantization = Literal["int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2", "q8_0", "q4_0", "q4_1"]
+
+
 class ModelEntry(ResidencyEntry):
     """One entry of ``models``, as it is written."""
 
@@ -126,7 +129,7 @@ class ModelEntry(ResidencyEntry):
     n_positions: pydantic.PositiveInt | None = None
     batch_size: pydantic.PositiveInt = 1
     amp: Literal["bf16", "f16", "f32"] = "bf16"
-    quantization: Literal["int8", "q8_0", "q4_0", "q4_1"] | None = None
+    quantization: Quantization | None = None
     draft_of: str | list[str] = pydantic.Field(default_factory=list)
     draft: object = None
     k: object = None

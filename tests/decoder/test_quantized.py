@@ -23,6 +23,7 @@ from paceline.decoder.weights.quantize import PackedMatrix, QuantizedTensor, Wei
 from tests.decoder import families, gguf_files, tiny
 
 FORMATS = list(WeightFormat)
+FLOATS8 = [WeightFormat.FP8_E4M3, WeightFormat.FP8_E5M2]
 BLOCKS = [form for form in FORMATS if form.block_bytes]
 
 
@@ -69,6 +70,42 @@ def test_an_integer_is_at_most_half_a_scale_away_and_a_row_of_zeros_stays_zero()
     error = (stored.dequantize() - original).abs()
     assert bool((error <= stored.scales.unsqueeze(1) * 0.5001).all())
     assert not stored.dequantize()[3].any()
+
+
+@pytest.mark.parametrize("form", FLOATS8, ids=lambda form: form.value)
+def test_a_float_of_8_bits_is_as_near_as_its_mantissa_allows(form: WeightFormat) -> None:
+    """Half a step of the last bit of a normal number, or of the least subnormal one."""
+    original = weight(8, 500) * torch.logspace(-3, 0, 500)
+    stored = quantize(original, form)
+    assert stored.scales is not None and stored.data.dtype is form.dtype
+    facts = torch.finfo(form.dtype)
+    error = (stored.dequantize() - original).abs()
+    assert bool((error <= torch.maximum(original.abs() * facts.eps / 2, stored.scales[:, None] * facts.tiny)).all())
+    largest = stored.dequantize().abs().amax(1)
+    torch.testing.assert_close(largest, original.abs().amax(1))  # the whole range is used
+
+
+@pytest.mark.parametrize("form", FLOATS8, ids=lambda form: form.value)
+def test_every_float_of_8_bits_is_widened_to_its_own_value(form: WeightFormat) -> None:
+    """All patterns of bits that are numbers, in whole vectors and behind the last one."""
+    every = torch.arange(256, dtype=torch.uint8).view(form.dtype)
+    every = every[torch.isfinite(every.float())]
+    for width in (16, 3):  # a vector, and single numbers
+        data = torch.zeros(len(every), width, dtype=form.dtype)
+        data[:, -1] = every
+        packed = PackedMatrix(QuantizedTensor(data, torch.ones(len(every)), form, width))
+        x = torch.ones(1, 1, width)
+        assert torch.equal(Native().linear(x, packed)[0, 0], every.float())
+        assert torch.equal(TraceableKernels().linear(x, packed)[0, 0], every.float())
+
+
+def test_one_scale_serves_a_whole_matrix_of_integers() -> None:
+    stored = quantize(weight(8, 50), WeightFormat.INT8_PER_TENSOR)
+    assert stored.scales is not None and len(stored.scales.unique()) == 1
+    assert int(stored.data.abs().max()) == 127
+    by_row = quantize(weight(8, 50), WeightFormat.INT8)
+    errors = [float((one.dequantize() - weight(8, 50)).square().sum()) for one in (by_row, stored)]
+    assert errors[0] < errors[1] < 4 * errors[0]
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.value)
@@ -126,14 +163,15 @@ def test_every_matrix_is_quantised_and_nothing_else(folder: Path) -> None:
                 assert torch.equal(tensor.dequantize(), quantize(original, form).dequantize())
 
 
+@pytest.mark.parametrize("form", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("degree", [2, 4])
-def test_ranks_have_parts_of_the_same_quantised_matrices(folder: Path, degree: int) -> None:
+def test_ranks_have_parts_of_the_same_quantised_matrices(folder: Path, degree: int, form: str) -> None:
     config = ModelConfig.from_pretrained(folder)
-    whole = load_weights(folder, config, torch.float32, quantization="int8")
+    whole = load_weights(folder, config, torch.float32, quantization=form)
     shards = [Shard(config, Layout(degree), rank) for rank in range(degree)]
     if degree > config.num_kv_heads:
         shards = [Shard(config, Layout(degree, shards[0].layout.gqa.REPLICATED_HEADS), r) for r in range(degree)]
-    parts = [load_weights(folder, config, torch.float32, shard=shard, quantization="int8") for shard in shards]
+    parts = [load_weights(folder, config, torch.float32, shard=shard, quantization=form) for shard in shards]
     for name, dim in (("mlp.down_proj", 1), ("mlp.up_proj", 0), ("self_attn.o_proj", 1), ("self_attn.q_proj", 0)):
         name = f"model.layers.0.{name}.weight"
         joined = torch.cat([part[name].dequantize() for part in parts], dim)
@@ -145,8 +183,8 @@ def test_ranks_have_parts_of_the_same_quantised_matrices(folder: Path, degree: i
 def test_every_mode_gives_the_tokens_of_plain_decoding(
     folder: Path, draft: Path, form: WeightFormat, backend: str
 ) -> None:
-    if backend == "inductor" and form not in (WeightFormat.INT8, WeightFormat.Q4_1):
-        pytest.skip("one format with scales and one with blocks are compiled: the kernels are the same")
+    if backend == "inductor" and form not in (WeightFormat.INT8, WeightFormat.Q4_1, WeightFormat.FP8_E4M3):
+        pytest.skip("one format of each kind is compiled: the kernels are the same")
     target = load(folder, backend, quantization=form.value)
     small = load(draft, backend, quantization=form.value)
     for options in ({}, {"do_sample": True, "temperature": 0.9, "seed": 3}):
@@ -169,11 +207,15 @@ def test_a_gguf_file_is_kept_as_it_is(tmp_path: Path, kind: str) -> None:
 
 
 def test_what_cannot_be_done_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"quantization='int3' is unknown; use one of int8, q8_0, q4_0, q4_1"):
+    with pytest.raises(
+        ConfigurationError, match=r"quantization='int3' is unknown; use one of int8, int8_per_tensor, fp8_e4m3, .*q4_1"
+    ):
         load(folder, quantization="int3")
     with pytest.raises(ConfigurationError, match="keeps what a GGUF file has"):
         load(folder, quantization="gguf")
-    with pytest.raises(ConfigurationError, match=r"backend='neuron' multiplies with no blocks .*; use 'int8'"):
+    with pytest.raises(
+        ConfigurationError, match=r"backend='neuron' multiplies with no blocks .*; use 'int8' or 'fp8_e4m3'"
+    ):
         load(folder, "neuron", quantization="q8_0")
     tiny.network().save_pretrained(tmp_path)  # its MLP has 48 columns
     with pytest.raises(ConfigurationError, match=r"down_proj.weight: .*rows of 48 numbers.* use .*'int8'"):

@@ -26,8 +26,8 @@ from paceline.decoder import steps
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Layout, Shard
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.decoder.weights.compressed import QUANTIZATION_CONFIG
-from paceline.decoder.weights.quantize import QuantizedTensor
+from paceline.decoder.weights.compressed import QUANTIZATION_CONFIG, quantization_config
+from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
 from tests.decoder import tiny
 
 PROMPTS = [[5, 9, 13, 5], [40, 2]]
@@ -70,6 +70,30 @@ def test_it_is_the_model_that_is_quantised_while_it_is_loaded(original: Path, qu
     assert (quantized / "vocab.txt").read_text() == "w0"
     files = [folder / "model.safetensors" for folder in (original, quantized)]
     assert files[1].stat().st_size < 0.5 * files[0].stat().st_size
+
+
+@pytest.mark.parametrize("form", ["int8_per_tensor", "fp8_e4m3"])
+def test_other_formats_of_8_bits(original: Path, tmp_path: Path, form: str) -> None:
+    save_quantized(original, tmp_path / "made", form)
+    made, expected = load(tmp_path / "made"), load(original, quantization=form)
+    assert texts(made) == texts(expected) == texts(load(tmp_path / "made", quantization=form))
+    said = json.loads((tmp_path / "made" / "config.json").read_text())["quantization_config"]
+    assert said == quantization_config(WeightFormat.of(form)) != QUANTIZATION_CONFIG
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert tensors[name].dtype is WeightFormat.of(form).dtype
+    assert tensors[name + "_scale"].shape == ((1,) if form == "int8_per_tensor" else (48, 1))
+    with pytest.raises(ConfigurationError, match=r"the checkpoint is (int8|fp8_e4m3) already; leave it out"):
+        load(tmp_path / "made", quantization="fp8_e5m2")
+
+
+def test_a_nan_of_8_bits_is_found(original: Path, tmp_path: Path) -> None:
+    save_quantized(original, tmp_path / "made", "fp8_e4m3")
+    tensors = load_file(tmp_path / "made" / "model.safetensors")
+    tensors["lm_head.weight"].view(torch.uint8)[3, 4] = 0x7F
+    save_file(tensors, tmp_path / "made" / "model.safetensors")
+    with pytest.raises(WeightValueError, match=r"lm_head.weight holds NaN"):
+        load(tmp_path / "made")
 
 
 def test_speculation_on_it_keeps_the_tokens(original: Path, quantized: Path) -> None:
