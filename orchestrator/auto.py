@@ -123,9 +123,8 @@ class AutoDecoder:
         tp_degree                over how many ranks the model is divided; above 1 with "eager" (ranks are processes,
                                  which end with the decoder: see ``close``) and "neuron" (cores)
         group_query_attention    where K/V heads live then: a `GQA` or its value; default: whole heads, else copies
-        quantization             of the weight matrices: "int8", "fp8_e4m3", "fp8_e5m2" (a scale for every row),
-                                 "int8_per_tensor", "q8_0", "q4_0", "q4_1" (blocks of 32), or "gguf", which keeps those
-                                 of a GGUF file; default: the format of ``amp``
+        quantization             of the weight matrices: a `WeightFormat` ("int8", "fp8_e4m3", "q4_1", ...), or "gguf":
+                                 those of a GGUF file; default: the format of ``amp``
         progress                 told (tensors loaded, tensors in all)
 
         Graphs are compiled at first use, or by ``compile()``, and found in the cache from then on.
