@@ -29,8 +29,8 @@ $(VENV)/.stamp: pyproject.toml
 demo: setup
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(MODE),--mode $(MODE))
 
-# Two processes share the test files among them.
-WORKERS ?= 2
+# Processes that share the test files among them. Three keep two cores busy: those that use Ray, or ranks, wait a lot.
+WORKERS ?= 3
 
 test: setup
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile

@@ -5,16 +5,43 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 from transformers.utils import logging
 
+from tests import order
 from tests.decoder.tiny import Workshop
 from tests.simulation import check_nothing_left, simulated
 
 settings.register_profile("thorough", max_examples=2000)  # pytest --hypothesis-profile=thorough
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first."""
+    order.arrange(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Where several processes share the files: in the order of the tests, those that use Ray in one of them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return order.scope_of(nodeid)
+
+    config.option.loadscopereorder = False  # it would put files with many tests first
+    return ByFile(config, log)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name files that became long, so that the order does not grow stale unseen."""
+    reports = [report for kind in ("passed", "failed") for report in terminalreporter.stats.get(kind, [])]
+    for file, seconds in order.unnamed(reports).items():
+        terminalreporter.write_line(f"{file} took {seconds:.0f} s: name it in tests/order.py, so that it starts early")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,0 +1,79 @@
+"""In which order files of tests run: the long ones first, so that no process is alone with one at the end.
+
+Files are named, not timed: a run says at its end which file took long and is not named here. All files that use Ray are
+one piece of work, so that one cluster is started and a single process waits for it. No tests in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+
+RAY = (
+    "tests/serving/test_serving.py",
+    "tests/placement/test_ray.py",
+    "tests/serving/test_drafts.py",
+    "tests/smollm2/test_served.py",
+    "tests/placement/test_core_allocator.py",
+)
+"""Files that use the fixture `cluster`: the longest piece, most of it spent waiting for other processes."""
+
+LONG = (
+    "tests/equality/test_equality.py",
+    "tests/contract/test_contract.py",
+    "tests/equality/test_demo.py",
+    "tests/decoder/test_quantized.py",
+    "tests/orchestrator/test_adaptive.py",
+    "tests/medusa/test_equality.py",
+    "tests/placement/test_remote.py",
+    "tests/decoder/test_lowering.py",
+    "tests/eagle/test_compiled.py",
+    "tests/decoder/test_compiled.py",
+    "tests/decoder/test_ranks.py",
+    "tests/equality/test_formats.py",
+    "tests/decoder/test_round_costs.py",
+    "tests/orchestrator/test_trees.py",
+    "tests/decoder/test_buckets.py",
+    "tests/placement/test_processes.py",
+    "tests/decoder/test_row_invariance.py",
+    "tests/cli/test_output.py",
+    "tests/experiments/test_definitions.py",
+    "tests/equality/test_processors.py",
+    "tests/decoder/test_graph_sampling.py",
+    "tests/cli/test_health.py",
+    "tests/cli/test_cli.py",
+    "tests/workers/test_shared_engine.py",
+    "tests/workers/test_target.py",
+    "tests/decoder/test_idle_slots.py",
+    "tests/orchestrator/test_same_tokens.py",
+)
+"""The other files that take long, the longest first. The first compiles what many others wait for."""
+
+_PLACES = {file: place for place, file in enumerate((*RAY, *LONG))}
+_LONG_S = 20.0
+
+
+def file_of(nodeid: str) -> str:
+    """The file of a test."""
+    return nodeid.split("::", 1)[0]
+
+
+def scope_of(nodeid: str) -> str:
+    """What runs in one process from beginning to end."""
+    file = file_of(nodeid)
+    return "ray" if file in RAY else file
+
+
+def arrange(items: list[pytest.Item]) -> None:
+    """Put tests of long files first; the order is otherwise as it was."""
+    items.sort(key=lambda item: _PLACES.get(file_of(item.nodeid), len(_PLACES)))
+
+
+def unnamed(reports: Iterable[pytest.TestReport]) -> dict[str, float]:
+    """Files that took long and are not named, with their seconds."""
+    seconds: dict[str, float] = {}
+    for report in reports:
+        file = file_of(report.nodeid)
+        seconds[file] = seconds.get(file, 0.0) + report.duration
+    return {file: taken for file, taken in seconds.items() if taken > _LONG_S and file not in _PLACES}
