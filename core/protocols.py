@@ -76,6 +76,20 @@ class Shortens(Protocol):
 
 
 @runtime_checkable
+class ReportsConfidence(Protocol):
+    """A drafter of chains that ends a proposal before the first token it is less sure of than a threshold."""
+
+    confidence_threshold: float
+
+    def propose_with_confidence(
+        self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits
+    ) -> tuple[Proposal, Tensor]:
+        """As `Drafter.propose` without any threshold. -> also the largest probability at every place, [B, k] float32,
+        with which a threshold is compared.
+        """
+
+
+@runtime_checkable
 class DraftsUnderMask(Protocol):
     """A drafter that can choose among the tokens that may follow alone."""
 

@@ -222,6 +222,13 @@ class HeadDrafter:
 
     def propose(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Proposal:
         """Draft outside of the verifier's graph; see `paceline.core.protocols.Drafter`."""
+        out = self._outputs(commit, sampling, bounds)
+        if self.draft_shape.dynamic:
+            return Proposal(out[0], out[1])
+        return Proposal(out[0], self.draft_shape.parents, out[1] if len(out) > 1 else None)
+
+    def _outputs(self, commit: Commit, sampling: SamplingTensors, bounds: RoundLimits) -> Sequence[Tensor]:
+        """What the step gives for a round, in its own graph."""
         self._pending.drop_newest()  # the step reads it
         self.catch_up()
         inputs = [commit.tokens, commit.count, commit.first_row, sampling.params, sampling.seeds]
@@ -230,10 +237,7 @@ class HeadDrafter:
         bucket, width = self.bucket(bounds.max_rows), commit.tokens.shape[1]
         kind = self.decoder.sampling_kind(sampling.kind)
         key = GraphKey("draft", width, bucket, commit_width=width, sampling=kind, draft=self.step_key(bucket))
-        out = self._graph(key, lambda bucket: self.step(bucket, kind), inputs)
-        if self.draft_shape.dynamic:
-            return Proposal(out[0], out[1])
-        return Proposal(out[0], self.draft_shape.parents, out[1] if len(out) > 1 else None)
+        return self._graph(key, lambda bucket: self.step(bucket, kind), inputs)
 
     def read(self, slot: int, tokens: Sequence[int], *, start: int = 0, features: Tensor | None = None) -> None:
         """As `read_in_chunks`, without pauses."""

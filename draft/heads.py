@@ -117,6 +117,7 @@ class ChainStep(nn.Module):
     drawn       draw from the head's probabilities and report them; otherwise choose with the target's noise
     confidence  from the first place on where the largest probability (no temperature, no filter) is below it, drafts
                 are PAD
+    reports     also give these probabilities, [B, k] float32, of all places
     kind        of sampling, of the rounds it is for
     """
 
@@ -128,17 +129,18 @@ class ChainStep(nn.Module):
         *,
         drawn: bool = False,
         confidence: float = 0.0,
+        reports: bool = False,
         kind: SamplingKind = "full",
     ) -> None:
         super().__init__()
         self.head, self._k, self._bucket, self._kind = head, k, bucket, kind
-        self._drawn, self._confidence = drawn, confidence
+        self._drawn, self._confidence, self._reports = drawn, confidence, reports
 
     def forward(
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, *features: Tensor
     ) -> tuple[Tensor, ...]:
         """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] if the head reads them
-        -> drafts [B, k] int32, and their probabilities [B, k, V] if they are drawn.
+        -> drafts [B, k] int32, and their probabilities [B, k, V] if they are drawn, and what ``reports`` asks for.
         """
         head, sampling = self.head, SamplingTensors(params, seeds, self._kind)
         shift = row_shift(head)
@@ -146,27 +148,28 @@ class ChainStep(nn.Module):
         hidden = head.read(tokens.clamp(min=0), features[0] if features else None, place, last=count - 1)
         drafts: list[Tensor] = []
         distributions: list[Tensor] = []
-        confident: list[Tensor] = []
+        largest: list[Tensor] = []
         for index in range(self._k):
             position = first_row + count + index  # of the token that is chosen now
             if index:
                 place = head.place(position - 1 - shift, 1, self._bucket, sampling=sampling)
                 hidden = head.next(drafts[-1], hidden, place)
-            if not self._drawn and not self._confidence:
+            if not (self._drawn or self._confidence or self._reports):
                 drafts.append(head.sample_tokens(hidden, position.unsqueeze(1), sampling))
                 continue
             logits = head.logits(hidden).contiguous()
-            if self._confidence > 0:
-                confident.append(probs.softmax(logits).amax(-1) >= self._confidence)
+            if self._confidence > 0 or self._reports:
+                largest.append(probs.softmax(logits).amax(-1))
             stream = noise.DRAFT if self._drawn else noise.TARGET
             drafts.append(head.kernels.sample_tokens(logits, position.unsqueeze(1), sampling, stream=stream))
             if self._drawn:
                 distributions.append(head.kernels.probabilities(logits, sampling))
         chain = torch.cat(drafts, 1)
-        if confident:
-            doubts = (~torch.cat(confident, 1)).to(torch.float32).cumsum(-1)
+        if self._confidence > 0:
+            doubts = (~(torch.cat(largest, 1) >= self._confidence)).to(torch.float32).cumsum(-1)
             chain = torch.where(doubts == 0, chain, PAD)
-        return (chain, torch.cat(distributions, 1)) if self._drawn else (chain,)
+        out = (chain, torch.cat(distributions, 1)) if self._drawn else (chain,)
+        return (*out, torch.cat(largest, 1)) if self._reports else out
 
 
 class ParallelStep(nn.Module):

@@ -8,6 +8,7 @@ reports them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Sequence
 
 import torch
@@ -82,7 +83,8 @@ class ModelDrafter(HeadDrafter):
             )
         self._model = ModelHead(decoder.body, vocabulary, decoder.options)
         super().__init__(self._model, decoder, k)
-        self.vocabulary, self._drawn, self._confidence = vocabulary, drawn, confidence_threshold
+        self.vocabulary, self._drawn, self.confidence_threshold = vocabulary, drawn, confidence_threshold
+        self._reports = False
         confidence = f", confidence {confidence_threshold}" if confidence_threshold else ""
         self._variant = f"vocabulary {vocabulary.name}{confidence}"
 
@@ -94,11 +96,27 @@ class ModelDrafter(HeadDrafter):
     def step(self, bucket: int, kind: SamplingKind) -> nn.Module:
         """See `paceline.core.protocols.TraceableDrafter`."""
         k = self.draft_shape.num_draft_tokens
-        return ChainStep(self._model, k, bucket, drawn=self._drawn, confidence=self._confidence, kind=kind)
+        confidence, reports = (0.0, True) if self._reports else (self.confidence_threshold, False)
+        return ChainStep(self._model, k, bucket, drawn=self._drawn, confidence=confidence, reports=reports, kind=kind)
 
     def step_key(self, bucket: int) -> DraftKey:
         """See `paceline.core.protocols.TraceableDrafter`."""
         return DraftKey("draft", self.draft_shape, bucket, self._drawn, self._variant)
+
+    def propose_with_confidence(
+        self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits
+    ) -> tuple[Proposal, Tensor]:
+        """See `paceline.core.protocols.ReportsConfidence`.
+
+        Raises:
+            ConfigurationError: tokens are drawn from probabilities.
+        """
+        if self._drawn:
+            raise ConfigurationError("a drafter that draws from probabilities reports these; use acceptor: match")
+        reporting = copy.copy(self)
+        reporting._reports, reporting._variant = True, f"vocabulary {self.vocabulary.name}, reports confidence"
+        tokens, largest = reporting._outputs(commit, sampling, limits)
+        return Proposal(tokens), largest
 
     def cache_key(self) -> dict[str, object]:
         """See `paceline.core.protocols.TraceableDrafter`."""

@@ -32,6 +32,9 @@ def whatif(
         str | None,
         typer.Option(help="Depths: 4, 1,2,4 or 1:8; or a ladder [0,2,4], with --times. Default: as recorded."),
     ] = None,
+    confidence: Annotated[
+        str | None, typer.Option(help="Thresholds of confidence of draft models: 0.2,0.4. Default: their own.")
+    ] = None,
     tree: Annotated[str | None, typer.Option(help="Nodes of a recorded static tree to keep, such as 0,1,3.")] = None,
     batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
     times: Annotated[Path | None, typer.Option(help="round_times.json of an experiment, to predict speed.")] = None,
@@ -53,16 +56,18 @@ def whatif(
         ladder = () if k is None or not k.startswith("[") else tuple(sorted(questions.parse_depths(k.strip("[]"))))
         depths = [None] if k is None or ladder else list(questions.parse_depths(k))
         nodes = None if tree is None else questions.parse_depths(tree)
+        thresholds = [None] if confidence is None else list(questions.parse_thresholds(confidence))
         measured = None if times is None else questions.load_times(times)
         answers = [
             questions.ask(
                 loaded,
-                replace(questions.Policy.parse(name, depth, nodes), ladder=ladder),
+                replace(questions.Policy.parse(name, depth, nodes), ladder=ladder, confidence=threshold),
                 batch_size=batch_size,
                 times=measured,
             ).to_dict()
             for name in names
             for depth in depths
+            for threshold in thresholds
         ]
     if as_json:
         typer.echo(json.dumps(answers))
@@ -83,10 +88,11 @@ def tune(
     out: Annotated[Path, typer.Option(help="Models file to write, for `paceline serve`.")],
     batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
     max_depth: Annotated[int, typer.Option(help="Deepest draft to try.")] = 8,
+    trials: Annotated[int, typer.Option(help="Thresholds of confidence to try; 0: none.", min=0)] = 30,
     check: Annotated[bool, typer.Option(help="Run the best beside plain decoding.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest drafter and depth for the prompts of a trace, run it, and write it as a models file."""
+    """Find the fastest drafter, depth and threshold for the prompts of a trace, run it, and write a models file."""
     with console.refusals():
         from paceline.decoder.weights.atomic_write import save_bytes
         from paceline.experiments import runner, store, tune, whatif
@@ -95,6 +101,7 @@ def tune(
         config, loaded = store.read_config(folder), load_trace(trace)
         times = whatif.load_times(folder / "round_times.json")
         answers = tune.search(loaded, times, batch_size=batch_size, max_depth=max_depth)
+        answers = tune.search_thresholds(loaded, times, answers, batch_size=batch_size, trials=trials)
         best, measured = answers[0], None
         own = tune.verifying(config, best.policy, batch_size=batch_size)
         planned = runner.plan(own, None)

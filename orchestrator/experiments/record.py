@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, ReportsConfidence
 from paceline.core.reading import finish
 from paceline.core.sampling import sampling_tensors
-from paceline.core.types import Commit, Proposal, RoundLimits
+from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
 from paceline.engine.request import Request, SamplingParams, TargetLimits
 from paceline.engine.stopping import StopChecker
 from paceline.experiments.trace import RecordedDrafter, Trace, TraceText
@@ -26,10 +26,14 @@ from paceline.target.verifier import CompiledVerifier
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What is recorded of a text, beside the text: the proposals of its drafter at every position."""
+    """What is recorded of a text, beside the text: the proposals of its drafter at every position.
+
+    confidences  as in `RecordedDrafter`, empty for drafters that have none
+    """
 
     text: TraceText
     proposals: tuple[tuple[int, ...], ...]
+    confidences: tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,7 @@ def _record(drafter: Drafter, verifier: CompiledVerifier, prompt: Prompted) -> R
         commit = replace(commit, features=features)
     nothing = torch.zeros(slots, dtype=torch.int32)
     proposals: list[tuple[int, ...]] = []
+    confidences: list[tuple[float, ...]] = []
     _, reason = checker.extend([first.token])
     try:
         while reason is None:
@@ -87,7 +92,9 @@ def _record(drafter: Drafter, verifier: CompiledVerifier, prompt: Prompted) -> R
             deep = _room(drafter, length, kv_buckets)
             limits = torch.zeros(slots, dtype=torch.int32)
             limits[0] = deep
-            proposals.append(_nodes(drafter.propose(commit, sampling, RoundLimits(limits, length))) if deep else ())
+            nodes, sure = _proposed(drafter, commit, sampling, RoundLimits(limits, length)) if deep else ((), ())
+            proposals.append(nodes)
+            confidences.append(sure)
             commit = verifier(commit, None, sampling, RoundLimits(nothing, length))
             _, reason = checker.extend([int(commit.tokens[0, 0])])
             commit = _idle_others(commit)
@@ -104,7 +111,17 @@ def _record(drafter: Drafter, verifier: CompiledVerifier, prompt: Prompted) -> R
         request.stopping.max_length,
         reason,
     )
-    return Recorded(text, tuple(proposals))
+    return Recorded(text, tuple(proposals), tuple(confidences))
+
+
+def _proposed(
+    drafter: Drafter, commit: Commit, sampling: SamplingTensors, limits: RoundLimits
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Nodes in slot 0, and how sure the drafter is of each, if it says so."""
+    if not isinstance(drafter, ReportsConfidence):
+        return _nodes(drafter.propose(commit, sampling, limits)), ()
+    proposal, confidence = drafter.propose_with_confidence(commit, sampling, limits)
+    return _nodes(proposal), tuple(confidence[0].tolist())
 
 
 def _first_commit(token: int, first_row: int, *, slots: int, width: int) -> Commit:
@@ -148,6 +165,7 @@ def recorded_drafter(
 ) -> RecordedDrafter:
     """What a trace keeps of a drafter."""
     shape = drafter.draft_shape
+    reports = isinstance(drafter, ReportsConfidence)
     return RecordedDrafter(
         name,
         draft,
@@ -157,6 +175,8 @@ def recorded_drafter(
         drafter.max_positions,
         prefixes and not shape.dynamic,
         tuple(row.proposals for row in rows),
+        drafter.confidence_threshold if isinstance(drafter, ReportsConfidence) else 0.0,
+        tuple(row.confidences for row in rows) if reports else None,
     )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, takewhile
 
+import numpy as np
 import torch
 
 from paceline.core import tree
@@ -227,20 +228,33 @@ def parents_of(proposal: Proposal, slot: int) -> Sequence[int]:
 
 
 class ReplayDrafter:
-    """Says what a recorded drafter said; with ``depth`` less of it, with ``nodes`` those of its static tree alone.
+    """Says what a recorded drafter said; with ``depth`` less of it, with ``nodes`` those of its static tree alone, with
+    ``confidence`` as much as with that threshold in place of its own.
 
     A `paceline.core.protocols.Drafter`.
 
     Raises:
         ConfigurationError: less was not recorded: a smaller depth of a drafter whose drafts change with it, a larger
-            one, or nodes without their parents.
+            one, nodes without their parents, or a threshold where the drafter's confidence is not known.
     """
 
     reads: FeatureSpec | None = None
 
     def __init__(
-        self, trace: Trace, recorded: RecordedDrafter, *, depth: int | None = None, nodes: Sequence[int] | None = None
+        self,
+        trace: Trace,
+        recorded: RecordedDrafter,
+        *,
+        depth: int | None = None,
+        nodes: Sequence[int] | None = None,
+        confidence: float | None = None,
     ) -> None:
+        if confidence is not None and recorded.confidences is None:
+            raise ConfigurationError(
+                f"how sure {recorded.name} was is not recorded; thresholds can be asked of draft models alone"
+            )
+        threshold = recorded.confidence_threshold if confidence is None else confidence
+        self._threshold = float(np.float32(threshold))  # as a graph compares it
         self._recorded = recorded
         self.max_positions = recorded.max_positions
         self._keep: tuple[int, ...] | None = None
@@ -267,7 +281,10 @@ class ReplayDrafter:
         Raises:
             ConfigurationError: shorter drafts of it are not known.
         """
-        shorter = ReplayDrafter(self._trace, self._recorded, depth=length)
+        known = self._recorded.confidences is not None
+        shorter = ReplayDrafter(
+            self._trace, self._recorded, depth=length, confidence=self._threshold if known else None
+        )
         shorter._slots, shorter._begun = self._slots, self._begun
         return shorter
 
@@ -299,7 +316,11 @@ class ReplayDrafter:
         parents = torch.full_like(tokens, tree.ROOT)
         for slot, index in self._slots.items():
             length = int(commit.first_row[slot] + commit.count[slot])
-            nodes = self._recorded.proposals[index][length - len(self._trace.texts[index].prompt) - 1]
+            place = length - len(self._trace.texts[index].prompt) - 1
+            nodes = self._recorded.proposals[index][place]
+            if self._recorded.confidences is not None:
+                sure = takewhile(lambda value: value >= self._threshold, self._recorded.confidences[index][place])
+                nodes = nodes[: len(list(sure))]
             if shape.dynamic and nodes:
                 half = len(nodes) // 2
                 nodes, above = nodes[:half], nodes[half:]

@@ -25,7 +25,7 @@ from paceline.decoder.weights.atomic_write import save_bytes
 from paceline.outputs import FinishReason
 
 MAGIC = b"paceline-trace\n"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,9 @@ class RecordedDrafter:
     prefixes       whether a shorter draft is the beginning of a longer one, so that smaller depths are known too
     proposals      for every text, for every position of the answer but the last: token of every node, -1 = none.
                    Of a dynamic tree the parents follow the tokens
+    confidence_threshold  the drafter's own, which a replay applies; proposals are recorded without it
+    confidences    for every proposal the largest probability at each of its places, float32, which a threshold is
+                   compared with; None = of another kind of drafter
     """
 
     name: str
@@ -68,6 +71,8 @@ class RecordedDrafter:
     max_positions: int | None
     prefixes: bool
     proposals: tuple[tuple[tuple[int, ...], ...], ...]
+    confidence_threshold: float = 0.0
+    confidences: tuple[tuple[tuple[float, ...], ...], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +194,9 @@ def _drafter_header(drafter: RecordedDrafter, numbers: array[int]) -> dict[str, 
         for nodes in proposals:
             numbers.append(len(nodes))
             numbers.extend(nodes)
+    for confidences in drafter.confidences or ():
+        for values in confidences:
+            numbers.frombytes(array("f", values).tobytes())
     return {
         "name": drafter.name,
         "draft": drafter.draft,
@@ -198,6 +206,8 @@ def _drafter_header(drafter: RecordedDrafter, numbers: array[int]) -> dict[str, 
         "max_positions": drafter.max_positions,
         "prefixes": drafter.prefixes,
         "counts": [len(proposals) for proposals in drafter.proposals],
+        "confidence_threshold": drafter.confidence_threshold,
+        "has_confidences": drafter.confidences is not None,
     }
 
 
@@ -211,10 +221,11 @@ def _trace(header: dict[str, Any], numbers: Iterator[int]) -> Trace:
     for row in header["drafters"]:
         counts: Sequence[int] = row.pop("counts")
         proposals = tuple(tuple(_take(numbers, next(numbers)) for _ in range(count)) for count in counts)
-        parents = row.pop("parents")
-        drafters.append(
-            RecordedDrafter(parents=None if parents is None else tuple(parents), proposals=proposals, **row)
-        )
+        parents, confidences = row.pop("parents"), None
+        if row.pop("has_confidences"):
+            confidences = tuple(tuple(_floats(numbers, len(nodes)) for nodes in one) for one in proposals)
+        own = None if parents is None else tuple(parents)
+        drafters.append(RecordedDrafter(parents=own, proposals=proposals, confidences=confidences, **row))
     return Trace(
         header["target"],
         header["fingerprint"],
@@ -229,6 +240,11 @@ def _trace(header: dict[str, Any], numbers: Iterator[int]) -> Trace:
 
 def _take(numbers: Iterator[int], count: int) -> tuple[int, ...]:
     return tuple(next(numbers) for _ in range(count))
+
+
+def _floats(numbers: Iterator[int], count: int) -> tuple[float, ...]:
+    """Float32 values, whose bits are the numbers."""
+    return tuple(array("f", array("i", _take(numbers, count)).tobytes()))
 
 
 def _little_endian(numbers: array[int]) -> array[int]:

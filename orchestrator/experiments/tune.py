@@ -1,6 +1,7 @@
 """Search for the best way to draft, on the texts of a trace: drafters, depths, and a text drafter in front of them.
 
-The space is a small grid, and what-if answers a point of it without a model, so all is looked at. The best is then
+Drafters and depths are a small grid, and what-if answers a point of it without a model, so all is looked at.
+Thresholds of confidence are no grid: optuna's sampler looks for them among the best of it. The best of all is then
 run beside plain decoding, and written as a models file that `paceline serve` reads. Speed is predicted from times of
 rounds that the experiment measured. Not here: the questions themselves (`whatif.py`).
 """
@@ -8,6 +9,7 @@ rounds that the experiment measured. Not here: the questions themselves (`whatif
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,37 @@ def search(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int =
     return sorted(answers, key=lambda answer: -(answer.tokens_per_second or 0.0))
 
 
+def search_thresholds(
+    trace: Trace, times: RoundTimes, answers: Sequence[Answer], *, batch_size: int, trials: int, seed: int = 0
+) -> list[Answer]:
+    """The same answers and those with a threshold of confidence, the fastest first; without a threshold among equals.
+
+    A draft model drafts in a graph of one length, so that what a threshold drops saves no time of its own: it pays
+    where another drafter of a list then has a turn. Nothing is tried where no threshold is known.
+
+    answers  of `search`; its five fastest that have a draft model with recorded confidence get thresholds
+    trials   thresholds to try, by Parzen estimators (TPE, Bergstra et al., 2011)
+    """
+    known = {one.name for one in trace.drafters if one.confidences is not None}
+    bases = [one.policy for one in answers if known.intersection(one.policy.drafters)][:5]
+    if not bases or not trials:
+        return list(answers)
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=seed))
+    found: list[Answer] = []
+
+    def speed(trial: optuna.Trial) -> float:
+        base = bases[trial.suggest_categorical("policy", list(range(len(bases))))]
+        policy = replace(base, confidence=trial.suggest_float("confidence", 0.0, 1.0))
+        found.append(ask(trace, policy, batch_size=batch_size, times=times))
+        return found[-1].tokens_per_second or 0.0
+
+    study.optimize(speed, n_trials=trials)
+    return sorted([*answers, *found], key=lambda answer: -(answer.tokens_per_second or 0.0))
+
+
 def _depths(drafter: RecordedDrafter, most: int) -> Sequence[int | None]:
     """Those that a recording knows: all up to its own, or its own alone."""
     return range(1, min(most, drafter.k) + 1) if drafter.prefixes and drafter.parents is None else (None,)
@@ -64,11 +97,13 @@ def best_entry(config: ExperimentConfig, policy: Policy) -> tuple[DrafterEntry, 
         return DrafterEntry(draft="none"), None
     entries = {one.label: one for one in config.drafters}
     whole = entries.get("+".join(policy.drafters))
+    sure = {} if policy.confidence is None else {"confidence_threshold": policy.confidence}
     if whole is not None:
-        return whole.model_copy(update={"k": None}), policy.k
+        return whole.model_copy(update={"k": None, **sure}), policy.k
     parts = [entries.get(name) or DrafterEntry(draft=name) for name in policy.drafters]
     drafts = list(chain.from_iterable(parse_draft(one.draft) for one in parts))
-    return parts[-1].model_copy(update={"draft": [str(spec) for spec in drafts], "name": None, "k": None}), policy.k
+    update = {"draft": [str(spec) for spec in drafts], "name": None, "k": None, **sure}
+    return parts[-1].model_copy(update=update), policy.k
 
 
 def verifying(config: ExperimentConfig, policy: Policy, *, batch_size: int) -> ExperimentConfig:

@@ -38,6 +38,7 @@ class Policy:
               proposal drafts; none: plain decoding
     k         depth; None = as recorded
     nodes     those of a recorded static tree that are kept; None = all
+    confidence  threshold of the recorded draft models, in place of their own; None = their own
     ladder    depths to choose among in every round, by measured times, in place of ``k``; its last is the depth
     shadow_every  of a choice among the drafters, by accepted tokens alone (`paceline.draft.choice`); None = it is none
     """
@@ -47,6 +48,7 @@ class Policy:
     nodes: tuple[int, ...] | None = None
     shadow_every: int | None = None
     ladder: tuple[int, ...] = ()
+    confidence: float | None = None
 
     @classmethod
     def parse(
@@ -63,7 +65,8 @@ class Policy:
         if self.ladder:
             depth = f" k={','.join(map(str, self.ladder))}"
         tree = "" if self.nodes is None else f" nodes {','.join(map(str, self.nodes))}"
-        return self.name + depth + tree
+        sure = "" if self.confidence is None else f" confidence {self.confidence:.4g}"
+        return self.name + depth + tree + sure
 
     @property
     def name(self) -> str:
@@ -78,11 +81,24 @@ def drafter_of(trace: Trace, policy: Policy) -> Drafter:
         ConfigurationError: a drafter was not recorded, or not so deep.
     """
     drafters = [_drafter(trace, name, policy) for name in policy.drafters]
+    if policy.confidence is not None:
+        _check_confidence(trace, policy)
     if not drafters:
         return NoDrafter()
     if policy.shadow_every is not None:
         return ChoiceDrafter(drafters, policy.drafters, shadow_every=policy.shadow_every, choose_by="length")
     return drafters[0] if len(drafters) == 1 else FallbackDrafter(drafters)
+
+
+def _check_confidence(trace: Trace, policy: Policy) -> None:
+    if not 0 <= (policy.confidence or 0.0) <= 1:
+        raise ConfigurationError(f"a threshold of confidence is a probability, 0 to 1, not {policy.confidence}")
+    known = {one.name for one in trace.drafters if one.confidences is not None}
+    if not known.intersection(policy.drafters):
+        raise ConfigurationError(
+            f"{policy.name} has no threshold of confidence: only draft models with the target's tokenizer have one, "
+            f"and recorded of these {'are ' + ', '.join(sorted(known)) if known else 'is none'}"
+        )
 
 
 def _drafter(trace: Trace, name: str, policy: Policy) -> Drafter:
@@ -92,7 +108,8 @@ def _drafter(trace: Trace, name: str, policy: Policy) -> Drafter:
         depth = policy.k
         if depth is not None and len(policy.drafters) > 1:  # in a list, each drafts as far as it can
             depth = min(depth, one.k)
-        return ReplayDrafter(trace, one, depth=depth, nodes=policy.nodes)
+        confidence = None if one.confidences is None else policy.confidence
+        return ReplayDrafter(trace, one, depth=depth, nodes=policy.nodes, confidence=confidence)
     specs = parse_draft(name) if name.partition(":")[0] in DRAFTERS else ()
     if len(specs) != 1 or specs[0].name is None or DRAFTERS[specs[0].name].given_as != "name":
         trace.drafter(name)  # says which there are
@@ -233,6 +250,21 @@ def parse_depths(text: str) -> tuple[int, ...]:
     if not depths or min(depths) < 0:
         raise ConfigurationError(f"--k {text!r} are no depths; write 4, 1,2,4 or 1:8")
     return depths
+
+
+def parse_thresholds(text: str) -> tuple[float, ...]:
+    """``0.4`` or ``0.2,0.4``.
+
+    Raises:
+        ConfigurationError: they are no probabilities.
+    """
+    try:
+        values = tuple(map(float, text.split(",")))
+    except ValueError:
+        values = ()
+    if not values or not all(0 <= value <= 1 for value in values):
+        raise ConfigurationError(f"--confidence {text!r} are no probabilities; write 0.4, or 0.2,0.4")
+    return values
 
 
 def save_times(times: RoundTimes) -> str:

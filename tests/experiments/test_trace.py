@@ -18,6 +18,7 @@ from paceline.engine.request import SamplingParams
 from paceline.experiments.record import joined, prompted, record_drafter, recorded_drafter
 from paceline.experiments.replay import ReplayDrafter, replay
 from paceline.experiments.trace import Trace, check_target, load_trace, save_trace
+from paceline.experiments.tune import search, search_thresholds
 from paceline.experiments.whatif import Policy, RoundTimes, ask, best_per_text, drafter_of, parse_depths
 from paceline.outputs import GenerationResult, Statistics
 from paceline.target.verifier import CompiledVerifier
@@ -105,6 +106,38 @@ def test_smaller_depths_of_one_recording(name: str, workshop: Workshop, tmp_path
             statistics, _ = real(row.make(home, k), PARAMS)
             answer = ask(trace, Policy(("it",), k))
             assert counts(answer.replayed.statistics) == counts(statistics)
+
+
+def test_thresholds_of_confidence(workshop: Workshop, tmp_path: Path) -> None:
+    """Asked of one recording, alone and in a list, whose next drafter has a turn where the model is in doubt."""
+    with ExitStack() as stack:
+        home = Home(workshop, tmp_path, stack, 2)
+        trace = recorded(ROWS["model, in doubt"].make(home, 4), PARAMS)
+        (one,) = trace.drafters
+        assert one.confidence_threshold == 0.3 and one.confidences is not None
+        sure = sorted(value for text in one.confidences for values in text for value in values)
+        seen = set()
+        for threshold in (0.0, sure[len(sure) // 3], sure[-len(sure) // 4], 1.0):  # one that is met exactly among them
+            for draft, names in ((home.draft, ("it",)), ([home.draft, "ngram"], ("it", "ngram"))):
+                generator = SpeculativeGenerator(draft, home.target, k=3, confidence_threshold=threshold)
+                statistics, _ = real(generator, PARAMS)
+                answer = ask(trace, Policy(names, 3, confidence=threshold), batch_size=2)
+                assert counts(answer.replayed.statistics) == counts(statistics)
+                seen.add(statistics.num_drafts)
+        assert len(seen) > 3, "thresholds differ"
+        save_trace(tmp_path / "a.trace", trace)
+        assert load_trace(tmp_path / "a.trace") == trace
+        times = RoundTimes({("none", 0, 1): 1.0, ("it", 4, 1): 1.5, ("it+ngram", 4, 1): 1.5})
+        grid = search(trace, times, batch_size=1, max_depth=4)
+        found = search_thresholds(trace, times, grid, batch_size=1, trials=8)
+        assert len(found) == len(grid) + 8 and sum(row.policy.confidence is not None for row in found) == 8
+        assert (found[0].tokens_per_second or 0) >= (grid[0].tokens_per_second or 0)
+        for policy, message in (
+            (Policy(("suffix",), 2, confidence=0.5), "no threshold"),
+            (Policy(("it",), 2, confidence=1.5), "0 to 1"),
+        ):
+            with pytest.raises(ConfigurationError, match=message):
+                drafter_of(trace, policy)
 
 
 def test_lists_choices_and_parts_of_trees(workshop: Workshop, tmp_path: Path) -> None:
