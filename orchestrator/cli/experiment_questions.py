@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.cli import console, progress
+from paceline.cli.config_options import command
 from paceline.cli.options import AsJson
 from paceline.core.errors import ConfigurationError
 
@@ -20,22 +21,29 @@ app = typer.Typer()
 ResultFolder = Annotated[Path, typer.Argument(help="The --out folder of `paceline experiment run`.")]
 
 
-@app.command()
-def whatif(
-    trace: Annotated[Path, typer.Argument(help="A file below traces/ of an experiment.")],
-    *,
+@dataclass(frozen=True, slots=True)
+class PolicyOptions:
+    """What is asked about."""
+
     drafter: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         typer.Option(help="Recorded, or a text drafter (ngram, suffix:min_match=3); a list a+b; or choice:a+b."),
-    ] = None,
+    ] = ()
     k: Annotated[
         str | None,
         typer.Option(help="Depths: 4, 1,2,4 or 1:8; or a ladder [0,2,4], with --times. Default: as recorded."),
-    ] = None,
+    ] = None
     confidence: Annotated[
         str | None, typer.Option(help="Thresholds of confidence of draft models: 0.2,0.4. Default: their own.")
-    ] = None,
-    tree: Annotated[str | None, typer.Option(help="Nodes of a recorded static tree to keep, such as 0,1,3.")] = None,
+    ] = None
+    tree: Annotated[str | None, typer.Option(help="Nodes of a recorded static tree to keep, such as 0,1,3.")] = None
+
+
+@command(app, "whatif")
+def whatif(
+    trace: Annotated[Path, typer.Argument(help="A file below traces/ of an experiment.")],
+    asked: PolicyOptions,
+    *,
     batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 1,
     times: Annotated[Path | None, typer.Option(help="round_times.json of an experiment, to predict speed.")] = None,
     target: Annotated[Path | None, typer.Option(help="Refuse the trace unless it is of this model.")] = None,
@@ -52,11 +60,12 @@ def whatif(
             check_target(loaded, fingerprint(str(target)), str(target))
         if batch_size < 1:
             raise ConfigurationError(f"--batch-size must be at least 1, not {batch_size}")
-        names = drafter or [one.name for one in loaded.drafters] or ["suffix"]
+        k = asked.k
+        names = asked.drafter or tuple(one.name for one in loaded.drafters) or ("suffix",)
         ladder = () if k is None or not k.startswith("[") else tuple(sorted(questions.parse_depths(k.strip("[]"))))
         depths = [None] if k is None or ladder else list(questions.parse_depths(k))
-        nodes = None if tree is None else questions.parse_depths(tree)
-        thresholds = [None] if confidence is None else list(questions.parse_thresholds(confidence))
+        nodes = None if asked.tree is None else questions.parse_depths(asked.tree)
+        thresholds = [None] if asked.confidence is None else list(questions.parse_thresholds(asked.confidence))
         measured = None if times is None else questions.load_times(times)
         answers = [
             questions.ask(

@@ -92,7 +92,7 @@ def _record(drafter: Drafter, verifier: CompiledVerifier, prompt: Prompted) -> R
             deep = _room(drafter, length, kv_buckets)
             limits = torch.zeros(slots, dtype=torch.int32)
             limits[0] = deep
-            nodes, sure = _proposed(drafter, commit, sampling, RoundLimits(limits, length)) if deep else ((), ())
+            nodes, sure = _proposed(drafter, commit, sampling, limits=RoundLimits(limits, length)) if deep else ((), ())
             proposals.append(nodes)
             confidences.append(sure)
             commit = verifier(commit, None, sampling, RoundLimits(nothing, length))
@@ -115,7 +115,7 @@ def _record(drafter: Drafter, verifier: CompiledVerifier, prompt: Prompted) -> R
 
 
 def _proposed(
-    drafter: Drafter, commit: Commit, sampling: SamplingTensors, limits: RoundLimits
+    drafter: Drafter, commit: Commit, sampling: SamplingTensors, *, limits: RoundLimits
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Nodes in slot 0, and how sure the drafter is of each, if it says so."""
     if not isinstance(drafter, ReportsConfidence):

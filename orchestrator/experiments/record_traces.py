@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.core.acceptance.match import Match
-from paceline.core.errors import ConfigurationError, PacelineError
+from paceline.core.errors import ConfigurationError, PacelineError, TraceError
 from paceline.draft_spec import parse_draft
 from paceline.experiments.cells import Cell
 from paceline.experiments.config import DrafterEntry, digest
@@ -22,7 +22,7 @@ from paceline.experiments.provenance import provenance
 from paceline.experiments.record import Recorded, joined, prompted, record_drafter, recorded_drafter
 from paceline.experiments.runner import ExperimentPlan, PlannedCell, Report
 from paceline.experiments.store import CellResult, Store
-from paceline.experiments.trace import RecordedDrafter, save_trace
+from paceline.experiments.trace import RecordedDrafter, load_trace, save_trace
 from paceline.experiments.whatif import RoundTimes
 from paceline.registry import DRAFTERS
 from paceline.target.verifier import CompiledVerifier
@@ -31,7 +31,7 @@ log = logging.getLogger("paceline")
 
 
 def record_traces(plan: ExperimentPlan, store: Store, report: Report) -> list[Path]:
-    """Record what is not there yet. -> the files, new and old
+    """Record what is not there yet, or cannot be read any more. -> the files, new and old
 
     Raises:
         StorageError: one cannot be written.
@@ -41,11 +41,19 @@ def record_traces(plan: ExperimentPlan, store: Store, report: Report) -> list[Pa
     with Bench(plan.config) as bench:
         for number, (name, members) in enumerate(groups.items()):
             path = store.traces / f"{name}.trace"
-            if not path.is_file():
+            if not _readable(path):
                 report(f"recording {members[0].cell.title()}", number, len(groups))
                 _record(path, members, bench, fingerprint=plan.fingerprints[members[0].cell.target.path])
             files.append(path)
     return files
+
+
+def _readable(path: Path) -> bool:
+    try:
+        load_trace(path)
+    except TraceError:
+        return False
+    return True
 
 
 def _groups(plan: ExperimentPlan) -> Iterator[tuple[str, list[PlannedCell]]]:
