@@ -114,12 +114,12 @@ def neuron_defaults() -> None:
     Raises:
         BackendError: it was imported before, with something unset.
     """
-    wanted = {
+    defaults = {
         "NEURON_RT_EXEC_TIMEOUT": "60",
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0",
         "NEURON_COMPILE_CACHE_URL": str(cache_root() / "neuron" / "compiler"),
     }
-    missing = {name: value for name, value in wanted.items() if name not in os.environ}
+    missing = {name: value for name, value in defaults.items() if name not in os.environ}
     if missing and "torch_neuronx" in sys.modules:
         raise BackendError(
             f"torch_neuronx was imported before {', '.join(missing)} could be set; load the decoder first, or set them "

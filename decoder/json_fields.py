@@ -119,7 +119,7 @@ class Fields:
             raise CheckpointError(f"{self.where}: the key {key!r} is missing; download the file again or add the key.")
         return value
 
-    def _wrong(self, key: str, value: object, wanted: str) -> CheckpointError:
+    def _wrong(self, key: str, value: object, expected: str) -> CheckpointError:
         shown = repr(value)
         shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return CheckpointError(f"{self.where}: {key} is {shown}, but must be {wanted}; correct the file.")
+        return CheckpointError(f"{self.where}: {key} is {shown}, but must be {expected}; correct the file.")

@@ -25,9 +25,9 @@ def cache_bytes(shard: Shard, options: DecoderOptions) -> int:
 
 def machine_bytes(limit: Path = _LIMIT) -> int:
     """Memory of this machine, or of the container this process is in, if that has less."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     container = limit.read_text().strip() if limit.is_file() else "max"
-    return min(whole, int(container)) if container.isdigit() else whole
+    return min(total, int(container)) if container.isdigit() else total
 
 
 def check_cache(shard: Shard, options: DecoderOptions, room: int) -> None:

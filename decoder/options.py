@@ -91,11 +91,11 @@ def decoder_options(
     return DecoderOptions(batch_size, kv_buckets, chunks, amp, layout, quantization)
 
 
-def _ascending(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
-    values = tuple(given) if isinstance(given, (list, tuple)) else (given,)
+def _ascending(name: str, one_or_more: int | Sequence[int]) -> tuple[int, ...]:
+    values = tuple(one_or_more) if isinstance(one_or_more, (list, tuple)) else (one_or_more,)
     numbers = [value for value in values if isinstance(value, int) and not isinstance(value, bool)]
     if not values or len(numbers) < len(values) or numbers[0] < 1 or any(a >= b for a, b in pairwise(numbers)):
-        raise ConfigurationError(f"{name} must be a positive number or an ascending list of them, not {given!r}")
+        raise ConfigurationError(f"{name} must be a positive number or an ascending list of them, not {one_or_more!r}")
     return tuple(numbers)
 
 

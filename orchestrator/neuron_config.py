@@ -99,14 +99,16 @@ class NeuronConfig(BaseModel):
         Raises:
             ConfigurationError: it is no such configuration, a key is unknown, or a value cannot be followed.
         """
-        given = _read(source)
-        fields = given.get("neuron_config", given)
+        source_fields = _read(source)
+        fields = source_fields.get("neuron_config", source_fields)
         if not isinstance(fields, Mapping):
             raise ConfigurationError(f"neuron_config is a {type(fields).__name__}; it must be an object of fields")
-        made = _Reader(dict(fields)).read(given.get("fused_spec_config") if "neuron_config" in given else None)
-        for name, reason in made.without_effect.items():
+        options = _Reader(dict(fields)).read(
+            source_fields.get("fused_spec_config") if "neuron_config" in source_fields else None
+        )
+        for name, reason in options.without_effect.items():
             log.info("%s has no effect here: %s", name, reason)
-        return made
+        return options
 
     @classmethod
     def from_json(cls, text: str) -> NeuronConfig:
@@ -160,7 +162,7 @@ class _Reader:
         sizes = [self.fields.pop(n, None) for n in ("batch_size", "tkg_batch_size", "max_batch_size")]
         length = self.fields.pop("speculation_length", 0)
         fused = self.fields.pop("enable_fused_speculation", None)
-        made: dict[str, Any] = {
+        options: dict[str, Any] = {
             "batch_size": max((size for size in sizes if size is not None), default=1),
             "n_positions": positions,
             "context_length_estimate": chunks,
@@ -182,14 +184,14 @@ class _Reader:
                 f"there is no option {names} in the NeuronConfig of NxD Inference or transformers-neuronx; correct the "
                 "name, or leave it out"
             )
-        return NeuronConfig(**made, without_effect=self.without_effect)
+        return NeuronConfig(**options, without_effect=self.without_effect)
 
     def _amp(self) -> str:
-        given = self.fields.pop("torch_dtype", None) or self.fields.pop("amp", None) or "bfloat16"
+        dtype = self.fields.pop("torch_dtype", None) or self.fields.pop("amp", None) or "bfloat16"
         self.fields.pop("amp", None)
-        name = str(given).removeprefix("torch.")
+        name = str(dtype).removeprefix("torch.")
         if name not in _DTYPES:
-            raise ConfigurationError(f"torch_dtype={given!r} is unknown; use one of {', '.join(_DTYPES)}")
+            raise ConfigurationError(f"torch_dtype={dtype!r} is unknown; use one of {', '.join(_DTYPES)}")
         return _DTYPES[name]
 
     def _positions(self) -> tuple[int | list[int] | None, int | list[int] | None]:
@@ -200,16 +202,16 @@ class _Reader:
         context, context_buckets = take("max_context_length", None), take("context_encoding_buckets", None)
         estimate, bucketing = take("context_length_estimate", None), take("enable_bucketing", None)
         end = next((value for value in (longest, length, positions) if value is not None), None)
-        found = token_buckets or (buckets if buckets and list(buckets) != [end] else None)
-        if found is None and positions is not None and not isinstance(positions, int):
-            found = positions
+        lengths = token_buckets or (buckets if buckets and list(buckets) != [end] else None)
+        if lengths is None and positions is not None and not isinstance(positions, int):
+            lengths = positions
         last = context if context is not None else length
         prompts = estimate if estimate is not None else context_buckets
         if prompts is None and last is not None:
             prompts = _powers(last) if bucketing else last
-        if found is not None:
-            last_position = end if isinstance(end, int) else max(found)
-            return _ascending([*found, last_position]), _listed(prompts)
+        if lengths is not None:
+            last_position = end if isinstance(end, int) else max(lengths)
+            return _ascending([*lengths, last_position]), _listed(prompts)
         # NxD's files say whether there are buckets; transformers-neuronx' n_positions always has them.
         return ([end] if bucketing is False and isinstance(end, int) else end), _listed(prompts)
 
@@ -234,13 +236,13 @@ class _Reader:
         return f"fp8_{dtype[2:]}"
 
     def _sampling(self) -> OnDeviceSampling | None:
-        given = self.fields.pop("on_device_sampling_config", None) or self.fields.pop("on_device_generation", None)
+        sampling = self.fields.pop("on_device_sampling_config", None) or self.fields.pop("on_device_generation", None)
         self.fields.pop("on_device_generation", None)
-        if given is None:
+        if sampling is None:
             return None
-        if not isinstance(given, Mapping):
-            raise ConfigurationError(f"on_device_sampling_config is a {type(given).__name__}; it must be an object")
-        fields = dict(given)
+        if not isinstance(sampling, Mapping):
+            raise ConfigurationError(f"on_device_sampling_config is a {type(sampling).__name__}; it must be an object")
+        fields = dict(sampling)
         for name in [name for name in fields if name in _SAMPLING_WITHOUT_EFFECT]:
             del fields[name]
             self.without_effect[f"on_device_sampling_config.{name}"] = _SAMPLING_WITHOUT_EFFECT[name]
@@ -283,7 +285,7 @@ def _ascending(numbers: Sequence[int]) -> list[int]:
 
 def _powers(last: int) -> list[int]:
     """NxD's buckets: 128, 256, ... and the last one itself."""
-    found = [128]
-    while found[-1] * 2 < last:
-        found.append(found[-1] * 2)
-    return _ascending([*(bucket for bucket in found if bucket < last), last])
+    powers = [128]
+    while powers[-1] * 2 < last:
+        powers.append(powers[-1] * 2)
+    return _ascending([*(bucket for bucket in powers if bucket < last), last])

@@ -81,9 +81,9 @@ def _tokenizer(decoder: CompiledDecoder, side: str) -> Tokenizer:
     )
 
 
-def _usable(made: TokenizerPair) -> TokenizerPair:
+def _usable(pair: TokenizerPair) -> TokenizerPair:
     """Raise PairingError unless both tokenizers turn text into ids and ids into text."""
-    for side, tokenizer in (("target", made.target), ("draft", made.draft)):
+    for side, tokenizer in (("target", pair.target), ("draft", pair.draft)):
         try:
             ids = tokenizer.encode("a", add_special_tokens=False)
             text = plain_text(tokenizer, list(ids))
@@ -94,7 +94,7 @@ def _usable(made: TokenizerPair) -> TokenizerPair:
             ) from error
         if not isinstance(text, str) or not all(isinstance(one, int) for one in ids):
             raise PairingError(f"the {side}'s tokenizer gives no list of ids for a text; use one of transformers")
-    return made
+    return pair
 
 
 def check_same_tokenizer(folders: tuple[Path | None, Path | None], sizes: tuple[int, int]) -> None:

@@ -66,13 +66,13 @@ class InductorBackend(LocalBackend):
     def load(self, folder: Path, facts: dict[str, object]) -> None:
         expected = self._facts(facts)
         try:
-            seen = [json.loads(path.read_text()) for path in sorted(folder.glob(f"*/{cache.MANIFEST}"))]
+            manifests = [json.loads(path.read_text()) for path in sorted(folder.glob(f"*/{cache.MANIFEST}"))]
         except (OSError, ValueError) as error:
             raise ArtefactError(f"{folder} holds a damaged manifest ({error}); copy the graphs again") from error
-        if not seen:
+        if not manifests:
             raise ArtefactError(f"{folder} holds no compiled graphs; write them with decoder.save({str(folder)!r})")
-        if not any(all(one.get(name) == value for name, value in expected.items()) for one in seen):
-            differ = sorted(name for name, value in expected.items() if seen[0].get(name) != value)
+        if not any(all(manifest.get(name) == value for name, value in expected.items()) for manifest in manifests):
+            differ = sorted(name for name, value in expected.items() if manifests[0].get(name) != value)
             raise ArtefactError(
                 f"the graphs in {folder} were compiled for something else: {', '.join(differ)} differ; compile them "
                 "again on this machine with these options"
@@ -137,6 +137,6 @@ def _open(folder: Path) -> torch._C._aoti.AOTIModelPackageLoader:
 
 
 def _state(graph: Graph) -> dict[str, Tensor]:
-    named: dict[str, Tensor] = dict(graph.module.named_parameters(remove_duplicate=False))
-    named |= dict(graph.module.named_buffers(remove_duplicate=False))  # a model that drafts for itself is there twice
-    return {name: value.detach() for name, value in named.items()}
+    tensors: dict[str, Tensor] = dict(graph.module.named_parameters(remove_duplicate=False))
+    tensors |= dict(graph.module.named_buffers(remove_duplicate=False))  # a model that drafts for itself is there twice
+    return {name: value.detach() for name, value in tensors.items()}

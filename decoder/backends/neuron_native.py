@@ -147,8 +147,8 @@ class Copies:
         """The copy of a tensor of the host. Graphs write into copies of states; the host's tensor stays as it was."""
         if tensor not in self._found:
             self._found[tensor] = tensor.detach().to(device, copy=True)
-        made: Tensor = self._found[tensor]
-        return made
+        copy: Tensor = self._found[tensor]
+        return copy
 
 
 @lru_cache(maxsize=1)
@@ -200,8 +200,8 @@ def in_place(lowered: Lowered, device: torch.device) -> fx.GraphModule:
             node.target = own.get(node.target, node.target)
             if "device" in node.kwargs:
                 node.kwargs = {**node.kwargs, "device": device}
-    given = [node for node in graph.nodes if node.op == "placeholder"]
-    places = dict(zip(lowered.state, given, strict=False))
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    places = dict(zip(lowered.state, placeholders, strict=False))
     for name, value in zip(lowered.changed, results, strict=False):
         graph.call_function(torch.ops.aten.copy_.default, (places[name], value))
     graph.output(list(results[len(lowered.changed) :]))
@@ -230,7 +230,7 @@ def _typed(operation: Any) -> Callable[[Tensor, int], Tensor]:
     """An operation with a number as one with a tensor of that number."""
 
     def operate(x: Tensor, number: int) -> Tensor:
-        made: Tensor = operation(x, torch.full((), number, dtype=x.dtype, device=x.device))
-        return made
+        result: Tensor = operation(x, torch.full((), number, dtype=x.dtype, device=x.device))
+        return result
 
     return operate

@@ -159,8 +159,8 @@ def hlo_module(lowered: Lowered, *, degree: int = 1) -> bytes:
         BackendError: torch_xla is missing, or an operation has no lowering.
     """
     home = device()
-    given = [node.meta["val"] for node in lowered.graph.graph.nodes if node.op == "placeholder"]
-    zeros = [torch.zeros(x.shape, dtype=x.dtype).to(home.torch) for x in given]
+    examples = [node.meta["val"] for node in lowered.graph.graph.nodes if node.op == "placeholder"]
+    zeros = [torch.zeros(x.shape, dtype=x.dtype).to(home.torch) for x in examples]
     home.library.sync()
     state = dict(zip(lowered.state, zeros, strict=False))
     ranks = ReplicaGroup(degree) if degree > 1 else None
@@ -180,8 +180,8 @@ class ReplicaGroup:
         self._groups = [list(range(degree))]
 
     def reduce(self, x: Tensor) -> Tensor:
-        made: Tensor = self._bridge._xla_all_reduce("sum", x, 1.0, self._groups, False)
-        return made
+        total: Tensor = self._bridge._xla_all_reduce("sum", x, 1.0, self._groups, False)
+        return total
 
     def gather(self, x: Tensor) -> Tensor:
         every: Tensor = self._bridge._xla_all_gather(x.reshape(-1), 0, self.degree, self._groups, False, None, None)

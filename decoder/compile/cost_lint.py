@@ -74,13 +74,13 @@ class RowCost:
     gathered: int = 0
     sent: int = 0
 
-    def add(self, name: str, given: object, made: object) -> None:
+    def add(self, name: str, inputs: object, outputs: object) -> None:
         """Count an operation of that name with these arguments and results. Whole rows of a table are no gather."""
-        taken, out = list(tensors(given)), max((x.numel() for x in tensors(made)), default=0)
+        taken, out = list(tensors(inputs)), max((x.numel() for x in tensors(outputs)), default=0)
         size = max((x.numel() for x in taken), default=0)
         if name in GATHERS:
-            whole = name == "index_select" and is_of_rows(taken[0], given)
-            self.gathered = max(self.gathered, 0 if whole else out)
+            of_rows = name == "index_select" and is_of_rows(taken[0], inputs)
+            self.gathered = max(self.gathered, 0 if of_rows else out)
         elif name in COLLECTIVES:
             self.sent = max(self.sent, *taken[0].shape)
         elif name == "largest":

@@ -97,8 +97,8 @@ def lower(name: str, module: nn.Module, example: tuple[Tensor, ...]) -> Lowered:
     order = [spec.kind in kinds for spec in signature.input_specs]
     assert order == sorted(order, reverse=True), f"{name}: the exporter put an input before the state"
     changed = tuple(str(s.target) for s in signature.output_specs if s.kind == OutputKind.BUFFER_MUTATION)
-    kept = [spec.kind for spec in signature.output_specs][len(changed) :]
-    assert all(kind == OutputKind.USER_OUTPUT for kind in kept), f"{name}: an output is neither state nor a result"
+    results = [spec.kind for spec in signature.output_specs][len(changed) :]
+    assert all(kind == OutputKind.USER_OUTPUT for kind in results), f"{name}: an output is neither state nor a result"
     return Lowered(program, state, changed)
 
 

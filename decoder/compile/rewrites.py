@@ -135,8 +135,8 @@ def to_copy(x: Tensor, *, dtype: torch.dtype | None = None, **_rest: object) -> 
 
 def _narrow_arange(overload: Any) -> Callable[..., Tensor]:
     def arange(*bounds: int, dtype: torch.dtype | None = None, **rest: object) -> Any:
-        whole = all(isinstance(bound, int) for bound in bounds)
-        if dtype == torch.int64 or (dtype is None and whole):
+        all_integers = all(isinstance(bound, int) for bound in bounds)
+        if dtype == torch.int64 or (dtype is None and all_integers):
             return overload(*bounds, dtype=torch.int32, **rest)
         return NotImplemented
 

@@ -240,7 +240,7 @@ def _ends(fields: Fields) -> int | list[int] | None:
 
 def _decimal(value: float) -> float:
     """The shortest decimal that is the same float32: 1e-05 for 9.999999747378752e-06, as config.json would have it."""
-    wanted = np.float32(value)
+    rounded = np.float32(value)
     return next(
-        (short for digits in range(1, 10) if np.float32(short := float(f"{value:.{digits}g}")) == wanted), value
+        (short for digits in range(1, 10) if np.float32(short := float(f"{value:.{digits}g}")) == rounded), value
     )

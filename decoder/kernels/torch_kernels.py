@@ -58,8 +58,8 @@ class TorchKernels:
         query = q.view(lines, window, groups, heads // groups, width).transpose(1, 2).flatten(2, 3)
         query = query * (1 / math.sqrt(width))
         share, reach = heads // groups, len(key_blocks) * _BLOCK
-        seen = within(_seen(place, rows, reach), place, rows, window=rule.window)
-        seen = seen.unsqueeze(1).repeat_interleave(share, dim=2)
+        visible = within(_seen(place, rows, reach), place, rows, window=rule.window)
+        visible = visible.unsqueeze(1).repeat_interleave(share, dim=2)
         scores = [query @ block.transpose(2, 3) for block in key_blocks]  # [b, G, T * H/G, columns of a block] each
         if rule.cap:
             scores = [rule.cap * torch.tanh(x / rule.cap) for x in scores]
@@ -67,7 +67,9 @@ class TorchKernels:
             # [b, G, T, H/G, columns]
             pull = rule.slopes.view(groups, 1, share, 1) * distances(place, rows, reach)[:, None, :, None]
             scores = [x + y for x, y in zip(scores, pull.flatten(2, 3).split(_BLOCK, -1), strict=True)]
-        scores = [torch.where(part, x, reduce.NEGATIVE) for part, x in zip(seen.split(_BLOCK, -1), scores, strict=True)]
+        scores = [
+            torch.where(part, x, reduce.NEGATIVE) for part, x in zip(visible.split(_BLOCK, -1), scores, strict=True)
+        ]
         largest = fold(torch.maximum, [x.amax(-1, keepdim=True) for x in scores])
         weights = [torch.exp(x - largest) for x in scores]
         mass = fold(torch.add, [x.sum(-1, keepdim=True) for x in weights])
@@ -148,11 +150,11 @@ def distances(place: CachePosition, rows: Tensor, extent: int) -> Tensor:
     return positions.unsqueeze(1) - (start + depth).unsqueeze(-1)
 
 
-def within(seen: Tensor, place: CachePosition, rows: Tensor, *, window: int) -> Tensor:
-    """Of what is ``seen`` [b, T, extent] what lies in a sliding window of so many positions; 0: all of it."""
+def within(visible: Tensor, place: CachePosition, rows: Tensor, *, window: int) -> Tensor:
+    """Of what is ``visible`` [b, T, extent] what lies in a sliding window of so many positions; 0: all of it."""
     if not window:
-        return seen
-    return seen & (distances(place, rows, seen.shape[-1]) > -window)
+        return visible
+    return visible & (distances(place, rows, visible.shape[-1]) > -window)
 
 
 def store(cache: Tensor, new: Tensor, *, slots: Tensor, rows: Tensor) -> Tensor:

@@ -101,11 +101,11 @@ class AssembledModel(DecoderModel):
 
     def rotations(self, at: Tensor) -> list[Rotation]:
         """See `DecoderModel`."""
-        whole = (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2))
+        default = (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2))
         if self.plan.local_rope is None:
-            return [whole] * len(self.layers)
+            return [default] * len(self.layers)
         local = (self.get_buffer("local_cos")[at].unsqueeze(2), self.get_buffer("local_sin")[at].unsqueeze(2))
-        return [local if window else whole for window in self.plan.windows]
+        return [local if window else default for window in self.plan.windows]
 
     def left(self, hidden: Tensor) -> Tensor:
         """See `DecoderModel`."""
@@ -284,8 +284,8 @@ class MixtureOfExperts(nn.Module):
         numbers = torch.arange(probs.shape[-1], device=probs.device)
         own, other = probs.unsqueeze(-1), probs.unsqueeze(-2)
         ahead = (other > own) | ((other == own) & (numbers < numbers.unsqueeze(-1)))
-        kept = torch.where(ahead.to(torch.float32).sum(-1) < self._plan.chosen, probs, 0.0)
-        return kept / kept.sum(-1, keepdim=True) if self._plan.normalise else kept
+        chosen_probs = torch.where(ahead.to(torch.float32).sum(-1) < self._plan.chosen, probs, 0.0)
+        return chosen_probs / chosen_probs.sum(-1, keepdim=True) if self._plan.normalise else chosen_probs
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -316,8 +316,8 @@ def _gathered(part: _Part, weights: Weights, inner: dict[str, str], *, kind: str
     packed = [side for side in sides if isinstance(side, QuantizedTensor)]
     if not packed:
         return _ordered(part, torch.cat([side for side in sides if isinstance(side, Tensor)]))
-    whole = joined_rows(packed)
-    return whole.at(_ordered(part, torch.arange(whole.shape[0])))
+    gathered = joined_rows(packed)
+    return gathered.at(_ordered(part, torch.arange(gathered.shape[0])))
 
 
 def _ordered(part: _Part, rows: Tensor) -> Tensor:

@@ -22,10 +22,10 @@ class Gemma3Model(AssembledModel):
         """Defaults are those of transformers' Gemma3TextConfig, except that sizes have none."""
         config = translated(fields, {}, {**DEFAULTS, "max_position_embeddings": 131072})
         pattern = config.integer("sliding_window_pattern", 6)
-        whole, local = _rotations(config)
+        full, local = _rotations(config)
         plan = replace(gemma_plan(config, full=lambda layer: (layer + 1) % pattern == 0), head_norms=True)
         slow = assembled(local, generation, plan).rope
-        return assembled(whole, generation, replace(plan, local_rope=slow))
+        return assembled(full, generation, replace(plan, local_rope=slow))
 
 
 def _rotations(config: Fields) -> tuple[Fields, Fields]:
@@ -40,9 +40,9 @@ def _rotations(config: Fields) -> tuple[Fields, Fields]:
         sides = both.child("full_attention"), both.child("sliding_attention")
         if sides[0] is None or sides[1] is None:
             raise CheckpointError(f"{both.where}: full_attention and sliding_attention must both be there.")
-        whole, local = ({**rest, "rope_parameters": side.values} for side in sides if side is not None)
+        full, local = ({**rest, "rope_parameters": side.values} for side in sides if side is not None)
     else:
         base = config.number("rope_theta", 1e6), config.number("rope_local_base_freq", 1e4)
-        whole = {**config.values, "rope_theta": base[0]}
+        full = {**config.values, "rope_theta": base[0]}
         local = {**rest, "rope_theta": base[1]}
-    return Fields(whole, config.where), Fields(local, config.where)
+    return Fields(full, config.where), Fields(local, config.where)

@@ -87,10 +87,10 @@ def rounds_library() -> ctypes.CDLL:
     return loaded
 
 
-def _compile(source: Path, flags: Sequence[str], made: Path) -> None:
+def _compile(source: Path, flags: Sequence[str], output: Path) -> None:
     lib = _TORCH / "lib"
     link = ["-L", str(lib), "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"]
-    command = [require_compiler(), *flags, str(source), "-o", str(made), *link]
+    command = [require_compiler(), *flags, str(source), "-o", str(output), *link]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BackendError(f"building {source.name} failed: {' '.join(command)}\n{done.stderr[-2000:]}")

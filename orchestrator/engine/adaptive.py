@@ -112,7 +112,7 @@ class AdaptiveRound:
             if any(drafted) or length == 0:
                 accepted = [len(tokens) - 1 for tokens in report.tokens]
                 seconds = None if catches_up else report.seconds
-                controller.record(length, asked=drafted, accepted=accepted, seconds=seconds)
+                controller.record(length, requested=drafted, accepted=accepted, seconds=seconds)
             if length == 0:
                 self._lagging = set(range(len(drafted)))
             elif self._lagging:

@@ -193,36 +193,38 @@ class DraftLengthController:
             expected.append(expected[-1] + standing)
         return expected
 
-    def record(self, length: int, *, asked: list[int], accepted: list[int], seconds: float | None) -> None:
+    def record(self, length: int, *, requested: list[int], accepted: list[int], seconds: float | None) -> None:
         """Note what a round of this length did: how many drafts every slot asked for and how many were accepted.
 
         A draft that was asked for and not proposed, by a drafter in doubt or without a match, counts as rejected.
         ``seconds`` is None if they are not those of the length alone. At length 0 ``accepted`` counts plain steps
         besides the first, where a round takes several: each of them is a round to the cost model.
         """
-        self._recorded.append((length, asked, accepted, seconds))
+        self._recorded.append((length, requested, accepted, seconds))
 
     def _learn(self) -> None:
         """Take in all that was recorded."""
         self._exploration.ran(len(self._recorded))
-        for length, asked, accepted, seconds in self._recorded:
+        for length, requested, accepted, seconds in self._recorded:
             steps = 1 + max(accepted) if length == 0 else 1
             self._step_times.record(length, None if seconds is None else seconds / steps)
             if length == 0:
                 self._idle += steps
             elif self._length:
                 self._idle, self._pause = 0, PROBE_AFTER[0]
-            elif 2 * sum(accepted) < sum(asked):
+            elif 2 * sum(accepted) < sum(requested):
                 self._idle, self._pause = 0, min(2 * self._pause, PROBE_AFTER[1])
-            if any(asked):
-                self._count(asked, accepted)
+            if any(requested):
+                self._count(requested, accepted)
         self._recorded = []
 
-    def _count(self, asked: list[int], accepted: list[int]) -> None:
+    def _count(self, requested: list[int], accepted: list[int]) -> None:
         self._hits[:] = [DECAY * x for x in self._hits]  # in place: siblings share them
         self._tries[:] = [DECAY * x for x in self._tries]
-        for asked_here, accepted_here in zip(asked, accepted, strict=True):
-            for place in range(min(asked_here, accepted_here + 1)):  # behind the first rejection nothing was decided
+        for requested_here, accepted_here in zip(requested, accepted, strict=True):
+            for place in range(
+                min(requested_here, accepted_here + 1)
+            ):  # behind the first rejection nothing was decided
                 self._tries[place] += 1
                 self._hits[place] += place < accepted_here
 

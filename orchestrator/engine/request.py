@@ -249,8 +249,8 @@ def _unpadded(rows: list[list[int]], mask: Tensor) -> list[list[int]]:
     if [len(row) for row in marks] != [len(row) for row in rows]:
         raise PromptError(f"attention_mask of shape {list(mask.shape)} does not fit input_ids")
     unpadded = []
-    for index, (row, kept) in enumerate(zip(rows, marks, strict=True)):
-        places = [i for i, mark in enumerate(kept) if mark]
+    for index, (row, marks_of_row) in enumerate(zip(rows, marks, strict=True)):
+        places = [i for i, mark in enumerate(marks_of_row) if mark]
         if places and places[-1] - places[0] + 1 != len(places):
             raise PromptError(f"attention_mask of prompt {index} has a hole; only padding at its ends can be left out")
         unpadded.append([row[i] for i in places])

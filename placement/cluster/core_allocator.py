@@ -74,16 +74,16 @@ class RayView:
         return nodes.living()
 
     def actors(self) -> Mapping[str, tuple[str, CoreRange] | None]:
-        found: dict[str, tuple[str, CoreRange] | None] = {}
+        cores_of: dict[str, tuple[str, CoreRange] | None] = {}
         for actor in ray.util.list_named_actors(all_namespaces=True):
             name, _, location = str(actor["name"]).partition(_AT)
             if actor["namespace"] == NAMESPACE and name.startswith(WORKERS):
                 node, _, cores = location.partition(":")
                 first, _, last = cores.partition("-")
-                found[name] = node, CoreRange(int(first), int(last or first))
+                cores_of[name] = node, CoreRange(int(first), int(last or first))
             else:
-                found[str(actor["name"])] = None
-        return found
+                cores_of[str(actor["name"])] = None
+        return cores_of
 
     def read(self) -> Mapping[str, Any]:
         text = internal_kv._internal_kv_get(_RECORD, namespace=_STORE)

@@ -87,10 +87,10 @@ class ResidencyEntry(pydantic.BaseModel):
         Raises:
             PlanError: two keys contradict each other, or the model is a draft, which is loaded with its target.
         """
-        given = sorted(self.model_fields_set & set(ResidencyEntry.model_fields))
-        if is_draft and given:
+        names = sorted(self.model_fields_set & set(ResidencyEntry.model_fields))
+        if is_draft and names:
             raise PlanError(
-                f"{where}: {given[0]} is a key of targets, and a draft is loaded with its target; remove it"
+                f"{where}: {names[0]} is a key of targets, and a draft is loaded with its target; remove it"
             )
         if self.pinned and (self.load == "on_demand" or self.idle_ttl_s is not None):
             raise PlanError(f"{where}: a pinned model is never unloaded; remove `pinned`, or load and idle_ttl_s")

@@ -30,10 +30,8 @@ class Resident:
     movable: bool = False
 
 
-def to_unload(
-    wanted: ReplicaGroupPlan, residents: Sequence[Resident], nodes: Mapping[str, Instance]
-) -> tuple[str, ...]:
-    """Names of the residents that have to leave for ``wanted``, as few as it takes, of the first ones.
+def to_unload(group: ReplicaGroupPlan, residents: Sequence[Resident], nodes: Mapping[str, Instance]) -> tuple[str, ...]:
+    """Names of the residents that have to leave for ``group``, as few as it takes, of the first ones.
 
     residents  in the order in which they may leave, such as by when they were last used
     nodes      those that live, and what they are
@@ -44,16 +42,16 @@ def to_unload(
     movable = [resident.name for resident in residents if resident.movable]
     for count in range(len(movable) + 1):
         leaving = movable[:count]
-        if not _fits(wanted, _without(residents, leaving), nodes):
+        if not _fits(group, _without(residents, leaving), nodes):
             continue
         for name in reversed(movable[:count]):  # one that left for nothing stays, the last used first
             spared = [other for other in leaving if other != name]
-            if _fits(wanted, _without(residents, spared), nodes):
+            if _fits(group, _without(residents, spared), nodes):
                 leaving = spared
         return tuple(leaving)
     stay = ", ".join(resident.name for resident in residents if not resident.movable) or "none"
     raise RoomError(
-        f"{wanted.name} wants {' + '.join(map(str, wanted.num_cores))} cores for each of {wanted.replicas} replicas, "
+        f"{group.name} wants {' + '.join(map(str, group.num_cores))} cores for each of {group.replicas} replicas, "
         f"and no node has room (pinned or busy: {stay}); unpin or unload one, or add a node"
     )
 
@@ -75,9 +73,9 @@ def fit_together(groups: Sequence[ReplicaGroupPlan], instance: Instance) -> tupl
             return tuple(settled)
         last = next((at for at in reversed(range(len(settled))) if len(settled[at].num_cores) > 1), None)
         if last is None:
-            wanted = sum(sum(group.num_cores) * group.min_replicas for group in eager)
+            num_cores = sum(sum(group.num_cores) * group.min_replicas for group in eager)
             raise RoomError(
-                f"{', '.join(group.name for group in eager)} want {wanted} cores together, and {over.name} finds no "
+                f"{', '.join(group.name for group in eager)} want {num_cores} cores together, and {over.name} finds no "
                 f"room on {instance.name} ({instance.cores} cores); give a model `load: on_demand`, or take a larger "
                 "instance"
             )
@@ -89,9 +87,9 @@ def _without(residents: Sequence[Resident], names: Sequence[str]) -> list[Reside
     return [resident for resident in residents if resident.name not in names]
 
 
-def _fits(wanted: ReplicaGroupPlan, staying: Sequence[Resident], nodes: Mapping[str, Instance]) -> bool:
+def _fits(group: ReplicaGroupPlan, staying: Sequence[Resident], nodes: Mapping[str, Instance]) -> bool:
     taken = {node: [run for one in staying for run in one.cores.get(node, ())] for node in nodes}
-    return _place(wanted, taken, nodes, copies=wanted.replicas)
+    return _place(group, taken, nodes, copies=group.replicas)
 
 
 def _place(

@@ -93,12 +93,12 @@ def _check_keys(root: Node | None) -> None:
     """PyYAML keeps the last of two equal keys without a word; here they are an error."""
     import yaml
 
-    waiting, seen = [root], set()
+    waiting, visited = [root], set()
     while waiting:
         node = waiting.pop()
-        if id(node) in seen:  # an alias: the same node again, perhaps inside itself
+        if id(node) in visited:  # an alias: the same node again, perhaps inside itself
             continue
-        seen.add(id(node))
+        visited.add(id(node))
         if isinstance(node, yaml.SequenceNode):
             waiting += node.value
         elif isinstance(node, yaml.MappingNode):

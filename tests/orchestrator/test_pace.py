@@ -27,7 +27,7 @@ def told(
     for _ in range(rounds):
         rung = pace.choose(deepest)
         stood = next((i for i in range(rung) if dice.random() >= alpha), rung)
-        pace.record(rung, asked=[rung], accepted=[stood], seconds=times[rung])
+        pace.record(rung, requested=[rung], accepted=[stood], seconds=times[rung])
         chosen.append(rung)
     return chosen
 
@@ -65,8 +65,8 @@ def test_the_same_trace_gives_the_same_choices_and_the_first_time_of_a_rung_does
         [*DRAFT_LENGTHS, *DRAFT_LENGTHS]
     )  # each is tried twice before any choice
     pace = DraftLengthController((0, 2))
-    pace.record(2, asked=[2], accepted=[2], seconds=100.0)  # compiling
-    pace.record(2, asked=[2], accepted=[2], seconds=1.0)
+    pace.record(2, requested=[2], accepted=[2], seconds=100.0)  # compiling
+    pace.record(2, requested=[2], accepted=[2], seconds=1.0)
     assert pace.choose(0) == 0 and pace._step_times.typical[2] == 1.0
 
 
@@ -115,7 +115,7 @@ def test_a_draft_that_stops_short_of_its_rung_counts_as_one_that_does_not_stand(
     pace, chosen = DraftLengthController(DRAFT_LENGTHS), []
     for _ in range(400):
         rung = pace.choose(99)
-        pace.record(rung, asked=[rung], accepted=[min(rung, 2)], seconds=1.0 + 0.1 * rung)  # it says two, all stand
+        pace.record(rung, requested=[rung], accepted=[min(rung, 2)], seconds=1.0 + 0.1 * rung)  # it says two, all stand
         chosen.append(rung)
     assert chosen[200:].count(2) > 0.8 * 200
 
@@ -129,7 +129,7 @@ def test_a_ladder_has_to_ascend(k: tuple[int, ...]) -> None:
 def test_each_of_several_plain_steps_is_a_round_to_the_pace() -> None:
     pace = DraftLengthController((0, 1))
     for _ in range(2):
-        pace.record(0, asked=[0, 0], accepted=[4, 0], seconds=5.0)
+        pace.record(0, requested=[0, 0], accepted=[4, 0], seconds=5.0)
     assert pace.choose(1) == 1 and pace._step_times.typical[0] == 1.0 and pace._idle == 10
 
 
@@ -143,7 +143,7 @@ def test_every_batch_fill_has_costs_of_its_own_and_no_load_is_slower_than_plain(
             pace = controllers.at(seated)
             rung = pace.choose(99)
             accepted = [next((i for i in range(rung) if dice.random() >= 0.6), rung) for _ in range(seated)]
-            pace.record(rung, asked=[rung] * seated, accepted=accepted, seconds=1.0 + rung * cost[seated])
+            pace.record(rung, requested=[rung] * seated, accepted=accepted, seconds=1.0 + rung * cost[seated])
             spent += 1.0 + rung * cost[seated]
             plain += 1.0 + sum(accepted) / seated
             chosen[seated].append(rung)

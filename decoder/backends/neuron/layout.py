@@ -95,14 +95,14 @@ class Compiler:
         if not (lead / _WRAPPED).is_file():  # it wants the weights as they are
             parts, failed = self._each(rest, self._as_it_is)
             return Arrangement({**parts, first: (marked, lead)}, failed)
-        wanted = self._parts.WLOArtifacts(str(lead / NEFF), str(lead / _WRAPPED))
+        artefacts = self._parts.WLOArtifacts(str(lead / NEFF), str(lead / _WRAPPED))
 
         def follow(entry: Entry) -> tuple[Any, Path]:
             if not entry.traced.weight_name_to_idx:  # nothing of it can lie otherwise, and the SDK refuses it
                 return self._as_it_is(entry)
             laid = _anew(entry.traced)
             self._hlo.apply_layout_transformation(
-                trace_artifacts=laid, priority_model_trace_artifacts=marked, wlo_artifacts=wanted, key=str(entry.key)
+                trace_artifacts=laid, priority_model_trace_artifacts=marked, wlo_artifacts=artefacts, key=str(entry.key)
             )
             return laid, entry.folder({"layout": lead.name}, partial(self._compile, entry, laid))
 

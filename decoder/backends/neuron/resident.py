@@ -25,7 +25,7 @@ class Resident:
     keys    of the graphs that are there
     """
 
-    def __init__(self, degree: int, made: Arrangement) -> None:
+    def __init__(self, degree: int, arrangement: Arrangement) -> None:
         self._base: Any = importlib.import_module("neuronx_distributed.trace.nxd_model.base_nxd_model")
         models: Any = importlib.import_module("neuronx_distributed.trace.nxd_model.nxd_model")
         self._parts: Any = importlib.import_module("neuronx_distributed.trace.model_builder_utils")
@@ -33,14 +33,14 @@ class Resident:
         self._model: Any = models.NxDModel(world_size=degree, state_initializer=self._zeros({}))
         self._home: Ranks = [{} for _ in range(degree)]  # the host's states whose values are on the device
         self._weights: set[str] = set()
-        self.leader = made.leader
+        self.leader = arrangement.leader
         self.keys: set[str] = set()
 
     @property
     def states(self) -> set[str]:
         return set(self._home[0])
 
-    def add_weights(self, weights: Ranks, made: Arrangement) -> None:
+    def add_weights(self, weights: Ranks, arrangement: Arrangement) -> None:
         """Bring those that are not there yet.
 
         Raises:
@@ -49,17 +49,19 @@ class Resident:
         new = [{name: x for name, x in rank.items() if name not in self._weights} for rank in weights]
         if not new[0] and self._model.loaded_on_neuron:
             return
-        plain = [{name: x for name, x in rank.items() if name not in made.moved} for rank in new]
+        plain = [{name: x for name, x in rank.items() if name not in arrangement.moved} for rank in new]
         try:
             if not self._model.loaded_on_neuron:
                 self._model.set_weights(plain)
                 self._model.to_neuron()  # without graphs: it makes the states and opens the cores
             elif plain[0]:
                 self._update(self._load(plain))
-            if made.transformer is not None and (moved := made.moved & set(new[0])):
+            if arrangement.transformer is not None and (moved := arrangement.moved & set(new[0])):
                 # What the model would do by itself with all weights; nothing says how it treats those of other graphs.
                 own = [{name: rank[name] for name in rank if name in moved} for rank in new]
-                self._update(made.transformer.construct_layout_transformer_object(self._degree).forward(own, False))
+                self._update(
+                    arrangement.transformer.construct_layout_transformer_object(self._degree).forward(own, False)
+                )
         except RuntimeError as error:
             raise BackendError(f"the device does not take {_size(new)}: {error}") from error
         self._weights |= set(new[0])
