@@ -20,6 +20,7 @@ RAY = (
 """Files that use the fixture `cluster`: the longest piece, most of it spent waiting for other processes."""
 
 LONG = (
+    "tests/smollm2/test_modes.py",
     "tests/equality/test_equality.py",
     "tests/contract/test_contract.py",
     "tests/equality/test_demo.py",
@@ -48,7 +49,7 @@ LONG = (
     "tests/decoder/test_idle_slots.py",
     "tests/orchestrator/test_same_tokens.py",
 )
-"""The other files that take long, the longest first. The first compiles what many others wait for."""
+"""The other files that take long, the longest first. The second compiles what many others wait for."""
 
 _PLACES = {file: place for place, file in enumerate((*RAY, *LONG))}
 _LONG_S = 20.0
