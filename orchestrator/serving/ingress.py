@@ -14,7 +14,7 @@ from paceline.serving.api import create_app
 from paceline.serving.lifecycle import ModelLifecycle
 from paceline.serving.managed import ManagedRouter
 from paceline.serving.serve_loader import ServeLoader
-from paceline.serving.serve_router import ModelRoute, ServeRouter
+from paceline.serving.serve_router import RECOVERY_S, ModelRoute, ServeRouter
 from paceline.serving.settings import ApiSettings
 
 
@@ -30,7 +30,8 @@ class Ingress:
         groups: Sequence[ReplicaGroupPlan],
         fault_policy: FaultPolicy,
     ) -> None:
-        router = ServeRouter({model: ModelRoute(handle) for model, handle in handles.items()})
+        routes = {model: ModelRoute(handle) for model, handle in handles.items()}
+        router = ServeRouter(routes, resume_s=max(RECOVERY_S, fault_policy.startup_timeout_s))
         application = serve.get_replica_context().app_name
         planned = {group.name: group for group in groups}
         loader = ServeLoader(application, planned, router, fault_policy=fault_policy)

@@ -27,7 +27,7 @@ from paceline.serving.router import Accepted, Chunk, Failed, Health, Item, Model
 log = logging.getLogger("paceline")
 
 RECOVERY_S = 120.0
-"""Seconds in which a lost model has to answer again, for a request that waits for it."""
+"""Seconds in which a model without a replica has to answer, for a request of which nothing was answered yet."""
 _PAUSE_S = 0.25  # before asking again, so that Serve learns of the death too
 _LOOK_S = 1.0  # for which an answer of the models about themselves is good
 _ANSWER_S = 2.0  # that such an answer may take
@@ -54,10 +54,16 @@ class _Seen:
 
 
 class ServeRouter:
-    """See the module. ``recovery_s``: how long a lost model is waited for."""
+    """See the module.
 
-    def __init__(self, routes: Mapping[str, ModelRoute], *, recovery_s: float = RECOVERY_S) -> None:
-        self._routes, self._recovery_s = dict(routes), recovery_s
+    recovery_s  how long a request of which nothing was answered yet waits for a replica
+    resume_s    how long an answer that has begun waits for one: as long as a model may take to be loaded
+    """
+
+    def __init__(
+        self, routes: Mapping[str, ModelRoute], *, recovery_s: float = RECOVERY_S, resume_s: float = RECOVERY_S
+    ) -> None:
+        self._routes, self._recovery_s, self._resume_s = dict(routes), recovery_s, resume_s
         self._seen = {model: _Seen() for model in routes}
 
     def put(self, model: str, route: ModelRoute) -> None:
@@ -120,7 +126,7 @@ class ServeRouter:
                 seconds = None if deadline is None else deadline - monotonic()
                 async with aclosing(self._attempt(request, context, sent, seconds=seconds)) as items:
                     async for item in items:
-                        if isinstance(item, Failed) and item.lost:
+                        if isinstance(item, Failed) and (item.lost or (accepted and item.code == QUEUE_FULL)):
                             failed = item
                             break
                         deadline = None
@@ -131,17 +137,20 @@ class ServeRouter:
                         accepted = True
                 if failed is None:
                     return
-            except BackPressureError:
-                message = f"{request.model} has as many requests waiting as it may; ask again later"
-                yield Failed(429, message, code=QUEUE_FULL, retry_after_s=1.0)
-                return
+            except BackPressureError as error:
+                if accepted:  # it was let in when it came; who takes it over has those of all replicas that are gone
+                    failed = _unavailable(request.model, error)
+                else:
+                    yield _full(request.model)
+                    return
             except _LOST as error:
                 failed = _unavailable(request.model, error)
             except _ERRORS as error:
                 log.warning("a request failed", exc_info=error)
                 yield _unavailable(request.model, error)
                 return
-            deadline = monotonic() + self._recovery_s if deadline is None else deadline
+            if deadline is None:
+                deadline = monotonic() + (self._resume_s if accepted else self._recovery_s)
             log.warning("%s was lost when %s tokens of an answer were sent: %s", request.model, sent, failed.message)
             if monotonic() > deadline:
                 yield failed
@@ -200,6 +209,11 @@ class ServeRouter:
             raise
         except _ERRORS as error:
             raise _unavailable(model, error).error() from error
+
+
+def _full(model: str) -> Failed:
+    message = f"{model} has as many requests waiting as it may; ask again later"
+    return Failed(429, message, code=QUEUE_FULL, retry_after_s=1.0)
 
 
 def _unavailable(model: str, error: Exception) -> Failed:

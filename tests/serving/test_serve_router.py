@@ -110,9 +110,22 @@ def test_a_model_without_a_replica_ends_the_answer(monkeypatch: pytest.MonkeyPat
 
 def test_a_model_that_does_not_come_back_ends_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = answers(0, ActorDiedError())
-    *_, last = ask(Handle(answers(2, ActorDiedError()), gone), monkeypatch, recovery_s=0.01)
+    *_, last = ask(Handle(answers(2, ActorDiedError()), gone), monkeypatch, resume_s=0.01)
     assert isinstance(last, Failed) and (last.status, last.code) == (503, "model_unavailable")
     assert last.retry_after_s, "clients are told to ask again"
+
+
+FULL = BackPressureError(num_queued_requests=9, max_queued_requests=9)
+
+
+@pytest.mark.parametrize("full", [FULL, Failed(429, "all wait", code="queue_full")], ids=["serve", "engine"])
+def test_an_answer_that_has_begun_outwaits_a_full_queue(
+    full: Exception | Failed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = Handle(answers(2, ActorDiedError()), lambda _: [full], answers(4))
+    items = ask(handle, monkeypatch, resume_s=60.0)
+    assert b"".join(item.data for item in items if isinstance(item, Chunk)) == b"abcd"
+    assert handle.skips == [(), (2,), (2,)]
 
 
 def test_a_failure_of_the_request_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,8 +134,7 @@ def test_a_failure_of_the_request_is_not_tried_again(monkeypatch: pytest.MonkeyP
 
 
 def test_a_full_queue_and_an_unknown_model_have_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    full = BackPressureError(num_queued_requests=9, max_queued_requests=9)
-    (failed,) = ask(Handle(lambda _: [full]), monkeypatch)
+    (failed,) = ask(Handle(lambda _: [FULL]), monkeypatch)
     assert isinstance(failed, Failed) and failed.status == 429 and failed.retry_after_s
     (unknown,) = ask(Handle(), monkeypatch, model="other")
     assert isinstance(unknown, Failed) and unknown.status == 404
