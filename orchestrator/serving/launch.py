@@ -21,6 +21,7 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
+from paceline.serving import serve_decisions
 from paceline.serving.app import application
 from paceline.serving.serve_controller import running_address
 from paceline.serving.settings import ApiSettings
@@ -136,6 +137,8 @@ def _take_down(*, started_serve: bool, own_cluster: bool) -> None:
         else:
             for name in sorted(own | {APPLICATION}):
                 serve.delete(name)
+        if not own_cluster:
+            serve_decisions.forget(APPLICATION)
     except _RAY_ERRORS as error:
         log.warning("the service could not be taken down (%s)", _summary(error))
 

@@ -17,6 +17,7 @@ from typing import Literal, Protocol
 
 from paceline.core.errors import PacelineError, RoomError
 from paceline.placement.planning.residency import Residency
+from paceline.serving.decisions import Decisions
 from paceline.serving.refused import UNAVAILABLE, RefusedError, model_not_found
 
 log = logging.getLogger("paceline")
@@ -83,6 +84,20 @@ class Loader(Protocol):
             RoomError: it does not fit, even if all of them leave.
         """
 
+    async def remember(self, decisions: Decisions) -> None:
+        """Keep what an operator decided, in place of what was kept until now, so that it outlives this process.
+
+        Raises:
+            PacelineError: it cannot be kept.
+        """
+
+    async def remembered(self) -> Decisions:
+        """What is kept.
+
+        Raises:
+            PacelineError: that cannot be found out.
+        """
+
 
 @dataclass(slots=True)
 class _Kept:
@@ -145,6 +160,7 @@ class ModelLifecycle:
         """
         model = self._model(name)
         self._refuse_scaled(name, model)
+        await self._decide(model, pinned=model.pinned, stopped=False)
         await self._load(name, model)
         return self._state(name)
 
@@ -159,7 +175,7 @@ class ModelLifecycle:
         self._refuse_scaled(name, model)
         if model.pinned:
             raise RefusedError(409, f"{name} is pinned; unpin it first", param="model", code="model_pinned")
-        model.stopped = model.residency.load == "eager"
+        await self._decide(model, pinned=False, stopped=model.residency.load == "eager")
         async with self._changing:
             await self._unload(name, model)
         return self._state(name)
@@ -172,19 +188,22 @@ class ModelLifecycle:
         """
         model = self._model(name)
         self._refuse_scaled(name, model)
-        model.pinned = pinned
+        await self._decide(model, pinned=pinned, stopped=model.stopped)
         return self._state(name)
 
     async def restore(self) -> None:
-        """Find out what is loaded, where an earlier lifecycle of the same service may have changed it.
+        """Find out what is loaded and what an operator decided, where there was an earlier lifecycle of this service.
 
         Raises:
             PacelineError: that cannot be found out.
         """
+        known = await self._loader.remembered()
         loaded = await self._loader.loaded()
         for name, model in self._models.items():
             if model.state != "scaled":
                 model.state = "loaded" if name in loaded else "unloaded"
+                model.pinned = name in known.pinned or (model.residency.pinned and name not in known.unpinned)
+                model.stopped = name in known.stopped and model.state == "unloaded"
 
     async def watch(self) -> None:
         """Unload what is idle for too long, for ever."""
@@ -205,6 +224,25 @@ class ModelLifecycle:
                     log.info("%s had no request for %.0f s and is unloaded", name, idle)
                     await self._unload(name, model)
 
+    async def _decide(self, model: _Kept, *, pinned: bool, stopped: bool) -> None:
+        """An operator's word on a model. Raises RefusedError (503): it cannot be kept, and does not count."""
+        before = model.pinned, model.stopped
+        if before == (pinned, stopped):
+            return
+        model.pinned, model.stopped = pinned, stopped
+        models = self._models.items()
+        try:
+            await self._loader.remember(
+                Decisions(
+                    pinned=[name for name, one in models if one.pinned and not one.residency.pinned],
+                    unpinned=[name for name, one in models if one.residency.pinned and not one.pinned],
+                    stopped=[name for name, one in models if one.stopped],
+                )
+            )
+        except PacelineError as error:
+            model.pinned, model.stopped = before
+            raise RefusedError(503, str(error), code=UNAVAILABLE, retry_after_s=_RETRY_S) from error
+
     # ---- one at a time
 
     async def _load(self, name: str, model: _Kept) -> None:
@@ -221,7 +259,6 @@ class ModelLifecycle:
     async def _attempt(self, name: str, model: _Kept) -> None:
         try:
             async with self._changing:
-                model.stopped = False
                 if model.state == "loaded":
                     return
                 await self._make_room(name)

@@ -26,7 +26,8 @@ from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.planning.instances import Instance
 from paceline.placement.planning.room import Resident, to_unload
-from paceline.serving import serve_controller
+from paceline.serving import serve_controller, serve_decisions
+from paceline.serving.decisions import Decisions
 from paceline.serving.deployments import deployment_name, model_deployment
 from paceline.serving.router import ModelCard
 from paceline.serving.serve_controller import DeploymentState
@@ -104,6 +105,14 @@ class ServeLoader:
         group = self._groups[name]
         residents = [Resident(other, _cores(await self._router.cards(other)), movable=True) for other in movable]
         return await asyncio.to_thread(_room, group, [one for one in residents if one.cores])
+
+    async def remember(self, kept: Decisions) -> None:
+        """See `Loader`."""
+        await serve_decisions.write(self._application, kept)
+
+    async def remembered(self) -> Decisions:
+        """See `Loader`."""
+        return await serve_decisions.read(self._application)
 
     def _own(self, name: str) -> str:
         """The application of a model that is loaded on demand."""

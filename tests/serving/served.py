@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from http.client import HTTPException
+from typing import Any
+from urllib.request import Request, urlopen
 
 import openai
 from ray import serve
@@ -31,6 +35,23 @@ def process(name: str) -> int:
         assert time.monotonic() < deadline, f"{name} is not back"
         time.sleep(0.05)
     return number
+
+
+def answer_of(client: openai.OpenAI) -> Any:
+    """The models' states, or None while nobody answers."""
+    with suppress(OSError, HTTPException):
+        return admin(client, "GET", "")
+    return None
+
+
+def admin(client: openai.OpenAI, method: str, path: str, body: object = None) -> Any:
+    """What an operator's route answers."""
+    address = str(client.base_url).replace("/v1/", f"/admin/models{path}")
+    request = Request(
+        address, None if body is None else json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urlopen(request, timeout=90) as answer:
+        return json.load(answer)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from paceline.placement.planning.model_specs import models_of
 from paceline.placement.planning.planner import plan
 from paceline.placement.planning.room import Resident, to_unload
 from paceline.serving.api import create_app
+from paceline.serving.decisions import Decisions
 from paceline.serving.lifecycle import ModelLifecycle
 from paceline.serving.local import LocalRouter
 from paceline.serving.managed import ManagedRouter
@@ -47,6 +48,7 @@ class PlannedLoader:
         self.residents: dict[str, Resident] = {}
         self.broken: set[str] = set()
         self.gate, self.loads = threading.Event(), list[str]()
+        self.kept, self.keeps = Decisions(), True
         self.gate.set()
         for group in groups:
             if group.min_replicas:
@@ -69,6 +71,14 @@ class PlannedLoader:
         stay = [one for other, one in self.residents.items() if other not in movable]
         leave = [replace(self.residents[other], movable=True) for other in movable]
         return to_unload(self.groups[name], [*leave, *stay], {"here": MACHINE})
+
+    async def remember(self, decisions: Decisions) -> None:
+        if not self.keeps:
+            raise WorkerError("nobody keeps it")
+        self.kept = decisions
+
+    async def remembered(self) -> Decisions:
+        return self.kept
 
     def _make(self, name: str) -> None:
         taken = [run for one in self.residents.values() for run in one.cores["here"]]
@@ -103,7 +113,15 @@ class Service:
 @contextmanager
 def service(home: Path, *models: dict[str, object], key: str = "", **settings: Any) -> Iterator[Service]:
     entries = [{"path": str(home), "n_positions": 64, "amp": "f32", "backend": "eager", **model} for model in models]
-    loader = PlannedLoader(plan_groups(models_of(entries, folder=Path(), where="test"), MACHINE))
+    with edge(
+        PlannedLoader(plan_groups(models_of(entries, folder=Path(), where="test"), MACHINE)), key, **settings
+    ) as made:
+        yield made
+
+
+@contextmanager
+def edge(loader: PlannedLoader, key: str = "", **settings: Any) -> Iterator[Service]:
+    """The process of HTTP, and what it knows; the models live on in the loader."""
     lifecycle = ModelLifecycle(loader, {name: group.residency for name, group in loader.groups.items()})
     router = ManagedRouter(LocalRouter(loader.servers), lifecycle)
     headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -180,6 +198,23 @@ def test_what_an_operator_unloads_stays_unloaded(home: Path) -> None:
         assert served.client.get("/health/ready").json()["ready"], "it is as it should be"
         assert served.say("load", "a").json()["state"] == "loaded" and served.ask("a").status_code == 200
         assert served.say("load", "nobody").status_code == 404
+
+
+def test_what_an_operator_decided_outlives_the_process_that_was_told(home: Path) -> None:
+    with service(home, {"name": "a"}, {"name": "b", "pinned": True}) as first:
+        assert first.say("unload", "a").status_code == first.say("pin", "b", pinned=False).status_code == 200
+        loader = first.loader
+    with edge(loader) as second:
+        assert second.ask("a").status_code == 503 and second.states() == {"a": "unloaded", "b": "loaded"}
+        states = second.client.get("/admin/models").json()["models"]
+        assert [one["pinned"] for one in states] == [False, False], "b is pinned by its file alone"
+        assert second.say("load", "a").status_code == second.say("pin", "a").status_code == 200
+    with edge(loader) as third:
+        assert third.say("unload", "a").json()["error"]["code"] == "model_pinned" and third.ask("a").status_code == 200
+        loader.keeps = False
+        refused = third.say("pin", "a", pinned=False)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (503, "nobody keeps it")
+        assert third.say("unload", "a").json()["error"]["code"] == "model_pinned", "what cannot be kept does not count"
 
 
 def test_a_model_that_does_not_start_is_tried_again_by_the_next_request(home: Path) -> None:

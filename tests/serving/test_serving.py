@@ -15,7 +15,6 @@ from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
-from urllib.request import Request, urlopen
 
 import openai
 import pytest
@@ -35,7 +34,7 @@ from paceline.serving import launch as serving_run
 from paceline.serving.app import build, deploy_config
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import VOCABULARY, save_pair
-from tests.serving.served import process, served
+from tests.serving.served import admin, answer_of, process, served
 
 pytestmark = pytest.mark.ray
 PROMPT = "def f(a, b):"
@@ -109,14 +108,16 @@ def test_a_model_is_loaded_on_demand_and_leaves_its_cores(client: openai.OpenAI)
     assert sorted(model.id for model in client.models.list()) == ["chat", "small"]
 
 
-def admin(client: openai.OpenAI, method: str, path: str, body: object = None) -> Any:
-    """What an operator's route answers."""
-    address = str(client.base_url).replace("/v1/", f"/admin/models{path}")
-    request = Request(
-        address, None if body is None else json.dumps(body).encode(), {"content-type": "application/json"}
-    )
-    with urlopen(request, timeout=90) as answer:
-        return json.load(answer)
+def test_what_is_pinned_stays_so_when_the_process_of_http_is_killed(client: openai.OpenAI) -> None:
+    assert admin(client, "POST", "/pin", {"model": "small"})["pinned"]
+    ingress = process("ingress")
+    os.kill(ingress, signal.SIGKILL)
+    end = time.monotonic() + 90
+    while process("ingress") == ingress or not isinstance(found := answer_of(client), dict):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    assert {one["name"]: one["pinned"] for one in found["models"]} == {"chat": False, "small": True, "late": False}
+    assert not admin(client, "POST", "/pin", {"model": "small", "pinned": False})["pinned"]
 
 
 def test_completions_are_those_of_one_process(client: openai.OpenAI, home: Path) -> None:
