@@ -16,7 +16,7 @@ from ray.experimental import internal_kv  # its functions have no public names; 
 from paceline.core.errors import WorkerError
 from paceline.serving.decisions import Decisions
 
-_SPACE = b"paceline"
+_SPACE = b"paceline"  # of keys, beside that of the core allocator
 _ERRORS = (
     AttributeError,
     OSError,
@@ -34,7 +34,7 @@ async def write(application: str, decisions: Decisions) -> None:
     """
     data = json.dumps(asdict(decisions)).encode()
     try:
-        await asyncio.to_thread(internal_kv._internal_kv_put, application.encode(), data, namespace=_SPACE)
+        await asyncio.to_thread(internal_kv._internal_kv_put, _key(application), data, namespace=_SPACE)
     except _ERRORS as error:
         raise WorkerError(f"Ray's GCS does not keep what is pinned ({type(error).__name__})") from error
 
@@ -46,7 +46,7 @@ async def read(application: str) -> Decisions:
         WorkerError: the store does not answer, or something else wrote there.
     """
     try:
-        data = await asyncio.to_thread(internal_kv._internal_kv_get, application.encode(), namespace=_SPACE)
+        data = await asyncio.to_thread(internal_kv._internal_kv_get, _key(application), namespace=_SPACE)
         return Decisions() if data is None else Decisions(**json.loads(data))
     except (*_ERRORS, TypeError) as error:
         raise WorkerError(f"Ray's GCS does not tell what is pinned ({type(error).__name__})") from error
@@ -58,4 +58,8 @@ def forget(application: str) -> None:
     Raises:
         RayError, RuntimeError: the store does not answer.
     """
-    internal_kv._internal_kv_del(application.encode(), namespace=_SPACE)
+    internal_kv._internal_kv_del(_key(application), namespace=_SPACE)
+
+
+def _key(application: str) -> bytes:
+    return f"operator-decisions-{application}".encode()

@@ -33,7 +33,7 @@ from paceline.placement.cluster.worker_spec import WorkerSpec
 from paceline.placement.host import environment, processes
 from paceline.placement.host.core_locks import CoreLocks
 from paceline.placement.host.processes import Process
-from paceline.placement.remote.channel import listen
+from paceline.placement.remote.channel import BACKLOG, bind
 from paceline.placement.remote.drafter import RemoteDrafter
 from paceline.placement.remote.reconnect import DrafterEndpoint
 from paceline.placement.remote.server import DraftServer
@@ -112,8 +112,9 @@ class DraftWorker(_Worker):
             super().__init__(spec)
             if spec.address is None:
                 raise ConfigurationError(f"{spec.label} has no address to listen at; give its specification one")
+            listener = bind(spec.address)  # a port was free when it was chosen, and the model may take minutes
             pool = cast(MakeDrafters, maker(spec.maker))(spec.settings)
-            listener = listen(spec.address)
+            listener.listen(BACKLOG)
         except Exception:
             # Ray starts an actor again whose process ends, and never one whose constructor raised. The first error is
             # raised, for whoever starts the draft to see; after a restart nobody waits, so the process ends instead.

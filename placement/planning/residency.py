@@ -20,17 +20,23 @@ from paceline.placement.planning.yaml_file import STRICT, Seconds
 
 Load = Literal["eager", "on_demand"]
 
+UPSCALE_DELAY_S, DOWNSCALE_DELAY_S = 30.0, 600.0  # Ray Serve's own
+
 
 @dataclass(frozen=True, slots=True)
 class Autoscaling:
     """How many replicas of a model Ray Serve keeps; the names are those of its ``autoscaling_config``.
 
     target_ongoing_requests  requests of one replica at which the number stays as it is
+    upscale_delay_s          seconds for which there are more before a replica is added
+    downscale_delay_s        seconds for which there are fewer before one goes
     """
 
     min_replicas: int
     max_replicas: int
     target_ongoing_requests: float
+    upscale_delay_s: float = UPSCALE_DELAY_S
+    downscale_delay_s: float = DOWNSCALE_DELAY_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ class AutoscalingEntry(pydantic.BaseModel):
     min_replicas: pydantic.NonNegativeInt = 1
     max_replicas: pydantic.PositiveInt
     target_ongoing_requests: Annotated[float, pydantic.Field(gt=0, le=10**6)] | None = None
+    upscale_delay_s: Seconds = UPSCALE_DELAY_S
+    downscale_delay_s: Seconds = DOWNSCALE_DELAY_S
 
     def resolve(self, where: str, *, batch_size: int) -> Autoscaling:
         """By default a replica is full when each of its slots has a request.
@@ -68,7 +76,8 @@ class AutoscalingEntry(pydantic.BaseModel):
             raise PlanError(
                 f"{where}: autoscaling.min_replicas={self.min_replicas} is more than max_replicas={self.max_replicas}"
             )
-        return Autoscaling(self.min_replicas, self.max_replicas, self.target_ongoing_requests or float(batch_size))
+        target = self.target_ongoing_requests or float(batch_size)
+        return Autoscaling(self.min_replicas, self.max_replicas, target, self.upscale_delay_s, self.downscale_delay_s)
 
 
 class ResidencyEntry(pydantic.BaseModel):

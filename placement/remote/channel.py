@@ -25,6 +25,7 @@ _READ = 1 << 16
 _NONCE = 32
 _AUTHENTICATION_S = 5.0
 _LAST_PORT = 65535
+BACKLOG = 16  # connections that wait to be accepted
 # A machine that is gone says nothing: it is noticed after 30 + 3 x 10 seconds of silence, not after hours.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
@@ -224,6 +225,17 @@ def listen(address: Address) -> socket.socket:
     """A listening socket. Only its owner can use a socket file, which replaces one left behind.
 
     Raises:
+        ChannelError, WorkerError: as `bind`.
+    """
+    listener = bind(address)
+    listener.listen(BACKLOG)
+    return listener
+
+
+def bind(address: Address) -> socket.socket:
+    """A socket that has the address and refuses everybody until it listens: nobody else takes it while a model loads.
+
+    Raises:
         ChannelError: the address cannot be taken.
         WorkerError: the folder of the socket file can be changed by another user.
     """
@@ -239,7 +251,6 @@ def listen(address: Address) -> socket.socket:
         else:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((address.host, address.port))
-        listener.listen(16)
     except OSError as error:
         listener.close()
         raise ChannelError(f"cannot listen at {address} ({error}); choose another address") from error

@@ -105,6 +105,18 @@ def test_the_next_allocator_knows_the_cores_of_actors_with_any_name(simulated: S
     assert following.claim("node", LARGE, [CoreRequest("next", 8, CoreRange(0, 7))]) == [CoreRange(8, 15)]
 
 
+def test_it_belongs_to_no_placement_group_of_whoever_calls_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica captures its children into its own group, and the allocator would die with it."""
+    options = dict[str, Any]()
+
+    def remote(_: object) -> SimpleNamespace:
+        return SimpleNamespace(options=lambda **given: options.update(given) or SimpleNamespace(remote=print))
+
+    monkeypatch.setattr(core_allocator.ray, "remote", remote)
+    core_allocator.allocator()
+    assert (options["scheduling_strategy"], options["lifetime"]) == ("DEFAULT", "detached")
+
+
 class Asked:
     """Stands for an actor's handle; what a method answers is what `ray.get` makes of it."""
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import socket
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("ray")
 
-from paceline.core.errors import WorkerError
+from paceline.core.errors import ChannelError, ConfigurationError, WorkerError
 from paceline.placement import INSTANCES, FaultPolicy, plan
 from paceline.placement.cluster import actors
 from paceline.placement.cluster.worker_spec import Location, WorkerSpec, worker_specs
+from paceline.placement.remote.channel import Address, connect
 from tests.placement.wishes import model
 
 
@@ -36,3 +39,27 @@ def test_only_its_first_start_raises(spec: WorkerSpec, restarted: bool, monkeypa
     with pytest.raises(SystemExit if restarted else WorkerError):
         actors.DraftWorker(spec)
     assert len(paused) == restarted, "a process that ends at once would be started without a pause"
+
+
+def test_it_has_its_address_before_it_loads_and_refuses_until_it_can_answer(
+    spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port that was free when it was chosen could be another's after the minutes that a model takes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = Address(host="127.0.0.1", port=probe.getsockname()[1])
+
+    def load(_: object) -> None:
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind((address.host, address.port))
+        with pytest.raises(ChannelError, match="refused"):
+            connect(address, b"secret", seconds=1)
+        raise ConfigurationError("it has no weights")
+
+    monkeypatch.setattr(actors._Worker, "__init__", lambda *_: None)
+    monkeypatch.setattr(actors, "maker", lambda _: load)
+    monkeypatch.setattr(
+        actors.ray, "get_runtime_context", lambda: SimpleNamespace(was_current_actor_reconstructed=False)
+    )
+    with pytest.raises(ConfigurationError, match="no weights"):
+        actors.DraftWorker(replace(spec, address=address))

@@ -16,7 +16,7 @@ from paceline.placement import INSTANCES, Instance, Plan, plan
 from paceline.placement.planning.core_range import CoreRange, best_fit, fragmentation, free_runs
 from paceline.placement.planning.footprint import Shape, footprint, product_weights
 from paceline.placement.planning.instances import instance
-from paceline.placement.planning.planner import degree_of
+from paceline.placement.planning.planner import cpus_of, degree_of
 from tests.placement.wishes import config, model
 
 
@@ -55,6 +55,13 @@ def test_a_plan_keeps_every_rule_or_there_is_none(name: str, dice: random.Random
     assert sorted(len(p.cores) for p in made.placements) == sorted(degrees)
     dice.shuffle(models)
     assert plan(models, machine, taken=taken) == made  # the order of the file does not matter
+
+
+def test_processes_on_other_cores_have_other_cpus_whichever_plan_they_are_in() -> None:
+    machine = INSTANCES["inf2.48xlarge"]
+    runs = [CoreRange(first, first + 3) for first in range(0, machine.cores, 4)]
+    cpus = [set(range(first, last + 1)) for first, last in (cpus_of(machine, run) for run in runs)]
+    assert sum(map(len, cpus)) == len(set().union(*cpus)) == machine.vcpus
 
 
 def test_plans_made_one_after_the_other_share_no_port() -> None:

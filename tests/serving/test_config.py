@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from paceline.cli.main import app
 from paceline.core.errors import PlanError
 from paceline.serving.app import build
+from paceline.serving.deployments import model_deployment
 from tests.decoder.tiny import Workshop
 
 
@@ -45,17 +47,28 @@ def test_the_config_is_one_that_serve_deploys(models: Path, monkeypatch: pytest.
     assert model._replica_config.placement_group_bundles == [{"CPU": 0.01, "neuron_cores": 2.0}, {"neuron_cores": 2.0}]
     target, draft = group.plan.placements
     assert (target.label, draft.label, draft.model.quota.max_slots) == ("chat", "small", 2)
+    strategies = [
+        model_deployment(group, replace(fault_policy, colocate=near))._bound_deployment._replica_config
+        for near in (True, False)
+    ]
+    assert [one.placement_group_strategy for one in strategies] == ["STRICT_PACK", "PACK"]
     assert fault_policy.draft_ahead and fault_policy.max_target_restarts == 5
 
 
 def test_serve_scales_a_model_as_its_file_says(workshop: Workshop) -> None:
     shape = {"path": str(workshop.checkpoint()), "n_positions": 64, "amp": "f32", "backend": "eager", "batch_size": 4}
-    scaled = {"name": "a", "autoscaling": {"min_replicas": 0, "max_replicas": 3}, "idle_ttl_s": 60, **shape}
+    scaled = {
+        "name": "a",
+        "autoscaling": {"min_replicas": 0, "max_replicas": 3, "upscale_delay_s": 2},
+        "idle_ttl_s": 60,
+        **shape,
+    }
     entries = [scaled, {"name": "b", "load": "on_demand", "replicas": 2, **shape}, {"name": "c", **shape}]
     ingress = build({"models": entries, "instance": "inf2.48xlarge"})._bound_deployment
     a, c = (app._bound_deployment._deployment_config for app in ingress.init_args[0].values())
     scaling = a.autoscaling_config
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (0, 3, 4.0)
+    assert (scaling.upscale_delay_s, scaling.downscale_delay_s) == (2, 600)
     assert scaling.downscale_to_zero_delay_s == 60 and c.num_replicas == 1
     assert list(ingress.init_args[0]) == ["a", "c"], "b is an application of its own, once it is asked"
     assert [group.replicas for group in ingress.init_kwargs["groups"]] == [1, 2, 1]

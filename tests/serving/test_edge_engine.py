@@ -110,6 +110,44 @@ def test_bias_and_penalties_reach_the_engine(client: openai.OpenAI) -> None:
     assert len(set(varied)) > len(set(plain))
 
 
+FIELDS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of a request, and of the engine
+    ({"top_p": 0.4}, {"top_p": 0.4}),
+    ({"extra_body": {"top_k": 2}}, {"top_k": 2}),
+    ({"extra_body": {"min_p": 0.3}}, {"min_p": 0.3}),
+    ({"temperature": 0.4}, {"temperature": 0.4}),
+    ({"presence_penalty": 2.0}, {"presence_penalty": 2.0}),
+    ({"frequency_penalty": 2.0}, {"frequency_penalty": 2.0}),
+    ({"extra_body": {"repetition_penalty": 3.0}}, {"repetition_penalty": 3.0}),
+    ({"seed": 6}, {"seed": 6}),
+    ({"stop": "e"}, {"stop_strings": "e", "tokenizer": TOKENIZER}),
+]
+
+
+@pytest.mark.parametrize(("fields", "params"), FIELDS, ids=lambda one: next(iter(one.get("extra_body", one))))
+def test_a_field_of_a_request_is_the_parameter_of_the_engine(
+    client: openai.OpenAI, fields: dict[str, Any], params: dict[str, Any]
+) -> None:
+    extra = {"ignore_eos": True, **fields.get("extra_body", {})}
+    text = complete(client, **{**fields, "extra_body": extra}).choices[0].text
+    assert text != complete(client).choices[0].text
+    base = {"max_new_tokens": 60, "seed": 5, "do_sample": True, "ignore_eos": True}
+    (row,) = generator().sample([TOKENIZER.encode("abc")], **base | params).tolist()
+    wanted = TOKENIZER.decode(row[3:], skip_special_tokens=True)
+    assert text == (wanted.partition("e")[0] if "stop" in fields else wanted)
+
+
+def test_lengths_by_every_name(client: openai.OpenAI) -> None:
+    chat: Any = {"model": "m", "messages": [{"role": "user", "content": "a"}], "extra_body": {"ignore_eos": True}}
+    for fields, count in (
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 5}, 5),
+        ({"max_completion_tokens": 5, "max_tokens": 9}, 5),
+    ):
+        assert client.chat.completions.create(**chat, **fields).usage.completion_tokens == count
+    least = complete(client, extra_body={"min_tokens": 50}, logit_bias={"0": 100}, max_tokens=60)
+    assert least.usage.completion_tokens in (50, 51), "its end is as likely as can be, and may not come earlier"
+
+
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "yy"]}},
@@ -134,6 +172,8 @@ def test_structured_answers_are_valid_and_those_of_plain(client: openai.OpenAI, 
     choice = complete(client, extra_body={"structured_outputs": {"choice": ["yes", "no"]}}).choices[0]
     assert choice.text in ("yes", "no")
     assert complete(client, extra_body={"guided_regex": "[ab]{3}"}).choices[0].text.strip("ab") == ""
+    grammar = {"structured_outputs": {"grammar": 'start: "a" tail\ntail: "b" | "c"'}}
+    assert complete(client, extra_body=grammar, temperature=temperature).choices[0].text in ("ab", "ac")
 
 
 def test_demanded_calls_are_made(client: openai.OpenAI) -> None:
@@ -154,6 +194,8 @@ def test_a_prediction_changes_no_token(client: openai.OpenAI) -> None:
     text = plain.choices[0].message.content or ""
     again = client.chat.completions.create(**fields, prediction={"type": "content", "content": text})
     assert again.choices[0].message.content == text
+    drafted = again.model_extra["metrics"]["speculative_decoding"]  # type: ignore[index]
+    assert drafted["num_accepted_draft_tokens"] == drafted["num_draft_tokens"] > 20, "the text itself is drafted"
 
 
 # ---- resumed by another server
