@@ -236,10 +236,10 @@ def test_silence_is_broken_by_pings() -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_frees_its_slot(stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_slot(stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     app, engine, _ = scripted(lambda _: "words and words " * 200)
     engine.pause_s = 0.05
-    with running(app) as address:
+    with caplog.at_level(logging.INFO, "paceline.access"), running(app) as address:
         body = COMPLETION | {"stream": stream, "max_tokens": 2000}
         try:
             with httpx.Client(timeout=0.3) as client, client.stream("POST", f"{address}/v1/completions", json=body):
@@ -247,9 +247,12 @@ def test_a_client_that_leaves_frees_its_slot(stream: bool) -> None:
         except httpx.TimeoutException:
             assert not stream
         end = time.monotonic() + 20
-        while not engine.ended:
+        while not engine.ended or not (
+            lines := [one.message for one in caplog.records if one.name == "paceline.access"]
+        ):
             assert time.monotonic() < end
             time.sleep(0.01)
+    assert [json.loads(line)["status"] for line in lines] == [499]
 
 
 def test_the_access_log_has_a_line_of_json_for_every_request(caplog: pytest.LogCaptureFixture) -> None:
