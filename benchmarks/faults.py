@@ -1,6 +1,7 @@
 """What clients see when processes of a service die or stop, when a node is lost, and when clients misbehave.
 
     python -m benchmarks.faults --target DIR --draft DIR [--pairs] [--node] [--clients] [--soak SECONDS] [--markdown]
+    python -m benchmarks.faults ... --state done.jsonl --limit-s 240     # in pieces, each of which goes on
 
 For each fault, streams at temperature 0.8 are begun, processes are killed or stopped (SIGKILL, SIGSTOP) in the middle,
 with ``--pairs`` every two of them within 5 seconds, and each text is compared with that of the same request without a
@@ -89,6 +90,11 @@ def under_streams(client: Client, fault: str, strike: Callable[[], None], wanted
     return outcome(fault, ended, wanted, whole)
 
 
+def name_of(victims: Sequence[str], number: int) -> str:
+    """Of a fault."""
+    return f"{'kill -9' if number == signal.SIGKILL else 'SIGSTOP'} {' + '.join(victims)}"
+
+
 def strike_processes(client: Client, victims: Sequence[str], number: int, wanted: Sequence[str]) -> Outcome:
     """Processes are killed or stopped, one after the other."""
     pids = [_waited_for(victim) for victim in victims]
@@ -99,9 +105,8 @@ def strike_processes(client: Client, victims: Sequence[str], number: int, wanted
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    name = f"{'kill -9' if number == signal.SIGKILL else 'SIGSTOP'} {' + '.join(victims)}"
     try:
-        return under_streams(client, name, strike, wanted)
+        return under_streams(client, name_of(victims, number), strike, wanted)
     finally:
         for pid in pids:  # one that was stopped, and that nobody has replaced, goes on
             with suppress(ProcessLookupError):
@@ -246,7 +251,31 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+class Record:
+    """What this run saw, and earlier ones where there is a file. ``limit_s``: seconds after which no fault is begun."""
+
+    def __init__(self, file: Path | None, limit_s: float) -> None:
+        lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
+        self._file, self._end = file, time.monotonic() + limit_s
+        self.outcomes = [Outcome(**json.loads(line)) for line in lines]
+
+    def is_open(self, fault: str, streams: int) -> bool:
+        """Whether it is to be tried now."""
+        known = {(one.fault, one.streams) for one in self.outcomes}
+        return (fault, streams) not in known and time.monotonic() < self._end
+
+    def note(self, rows: Sequence[Outcome]) -> None:
+        """Take down what was seen."""
+        self.outcomes.extend(rows)
+        for row in rows:
+            print(row, flush=True)
+            if self._file is not None:
+                with self._file.open("a", encoding="utf-8") as out:
+                    out.write(json.dumps(asdict(row)) + "\n")
+
+
+def parsed() -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--draft", type=Path, required=True)
@@ -260,33 +289,39 @@ def main() -> None:
     parser.add_argument("--node", action="store_true", help="the loss of a node, too")
     parser.add_argument("--clients", action="store_true", help="slow and vanishing clients, too")
     parser.add_argument("--soak", type=float, default=0.0, metavar="SECONDS")
+    parser.add_argument("--state", type=Path, help="file of what was seen, which a later run goes on from")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="begin no fault after so many seconds")
     parser.add_argument("--markdown", action="store_true", help="print the table for a page first")
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
+    record, soaked = Record(options.state, options.limit_s), None
     groups = groups_of(options.target, options.draft, backend=options.backend, slots=options.slots)
     victims = list(itertools.combinations(options.only, 2)) if options.pairs else [(kind,) for kind in options.only]
-    outcomes, soaked = list[Outcome](), None
-
-    def note(rows: Sequence[Outcome]) -> None:
-        outcomes.extend(rows)
-        for row in rows:
-            print(row, flush=True)
-
-    if victims or options.clients or options.soak:
+    faults = [
+        (names, _SIGNALS[name])
+        for name, names in itertools.product(options.signals, victims)
+        if record.is_open(name_of(names, _SIGNALS[name]), options.streams)
+    ]
+    if faults or options.clients or options.soak:
         with service(groups) as url:
             client = Client(url, tokens=options.tokens)
             client.wait_until_whole()
             wanted = [client.stream(seed).text for seed in range(options.streams)]
-            for name, names in itertools.product(options.signals, victims):
-                note([strike_processes(client, names, _SIGNALS[name], wanted)])
+            for names, number in faults:
+                if record.is_open(name_of(names, number), options.streams):
+                    record.note([strike_processes(client, names, number, wanted)])
             if options.clients:
-                note(bad_clients(client, wanted))
+                record.note(bad_clients(client, wanted))
             if options.soak:
                 soaked = soak(client, options.soak, streams=options.streams)
     if options.node:
-        note([lose_node(groups, tokens=options.tokens, streams=options.streams)])
+        record.note([lose_node(groups, tokens=options.tokens, streams=options.streams)])
     if options.markdown:
-        print(table(outcomes))
-    print(json.dumps({"faults": [asdict(one) for one in outcomes], "soak": soaked}))
+        print(table(record.outcomes))
+    print(json.dumps({"faults": [asdict(one) for one in record.outcomes], "soak": soaked}))
 
 
 if __name__ == "__main__":
