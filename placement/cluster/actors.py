@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -33,10 +34,10 @@ from paceline.placement.cluster.worker_spec import WorkerSpec
 from paceline.placement.host import environment, processes
 from paceline.placement.host.core_locks import CoreLocks
 from paceline.placement.host.processes import Process
-from paceline.placement.remote.channel import BACKLOG, bind
+from paceline.placement.remote.channel import BACKLOG, Address, bind
 from paceline.placement.remote.drafter import RemoteDrafter
 from paceline.placement.remote.reconnect import DrafterEndpoint
-from paceline.placement.remote.server import DraftServer
+from paceline.placement.remote.server import DrafterPool, DraftServer
 
 log = logging.getLogger("paceline")
 
@@ -112,9 +113,7 @@ class DraftWorker(_Worker):
             super().__init__(spec)
             if spec.address is None:
                 raise ConfigurationError(f"{spec.label} has no address to listen at; give its specification one")
-            listener = bind(spec.address)  # a port was free when it was chosen, and the model may take minutes
-            pool = cast(MakeDrafters, maker(spec.maker))(spec.settings)
-            listener.listen(BACKLOG)
+            listener, pool = _listening(spec, spec.address)
         except Exception:
             # Ray starts an actor again whose process ends, and never one whose constructor raised. The first error is
             # raised, for whoever starts the draft to see; after a restart nobody waits, so the process ends instead.
@@ -160,6 +159,18 @@ class TargetWorker(_Worker):
     def statistics(self) -> Settings:
         """See `paceline.placement.cluster.roles.Target`."""
         return self._target.statistics()
+
+
+def _listening(spec: WorkerSpec, address: Address) -> tuple[socket.socket, DrafterPool]:
+    """The address is taken first: a port was free when it was chosen, and a model may take minutes to load."""
+    listener = bind(address)
+    try:
+        pool = cast(MakeDrafters, maker(spec.maker))(spec.settings)
+        listener.listen(BACKLOG)
+    except BaseException:
+        listener.close()
+        raise
+    return listener, pool
 
 
 def _serve(server: DraftServer) -> None:

@@ -29,7 +29,7 @@ class Played:
     def __init__(self, *, others: tuple[str, ...] = (), listens: int | None = None) -> None:
         self.calls: list[str] = []
         self.others, self.listens = list(others), listens
-        self.lost = False
+        self.lost, self.forgotten = False, list[str]()
         self.deploys: Callable[[], None] = lambda: None
         self.connects: Callable[[], object] = lambda: signal.signal(signal.SIGTERM, lambda *_: sys.exit(15))
 
@@ -67,6 +67,7 @@ def serve(played: Played, monkeypatch: pytest.MonkeyPatch, *, ready: Callable[[]
     monkeypatch.setattr(module, "serve", serving)
     monkeypatch.setattr(module, "running_address", played.address)
     monkeypatch.setattr(module, "application", lambda *_: None)
+    monkeypatch.setattr(module.serve_decisions, "forget", played.forgotten.append)
     before = [signal.getsignal(number) for number in ENDS]
     try:
         group = ReplicaGroupPlan("m", 1, Plan(INSTANCES["inf2.48xlarge"], ()))
@@ -105,7 +106,9 @@ def test_a_signal_ends_it_when_it_serves(number: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("listens", [8000, None])
 def test_what_others_serve_in_the_cluster_goes_on(listens: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve was there before, or came with this application and has others since."""
-    calls = serve(Played(others=("other",), listens=listens), monkeypatch, ready=lambda: tell(signal.SIGINT))
+    played = Played(others=("other",), listens=listens)
+    calls = serve(played, monkeypatch, ready=lambda: tell(signal.SIGINT))
+    assert played.forgotten == ["paceline"], "the next service begins as its file says"
     assert calls[-2:] == ["delete paceline", "ray.shutdown"] and "serve.shutdown" not in calls
 
 
