@@ -206,7 +206,7 @@ def deploy(groups: Sequence[ReplicaGroupPlan]) -> str:
 @contextmanager
 def service(groups: Sequence[ReplicaGroupPlan]) -> Iterator[str]:
     """On a cluster of one node. Yields the address."""
-    environment.replace_silent_processes()
+    environment.prepare_new_cluster()
     ray.init(
         address="local", log_to_driver=False, num_cpus=2, resources={"neuron_cores": host_cpus().cores},
         include_dashboard=False,
@@ -219,7 +219,7 @@ def service(groups: Sequence[ReplicaGroupPlan]) -> Iterator[str]:
 
 def lose_node(groups: Sequence[ReplicaGroupPlan], *, tokens: int, streams: int) -> Outcome:
     """Two nodes besides the head, which has the edge and no cores: the one that runs the model goes."""
-    environment.replace_silent_processes()
+    environment.prepare_new_cluster()
     cores = sum(groups[0].num_cores)
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     try:

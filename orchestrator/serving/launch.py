@@ -97,7 +97,7 @@ def _until_a_signal() -> Iterator[Callable[[], None]]:
 def _connect(groups: Sequence[ReplicaGroupPlan], address: str | None) -> None:
     cores = max(group.plan.instance.cores for group in groups)
     own = {"resources": {RESOURCE: cores}, "num_cpus": _CPUS, "include_dashboard": False}
-    environment.replace_silent_processes()
+    environment.prepare_new_cluster()
     try:
         ray.init(address=address or _NEW_CLUSTER, log_to_driver=False, **({} if address else own))
     except _RAY_ERRORS as error:

@@ -11,6 +11,7 @@ RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not ch
 PACELINE_CORES                     the same range under our own name, for a host without Neuron
 RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S and _TIMEOUT_S   written: how soon Ray Serve replaces a proxy that does not answer
 RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS   written: Ray Serve ends a replica that does not answer without waiting for it
+RAY_worker_niceness                written: the priority of Ray's worker processes, on the scale of nice
 PACELINE_LOCKS                     read: folder of the locks of simulated cores; default below the temporary folder
 """
 
@@ -28,6 +29,7 @@ from paceline.placement.planning.instances import Instance
 FORCE_STOP = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
 PROXY_CHECKS = ("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S")
 _PROXY_CHECK_S = "3"
+NICENESS = "RAY_worker_niceness"
 FIRST_PORT = 62182
 CORES = "NEURON_RT_VISIBLE_CORES"
 NOSET = "RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES"
@@ -83,14 +85,17 @@ def apply(env: tuple[tuple[str, str], ...]) -> None:
     os.environ.update(env)
 
 
-def replace_silent_processes() -> None:
-    """Have a cluster that this process starts replace what does not answer within some 20 seconds.
+def prepare_new_cluster() -> None:
+    """Have a cluster that this process starts replace what does not answer within some 20 seconds, and run models at
+    the usual priority.
 
     A stopped replica cannot end itself, and Ray Serve would give it the time that answers under way have when a service
     is taken down. A proxy is lost after three checks in a row, each of a pause and a time to answer of 10 seconds by
-    default; 3 seconds are enough for a process that has nothing else to do than to pass text on.
+    default; 3 seconds are enough for a process that has nothing else to do than to pass text on. Ray starts workers at
+    niceness 15: beside anything else that computes they get a thirtieth of a CPU, and take minutes to be there again.
     """
     os.environ.setdefault(FORCE_STOP, "1")
+    os.environ.setdefault(NICENESS, "0")
     for name in PROXY_CHECKS:
         os.environ.setdefault(name, _PROXY_CHECK_S)
 
