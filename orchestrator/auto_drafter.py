@@ -252,10 +252,7 @@ class _Makers:
         return ChoiceDrafter([self.make(part) for part in parts], [str(part) for part in spec.parts], **options)
 
     def _k(self, spec: DraftSpec) -> int:
-        if spec.k is not None:
-            return spec.k
-        usual = self.target.backend.draft_lengths if self.config.k == "auto" else ()
-        return usual[-1] if usual else self.config.max_k
+        return self.config.longest_draft(self.target.backend.draft_lengths) if spec.k is None else spec.k
 
     def _given(self, spec: DraftSpec, value: object) -> Drafter:
         """A drafter from a Python object."""

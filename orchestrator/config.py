@@ -135,6 +135,10 @@ class SpeculativeConfig(BaseModel):
             return DEFAULT_K
         return DRAFT_LENGTHS[-1] if self.k == "auto" else self.k[-1] if isinstance(self.k, tuple) else self.k
 
+    def longest_draft(self, usual: tuple[int, ...]) -> int:
+        """As `max_k`, where "auto" stands for the lengths ``usual`` of a backend; () = `DRAFT_LENGTHS`."""
+        return usual[-1] if usual and self.k == "auto" else self.max_k
+
     def leaves(self) -> list[DraftSpec]:
         """Every drafter, also those inside of a choice."""
         return [leaf for spec in self.draft for leaf in spec.leaves()]

@@ -36,8 +36,9 @@ class DraftPool:
     """
 
     def __init__(self, config: WorkerConfig, max_targets: int, vocab_sizes: Collection[int]) -> None:
-        self._config, self._max_targets, self._k = config, max_targets, config.speculative.max_k
+        self._config, self._max_targets = config, max_targets
         first = config.load()
+        self._k = config.speculative.longest_draft(first.backend.draft_lengths)
         # Ranks hold one cache each, so a divided model is loaded again for every target.
         siblings = (first.sibling() if config.tp_degree == 1 else config.load() for _ in range(max_targets - 1))
         self._free: list[CompiledDecoder] = [first, *siblings]

@@ -15,6 +15,7 @@ import torch
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import Sampling, sampling_tensors
 from paceline.core.types import Commit, RoundLimits
+from paceline.decoder.backends.eager import EagerBackend
 from paceline.draft.model import ModelDrafter
 from paceline.placement.lookahead.drafter import LookaheadDrafter
 from paceline.placement.planning.footprint import Shape
@@ -47,6 +48,14 @@ def test_a_pool_never_outgrows_its_plan(workshop: Workshop) -> None:
         made.acquire(Handshake(0, "c", 2, VOCABULARY))
     third = made.acquire(Handshake(0, "c", 1, VOCABULARY - 1))
     assert isinstance(third, ModelDrafter) and third.decoder is first.decoder
+
+
+def test_auto_drafts_the_lengths_of_the_drafts_own_backend(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EagerBackend, "draft_lengths", (0, 1, 3))
+    settings = {**asdict(Shape("f32", None, 1, 128)), "backend": "eager", "folder": str(workshop.checkpoint("draft"))}
+    for asked, drafts in (("auto", 3), (5, 5)):
+        drafter = make_drafters({**settings, "k": asked}).acquire(Handshake(0, "a", 1, VOCABULARY))
+        assert drafter.draft_shape.num_draft_tokens == drafts
 
 
 @pytest.mark.parametrize("ahead", [False, True])

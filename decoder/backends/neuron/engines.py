@@ -40,12 +40,20 @@ GATHERED = Figure(
     "nki.isa.dma_copy takes a list of indices from SBUF (SDK 2.33, nki/api), whose tiles have at most 128 partitions "
     "(nki/about/tiling-overview); that an instruction takes one index a partition, and a microsecond, is assumed",
 )
-COLLECTIVE = Figure(15e-6, "seconds of a small collective", "assumed; no figure is published")
+COLLECTIVE = Figure(
+    15e-6,
+    "seconds of a small collective",
+    "14 us of a collective permute in a profile of trn1.32xlarge (aws-neuron-sdk#998; some cores take far longer); AWS "
+    "gives 1 to 10 us as the order of magnitude of the latency, and a single step to messages below 1 MB where chips "
+    "route them (neuron-runtime/explore/intranode-collective-comm, SDK 2.32); that every size up to 160 KB and every "
+    "degree takes the same is assumed",
+)
 COLLECTIVE_SLOW = Figure(
     68e-6,
     "seconds of a small collective, at worst",
     "AWS publishes 6.42 ms a token for Llama-3-8B on 24 cores (about-neuron/benchmarks/inf2); what is left of it after "
-    "reading the weights at 80 % of the bandwidth, divided by 65 collectives",
+    "reading the weights at 80 % of the bandwidth, divided by 65 collectives. A ring of 24 cores would be the same: it "
+    "is gone round twice, 46 hops of 1 to 2 us each (neuron-runtime/explore/intranode-collective-comm, SDK 2.32)",
 )
 LAUNCH = Figure(
     437e-6, "seconds of the host for a synchronous call", "vllm-neuron, design/framework/async_execution.md, on trn2"
