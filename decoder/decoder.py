@@ -197,14 +197,14 @@ class CompiledDecoder:
         return self.options.n_positions
 
     @cached_property
-    def read_prompts(self) -> ReadPrompts | None:
-        """The prompts in the cache, from which others can copy; None where the host cannot reach the cache."""
-        return None if self.backend.device_state or self.backend.group.degree > 1 else ReadPrompts()
+    def read_prompts(self) -> ReadPrompts:
+        """The prompts in the cache, from which others can copy."""
+        return ReadPrompts(1 if self.body.kernels.batch_invariant else self.options.chunks[-1])
 
-    def forget_prompt(self, slot: int) -> None:
-        """The request has left its slot: its rows may be overwritten."""
-        if self.read_prompts is not None:
-            self.read_prompts.forget(slot)
+    @property
+    def on_host(self) -> bool:
+        """Whether the whole cache is in this process's memory."""
+        return not self.backend.device_state and self.backend.group.degree == 1
 
     def bucket_for(self, rows: int) -> int:
         """The smallest bucket that holds so many rows; the largest if none does."""
@@ -272,8 +272,10 @@ class CompiledDecoder:
         self.backend.load(Path(folder), self.cache_key())
 
     @contextmanager
-    def held_by(self, holder: object) -> Iterator[None]:
+    def held_by(self, holder: object, *, keeps_prompts_of: object | None = None) -> Iterator[None]:
         """Keep the cache for one generation; the same holder may enter again.
+
+        keeps_prompts_of  with prefix caching: the last call's holder, whose prompts stay if nobody came in between
 
         Raises:
             DecoderBusyError: another generation is under way on this decoder.
@@ -284,6 +286,8 @@ class CompiledDecoder:
                 "second decoder"
             )
         before, self._holder = self._holder, holder
+        if before is None:
+            self.read_prompts.begin(last=keeps_prompts_of, holder=self.last_holder)
         self.last_holder = holder
         try:
             yield

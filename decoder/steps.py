@@ -13,7 +13,7 @@ from paceline.core.types import FeatureSpec
 from paceline.decoder.decoder import CompiledDecoder, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import CachePosition, Tree
-from paceline.decoder.read_prompts import ReadPrompt
+from paceline.decoder.read_prompts import ReadPrompt, SharedPrefix
 
 
 class PrefillStep(nn.Module):
@@ -106,22 +106,27 @@ def prefill_in_chunks(
     """Read tokens into a slot from cache row ``start`` on, in chunks: of the decoder's lengths, or of these, ascending.
 
     Pauses after every chunk but the last, in which the slot must be left alone. ``shared``: the tokens are a whole
-    prompt, copied from a slot that holds the same one. Nothing writes to its rows while its request is in the slot, and
-    the caller calls `CompiledDecoder.forget_prompt` when the request leaves.
+    prompt, of which what another slot holds is copied (`paceline.decoder.read_prompts`). Nothing writes to its rows
+    while its request is in the slot, and the caller calls `ReadPrompts.finish` when the request leaves.
     -> logits [1, 1, V] after the last of them, and the features [S, F] of all of them if they are read.
     """
-    done, logits, features = 0, None, []
+    done, logits, features = 0, None, list[Tensor]()
     chunks = decoder.options.chunks if chunks is None else chunks
     layers = None if reads is None else reads.layers
-    if decoder.read_prompts is not None:
-        decoder.read_prompts.overwrite(slot, start)
-    known = decoder.read_prompts if shared else None
-    if known is not None:
-        found = known.find(tuple(prompt), layers)
-        if found is not None:
-            like, read = found
-            decoder.body.copy_prompt(slot, like, len(prompt))
-            return read.logits, read.features
+    known = decoder.read_prompts
+    shared = shared and (decoder.on_host or known.keeps)
+    if shared:
+        prefix = known.find(tuple(prompt), layers)
+        known.take(slot, prefix, len(prompt))
+        if prefix is not None:
+            _copy_rows(decoder, slot, prefix)
+            if prefix.rows == len(prompt):
+                known.add(slot, prefix.read)
+                return prefix.read.logits, prefix.read.features
+            done = prefix.rows
+            features += [] if prefix.read.features is None else [prefix.read.features[:done]]
+    else:
+        known.overwrite(slot, start)
     while done < len(prompt):
         left = len(prompt) - done
         chunk = next((c for c in chunks if c >= left), chunks[-1])
@@ -137,9 +142,21 @@ def prefill_in_chunks(
             yield
     assert logits is not None, "an empty prompt is refused before this"
     every = torch.cat(features) if features else None
-    if known is not None:
+    if shared:
         known.add(slot, ReadPrompt(tuple(prompt), layers, logits, every))
     return logits, every
+
+
+def _copy_rows(decoder: CompiledDecoder, slot: int, prefix: SharedPrefix) -> None:
+    """Give a slot the rows of a prefix, if it is another slot's."""
+    if prefix.slot == slot:
+        return
+    if decoder.on_host:
+        decoder.body.copy_prompt(slot, prefix.slot, prefix.rows)
+        return
+    source = torch.arange(decoder.batch_size, dtype=torch.int32)
+    source[slot] = prefix.slot
+    reorder_slots(decoder, source, rows=prefix.rows)
 
 
 def window(

@@ -138,7 +138,7 @@ class ModelDrafter(HeadDrafter):
     def finish_request(self, slot: int) -> None:
         """See `paceline.core.protocols.Drafter`."""
         super().finish_request(slot)
-        self.decoder.forget_prompt(slot)
+        self.decoder.read_prompts.finish(slot)
 
     def propose_allowed(
         self,

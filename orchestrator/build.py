@@ -49,7 +49,7 @@ def engine(target: CompiledDecoder, drafter: Drafter, config: SpeculativeConfig,
         controller=None if lengths is None else DraftLengthController(lengths),
         plain_steps=config.max_k + 1 if not config.draft else 1,
     )
-    made = Engine(target.batch_size, builder)
+    made = Engine(target.batch_size, builder, target.read_prompts if config.prefix_caching else None)
     made.variant()  # what cannot be done is refused now
     return made
 

@@ -83,6 +83,10 @@ class SpeculativeConfig(BaseModel):
     fused: bool | None = Field(
         default=None, description="Draft and verify in one graph; default: wherever that can be done."
     )
+    prefix_caching: bool = Field(
+        default=False,
+        description="Keep prompts in their slots, so that a request whose prompt begins alike reads only the rest.",
+    )
     confidence_threshold: float = Field(
         default=0.0,
         ge=0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from itertools import chain
 from typing import Any, Literal, TypeVar, overload
@@ -14,6 +14,7 @@ from paceline import build
 from paceline.auto import SamplingDecoder
 from paceline.auto_drafter import make_drafter, make_rule
 from paceline.config import SpeculativeConfig
+from paceline.core.drafter_counts import DrafterCounts
 from paceline.core.errors import ConfigurationError
 from paceline.core.sampling import known_kinds
 from paceline.decoder.backends.base import sampling_refusal
@@ -56,6 +57,7 @@ class SpeculativeGenerator:
         self._rule = make_rule(self.config)
         self.drafter, drafts = make_drafter(self.config, target)
         self.decoders: list[CompiledDecoder] = [target, *drafts]
+        self._last_holder = object()  # of the decoders, in the last call
         # Asked here once: looking for a protocol's methods takes as long as the rest of a call's set-up.
         self._reporter = self.drafter if isinstance(self.drafter, ReportsHealth) else None
         self._chooser = self.drafter if isinstance(self.drafter, ReportsChoices) else None
@@ -191,26 +193,30 @@ class SpeculativeGenerator:
         """
         warmup.compile_graphs(self.engine, verify_width, self.decoders, kinds=known_kinds(kinds))
 
+    @property
+    def choice_counts(self) -> Mapping[str, DrafterCounts]:
+        """What each drafter of a choice did since it was made, by its name; empty without a choice."""
+        return {} if self._chooser is None else self._chooser.choice_counts
+
     @contextmanager
     def _held(self) -> Iterator[Statistics]:
         """Hold the decoders for one call. -> its statistics"""
-        holder = object()
+        holder, last = object(), self._last_holder if self.config.prefix_caching else None
         with ExitStack() as stack:
             for decoder in self.decoders:
-                stack.enter_context(decoder.held_by(holder))
+                stack.enter_context(decoder.held_by(holder, keeps_prompts_of=last))
+            self._last_holder = holder
             self.statistics = statistics = Statistics(acceptor=self._rule.name, lossless=self._rule.lossless)
             reporter = self._reporter
             before = None if reporter is None else reporter.health
-            chosen = {} if self._chooser is None else self._chooser.choice_counts
+            chosen = self.choice_counts
             try:
                 yield statistics
             finally:
                 after = None if reporter is None else reporter.health
                 if before is not None and after is not None:
                     statistics.drafter_health = after.since(before)
-                if self._chooser is not None:
-                    now = self._chooser.choice_counts
-                    statistics.drafters = {name: one.since(chosen[name]) for name, one in now.items()}
+                statistics.drafters = {name: one.since(chosen[name]) for name, one in self.choice_counts.items()}
 
 
 Sampler = SpeculativeGenerator | SamplingDecoder

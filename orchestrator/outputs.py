@@ -34,6 +34,7 @@ class RequestOutput:
     token_logprobs   what the model says of each token's place, if ``logprobs`` was set
     accepted_prediction_tokens, rejected_prediction_tokens   tokens drafted from the request's prediction in this round:
                    those that are in the output, and the others
+    cached_tokens  with prefix caching, tokens of its prompt that were not read again, in the first output of a request
     error          why the request ended, where the finish reason is "error"; the others go on
     """
 
@@ -47,6 +48,7 @@ class RequestOutput:
     error: RequestError | None = None
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    cached_tokens: int | None = None
 
 
 @runtime_checkable
@@ -78,6 +80,8 @@ class Statistics:
     num_accepted_tokens_per_pos  drafts whose token at this position was accepted
     draft_lengths                length chosen for every round of the batch, where it is chosen anew every time
     new_tokens                   tokens of all outputs
+    prefix_cache_queries         with prefix caching, tokens of all prompts
+    prefix_cache_hits            those of them that were not read again
     *_seconds                    time in prefill, drafting, verification and everything else (host)
     drafter_health               of a drafter in another process, during this call; None for one in this process
     drafters                     what each drafter of a choice did during this call, by its name; empty without one
@@ -93,6 +97,8 @@ class Statistics:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     draft_lengths: list[int] = field(default_factory=list)
     new_tokens: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0

@@ -66,7 +66,7 @@ class AutoregressiveDecoder:
 
     def finish_request(self, slot: int) -> None:
         """The next request's prompt overwrites the cache rows."""
-        self.decoder.forget_prompt(slot)
+        self.decoder.read_prompts.finish(slot)
 
     def __call__(self, commit: Commit, sampling: SamplingTensors, limits: RoundLimits) -> Commit:
         """Up to ``limits.max_accept + 1`` tokens in every slot."""

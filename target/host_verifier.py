@@ -77,7 +77,7 @@ class HostVerifier:
 
     def finish_request(self, slot: int) -> None:
         """As `CompiledVerifier.finish_request`."""
-        self.decoder.forget_prompt(slot)
+        self.decoder.read_prompts.finish(slot)
 
     def take_scores(self) -> list[list[TokenScore]]:
         """For every slot whose text asks for them, the scores of each token of the last call."""

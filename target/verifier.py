@@ -106,7 +106,7 @@ class CompiledVerifier:
 
     def finish_request(self, slot: int) -> None:
         """The next request's prompt overwrites the cache rows."""
-        self.decoder.forget_prompt(slot)
+        self.decoder.read_prompts.finish(slot)
 
     def __call__(
         self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits

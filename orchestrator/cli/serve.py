@@ -95,6 +95,7 @@ class OneModel:
     amp: Annotated[str | None, typer.Option(help="Number format: bf16, f16 or f32.")] = None
     batch_size: Annotated[int, typer.Option(help="Requests decoded at the same time.")] = 8
     n_positions: Annotated[int | None, typer.Option(help="Longest text; default: the model's own.")] = None
+    prefix_caching: Annotated[bool, typer.Option(help="Prompts that begin alike share what is read of them.")] = False
     tp_degree: Annotated[int | None, typer.Option(help="Cores the model is divided over; default: as it fits.")] = None
 
     def entries(self) -> list[dict[str, object]]:
@@ -111,6 +112,7 @@ class OneModel:
             "batch_size": self.batch_size,
             "n_positions": self.n_positions,
             "tp_degree": self.tp_degree,
+            "prefix_caching": self.prefix_caching or None,
         }
         return [{key: value for key, value in values.items() if value is not None}]
 

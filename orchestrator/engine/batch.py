@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, insort
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -118,7 +118,14 @@ class Batch:
         self._limits = RoundLimits(zeros.clone(), 1)
         self._max_accept = [0] * size  # in every slot, as of the last round
         self._remaining = [-1] * size  # nodes each slot could accept; below 0: to be worked out anew
+        self._first_idle: Callable[[int], int] = lambda _slot: 0  # row at which an idle slot computes
         self._requests_changed()
+
+    def keep_rows(self, rows: Callable[[int], int]) -> None:
+        """Leave the first ``rows(slot)`` rows of idle slots as they are: rounds compute behind them there."""
+        self._first_idle = rows
+        for slot in range(len(self.slots)):
+            self._set_commit(slot, 0, rows(slot))
 
     def seat(self, slot: int, request: Request) -> None:
         """Give a slot to a request whose prompt is about to be read.
@@ -130,10 +137,13 @@ class Batch:
         self._requests_changed()
         self._set_commit(slot, 0, len(request.prompt))
 
-    def join(self, slot: int, row: SamplingTensors, first: PrefillResult) -> RequestOutput:
+    def join(
+        self, slot: int, row: SamplingTensors, first: PrefillResult, *, cached: int | None = None
+    ) -> RequestOutput:
         """Let the request in a slot take part in rounds: its prompt is read, and its first token is known.
 
-        ``row`` is how it samples.
+        row     how it samples
+        cached  tokens of its prompt that were not read again; None: without prefix caching
         """
         seated = self.slots[slot]
         assert seated is not None
@@ -144,14 +154,20 @@ class Batch:
         self._set_commit(slot, first.token, len(seated.request.prompt))
         if first.features is not None:
             self._features(first.features)[slot, 0] = first.features[-1]
-        return self._append(slot, seated, [first.token], accepted=(0, 0), scores=first.scores)
+        output = self._append(slot, seated, [first.token], accepted=(0, 0), scores=first.scores)
+        if cached is None:
+            return output
+        self._statistics.prefix_cache_queries += len(seated.request.prompt)
+        self._statistics.prefix_cache_hits += cached
+        return replace(output, cached_tokens=cached)
 
     def apply(self, result: RoundResult) -> list[RequestOutput]:
         """Take over what rounds committed; one output for every request and round."""
         self.commit = commit = result.commit
         if len(self.active) < len(self.slots):
-            idle = [index for index, slot in enumerate(self.slots) if slot is None]
-            commit.first_row[idle] = 0  # the round moved them on, as it did the others
+            for index, seated in enumerate(self.slots):  # the round moved the idle ones on, as it did the others
+                if seated is None:
+                    commit.first_row[index] = self._first_idle(index)
             for slot, length in self._joining.items():
                 commit.first_row[slot] = length
         statistics = self._statistics
@@ -277,14 +293,14 @@ class Batch:
         )
 
     def _free(self, slot: int) -> None:
-        """Take a request out of its slot, which then computes harmless tokens from row 0 of its cache on."""
+        """Take a request out of its slot, which then computes harmless tokens in rows that nobody needs."""
         self.slots[slot] = None
         self.freed.append(slot)
         if self._joining.pop(slot, None) is None:
             self.active.remove(slot)
         self.sampling.params[slot], self._kinds[slot] = _IDLE_PARAMS, "greedy"
         self._requests_changed()
-        self._set_commit(slot, 0, 0)
+        self._set_commit(slot, 0, self._first_idle(slot))
 
     def _set_commit(self, slot: int, token: int, first_row: int) -> None:
         """One committed token in a slot."""

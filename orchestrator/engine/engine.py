@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
+from typing import Protocol
 
 from paceline.core.protocols import Reading, Round
 from paceline.core.reading import finish
@@ -34,12 +35,26 @@ sequence: there it finds, during a run, the request of every slot.
 """
 
 
+class KeptPrompts(Protocol):
+    """Prompts that stay in their slots, for requests that begin alike (prefix caching)."""
+
+    def choose(self, prompt: Sequence[int], free: Sequence[int]) -> int:
+        """The best of the free slots for a prompt."""
+
+    def rows(self, slot: int) -> int:
+        """How many rows of a free slot must stay as they are."""
+
+    def shared(self, slot: int) -> int:
+        """How many tokens of its prompt the request in a slot did not read."""
+
+
 @dataclass(slots=True)
 class Engine:
-    """Serves requests on ``num_slots`` slots, one run at a time."""
+    """Serves requests on ``num_slots`` slots, one run at a time. ``kept``: with prefix caching."""
 
     num_slots: int
     build: VariantBuilder
+    kept: KeptPrompts | None = None
     _slots: list[Slot | None] = field(init=False)
     _variants: dict[int | None, Variant] = field(init=False, default_factory=dict)
 
@@ -71,7 +86,9 @@ class Engine:
         """
         variant = self.variant(verify_width)
         rounds, batch = variant.round, Batch(self._slots, variant.shape, statistics)
-        prompts, resumed = _Prompts(queue, batch, rounds), perf_counter()
+        if self.kept is not None:
+            batch.keep_rows(self.kept.rows)
+        prompts, resumed = _Prompts(queue, batch, rounds, kept=self.kept), perf_counter()
         try:
             while True:
                 if queue.paced and (aborted := queue.take_aborted()):
@@ -105,8 +122,8 @@ class _Prompts:
     seconds  that prompts took in it
     """
 
-    def __init__(self, queue: RequestQueue, batch: Batch, rounds: Round) -> None:
-        self._queue, self._batch, self._rounds = queue, batch, rounds
+    def __init__(self, queue: RequestQueue, batch: Batch, rounds: Round, *, kept: KeptPrompts | None) -> None:
+        self._queue, self._batch, self._rounds, self._kept = queue, batch, rounds, kept
         self._slot = -1
         self._reading: Reading | None = None  # of the prompt that is being read, into that slot
         self.outputs: list[RequestOutput] = []
@@ -124,7 +141,8 @@ class _Prompts:
             read = True
             first = self._read_on(whole=not paced)
             if first is not None:
-                self.outputs.append(batch.join(self._slot, self._sampling, first))
+                cached = None if self._kept is None else self._kept.shared(self._slot)
+                self.outputs.append(batch.join(self._slot, self._sampling, first, cached=cached))
                 self._reading = None
                 if batch.freed:  # the text ended with its first token
                     _finish_requests(self._rounds, batch)
@@ -144,7 +162,8 @@ class _Prompts:
         request = self._queue.pop()
         if request is None:
             return False
-        self._slot = self._batch.slots.index(None)
+        free = [slot for slot, seated in enumerate(self._batch.slots) if seated is None]
+        self._slot = free[0] if self._kept is None else self._kept.choose(request.prompt, free)
         self._batch.seat(self._slot, request)  # before the round is chosen by what the request needs
         self._sampling = sampling_tensors([request.sampling])
         self._reading = self._rounds.start(self._slot, request.prompt, self._sampling)

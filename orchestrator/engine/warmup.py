@@ -60,6 +60,9 @@ def compile_graphs(
             if features is not None:
                 commit = replace(commit, features=features.new_zeros(slots, width, features.shape[-1]))
             variant.round.finish_request(0)
+        if engine.kept is not None and not target.on_host:
+            for rows in target.kv_buckets:
+                steps.reorder_slots(target, torch.arange(slots, dtype=torch.int32), rows=rows)
         for one, own_width, limits in _rounds(variant):
             own = commit if own_width == width else fitted(commit, own_width)[1]
             for kind, rows in product(distinct_kinds(decoders, kinds), lengths(target)):

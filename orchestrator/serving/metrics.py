@@ -38,6 +38,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("vllm:kv_cache_usage_perc", "gauge", "Share of the slots of the KV cache that a request has; 1 is all."),
     Metric("vllm:prompt_tokens", "counter", "Tokens of the prompts of accepted requests."),
     Metric("vllm:generation_tokens", "counter", "Tokens of all answers."),
+    Metric("vllm:prefix_cache_queries", "counter", "Tokens of prompts that were looked up, with prefix caching."),
+    Metric("vllm:prefix_cache_hits", "counter", "Those of them that were not read again."),
     Metric("vllm:request_success", "counter", "Requests that were answered to their end."),
     Metric("vllm:time_to_first_token_seconds", "histogram", "From a request's arrival to its first token.", (), _SLOW),
     Metric("vllm:inter_token_latency_seconds", "histogram", "Between tokens of an answer.", (), _FAST),
@@ -48,6 +50,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("vllm:spec_decode_num_accepted_tokens", "counter", "Drafted tokens that are in an answer."),
     Metric("vllm:spec_decode_num_accepted_tokens_per_pos", "counter", "The same, by position.", ("position",)),
     Metric("paceline:draft_length_rounds", "counter", "Rounds by the draft length that was chosen.", ("length",)),
+    Metric("paceline:drafter_num_drafts", "counter", "Verified proposals of a drafter of a choice.", ("drafter",)),
+    Metric("paceline:drafter_num_draft_tokens", "counter", "Tokens of these.", ("drafter",)),
+    Metric("paceline:drafter_num_scored", "counter", "Its proposals that were compared with the answer.", ("drafter",)),
+    Metric("paceline:drafter_num_scored_tokens", "counter", "First tokens of these that it wrote.", ("drafter",)),
+    Metric("paceline:drafter_propose_seconds", "counter", "Time in which it proposed.", ("drafter",)),
     Metric("paceline:engine_seconds", "counter", "Time of the engine, by what it did.", ("part",)),
     Metric("paceline:requests_failed", "counter", "Requests that failed, by HTTP status.", ("status",)),
     Metric("paceline:drafter_up", "gauge", "1: the draft in its own process answers; 0: rounds go on without it."),
@@ -111,6 +118,8 @@ class MetricSet:
         self.show("vllm:num_requests_waiting", figures.waiting)
         self.show("vllm:kv_cache_usage_perc", figures.running / num_slots)
         self.reach("vllm:generation_tokens", figures.generation_tokens)
+        self.reach("vllm:prefix_cache_queries", figures.prefix_cache_queries)
+        self.reach("vllm:prefix_cache_hits", figures.prefix_cache_hits)
         self.reach("vllm:spec_decode_num_drafts", figures.num_drafts)
         self.reach("vllm:spec_decode_num_draft_tokens", figures.num_draft_tokens)
         self.reach("vllm:spec_decode_num_accepted_tokens", figures.num_accepted_tokens)
@@ -120,6 +129,9 @@ class MetricSet:
             self.reach("paceline:draft_length_rounds", count, length=str(length))
         for part in ("prefill", "draft", "verify", "host"):
             self.reach("paceline:engine_seconds", getattr(figures, f"engine_{part}_seconds"), part=part)
+        for drafter, counts in figures.drafters.items():
+            for name in ("num_drafts", "num_draft_tokens", "num_scored", "num_scored_tokens", "propose_seconds"):
+                self.reach(f"paceline:drafter_{name}", getattr(counts, name), drafter=drafter)
         if health is not None:
             self.show("paceline:drafter_up", float(health.state == "up"))
             self.reach("paceline:drafter_restarts", health.restarts)

@@ -6,10 +6,11 @@ Not here: how they are exported.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from paceline.core.drafter_counts import DrafterCounts
 from paceline.outputs import Statistics
 from paceline.workers.calls import RequestTiming
 
@@ -27,6 +28,8 @@ class EngineFigures:
     prefill_seconds, decode_seconds   of finished requests: from there to the first token, and on to the end
     engine_prefill_seconds       time the engine spent in prompts; engine_draft_seconds, engine_verify_seconds,
                                  engine_host_seconds: in drafting, verification and everything else
+    prefix_cache_queries, prefix_cache_hits   see `paceline.outputs.Statistics`
+    drafters                     what each drafter of a choice did, by its name; empty without one
     """
 
     running: int
@@ -45,6 +48,9 @@ class EngineFigures:
     engine_draft_seconds: float
     engine_verify_seconds: float
     engine_host_seconds: float
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+    drafters: Mapping[str, DrafterCounts] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -69,7 +75,9 @@ class Totals:
         if run is not self._added:
             self._sum, self._lengths, self._added = _plus(self._sum, run), self._lengths + _lengths(run), run
 
-    def figures(self, running: int, waiting: int, run: Statistics) -> EngineFigures:
+    def figures(
+        self, running: int, waiting: int, run: Statistics, *, drafters: Mapping[str, DrafterCounts]
+    ) -> EngineFigures:
         """A snapshot; ``run``: of the engine's last run, which may be under way."""
         over = run is self._added
         total = self._sum if over else _plus(self._sum, run)
@@ -89,6 +97,9 @@ class Totals:
             total.draft_seconds,
             total.verify_seconds,
             total.host_seconds,
+            total.prefix_cache_queries,
+            total.prefix_cache_hits,
+            drafters,
         )
 
 
@@ -108,6 +119,8 @@ def _plus(one: Statistics, other: Statistics) -> Statistics:
         num_draft_tokens_per_pos=summed("num_draft_tokens_per_pos"),
         num_accepted_tokens_per_pos=summed("num_accepted_tokens_per_pos"),
         new_tokens=one.new_tokens + other.new_tokens,
+        prefix_cache_queries=one.prefix_cache_queries + other.prefix_cache_queries,
+        prefix_cache_hits=one.prefix_cache_hits + other.prefix_cache_hits,
         prefill_seconds=one.prefill_seconds + other.prefill_seconds,
         draft_seconds=one.draft_seconds + other.draft_seconds,
         verify_seconds=one.verify_seconds + other.verify_seconds,

@@ -81,7 +81,8 @@ class SharedEngine:
         """How many requests there are, and what was done for all of them so far."""
         with self._changed:
             waiting = sum(len(state.waiting) for state in self._calls.values())
-            return self._totals.figures(len(self._running), waiting, self._generator.statistics)
+            made = self._generator
+            return self._totals.figures(len(self._running), waiting, made.statistics, drafters=made.choice_counts)
 
     def submit(self, call: Call, sink: Sink) -> None:
         """Take on a call; ``sink`` gets its updates, the last of which says that it ended.

@@ -16,7 +16,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.files import is_gguf
 from paceline.placement.planning.footprint import NUMBER_BYTES, Footprint, Shape, cache_bytes, footprint
 
-KEYS = ("draft", "k", "acceptor", "exact", "fused", "confidence_threshold", "vocabulary")
+KEYS = ("draft", "k", "acceptor", "exact", "fused", "confidence_threshold", "vocabulary", "prefix_caching")
 """Keys of a target in a models file; they mean what they mean in Python."""
 
 _STORED_BYTES = 2  # of a number in a file of heads, which says nothing of the format it is loaded in

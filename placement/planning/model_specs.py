@@ -17,7 +17,8 @@ Keys of a model:
     draft         who drafts in the target's own process, fused with it where that can be done: a drafter's name
                   (ngram), a folder with a draft model, Medusa heads or an EAGLE head, either with options (DIR:k=3) or
                   as a mapping ({path: DIR, k: 3}), or a list of these
-    k, acceptor, exact, fused, confidence_threshold, vocabulary    as in `paceline.config.SpeculativeConfig`
+    k, acceptor, exact, fused, confidence_threshold, vocabulary, prefix_caching   as in
+                  `paceline.config.SpeculativeConfig`
     draft_of      the target's name, or a list: a draft model on cores of its own, for one target or several; of the
                   keys above it has ``k`` alone
     quota         limits for the targets of a draft (`quota`): max_targets, max_slots, weights: {target: weight}
@@ -138,6 +139,7 @@ class ModelEntry(ResidencyEntry):
     fused: object = None
     confidence_threshold: object = None
     vocabulary: object = None
+    prefix_caching: object = None
     quota: QuotaEntry | None = None
     replicas: pydantic.PositiveInt | None = None
     backend: Annotated[str, pydantic.AfterValidator(_known_backend)] = "inductor"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from paceline.core.drafter_counts import DrafterCounts
 from paceline.core.drafter_health import DrafterHealth
 from paceline.serving.metrics import METRICS, MetricSet, merged, timed
 from paceline.serving.router import Accepted, Chunk, Failed, Item
@@ -20,7 +21,8 @@ FIGURES = EngineFigures(
     running=2, waiting=3, finished=1, generation_tokens=40, num_drafts=10, num_draft_tokens=30, num_accepted_tokens=20,
     num_accepted_tokens_per_pos=(9, 7, 4), draft_lengths={0: 1, 3: 9}, queue_seconds=0.0, prefill_seconds=0.0,
     decode_seconds=0.0, engine_prefill_seconds=1.0, engine_draft_seconds=2.0, engine_verify_seconds=3.0,
-    engine_host_seconds=0.5,
+    engine_host_seconds=0.5, prefix_cache_queries=50, prefix_cache_hits=32,
+    drafters={"ngram": DrafterCounts(6, 18, 9, 20, 0.25), "model": DrafterCounts(4, 12, 5, 9, 0.5)},
 )  # fmt: skip
 
 
@@ -65,6 +67,9 @@ def test_counts_are_those_of_the_engine_however_often_they_are_taken_over() -> N
     assert found["vllm:generation_tokens_total", ""] == 40 and found["vllm:prompt_tokens_total", ""] == 7
     assert found["paceline:drafter_faults_total", "lost"] == 1 and found["paceline:drafter_up", ""] == 1
     assert found["paceline:requests_failed_total", "400"] == found["vllm:request_success_total", ""] == 1
+    assert found["vllm:prefix_cache_queries_total", ""] == 50 and found["vllm:prefix_cache_hits_total", ""] == 32
+    drafters = [found[f"paceline:drafter_{name}_total", "ngram"] for name in ("num_drafts", "num_scored_tokens")]
+    assert drafters == [6, 20] and found["paceline:drafter_propose_seconds_total", "model"] == 0.5
     assert found["vllm:time_to_first_token_seconds_count", ""] == 1
     assert found["vllm:inter_token_latency_seconds_count", ""] == 2
 

@@ -44,6 +44,7 @@ class Answer:
         self._plan, self._writer, self._choices, self._acceptance = plan, writer, choices, acceptance
         self._texts = [ChoiceText() for _ in choices]
         self._sent = [0] * len(choices)
+        self._cached: int | None = None
 
     @property
     def sent(self) -> tuple[int, ...]:
@@ -55,6 +56,8 @@ class Answer:
         events = []
         for output in outputs:
             self._acceptance.count(output.drafted, output.accepted)
+            if output.cached_tokens is not None and output.index % self._plan.candidates == 0:
+                self._cached = (self._cached or 0) + output.cached_tokens  # other candidates find the prompt anyhow
             for step, is_new in self._choices[output.index].push(output):
                 self._sent[step.choice] += len(step.pieces)
                 if not self._plan.stream:
@@ -86,4 +89,4 @@ class Answer:
 
     @property
     def _usage(self) -> Usage:
-        return Usage(self._plan.prompt_tokens, sum(self._sent))
+        return Usage(self._plan.prompt_tokens, sum(self._sent), self._cached)

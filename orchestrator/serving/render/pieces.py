@@ -48,18 +48,24 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of an answer."""
+    """Tokens of an answer. ``cached_tokens``: of the prompts, those that were not read again; None: without
+    prefix caching.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int | None = None
 
-    def to_dict(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, object]:
         """As in completions and chat completions."""
-        return {
+        usage: dict[str, object] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
+        if self.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self.cached_tokens}
+        return usage
 
 
 @dataclass(slots=True)
