@@ -25,6 +25,8 @@ from paceline.decoder.parallel.sharding import Shard, TensorSpec
 from paceline.decoder.parallel.vocab_parallel import embedded
 from paceline.decoder.weights.quantize import Stored, matrix
 
+_HEADS = re.compile(r"medusa_head(s?\.|_)\d+\..+")
+
 
 class DecoderModel(nn.Module):
     """A family: how its config.json is read, which tensors it has, and its network.
@@ -48,6 +50,14 @@ class DecoderModel(nn.Module):
     cos: Tensor
     sin: Tensor
     ids: Tensor
+
+    @classmethod
+    def ignores(cls, name: str) -> bool:
+        """Whether a checkpoint may hold a tensor of that name without any effect here.
+
+        Of every family, heads that draft for it, in the names of Medusa and of NxD Inference: `paceline.medusa`'s.
+        """
+        return any(kind is not None and kind.fullmatch(name) for kind in (cls.ignored, _HEADS))
 
     @staticmethod
     def config(fields: Fields, generation: Fields) -> ModelConfig:

@@ -81,7 +81,7 @@ def load_weights(
     place = checkpoint_path(path)
     places = _prefixed(_survey(place), family.bare_prefix)
     originals = {copy: name for name, spec in expected.items() for copy in spec.copies if copy in places}
-    relevant = [name for name in places if family.ignored is None or not family.ignored.fullmatch(name)]
+    relevant = [name for name in places if not family.ignores(name)]
     _check_names(place, relevant, expected, copies=set(originals))
     # Copies, which some checkpoints keep of tied tensors, are read, compared and dropped.
     specs = expected | {copy: expected[name] for copy, name in originals.items()}
@@ -144,8 +144,8 @@ def _load_matrix(
     file: Path,
 ) -> QuantizedTensor:
     """A quantised matrix [out, in], made of the whole one: a rank's part has the numbers that one rank would have."""
-    stored = source.read_quantized(name) if form is None else None
-    if stored is None:
+    stored = source.read_quantized(name)
+    if stored is None or form not in (None, stored.format):
         # In float32, in which every stored number is exact.
         weight = _load_tensor(source, name, torch.float32, part=None, file=file)
         try:

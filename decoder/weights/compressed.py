@@ -1,9 +1,9 @@
-"""The layout of quantised weights in a safetensors checkpoint: ``int-quantized`` and ``float-quantized`` of
-compressed-tensors.
+"""What config.json says of quantised weights in a safetensors checkpoint, and which formats of compressed-tensors are
+read: ``int-quantized`` and ``float-quantized``, which are written here too, and ``pack-quantized``.
 
 A matrix X.weight is int8 or float8_e4m3fn [N, K], and X.weight_scale has a scale for every row, [N, 1], or one for all
-of them, [1]; config.json says so in ``quantization_config``. Weights alone are quantised. Not here: the files, and how
-numbers are rounded.
+of them, [1]; config.json says so in ``quantization_config``. Weights alone are quantised. Not here: the files, how
+numbers are rounded, and packed matrices (`paceline.decoder.weights.packed`).
 """
 
 import copy
@@ -43,12 +43,28 @@ QUANTIZATION_CONFIG: dict[str, Any] = {
 STORED_FORMATS = {"I8": WeightFormat.INT8, "F8_E4M3": WeightFormat.FP8_E4M3}
 """By what safetensors call a type: the format of a matrix with scales."""
 
-_WEIGHTS: dict[str, tuple[object, ...]] = {
+_EIGHT_BITS: dict[str, tuple[object, ...]] = {
     "num_bits": (8,),
     "type": ("int", "float"),
     "symmetric": (True,),
     "strategy": ("channel", "tensor"),
 }
+_PACKED: dict[str, tuple[object, ...]] = {
+    "num_bits": (4, 8),
+    "type": ("int",),
+    "symmetric": (True, False),
+    "strategy": ("channel", "group"),
+    "actorder": (None, False, "static", "weight"),
+}
+_WEIGHTS = {
+    "int-quantized": _EIGHT_BITS,
+    "float-quantized": _EIGHT_BITS,
+    "naive-quantized": _EIGHT_BITS,
+    "pack-quantized": _PACKED,
+}
+"""The formats that are read, and what they may say of weights."""
+
+_NOTHING: tuple[object, ...] = (None, {}, [])
 
 
 def quantization_config(form: WeightFormat) -> dict[str, Any] | None:
@@ -74,33 +90,44 @@ def check_quantization_config(values: object, where: str) -> None:
     if wrong:
         raise UnknownArchitectureError(
             f"{where}: quantization_config says that the weights are quantised, and of that only int8 and float8_e4m3 "
-            "weights with a scale for every row or matrix are supported (compressed-tensors, int-quantized and "
-            f"float-quantized), not {wrong}; use the checkpoint in float32, bfloat16 or float16, and quantization=... "
-            "when loading it."
+            "weights with a scale for every row or matrix, and 4 or 8 bits in groups, are supported "
+            f"(compressed-tensors, {', '.join(_WEIGHTS)}), not {wrong}; use the checkpoint in float32, bfloat16 or "
+            "float16, and quantization=... when loading it."
         )
 
 
 def _why_not(values: object) -> str:
     if not isinstance(values, Mapping):
         return f"a {type(values).__name__}"
+    form = values.get("format")
     for name, allowed in (
         ("quant_method", ("compressed-tensors",)),
-        ("format", ("int-quantized", "float-quantized", "naive-quantized")),
-        ("kv_cache_scheme", (None,)),
+        ("format", tuple(_WEIGHTS)),
+        ("kv_cache_scheme", _NOTHING),
+        ("transform_config", _NOTHING),
     ):
         if values.get(name) not in allowed:
             return f"{name} = {values.get(name)!r}"
+    sparsity = values.get("sparsity_config")
+    if sparsity not in _NOTHING and not (isinstance(sparsity, Mapping) and sparsity.get("format") == "dense"):
+        return f"sparsity_config = {sparsity!r}"
     groups = values.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         return "config_groups that are missing"
-    for group in groups.values():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if not isinstance(weights, Mapping):
-            return "a group without weights"
-        for name, value in _WEIGHTS.items():
-            if weights.get(name) not in value:
-                return f"weights with {name} = {weights.get(name)!r}"
-        for name in ("input_activations", "output_activations"):
-            if group.get(name) is not None:
-                return name
+    reasons = (_why_not_group(group, str(form)) for group in groups.values())
+    return next((reason for reason in reasons if reason), "")
+
+
+def _why_not_group(group: object, form: str) -> str:
+    weights = group.get("weights") if isinstance(group, Mapping) else None
+    if not isinstance(group, Mapping) or not isinstance(weights, Mapping):
+        return "a group without weights"
+    if group.get("format") not in (None, form):
+        return f"a group with format = {group.get('format')!r}"
+    for name, allowed in _WEIGHTS[form].items():
+        if weights.get(name) not in allowed:
+            return f"weights with {name} = {weights.get(name)!r}"
+    for name in ("input_activations", "output_activations"):
+        if group.get(name) is not None:
+            return name
     return ""

@@ -84,7 +84,22 @@ def is_mapped(path: Path) -> bool:
 
 @contextmanager
 def open_weight_file(path: Path) -> Iterator[WeightFile]:
-    """Open one file of weights; absent, truncated or unreadable is a MissingWeightsError."""
+    """Open one file of weights; absent, truncated or unreadable is a MissingWeightsError.
+
+    Matrices that are packed are read as floats (`paceline.decoder.weights.packed`).
+    """
+    with open_plain(path) as source:
+        if path.suffix != ".safetensors":
+            yield source
+            return
+        from paceline.decoder.weights.packed import PackedFile  # it imports this module
+
+        yield PackedFile.around(source, path)
+
+
+@contextmanager
+def open_plain(path: Path) -> Iterator[WeightFile]:
+    """The same with every tensor as it is stored."""
     start = _first_bytes(path)
     if start.startswith(b"version https://git-lfs"):
         raise MissingWeightsError(

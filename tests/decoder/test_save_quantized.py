@@ -171,7 +171,7 @@ def test_damaged_ones_are_refused(quantized: Path, tmp_path: Path) -> None:
 WEIGHTS = QUANTIZATION_CONFIG["config_groups"]["group_0"]["weights"]
 OTHERS: dict[str, dict[str, Any]] = {
     "quant_method = 'gptq'": {"quant_method": "gptq"},
-    "format = 'pack-quantized'": {"format": "pack-quantized"},
+    "format = 'marlin-24'": {"format": "marlin-24"},
     "kv_cache_scheme": {"kv_cache_scheme": {"num_bits": 8}},
     "config_groups that are missing": {"config_groups": {}},
     "a group without weights": {"config_groups": {"a": {}}},

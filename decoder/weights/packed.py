@@ -1,0 +1,200 @@
+"""Matrices as compressed-tensors packs them, `pack-quantized`, given as matrices of floats.
+
+    X.weight_packed       int32 [N, ceil(K * bits / 32)]: numbers of 4 or 8 bits, the first one in the lowest bits of a
+                          word, each with 2^(bits - 1) added
+    X.weight_shape        int64 [2]: N and K
+    X.weight_scale        [N, groups], of groups of K / groups neighbours in a row; one group: a scale for every row
+    X.weight_zero_point   int32 [ceil(N * bits / 32), groups], packed along N; only where weights are asymmetric
+
+A weight is (number - zero point) * scale. Names and bits are those of compressed-tensors 0.20, `pack_quantized`. The
+parts of a matrix may lie in several files of a checkpoint. Not here: matrices of 8 bits that are not packed
+(`paceline.decoder.weights.files`), and what config.json says of them (`paceline.decoder.weights.compressed`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import CheckpointError, MissingWeightsError, UnknownArchitectureError, WeightValueError
+from paceline.decoder.json_fields import read_json_object
+from paceline.decoder.weights.files import TensorInfo, WeightFile, open_plain
+from paceline.decoder.weights.quantize import GROUP, QuantizedTensor, WeightFormat
+
+_PACKED, _SCALE, _SHAPE, _ZERO, _ORDER = "_packed", "_scale", "_shape", "_zero_point", "_g_idx"
+_BESIDE = (_SCALE, _SHAPE, _ZERO)
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """A packed matrix before its scales are applied: ``numbers`` [N, K] int8; ``scales`` and ``zeros`` [N, groups]."""
+
+    numbers: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFile:
+    """A `WeightFile` whose packed matrices are floats.
+
+    matrices  their names and shapes
+    parts     names in the file that belong to one
+    """
+
+    source: WeightFile
+    path: Path
+    matrices: dict[str, tuple[int, ...]]
+    parts: frozenset[str]
+
+    @classmethod
+    def around(cls, source: WeightFile, path: Path) -> WeightFile:
+        """The file itself, if nothing in it is packed.
+
+        Raises:
+            UnknownArchitectureError: a matrix has an order of columns of its own.
+            MissingWeightsError: a part of a matrix is in no file.
+        """
+        infos = source.infos()
+        ordered = next((name for name in infos if name.endswith(".weight" + _ORDER)), None)
+        if ordered is not None:
+            raise UnknownArchitectureError(
+                f"{path}: {ordered} says that the columns of groups are in another order (actorder='group'), which is "
+                "not supported; use a checkpoint that was quantised with another order"
+            )
+        elsewhere = _index(path)
+        made = cls(source, path, {}, frozenset(name for name in infos if _is_part(name, infos, elsewhere)))
+        for name in infos:
+            if name.endswith(".weight" + _PACKED):
+                matrix = name.removesuffix(_PACKED)
+                shape = made._part(matrix, _SHAPE)
+                made.matrices[matrix] = tuple(int(size) for size in shape.flatten().tolist())
+        return made if made.matrices or made.parts else source
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """Packed matrices by their whole name, as what is read of them."""
+        plain = {name: info for name, info in self.source.infos().items() if name not in self.parts}
+        return plain | {name: TensorInfo(shape, "F32") for name, shape in self.matrices.items()}
+
+    def read(self, name: str) -> Tensor:
+        """The tensor; a packed matrix as float32 [N, K]."""
+        if name not in self.matrices:
+            return self.source.read(name)
+        found = self._numbers(name)
+        numbers = found.numbers.float()
+        groups = found.scales.shape[1]
+        numbers = numbers.unflatten(1, (groups, -1))
+        if found.zeros is not None:
+            numbers -= found.zeros.float().unsqueeze(2)
+        whole: Tensor = (numbers * found.scales.unsqueeze(2)).flatten(1)
+        return whole
+
+    def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
+        """See `WeightFile`; a packed matrix is unpacked whole."""
+        if name not in self.matrices:
+            return self.source.read_range(name, span, dim=dim)
+        return self.read(name).narrow(dim, span[0], span[1] - span[0])
+
+    def read_quantized(self, name: str) -> QuantizedTensor | None:
+        """See `WeightFile`. A symmetric matrix of 4 bits is Q4_0 where its scales are numbers of float16, and one of 8
+        bits with a scale for every row is int8, number by number.
+        """
+        if name not in self.matrices:
+            return self.source.read_quantized(name)
+        found = self._numbers(name)
+        rows, columns = found.numbers.shape
+        groups = found.scales.shape[1]
+        if found.zeros is not None:
+            return None
+        if found.bits == 8:
+            if groups > 1 or not bool((found.scales > 0).all()):
+                return None
+            return QuantizedTensor(found.numbers, found.scales[:, 0].clone(), WeightFormat.INT8, columns)
+        half = found.scales.half()
+        if columns // groups % GROUP or not torch.equal(half.float(), found.scales):
+            return None
+        blocks = columns // GROUP
+        scales = half.repeat_interleave(blocks // groups, 1).unsqueeze(2).contiguous().view(torch.uint8)
+        low, high = (found.numbers + 8).view(torch.uint8).view(rows, blocks, 2, GROUP // 2).unbind(2)
+        data = torch.cat((scales, low | high << 4), 2)
+        return QuantizedTensor(data.flatten(1).contiguous(), None, WeightFormat.Q4_0, columns)
+
+    def _numbers(self, name: str) -> _Numbers:
+        rows, columns = self.matrices[name]
+        words = self.source.read(name + _PACKED)
+        bits = next((bits for bits in (4, 8) if -(-columns * bits // 32) == words.shape[-1]), 0)
+        scales = self._scales(name, rows)
+        groups = scales.shape[1]
+        if words.dtype != torch.int32 or words.ndim != 2 or words.shape[0] != rows or not bits or columns % groups:
+            raise CheckpointError(
+                f"{self.path}: {name}{_PACKED} has shape {list(words.shape)} and {groups} groups, which is no matrix "
+                f"of {rows} x {columns} numbers of 4 or 8 bits; download the file again."
+            )
+        zeros = None
+        if self._has(name + _ZERO):
+            packed = self._part(name, _ZERO)
+            if packed.dtype != torch.int32 or packed.shape != (-(-rows * bits // 32), groups):
+                raise CheckpointError(
+                    f"{self.path}: {name}{_ZERO} has shape {list(packed.shape)}, which does not go with {rows} rows of "
+                    f"{groups} groups; download the file again."
+                )
+            zeros = _unpacked(packed.t(), bits, rows).t()
+        return _Numbers(_unpacked(words, bits, columns), scales, zeros, bits)
+
+    def _scales(self, name: str, rows: int) -> Tensor:
+        """[N, groups] float32"""
+        found = self._part(name, _SCALE).float()
+        if found.ndim != 2 or found.shape[0] != rows or not bool(torch.isfinite(found).all()):
+            raise WeightValueError(
+                f"{self.path}: {name}{_SCALE} has shape {list(found.shape)} or numbers that are not finite; there must "
+                f"be scales for {rows} rows: download the file again."
+            )
+        return found
+
+    def _has(self, part: str) -> bool:
+        return part in self.source.infos() or part in _index(self.path)
+
+    def _part(self, name: str, suffix: str) -> Tensor:
+        """A part of a matrix, from this file or another one of the checkpoint."""
+        part = name + suffix
+        if part in self.source.infos():
+            return self.source.read(part)
+        file = _index(self.path).get(part)
+        if file is None:
+            raise MissingWeightsError(f"{self.path}: {part} is missing; download the checkpoint in full.")
+        with open_plain(self.path.with_name(file)) as other:
+            if part not in other.infos():
+                raise MissingWeightsError(f"{file} lacks {part}, which its index names; download the checkpoint again.")
+            return other.read(part).clone()
+
+
+def _is_part(name: str, infos: dict[str, TensorInfo], elsewhere: dict[str, str]) -> bool:
+    """Whether a tensor belongs to a packed matrix, of this file or another one."""
+    suffix = next((one for one in (_PACKED, *_BESIDE) if name.endswith(".weight" + one)), None)
+    if suffix is None:
+        return False
+    packed = name.removesuffix(suffix) + _PACKED
+    return packed in infos or packed in elsewhere
+
+
+def _index(path: Path) -> dict[str, str]:
+    """Which file of a checkpoint in several files holds what; only plain names are followed."""
+    file = path.with_name("model.safetensors.index.json")
+    if path.name == "model.safetensors" or not file.is_file():
+        return {}
+    places: Any = read_json_object(file).get("weight_map")
+    if not isinstance(places, dict):
+        return {}
+    return {name: one for name, one in places.items() if isinstance(one, str) and Path(one).name == one}
+
+
+def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:
+    """The first ``count`` numbers of every row. words [n, w] int32 -> [n, count] int8"""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    numbers = (words.unsqueeze(2) >> shifts) & ((1 << bits) - 1)
+    return (numbers.flatten(1)[:, :count] - (1 << (bits - 1))).to(torch.int8)

@@ -1,0 +1,80 @@
+"""Medusa-2 checkpoints: a whole model with its heads in the same files is a target, and a drafter for itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import MistralConfig, MistralForCausalLM
+
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.core.errors import CheckpointError
+from tests.cli.calling import call, last
+
+PUBLISHED = Path(__file__).parent / "published" / "medusa2-openhermes-mistral-7b.json"
+HEADS = 3
+TINY = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "sliding_window": 24, "eos_token_id": None,
+    "bos_token_id": None,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The model alone; and with heads, in the published configuration with small sizes, as two pickles."""
+    config: dict[str, Any] = json.loads(PUBLISHED.read_text())["config"] | TINY
+    alone, whole = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("whole")
+    torch.manual_seed(4)
+    network = MistralForCausalLM(MistralConfig(**config)).eval()
+    for weight in network.parameters():
+        torch.nn.init.normal_(weight, 1.0 if weight.ndim == 1 else 0.0, 0.3)
+    network.save_pretrained(alone)
+    state = network.state_dict()
+    heads: dict[str, torch.Tensor] = {}
+    for head in range(HEADS):  # of the state before: near the model's own choice, so that they are right now and then
+        heads[f"medusa_head.{head}.0.linear.weight"] = torch.randn(32, 32) * 0.05
+        heads[f"medusa_head.{head}.0.linear.bias"] = torch.randn(32) * 0.05
+        heads[f"medusa_head.{head}.1.weight"] = state["lm_head.weight"] + torch.randn(96, 32) * 0.02
+    places = {}
+    for number, tensors in enumerate((state, heads), 1):
+        torch.save(tensors, whole / f"pytorch_model-0000{number}-of-00002.bin")
+        places |= dict.fromkeys(tensors, f"pytorch_model-0000{number}-of-00002.bin")
+    (whole / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (whole / "config.json").write_text(json.dumps(config))
+    return alone, whole
+
+
+@pytest.mark.parametrize("asked", [{}, {"do_sample": True, "temperature": 0.8, "seed": 3}])
+def test_it_is_the_model_alone_and_drafts_for_itself(folders: tuple[Path, Path], asked: dict[str, Any]) -> None:
+    alone, whole = (AutoDecoder.from_pretrained(folder, backend="eager", amp="f32") for folder in folders)
+    wishes: dict[str, Any] = {"max_new_tokens": 40, **asked}
+    expected = alone.sample([[5, 6, 7]], **wishes)
+    assert torch.equal(whole.sample([[5, 6, 7]], **wishes), expected)
+    for draft in (str(folders[1]), {"type": "medusa", "path": str(folders[1]), "draft_tree": [[0], [1], [0, 0]]}):
+        generator = SpeculativeGenerator(draft, whole)
+        assert torch.equal(generator.sample([[5, 6, 7]], **wishes), expected)
+        assert generator.statistics.num_draft_tokens > 0
+
+
+def test_the_command_takes_one_folder_for_both(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    prompts = tmp_path / "ids.jsonl"
+    prompts.write_text('{"ids": [5, 6, 7]}\n')
+    options = ("--backend", "eager", "--max-new-tokens", 8, "--json", "--prompts", prompts)
+    both = last(call("generate", "--target", folders[1], "--draft", folders[1], *options))
+    plain = last(call("generate", "--target", folders[0], *options))
+    assert both["sequences"] == plain["sequences"]
+
+
+def test_other_surplus_tensors_are_still_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    for file in folders[0].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(tmp_path / "model.safetensors") | {"medusa_mystery.weight": torch.zeros(2)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"does not use: medusa_mystery\.weight"):
+        AutoDecoder.from_pretrained(tmp_path, backend="eager")
