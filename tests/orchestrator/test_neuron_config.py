@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,21 @@ def test_graphs_of_another_configuration_are_refused(folder: Path, tmp_path: Pat
         DecoderApplication(folder, NeuronConfig(), backend="eager").load(tmp_path)
     with pytest.raises(PacelineError, match="no compiled graphs to save"):
         DecoderApplication(folder, read(seq_len=64), backend="eager").compile(tmp_path)
+
+
+def test_the_page_has_every_name() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    assert [name for name in (*WITHOUT_EFFECT, *REFUSED) if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_change_the_numbers_is_refused_by_name(name: str) -> None:
+    values, reason = REFUSED[name]
+    assert all(read(**{name: value}).batch_size == 1 for value in values)
+    with pytest.raises(ConfigurationError, match=re.escape(f"{name}=7 cannot be followed: {reason}")):
+        read(**{name: 7})
+
+
+@pytest.mark.parametrize("name", WITHOUT_EFFECT)
+def test_what_changes_nothing_is_named_with_the_reason(name: str) -> None:
+    assert read(**{name: None}).without_effect == {name: WITHOUT_EFFECT[name]}
