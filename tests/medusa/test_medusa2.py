@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import MistralConfig, MistralForCausalLM
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import CheckpointError
-from tests.cli.calling import call, last
 
 PUBLISHED = Path(__file__).parent / "published" / "medusa2-openhermes-mistral-7b.json"
 HEADS = 3
@@ -60,20 +60,9 @@ def test_it_is_the_model_alone_and_drafts_for_itself(folders: tuple[Path, Path],
         assert generator.statistics.num_draft_tokens > 0
 
 
-def test_the_command_takes_one_folder_for_both(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    prompts = tmp_path / "ids.jsonl"
-    prompts.write_text('{"ids": [5, 6, 7]}\n')
-    options = ("--backend", "eager", "--max-new-tokens", 8, "--json", "--prompts", prompts)
-    both = last(call("generate", "--target", folders[1], "--draft", folders[1], *options))
-    plain = last(call("generate", "--target", folders[0], *options))
-    assert both["sequences"] == plain["sequences"]
-
-
 def test_other_surplus_tensors_are_still_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     for file in folders[0].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(tmp_path / "model.safetensors") | {"medusa_mystery.weight": torch.zeros(2)}
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"does not use: medusa_mystery\.weight"):
