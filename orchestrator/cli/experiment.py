@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from time import monotonic
 from typing import Annotated
 
 import typer
@@ -13,6 +15,9 @@ from rich.text import Text
 from paceline.cli import console, progress
 from paceline.cli.options import AsJson
 
+_GO_ON = 75
+"""Exit status where time is over before all is done: EX_TEMPFAIL of sysexits.h, "try again"."""
+
 app = typer.Typer(help="Measure acceptance and speed over a grid, and answer what-if questions.", no_args_is_help=True)
 
 
@@ -21,12 +26,18 @@ def run(
     file: Annotated[Path, typer.Argument(help="YAML file of the experiment.")],
     *,
     out: Annotated[Path | None, typer.Option(help="Folder of the results; finished cells in it are kept.")] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="Cells at the same time on a Ray cluster: its address, auto, or local.")
+    ] = None,
+    minutes: Annotated[
+        float | None, typer.Option(min=0, help="Begin no cell after so many minutes; the same command goes on.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells and an estimate of the time.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run what is not finished, and write results.jsonl, results.parquet, report.md, report.html and traces.
 
-    Exit status 1 if a cell failed.
+    Exit status 1 if a cell failed, 75 if --minutes ended before all was done.
     """
     with console.refusals():
         from paceline.experiments import record_traces, report, runner, tables, whatif
@@ -34,6 +45,8 @@ def run(
         from paceline.experiments.store import Store
 
         config = load_config(file)
+        if ray is not None:
+            config = config.model_copy(update={"ray": ray})
         if out is None and not dry_run:
             raise typer.BadParameter("say where the results go", param_hint="--out")
         store = None if out is None or (dry_run and not out.exists()) else Store(out)
@@ -49,14 +62,15 @@ def run(
                 shown.step(label)
                 shown.reach(done, total)
 
-            results = runner.run(planned, store, reached)
-            if config.traces:
-                record_traces.record_traces(planned, store, reached)
+            deadline = math.inf if minutes is None else monotonic() + 60 * minutes
+            results = runner.run(planned, store, reached, deadline=deadline)
+            traces = record_traces.record_traces(planned, store, reached, deadline=deadline) if config.traces else []
         tables.write_rows(store.folder, results)
         store.write("round_times.json", whatif.save_times(record_traces.round_times(results)))
         report.write_reports(store, config.name, results)
         summaries = [tables.summary(result) for result in results]
         failed = runner.failed(results)
+        missing = len(planned.cells) - len(results), record_traces.count(planned) - len(traces)
     if as_json:
         typer.echo(json.dumps({"out": str(out), "failed": len(failed), "cells": summaries}))
     else:
@@ -65,6 +79,10 @@ def run(
         console.say(console.err(), f"failed: {_title(result.names)}: {result.error}", style="red")
     if failed:
         raise typer.Exit(1)
+    if any(missing):
+        cells, files = missing
+        console.say(console.err(), f"{cells} cells and {files} traces are left; the same command goes on with them")
+        raise typer.Exit(_GO_ON)
 
 
 def _show_plan(planned: object, seconds: float, *, as_json: bool) -> None:

@@ -144,6 +144,9 @@ class ExperimentConfig(_Strict):
     repeats         timed runs of every group of prompts; medians are shown
     baseline        also time plain decoding of every group, in turns with the cell, and compare the tokens
     traces          record every drafter's proposals along the texts, for what-if questions
+    ray             address of a Ray cluster on which cells run at the same time; "auto" finds that of this machine,
+                    "local" starts one; None: one cell after the other, in this process
+    cores_per_cell  on it: NeuronCores, or CPUs where there are none, that a cell has for itself
     ignore_eos      let texts go on behind their end, so that all have one length
     """
 
@@ -165,6 +168,8 @@ class ExperimentConfig(_Strict):
     amp: str = "bf16"
     n_positions: int | None = Field(default=None, ge=2)
     exact: bool = True
+    ray: str | None = None
+    cores_per_cell: int = Field(default=1, ge=1)
 
 
 def load_config(path: Path) -> ExperimentConfig:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 
 from paceline.core.acceptance.match import Match
 from paceline.core.errors import ConfigurationError, PacelineError, TraceError
@@ -30,8 +32,10 @@ from paceline.target.verifier import CompiledVerifier
 log = logging.getLogger("paceline")
 
 
-def record_traces(plan: ExperimentPlan, store: Store, report: Report) -> list[Path]:
+def record_traces(plan: ExperimentPlan, store: Store, report: Report, *, deadline: float = math.inf) -> list[Path]:
     """Record what is not there yet, or cannot be read any more. -> the files, new and old
+
+    deadline  of `time.monotonic`, behind which no recording begins
 
     Raises:
         StorageError: one cannot be written.
@@ -42,10 +46,17 @@ def record_traces(plan: ExperimentPlan, store: Store, report: Report) -> list[Pa
         for number, (name, members) in enumerate(groups.items()):
             path = store.traces / f"{name}.trace"
             if not _readable(path):
+                if monotonic() > deadline:
+                    break
                 report(f"recording {members[0].cell.title()}", number, len(groups))
                 _record(path, members, bench, fingerprint=plan.fingerprints[members[0].cell.target.path])
             files.append(path)
     return files
+
+
+def count(plan: ExperimentPlan) -> int:
+    """How many traces an experiment has."""
+    return len(dict(_groups(plan))) if plan.config.traces else 0
 
 
 def _readable(path: Path) -> bool:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 
 from paceline.core.errors import ContextError, PacelineError, PlacementError, StorageError
 from paceline.decoder.models.config import ModelConfig
@@ -123,11 +125,15 @@ def _fitting(cell: Cell, config: ExperimentConfig) -> Prompts:
     return prompts
 
 
-def run(planned: ExperimentPlan, store: Store, report: Report) -> list[CellResult]:
+def run(planned: ExperimentPlan, store: Store, report: Report, *, deadline: float = math.inf) -> list[CellResult]:
     """Run what is not finished. -> all cells, failed ones with their error
+
+    deadline  of `time.monotonic`, behind which no cell begins in this process: the others are then not in the answer
 
     Raises:
         StorageError: a result cannot be written; finished cells stay.
+        PlanError: the cluster has no room for a cell.
+        WorkerError: it does not answer.
     """
     listing = {
         "config": json.loads(planned.config.model_dump_json()),
@@ -135,17 +141,33 @@ def run(planned: ExperimentPlan, store: Store, report: Report) -> list[CellResul
         "fingerprints": planned.fingerprints,
     }
     store.write("experiment.json", json.dumps(listing, indent=1))
-    results: list[CellResult] = []
-    with Bench(planned.config) as bench:
-        for number, one in enumerate(planned.cells):
-            finished = store.load(one.key) if one.finished else None
-            if finished is None:
-                report(one.cell.title(), number, len(planned.cells))
-                finished = run_cell(one, bench)
-                store.save(finished)
-            results.append(finished)
-    report("done", len(results), len(results))
-    return results
+    found = {one.key: kept for one in planned.cells if one.finished and (kept := store.load(one.key)) is not None}
+    left = [one for one in planned.cells if one.key not in found]
+    done, total = len(planned.cells) - len(left), len(planned.cells)
+    results = _in_turn(planned.config, left, report, done=done, deadline=deadline)
+    if planned.config.ray is not None and left:
+        from paceline.experiments.parallel_cells import run_parallel
+
+        results = run_parallel(planned.config, left, address=planned.config.ray)
+    for index, result in results:
+        store.save(result)
+        found[result.key] = result
+        done += 1
+        report(left[index].cell.title(), done, total)
+    report("done", total, total)
+    return [found[one.key] for one in planned.cells if one.key in found]
+
+
+def _in_turn(
+    config: ExperimentConfig, cells: Sequence[PlannedCell], report: Report, *, done: int, deadline: float
+) -> Iterator[tuple[int, CellResult]]:
+    """In this process. ``done``: cells that were finished before."""
+    with Bench(config) as bench:
+        for index, one in enumerate(cells):
+            if monotonic() > deadline:
+                return
+            report(one.cell.title(), done + index, done + len(cells))
+            yield index, run_cell(one, bench)
 
 
 def run_cell(planned: PlannedCell, bench: Bench) -> CellResult:

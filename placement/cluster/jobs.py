@@ -1,0 +1,215 @@
+"""Independent jobs on the cores of a cluster: each worker holds cores of its own, and does one job after the other.
+
+A job that raises, and a worker or node that is lost, cost that job alone: others go on, and a lost job is tried once
+more. Cores are given by the allocator that workers of models ask too, so that neither takes what the other has. Not
+here: what a job is, and where its result is kept.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+import torch
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from paceline.core.errors import PlanError, WorkerError
+from paceline.placement.cluster.core_allocator import WORKERS, CoreRequest, call_allocator, give_back, worker_name
+from paceline.placement.cluster.nodes import NAMESPACE
+from paceline.placement.cluster.reservation import RESOURCE
+from paceline.placement.host import environment
+from paceline.placement.host.core_locks import CoreLocks
+from paceline.placement.planning.core_range import CoreRange
+from paceline.placement.planning.detect import detect
+from paceline.placement.planning.instances import Instance, instance
+from paceline.placement.planning.planner import cpus_of
+
+_PLACE_S = 30.0  # to find a node
+_START_S = 120.0  # until a worker runs
+_EXEC_S = 600.0  # of one execution on a NeuronCore
+_TRIES = 2
+_HERE = "local"
+
+Job = Callable[[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a job ended. ``error``: it has no result, and why."""
+
+    index: int
+    result: Any
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What a worker has of its node: cores, CPUs (first and last), and the variables that say so."""
+
+    cores: CoreRange
+    cpus: tuple[int, int]
+    env: tuple[tuple[str, str], ...]
+
+
+class _JobWorker:
+    """One process with cores. ``make`` makes what does a job."""
+
+    def __init__(self, share: _Share, make: Callable[[], Job]) -> None:
+        environment.check(share.env)
+        self._locks = CoreLocks(share.cores, node=ray.get_runtime_context().get_node_id())
+        self._locks.acquire()
+        environment.share_cpus(*share.cpus)
+        torch.set_num_threads(int(dict(share.env)["OMP_NUM_THREADS"]))
+        self._do: Job = make()
+
+    def ready(self) -> tuple[str, list[int]]:
+        """The cores and CPUs it has."""
+        return environment.assigned_cores(), sorted(os.sched_getaffinity(0))
+
+    def do(self, job: Any) -> Any:
+        return self._do(job)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A worker and what it holds."""
+
+    actor: ray.actor.ActorHandle
+    name: str
+    group: PlacementGroup
+
+
+class JobWorkers(AbstractContextManager["JobWorkers"]):
+    """Workers for jobs, at most ``count`` of them, each on ``degree`` cores; as many as the cluster has room for.
+
+    make      without arguments -> what is called with a job; it and jobs can be pickled
+    address   of the cluster; "auto" for that of this machine, "local" for one that is started here for the jobs
+
+    Raises:
+        PlanError: no node has room for a worker.
+        WorkerError: the cluster does not answer, or no worker starts.
+    """
+
+    def __init__(self, make: Callable[[], Job], *, address: str, degree: int, count: int) -> None:
+        if not ray.is_initialized():
+            own = {"resources": {RESOURCE: os.cpu_count()}, "include_dashboard": False} if address == _HERE else {}
+            try:
+                ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, **own)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise WorkerError(
+                    f'there is no Ray cluster at {address!r} ({error}); start one, or give "{_HERE}"'
+                ) from error
+        self._make, self._degree, self._count = make, degree, count
+        self._workers: list[_Running] = []
+        self._claimed: list[str] = []
+
+    def __enter__(self) -> JobWorkers:
+        try:
+            self._fill(wait=_PLACE_S)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for worker in tuple(self._workers):
+            self._remove(worker)
+        if self._claimed:
+            give_back(self._claimed, _PLACE_S)
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def run(self, jobs: Sequence[Any]) -> Iterator[Outcome]:
+        """Do all jobs, in their order as workers become free. -> outcomes as they come
+
+        A job that raised has the error's text. Raises nothing itself, but what whoever takes the outcomes raises.
+        """
+        waiting = deque((index, 1) for index in range(len(jobs)))
+        under_way: dict[ray.ObjectRef, tuple[_Running, int, int]] = {}
+        while waiting or under_way:
+            busy = [worker.name for worker, *_ in under_way.values()]
+            for worker in [one for one in self._workers if one.name not in busy]:
+                if waiting:
+                    index, attempt = waiting.popleft()
+                    under_way[worker.actor.do.remote(jobs[index])] = worker, index, attempt
+            if not under_way:
+                yield from (Outcome(index, None, "no worker of the cluster is left") for index, _ in waiting)
+                return
+            (done,), _ = ray.wait(list(under_way), num_returns=1)
+            worker, index, attempt = under_way.pop(done)
+            try:
+                yield Outcome(index, ray.get(done))
+            except ray.exceptions.RayTaskError as error:
+                yield Outcome(index, None, f"{type(error.cause).__name__}: {error.cause}")
+            except ray.exceptions.RayError as error:  # the process or its node is lost
+                self._remove(worker)
+                with suppress(PlanError, WorkerError):
+                    self._fill(wait=0.0 if self._workers else _PLACE_S)
+                if attempt < _TRIES:
+                    waiting.appendleft((index, attempt + 1))
+                else:
+                    yield Outcome(index, None, f"its worker was lost {attempt} times: {type(error).__name__}")
+
+    def _fill(self, wait: float) -> None:
+        """Start workers until there are ``count``, or no room."""
+        while len(self._workers) < self._count:
+            group = placement_group([{RESOURCE: float(self._degree)}])
+            if not group.wait(max(1.0, 0.0 if self._workers else wait)):
+                remove_placement_group(group)
+                if self._workers:
+                    return
+                raise PlanError(
+                    f"no node of the cluster has {self._degree} free {RESOURCE} for a cell; stop a model, add a node, "
+                    "or start Ray's nodes with that resource (ray start --resources)"
+                )
+            try:
+                self._workers.append(self._start(group))
+            except BaseException:
+                remove_placement_group(group)
+                raise
+
+    def _start(self, group: PlacementGroup) -> _Running:
+        node = str(next(iter(placement_group_table(group)["bundles_to_node_id"].values())))
+        machine = _machine(node, self._degree)
+        request = f"{WORKERS}cell-{secrets.token_hex(4)}"
+        first = CoreRange(0, self._degree - 1)
+        (cores,) = call_allocator("claim", node, machine, [CoreRequest(request, self._degree, first)], timeout=_START_S)
+        name = worker_name(request, node, cores)
+        self._claimed += [request, name]
+        cpus = cpus_of(machine, cores) if machine.sdk else (cores.first, cores.last)
+        env = environment.planned(machine, cores, label="cell", threads=cpus[1] - cpus[0] + 1, timeout=_EXEC_S)
+        actor = ray.remote(_JobWorker).options(
+            name=name, namespace=NAMESPACE, num_cpus=0, resources={RESOURCE: self._degree}, max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0), runtime_env={"env_vars": dict(env)},
+        ).remote(_Share(cores, cpus, env), self._make)  # fmt: skip
+        worker = _Running(actor, name, group)
+        try:
+            ray.get(actor.ready.remote(), timeout=_START_S)
+            call_allocator("confirm", [name], timeout=_START_S)
+        except ray.exceptions.RayError as error:
+            ray.kill(actor)
+            raise WorkerError(f"a worker on {node[:8]} does not start: {error}") from error
+        return worker
+
+    def _remove(self, worker: _Running) -> None:
+        self._workers.remove(worker)
+        ray.kill(worker.actor)
+        give_back([worker.name], _PLACE_S)
+        remove_placement_group(worker.group)
+
+
+def _machine(node: str, degree: int) -> Instance:
+    """What a node is, for the allocator; without an accelerator a core is a CPU of it."""
+    found = detect()
+    if found is not None:
+        return found
+    (cores,) = (int(one["Resources"].get(RESOURCE, 0)) for one in ray.nodes() if one["NodeID"] == node)
+    return replace(instance("cpu"), devices=cores, vcpus=cores, degrees=(1,) if degree == 1 else (1, degree))
