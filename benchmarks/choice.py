@@ -3,7 +3,7 @@
 Exact, on a trace of `paceline experiment run` (traces: true): no model is loaded, no time is measured, and a busy
 machine changes nothing. Rounds are counted, for a choice that goes by accepted tokens; text drafters need no recording.
 
-    python benchmarks/choice.py "build/study-counts/traces/NAME.trace" --drafters "draft model,EAGLE-3,suffix" --k 4
+    python benchmarks/choice.py build/study/study-counts/traces/NAME.trace --drafters "draft model,EAGLE-3" --k 4
 """
 
 from __future__ import annotations

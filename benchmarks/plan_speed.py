@@ -18,7 +18,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from benchmarks.common import PAIR, facts
+from common import PAIR, facts
+
 from paceline.experiments import record_traces, runner
 from paceline.experiments.config import ExperimentConfig
 from paceline.experiments.store import CellResult, Store

@@ -45,6 +45,7 @@ COMMANDS = {
     "copier": "benchmarks/fused.py --part copier --k 8 --repeats 2",
     "decode": "benchmarks/decode.py",
     "placement": "benchmarks/placement.py",
+    "plan-speed": "benchmarks/plan_speed.py --out build/plan-speed",
 }
 
 

@@ -288,6 +288,19 @@ def equality(reports: Reports) -> str:
 
 
 # Name in the page: the measurements that the table shows (those there are), and what makes it.
+def plan_speed(reports: Reports) -> str:
+    """Errors of predictions of the planner, and each that is above what is allowed."""
+    one = reports["plan-speed"]
+    head = ("predicted", "cells", "median error", "largest error", "cells above 10 %")
+    rows = []
+    for name, key in (("tokens per second", "speed_error"), ("times plain decoding", "speedup_error")):
+        missed = one[f"{key}_misses"]
+        largest = f"{one[f'largest_{key}']:.1%}"
+        said = f"{len(missed)}: {'; '.join(missed)}" if missed else "none"
+        rows.append((name, one["predicted_cells"], f"{one[f'median_{key}']:.1%}", largest, said))
+    return table(head, rows) + f"\n\n{one['timed_cells']} cells were timed; backend {one['backend']}, {one['amp']}."
+
+
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[Reports], str]]] = {
     "facts": ((), facts),
     "modes": (("modes",), modes),
@@ -300,5 +313,6 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Reports], str]]] = {
     "copier": (("copier",), copier),
     "graphs": (("decode",), graphs),
     "placement": (("placement",), placement),
+    "plan_speed": (("plan-speed",), plan_speed),
     "equality": (("modes", "modes-t1", "decode"), equality),
 }
