@@ -112,9 +112,9 @@ def tune(
         answers = tune.search(loaded, times, batch_size=batch_size, max_depth=max_depth)
         answers = tune.search_thresholds(loaded, times, answers, batch_size=batch_size, trials=trials)
         best, measured = answers[0], None
-        own = tune.verifying(config, best.policy, batch_size=batch_size)
+        own = tune.verifying(config, loaded, best.policy, batch_size=batch_size)
         planned = runner.plan(own, None)
-        cell = next(one.cell for one in planned.cells if one.cell.target.label == loaded.target)
+        cell = planned.cells[0].cell
         if check:
             with progress.bar(console.err(), "verify", len(planned.cells)) as shown:
                 results = runner.run(planned, store.Store(folder / "verify"), lambda text, *_: shown.step(text))

@@ -145,14 +145,16 @@ def _hardware(
 def _verified(options: MeasuredOptions, plans: Sequence[LoadPlan]) -> list[dict[str, Any]]:
     """Run the fastest drafter and plain decoding at every load; predicted against measured."""
     from paceline.experiments import runner, speed_plan, store, tune
+    from paceline.experiments.trace import load_trace
 
-    assert options.experiment is not None
+    assert options.experiment is not None and options.trace is not None
+    trace = load_trace(options.trace)
     config, found = store.read_config(options.experiment), []
     for plan in plans:
         drafting = next((one for one in plan.candidates if not one.plain), None)
         if drafting is None:
             continue
-        own = tune.verifying(config, speed_plan.policy_of(drafting), batch_size=plan.batch_size)
+        own = tune.verifying(config, trace, speed_plan.policy_of(drafting), batch_size=plan.batch_size)
         planned = runner.plan(own, None)
         with progress.bar(console.err(), "verify", len(planned.cells)) as shown:
             results = runner.run(

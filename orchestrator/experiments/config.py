@@ -147,6 +147,7 @@ class ExperimentConfig(_Strict):
     ray             address of a Ray cluster on which cells run at the same time; "auto" finds that of this machine,
                     "local" starts one; None: one cell after the other, in this process
     cores_per_cell  on it: NeuronCores, or CPUs where there are none, that a cell has for itself
+    cells_at_once   on it; None: as many as it has room for
     ignore_eos      let texts go on behind their end, so that all have one length
     """
 
@@ -170,6 +171,7 @@ class ExperimentConfig(_Strict):
     exact: bool = True
     ray: str | None = None
     cores_per_cell: int = Field(default=1, ge=1)
+    cells_at_once: int | None = Field(default=None, ge=1)
 
 
 def load_config(path: Path) -> ExperimentConfig:

@@ -45,7 +45,8 @@ def run_parallel(
     from paceline.placement.cluster.jobs import JobWorkers
 
     make = _MakeBench(config, str(Path.cwd()))
-    with JobWorkers(make, address=address, degree=config.cores_per_cell, count=len(cells)) as workers:
+    count = min(len(cells), config.cells_at_once or len(cells))
+    with JobWorkers(make, address=address, degree=config.cores_per_cell, count=count) as workers:
         for outcome in workers.run(cells):
             one = cells[outcome.index]
             lost = CellResult(one.key, one.cell.names(), provenance=provenance(), error=outcome.error)

@@ -14,11 +14,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from paceline.core.errors import ConfigurationError
+from paceline.core.errors import ConfigurationError, TraceError
 from paceline.draft_spec import DraftSpec, parse_draft
-from paceline.experiments.cells import Cell
-from paceline.experiments.config import DrafterEntry, ExperimentConfig
-from paceline.experiments.trace import RecordedDrafter, Trace
+from paceline.experiments.cells import Cell, fingerprint
+from paceline.experiments.config import DrafterEntry, ExperimentConfig, SamplingEntry
+from paceline.experiments.trace import RecordedDrafter, Trace, check_target
 from paceline.experiments.whatif import Answer, Policy, RoundTimes, ask
 
 
@@ -106,10 +106,20 @@ def best_entry(config: ExperimentConfig, policy: Policy) -> tuple[DrafterEntry, 
     return parts[-1].model_copy(update=update), policy.k
 
 
-def verifying(config: ExperimentConfig, policy: Policy, *, batch_size: int) -> ExperimentConfig:
-    """An experiment of the best policy alone, beside plain decoding, on the same prompts."""
+def verifying(config: ExperimentConfig, trace: Trace, policy: Policy, *, batch_size: int) -> ExperimentConfig:
+    """An experiment of the best policy alone, beside plain decoding, with the target, sampling and prompts of a trace.
+
+    Raises:
+        TraceError: the trace is not of this experiment: of another target, or its files are others by now.
+    """
+    targets = tuple(one for one in config.targets if one.label == trace.target)
+    if not targets:
+        names = ", ".join(one.label for one in config.targets)
+        raise TraceError(f"the trace is of {trace.target}, and the experiment of {names}; give one of its own traces/")
+    check_target(trace, fingerprint(targets[0].path), targets[0].path)
     entry, k = best_entry(config, policy)
     update: dict[str, Any] = {"drafters": (entry,), "batch_sizes": (batch_size,), "acceptors": ("match",)}
+    update |= {"targets": targets[:1], "samplings": (SamplingEntry(**trace.sampling),)}
     if k is not None:
         update["k"] = (k,)
     return config.model_copy(update={**update, "baseline": True, "traces": False, "name": "verify"})

@@ -7,6 +7,7 @@ here: what a job is, and where its result is kept.
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections import deque
@@ -30,9 +31,12 @@ from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.detect import detect
 from paceline.placement.planning.instances import Instance, instance
 from paceline.placement.planning.planner import cpus_of
+from paceline.placement.remote.reconnect import STARTUP_TIMEOUT_S
+
+log = logging.getLogger("paceline")
 
 _PLACE_S = 30.0  # to find a node
-_START_S = 120.0  # until a worker runs
+_START_S = STARTUP_TIMEOUT_S  # until a worker runs
 _EXEC_S = 600.0  # of one execution on a NeuronCore
 _TRIES = 2
 _HERE = "local"
@@ -159,22 +163,26 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
                     yield Outcome(index, None, f"its worker was lost {attempt} times: {type(error).__name__}")
 
     def _fill(self, wait: float) -> None:
-        """Start workers until there are ``count``, or no room."""
+        """Start workers at the same time until there are ``count``, or no room."""
+        new: list[_Running] = []
         while len(self._workers) < self._count:
             group = placement_group([{RESOURCE: float(self._degree)}])
             if not group.wait(max(1.0, 0.0 if self._workers else wait)):
                 remove_placement_group(group)
                 if self._workers:
-                    return
+                    break
                 raise PlanError(
                     f"no node of the cluster has {self._degree} free {RESOURCE} for a cell; stop a model, add a node, "
                     "or start Ray's nodes with that resource (ray start --resources)"
                 )
             try:
-                self._workers.append(self._start(group))
+                new.append(self._start(group))
             except BaseException:
                 remove_placement_group(group)
                 raise
+            self._workers.append(new[-1])
+        for worker in new:
+            self._await(worker)
 
     def _start(self, group: PlacementGroup) -> _Running:
         node = str(next(iter(placement_group_table(group)["bundles_to_node_id"].values())))
@@ -190,14 +198,18 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
             name=name, namespace=NAMESPACE, num_cpus=0, resources={RESOURCE: self._degree}, max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, 0), runtime_env={"env_vars": dict(env)},
         ).remote(_Share(cores, cpus, env), self._make)  # fmt: skip
-        worker = _Running(actor, name, group)
+        return _Running(actor, name, group)
+
+    def _await(self, worker: _Running) -> None:
         try:
-            ray.get(actor.ready.remote(), timeout=_START_S)
-            call_allocator("confirm", [name], timeout=_START_S)
+            ray.get(worker.actor.ready.remote(), timeout=_START_S)
         except ray.exceptions.RayError as error:
-            ray.kill(actor)
-            raise WorkerError(f"a worker on {node[:8]} does not start: {error}") from error
-        return worker
+            self._remove(worker)
+            if not self._workers:
+                raise WorkerError(f"the worker {worker.name} does not start: {error}") from error
+            log.warning("the worker %s does not start: %s", worker.name, error)
+        else:
+            call_allocator("confirm", [worker.name], timeout=_START_S)
 
     def _remove(self, worker: _Running) -> None:
         self._workers.remove(worker)

@@ -65,7 +65,7 @@ def test_a_grid_on_a_cluster_has_the_tokens_of_one_process(cluster: object, tmp_
         runner.run(runner.plan(config, store), store, lambda *_: None)
         for config, store in (
             (ExperimentConfig(**values), Store(tmp_path / "a")),
-            (ExperimentConfig(**values, ray="auto"), Store(tmp_path / "b")),
+            (ExperimentConfig(**values, ray="auto", cells_at_once=2), Store(tmp_path / "b")),
         )
     )
     assert [one.key for one in here] == [one.key for one in there], "a cell is the same, wherever it runs"
