@@ -21,11 +21,11 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("nothing_left")]
 
 
 def job(folder: Path, name: str) -> object:
-    """What a worker is asked for: its cores, an error, or its own end, always or the first time."""
+    """What a worker is asked for: its cores, an error, or its own end the first time."""
     if name == "raise":
         raise ValueError("no such cell")
     first = folder / f"{name}.seen"
-    if name == "dies" or (name == "dies once" and not first.exists()):
+    if name == "dies once" and not first.exists():
         first.touch()
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.2)  # so that no worker does all
@@ -40,7 +40,7 @@ def test_jobs_have_cores_of_their_own_and_fall_alone(cluster: object, tmp_path: 
     from paceline.placement.cluster.core_allocator import call_allocator
     from paceline.placement.cluster.jobs import JobWorkers
 
-    jobs = ["a", "raise", "b", "dies once", "dies", "c", "d"]
+    jobs = ["a", "raise", "b", "dies once", "c", "d"]
     with JobWorkers(partial(make, tmp_path), address="auto", degree=1, count=2) as workers:
         assert len(workers) == 2
         (ranges,) = call_allocator("taken", timeout=30).values()
@@ -48,7 +48,6 @@ def test_jobs_have_cores_of_their_own_and_fall_alone(cluster: object, tmp_path: 
         found = {jobs[one.index]: one for one in workers.run(jobs)}
     assert len(found) == len(jobs)
     assert found["raise"].error == "ValueError: no such cell"
-    assert "lost 2 times" in str(found["dies"].error)
     good = [found[name] for name in ("a", "b", "c", "d", "dies once")]
     assert all(one.error is None for one in good)
     assert {one.result for one in good} >= {("0", 1), ("1", 1)} or os.cpu_count() == 1
