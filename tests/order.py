@@ -16,6 +16,7 @@ RAY = (
     "tests/serving/test_drafts.py",
     "tests/smollm2/test_served.py",
     "tests/placement/test_core_allocator.py",
+    "tests/experiments/test_parallel.py",
 )
 """Files that use the fixture `cluster`: the longest piece, most of it spent waiting for other processes."""
 
