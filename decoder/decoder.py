@@ -24,6 +24,7 @@ from paceline.core.types import FeatureSpec, SamplingKind, SamplingTensors
 from paceline.decoder.backends.base import Backend, Graph, Step
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphKey
+from paceline.decoder.kernels.cache_rows import row_elements
 from paceline.decoder.kernels.protocol import CachePosition, Kernels, Tree
 from paceline.decoder.kernels.vocab_part import VocabPart
 from paceline.decoder.models import registry
@@ -60,16 +61,17 @@ class ModelWithCache(nn.Module):
         assert self.group.degree == self.shard.degree, "a divided model needs its group of ranks"
         family = registry.family(config.model_type)
         self.model = family.build(self.shard, weights, kernels, positions=options.n_positions, group=self.group)
-        shape = (options.batch_size, len(self.shard.key_heads), options.rows, config.head_dim)
+        width = row_elements(config.head_dim, options.cache_dtype)
+        shape = (options.batch_size, len(self.shard.key_heads), options.rows, width)
         for index in range(config.num_layers):
             for side in ("keys", "values"):
-                self.register_buffer(f"{side}_{index}", torch.zeros(shape, dtype=options.dtype))
+                self.register_buffer(f"{side}_{index}", torch.zeros(shape, dtype=options.cache_dtype))
         self.register_buffer("slots", torch.arange(options.batch_size, dtype=torch.int32))
         self._skips_idle = kernels.skips_padding and options.batch_size > 1 and self.group.degree == 1
 
     @property
     def caches(self) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of every layer, each [slots, G, rows, D], of this rank's heads."""
+        """Keys and values of every layer, each [slots, G, rows, D], of this rank's heads; D + 4 elements in 8 bits."""
         layers = range(self.config.num_layers)
         return [(self.get_buffer(f"keys_{i}"), self.get_buffer(f"values_{i}")) for i in layers]
 
@@ -333,5 +335,7 @@ class CompiledDecoder:
             "shape": shape,
             "layout": layout,
         }
+        if options.kv_cache_dtype is not None:
+            key["kv_cache_dtype"] = options.kv_cache_dtype
         formats = [[n, m.format.value] for n, m in self.body.named_modules() if isinstance(m, PackedMatrix)]
         return {**key, "quantization": formats} if formats else key

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.kernels.cache_rows import row_elements
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.sharding import Shard
 
@@ -19,8 +20,8 @@ _GIB = 1 << 30
 def cache_bytes(shard: Shard, options: DecoderOptions) -> int:
     """Of the keys and values of every layer, on all ranks."""
     heads = len(shard.key_heads) * shard.degree
-    numbers = 2 * shard.config.num_layers * options.batch_size * heads * options.rows * shard.config.head_dim
-    return numbers * options.dtype.itemsize
+    rows = 2 * shard.config.num_layers * options.batch_size * heads * options.rows
+    return rows * row_elements(shard.config.head_dim, options.cache_dtype) * options.cache_dtype.itemsize
 
 
 def machine_bytes(limit: Path = _LIMIT) -> int:
@@ -37,5 +38,5 @@ def check_cache(shard: Shard, options: DecoderOptions, room: int) -> None:
         raise ConfigurationError(
             f"keys and values of {options.batch_size} slots and {options.n_positions} positions take "
             f"{needed / _GIB:.1f} GiB, and this machine has {room / _GIB:.1f}; load fewer positions (n_positions) or "
-            "slots (batch_size)"
+            "slots (batch_size), or keep them in 8 bits (kv_cache_dtype='int8')"
         )

@@ -9,6 +9,7 @@ from itertools import pairwise
 import torch
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.kernels.cache_rows import CACHE_DTYPES
 from paceline.decoder.parallel.sharding import WHOLE, Layout
 from paceline.decoder.weights.quantize import WeightFormat
 
@@ -31,6 +32,7 @@ class DecoderOptions:
     amp         number format of weights, cache and products: "bf16", "f16" or "f32"
     layout      over how many ranks the model is divided, and how
     quantization  format of the matrices, as `paceline.decoder.weights.checkpoint.load_weights` takes it; None: ``amp``
+    kv_cache_dtype  format of keys and values: "int8", "fp8_e4m3" or "fp8_e5m2"; None: ``amp``
     """
 
     batch_size: int
@@ -39,6 +41,7 @@ class DecoderOptions:
     amp: str
     layout: Layout = WHOLE
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
 
     @property
     def n_positions(self) -> int:
@@ -58,6 +61,11 @@ class DecoderOptions:
     def dtype(self) -> torch.dtype:
         return AMP[self.amp]
 
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """Of the tensors of the model's own cache; draft heads keep theirs in ``dtype``."""
+        return self.dtype if self.kv_cache_dtype is None else CACHE_DTYPES[self.kv_cache_dtype]
+
 
 def decoder_options(
     *,
@@ -68,6 +76,7 @@ def decoder_options(
     trained: int,
     layout: Layout = WHOLE,
     quantization: str | None = None,
+    kv_cache_dtype: str | None = None,
 ) -> DecoderOptions:
     """Check and complete the options of `AutoDecoder.from_pretrained`; ``trained`` is the model's own context."""
     if not isinstance(amp, str) or amp not in AMP:
@@ -88,7 +97,12 @@ def decoder_options(
     chunks = tuple(sorted({min(chunk, kv_buckets[-1]) for chunk in chunks}))
     if quantization not in (None, "gguf"):
         WeightFormat.of(quantization)
-    return DecoderOptions(batch_size, kv_buckets, chunks, amp, layout, quantization)
+    if kv_cache_dtype is not None and kv_cache_dtype not in CACHE_DTYPES:
+        raise ConfigurationError(
+            f"kv_cache_dtype={kv_cache_dtype!r} is unknown; use one of {', '.join(CACHE_DTYPES)}, or leave it out to "
+            "keep keys and values as amp says"
+        )
+    return DecoderOptions(batch_size, kv_buckets, chunks, amp, layout, quantization, kv_cache_dtype)
 
 
 def _ascending(name: str, one_or_more: int | Sequence[int]) -> tuple[int, ...]:

@@ -107,6 +107,7 @@ class AutoDecoder:
         tp_degree: int = 1,
         group_query_attention: GQA | str | None = None,
         quantization: str | None = None,
+        kv_cache_dtype: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> SamplingDecoder:
         """Load a decoder.
@@ -125,6 +126,7 @@ class AutoDecoder:
         group_query_attention    where K/V heads live then: a `GQA` or its value; default: whole heads, else copies
         quantization             of the weight matrices: a `WeightFormat` ("int8", "fp8_e4m3", "q4_1", ...), or "gguf":
                                  those of a GGUF file; default: the format of ``amp``
+        kv_cache_dtype           of keys and values: "int8", "fp8_e4m3", "fp8_e5m2"; default: the format of ``amp``
         progress                 told (tensors loaded, tensors in all)
 
         Graphs are compiled at first use, or by ``compile()``, and found in the cache from then on.
@@ -147,10 +149,11 @@ class AutoDecoder:
             trained=config.max_position_embeddings,
             layout=layout,
             quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
         )
         check_positions(config.rope, options.n_positions)
         shard = Shard(config, layout)
-        engine = make(backend, layout.degree, quantization)
+        engine = make(backend, layout.degree, quantization, kv_cache_dtype=kv_cache_dtype)
         if not engine.device_state:  # its state stays in this machine's memory
             kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
         weights = load_weights(place, config, options.dtype, progress=progress, shard=shard, quantization=quantization)

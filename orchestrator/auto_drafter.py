@@ -210,6 +210,7 @@ def _with_model(spec: DraftSpec, target: CompiledDecoder, load: LoadModel) -> Dr
         "amp": target.options.amp,
         "backend": target.backend.name,
         "tp_degree": target.options.layout.degree,
+        "kv_cache_dtype": target.options.kv_cache_dtype,
         "quantization": None if target.options.quantization == "gguf" else target.options.quantization,
     }
     return DraftSpec(k=spec.k, value=load(path, **(defaults | options)))

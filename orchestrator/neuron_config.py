@@ -77,6 +77,7 @@ class NeuronConfig(BaseModel):
     tp_degree: int = Field(default=1, ge=1)
     group_query_attention: str | None = None
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     on_device_sampling: OnDeviceSampling | None = None
     k: int | None = Field(default=None, ge=1)
     fused: bool | None = None
@@ -136,6 +137,7 @@ class NeuronConfig(BaseModel):
             tp_degree=self.tp_degree,
             group_query_attention=self.group_query_attention,
             quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
         )
 
     @property
@@ -170,6 +172,7 @@ class _Reader:
             "tp_degree": self.fields.pop("tp_degree", 1),
             "group_query_attention": self.fields.pop("group_query_attention", None),
             "quantization": quantization,
+            "kv_cache_dtype": self._kv_cache(),
             "on_device_sampling": sampling,
             "k": length - 1 if length > 1 else None,
             "fused": True if fused else None,
@@ -234,6 +237,19 @@ class _Reader:
         if whole:
             self.without_effect["quantization_type"] = "of 8-bit floats, every row has a scale: per_channel_symmetric"
         return f"fp8_{dtype[2:]}"
+
+    def _kv_cache(self) -> str | None:
+        asked = self.fields.pop("kv_cache_quant", None)
+        if not isinstance(asked, Mapping):  # NxD's flag: float8_e4m3fn
+            return "fp8_e4m3" if asked else None
+        dtype = asked.get("quant_dtype")
+        formats = {"s8": "int8", "int8": "int8", "f8e4m3": "fp8_e4m3", "f8e5m2": "fp8_e5m2"}
+        if dtype not in formats:
+            raise ConfigurationError(
+                f"kv_cache_quant: quant_dtype={dtype!r} cannot be followed: keys and values are {', '.join(formats)}"
+            )
+        self.without_effect["kv_cache_quant"] = "its dequant_dtype and quantize_method: every row of a head has a scale"
+        return formats[dtype]
 
     def _sampling(self) -> OnDeviceSampling | None:
         sampling = self.fields.pop("on_device_sampling_config", None) or self.fields.pop("on_device_generation", None)

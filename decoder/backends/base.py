@@ -28,6 +28,7 @@ class BackendRow:
     summary  one line for tables
     divided  "module:Class" for a model divided over ranks, which takes their number; "" = it runs one rank only
     saves    whether compiled graphs can be saved and loaded
+    narrow_cache   whether keys and values may have 8 bits (kv_cache_dtype)
     blocks   whether products with quantised blocks (Q8_0, Q4_0, Q4_1) are possible; those with numbers of
              8 bits and a scale for every row are everywhere
     """
@@ -38,6 +39,7 @@ class BackendRow:
     divided: str = ""
     saves: bool = False
     blocks: bool = True
+    narrow_cache: bool = False
 
 
 BACKENDS: dict[str, BackendRow] = {
@@ -48,12 +50,14 @@ BACKENDS: dict[str, BackendRow] = {
             "paceline.decoder.backends.eager:EagerBackend",
             "plain PyTorch, nothing is compiled",
             divided="paceline.decoder.backends.ranked:RankedBackend",
+            narrow_cache=True,
         ),
         BackendRow(
             "inductor",
             "paceline.decoder.backends.inductor:InductorBackend",
             "compiled graphs and native kernels on the CPU",
             saves=True,
+            narrow_cache=True,
         ),
         BackendRow(
             "xla", "paceline.decoder.backends.xla:XlaBackend", "graphs of torch_xla, to try them out", blocks=False
@@ -242,11 +246,22 @@ def why_not_quantized(row: BackendRow, quantization: str | None) -> str:
     )
 
 
-def make(name: str, degree: int = 1, quantization: str | None = None) -> Backend:
-    """A new backend, for a model on so many ranks with matrices in that format.
+def why_not_cached(row: BackendRow, kv_cache_dtype: str | None) -> str:
+    """Why a backend cannot keep keys and values in that format; nothing if it can. The planner's rule too."""
+    if row.narrow_cache or kv_cache_dtype is None:
+        return ""
+    able = ", ".join(one.name for one in BACKENDS.values() if one.narrow_cache)
+    return (
+        f"backend={row.name!r} keeps keys and values as amp says, and kv_cache_dtype={kv_cache_dtype!r} asks for 8 "
+        f"bits; leave it out, or use one of the backends {able}"
+    )
+
+
+def make(name: str, degree: int = 1, quantization: str | None = None, *, kv_cache_dtype: str | None = None) -> Backend:
+    """A new backend, for a model on so many ranks with matrices and a cache in those formats.
 
     Raises:
-        ConfigurationError: no backend has this name, it runs one rank only, or it has no products in that format.
+        ConfigurationError: no backend has this name, it runs one rank only, or it cannot work with one of the formats.
     """
     if not isinstance(name, str) or name not in BACKENDS:
         raise ConfigurationError(f"backend={name!r} is unknown; use one of {', '.join(BACKENDS)}")
@@ -257,7 +272,7 @@ def make(name: str, degree: int = 1, quantization: str | None = None) -> Backend
             f"backend={name!r} runs on one rank: its compiled graphs call kernels that know no other; for tp_degree="
             f"{degree} use one of {able}"
         )
-    if reason := why_not_quantized(row, quantization):
+    if reason := why_not_quantized(row, quantization) or why_not_cached(row, kv_cache_dtype):
         raise ConfigurationError(reason)
     module, _, attribute = (row.divided if degree > 1 else row.path).partition(":")
     kind = getattr(importlib.import_module(module), attribute)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from paceline.core import noise, probs, reduce
 from paceline.core.types import SamplingTensors
+from paceline.decoder.kernels.cache_rows import pack, unpack
 from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
 from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
 
@@ -50,7 +51,7 @@ class TorchKernels:
         steps = torch.arange(window, dtype=torch.int32, device=q.device)
         rows = place.row.unsqueeze(1) + steps  # [b, T]
         keys, values = (
-            store(c, x.to(c.dtype), slots=place.slots, rows=rows) for c, x in zip(cache, (k, v), strict=True)
+            store(c, pack(x, c.dtype), slots=place.slots, rows=rows) for c, x in zip(cache, (k, v), strict=True)
         )
         # Nodes of a tree may lie behind the bucket: more of them are tried than can be accepted.
         extent = place.bucket if place.tree is None else min(place.bucket + window, keys.shape[2])
@@ -116,7 +117,7 @@ def _blocks(cache: Tensor, extent: int) -> tuple[Tensor, ...]:
     A product may sum in another order according to its length. In equal blocks, added one after the other, a bucket
     that is longer than a text adds exact zeros to it and nothing else, so that a row's bits do not depend on it.
     """
-    rows = cache[:, :, :extent].float()
+    rows = unpack(cache[:, :, :extent])
     if missing := -extent % _BLOCK:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, missing))
     blocks: tuple[Tensor, ...] = rows.split(_BLOCK, 2)

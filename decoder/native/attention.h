@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "cache_rows.h"
 #include "softmax.h"
 
 namespace {
@@ -48,11 +49,11 @@ inline Vec part(const T* line, int64_t v, int64_t D) {
   return found;
 }
 
-// Vector v of as many lines as a V has columns, D numbers apart.
+// Vector v of as many rows of a cache as a V has columns.
 template <class V, bool WHOLE, class T>
 inline V lines(const T* line, int64_t v, int64_t D) {
   if constexpr (sizeof(V) == sizeof(Vec)) return part<WHOLE>(line, v, D);
-  else return beside<V>(part<WHOLE>(line, v, D), part<WHOLE>(line + D, v, D));
+  else return beside<V>(part<WHOLE>(line, v, D), part<WHOLE>(line + row_step<T>(D), v, D));
 }
 // As many vectors of a line as a V has columns, from vector v on.
 template <class V, bool WHOLE, class T>
@@ -85,13 +86,14 @@ constexpr int64_t SOON = 2048;  // bytes of keys
 // QUERIES rows of one key-value head at once: the cache is read and widened once for all of them. Each sum has an
 // accumulator of its own, so a row's result does not depend on QUERIES. DEEP positions or BROAD vectors are walked abreast.
 // In a TREE the rows before the window are common to all; each row then walks its own ancestors (`ways`, window rows
-// from the root down) as if they lay behind each other: the arithmetic of a chain, so also its bits.
+// from the root down) as if they lay behind each other: the arithmetic of a chain, so also its bits. The scale of a key of
+// 8 bits is applied to its score, that of a value to its weight, once the weights are summed.
 template <class T, int QUERIES, bool TREE, bool WHOLE>
 void attend_block(const Attend& a, const Heads& h, const T* keys, const T* values, int64_t first, int64_t row,
                   float* scratch, const Ways& ways) {
   constexpr int DEEP = ABREAST * (QUERIES == 4 ? 2 : 4), BROAD = QUERIES == 4 ? 2 * ABREAST : 4;
   const int64_t D = a.width, group = a.group(), vectors = (D + VL - 1) / VL, padded = vectors * VL;
-  const int64_t stride = a.stride();
+  const int64_t stride = a.stride(), step = row_step<T>(D);
   const float scale = 1.0f / std::sqrt((float)D);
   float *scores = scratch, *query = scores + QUERIES * stride;
   float* to[QUERIES];
@@ -112,15 +114,15 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
     using V = std::conditional_t<N % ABREAST == 0, Wide, Vec>;
     constexpr int EACH = sizeof(V) / sizeof(Vec), WIDES = N / EACH;
     if (first == 0)  // the first to read these lines of the cache; values are read once all scores are there
-      for (int64_t byte = 0; byte < N * D * (int64_t)sizeof(T); byte += 64) {
-        __builtin_prefetch((const char*)(keys + p * D) + byte + SOON);
-        __builtin_prefetch((const char*)(values + p * D) + byte);
+      for (int64_t byte = 0; byte < N * step * (int64_t)sizeof(T); byte += 64) {
+        __builtin_prefetch((const char*)(keys + p * step) + byte + SOON);
+        __builtin_prefetch((const char*)(values + p * step) + byte);
       }
     V sum[QUERIES * WIDES];
     unrolled<QUERIES * WIDES>([&](auto i) { sum[i] = V{}; });
     for (int64_t v = 0; v < vectors; v++) {
       V key[WIDES];
-      unrolled<WIDES>([&](auto j) { key[j] = lines<V, WHOLE>(keys + (p + j * EACH) * D, v, D); });
+      unrolled<WIDES>([&](auto j) { key[j] = lines<V, WHOLE>(keys + (p + j * EACH) * step, v, D); });
       unrolled<QUERIES>([&](auto i) {
         V asked = in_register(repeated<V>(query + i * padded + v * VL));
         unrolled<WIDES>([&](auto j) { multiply_add(sum[i * WIDES + j], asked, key[j]); });
@@ -128,6 +130,11 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
     }
     float found[QUERIES * N];
     totals<QUERIES * WIDES>(sum, found);
+    if constexpr (SCALED<T>)
+      for (int i = 0; i < N; i++) {
+        const float by = row_scale(keys + (p + i) * step, D);
+        for (int j = 0; j < QUERIES; j++) found[j * N + i] *= by;
+      }
     unrolled<QUERIES>([&](auto i) { std::memcpy(scores + i * stride + p, found + i * N, N * sizeof(float)); });
   };
   int64_t p = start;
@@ -138,9 +145,11 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
     for (int i = 0; i < QUERIES; i++)
       for (int64_t at = row; at < seen[i]; at++) {
         Vec sum = {};
+        const T* key = keys + (row + way[i][at - row]) * step;
         for (int64_t v = 0; v < vectors; v++)
-          multiply_add(sum, load(query + i * padded + v * VL), part<WHOLE>(keys + (row + way[i][at - row]) * D, v, D));
+          multiply_add(sum, load(query + i * padded + v * VL), part<WHOLE>(key, v, D));
         scores[i * stride + at] = total(sum);
+        if constexpr (SCALED<T>) scores[i * stride + at] *= row_scale(key, D);
       }
   float inverse[QUERIES];
   for (int i = 0; i < QUERIES; i++) {
@@ -152,6 +161,9 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
     std::fill(line + std::min({start, whole, row, from}), line + from, 0.0f);
     // A key behind a row's own weighs nothing; adding 0 * value changes no bit of a sum of finite numbers.
     for (int64_t later = seen[i]; later < longest; later++) scores[i * stride + later] = 0.0f;
+    if constexpr (SCALED<T>)
+      for (int64_t at = from; at < seen[i]; at++)
+        line[at] *= row_scale(values + (TREE && at >= row ? row + way[i][at - row] : at) * step, D);
   }
   auto mix_values = [&](auto deep, int64_t v) {
     constexpr int N = decltype(deep)::value;
@@ -161,7 +173,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
     unrolled<QUERIES * WIDES>([&](auto i) { sum[i] = V{}; });
     for (int64_t at = start; at < longest; at++) {
       V value[WIDES];
-      unrolled<WIDES>([&](auto j) { value[j] = along<V, WHOLE>(values + at * D, v + j * EACH, D); });
+      unrolled<WIDES>([&](auto j) { value[j] = along<V, WHOLE>(values + at * step, v + j * EACH, D); });
       unrolled<QUERIES>([&](auto i) {
         V weight = in_register(spread<V>(scores[i * stride + at]));
         unrolled<WIDES>([&](auto j) { multiply_add(sum[i * WIDES + j], value[j], weight); });
@@ -173,7 +185,7 @@ void attend_block(const Attend& a, const Heads& h, const T* keys, const T* value
       for (int i = 0; i < QUERIES; i++)
         for (int64_t at = row; at < seen[i]; at++)
           for (int j = 0; j < N; j++)
-            multiply_add(made[i * N + j], part<WHOLE>(values + (row + way[i][at - row]) * D, v + j, D),
+            multiply_add(made[i * N + j], part<WHOLE>(values + (row + way[i][at - row]) * step, v + j, D),
                          spread<Vec>(scores[i * stride + at]));
     for (int i = 0; i < QUERIES; i++)
       for (int j = 0; j < N; j++)
@@ -194,11 +206,10 @@ void attend_group(const Attend& a, int64_t b, const Heads& h, T* keys, T* values
   const int64_t D = a.width, n = std::min<int64_t>(a.count[b], a.window), row = a.row[b];
   size_t need = 4 * a.stride() + 4 * ((D + VL - 1) / VL * VL);
   if (scratch.size() < need) scratch.resize(need);
-  for (int64_t t = 0; t < n; t++)
-    for (int64_t d = 0; d < D; d++) {
-      narrow(keys + (row + t) * D + d, h.k[t * h.k_step + d]);
-      narrow(values + (row + t) * D + d, h.v[t * h.v_step + d]);
-    }
+  for (int64_t t = 0; t < n; t++) {
+    write_row(keys + (row + t) * row_step<T>(D), h.k + t * h.k_step, D);
+    write_row(values + (row + t) * row_step<T>(D), h.v + t * h.v_step, D);
+  }
   const Ways ways(TREE ? a.parents + b * a.window : nullptr, a.window);
   for (int64_t first = 0, left = n * a.group(); left > 0;) {
     const int64_t take = left >= 4 ? 4 : left >= 2 ? 2 : 1;
@@ -212,23 +223,36 @@ void attend_group(const Attend& a, int64_t b, const Heads& h, T* keys, T* values
 
 template <class T>
 void attend_group(const Attend& a, int64_t b, int64_t g, const Heads& h, T* keys, T* values) {
-  const int64_t base = ((int64_t)a.slots[b] * a.kv_heads + g) * a.rows * a.width;
+  const int64_t base = ((int64_t)a.slots[b] * a.kv_heads + g) * a.rows * row_step<T>(a.width);
   const bool whole = a.width % VL == 0;
   auto attend = a.parents ? (whole ? attend_group<T, true, true> : attend_group<T, true, false>)
                           : (whole ? attend_group<T, false, true> : attend_group<T, false, false>);
   attend(a, b, h, keys + base, values + base);
 }
+inline void attend_group(const Attend& a, int64_t b, int64_t g, const Heads& h, const Cache& c) {
+  auto typed = [&](auto* type) {
+    typedef std::remove_pointer_t<decltype(type)> T;
+    attend_group(a, b, g, h, (T*)c.keys, (T*)c.values);
+  };
+  switch (c.format) {
+    case FLOAT32: return typed((float*)nullptr);
+    case BFLOAT16: return typed((BFloat16*)nullptr);
+    case FLOAT16: return typed((Float16*)nullptr);
+    case INT8: return typed((int8_t*)nullptr);
+    case E4M3: return typed((Float8E4M3*)nullptr);
+    default: return typed((Float8E5M2*)nullptr);
+  }
+}
 
 // All lines and groups; q and out [batch, window, heads, width], k and v [batch, window, kv_heads, width].
-template <class T>
-void attend(const Attend& a, const float* q, const float* k, const float* v, T* keys, T* values, float* out) {
+inline void attend(const Attend& a, const float* q, const float* k, const float* v, const Cache& cache, float* out) {
   const int64_t D = a.width, line = a.heads * D, kv_line = a.kv_heads * D, group = a.group() * D;
 #pragma omp parallel for collapse(2) schedule(static) if (a.batch * a.heads * a.window * a.rows > 2048)
   for (int64_t b = 0; b < a.batch; b++)
     for (int64_t g = 0; g < a.kv_heads; g++) {
       const int64_t at = b * a.window * line + g * group, kv_at = b * a.window * kv_line + g * D, head = g * a.group();
       const Heads own{q + at, k + kv_at, v + kv_at, out + at, line, kv_line, kv_line, line, head};
-      attend_group(a, b, g, own, keys, values);
+      attend_group(a, b, g, own, cache);
       for (int64_t t = std::min<int64_t>(a.count[b], a.window); t < a.window; t++)
         std::fill_n(out + at + t * line, group, 0.0f);
     }

@@ -12,8 +12,8 @@
 #include "layer.h"
 
 // ----------------------------------------------------------------------------------------------- plain C entry points --
-// dtype of caches, norms and biases: 0 float32, 1 bfloat16, 2 float16; format of matrices: those or a quantised one
-// (`Format` in matrix.h). Activations are float32.
+// dtype of norms and biases: 0 float32, 1 bfloat16, 2 float16; format of matrices and caches: those or a quantised one
+// (`Format` in vectors.h). Activations are float32.
 
 extern "C" void paceline_linear(const float* x, const void* w, const float* scales, float* out, int64_t M, int64_t K,
                                 int64_t N, int64_t format) {
@@ -30,7 +30,7 @@ static void typed(int64_t dtype, Body body) {
 
 // pointers: hidden, out, count; norm, qkv, its bias, result, its bias; cos, sin, keys, values, row, slots, parents, scales
 // of qkv and of result. Biases, parents and scales may be null. sizes: batch, window, width, heads, kv_heads, D, rows of the cache, format of qkv, of
-// result.
+// result, of the cache.
 extern "C" void paceline_attention(void* const* p, const int64_t* n, float eps, int64_t dtype) {
   typed(dtype, [&](auto* type) {
     typedef std::remove_pointer_t<decltype(type)> W;
@@ -38,7 +38,7 @@ extern "C" void paceline_attention(void* const* p, const int64_t* n, float eps, 
     const Attend a{n[0], n[1], n[3], n[4], n[5], n[6], (int32_t*)p[12], s.count, (int32_t*)p[13], (int32_t*)p[14]};
     const Matrix<W> qkv{{p[4], (float*)p[15], n[7]}, (W*)p[5], (n[3] + 2 * n[4]) * n[5]};
     const Matrix<W> result{{p[6], (float*)p[16], n[8]}, (W*)p[7], n[2]};
-    attention_half(s, (W*)p[3], qkv, result, (float*)p[8], (float*)p[9], a, (W*)p[10], (W*)p[11]);
+    attention_half(s, (W*)p[3], qkv, result, (float*)p[8], (float*)p[9], a, Cache{p[10], p[11], n[9]});
   });
 }
 
@@ -63,12 +63,10 @@ extern "C" void paceline_linear_real(const float* x, const void* w, const float*
 
 extern "C" void paceline_attend(const float* q, const float* k, const float* v, void* keys, void* values, float* out,
                                 const int32_t* row, const int32_t* count, const int32_t* slots,
-                                const int32_t* parents, const int64_t* sizes, int64_t dtype, int64_t reach, float cap,
+                                const int32_t* parents, const int64_t* sizes, int64_t format, int64_t reach, float cap,
                                 const float* slopes) {
   Attend a{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], row, count, slots, parents, reach, cap, slopes};
-  if (dtype == 0) attend(a, q, k, v, (float*)keys, (float*)values, out);
-  else if (dtype == 1) attend(a, q, k, v, (BFloat16*)keys, (BFloat16*)values, out);
-  else attend(a, q, k, v, (Float16*)keys, (Float16*)values, out);
+  attend(a, q, k, v, Cache{keys, values, format}, out);
 }
 
 // sizes: slots, depth, heads, rows, bytes of a row
@@ -121,6 +119,9 @@ int32_t aoti_torch_get_dtype(Handle, int32_t*);
 int32_t aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*);
 int32_t aoti_torch_dtype_float32();
 int32_t aoti_torch_dtype_bfloat16();
+int32_t aoti_torch_dtype_float16();
+int32_t aoti_torch_dtype_int8();
+int32_t aoti_torch_dtype_float8_e4m3fn();
 int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_device_type_cpu();
 }
@@ -140,7 +141,17 @@ const int64_t* sizes(Handle handle) {
   return found;
 }
 int64_t code(int32_t dtype) {
-  return dtype == aoti_torch_dtype_float32() ? 0 : dtype == aoti_torch_dtype_bfloat16() ? 1 : 2;
+  return dtype == aoti_torch_dtype_float32()         ? FLOAT32
+         : dtype == aoti_torch_dtype_bfloat16()      ? BFLOAT16
+         : dtype == aoti_torch_dtype_float16()       ? FLOAT16
+         : dtype == aoti_torch_dtype_int8()          ? INT8
+         : dtype == aoti_torch_dtype_float8_e4m3fn() ? E4M3
+                                                     : E5M2;
+}
+// Bytes of an element of a cache, and the numbers of a head in a row of so many elements.
+int64_t element_bytes(int64_t format) { return format == FLOAT32 ? 4 : format == BFLOAT16 || format == FLOAT16 ? 2 : 1; }
+int64_t head_width(int64_t elements, int64_t format) {
+  return element_bytes(format) == 1 ? elements - SCALE_BYTES : elements;
 }
 int32_t dtype_of(Handle handle) {
   int32_t dtype = 0;
@@ -193,7 +204,7 @@ extern "C" int32_t aoti_torch_cpu_row_attend(Handle q, Handle k, Handle v, Handl
 
 extern "C" int32_t aoti_torch_cpu_row_keep(Handle keys, Handle values, Handle row, Handle path, Handle slots,
                                            Handle* ret) {
-  const int64_t *p = sizes(path), *c = sizes(keys), bytes = dtype_of(keys) == aoti_torch_dtype_float32() ? 4 : 2;
+  const int64_t *p = sizes(path), *c = sizes(keys), bytes = element_bytes(code(dtype_of(keys)));
   int64_t all[5] = {p[0], p[1], c[1], c[2], c[3] * bytes};
   *ret = empty(1, p, aoti_torch_dtype_int32());
   paceline_keep(data<void>(keys), data<void>(values), data<int32_t>(row), data<int32_t>(path), data<int32_t>(slots),
@@ -233,14 +244,15 @@ extern "C" int32_t aoti_torch_cpu_row_attention(Handle hidden, Handle norm, doub
                                                 Handle values, Handle row, Handle count, Handle slots, Handle* parents,
                                                 Handle* qkv_scales, Handle* result_scales, int64_t qkv_format,
                                                 int64_t result_format, Handle* ret) {
-  const int64_t *s = sizes(hidden), *c = sizes(keys), heads = sizes(qkv)[0] / c[3] - 2 * c[1];
+  const int64_t *s = sizes(hidden), *c = sizes(keys), format = code(dtype_of(keys)), D = head_width(c[3], format);
+  const int64_t heads = sizes(qkv)[0] / D - 2 * c[1];
   *ret = empty(3, s, aoti_torch_dtype_float32());
   void* const all[17] = {data<void>(hidden), data<void>(*ret), data<void>(count), data<void>(norm), data<void>(qkv),
                          maybe(qkv_bias), data<void>(result), maybe(result_bias), data<void>(cos), data<void>(sin),
                          data<void>(keys), data<void>(values), data<void>(row), data<void>(slots), maybe(parents),
                          maybe(qkv_scales), maybe(result_scales)};
-  const int64_t numbers[9] = {s[0], s[1], s[2], heads, c[1], c[3], c[2], qkv_format, result_format};
-  paceline_attention(all, numbers, (float)eps, code(dtype_of(keys)));
+  const int64_t numbers[10] = {s[0], s[1], s[2], heads, c[1], D, c[2], qkv_format, result_format, format};
+  paceline_attention(all, numbers, (float)eps, code(dtype_of(norm)));
   return 0;
 }
 

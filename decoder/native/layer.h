@@ -77,7 +77,7 @@ inline void rotate(const float* from, const float* cos, const float* sin, float*
 // out = hidden + product(attend(rotate(product(norm(hidden))))); cos and sin [batch, window, D].
 template <class W>
 void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const Matrix<W>& result, const float* cos,
-                    const float* sin, const Attend& a, W* keys, W* values) {
+                    const float* sin, const Attend& a, const Cache& cache) {
   const std::vector<int64_t> rows = s.begin();
   const int64_t M = rows.size(), H = s.width, D = a.width, all = a.heads * D, group = a.group();
   std::vector<int64_t> first(s.batch, 0);  // the place among the real rows of each line's first
@@ -111,7 +111,7 @@ void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const 
         const float *q = turned.data(), *v = line + all + (a.kv_heads + g) * D;
         float* to = seen.data() + first[b] * all + g * group * D;
         const Heads own{q, q + group * D, v, to, (group + 1) * D, (group + 1) * D, qkv.N, all, g * group};
-        attend_group(a, b, g, own, keys, values);
+        attend_group(a, b, g, own, cache);
       }
     });
 #pragma omp barrier

@@ -12,9 +12,6 @@ namespace {
 
 constexpr int STEP = 2 * VL;  // numbers of K walked at once
 
-// What the code of a format means. The first three are also those of caches, norms and biases.
-enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, E4M3 = 7, E5M2 = 8 };
-
 // STEP numbers of a weight row, or of several rows side by side, in the order `arrange` gives the activations.
 template <class V>
 struct Pair {

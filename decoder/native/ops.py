@@ -15,6 +15,7 @@ from torch import Tensor
 
 from paceline.core import noise
 from paceline.core.types import SamplingTensors
+from paceline.decoder.kernels.cache_rows import row_numbers
 from paceline.decoder.kernels.protocol import (
     PLAIN_ATTENTION,
     AttentionRule,
@@ -26,6 +27,7 @@ from paceline.decoder.native import build
 from paceline.decoder.weights.quantize import MatrixLike, PackedMatrix
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_CACHES = {**_DTYPES, torch.int8: 3, torch.float8_e4m3fn: 7, torch.float8_e5m2: 8}
 _SCHEMAS = """
 row_linear(Tensor x, Tensor w, Tensor? scales, int format) -> Tensor
 row_linear_real(Tensor x, Tensor w, Tensor? scales, Tensor count, int format) -> Tensor
@@ -264,7 +266,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
     lines, window, heads, width = q.shape
     sizes = (ctypes.c_int64 * 6)(lines, window, heads, k.shape[2], width, keys.shape[2])
     pointers = [_pointer(x) for x in (q, k, v, keys, values, out, row, count, slots, parents)]
-    numbers = (ctypes.c_int64(_DTYPES[keys.dtype]), ctypes.c_int64(reach), ctypes.c_float(cap), _pointer(slopes))
+    numbers = (ctypes.c_int64(_CACHES[keys.dtype]), ctypes.c_int64(reach), ctypes.c_float(cap), _pointer(slopes))
     build.library().paceline_attend(*pointers, sizes, *numbers)
     return out
 
@@ -272,11 +274,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: object) -> Tensor:
 def _attention(hidden: Tensor, norm: Tensor, eps: float, *rest: Any) -> Tensor:
     (qkv, qkv_bias, out, out_bias), (cos, sin, keys, values, row, count, slots, parents) = rest[:4], rest[4:12]
     *scales, qkv_code, out_code = rest[12:]
-    assert keys.dtype == norm.dtype, "norms and cache have one format"
     attended = _shape_half(hidden)
     order = (hidden, attended, count, norm, qkv, qkv_bias, out, out_bias, cos, sin, keys, values, row, slots, parents)
-    _, groups, rows, width = keys.shape
-    sizes = (*hidden.shape, qkv.shape[0] // width - 2 * groups, groups, width, rows, qkv_code, out_code)
+    (_, groups, rows, _), width = keys.shape, row_numbers(keys)
+    shape = (*hidden.shape, qkv.shape[0] // width - 2 * groups, groups, width, rows)
+    sizes = (*shape, qkv_code, out_code, _CACHES[keys.dtype])
     _half("paceline_attention", (*order, *scales), sizes, eps=eps, dtype=norm.dtype)
     return attended
 

@@ -20,6 +20,10 @@ typedef uint32_t VecU __attribute__((vector_size(VL * 4)));
 typedef uint16_t VecH __attribute__((vector_size(VL * 2)));
 typedef _Float16 VecF16 __attribute__((vector_size(VL * 2)));
 
+// What the code of a format means, of matrices. The first three are also those of norms and biases, and these and the
+// ones of 8 bits without blocks those of caches.
+enum Format : int64_t { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2, INT8 = 3, Q8_0 = 4, Q4_0 = 5, Q4_1 = 6, E4M3 = 7, E5M2 = 8 };
+
 struct BFloat16 {
   uint16_t bits;
 };
@@ -53,11 +57,13 @@ inline Vec load(const Float16* p) {
 struct Float8E4M3 {
   uint8_t bits;
   static constexpr float UNIT = 256;  // 2^(15 - 7)
+  static constexpr int BIAS = 7, FRACTION = 3;
   static uint16_t half(uint16_t b) { return (uint16_t)((b & 0x80) << 8 | (b & 0x7f) << 7); }
 };
 struct Float8E5M2 {
   uint8_t bits;
   static constexpr float UNIT = 1;
+  static constexpr int BIAS = 15, FRACTION = 2;
   static uint16_t half(uint16_t b) { return (uint16_t)(b << 8); }
 };
 template <class Float8, class = decltype(Float8::UNIT)>
@@ -81,6 +87,13 @@ inline Vec load(const Float8* p) {
   return v;
 #endif
 }
+inline Vec load(const int8_t* p) {
+  typedef int8_t VecB __attribute__((vector_size(VL)));
+  VecB b;
+  std::memcpy(&b, p, sizeof b);
+  return __builtin_convertvector(b, Vec);
+}
+inline float widen(int8_t x) { return (float)x; }
 inline float widen(float x) { return x; }
 inline float widen(Float16 x) { return (float)x; }
 inline float widen(BFloat16 x) {
@@ -95,6 +108,37 @@ inline void narrow(BFloat16* p, float x) {  // round to nearest, ties to even, a
   uint32_t word;
   std::memcpy(&word, &x, 4);
   p->bits = x != x ? 0x7fc0 : (uint16_t)((word + 0x7fff + ((word >> 16) & 1)) >> 16);
+}
+// The largest number of a type of 8 bits.
+template <class T>
+constexpr float LARGEST = std::is_same_v<T, int8_t> ? 127.0f : std::is_same_v<T, Float8E4M3> ? 448.0f : 57344.0f;
+inline void narrow(int8_t* p, float x) {  // to nearest, ties to even
+  x = std::nearbyint(x);
+  *p = (int8_t)(x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x);
+}
+template <class Float8, class = decltype(Float8::UNIT)>
+inline void narrow(Float8* p, float x) {  // to nearest, ties to even; beyond the largest: the largest
+  constexpr int DROPPED = 23 - Float8::FRACTION;
+  const float most = LARGEST<Float8>;
+  x = x > most ? most : x < -most ? -most : x;
+  uint32_t word;
+  std::memcpy(&word, &x, 4);
+  const uint32_t sign = word >> 31 << 7;
+  word &= 0x7fffffff;
+  if (word < (uint32_t)(127 - Float8::BIAS + 1) << 23) {
+    // Subnormal: beside a number whose last bit is worth the least step, the sum is rounded to such steps.
+    const uint32_t beside = (uint32_t)(127 - Float8::BIAS + DROPPED + 1) << 23;
+    float value, base;
+    std::memcpy(&value, &word, 4);
+    std::memcpy(&base, &beside, 4);
+    value += base;
+    std::memcpy(&word, &value, 4);
+    word -= beside;
+  } else {
+    const uint32_t odd = word >> DROPPED & 1;
+    word = (word - ((uint32_t)(127 - Float8::BIAS) << 23) + ((1u << (DROPPED - 1)) - 1) + odd) >> DROPPED;
+  }
+  p->bits = (uint8_t)(sign | word);
 }
 inline void multiply_add(Vec& sum, Vec a, Vec b) {
 #if defined(__AVX2__) && defined(__FMA__)

@@ -61,6 +61,10 @@ class LoaderOptions:
             "to keep a GGUF file's."
         ),
     ] = None
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(help="Format of keys and values: int8, fp8_e4m3 or fp8_e5m2; default: the one that amp names."),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)

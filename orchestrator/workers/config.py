@@ -30,6 +30,7 @@ class WorkerConfig:
     tp_degree: int = 1
     group_query_attention: str | None = None
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, object]) -> WorkerConfig:
@@ -39,6 +40,7 @@ class WorkerConfig:
             ConfigurationError: the keys of `SpeculativeConfig` contradict each other.
         """
         layout, quantization = settings.get("group_query_attention"), settings.get("quantization")
+        cached = settings.get("kv_cache_dtype")
         return cls(
             folder=Path(str(settings["folder"])),
             amp=str(settings["amp"]),
@@ -50,6 +52,7 @@ class WorkerConfig:
             tp_degree=int(str(settings.get("tp_degree", 1))),
             group_query_attention=None if layout is None else str(layout),
             quantization=None if quantization is None else str(quantization),
+            kv_cache_dtype=None if cached is None else str(cached),
         )
 
     def load(self) -> SamplingDecoder:
@@ -63,4 +66,5 @@ class WorkerConfig:
             tp_degree=self.tp_degree,
             group_query_attention=self.group_query_attention,
             quantization=self.quantization,
+            kv_cache_dtype=self.kv_cache_dtype,
         )

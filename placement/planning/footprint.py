@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from paceline.decoder.kernels.cache_rows import SCALE_BYTES
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import GQA, Shard, layout
@@ -39,12 +40,15 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What of a model's options its size depends on. ``quantization``: a format of the matrices, or None."""
+    """What of a model's options its size depends on. ``quantization`` is a format of the matrices, ``kv_cache_dtype``
+    one of keys and values; None: that of ``amp``.
+    """
 
     amp: str
     quantization: str | None
     batch_size: int
     n_positions: int
+    kv_cache_dtype: str | None = None
 
 
 def footprint(config: ModelConfig, shape: Shape, degree: int, *, caches: int = 1, gqa: GQA | None = None) -> Footprint:
@@ -73,7 +77,9 @@ def cache_bytes(config: ModelConfig, shape: Shape, degree: int, *, gqa: GQA | No
     placed = layout(config, degree, gqa)
     heads = max(len(Shard(config, placed, rank).key_heads) for rank in range(degree))
     rows = (shape.n_positions + _SLACK_ROWS) * shape.batch_size
-    return 2 * config.num_layers * heads * config.head_dim * rows * NUMBER_BYTES[shape.amp]
+    narrow = shape.kv_cache_dtype is not None
+    row = config.head_dim + SCALE_BYTES if narrow else config.head_dim * NUMBER_BYTES[shape.amp]
+    return 2 * config.num_layers * heads * rows * row
 
 
 def product_weights(shard: Shard) -> int:

@@ -14,6 +14,7 @@ Keys of a model:
     batch_size    slots, default 1
     amp           bf16 (default), f16 or f32
     quantization  of the matrices: int8, fp8_e4m3, q8_0, ...; left out: the format that amp names
+    kv_cache_dtype  of keys and values: int8, fp8_e4m3 or fp8_e5m2; left out: the format that amp names
     draft         who drafts in the target's own process, fused with it where that can be done: a drafter's name
                   (ngram), a folder with a draft model, Medusa heads or an EAGLE head, either with options (DIR:k=3) or
                   as a mapping ({path: DIR, k: 3}), or a list of these
@@ -131,6 +132,7 @@ class ModelEntry(ResidencyEntry):
     batch_size: pydantic.PositiveInt = 1
     amp: Literal["bf16", "f16", "f32"] = "bf16"
     quantization: Quantization | None = None
+    kv_cache_dtype: Literal["int8", "fp8_e4m3", "fp8_e5m2"] | None = None
     draft_of: str | list[str] = pydantic.Field(default_factory=list)
     draft: object = None
     k: object = None
@@ -155,7 +157,13 @@ class ModelEntry(ResidencyEntry):
             self.name,
             config,
             home,
-            Shape(self.amp, self.quantization, self.batch_size, self.n_positions or config.max_position_embeddings),
+            Shape(
+                self.amp,
+                self.quantization,
+                self.batch_size,
+                self.n_positions or config.max_position_embeddings,
+                self.kv_cache_dtype,
+            ),
             None if self.tp_degree == "auto" else self.tp_degree,
             tuple(dict.fromkeys(targets)),
             speculative,

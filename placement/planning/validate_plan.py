@@ -7,7 +7,7 @@ room (`planner`, `cluster.core_allocator`), or whether a worker's machine has wh
 from __future__ import annotations
 
 from paceline.core.errors import ConfigurationError, PlanError
-from paceline.decoder.backends.base import BACKENDS, why_not_quantized
+from paceline.decoder.backends.base import BACKENDS, why_not_cached, why_not_quantized
 from paceline.decoder.models.rope import check_positions
 from paceline.decoder.options import MAX_WIDTH
 from paceline.placement.planning.plan import Plan
@@ -33,7 +33,10 @@ def check(plan: Plan) -> None:
                 f"{item.name} was planned with k={model.k}, and a target verifies at most {MAX_WIDTH - 1} drafted "
                 "tokens a round; ask for fewer"
             )
-        if reason := why_not_quantized(BACKENDS[model.backend], model.shape.quantization):
+        row = BACKENDS[model.backend]
+        if reason := why_not_quantized(row, model.shape.quantization) or why_not_cached(
+            row, model.shape.kv_cache_dtype
+        ):
             raise PlanError(f"{item.name}: {reason}")
         if degree > 1 and not BACKENDS[model.backend].divided:
             able = ", ".join(row.name for row in BACKENDS.values() if row.divided)

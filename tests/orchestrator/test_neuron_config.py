@@ -70,6 +70,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"torch_dtype": "torch.float16"}, {"amp": "f16"}),
     ({"quantized": True, "quantization_type": "per_channel_symmetric"}, {"quantization": "int8"}),
     ({"quantized": True, "quantization_type": "per_tensor_symmetric"}, {"quantization": "int8_per_tensor"}),
+    ({"kv_cache_quant": True}, {"kv_cache_dtype": "fp8_e4m3"}),
+    ({"kv_cache_quant": {"quant_dtype": "s8"}}, {"kv_cache_dtype": "int8"}),
     ({"quantized": True, "quantization_dtype": "f8e4m3"}, {"quantization": "fp8_e4m3"}),
     ({"quant": {"quant_dtype": "s8", "dequant_dtype": "bf16"}, "padding_side": "left"}, {"quantization": "int8"}),
     ({"speculation_length": 1}, {"k": None}),  # the root alone
@@ -88,7 +90,7 @@ def test_names_of_both(given: dict[str, Any], expected: dict[str, Any]) -> None:
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"batch_sise": 2}, "no option batch_sise"),
     ({"pp_degree": 2}, "pp_degree=2 cannot be followed"),
-    ({"kv_cache_quant": True}, "caches have the format of amp"),
+    ({"kv_cache_quant": {"quant_dtype": "s4"}}, "quant_dtype='s4' cannot be followed"),
     ({"quantized": True, "quantization_dtype": "f8e3m4"}, "quantization_dtype='f8e3m4'"),
     ({"torch_dtype": "int8"}, "torch_dtype='int8' is unknown"),
     ({"on_device_sampling_config": {"top_q": 1}}, "no option 'top_q'"),

@@ -187,6 +187,10 @@ def test_what_cannot_be_planned_is_said_with_exit_status_2(home: Path, entries: 
             CHAT.replace("config: big", "path: big, backend: neuron, quantization: q4_0"),
             "chat: backend='neuron' multiplies with no blocks of quantised weights",
         ),
+        (
+            CHAT.replace("config: big", "path: big, backend: neuron, kv_cache_dtype: int8"),
+            "chat: backend='neuron' keeps keys and values as amp says",
+        ),
         (CHAT.replace("config: big", "path: big").replace("2048", "4097"), "more than the 4096 it was trained on"),
         (CHAT.replace("config: big", "path: long"), "chat: n_positions=2048 is more than the 1024 up to which"),
         (

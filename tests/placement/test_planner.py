@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from math import ceil
 
 import pytest
@@ -209,3 +210,12 @@ def test_a_refusal_tells_fragmentation_from_fullness() -> None:
     taken = [CoreRange(c, c + 4) for c in (0, 8, 16)]
     with pytest.raises(PlanError, match="9 cores free but no aligned run of 8"):
         plan([model("m", 8)], INSTANCES["inf2.48xlarge"], taken=taken)
+
+
+def test_a_cache_of_8_bits_takes_a_byte_a_number_and_a_scale_a_row() -> None:
+    shape, sizes = Shape("bf16", None, 2, 1024), config()
+    wide, narrow = (footprint(sizes, replace(shape, kv_cache_dtype=form), 1) for form in (None, "int8"))
+    assert narrow.cache * 2 * sizes.head_dim == wide.cache * (sizes.head_dim + 4)
+    assert narrow.weights == wide.weights and narrow.scratch == wide.scratch
+    eight, floats = (footprint(sizes, replace(shape, quantization=form), 1) for form in ("int8", "fp8_e4m3"))
+    assert eight == floats and 0.5 < eight.weights / wide.weights < 0.51

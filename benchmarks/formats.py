@@ -1,0 +1,214 @@
+"""Decode, verify and prefill in every format of weights, beside llama.cpp. JSON on the last line.
+
+    python benchmarks/formats.py --shape 30m                        random weights: 30m, 110m or 1.1b
+    python benchmarks/formats.py --shape smollm2                    the fetched model
+    python benchmarks/formats.py --shape 1.1b --formats bf16 int8 --beside q8_0
+    python benchmarks/formats.py --shape tiny --repeats 3           seconds, to try it out
+
+decode[1], verify[5] and verify[9] are windows of 1, 5 and 9 rows behind 100 tokens of text, with the choice of their
+tokens; prefill is a prompt of 256 tokens. llama.cpp's windows give logits of every row, its prompt of the last. All
+take turns; a figure is the median in milliseconds. ``read`` sums every word of the matrices that a token needs, in
+order: the time to read them from memory. llama.cpp reads a GGUF file of the same shape with random weights, written
+here, through the package llama-cpp-python, with a thread for every core. Nothing else should run on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import gguf
+import torch
+from common import publish
+from gguf_writer import write_gguf
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from paceline import AutoDecoder
+from paceline.auto import SamplingDecoder
+from paceline.core.acceptance.match import Match
+from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.types import Commit, DraftShape, Proposal, RoundLimits
+from paceline.decoder.weights.locate import checkpoint_path
+from paceline.target.verifier import CompiledVerifier
+
+Runs = dict[str, Callable[[], object]]
+
+POSITIONS, TEXT, PROMPT, WINDOWS = 512, 100, 256, (1, 5, 9)
+# Vocabulary, width, layers, heads, K/V heads, MLP.
+SHAPES = {
+    "tiny": (256, 64, 2, 4, 2, 128),
+    "30m": (8192, 512, 8, 8, 8, 1376),
+    "110m": (32000, 768, 12, 12, 12, 2048),
+    "1.1b": (32000, 2048, 22, 32, 4, 5632),
+}
+FORMATS = ("bf16", "int8", "fp8_e4m3", "q8_0", "q4_0", "q4_1")
+BESIDE = ("bf16", "q8_0", "q4_1")
+
+
+def random_checkpoint(shape: str, folder: Path) -> LlamaForCausalLM:
+    """A Llama of that shape, saved in bf16."""
+    vocabulary, width, layers, heads, groups, mlp = SHAPES[shape]
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        intermediate_size=mlp,
+        max_position_embeddings=POSITIONS,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def ours(path: Path, form: str) -> Runs:
+    """The graphs of one format, and what reading its matrices takes."""
+    plain = form in ("bf16", "f32")
+    decoder = AutoDecoder.from_pretrained(
+        path,
+        n_positions=[POSITIONS],
+        context_length_estimate=[PROMPT],
+        amp=form if plain else "bf16",
+        quantization=None if plain else form,
+    )
+    runs: Runs = {f"verify{width}": _window(decoder, width) for width in WINDOWS}
+    runs["decode1"] = runs.pop("verify1")
+    prompt = [[7] * PROMPT]
+    runs["prefill"] = lambda: decoder.sample(prompt, max_new_tokens=1)
+    matrices = [one for name, one in decoder.body.named_parameters() if one.dim() == 2 and "embedding" not in name]
+    streams = [_words(one.detach()) for one in matrices]
+    runs["read"] = lambda: [stream.sum(dtype=torch.int32) for stream in streams]
+    return runs
+
+
+def _words(matrix: Tensor) -> Tensor:
+    """Its bytes as words, but for a rest: torch.sum over int32 is the plainest loop that touches all in order."""
+    flat = matrix.contiguous().view(torch.uint8).flatten()
+    return flat[: len(flat) // 4 * 4].view(torch.int32)
+
+
+def _window(decoder: SamplingDecoder, width: int) -> Callable[[], object]:
+    verifier = CompiledVerifier(decoder, DraftShape.chain(width - 1), rule=Match(), wide=True)
+    tokens = torch.full((1, width), -1, dtype=torch.int32)
+    tokens[0, 0] = 7
+    one = torch.ones(1, dtype=torch.int32)
+    commit = Commit(tokens, one, one * TEXT)
+    proposal = Proposal(torch.full((1, width - 1), 9, dtype=torch.int32)) if width > 1 else None
+    bounds, sampling = RoundLimits(one * (width - 1), TEXT + 1), sampling_tensors([Sampling()])
+    return lambda: verifier(commit, proposal, sampling, bounds)
+
+
+def theirs(file: Path) -> Runs:
+    """The same of llama.cpp. Its windows take the place of each other, behind one text."""
+    from llama_cpp import Llama
+
+    threads = os.cpu_count() or 1
+    model: Any = Llama(
+        str(file), n_ctx=POSITIONS, n_batch=POSITIONS, n_threads=threads, n_threads_batch=threads, verbose=False
+    )
+    context, batch = model._ctx, model._batch  # the package has no call that gives logits of some rows alone
+
+    def step(tokens: list[int], at: int, *, every: bool) -> None:
+        context.kv_cache_seq_rm(-1, at, -1)
+        batch.set_batch(batch=tokens, n_past=at, logits_all=every)
+        context.decode(batch)
+        context.get_logits()  # waits for them
+
+    def window(width: int) -> Callable[[], None]:
+        return lambda: step([7] * width, TEXT, every=True)
+
+    def prefill() -> None:  # and leaves a text of which the windows see the beginning
+        step([7] * PROMPT, 0, every=False)
+
+    prefill()
+    runs: Runs = {f"verify{width}": window(width) for width in WINDOWS}
+    runs["decode1"] = runs.pop("verify1")
+    return {**runs, "prefill": prefill}
+
+
+def in_turns(sides: dict[str, Runs], repeats: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Median milliseconds by side and call. Every call takes its turn until the time is over, three times at least."""
+    times: dict[str, dict[str, list[float]]] = {name: {call: [] for call in runs} for name, runs in sides.items()}
+    end = perf_counter() + seconds
+    for turn in range(repeats + 1):
+        if turn > 3 and perf_counter() > end:
+            break
+        for call in ("prefill", "read", "decode1", *(f"verify{width}" for width in WINDOWS[1:])):
+            # Short calls come several times, so that what the one before left in the caches counts for little.
+            for name, runs in sides.items():
+                if call not in runs:
+                    continue
+                for again in range(1 if call == "prefill" else 5):
+                    begin = perf_counter()
+                    runs[call]()
+                    if turn and (again or call == "prefill"):
+                        times[name][call].append(1e3 * (perf_counter() - begin))
+    return {
+        name: {call: round(statistics.median(found), 3) for call, found in calls.items() if found}
+        for name, calls in times.items()
+    }
+
+
+def ratios(times: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """What the aims are about: decode over reading, verify over decode, and decode over that of bf16."""
+    made: dict[str, dict[str, float]] = {}
+    for name, row in times.items():
+        if "decode1" not in row:
+            continue
+        made[name] = {f"verify{w}_over_decode1": round(row[f"verify{w}"] / row["decode1"], 3) for w in WINDOWS[1:]}
+        if "read" in row:
+            made[name]["decode1_over_read"] = round(row["decode1"] / row["read"], 3)
+        if "bf16" in times and not name.startswith("llama.cpp"):
+            made[name]["decode1_over_bf16"] = round(row["decode1"] / times["bf16"]["decode1"], 3)
+        rival = times.get(f"llama.cpp {name}")
+        if rival is not None:
+            made[name] |= {f"{call}_over_llama.cpp": round(row[call] / rival[call], 3) for call in row if call in rival}
+    return made
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*SHAPES, "smollm2"], default="30m")
+    parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["bf16", "int8", "q4_1"])
+    parser.add_argument("--beside", nargs="*", choices=BESIDE, default=["q8_0", "q4_1"], help="llama.cpp's formats")
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--seconds", type=float, default=120.0, help="time for the turns")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        if options.shape == "smollm2":
+            path = checkpoint_path("smollm2")
+            model: Any = LlamaForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        else:
+            path = folder / "model"
+            model = random_checkpoint(options.shape, path)
+        sides: dict[str, Runs] = {}
+        for form in options.beside:
+            file = folder / f"{form}.gguf"
+            kind = {"bf16": "BF16", "q8_0": "Q8_0", "q4_1": "Q4_1"}[form]
+            write_gguf(file, model, gguf.GGMLQuantizationType[kind])
+            sides[f"llama.cpp {form}"] = theirs(file)
+        del model
+        for form in options.formats:
+            sides[form] = ours(path, form)
+        times = in_turns(sides, options.repeats, options.seconds)
+    # int8's rival is llama.cpp's format of 8 bits.
+    compared = {**times, **({"llama.cpp int8": times["llama.cpp q8_0"]} if "llama.cpp q8_0" in times else {})}
+    found = ratios(compared)
+    found.pop("llama.cpp int8", None)
+    publish({"shape": options.shape, "ms": times, "ratios": found})
+
+
+if __name__ == "__main__":
+    main()

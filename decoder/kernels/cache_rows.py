@@ -1,0 +1,50 @@
+"""Rows of a KV cache in 8 bits: numbers of one head at one position, and behind them the scale that they share.
+
+A row of D numbers is D + 4 elements of int8 or of an 8-bit float; the last four are the bytes of a float32. So a row is
+still one piece of memory: whatever moves or copies rows (an accepted path, a shared prefix) moves scales along. A row
+follows from the key or value it holds and from nothing else, so that it is the same however a text was read. Not here:
+attention, and the C++ of this (decoder/native/cache_rows.h), which writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from paceline.decoder.weights.quantize import rounded
+
+SCALE_BYTES = 4
+
+CACHE_DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""By the names of `DecoderOptions.kv_cache_dtype`."""
+
+NARROW_CACHES = frozenset(CACHE_DTYPES.values())
+
+
+def row_elements(numbers: int, dtype: torch.dtype) -> int:
+    """Elements of a row of so many numbers in a cache of that type."""
+    return numbers + SCALE_BYTES if dtype in NARROW_CACHES else numbers
+
+
+def row_numbers(cache: Tensor) -> int:
+    """Numbers of a row of a cache [..., row]: the width of a head."""
+    return cache.shape[-1] - (SCALE_BYTES if cache.dtype in NARROW_CACHES else 0)
+
+
+def pack(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rows [..., D] float32 as a cache of that type holds them."""
+    if dtype not in NARROW_CACHES:
+        return numbers.to(dtype)
+    largest = numbers.abs().amax(-1, keepdim=True)
+    most = 127.0 if dtype is torch.int8 else torch.finfo(dtype).max
+    scale = torch.where(largest > 0, largest / most, torch.ones_like(largest))
+    data = rounded(numbers / scale, dtype).view(torch.uint8)
+    return torch.cat((data, scale.contiguous().view(torch.uint8)), -1).view(dtype)
+
+
+def unpack(rows: Tensor) -> Tensor:
+    """float32 [..., D] of rows of a cache."""
+    if rows.dtype not in NARROW_CACHES:
+        return rows.float()
+    scale = rows[..., -SCALE_BYTES:].contiguous().view(torch.uint8).view(torch.float32)
+    return rows[..., :-SCALE_BYTES].float() * scale

@@ -1,0 +1,190 @@
+"""Keys and values in 8 bits: their rows, attention over them, and the same tokens however a text was read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.auto import SamplingDecoder
+from paceline.core.errors import ConfigurationError
+from paceline.decoder import kv_memory, steps
+from paceline.decoder.kernels import cache_rows
+from paceline.decoder.kernels.protocol import CachePosition, Tree
+from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.decoder.native.ops import Native
+from paceline.eagle.tree import DynamicTree
+from tests.decoder import tiny
+from tests.eagle import heads
+
+FORMATS = list(cache_rows.CACHE_DTYPES)
+PROMPTS = [[5, 9, 13, 5, 9], [40, 2]]
+LONG = [(7 * i) % tiny.VOCABULARY for i in range(41)]  # three chunks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("target")
+    tiny.network().save_pretrained(made)
+    return made
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("draft")
+    tiny.network(layers=1).save_pretrained(made)
+    return made
+
+
+def load(folder: Path, backend: str = "eager", **options: object) -> SamplingDecoder:
+    settings: dict[str, object] = {"batch_size": 2, "context_length_estimate": [tiny.CHUNK], **options}
+    return AutoDecoder.from_pretrained(folder, n_positions=tiny.POSITIONS, backend=backend, **settings)
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_row_is_near_what_it_holds_and_says_its_scale(form: str) -> None:
+    dtype, rows = cache_rows.CACHE_DTYPES[form], drawn(40, 12) * torch.logspace(-20, 6, 40, base=2)[:, None]
+    rows[3] = 0
+    packed = cache_rows.pack(rows, dtype)
+    assert packed.dtype is dtype and packed.shape == (40, 12 + cache_rows.SCALE_BYTES)
+    assert cache_rows.row_numbers(packed) == 12
+    found, largest = cache_rows.unpack(packed), rows.abs().amax(1, keepdim=True)
+    bound = {"int8": 1 / 254, "fp8_e4m3": 1 / 16, "fp8_e5m2": 1 / 8}[form]
+    assert bool(((found - rows).abs() <= bound * 1.001 * largest).all())
+    assert not found[3].any()
+    assert torch.equal(cache_rows.unpack(packed[7]), found[7])  # of this row alone
+
+
+def _both(form: str, *, tree: bool, window: int = 7) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, ...]]]:
+    """Attention of the native kernels and of plain PyTorch over the same cache; and the caches afterwards."""
+    dtype, slots, groups, rows, width = cache_rows.CACHE_DTYPES[form], 2, 2, 64, 12
+    qkv = (drawn(2, window, 4, width), drawn(2, window, groups, width, seed=1), drawn(2, window, groups, width, seed=2))
+    start = torch.tensor([20, 33], dtype=torch.int32)
+    count = torch.full((2,), window, dtype=torch.int32)
+    parents = torch.tensor([[-1, 0, 0, 1, 1, 2, 5]] * 2, dtype=torch.int32)
+    place = CachePosition(
+        start, count, torch.arange(2, dtype=torch.int32), rows, tree=Tree.of(parents) if tree else None
+    )
+    found, caches = [], []
+    for kernels in (Native(), TorchKernels()):
+        cache = tuple(cache_rows.pack(drawn(slots, groups, rows, width, seed=s), dtype) for s in (3, 4))
+        found.append(kernels.attend(qkv, (cache[0], cache[1]), place))
+        path = torch.tensor([[2, 5, 6, -1]] * 2, dtype=torch.int32)
+        if tree:
+            kernels.compact_path((cache[0], cache[1]), start, path, slots=place.slots)
+        caches.append(cache)
+    return found, caches
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("form", FORMATS)
+def test_native_kernels_write_the_same_bytes_and_attend_alike(form: str, tree: bool) -> None:
+    (native, plain), caches = _both(form, tree=tree)
+    torch.testing.assert_close(native, plain, rtol=1e-4, atol=1e-5)
+    for one, other in zip(*caches, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_rows_bits_do_not_depend_on_its_window(form: str) -> None:
+    """Read together, in two pieces, and one token at a time: the same results, and the same cache."""
+    native, dtype, groups, rows, width, length = Native(), cache_rows.CACHE_DTYPES[form], 2, 32, 16, 13
+    q, k, v = (drawn(1, length, heads, width, seed=heads + i) for i, heads in enumerate((4, groups, groups)))
+    slots, made = torch.zeros(1, dtype=torch.int32), []
+    for cuts in ([length], [5, length], list(range(1, length + 1))):
+        cache = [torch.zeros(1, groups, rows, width + cache_rows.SCALE_BYTES, dtype=dtype) for _ in range(2)]
+        parts, begin = [], 0
+        for end in cuts:
+            at = torch.full((1,), begin, dtype=torch.int32)
+            place = CachePosition(at, torch.full_like(at, end - begin), slots, rows)
+            window = (q[:, begin:end], k[:, begin:end], v[:, begin:end])
+            parts.append(native.attend(window, (cache[0], cache[1]), place))
+            begin = end
+        made.append((torch.cat(parts, 1), *(one.view(torch.uint8) for one in cache)))
+    for other in made[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(made[0], other, strict=True))
+
+
+def _modes(target: SamplingDecoder, small: SamplingDecoder, prompts: list[list[int]]) -> None:
+    for asked in ({}, {"do_sample": True, "temperature": 0.9, "seed": 3}):
+        plain = target.sample(prompts, max_new_tokens=24, **asked)
+        for who, fused in ((small, True), (small, False), ("ngram", None)):
+            generator = SpeculativeGenerator(who, target, k=3, fused=fused)
+            assert torch.equal(generator.sample(prompts, max_new_tokens=24, **asked), plain)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_mode_gives_the_tokens_of_plain_decoding(folder: Path, draft: Path, form: str) -> None:
+    target, small = (load(each, amp="f32", kv_cache_dtype=form) for each in (folder, draft))
+    assert target.body.caches[0][0].dtype is cache_rows.CACHE_DTYPES[form]
+    _modes(target, small, PROMPTS)
+
+
+def test_trees_give_the_tokens_of_plain_decoding(folder: Path, tmp_path: Path) -> None:
+    """Of a random head: nodes are verified beside each other, and an accepted path is moved with its scales."""
+    target = load(folder, amp="f32", kv_cache_dtype="fp8_e5m2")
+    made = heads.drafter(tmp_path, target, 3, DynamicTree(6, depth=3, width=3))
+    generator = SpeculativeGenerator(made, target)
+    assert torch.equal(generator.sample(PROMPTS, max_new_tokens=24), target.sample(PROMPTS, max_new_tokens=24))
+    assert generator.statistics.num_accepted_tokens > 0
+
+
+def test_compiled_graphs_keep_the_tokens(folder: Path, draft: Path) -> None:
+    target, small = (load(each, "inductor", kv_cache_dtype="fp8_e4m3") for each in (folder, draft))
+    _modes(target, small, [LONG, PROMPTS[0]])
+
+
+def test_a_model_on_two_ranks_gives_the_tokens_of_one(folder: Path) -> None:
+    one = load(folder, amp="f32", kv_cache_dtype="int8")
+    two = load(folder, amp="f32", kv_cache_dtype="int8", tp_degree=2)
+    try:
+        assert torch.equal(two.sample(PROMPTS, max_new_tokens=24), one.sample(PROMPTS, max_new_tokens=24))
+    finally:
+        two.close()
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_logits_stay_near_those_of_a_wide_cache(folder: Path, form: str) -> None:
+    """And differ from them: the cache is what attention reads, the keys of the window included."""
+    text, start = torch.tensor([LONG[:16]] * 2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    narrow, wide = (
+        steps.window(one, text, start, bucket=one.n_positions)[0]
+        for one in (load(folder, amp="f32", kv_cache_dtype=form), load(folder, amp="f32"))
+    )
+    error = float((narrow - wide).abs().max() / wide.abs().max())
+    assert 0 < error < {"int8": 0.02, "fp8_e4m3": 0.1, "fp8_e5m2": 0.2}[form]
+
+
+def test_a_shared_prefix_is_copied_with_its_scales(folder: Path) -> None:
+    """The second request takes the rows of the first one's prompt and reads the rest."""
+    decoder = load(folder, amp="f32", kv_cache_dtype="int8")
+    together = decoder.sample([[*LONG, 3], [*LONG, 8]], max_new_tokens=12)
+    assert isinstance(together, torch.Tensor)
+    for row, end in zip(together.tolist(), (3, 8), strict=True):
+        alone = load(folder, amp="f32", kv_cache_dtype="int8").sample([[*LONG, end]], max_new_tokens=12)
+        assert isinstance(alone, torch.Tensor) and row == alone[0].tolist()
+
+
+def test_it_takes_less_memory_and_graphs_of_its_own(folder: Path) -> None:
+    narrow, wide = load(folder, kv_cache_dtype="int8"), load(folder)
+    for one in (narrow, wide):
+        held = sum(part.nbytes for layer in one.body.caches for part in layer)
+        assert kv_memory.cache_bytes(one.body.shard, one.options) == held
+    assert kv_memory.cache_bytes(narrow.body.shard, narrow.options) * 16 == 12 * kv_memory.cache_bytes(
+        wide.body.shard, wide.options
+    )
+    assert narrow.cache_key() == {**wide.cache_key(), "kv_cache_dtype": "int8"}
+
+
+def test_what_cannot_be_done_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"kv_cache_dtype='int4' is unknown; use one of int8, fp8_e4m3, fp8_"):
+        load(folder, kv_cache_dtype="int4")
+    for backend in ("neuron", "xla", "neuron-native"):
+        with pytest.raises(ConfigurationError, match=r"kv_cache_dtype='int8' asks for 8 bits; .* eager, inductor"):
+            load(folder, backend, kv_cache_dtype="int8")
