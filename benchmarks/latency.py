@@ -5,9 +5,9 @@
     python benchmarks/latency.py --tiny                   seconds: short texts and two modes, to try it out
 
 The protocol of AWS's reports of latency: batch 1, a fixed length of prompt and answer together, greedy, from the call
-to the last token. A prompt is a run of this package's sources; a text that would end earlier goes on. Modes are those of
-benchmarks/modes.py, which take turns; a figure is the median of the repeats. Every mode's tokens are compared with the
-first one's: ``same_tokens``. Nothing else should run on the machine. Compiling is not measured.
+to the last token. A prompt is a run of this package's sources; a text that would end earlier goes on. Modes are those
+of benchmarks/modes.py, which take turns; a figure is the median of the repeats. Every mode's tokens are compared with
+the first one's: ``same_tokens``. Nothing else should run on the machine. Compiling is not measured.
 """
 
 from __future__ import annotations
