@@ -7,6 +7,8 @@
     python benchmarks/decode.py --part widths    how often decode[1] and verify[5] disagree on the demo prompts
     python benchmarks/decode.py --part backends  how often inductor and eager disagree
 
+Formats of weights, and llama.cpp beside them: benchmarks/formats.py.
+
 Times are medians over interleaved repeats. Nothing else should run on the machine: a thread that is preempted inside
 a parallel product stalls it for a scheduler slice.
 """

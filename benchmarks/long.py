@@ -21,6 +21,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from common import publish
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline import AutoDecoder
@@ -90,7 +91,7 @@ def main() -> None:
                 print(found[length][-1], flush=True)
         for each in found.values():
             rows.append({key: statistics.median(one[key] for one in each) for key in each[0]})
-    print(json.dumps({"long": rows}))
+    publish({"long": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Perplexity of a model in every format of its weights, on a text that it was not trained on. JSON on the last line.
+"""Perplexity of a model by format of weights and cache, on a text that it was not trained on. JSON on the last line.
 
     python benchmarks/perplexity.py                                        the demo's target, on sources of this package
     python benchmarks/perplexity.py --model smollm2 --text some/text.txt   a fetched model, on a text of one's own
@@ -10,20 +10,20 @@ counted. A format that the backend or the shape of the model has no products for
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from pathlib import Path
 from time import perf_counter
 
 import torch
-from common import PAIR, ROOT, facts
+from common import PAIR, ROOT, publish
 
 from paceline import AutoDecoder, PacelineError
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.huggingface.cache import SlotCache
 from paceline.text.tokenizer import load_tokenizer
 
-FORMATS = ("f32", "bf16", "int8", "q8_0", "q4_0", "q4_1")
+FORMATS = ("f32", "bf16", "int8", "int8_per_tensor", "fp8_e4m3", "fp8_e5m2", "q8_0", "q4_0", "q4_1")
+CACHED = ("cache:int8", "cache:fp8_e4m3", "cache:fp8_e5m2")  # keys and values alone, f32 weights
 
 
 def pieces(model: str, text: str, *, length: int, count: int) -> torch.Tensor:
@@ -36,15 +36,17 @@ def pieces(model: str, text: str, *, length: int, count: int) -> torch.Tensor:
 
 
 def perplexity(model: str, form: str, rows: torch.Tensor, *, backend: str) -> dict[str, object]:
-    """Of all tokens of the rows but the first of each."""
-    begin = perf_counter()
+    """Of all tokens of the rows but the first of each. ``form``: of the weights, or "cache:" and that of the cache."""
+    begin, cache = perf_counter(), form.removeprefix("cache:") if form.startswith("cache:") else None
+    weights = "f32" if cache else form
     try:
         decoder = AutoDecoder.from_pretrained(
             model,
             n_positions=[rows.shape[1]],
-            amp=form if form in ("f32", "bf16") else "f32",
+            amp=weights if weights in ("f32", "bf16") else "f32",
             backend=backend,
-            quantization=None if form in ("f32", "bf16") else form,
+            quantization=None if weights in ("f32", "bf16") else weights,
+            kv_cache_dtype=cache,
         )
     except PacelineError as error:
         return {"format": form, "refused": str(error)}
@@ -70,7 +72,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="file of text; default: sources of this package")
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--count", type=int, default=8)
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=[*FORMATS, *CACHED], choices=[*FORMATS, *CACHED])
     parser.add_argument("--backend", default="inductor")
     options = parser.parse_args()
     files = [options.text] if options.text else sorted((ROOT / "core").glob("*.py"))
@@ -80,7 +82,7 @@ def main() -> None:
     for form in options.formats:
         found.append(perplexity(options.model, form, rows, backend=options.backend))
         print(found[-1], flush=True)
-    print(json.dumps({"perplexity": found, "backend": options.backend, "facts": facts()}))
+    publish({"perplexity": found, "backend": options.backend})
 
 
 if __name__ == "__main__":

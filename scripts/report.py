@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import report_charts
+import report_formats
 from report_tables import TABLES, Reports
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,6 +47,17 @@ COMMANDS = {
     "decode": "benchmarks/decode.py",
     "placement": "benchmarks/placement.py",
     "plan-speed": "benchmarks/plan_speed.py --out build/plan-speed",
+    "latency": "benchmarks/latency.py",
+    **{f"formats-{shape}": f"benchmarks/formats.py --shape {shape}" for shape in report_formats.SHAPES},
+    "perplexity": "benchmarks/perplexity.py --model smollm2",
+    "long": "benchmarks/long.py",
+}
+ALL_TABLES = {
+    **TABLES,
+    "latency": (("latency",), report_formats.latency),
+    "formats": (tuple(f"formats-{shape}" for shape in report_formats.SHAPES), report_formats.formats),
+    "perplexity": (("perplexity",), report_formats.perplexity),
+    "long": (("long",), report_formats.long),
 }
 
 
@@ -62,7 +74,7 @@ def load(folder: Path = RESULTS) -> dict[str, Any]:
 
 def block(name: str, reports: Reports) -> str:
     """What stands between the markers of a table."""
-    needs, make = TABLES[name]
+    needs, make = ALL_TABLES[name]
     if not needs or any(need in reports for need in needs):
         return make(reports)
     return "\n".join(["Not measured at this commit yet:", "", *(f"    python {COMMANDS[need]}" for need in needs)])

@@ -19,7 +19,7 @@ def report() -> ModuleType:
         import report
 
         yield report
-    for name in ("report", "report_tables", "report_charts"):
+    for name in ("report", "report_tables", "report_formats", "report_charts"):
         sys.modules.pop(name, None)
 
 
@@ -42,10 +42,31 @@ def test_a_missing_measurement_is_named_with_its_command(report: ModuleType) -> 
     assert "benchmarks/fused.py --part copier" in page
 
 
+def test_tables_of_formats_show_what_their_benchmarks_print(report: ModuleType) -> None:
+    ratios = {"decode1_over_read": 1.04, "verify5_over_decode1": 1.2}
+    latency = {"256": {"seconds": 1.5, "speed_up": 1.31, "same_tokens": True}}
+    lengths = {"positions": 1024, "prefill_s": 0.5, "prefill_tokens_per_s": 2046.0, "prompt_mb": 9.0, "cache_mb": 20.0}
+    rows = [{"format": "int8", "perplexity": 8.125, "weights_mb": 135.2}, {"format": "q4_0", "refused": "no blocks"}]
+    reports = {
+        "formats-30m": {"ms": {"int8": {"decode1": 1.17, "prefill": 30.0}}, "ratios": {"int8": ratios}},
+        "latency": {"modes": {"plain": latency, "fused 2": latency}},
+        "perplexity": {"perplexity": rows},
+        "long": {"long": [lengths]},
+    }
+    for name, line in (
+        ("formats", "| 30 M | int8 | 1.17 |  |  | 30.00 | 1.04 | 1.20 |  |"),
+        ("latency", "| draft model, k = 2 | 1.50 s (1.31 x) |"),
+        ("perplexity", "| int8 | 8.12 | 135 MB |"),
+        ("perplexity", "| q4_0 | no blocks |  |"),
+        ("long", "| 1024 | 0.50 s | 2046 | 9 MB | 20 MB |"),
+    ):
+        assert line in report.block(name, reports).splitlines()
+
+
 def test_every_measurement_has_a_table(report: ModuleType) -> None:
-    shown = {name for needs, _ in report.TABLES.values() for name in needs}
+    shown = {name for needs, _ in report.ALL_TABLES.values() for name in needs}
     assert shown == set(report.COMMANDS)
-    assert all(f"<!-- report:{name} -->" in report.PAGE.read_text() for name in report.TABLES)
+    assert all(f"<!-- report:{name} -->" in report.PAGE.read_text() for name in report.ALL_TABLES)
 
 
 def test_the_site_builds_without_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

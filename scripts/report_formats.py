@@ -1,0 +1,84 @@
+"""Tables of docs/results.md about formats of weights, latency and long texts. Pure text, as `report_tables.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from report_tables import Reports, label, number, table
+
+SHAPES = {
+    "30m": "30 M",
+    "110m": "110 M",
+    "1.1b": "1.1 B",
+    "smollm2": "SmolLM2-135M",
+}
+"""As benchmarks/formats.py names them, and as the page does."""
+
+_CALLS = {"decode1": "`decode[1]`", "verify5": "`verify[5]`", "verify9": "`verify[9]`", "prefill": "prefill, 256"}
+
+
+def formats(reports: Reports) -> str:
+    """Milliseconds of each call by shape and format, llama.cpp beside us; and the ratios that the aims are about."""
+    rows: list[Sequence[object]] = []
+    for shape, title in SHAPES.items():
+        report = reports.get(f"formats-{shape}")
+        for form, times in {} if report is None else report["ms"].items():
+            ratios = report["ratios"].get(form, {}) if report else {}
+            rows.append(
+                (
+                    title,
+                    form,
+                    *(number(times.get(call)) for call in _CALLS),
+                    number(ratios.get("decode1_over_read")),
+                    number(ratios.get("verify5_over_decode1")),
+                    number(ratios.get("decode1_over_bf16")),
+                )
+            )
+    head = [
+        "model",
+        "format",
+        *_CALLS.values(),
+        "`decode[1]` over reading",
+        "`verify[5]` over `decode[1]`",
+        "over bf16",
+    ]
+    return table(head, rows)
+
+
+def latency(reports: Reports) -> str:
+    """Seconds to the whole text by length of the prompt, and the speed-up over plain decoding."""
+    report = reports["latency"]
+    lengths = list(next(iter(report["modes"].values())))
+    rows = [(label(mode), *(_latency(row[length]) for length in lengths)) for mode, row in report["modes"].items()]
+    return table(["mode", *(f"from {length} tokens" for length in lengths)], rows)
+
+
+def _latency(row: Mapping[str, Any]) -> str:
+    return f"{row['seconds']:.2f} s ({row['speed_up']:.2f} x)" + ("" if row["same_tokens"] else ", other tokens")
+
+
+def perplexity(reports: Reports) -> str:
+    """Of every format."""
+    rows = [
+        (row["format"], number(row["perplexity"]), number(row["weights_mb"], 0, " MB"))
+        if "perplexity" in row
+        else (row["format"], row["refused"], None)
+        for row in reports["perplexity"]["perplexity"]
+    ]
+    return table(["format", "perplexity", "weights"], rows)
+
+
+def long(reports: Reports) -> str:
+    """Time and memory against the length of a prompt."""
+    rows = [
+        (
+            f"{row['positions']:.0f}",
+            number(row["prefill_s"], 2, " s"),
+            number(row["prefill_tokens_per_s"], 0),
+            number(row["prompt_mb"], 0, " MB"),
+            number(row["cache_mb"], 0, " MB"),
+        )
+        for row in reports["long"]["long"]
+    ]
+    return table(["positions", "prompt", "tokens/s", "memory besides weights and cache", "keys and values"], rows)
