@@ -137,7 +137,10 @@ def test_trees_give_the_tokens_of_plain_decoding(folder: Path, tmp_path: Path) -
 
 def test_compiled_graphs_keep_the_tokens(folder: Path, draft: Path) -> None:
     target, small = (load(each, "inductor", kv_cache_dtype="fp8_e4m3") for each in (folder, draft))
-    _modes(target, small, [LONG, PROMPTS[0]])
+    generator = SpeculativeGenerator(small, target, k=3)
+    for asked in ({}, {"do_sample": True, "temperature": 0.9, "seed": 3}):
+        plain = target.sample([LONG, PROMPTS[0]], max_new_tokens=24, **asked)
+        assert torch.equal(generator.sample([LONG, PROMPTS[0]], max_new_tokens=24, **asked), plain)
 
 
 def test_a_model_on_two_ranks_gives_the_tokens_of_one(folder: Path) -> None:
