@@ -23,6 +23,8 @@ _TYPES = {
     torch.float32: 6,
     torch.bool: 11,
     torch.bfloat16: 15,
+    torch.float8_e5m2: 23,
+    torch.float8_e4m3fn: 24,
 }
 """Their numbers in PyTorch's `c10::ScalarType`."""
 
