@@ -329,12 +329,8 @@ class CompiledDecoder:
         options = self.options
         shape = [options.batch_size, options.rows, options.n_positions]
         layout = [options.layout.degree, options.layout.gqa.value]
-        key: dict[str, object] = {
-            "config": self.config.fingerprint(),
-            "amp": options.amp,
-            "shape": shape,
-            "layout": layout,
-        }
+        key: dict[str, object] = {"config": self.config.fingerprint(), "amp": options.amp}
+        key |= {"shape": shape, "layout": layout}
         if options.kv_cache_dtype is not None:
             key["kv_cache_dtype"] = options.kv_cache_dtype
         formats = [[n, m.format.value] for n, m in self.body.named_modules() if isinstance(m, PackedMatrix)]
