@@ -157,7 +157,7 @@ class TableDecoder(SamplingDecoder):
         self.body = TableBody(logits, self.config, slots=slots, positions=kv_buckets[-1], slack=128)
         self.folder = None
         self._made: dict[tuple[GraphKey, object], tuple[list[torch.Size], Step]] = {}
-        self._holder = None
+        self._holder = self.last_holder = None
 
     def graph(
         self,
