@@ -29,7 +29,7 @@ class Told(DraftLengthController):
     def choose(self, deepest: int) -> int:
         return self.plan.pop(0)
 
-    def record(self, rung: int, *, asked: list[int], accepted: list[int], seconds: float | None) -> None:
+    def record(self, rung: int, *, requested: list[int], accepted: list[int], seconds: float | None) -> None:
         self.heard.append((rung, seconds is not None))
 
 
