@@ -191,7 +191,7 @@ CONFIGURATION_ERRORS = [
     ({"acceptor": None}, "acceptor=None is unknown"),
     ({"acceptor": [1]}, "acceptor=[1] is unknown"),
     ({"target": "models/llama"}, "target is a str and no decoder; load one with AutoDecoder.from_pretrained"),
-    ({"draft": "models/small"}, "draft 'models/small' is neither a folder nor a drafter's name"),
+    ({"draft": "models/small/draft"}, "draft 'models/small/draft' is neither a folder nor a drafter's name"),
     ({"draft": NgramDrafter}, "draft is the class NgramDrafter; give an object of it"),
     ({"exact": "no"}, "exact='no': input should be a valid boolean"),
     ({"fused": 0}, "fused=0: input should be a valid boolean"),
