@@ -103,10 +103,12 @@ class DecoderApplication:
 
     def generator(self, draft: object = None) -> SpeculativeGenerator:
         """A generator with the configuration's draft, or another one; plain decoding if there is none."""
-        draft = self.config.draft_model_path if draft is None else draft
+        draft, caching = self.config.draft_model_path if draft is None else draft, self.config.prefix_caching
         if draft is None:
-            return SpeculativeGenerator(None, self.decoder, k=0)
-        return SpeculativeGenerator(draft, self.decoder, k=self.config.k, fused=self.config.fused)
+            return SpeculativeGenerator(None, self.decoder, k=0, prefix_caching=caching)
+        return SpeculativeGenerator(
+            draft, self.decoder, k=self.config.k, fused=self.config.fused, prefix_caching=caching
+        )
 
     def adapter(self) -> HuggingFaceGenerationAdapter:
         """As a model of `transformers`: of the decoder, or of the generator if the configuration names a draft."""

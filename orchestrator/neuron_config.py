@@ -62,6 +62,7 @@ class NeuronConfig(BaseModel):
     k                   drafted tokens of a round; None: the file asks for no speculation
     fused               whether draft and target are to be one graph; None: wherever that can be done
     draft_model_path    folder of the draft, where the file names it
+    prefix_caching      whether prompts that begin alike read their common part once
     without_effect      keys of the file that change nothing here, and why
 
     Raises:
@@ -82,6 +83,7 @@ class NeuronConfig(BaseModel):
     k: int | None = Field(default=None, ge=1)
     fused: bool | None = None
     draft_model_path: str | None = None
+    prefix_caching: bool = False
     without_effect: dict[str, str] = Field(default_factory=dict)
 
     def __init__(self, **values: Any) -> None:
@@ -177,6 +179,7 @@ class _Reader:
             "k": length - 1 if length > 1 else None,
             "fused": True if fused else None,
             "draft_model_path": None if fused_spec is None else fused_spec.get("draft_model_path"),
+            "prefix_caching": bool(self.fields.pop("is_prefix_caching", None)),
         }
         for name in [name for name in self.fields if name in WITHOUT_EFFECT]:
             del self.fields[name]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import MistralConfig, MistralForCausalLM
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import CheckpointError
+from tests.cli.calling import call, last
 
 PUBLISHED = Path(__file__).parent / "published" / "medusa2-openhermes-mistral-7b.json"
 HEADS = 3
@@ -58,6 +61,20 @@ def test_it_is_the_model_alone_and_drafts_for_itself(folders: tuple[Path, Path],
         generator = SpeculativeGenerator(draft, whole)
         assert torch.equal(generator.sample([[5, 6, 7]], **wishes), expected)
         assert generator.statistics.num_draft_tokens > 0
+
+
+def test_the_command_takes_one_folder_for_both(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    made: list[dict[str, Any]] = []
+    for number, source in enumerate(folders):
+        folder = shutil.copytree(source, tmp_path / str(number))
+        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(96)}, unk_token="w0"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        words.save(str(folder / "tokenizer.json"))
+        options = ("--prompt", "w5 w6 w7", "--backend", "eager", "--max-new-tokens", 8, "--json")
+        draft = ("--draft", folder) if number else ()
+        made.append(last(call("generate", "--target", folder, *draft, *options)))
+    assert made[1]["tokens"] == made[0]["tokens"] and len(made[1]["tokens"]) == 8
+    assert made[1]["statistics"]["num_draft_tokens"] > 0
 
 
 def test_other_surplus_tensors_are_still_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:

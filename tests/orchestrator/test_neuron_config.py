@@ -74,6 +74,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"kv_cache_quant": {"quant_dtype": "s8"}}, {"kv_cache_dtype": "int8"}),
     ({"quantized": True, "quantization_dtype": "f8e4m3"}, {"quantization": "fp8_e4m3"}),
     ({"quant": {"quant_dtype": "s8", "dequant_dtype": "bf16"}, "padding_side": "left"}, {"quantization": "int8"}),
+    ({"is_prefix_caching": True, "prefix_buckets": [64, 128]}, {"prefix_caching": True}),
+    ({"is_prefix_caching": False}, {"prefix_caching": False}),
     ({"speculation_length": 1}, {"k": None}),  # the root alone
     ({"speculation_length": 2}, {"k": 1}),
     ({"group_query_attention": "shard-over-heads"}, {"group_query_attention": "shard-over-heads"}),
@@ -132,7 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_application_loads_runs_and_is_reset(folder: Path) -> None:
-    config = read(batch_size=2, seq_len=64, max_context_length=16, torch_dtype="float32")
+    config = read(batch_size=2, seq_len=64, max_context_length=16, torch_dtype="float32", is_prefix_caching=True)
     application = DecoderApplication(folder, config, backend="eager")
     with pytest.raises(ConfigurationError, match="not loaded"):
         application.forward(torch.tensor([[1]]))
@@ -149,10 +151,39 @@ def test_an_application_loads_runs_and_is_reset(folder: Path) -> None:
     torch.testing.assert_close(application(torch.tensor([text[:1]])), exact[:1], atol=1e-4, rtol=1e-4)
     plain = load(folder).sample([text], max_new_tokens=8)
     assert torch.equal(application.generator().sample([text], max_new_tokens=8), plain)
+    assert application.generator().config.prefix_caching is True
     ids = torch.tensor([text])
     made = application.adapter().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, pad_token_id=0)
     assert torch.equal(made, plain)
     application.close()
+
+
+def test_an_application_on_compiled_graphs(folder: Path, tmp_path: Path) -> None:
+    config = read(seq_len=64, enable_bucketing=False, max_context_length=16, torch_dtype="float32")
+    text = [5, 9, 13, 7]
+    exact, plain = logits_of(network(), text), load(folder).sample([text], max_new_tokens=8)
+    first = DecoderApplication(folder, config)
+    first.compile(tmp_path / "graphs")
+    first.close()
+    application = DecoderApplication(folder, config)
+    application.load(tmp_path / "graphs")
+    compiled: list[str] = []
+    application.decoder.on_graph = lambda event: compiled.append(event.message)
+    assert torch.equal(application.generator().sample([text], max_new_tokens=8), plain)
+    assert compiled and not any(compiled), "every graph was there"
+    torch.testing.assert_close(application(torch.tensor([text[:3]])), exact[2:3], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(application(torch.tensor([text[3:]])), exact[3:], atol=1e-4, rtol=1e-4)
+    application.reset()
+    torch.testing.assert_close(application(torch.tensor([text[:1]])), exact[:1], atol=1e-4, rtol=1e-4)
+    application.quantize(tmp_path / "int8")
+    application.close()
+    texts = []
+    for path, quantization in ((tmp_path / "int8", None), (folder, "int8")):
+        quantized = DecoderApplication(path, config.model_copy(update={"quantization": quantization}), backend="eager")
+        quantized.load()
+        texts.append(quantized.generator().sample([text], max_new_tokens=8))
+        quantized.close()
+    assert torch.equal(*texts)
 
 
 def test_an_application_speculates_as_its_file_says(folder: Path) -> None:
