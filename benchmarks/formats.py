@@ -116,9 +116,11 @@ def theirs(file: Path) -> Runs:
     model: Any = Llama(
         str(file), n_ctx=POSITIONS, n_batch=POSITIONS, n_threads=threads, n_threads_batch=threads, verbose=False
     )
-    context, batch = model._ctx, model._batch  # the package has no call that gives logits of some rows alone
 
     def step(tokens: list[int], at: int, *, every: bool) -> None:
+        # The package has no call that gives logits of some rows alone. A model frees its context when it is collected,
+        # so that it is the model that must be held.
+        context, batch = model._ctx, model._batch
         context.kv_cache_seq_rm(-1, at, -1)
         batch.set_batch(batch=tokens, n_past=at, logits_all=every)
         context.decode(batch)
@@ -181,7 +183,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[*SHAPES, "smollm2"], default="30m")
     parser.add_argument("--formats", nargs="*", choices=FORMATS, default=["bf16", "int8", "q4_1"])
-    parser.add_argument("--beside", nargs="*", choices=BESIDE, default=["q8_0", "q4_1"], help="llama.cpp's formats")
+    parser.add_argument("--beside", nargs="*", choices=BESIDE, default=list(BESIDE), help="llama.cpp's formats")
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=120.0, help="time for the turns")
     options = parser.parse_args()
