@@ -1,6 +1,6 @@
 """How fast a service is, against the same engine without one, in the same run and in turns with it.
 
-    python benchmarks/serve.py --target DIR [--draft DIR | ngram ...] [--streams 1 16 64] [--rates 2]
+    python -m benchmarks.serve --target DIR [--draft DIR | ngram ...] [--streams 1 16 64] [--rates 2]
 
 Closed loop: so many streams, each of which begins its next request when the last has ended. Open loop (--rates):
 requests begin at random moments, so many a second, whatever the service does, but never more than 256 at a time. The
@@ -33,6 +33,7 @@ from pathlib import Path
 import ray
 from ray import serve
 
+from benchmarks.common import publish
 from benchmarks.service_processes import processes
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.placement.cluster.fault_policy import FaultPolicy
@@ -249,7 +250,7 @@ def main() -> None:
     with service(options) as port:
         asyncio.run(closed(port, PROMPTS, options.tokens, streams=2, each=1))
         rows = measure(options, port, PROMPTS)
-    print(json.dumps({"rows": [asdict(one) for one in rows]}))
+    publish({"rows": [asdict(one) for one in rows]})
 
 
 if __name__ == "__main__":

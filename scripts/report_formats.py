@@ -1,4 +1,4 @@
-"""Tables of docs/results.md about formats of weights, latency and long texts. Pure text, as `report_tables.py`."""
+"""Tables of docs/results.md about formats of weights, latency, long texts and the server; pure text."""
 
 from __future__ import annotations
 
@@ -82,3 +82,23 @@ def long(reports: Reports) -> str:
         for row in reports["long"]["long"]
     ]
     return table(["positions", "prompt", "tokens/s", "memory besides weights and cache", "keys and values"], rows)
+
+
+def serve(reports: Reports) -> str:
+    """Tokens a second of the server and of the engine alone by load, the first token, and processor time."""
+    rows: list[Sequence[object]] = []
+    for row in reports["serve"]["rows"]:
+        median, worst = row["first_token_s"]
+        spent = ", ".join(f"{kind} {micros:.0f}" for kind, micros in row["cpu_us_per_token"].items())
+        speeds = (f"{row['tokens_per_s']:.0f}", f"{row['offline']:.0f}", number(row["ratio"]))
+        rows.append((row["load"], *speeds, f"{median:.2f} s, {worst:.2f} s", spent, row["failed"]))
+    head = [
+        "load",
+        "tokens/s",
+        "engine alone",
+        "ratio",
+        "first token: median, 99th of 100",
+        "us of processor a token",
+        "failed",
+    ]
+    return table(head, rows)

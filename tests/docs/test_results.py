@@ -46,17 +46,21 @@ def test_tables_of_formats_show_what_their_benchmarks_print(report: ModuleType) 
     ratios = {"decode1_over_read": 1.04, "verify5_over_decode1": 1.2}
     latency = {"256": {"seconds": 1.5, "speed_up": 1.31, "same_tokens": True}}
     lengths = {"positions": 1024, "prefill_s": 0.5, "prefill_tokens_per_s": 2046.0, "prompt_mb": 9.0, "cache_mb": 20.0}
+    served = {"load": "1 streams", "tokens_per_s": 733.1, "offline": 2463.0, "ratio": 0.298, "failed": 0}
+    served |= {"first_token_s": (0.02, 0.03), "cpu_us_per_token": {"model": 814.2}}
     rows = [{"format": "int8", "perplexity": 8.125, "weights_mb": 135.2}, {"format": "q4_0", "refused": "no blocks"}]
     reports = {
         "formats-30m": {"ms": {"int8": {"decode1": 1.17, "prefill": 30.0}}, "ratios": {"int8": ratios}},
         "latency": {"modes": {"plain": latency, "fused 2": latency}},
         "perplexity": {"perplexity": rows},
         "long": {"long": [lengths]},
+        "serve": {"rows": [served]},
     }
     for name, line in (
         ("formats", "| 30 M | int8 | 1.17 |  |  | 30.00 | 1.04 | 1.20 |  |"),
         ("latency", "| draft model, k = 2 | 1.50 s (1.31 x) |"),
         ("perplexity", "| int8 | 8.12 | 135 MB |"),
+        ("serve", "| 1 streams | 733 | 2463 | 0.30 | 0.02 s, 0.03 s | model 814 | 0 |"),
         ("perplexity", "| q4_0 | no blocks |  |"),
         ("long", "| 1024 | 0.50 s | 2046 | 9 MB | 20 MB |"),
     ):
