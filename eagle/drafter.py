@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from paceline.decoder.weights.locate import checkpoint_path
 from paceline.draft.base import HeadDrafter
 from paceline.eagle import checkpoint
 from paceline.eagle.aux_layers import parse_layers
+from paceline.eagle.division import embedding_part, is_divided, part_of, shard_of
 from paceline.eagle.head import EagleHead
 from paceline.eagle.tree import Chain, DraftTree
 
@@ -60,6 +62,7 @@ class EagleDrafter(HeadDrafter):
         draft_tree: DraftTree | None = None,
         *,
         aux_layers: str | int | Sequence[int] | None = None,
+        divided: bool | None = None,
     ) -> EagleDrafter:
         """Load a head for ``target``, which lends it its embedding and, to version 1, its output layer.
 
@@ -68,6 +71,8 @@ class EagleDrafter(HeadDrafter):
         draft_tree  how drafts grow; default: a chain of 4
         aux_layers  residual streams of the target that a head of version 3 reads, as in (2, 16, 29) or "2,16,29", in
                     place of what its config.json says; which are read is logged
+        divided     whether the ranks of a divided target share the head's work, or each does all of it, which is less
+                    to say and more to read; default: what is faster by `paceline.eagle.division.WORTH_DIVIDING`
 
         Raises:
             CheckpointError: the folder cannot be used, or its weights not in the target's number format.
@@ -88,15 +93,23 @@ class EagleDrafter(HeadDrafter):
             embedding = check_finite("its embedding", embedding, dtype, where=folder)
             if table is not None and torch.equal(embedding[:rows], table):
                 embedding = None
-        head = EagleHead(
-            loaded.config,
-            weights,
-            lent=target.body.lent,
-            embedding=embedding,
-            kernels=target.backend.kernels,
-            options=target.options,
+        degree = target.backend.group.degree
+        make = partial(
+            EagleHead, loaded.config, lent=target.body.lent, kernels=target.backend.kernels, options=target.options
         )
-        return cls(head, target, draft_tree or Chain(4))
+        if not is_divided(loaded.config, degree, divided):
+            return cls(make(weights, embedding=embedding), target, draft_tree or Chain(4))
+        head, *others = (
+            make(
+                part_of(weights, loaded.config, shard_of(loaded.config, degree, rank)),
+                embedding=None if embedding is None else embedding_part(embedding, degree, rank),
+                group=target.backend.group,
+            )
+            for rank in range(degree)
+        )
+        drafter = cls(head, target, draft_tree or Chain(4))
+        target.backend.divide(head, others)
+        return drafter
 
     def shortened(self, length: int) -> EagleDrafter:
         """See `paceline.core.protocols.Shortens`; of chains.
@@ -123,4 +136,4 @@ class EagleDrafter(HeadDrafter):
         """
         has_embedding = self.head.embedding is not self.decoder.body.model.embedding
         config: dict[str, object] = json.loads(json.dumps(asdict(self.head.config)))
-        return {"eagle": config, "own embedding": has_embedding}
+        return {"eagle": config, "own embedding": has_embedding, "ranks": self.head.group.degree}

@@ -46,7 +46,9 @@ class EagleHead(AutoregressiveHead):
     """The head with its cache. ``weights`` is emptied.
 
     ``lent`` is the target's, not copied: the embedding, unless ``embedding`` [V, H] is the head's own, and the output
-    layer of version 1. Over a divided target both are this rank's rows; everything else is the same on every rank.
+    layer of version 1. Over a divided target both are this rank's rows. With a ``group`` of more than one rank, which
+    is the target's then, so is everything else: ``weights`` and ``embedding`` are this rank's part
+    (`paceline.eagle.division`). Without one everything else is the same on every rank.
     """
 
     cos: Tensor
@@ -56,6 +58,7 @@ class EagleHead(AutoregressiveHead):
     ids: Tensor
     places: Tensor
     rows: Tensor
+    part_ids: Tensor
 
     def __init__(
         self,
@@ -66,22 +69,26 @@ class EagleHead(AutoregressiveHead):
         embedding: Tensor | None = None,
         kernels: Kernels,
         options: DecoderOptions,
+        group: Collectives | None = None,
     ) -> None:
         super().__init__(kernels, options)
+        self.group: Collectives = group or SingleRank()
         self.config, self.reads = config, config.reads
         three = config.version == 3
         ids = weights.pop("ids") if three else torch.arange(config.vocab_size)
+        part_ids = weights.pop("part_ids").to(torch.int32) if three and self.group.degree > 1 else lent.ids
+        key_heads = weights["layer.self_attn.k_proj.weight"].shape[0] // config.head_dim
         self.embedding = lent.embedding if embedding is None else _frozen(embedding)
         self._keep(EagleWeights.joined(config, weights, weights["lm_head.weight"] if three else lent.head))
         weights.clear()
         self._groups: tuple[Collectives, Collectives] = (
-            lent.group if embedding is None else SingleRank(),
-            SingleRank() if three else lent.group,
+            lent.group if embedding is None else self.group,
+            self.group if three else lent.group,
         )
         cos, sin = rope_tables(config.rope, config.head_dim, options.n_positions)
         places = torch.full((config.vocab_size,), config.draft_vocab_size, dtype=torch.int32)
         places[ids.to(torch.int64)] = torch.arange(config.draft_vocab_size, dtype=torch.int32)
-        keys, values = self.allocate_cache(config.num_kv_heads, config.head_dim)
+        keys, values = self.allocate_cache(key_heads, config.head_dim)
         buffers = {
             "cos": cos,
             "sin": sin,
@@ -89,7 +96,9 @@ class EagleHead(AutoregressiveHead):
             "values": values,
             "ids": ids.to(torch.int32),  # the target's id of every id that can be drafted
             "places": places,  # and back; U where there is none
-            "rows": lent.ids if lent.group.degree > 1 else lent.ids[:0],  # needed only where tables are divided
+            # Needed only where tables are divided: the ids of this rank's rows of the embedding, and of its logits.
+            "rows": lent.ids if lent.group.degree > 1 else lent.ids[:0],
+            "part_ids": part_ids if self._groups[1].degree > 1 else lent.ids[:0],
         }
         for name, value in buffers.items():
             self.register_buffer(name, value)
@@ -106,7 +115,7 @@ class EagleHead(AutoregressiveHead):
         """The formulas over this head's weights."""
         mlp = MlpWeights(**{name: getattr(self, f"mlp_{name}") for name in _OF_MLP}, eps=self.config.rms_norm_eps)
         weights = EagleWeights(**{name: getattr(self, name) for name in _OWN}, mlp=mlp)
-        return EagleNetwork(self.config, weights, self.kernels)
+        return EagleNetwork(self.config, weights, self.kernels, self.group)
 
     def caches(self) -> list[tuple[Tensor, Tensor]]:
         return [(self.keys, self.values)]
@@ -137,7 +146,7 @@ class EagleHead(AutoregressiveHead):
         return self.network.project(inputs, hidden, (self.cos[at].unsqueeze(2), self.sin[at].unsqueeze(2)), real=real)
 
     def attend(self, qkv: Qkv, place: CachePosition) -> Tensor:
-        """Write pairs to their rows and attend to those before them. -> [b, n, heads * D]"""
+        """Write pairs to their rows and attend to those before them. -> [b, n, heads of this rank * D]"""
         return self.kernels.attend(qkv, (self.keys, self.values), place)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -151,7 +160,7 @@ class EagleHead(AutoregressiveHead):
     def part(self) -> VocabPart:
         """The ids that this rank's `EagleNetwork.scores` are of."""
         sizes, group = self.config, self._groups[1]
-        ids = self.rows if group.degree > 1 else self.ids
+        ids = self.part_ids if group.degree > 1 else self.ids
         return VocabPart(ids, sizes.vocab_size, group, gaps=sizes.draft_vocab_size < sizes.vocab_size)
 
     def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -164,8 +173,11 @@ class EagleHead(AutoregressiveHead):
         self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int
     ) -> tuple[Tensor, Tensor]:
         """The first choices of a position, as `Kernels.rank_tokens`. hidden [b, n, H] -> [b, n, count] twice"""
-        scores = self.network.scores(hidden)
-        return rank(scores, positions, sampling, count=count, part=self.part, kernels=self.kernels)
+        part = self.part
+        if part.gaps and part.divided and not self.kernels.sampling_kinds:
+            every = self.scores(hidden).contiguous()
+            return self.kernels.rank_tokens(every, positions, sampling, count=count, ids=self.ids)
+        return rank(self.network.scores(hidden), positions, sampling, count=count, part=part, kernels=self.kernels)
 
     def spread(self, scores: Tensor) -> Tensor:
         """[b, n, U] -> [b, n, V], `reduce.NEGATIVE` for ids that cannot be drafted."""

@@ -20,9 +20,10 @@ from torch.nn import functional as F
 
 from paceline.decoder.kernels.protocol import Kernels, MlpWeights
 from paceline.decoder.kernels.torch_kernels import TorchKernels
-from paceline.decoder.models.layers import gated_mlp, rms_norm
+from paceline.decoder.models.layers import biased, gated_mlp, rms_norm
 from paceline.decoder.models.rope import apply_rope, rope_tables
-from paceline.decoder.parallel.collectives import SingleRank
+from paceline.decoder.parallel.collectives import Collectives, SingleRank
+from paceline.decoder.parallel.vocab_parallel import whole
 from paceline.decoder.weights.quantize import MatrixLike
 from paceline.eagle.config import EagleConfig
 
@@ -88,15 +89,19 @@ class EagleWeights:
 
 @dataclass(frozen=True, slots=True)
 class EagleNetwork:
-    """The head before and after attention, so that attention may look at more pairs than are multiplied."""
+    """The head before and after attention, so that attention may look at more pairs than are multiplied.
+
+    Over a ``group`` of ranks, ``weights`` are this rank's part (`paceline.eagle.division`): it has some of the heads.
+    """
 
     config: EagleConfig
     weights: EagleWeights
     kernels: Kernels
+    group: Collectives
 
     def fuse(self, features: Tensor, real: Tensor | None = None) -> Tensor:
         """features [b, n, F] -> the hidden state [b, n, H] that a pair of real features reads."""
-        return self.kernels.linear(features, self.weights.fc, real) if self.config.version == 3 else features
+        return self._fc(features, real) if self.config.version == 3 else features
 
     def project(
         self, embedded: Tensor, hidden: Tensor, rotation: tuple[Tensor, Tensor], *, real: Tensor | None = None
@@ -111,17 +116,19 @@ class EagleNetwork:
             stream = normed if config.norm_before_residual else hidden
             x = torch.cat([rms_norm(embedded, weights.input_norm, eps), normed], -1)
         else:
-            stream = self._linear(torch.cat([embedded, hidden], -1), weights.fc, weights.fc_bias, real=real)
+            stream = self._fc(torch.cat([embedded, hidden], -1), real)
             x = stream if weights.input_norm is None else rms_norm(stream, weights.input_norm, eps)
-        heads, groups = config.num_heads, config.num_kv_heads
+        heads = weights.out.shape[1] // config.head_dim
+        groups = (weights.qkv.shape[0] // config.head_dim - heads) // 2
         qkv = self._linear(x, weights.qkv, weights.qkv_bias, real=real)
         q, k, v = qkv.unflatten(-1, (heads + 2 * groups, config.head_dim)).split((heads, groups, groups), dim=2)
         return stream, (apply_rope(q, *rotation), apply_rope(k, *rotation), v)
 
     def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
         """Pairs after attention: stream [b, n, H], attended [b, n, heads * D] -> hidden [b, n, H]."""
-        stream = stream + self._linear(attended.contiguous(), self.weights.out, self.weights.out_bias)
-        return gated_mlp(stream, self.weights.mlp, kernels=self.kernels, group=SingleRank())
+        out = self.group.reduce(self.kernels.linear(attended.contiguous(), self.weights.out))
+        stream = stream + biased(out, self.weights.out_bias)
+        return gated_mlp(stream, self.weights.mlp, kernels=self.kernels, group=self.group)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """hidden [b, n, H] -> logits [b, n, U] of the ids that can be drafted, or of this rank's part of them."""
@@ -130,8 +137,12 @@ class EagleNetwork:
         return self.kernels.linear(hidden, self.weights.head)
 
     def _linear(self, x: Tensor, weight: MatrixLike, bias: Tensor | None, *, real: Tensor | None = None) -> Tensor:
-        product = self.kernels.linear(x, weight, real)
-        return product if bias is None else product + bias
+        return biased(self.kernels.linear(x, weight, real), bias)
+
+    def _fc(self, x: Tensor, real: Tensor | None) -> Tensor:
+        """x [b, n, in] -> [b, n, H], put together from what every rank has of it."""
+        product = whole(self.kernels.linear(x, self.weights.fc, real), self.config.hidden_size, self.group)
+        return biased(product, self.weights.fc_bias)
 
 
 class TrainingKernels(TorchKernels):
@@ -170,7 +181,7 @@ class TrainableHead(nn.Module):
         """The formulas over the parameters as they are now."""
         tensors = dict(self.named_parameters())
         head = tensors["lm_head.weight"] if self.config.version == 3 else self.get_buffer("borrowed")
-        return EagleNetwork(self.config, EagleWeights.joined(self.config, tensors, head), self._kernels)
+        return EagleNetwork(self.config, EagleWeights.joined(self.config, tensors, head), self._kernels, SingleRank())
 
     def fuse(self, features: Tensor) -> Tensor:
         """features [b, S, F] -> the hidden state [b, S, H] that the first pass reads."""

@@ -156,6 +156,11 @@ class Backend(Protocol):
     def attach(self, body: nn.Module, path: str) -> None:
         """Called once, before the first graph, with rank 0's `ModelWithCache` and the folder of the checkpoint."""
 
+    def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
+        """Give ranks 1 and up what they have in the place of the tensors of rank 0's module ``first``, which is part of
+        steps that come: their own modules, alike but for the numbers. A model's own body is not for here.
+        """
+
     def close(self) -> None:
         """Give back what is held outside of this process."""
 
@@ -221,6 +226,9 @@ class LocalBackend:
         return requested
 
     def attach(self, body: nn.Module, path: str) -> None:
+        """There are no other ranks."""
+
+    def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
         """There are no other ranks."""
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -27,6 +27,10 @@ class RankedBackend(LocalBackend):
         """Have the other ranks load their parts of the model."""
         assert isinstance(body, ModelWithCache)
         self._number = self.ranks.adopt(body, path, config=body.config, options=body.options)
+
+    def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
+        """See `paceline.decoder.backends.base.Backend`."""
+        self.ranks.divide(self._number, first, others)
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         number = self.ranks.make(self._number, graph.name, graph.module)

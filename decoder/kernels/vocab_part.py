@@ -23,8 +23,7 @@ NOWHERE = 2 * reduce.NEGATIVE
 class VocabPart:
     """The ids whose logits this rank has.
 
-    ids    [n] int32, ascending; without gaps if the vocabulary is divided, and then those from ``size`` on fill up the
-           last rank's part
+    ids    [n] int32, ascending; if the vocabulary is divided, those from ``size`` on fill up the last ranks' parts
     size   above every real id
     group  the ranks
     gaps   whether the ids have gaps
@@ -47,7 +46,7 @@ class VocabPart:
 
     def real(self, logits: Tensor) -> Tensor:
         """Logits [b, T, n] in which the ids that fill up are never chosen."""
-        filled_up = self.divided and len(self.ids) * self.group.degree > self.size
+        filled_up = self.divided and (self.gaps or len(self.ids) * self.group.degree > self.size)
         return torch.where(self.ids < self.size, logits, NOWHERE) if filled_up else logits
 
     def sum(self, x: Tensor) -> Tensor:

@@ -54,6 +54,12 @@ class Follower:
         del self.bodies[number]
         self._steps = {key: pair for key, pair in self._steps.items() if pair[0] != number}
 
+    def take(self, tensors: list[tuple[tuple[str, str], bool, bytes]]) -> None:
+        """Keep this rank's own tensors, by the names that steps will call them: whether it is a parameter, and it."""
+        for name, is_parameter, data in tensors:
+            tensor = torch.load(io.BytesIO(data), weights_only=True)
+            self.tensors[name] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+
     def make(self, number: int, made: int, step: bytes) -> None:
         """Take a step of a model."""
         self._steps[made] = number, _Receiver(io.BytesIO(step), self).load()
@@ -83,10 +89,8 @@ class _Receiver(pickle.Unpickler):
             parameters: dict[str, Tensor] = dict(body.named_parameters())
             return parameters[name] if name in parameters else body.get_buffer(name)
         if kind == "new":
-            name, is_parameter, data = rest
-            tensor = torch.load(io.BytesIO(data), weights_only=True)
-            self._follower.tensors[name] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
-            return self._follower.tensors[name]
+            self._follower.take([tuple(rest)])
+            return self._follower.tensors[rest[0]]
         return self._follower.tensors[pid]
 
 

@@ -33,6 +33,7 @@ from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.collectives import GlooGroup, join, leave
+from paceline.decoder.parallel.parts import parts_of
 
 _PATIENCE = 5.0  # seconds a process gets to end by itself
 _FAREWELL = 1.0  # seconds to wait for the last words of a process that failed
@@ -119,6 +120,25 @@ class Ranks:
             else:
                 self._left.append(number)  # told with the next order: a finaliser may run in the middle of one
 
+    def divide(self, number: int, first: nn.Module, others: Sequence[nn.Module]) -> None:
+        """Give every other rank what it has in the place of the tensors of ``first``, in the steps of a body.
+
+        others  the modules of ranks 1 and up
+
+        Raises:
+            RankError: a rank is gone.
+        """
+        with self._lock:
+            self._check(number)
+            names = WeakTensorKeyDictionary()
+            given: list[list[tuple[object, bool, bytes]]] = [[] for _ in others]
+            for tensor, parts in parts_of(first, others):
+                names[tensor] = ("sent", uuid.uuid4().hex)
+                for tensors, part in zip(given, parts, strict=True):
+                    tensors.append((names[tensor], isinstance(part, nn.Parameter), _packed(part)))
+            self._send_each("take", given)
+            self._names.update(names)
+
     def make(self, number: int, name: str, step: nn.Module) -> int:
         """Give a step of a body to all ranks. -> its number.
 
@@ -177,6 +197,16 @@ class Ranks:
             for data in map(pickle.dumps, orders):
                 for _, pipe in self._others:
                     pipe.send_bytes(data)
+        except OSError as error:
+            lost = self._lost(error)
+            self._end()
+            raise lost from error
+
+    def _send_each(self, order: str, given: Sequence[object]) -> None:
+        """As `_send`, with one argument, which is another one for every rank."""
+        try:
+            for (_, pipe), own in zip(self._others, given, strict=True):
+                pipe.send_bytes(pickle.dumps((order, (own,), {})))
         except OSError as error:
             lost = self._lost(error)
             self._end()
@@ -242,9 +272,13 @@ class _Sender(pickle.Pickler):
                 return known[item]
         name = ("sent", uuid.uuid4().hex)
         self.new[item] = name
-        stream = io.BytesIO()
-        torch.save(item.detach().clone(), stream)
-        return "new", name, isinstance(item, nn.Parameter), stream.getvalue()
+        return "new", name, isinstance(item, nn.Parameter), _packed(item)
+
+
+def _packed(x: Tensor) -> bytes:
+    stream = io.BytesIO()
+    torch.save(x.detach().clone(), stream)
+    return stream.getvalue()
 
 
 def shared(degree: int) -> Ranks:

@@ -6,7 +6,6 @@ What `paceline cost` counts and `paceline export-hlo` writes. Not here: counting
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +27,7 @@ from paceline.decoder.parallel.sharding import Shard
 from paceline.draft.heads import ChainStep
 from paceline.draft.model import ModelHead
 from paceline.draft.vocab_map import VocabMap
-from paceline.eagle import formats
+from paceline.eagle import division, formats
 from paceline.eagle.config import EagleConfig, is_eagle_config
 from paceline.eagle.head import EagleHead
 from paceline.target.steps import FusedStep, VerifyStep
@@ -87,9 +86,13 @@ class ModelDraft:
 
 @dataclass(frozen=True, slots=True)
 class EagleDraft:
-    """An EAGLE head that drafts chains: whole on every core but for what it borrows of the target."""
+    """An EAGLE head that drafts chains.
+
+    divided  over the target's cores, or whole on every one but for what it borrows; None: what a generator does
+    """
 
     config: EagleConfig
+    divided: bool | None = None
 
     @property
     def layers(self) -> int:
@@ -104,15 +107,27 @@ class EagleDraft:
         weights = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in self.config.shapes().items()}
         if self.config.version == 3:
             weights["ids"] = torch.arange(self.config.draft_vocab_size)
-        head = EagleHead(self.config, weights, lent=target.lent, kernels=target.kernels, options=target.options)
+        divided = self._shard(setup.degree).degree > 1
+        head = EagleHead(
+            self.config,
+            division.part_of(weights, self.config, self._shard(setup.degree)) if divided else weights,
+            lent=target.lent,
+            kernels=target.kernels,
+            options=target.options,
+            group=target.group if divided else None,
+        )
         return ChainStep(head, setup.k, setup.rows, kind=setup.kind)
 
     def memory(self, setup: RoundSetup) -> int:
-        cache = 2 * setup.slots * setup.rows * self.config.num_kv_heads * self.config.head_dim
-        return 2 * (sum(prod(shape) for shape in self.config.shapes().values()) + cache)
+        return division.memory_of(self.config, self._shard(setup.degree), setup.slots * setup.rows)
 
     def padding(self, degree: int) -> Padding:
-        return {}
+        shard = self._shard(degree)
+        return sharding.padding(shard.config, shard.degree)
+
+    def _shard(self, degree: int) -> Shard:
+        divided = division.is_divided(self.config, degree, self.divided)
+        return division.shard_of(self.config, degree if divided else 1)
 
 
 @dataclass(frozen=True, slots=True)

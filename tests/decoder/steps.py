@@ -20,6 +20,7 @@ from paceline.decoder.steps import CompactPathStep, PrefillStep, WindowStep
 from paceline.draft.heads import ChainStep, ReadStep
 from paceline.draft.model import ModelHead
 from paceline.draft.vocab_map import IntersectionVocabMap, VocabMap
+from paceline.eagle.division import part_of, shard_of
 from paceline.eagle.head import EagleHead
 from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from paceline.medusa.config import MedusaConfig
@@ -79,7 +80,12 @@ def eagle(
 
 def eagle_head(body: ModelWithCache, version: int) -> EagleHead:
     found = random_head(eagle_config(body.config, version))
-    return EagleHead(found.config, dict(found.weights), lent=body.lent, kernels=body.kernels, options=body.options)
+    degree, weights = body.group.degree, dict(found.weights)
+    if degree > 1:
+        weights = part_of(weights, found.config, shard_of(found.config, degree, body.shard.rank))
+    return EagleHead(
+        found.config, weights, lent=body.lent, kernels=body.kernels, options=body.options, group=body.group
+    )
 
 
 def some_known(body: ModelWithCache, reach: int, *, kind: SamplingKind = "full") -> nn.Module:

@@ -48,12 +48,18 @@ def random_head(sizes: EagleConfig, *, seed: int = 1) -> Checkpoint:
 
 
 def drafter(
-    folder: Path, target: SamplingDecoder, version: int, draft_tree: DraftTree, **changes: object
+    folder: Path,
+    target: SamplingDecoder,
+    version: int,
+    draft_tree: DraftTree,
+    *,
+    divided: bool | None = None,
+    **changes: object,
 ) -> EagleDrafter:
     """A drafter with a random head, through the disk."""
     made = random_head(config(target.config, version, **changes))
     checkpoint.save(folder, made)
-    return EagleDrafter.from_pretrained(folder, target, draft_tree)
+    return EagleDrafter.from_pretrained(folder, target, draft_tree, divided=divided)
 
 
 def features(target: SamplingDecoder, ids: list[int], made: EagleDrafter) -> Tensor:

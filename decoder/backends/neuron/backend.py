@@ -96,6 +96,10 @@ class NeuronBackend:
         if self.group.degree > 1:
             self._chip.names.divide(body, neuron_ranks.others(body, path))
 
+    def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
+        """See `paceline.decoder.backends.base.Backend`."""
+        self._chip.names.divide(first, others)
+
     def sampling_refusal(self) -> str | None:
         """See `paceline.decoder.backends.base.ChecksNoise`."""
         return noise_record.refusal(self._chip.sdk)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.decoder.compile.lowering import Lowered, constants_of, state_of
+from paceline.decoder.parallel.parts import parts_of
 
 
 class Names:
@@ -61,11 +62,7 @@ class Names:
 
     def divide(self, first: nn.Module, others: Sequence[nn.Module]) -> None:
         """Know what the other ranks have in the place of rank 0's weights and states: modules of the same names."""
-        for name, tensor in (*first.named_parameters(), *first.named_buffers()):
-            parts: list[Tensor] = []
-            for module in others:
-                parameters: dict[str, Tensor] = dict(module.named_parameters())
-                parts.append(parameters[name] if name in parameters else module.get_buffer(name))
+        for tensor, parts in parts_of(first, others):
             self._parts[tensor] = parts
 
     def states(self, ranks: int = 1) -> list[dict[str, Tensor]]:
@@ -88,6 +85,8 @@ class Names:
     def _same(self, constant: Tensor) -> Tensor:
         """A constant of tracing that is already known, if there is one: each trace makes its own copy."""
         for known in self._fixed.values():
+            if known in self._parts:
+                continue  # the other ranks have something else in its place
             if known.shape == constant.shape and known.dtype == constant.dtype and bool((known == constant).all()):
                 return known
         return constant

@@ -1,0 +1,146 @@
+"""An EAGLE head over the ranks of its target: what each has of it, and whether that is worth what ranks then say.
+
+A head is divided as a layer of a model is (`paceline.decoder.parallel.sharding`): attention and its cache by heads, the
+MLP by columns, the output layer of version 3 by the ids that can be drafted, ``fc`` by what it gives, which is put
+together again. Not here: the tables that a head borrows, which are divided with the target, and the formulas
+(`paceline.eagle.network`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigurationError
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.parallel import sharding
+from paceline.decoder.parallel.sharding import Shard, Split, TensorSpec
+from paceline.eagle.config import EagleConfig
+
+WORTH_DIVIDING = 16 * 2**20
+"""Bytes that a core must be spared for every drafted token. By the figures of a NeuronCore-v2
+(`paceline.decoder.backends.neuron.engines`) it reads them in the time of the three small collectives that a divided
+head adds to a token: 45 us at 0.8 x 410 GB/s."""
+
+_SPLITS = {
+    "fc.weight": Split.ROWS,
+    "lm_head.weight": Split.VOCABULARY,
+    "layer.self_attn.q_proj.weight": Split.QUERY_ROWS,
+    "layer.self_attn.q_proj.bias": Split.QUERY_ROWS,
+    "layer.self_attn.k_proj.weight": Split.KEY_ROWS,
+    "layer.self_attn.k_proj.bias": Split.KEY_ROWS,
+    "layer.self_attn.v_proj.weight": Split.KEY_ROWS,
+    "layer.self_attn.v_proj.bias": Split.KEY_ROWS,
+    "layer.self_attn.o_proj.weight": Split.QUERY_COLUMNS,
+    "layer.mlp.gate_proj.weight": Split.ROWS,
+    "layer.mlp.gate_proj.bias": Split.ROWS,
+    "layer.mlp.up_proj.weight": Split.ROWS,
+    "layer.mlp.up_proj.bias": Split.ROWS,
+    "layer.mlp.down_proj.weight": Split.COLUMNS,
+}
+"""All others are whole on every rank: norms, and biases that are added after a sum over the ranks."""
+
+
+def tensors(config: EagleConfig) -> dict[str, TensorSpec]:
+    """Every tensor of a head besides its vocabulary map, by our own names."""
+    return {name: TensorSpec(shape, _SPLITS.get(name, Split.WHOLE)) for name, shape in config.shapes().items()}
+
+
+def shard_of(config: EagleConfig, degree: int, rank: int = 0) -> Shard:
+    """What a rank has of a head that is divided over so many. Its ``ids`` are places among what can be drafted."""
+    layer = _as_model(config)
+    return Shard(layer, sharding.layout(layer, degree), rank)
+
+
+def part_of(weights: Mapping[str, Tensor], config: EagleConfig, shard: Shard) -> dict[str, Tensor]:
+    """A rank's part of the weights of a checkpoint (`paceline.eagle.checkpoint.Checkpoint`), and their ``part_ids``.
+
+    part_ids  version 3: [n] int64, the target's ids of this rank's rows of the output layer; those that are no ids of
+              the target fill up the last ranks' parts
+    """
+    specs = tensors(config)
+    own = {name: _cut(x, specs[name], shard) if name in specs else x for name, x in weights.items()}
+    if config.version == 3:
+        every = weights["ids"]
+        filled = config.vocab_size + torch.arange(len(shard.ids) * shard.degree - len(every))
+        own["part_ids"] = torch.cat([every, filled.to(every.dtype)])[shard.ids.start : shard.ids.stop].clone()
+    return own
+
+
+def embedding_part(embedding: Tensor, degree: int, rank: int) -> Tensor:
+    """A rank's rows of a head's own embedding [V, H]: the ids whose rows it has of the target's. -> [n, H]"""
+    rows = -(-embedding.shape[0] // degree)
+    own = embedding[rank * rows : (rank + 1) * rows]
+    return torch.cat([own, own.new_zeros(rows - len(own), own.shape[1])]).contiguous()
+
+
+def is_divided(config: EagleConfig, degree: int, divided: bool | None = None) -> bool:
+    """Whether a head is divided over a target's ranks: as asked, or, for None, where it pays.
+
+    Raises:
+        ConfigurationError: it is to be divided, and the target is not.
+    """
+    if divided and degree == 1:
+        raise ConfigurationError(
+            "divided=True divides an EAGLE head over the ranks of its target, which has one; load the target with "
+            "tp_degree=2 or more, or leave divided away"
+        )
+    if divided is not None:
+        return divided
+    if degree == 1:
+        return False
+    saved = _read_for_a_token(config, shard_of(config, 1)) - _read_for_a_token(config, shard_of(config, degree))
+    return saved >= WORTH_DIVIDING
+
+
+def _read_for_a_token(config: EagleConfig, shard: Shard) -> int:
+    """Bytes of matrices in 16 bits. ``fc`` of version 3 reads a round's real features once, and counts for none."""
+    matrices = {name: spec for name, spec in tensors(config).items() if len(spec.shape) == 2}
+    if config.version == 3:
+        del matrices["fc.weight"]
+    return 2 * sum(shard.numbers_of(spec) for spec in matrices.values())
+
+
+def memory_of(config: EagleConfig, shard: Shard, rows: int) -> int:
+    """Bytes of a rank's weights and of ``rows`` rows of its cache in all slots, in 16 bits."""
+    weights = sum(shard.numbers_of(spec) if shard.degree > 1 else prod(spec.shape) for spec in tensors(config).values())
+    return 2 * (weights + 2 * rows * len(shard.key_heads) * config.head_dim)
+
+
+def _cut(x: Tensor, spec: TensorSpec, shard: Shard) -> Tensor:
+    part = shard.slice_of(spec)
+    if part is None:
+        return x
+    pieces = []
+    for (first, last), size in zip(part.ranges, part.sizes, strict=True):
+        shape = list(x.shape)
+        shape[part.dim] = size - (last - first)
+        pieces += [x.narrow(part.dim, first, last - first), x.new_zeros(shape)]
+    return torch.cat(pieces, part.dim)
+
+
+def _as_model(config: EagleConfig) -> ModelConfig:
+    """A model of one layer with the sizes of a head; its vocabulary is what can be drafted."""
+    return ModelConfig(
+        model_type="llama",
+        vocab_size=config.draft_vocab_size,
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_layers=1,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        rms_norm_eps=config.rms_norm_eps,
+        max_position_embeddings=config.max_position_embeddings,
+        rope=config.rope,
+        tie_word_embeddings=False,
+        attention_bias=config.attention_bias,
+        mlp_bias=config.mlp_bias,
+        hidden_act="silu",
+        eos_token_ids=(),
+        pad_token_id=None,
+        bos_token_id=None,
+    )
