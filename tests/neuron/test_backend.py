@@ -16,9 +16,11 @@ from paceline.core.errors import ArtefactError, BackendError, ConfigurationError
 from paceline.decoder.backends.neuron import backend as neuron
 from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphKey
+from paceline.eagle.tree import Chain
 from paceline.engine.rounds import FusedRound
 from tests.decoder.headed import SMALL
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
+from tests.eagle import heads
 from tests.orchestrator.test_trees import PROMPTS as FOUR
 from tests.orchestrator.test_trees import Orchard
 
@@ -238,6 +240,24 @@ def test_a_divided_model_on_several_cores(workshop: Workshop, runtime: Runtime, 
     assert len(runtime().locks) == 4
     with pytest.raises(ConfigurationError, match="has tp_degree=4"):
         fresh(workshop.checkpoint(), backend="neuron")
+
+
+def test_a_divided_eagle_head_has_weights_and_caches_of_its_own_on_every_core(
+    workshop: Workshop, runtime: Runtime, tmp_path: Path
+) -> None:
+    """Two cores, each with its heads and its part of the ids that can be drafted, which have gaps."""
+    asked = {**ASKED, "max_new_tokens": 6}
+    found = []
+    for backend, degree in (("eager", 1), ("neuron", 2)):
+        target = AutoDecoder.from_pretrained(
+            workshop.checkpoint(), backend=backend, amp="f32", batch_size=2, context_length_estimate=[16],
+            tp_degree=degree,
+        )  # fmt: skip
+        target.on_graph = lambda _event: None
+        drafter = heads.drafter(tmp_path, target, 3, Chain(2), divided=degree > 1)
+        done = SpeculativeGenerator(drafter, target).sample(PROMPTS, return_dict=True, **asked)
+        found.append((done.sequences.tolist(), done.statistics.num_accepted_tokens_per_pos))
+    assert found[0] == found[1]
 
 
 def test_degrees_the_chip_does_not_take_are_refused_before_anything_is_read(
