@@ -9,7 +9,6 @@ together again. Not here: the tables that a head borrows, which are divided with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 
 import torch
 from torch import Tensor
@@ -106,7 +105,7 @@ def _read_for_a_token(config: EagleConfig, shard: Shard) -> int:
 
 def memory_of(config: EagleConfig, shard: Shard, rows: int) -> int:
     """Bytes of a rank's weights and of ``rows`` rows of its cache in all slots, in 16 bits."""
-    weights = sum(shard.numbers_of(spec) if shard.degree > 1 else prod(spec.shape) for spec in tensors(config).values())
+    weights = sum(shard.numbers_of(spec) for spec in tensors(config).values())
     return 2 * (weights + 2 * rows * len(shard.key_heads) * config.head_dim)
 
 

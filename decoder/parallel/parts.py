@@ -15,8 +15,14 @@ def parts_of(first: nn.Module, others: Sequence[nn.Module]) -> Iterator[tuple[Te
 
     What is one and the same tensor in all of them is another module's, and left out.
     """
-    named = [dict((*module.named_parameters(), *module.named_buffers())) for module in others]
-    for name, tensor in (*first.named_parameters(), *first.named_buffers()):
+    named = [_tensors(module) for module in others]
+    for name, tensor in _tensors(first).items():
         parts = [tensors[name] for tensors in named]
         if any(part is not tensor for part in parts):
             yield tensor, parts
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = dict(module.named_parameters())
+    tensors.update(module.named_buffers())
+    return tensors

@@ -89,8 +89,9 @@ class _Receiver(pickle.Unpickler):
             parameters: dict[str, Tensor] = dict(body.named_parameters())
             return parameters[name] if name in parameters else body.get_buffer(name)
         if kind == "new":
-            self._follower.take([tuple(rest)])
-            return self._follower.tensors[rest[0]]
+            name, is_parameter, data = rest
+            self._follower.take([(name, is_parameter, data)])
+            return self._follower.tensors[name]
         return self._follower.tensors[pid]
 
 

@@ -12,7 +12,6 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,14 +24,9 @@ from paceline.decoder import steps
 from paceline.decoder.backends.ranked import RankedBackend
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.parallel.ranks import Ranks
-from paceline.eagle import checkpoint as eagle_checkpoint
-from paceline.eagle.division import is_divided
-from paceline.eagle.drafter import EagleDrafter
-from paceline.eagle.tree import Chain, DraftTree, DynamicTree, StaticTree
 from paceline.medusa import checkpoint as medusa
 from paceline.medusa.config import MedusaConfig
 from tests.decoder.tiny import CHUNK, VOCABULARY, Workshop
-from tests.eagle import heads as eagle
 
 DEGREES = [3, 4]
 """Four heads on three ranks leave one that is filled up with zeros; two K/V heads on four ranks are there twice."""
@@ -138,81 +132,6 @@ def test_medusa(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, tie
         assert tokens(generator, **SETTINGS[setting]) == tokens(model, **SETTINGS[setting])
         drafted.append(generator.statistics.num_accepted_tokens_per_pos)
     assert drafted[0] == drafted[1], "the same is drafted on every degree"
-
-
-EAGLE_HEADS: dict[str, tuple[int, DraftTree, str, dict[str, object]]] = {
-    "1, chain": (1, Chain(3), "greedy", {"fc_bias": True, "attention_bias": True, "mlp_bias": True}),
-    "1, chain, cut": (1, Chain(2), "cut", {"input_norm": True}),
-    "3, chain, drafts some": (3, Chain(3), "sampled", {"norm_before_residual": True}),
-    "3, static tree, drafts all": (3, StaticTree((-1, -1, 0, 0, 1)), "cut", {"draft_vocab_size": VOCABULARY}),
-    "3, dynamic tree, drafts some": (3, DynamicTree(5, depth=2, width=2), "sampled", {}),
-}
-
-
-@pytest.mark.parametrize("name", EAGLE_HEADS)
-def test_eagle(workshop: Workshop, target: SamplingDecoder, tmp_path: Path, name: str) -> None:
-    """A head that is divided, one that every rank has all of, and one rank draft the same."""
-    version, draft_tree, setting, changes = EAGLE_HEADS[name]
-    drafted = []
-    for model, divided in ((load(workshop, 1), None), (target, True), (target, False)):
-        drafter = eagle.drafter(tmp_path, model, version, draft_tree, divided=divided, **changes)
-        generator = SpeculativeGenerator(drafter, model, fused=False if divided and version == 1 else None)
-        assert tokens(generator, **SETTINGS[setting]) == tokens(model, **SETTINGS[setting])
-        drafted.append((generator.statistics.num_accepted_tokens_per_pos, generator.statistics.num_drafts))
-        assert drafter.head.group.degree == (model.options.layout.degree if divided else 1)
-    assert drafted[1] == drafted[0] == drafted[2]
-
-
-def test_an_eagle_head_on_two_ranks(workshop: Workshop, tmp_path: Path) -> None:
-    """Whole heads of queries and of keys on each; nothing is filled up."""
-    target, found = load(workshop, 2), []
-    try:
-        for model, divided in ((load(workshop, 1), None), (target, True)):
-            drafter = eagle.drafter(tmp_path, model, 3, StaticTree((-1, -1, 0, 0)), divided=divided)
-            generator = SpeculativeGenerator(drafter, model)
-            found.append((tokens(generator, **SETTINGS["sampled"]), generator.statistics.num_accepted_tokens_per_pos))
-        assert found[0] == found[1]
-    finally:
-        target.close()
-
-
-def test_a_rank_has_its_part_of_an_eagle_head(workshop: Workshop, target: SamplingDecoder, tmp_path: Path) -> None:
-    """Its logits are those of the whole head, which no rank has; 4 heads, 2 of keys, 48 columns and 48 ids."""
-    degree, whole = target.options.layout.degree, load(workshop, 1)
-    heads = [eagle.drafter(tmp_path, model, 3, Chain(2), divided=model is target).head for model in (whole, target)]
-    config, own = heads[0].config, heads[1]
-    assert own.network.weights.head.shape == (config.draft_vocab_size // degree, config.hidden_size)
-    assert own.keys.shape[1] == 1 and own.network.weights.out.shape[1] < config.num_heads * config.head_dim
-    assert -(-config.intermediate_size // degree) == own.network.weights.mlp.down.shape[1]
-    read = sum(x.numel() for name, x in own.named_parameters() if name not in ("embedding",))
-    assert read < 0.6 * sum(x.numel() for name, x in heads[0].named_parameters() if name not in ("embedding",))
-
-
-def test_an_eagle_head_with_an_embedding_of_its_own_divides_that_too(
-    workshop: Workshop, target: SamplingDecoder, tmp_path: Path
-) -> None:
-    found = eagle.random_head(eagle.config(target.config, 1))
-    torch.manual_seed(7)
-    embedding = torch.randn(VOCABULARY, target.config.hidden_size)
-    eagle_checkpoint.save(tmp_path, replace(found, embedding=embedding))
-    drafted = []
-    for model, divided in ((load(workshop, 1), None), (target, True)):
-        drafter = EagleDrafter.from_pretrained(tmp_path, model, Chain(2), divided=divided)
-        assert len(drafter.head.embedding) == -(-VOCABULARY // model.options.layout.degree)
-        generator = SpeculativeGenerator(drafter, model)
-        assert tokens(generator) == tokens(model)
-        drafted.append(generator.statistics.num_accepted_tokens_per_pos)
-    assert drafted[0] == drafted[1]
-
-
-def test_a_small_eagle_head_is_not_divided_unless_asked(workshop: Workshop, tmp_path: Path) -> None:
-    whole = load(workshop, 1)
-    sizes = eagle.config(whole.config, 3)
-    assert not is_divided(sizes, 4) and is_divided(sizes, 4, True)
-    large = replace(sizes, hidden_size=4096, intermediate_size=12288, num_heads=32, num_kv_heads=8, head_dim=128)
-    assert is_divided(large, 2) and not is_divided(large, 8, False) and not is_divided(large, 1)
-    with pytest.raises(ConfigurationError, match="over the ranks of its target, which has one"):
-        eagle.drafter(tmp_path, whole, 3, Chain(2), divided=True)
 
 
 @pytest.mark.parametrize("kind", ["biased", "llama 3", "one key head"])
