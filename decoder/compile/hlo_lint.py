@@ -63,13 +63,22 @@ class Finding:
 Rule = Callable[[Module], Iterator[Instruction]]
 
 
+UNDECIDED = frozenset({"unlisted"})
+"""Rules that no document states as a refusal: what breaks one may compile."""
+
+
 def lint(text: str, *, budget: int = MAX_INSTRUCTIONS) -> list[Finding]:
-    """Every finding in a module's text."""
+    """Every finding in a module's text, which has a budget of instructions."""
     module = parse(text)
-    findings = [Finding(name, str(line)) for name, rule in RULES.items() for line in rule(module)]
+    findings = lint_module(module)
     if len(module.instructions) > budget:
         findings.append(Finding("budget", f"{len(module.instructions)} instructions; the budget is {budget}"))
     return findings
+
+
+def lint_module(module: Module) -> list[Finding]:
+    """Every finding in a module of any length."""
+    return [Finding(name, str(line)) for name, rule in RULES.items() for line in rule(module)]
 
 
 def _sort(module: Module) -> Iterator[Instruction]:

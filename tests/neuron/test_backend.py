@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from paceline.decoder.graph_key import GraphKey
 from paceline.eagle.tree import Chain
 from paceline.engine.rounds import FusedRound
 from tests.decoder.headed import SMALL
+from tests.decoder.test_hlo_proto import BREAKING, proto
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
 from tests.eagle import heads
 from tests.orchestrator.test_trees import PROMPTS as FOUR
@@ -212,6 +214,29 @@ def test_a_graph_that_breaks_a_rule_is_refused_before_the_compiler_sees_it(insta
     install()
     with pytest.raises(BackendError, match="cannot be compiled for Neuron: operator"):
         neuron.NeuronBackend().compile(Graph(GraphKey("sorting"), Sorting(), (torch.randn(3),), {}), print)
+
+
+@pytest.mark.parametrize(("line", "refused"), [(BREAKING["sort"], True), (BREAKING["unlisted"], False)])
+def test_what_the_sdk_traced_is_looked_at_too(
+    install: Any, monkeypatch: pytest.MonkeyPatch, line: object, refused: bool
+) -> None:
+    """What our own graph does not show: the module has an operator more. One that nothing refuses is only told."""
+    from paceline.decoder.backends.base import Graph
+
+    class Doubling(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            return (x + x,)
+
+    install()
+    functions = importlib.import_module("neuronx_distributed.trace.functions")
+    monkeypatch.setattr(functions.Recorded, "computations", proto(line).computations)
+    graph, said = Graph(GraphKey("doubling"), Doubling(), (torch.randn(3),), {}), list[str]()
+    if refused:
+        with pytest.raises(BackendError, match=r"cannot be compiled for Neuron as it was traced: sort: s\.10"):
+            neuron.NeuronBackend().compile(graph, said.append)
+    else:
+        neuron.NeuronBackend().compile(graph, said.append)
+        assert any("may not compile for Neuron: unlisted: q.10" in one for one in said)
 
 
 @pytest.mark.parametrize("gqa", ["replicated-heads", "all-gather-heads"])

@@ -27,7 +27,7 @@ from paceline.decoder.backends.neuron.chip import Chip, chip
 from paceline.decoder.backends.neuron.engines import DRAFT_LENGTHS
 from paceline.decoder.backends.neuron.layout import Entry
 from paceline.decoder.backends.neuron.stateful import Stateful
-from paceline.decoder.compile import cache, graph_lint
+from paceline.decoder.compile import cache, graph_lint, hlo_lint, hlo_proto
 from paceline.decoder.compile.lowering import Lowered, lower
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels
@@ -58,7 +58,8 @@ class NeuronBackend:
         """Trace, and compile unless the cache has it. The device takes it in at its first call.
 
         Raises:
-            BackendError: the graph breaks a rule of the compiler, or the compiler refuses it.
+            BackendError: the graph breaks a rule of the compiler, as it is lowered here or as the SDK traced it, or the
+                compiler refuses it.
         """
         graph = replace(graph, example=tuple(x.contiguous() for x in graph.example))
         lowered = lower(graph.name, graph.module, graph.example)
@@ -67,6 +68,7 @@ class NeuronBackend:
         traced = self._chip.trace(
             Stateful(lowered, self._chip.names.of(graph.module, lowered), self._chip.ranks), graph
         )
+        _check(graph.name, traced.hlo, announce)
         flags = self._chip.sdk.flags(prompt=graph.key.is_prompt)
         facts = self._facts({**graph.facts, "hlo": _digest(traced.hlo), "flags": flags})
 
@@ -139,6 +141,18 @@ class _Step:
         if self._chip.preparing:
             return self._lowered.blank()
         return self._chip.run(self._key, *inputs)
+
+
+def _check(name: str, module: Any, announce: Callable[[str], None]) -> None:
+    """Look for what the compiler is documented to refuse, or to compute differently, in the very module it is given.
+
+    What no document refuses is only told.
+    """
+    found = hlo_lint.lint_module(hlo_proto.module_of(module))
+    if refused := [one for one in found if one.rule not in hlo_lint.UNDECIDED]:
+        raise BackendError(f"{name} cannot be compiled for Neuron as it was traced: {'; '.join(map(str, refused[:3]))}")
+    if found:
+        announce(f"{name} may not compile for Neuron: {'; '.join(map(str, found[:3]))}")
 
 
 def _digest(module: Any) -> str:

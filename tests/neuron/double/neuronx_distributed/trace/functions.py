@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch_neuronx
@@ -31,7 +32,12 @@ TARGETS = ("inf2", "trn1", "trn2")
 
 @dataclass
 class Recorded:
-    """Stands for an HLO module: what was traced, as a graph of operations."""
+    """Stands for an HLO module: what was traced, as a graph of operations.
+
+    ``computations`` are those of the module's protobuf. There are none, unless a test puts some here.
+    """
+
+    computations: ClassVar[list[object]] = []
 
     graph: torch.fx.GraphModule
     weights: list[str]
