@@ -76,23 +76,28 @@ def embedding_part(embedding: Tensor, degree: int, rank: int) -> Tensor:
     return torch.cat([own, own.new_zeros(rows - len(own), own.shape[1])]).contiguous()
 
 
-def is_divided(config: EagleConfig, degree: int, divided: bool | None = None) -> bool:
+def is_divided(config: EagleConfig, degree: int, divided: object = None) -> bool:
     """Whether a head is divided over a target's ranks: as asked, or, for None, where it pays.
 
     Raises:
-        ConfigurationError: it is to be divided, and the target is not.
+        ConfigurationError: it is to be divided, and the target is not; or ``divided`` is something else.
     """
+    if divided is None:
+        if degree == 1:
+            return False
+        saved = _read_for_a_token(config, shard_of(config, 1)) - _read_for_a_token(config, shard_of(config, degree))
+        return saved >= WORTH_DIVIDING
+    if not isinstance(divided, bool):
+        raise ConfigurationError(
+            f"divided={divided!r} must be true or false: whether the target's ranks share an EAGLE head; leave it away "
+            "to have what is faster"
+        )
     if divided and degree == 1:
         raise ConfigurationError(
             "divided=True divides an EAGLE head over the ranks of its target, which has one; load the target with "
             "tp_degree=2 or more, or leave divided away"
         )
-    if divided is not None:
-        return divided
-    if degree == 1:
-        return False
-    saved = _read_for_a_token(config, shard_of(config, 1)) - _read_for_a_token(config, shard_of(config, degree))
-    return saved >= WORTH_DIVIDING
+    return divided
 
 
 def _read_for_a_token(config: EagleConfig, shard: Shard) -> int:

@@ -61,7 +61,8 @@ class AutoDrafter:
                  model that was fetched; of each of them an id of the Hugging Face hub
         k        drafted tokens per round; default: 4, or what the tree of the heads says
         options  of the row: those of `AutoDecoder.from_pretrained` for a model (default: the target's), ``draft_tree``
-                 for heads, and ``aux_layers`` for an EAGLE-3 head: the target's residual streams that it reads
+                 for heads, ``divided`` for an EAGLE head: whether the ranks of a divided target share its work, and
+                 ``aux_layers`` for one of version 3: the target's residual streams that it reads
 
         Raises:
             CheckpointError: the folder cannot be used.
@@ -216,7 +217,7 @@ def _with_model(spec: DraftSpec, target: CompiledDecoder, load: LoadModel) -> Dr
     return DraftSpec(k=spec.k, value=load(path, **(defaults | options)))
 
 
-_HEAD_OPTIONS: dict[str, tuple[str, ...]] = {"medusa": (), "eagle": ("aux_layers",)}
+_HEAD_OPTIONS: dict[str, tuple[str, ...]] = {"medusa": (), "eagle": ("aux_layers", "divided")}
 """Options of heads besides ``draft_tree``, by row."""
 
 

@@ -11,6 +11,8 @@ import torch
 
 from paceline import SpeculativeGenerator
 from paceline.auto import SamplingDecoder
+from paceline.auto_drafter import make_drafter
+from paceline.config import SpeculativeConfig
 from paceline.core.errors import ConfigurationError
 from paceline.eagle import checkpoint
 from paceline.eagle.division import is_divided
@@ -104,3 +106,6 @@ def test_a_small_eagle_head_is_not_divided_unless_asked(workshop: Workshop, tmp_
     assert is_divided(large, 2) and not is_divided(large, 8, False) and not is_divided(large, 1)
     with pytest.raises(ConfigurationError, match="over the ranks of its target, which has one"):
         heads.drafter(tmp_path, whole, 3, Chain(2), divided=True)
+    for value, said in (("true", "which has one"), ("yes", "divided='yes' must be true or false")):
+        with pytest.raises(ConfigurationError, match=said):
+            make_drafter(SpeculativeConfig(draft=f"{tmp_path}:divided={value}"), whole)
