@@ -54,6 +54,7 @@ LONG = (
     "tests/workers/test_target.py",
     "tests/decoder/test_idle_slots.py",
     "tests/orchestrator/test_same_tokens.py",
+    "tests/eagle/test_divided_heads.py",
 )
 """The other files that take long, the longest first. The second compiles what many others wait for."""
 
