@@ -41,8 +41,8 @@ class InProcessDraft:
     def footprint(self, target: ModelConfig, shape: Shape, target_degree: int) -> Footprint:
         """Bytes on each of the target's cores, besides the target's own.
 
-        Heads count as one more layer of the target with a cache of its own, and are whole on every core. Scratch and
-        programs are the target's.
+        Heads count as one more layer of the target with a cache of its own, and as whole on every core, which Medusa's
+        and small EAGLE heads are: a large EAGLE head is divided and takes less. Scratch and programs are the target's.
         """
         if self.config is None:
             weights = self.file_bytes * NUMBER_BYTES[shape.amp] // _STORED_BYTES
