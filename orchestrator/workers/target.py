@@ -14,6 +14,7 @@ from paceline.engine.request import Request, SamplingParams, TargetLimits
 from paceline.generator import SpeculativeGenerator
 from paceline.outputs import RequestOutput
 from paceline.placement.cluster.roles import GenerateRequest
+from paceline.placement.host.threads import run_apart
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 from paceline.workers.config import WorkerConfig
 from paceline.workers.replay import Replay
@@ -115,7 +116,12 @@ def _without_first(output: RequestOutput, count: int) -> RequestOutput:
 def make_target(
     settings: Mapping[str, object], drafter: Drafter | None, *, max_waiting: int | None = None
 ) -> TargetHost:
-    """The default maker of a target's worker."""
-    host = TargetHost(WorkerConfig.from_settings(settings), drafter, max_waiting=max_waiting)
-    host.compile()
-    return host
+    """The default maker of a target's worker. Its engine has a thread of its own, so that it is loaded in another."""
+    config = WorkerConfig.from_settings(settings)
+
+    def load() -> TargetHost:
+        host = TargetHost(config, drafter, max_waiting=max_waiting)
+        host.compile()
+        return host
+
+    return run_apart(load)

@@ -34,6 +34,7 @@ from paceline.placement.cluster.worker_spec import WorkerSpec
 from paceline.placement.host import environment, processes
 from paceline.placement.host.core_locks import CoreLocks
 from paceline.placement.host.processes import Process
+from paceline.placement.host.threads import run_apart
 from paceline.placement.remote.channel import BACKLOG, Address, bind
 from paceline.placement.remote.drafter import RemoteDrafter
 from paceline.placement.remote.reconnect import DrafterEndpoint
@@ -165,7 +166,7 @@ def _listening(spec: WorkerSpec, address: Address) -> tuple[socket.socket, Draft
     """The address is taken first: a port was free when it was chosen, and a model may take minutes to load."""
     listener = bind(address)
     try:
-        pool = cast(MakeDrafters, maker(spec.maker))(spec.settings)
+        pool = run_apart(lambda: cast(MakeDrafters, maker(spec.maker))(spec.settings))
         listener.listen(BACKLOG)
     except BaseException:
         listener.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from dataclasses import asdict
 from pathlib import Path
 
@@ -52,6 +53,15 @@ def test_a_draft_in_the_targets_process_changes_no_token(workshop: Workshop, tmp
     assert [texts[0], texts[1]] == [row[: len(texts[i])].tolist() for i, row in enumerate(expected)]
     again = GenerateRequest("u", PROMPTS, request.params, ((), tuple(texts[1][2:22])), rows=(1,))  # after a fault
     assert [token for output in host.stream(again) for token in output.tokens] == texts[1][22:]
+
+
+def test_it_is_loaded_in_a_thread_that_has_ended(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else OpenMP would have a team of threads for it, and one for the engine: more than there are CPUs."""
+    threads: list[threading.Thread] = []
+    load = WorkerConfig.load
+    monkeypatch.setattr(WorkerConfig, "load", lambda self: (threads.append(threading.current_thread()), load(self))[1])
+    make_target(settings(workshop.checkpoint(), draft="ngram"), None)
+    assert [thread.is_alive() for thread in threads] == [False]
 
 
 @pytest.mark.parametrize(("fused", "kind"), [(None, FusedRound), (False, TwoGraphRound)])
