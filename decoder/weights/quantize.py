@@ -21,6 +21,8 @@ from paceline.core.errors import ConfigurationError
 GROUP = 32
 """Numbers of a block."""
 
+_PIECE = 1 << 18  # numbers of a matrix that are quantised at a time
+
 
 class WeightFormat(Enum):
     """A format of quantised matrices. The value is its name in options; ``code`` is its number in native kernels."""
@@ -147,11 +149,18 @@ def joined_rows(parts: Sequence[QuantizedTensor], rows: int | None = None) -> Qu
 
 
 def quantize(weight: Tensor, form: WeightFormat) -> QuantizedTensor:
-    """A float matrix [N, K] in a format.
+    """A float matrix [N, K] in a format; some rows at a time where rows do not depend on each other.
 
     Raises:
         ConfigurationError: rows are no whole number of blocks.
     """
+    step = max(1, _PIECE // max(1, weight.shape[1]))
+    if form is WeightFormat.INT8_PER_TENSOR or len(weight) <= step:
+        return _quantize(weight, form)
+    return joined_rows([_quantize(piece, form) for piece in weight.split(step)])
+
+
+def _quantize(weight: Tensor, form: WeightFormat) -> QuantizedTensor:
     columns = weight.shape[1]
     if not form.block_bytes:
         wide = weight.float()
