@@ -92,7 +92,6 @@ class GgufFile:
     """A `paceline.decoder.weights.files.WeightFile`: tensors by the names and with the rows that Hugging Face has."""
 
     header: GgufHeader
-    data: NDArray[Any]
     names: dict[str, str]
 
     @classmethod
@@ -108,7 +107,7 @@ class GgufFile:
         names = {architecture.hugging_face_name(name): name for name in stored}
         if len(names) < len(stored):
             raise CheckpointError(f"{path} is damaged: it holds a tensor twice, by two names")
-        return cls(header, _mapped(path), names)
+        return cls(header, names)
 
     def infos(self) -> dict[str, TensorInfo]:
         """Shapes; the type is what is read, not what is stored."""
@@ -131,9 +130,12 @@ class GgufFile:
         stored = self.header.tensors[self.names[name]]
         if stored.type not in _KEPT or len(stored.shape) != 2:
             return None
-        raw = self.data[stored.offset : stored.offset + stored.num_bytes].reshape(stored.shape[0], -1)
         order = _architecture(self.header).row_order(self.header, name)
-        rows = raw.copy() if order is None else raw[order(np.arange(stored.shape[0]))]
+        rows = np.empty((stored.shape[0], stored.row_bytes), np.uint8)
+        for begin, end in _pieces(stored, (0, stored.shape[0])):
+            wanted = np.arange(begin, end)
+            raw = _mapped(self.header.path)[stored.offset : stored.offset + stored.num_bytes]
+            rows[begin:end] = raw.reshape(stored.shape[0], -1)[wanted if order is None else order(wanted)]
         return QuantizedTensor(torch.from_numpy(rows), None, _KEPT[stored.type], stored.shape[1])
 
     def _rows(self, name: str, span: tuple[int, int], *, columns: tuple[int, int] | None = None) -> Tensor:
@@ -145,7 +147,7 @@ class GgufFile:
             rows = np.arange(begin, end)
             if order is not None:
                 rows = order(rows)
-            result[begin - span[0] : end - span[0]] = _numbers(self.data, stored, rows, columns=columns)
+            result[begin - span[0] : end - span[0]] = _numbers(_mapped(self.header.path), stored, rows, columns=columns)
         return torch.from_numpy(result)
 
 
@@ -154,7 +156,9 @@ def _architecture(header: GgufHeader) -> Architecture:
 
 
 def _mapped(path: Path) -> NDArray[Any]:
-    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))  # a plain array over the mapping: it is sliced faster
+    # Anew for every piece: what was read of a mapping stays in memory until the mapping goes. A plain array is over it,
+    # which is sliced faster.
+    return np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
 
 def _pieces(stored: StoredTensor, span: tuple[int, int]) -> Iterator[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 Names, shapes and formats of all tensors are compared before any data are converted, so that a wrong folder
 fails at once. It neither builds a model nor lays weights out for a kernel. Memory: the result plus
-one tensor (or the part of it that a rank has) and 8 MB of the files; a file in the format of PyTorch before 1.6 is
+some rows of a tensor and of the files; a rank's part is read at once, and a file in the format of PyTorch before 1.6 is
 held whole while it is read.
 """
 
@@ -20,15 +20,13 @@ from paceline.core.errors import (
     ConfigurationError,
     MissingWeightsError,
     WeightShapeError,
-    WeightValueError,
 )
 from paceline.decoder.models import registry
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.parallel.sharding import Shard, TensorSlice, TensorSpec
-from paceline.decoder.weights.compressed import SCALE, STORED_FORMATS
+from paceline.decoder.parallel.sharding import Shard, TensorSpec
+from paceline.decoder.weights.compressed import STORED_FORMATS
 from paceline.decoder.weights.files import (
     TensorInfo,
-    WeightFile,
     check_stored,
     find_weight_files,
     is_gguf,
@@ -36,10 +34,12 @@ from paceline.decoder.weights.files import (
     open_weight_file,
 )
 from paceline.decoder.weights.locate import checkpoint_path
-from paceline.decoder.weights.quantize import QuantizedTensor, Stored, WeightFormat, joined_rows, quantize
+from paceline.decoder.weights.quantize import Stored, WeightFormat
+from paceline.decoder.weights.read_tensors import StoredTensor, read_matrix, read_tensor
+from paceline.decoder.weights.scaled import scale_name
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PORTION = 8 << 20  # bytes in float32 that are read before a file is opened anew
+_PORTION, _PORTIONS = 1 << 19, 256  # numbers that are read before a file is opened anew: so many, or that share of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +89,14 @@ def load_weights(
     matrices = _formats(place, specs, quantization) | _stored_formats(places, specs, quantization)
     loaded: dict[str, Stored] = {}
     copies: dict[str, Stored] = {}
-    for file, names in _portions(places, specs):
+    portion = max(_PORTION, sum(prod(spec.shape) for spec in specs.values()) // _PORTIONS)
+    for file, names in _portions(places, specs, portion):
         with open_weight_file(file) as source:
             for name in names:
                 cut = None if shard is None else shard.slice_of(specs[name])
-                stored = places[name].stored
+                stored = StoredTensor(source, file, places[name].stored, specs[name], portion)
                 tensor: Stored = (
-                    _load_matrix(source, stored, matrices[name], spec=specs[name], part=cut, file=file)
-                    if name in matrices
-                    else _load_tensor(source, stored, dtype, part=cut, file=file)
+                    read_matrix(stored, matrices[name], cut) if name in matrices else read_tensor(stored, dtype, cut)
                 )
                 if name not in expected:
                     copies[name] = tensor
@@ -134,33 +133,6 @@ def _stored_formats(
     return stored
 
 
-def _load_matrix(
-    source: WeightFile,
-    name: str,
-    form: WeightFormat | None,
-    *,
-    spec: TensorSpec,
-    part: TensorSlice | None,
-    file: Path,
-) -> QuantizedTensor:
-    """A quantised matrix [out, in], made of the whole one: a rank's part has the numbers that one rank would have."""
-    stored = source.read_quantized(name)
-    if stored is None or form not in (None, stored.format):
-        # In float32, in which every stored number is exact.
-        weight = _load_tensor(source, name, torch.float32, part=None, file=file)
-        try:
-            stored = quantize(weight.t().contiguous() if spec.transposed else weight, form or WeightFormat.Q8_0)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{file}: {name}: {error}") from error
-    if part is None:
-        return stored
-    if (part.dim == 1) is not spec.transposed:
-        (span,) = part.ranges  # of columns there is one
-        return stored.columns_of(*span, part.size)
-    pieces = [stored.rows(*span) for span in part.ranges]
-    return joined_rows([joined_rows([piece], size) for piece, size in zip(pieces, part.sizes, strict=True)])
-
-
 def _equal(one: Stored, other: Stored) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
@@ -188,7 +160,8 @@ def _with_scales(places: dict[str, _Place]) -> dict[str, _Place]:
     """The same without the scales of matrices of 8 bits, which are read together with them."""
     made = dict(places)
     for name, place in places.items():
-        if place.info.dtype in STORED_FORMATS and (scale := made.pop(name + SCALE, None)) is not None:
+        if place.info.dtype in STORED_FORMATS and (beside := scale_name(name, places)) is not None:
+            scale = made.pop(beside)
             if scale.file != place.file:
                 raise MissingWeightsError(
                     f"{name} is in {place.file} and its scales are in {scale.file}; a matrix and its scales must be in "
@@ -198,7 +171,9 @@ def _with_scales(places: dict[str, _Place]) -> dict[str, _Place]:
     return made
 
 
-def _portions(places: dict[str, _Place], specs: dict[str, TensorSpec]) -> Iterator[tuple[Path, list[str]]]:
+def _portions(
+    places: dict[str, _Place], specs: dict[str, TensorSpec], numbers: int
+) -> Iterator[tuple[Path, list[str]]]:
     """The tensors of each file, some at a time.
 
     A file is mapped, and what was read of it stays in memory until it is closed: so it is opened once for each portion.
@@ -208,8 +183,8 @@ def _portions(places: dict[str, _Place], specs: dict[str, TensorSpec]) -> Iterat
         size = 0
         for name in (name for name in specs if places[name].file == file):
             portion.append(name)
-            size += 4 * prod(places[name].info.shape)
-            if size >= _PORTION and is_mapped(file):
+            size += prod(places[name].info.shape)
+            if size >= numbers and is_mapped(file):
                 yield file, portion
                 portion, size = [], 0
         if portion:
@@ -249,40 +224,6 @@ def _check_infos(places: dict[str, _Place], specs: dict[str, TensorSpec]) -> Non
             )
         if not (place.scaled and spec.is_matrix and not spec.transposed):
             check_stored(name, place.info.dtype, where=place.file)
-
-
-def _load_tensor(source: WeightFile, name: str, dtype: torch.dtype, *, part: TensorSlice | None, file: Path) -> Tensor:
-    stored = source.read(name) if part is None else _read_part(source, name, part)
-    # copy=True also where the dtype is right already: the stored tensor is a window on the file, and a file
-    # that is replaced while a decoder runs would take the weights with it.
-    tensor = stored.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    if tensor.numel() and not _is_finite(tensor):
-        if _is_finite(stored):
-            raise WeightValueError(
-                f"{file}: {name} holds values beyond the range of {dtype}; load it in torch.bfloat16 or torch.float32."
-            )
-        raise WeightValueError(
-            f"{file}: {name} holds NaN or infinity; download the file again, and if that does not help the "
-            "checkpoint itself is damaged."
-        )
-    return tensor
-
-
-def _read_part(source: WeightFile, name: str, part: TensorSlice) -> Tensor:
-    pieces: list[Tensor] = []
-    for (first, last), size in zip(part.ranges, part.sizes, strict=True):
-        piece = source.read_range(name, (first, last), dim=part.dim)
-        pieces.append(piece)
-        if missing := size - (last - first):
-            shape = [missing if dim == part.dim else length for dim, length in enumerate(piece.shape)]
-            pieces.append(piece.new_zeros(shape))
-    return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    # One pass without a temporary, where isfinite().all() makes several of the tensor's size; keeps NaN.
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
 
 
 def _check_tied(file: Path, copy: str, original: str, *, equal: bool) -> None:

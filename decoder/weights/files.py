@@ -19,8 +19,9 @@ from torch import Tensor
 from paceline.core.errors import CheckpointError, MissingWeightsError, WeightValueError
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.atomic_write import save_pickle, save_tensors
-from paceline.decoder.weights.compressed import SCALE, STORED_FORMATS
+from paceline.decoder.weights.compressed import STORED_FORMATS
 from paceline.decoder.weights.quantize import QuantizedTensor
+from paceline.decoder.weights.scaled import scale_name, scaled_matrix
 
 _ZIP = b"PK\x03\x04"
 _AGAIN = "download the file again"
@@ -30,8 +31,13 @@ _CANDIDATES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-FLOAT_NAMES = frozenset(_DTYPE_NAMES.values())
+_FLOATS = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPE_NAMES = {**_FLOATS, torch.int8: "I8", torch.float8_e4m3fn: "F8_E4M3"}
+FLOAT_NAMES = frozenset(_FLOATS.values())
+_SPLIT = (
+    "pytorch_model.bin"  # a folder of that name holds a file for every tensor, see `paceline.decoder.weights.split`
+)
+_PRESHARDED = "DecoderLMHead.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +69,7 @@ class WeightFile(Protocol):
 
 def has_weight_files(folder: Path) -> bool:
     """Whether a folder holds safetensors or pickles by the usual names."""
-    return any((folder / name).is_file() for name in _CANDIDATES)
+    return any((folder / name).is_file() for name in _CANDIDATES) or (folder / _SPLIT).is_dir()
 
 
 def find_weight_files(folder: Path) -> list[Path]:
@@ -71,6 +77,13 @@ def find_weight_files(folder: Path) -> list[Path]:
     for name in _CANDIDATES:
         if (folder / name).is_file():
             return _indexed_files(folder / name) if name.endswith(".json") else [folder / name]
+    if (folder / _SPLIT).is_dir():
+        return [folder / _SPLIT]
+    if (folder / _PRESHARDED).is_file():
+        raise CheckpointError(
+            f"{folder} holds weights that transformers-neuronx has divided and laid out for one tp_degree "
+            f"({_PRESHARDED}); give the checkpoint they were made of."
+        )
     raise MissingWeightsError(
         f"{folder} holds no weights: none of {', '.join(_CANDIDATES)} is there; download the checkpoint in "
         "full, or convert it to one of these formats."
@@ -79,7 +92,7 @@ def find_weight_files(folder: Path) -> list[Path]:
 
 def is_mapped(path: Path) -> bool:
     """Whether opening a file reads none of its tensors: not so of the format of PyTorch before 1.6."""
-    return path.suffix == ".safetensors" or is_gguf(path) or _first_bytes(path).startswith(_ZIP)
+    return path.suffix == ".safetensors" or is_gguf(path) or path.is_dir() or _first_bytes(path).startswith(_ZIP)
 
 
 @contextmanager
@@ -100,6 +113,11 @@ def open_weight_file(path: Path) -> Iterator[WeightFile]:
 @contextmanager
 def open_plain(path: Path) -> Iterator[WeightFile]:
     """The same with every tensor as it is stored."""
+    if path.is_dir():
+        from paceline.decoder.weights.split import SplitFolder  # it imports this module
+
+        yield SplitFolder.open(path)
+        return
     start = _first_bytes(path)
     if start.startswith(b"version https://git-lfs"):
         raise MissingWeightsError(
@@ -111,7 +129,7 @@ def open_plain(path: Path) -> Iterator[WeightFile]:
         yield GgufFile.open(path)
         return
     if path.suffix != ".safetensors":
-        yield _PickleFile(path, _unpickle(path, start))
+        yield _PickleFile(path, _unpickle(path))
         return
     try:
         # safe_open compares the header with the file's size, so that a truncated file fails before any read.
@@ -139,21 +157,17 @@ class _SafetensorsFile:
         return tensor
 
     def read_quantized(self, name: str) -> QuantizedTensor | None:
-        names = self.handle.keys()
-        if name + SCALE not in names:
+        scale = scale_name(name, self.handle.keys())
+        if scale is None:
             return None
-        data = self.handle.get_tensor(name)
-        scales = self.handle.get_tensor(name + SCALE).float().flatten()
-        scales = scales.expand(len(data)) if len(scales) == 1 else scales
-        if len(scales) != len(data) or not bool((torch.isfinite(scales) & (scales > 0)).all()):
-            raise WeightValueError(
-                f"{name}{SCALE} must have a positive number for each of {len(data)} rows, or one for all; the "
-                f"checkpoint is damaged, {_AGAIN}."
-            )
-        if data.dtype.is_floating_point and bool(data.float().isnan().any()):
-            raise WeightValueError(f"{name} holds NaN; the checkpoint is damaged, {_AGAIN}.")
-        form = STORED_FORMATS[self.handle.get_slice(name).get_dtype()]
-        return QuantizedTensor(data.clone(), scales.clone(), form, data.shape[1])
+        part = self.handle.get_slice(name)
+        return scaled_matrix(
+            name,
+            STORED_FORMATS[part.get_dtype()],
+            tuple(part.get_shape()),
+            read=lambda begin, end: part[begin:end],
+            scales=self.handle.get_tensor(scale),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +176,7 @@ class _PickleFile:
     tensors: dict[str, Tensor]
 
     def infos(self) -> dict[str, TensorInfo]:
-        return {name: TensorInfo(tuple(tensor.shape), _dtype_name(tensor)) for name, tensor in self.tensors.items()}
+        return {name: TensorInfo(tuple(tensor.shape), dtype_name(tensor)) for name, tensor in self.tensors.items()}
 
     def read(self, name: str) -> Tensor:
         return self.tensors[name].detach()
@@ -171,7 +185,14 @@ class _PickleFile:
         return self.read(name).narrow(dim, span[0], span[1] - span[0])
 
     def read_quantized(self, name: str) -> QuantizedTensor | None:
-        return None
+        scale = scale_name(name, self.tensors)
+        if scale is None:
+            return None
+        data = self.read(name)
+        form = STORED_FORMATS[dtype_name(data)]
+        return scaled_matrix(
+            name, form, tuple(data.shape), read=lambda begin, end: data[begin:end], scales=self.read(scale)
+        )
 
 
 def write_weight_file(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -203,7 +224,7 @@ def check_finite(name: str, tensor: Tensor, dtype: torch.dtype, *, where: Path) 
         CheckpointError: it is quantised.
         WeightValueError: it holds NaN, infinity, or values beyond that type.
     """
-    check_stored(name, _dtype_name(tensor), where=where)
+    check_stored(name, dtype_name(tensor), where=where)
     converted = tensor.to(dtype)
     if not bool(torch.isfinite(converted).all()):
         if not bool(torch.isfinite(tensor).all()):
@@ -212,7 +233,8 @@ def check_finite(name: str, tensor: Tensor, dtype: torch.dtype, *, where: Path) 
     return converted
 
 
-def _dtype_name(tensor: Tensor) -> str:
+def dtype_name(tensor: Tensor) -> str:
+    """As safetensors write it, where weights may have the type."""
     return _DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
 
 
@@ -245,13 +267,20 @@ def _first_bytes(path: Path) -> bytes:
         raise MissingWeightsError(f"{path} cannot be read ({error}); check its permissions.") from error
 
 
-def _unpickle(path: Path, start: bytes) -> dict[str, Tensor]:
+def load_pickle(path: Path) -> object:
+    """What a pickle of torch's holds, by the restricted unpickler, mapped where that is possible.
+
+    Raises:
+        MissingWeightsError: it is absent, truncated or damaged.
+        CheckpointError: it holds more than tensors.
+    """
+    start = _first_bytes(path)
     zipped = start.startswith(_ZIP)
     if not zipped and not start.startswith(b"\x80"):
         raise MissingWeightsError(f"{path} is empty or not a PyTorch file; {_AGAIN}.")
     try:
         # Files from before PyTorch 1.6 are no zip archives and cannot be mapped: they are read whole.
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
+        state: object = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} is refused: it is damaged or holds more than tensors ({_refusal(error)}), and nothing "
@@ -260,6 +289,11 @@ def _unpickle(path: Path, start: bytes) -> dict[str, Tensor]:
     # A damaged pickle can fail in any way: in the archive, in an opcode, in a tensor's bounds.
     except Exception as error:
         raise MissingWeightsError(f"{path} cannot be read, it is truncated or damaged ({error}); {_AGAIN}.") from error
+    return state
+
+
+def _unpickle(path: Path) -> dict[str, Tensor]:
+    state = load_pickle(path)
     if not isinstance(state, dict):
         raise CheckpointError(
             f"{path} holds a {type(state).__name__}, not a dictionary of tensors; save model.state_dict() instead."

@@ -13,6 +13,7 @@ parts of a matrix may lie in several files of a checkpoint. Not here: matrices o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,22 @@ from paceline.decoder.weights.quantize import GROUP, QuantizedTensor, WeightForm
 
 _PACKED, _SCALE, _SHAPE, _ZERO, _ORDER = "_packed", "_scale", "_shape", "_zero_point", "_g_idx"
 _BESIDE = (_SCALE, _SHAPE, _ZERO)
+_PIECE = 1 << 18  # numbers that are unpacked at a time
 
 
 @dataclass(frozen=True, slots=True)
-class _Numbers:
-    """A packed matrix before its scales are applied: ``numbers`` [N, K] int8; ``scales`` and ``zeros`` [N, groups]."""
+class _Matrix:
+    """A packed matrix [N, K] without its numbers: bits of one, scales [N, groups] float32, zeros [N, groups] int8."""
 
-    numbers: Tensor
+    name: str
+    columns: int
+    bits: int
     scales: Tensor
     zeros: Tensor | None
-    bits: int
+
+    @property
+    def groups(self) -> int:
+        return self.scales.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,20 +92,15 @@ class PackedFile:
         """The tensor; a packed matrix as float32 [N, K]."""
         if name not in self.matrices:
             return self.source.read(name)
-        found = self._numbers(name)
-        numbers = found.numbers.float()
-        groups = found.scales.shape[1]
-        numbers = numbers.unflatten(1, (groups, -1))
-        if found.zeros is not None:
-            numbers -= found.zeros.float().unsqueeze(2)
-        whole: Tensor = (numbers * found.scales.unsqueeze(2)).flatten(1)
-        return whole
+        return self._floats(name, (0, self.matrices[name][0]))
 
     def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
-        """See `WeightFile`; a packed matrix is unpacked whole."""
+        """See `WeightFile`; of a packed matrix, whole rows are unpacked."""
         if name not in self.matrices:
             return self.source.read_range(name, span, dim=dim)
-        return self.read(name).narrow(dim, span[0], span[1] - span[0])
+        if dim == 0:
+            return self._floats(name, span)
+        return self.read(name).narrow(1, span[0], span[1] - span[0])
 
     def read_quantized(self, name: str) -> QuantizedTensor | None:
         """See `WeightFile`. A symmetric matrix of 4 bits is Q4_0 where its scales are numbers of float16, and one of 8
@@ -106,45 +108,66 @@ class PackedFile:
         """
         if name not in self.matrices:
             return self.source.read_quantized(name)
-        found = self._numbers(name)
-        rows, columns = found.numbers.shape
-        groups = found.scales.shape[1]
-        if found.zeros is not None:
+        matrix = self._matrix(name)
+        rows, columns = self.matrices[name]
+        if matrix.zeros is not None:
             return None
-        if found.bits == 8:
-            if groups > 1 or not bool((found.scales > 0).all()):
+        if matrix.bits == 8:
+            if matrix.groups > 1 or not bool((matrix.scales > 0).all()):
                 return None
-            return QuantizedTensor(found.numbers, found.scales[:, 0].clone(), WeightFormat.INT8, columns)
-        half = found.scales.half()
-        if columns // groups % GROUP or not torch.equal(half.float(), found.scales):
+            numbers = torch.empty(rows, columns, dtype=torch.int8)
+            for span in _spans(rows, columns):
+                numbers[slice(*span)] = self._numbers(matrix, span)
+            return QuantizedTensor(numbers, matrix.scales[:, 0].clone(), WeightFormat.INT8, columns)
+        half = matrix.scales.half()
+        if columns // matrix.groups % GROUP or not torch.equal(half.float(), matrix.scales):
             return None
         blocks = columns // GROUP
-        scales = half.repeat_interleave(blocks // groups, 1).unsqueeze(2).contiguous().view(torch.uint8)
-        low, high = (found.numbers + 8).view(torch.uint8).view(rows, blocks, 2, GROUP // 2).unbind(2)
-        data = torch.cat((scales, low | high << 4), 2)
-        return QuantizedTensor(data.flatten(1).contiguous(), None, WeightFormat.Q4_0, columns)
+        data = torch.empty(rows, WeightFormat.Q4_0.row_bytes(columns), dtype=torch.uint8)
+        for span in _spans(rows, columns):
+            scales = half[slice(*span)].repeat_interleave(blocks // matrix.groups, 1).unsqueeze(2).contiguous()
+            nibbles = (self._numbers(matrix, span) + 8).view(torch.uint8).view(-1, blocks, 2, GROUP // 2)
+            low, high = nibbles.unbind(2)
+            data[slice(*span)] = torch.cat((scales.view(torch.uint8), low | high << 4), 2).flatten(1)
+        return QuantizedTensor(data, None, WeightFormat.Q4_0, columns)
 
-    def _numbers(self, name: str) -> _Numbers:
+    def _floats(self, name: str, span: tuple[int, int]) -> Tensor:
+        """Rows of a packed matrix, float32 [n, K]."""
+        matrix = self._matrix(name)
+        whole = torch.empty(span[1] - span[0], matrix.columns)
+        for first, last in _spans(len(whole), matrix.columns):
+            rows = (span[0] + first, span[0] + last)
+            numbers = self._numbers(matrix, rows).float().unflatten(1, (matrix.groups, -1))
+            if matrix.zeros is not None:
+                numbers -= matrix.zeros[slice(*rows)].float().unsqueeze(2)
+            whole[first:last] = (numbers * matrix.scales[slice(*rows)].unsqueeze(2)).flatten(1)
+        return whole
+
+    def _numbers(self, matrix: _Matrix, span: tuple[int, int]) -> Tensor:
+        """Rows before scales are applied, int8 [n, K]."""
+        words = self.source.read_range(matrix.name + _PACKED, span, dim=0)
+        return _unpacked(words, matrix.bits, matrix.columns)
+
+    def _matrix(self, name: str) -> _Matrix:
         rows, columns = self.matrices[name]
-        words = self.source.read(name + _PACKED)
-        bits = next((bits for bits in (4, 8) if -(-columns * bits // 32) == words.shape[-1]), 0)
         scales = self._scales(name, rows)
         groups = scales.shape[1]
-        if words.dtype != torch.int32 or words.ndim != 2 or words.shape[0] != rows or not bits or columns % groups:
+        words = self.source.infos()[name + _PACKED]
+        bits = next((bits for bits in (4, 8) if -(-columns * bits // 32) == words.shape[-1]), 0)
+        if words.dtype != "I32" or len(words.shape) != 2 or words.shape[0] != rows or not bits or columns % groups:
             raise CheckpointError(
                 f"{self.path}: {name}{_PACKED} has shape {list(words.shape)} and {groups} groups, which is no matrix "
                 f"of {rows} x {columns} numbers of 4 or 8 bits; download the file again."
             )
-        zeros = None
-        if self._has(name + _ZERO):
-            packed = self._part(name, _ZERO)
-            if packed.dtype != torch.int32 or packed.shape != (-(-rows * bits // 32), groups):
-                raise CheckpointError(
-                    f"{self.path}: {name}{_ZERO} has shape {list(packed.shape)}, which does not go with {rows} rows of "
-                    f"{groups} groups; download the file again."
-                )
-            zeros = _unpacked(packed.t(), bits, rows).t()
-        return _Numbers(_unpacked(words, bits, columns), scales, zeros, bits)
+        if not self._has(name + _ZERO):
+            return _Matrix(name, columns, bits, scales, None)
+        packed = self._part(name, _ZERO)
+        if packed.dtype != torch.int32 or packed.shape != (-(-rows * bits // 32), groups):
+            raise CheckpointError(
+                f"{self.path}: {name}{_ZERO} has shape {list(packed.shape)}, which does not go with {rows} rows of "
+                f"{groups} groups; download the file again."
+            )
+        return _Matrix(name, columns, bits, scales, _unpacked(packed.t(), bits, rows).t())
 
     def _scales(self, name: str, rows: int) -> Tensor:
         """[N, groups] float32"""
@@ -191,6 +214,13 @@ def _index(path: Path) -> dict[str, str]:
     if not isinstance(places, dict):
         return {}
     return {name: one for name, one in places.items() if isinstance(one, str) and Path(one).name == one}
+
+
+def _spans(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Rows in pieces whose numbers may be unpacked at once."""
+    step = max(1, _PIECE // max(1, columns))
+    for begin in range(0, rows, step):
+        yield begin, min(begin + step, rows)
 
 
 def _unpacked(words: Tensor, bits: int, count: int) -> Tensor:

@@ -9,7 +9,7 @@ rounding. Weights alone are quantised: activations stay float32. Not here: files
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -149,35 +149,67 @@ def joined_rows(parts: Sequence[QuantizedTensor], rows: int | None = None) -> Qu
 
 
 def quantize(weight: Tensor, form: WeightFormat) -> QuantizedTensor:
-    """A float matrix [N, K] in a format; some rows at a time where rows do not depend on each other.
+    """A float matrix [N, K] in a format.
 
     Raises:
         ConfigurationError: rows are no whole number of blocks.
     """
     step = max(1, _PIECE // max(1, weight.shape[1]))
-    if form is WeightFormat.INT8_PER_TENSOR or len(weight) <= step:
-        return _quantize(weight, form)
-    return joined_rows([_quantize(piece, form) for piece in weight.split(step)])
+    return quantize_pieces(lambda: weight.split(step), (weight.shape[0], weight.shape[1]), form)
 
 
-def _quantize(weight: Tensor, form: WeightFormat) -> QuantizedTensor:
-    columns = weight.shape[1]
-    if not form.block_bytes:
-        wide = weight.float()
-        largest = wide.abs().amax(1)
-        if form is WeightFormat.INT8_PER_TENSOR:
-            largest = largest.amax().expand_as(largest)
-        scales = torch.where(largest > 0, largest / form.largest, torch.ones_like(largest))
-        return QuantizedTensor(rounded(wide / scales.unsqueeze(1), form.dtype), scales, form, columns)
-    if columns % GROUP:
+def quantize_pieces(
+    pieces: Callable[[], Iterable[Tensor]], shape: tuple[int, int], form: WeightFormat
+) -> QuantizedTensor:
+    """A matrix [N, K] in a format, of which some rows at a time are in memory as floats.
+
+    pieces  gives its rows [n, K] from the first one on; called twice where all rows have one scale
+
+    Raises:
+        ConfigurationError: rows are no whole number of blocks.
+    """
+    rows, columns = shape
+    if form.block_bytes and columns % GROUP:
         raise ConfigurationError(
             f"a matrix with rows of {columns} numbers has no whole blocks of {GROUP}; use quantization='int8'"
         )
+    largest = None
+    if form is WeightFormat.INT8_PER_TENSOR:
+        largest = torch.stack([piece.float().abs().amax() for piece in _smaller(pieces())]).amax()
+    data = torch.empty(rows, form.row_bytes(columns), dtype=form.dtype)
+    scales = None if form.block_bytes else torch.empty(rows)
+    begin = 0
+    for piece in _smaller(pieces()):
+        end = begin + len(piece)
+        if scales is None:
+            data[begin:end] = _blocks(piece, form)
+        else:
+            data[begin:end], scales[begin:end] = _scaled(piece, form, largest)
+        begin = end
+    assert begin == rows, "the pieces are the matrix"
+    return QuantizedTensor(data, scales, form, columns)
+
+
+def _smaller(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Pieces of a size that several temporaries of them do not count."""
+    for piece in pieces:
+        yield from piece.split(max(1, _PIECE // max(1, piece.shape[1])))
+
+
+def _scaled(piece: Tensor, form: WeightFormat, largest: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows [n, K] in a type of 8 bits and their scales [n]; ``largest``: what all rows have instead of their own."""
+    wide = piece.float()
+    most = wide.abs().amax(1) if largest is None else largest.expand(len(wide))
+    scales = torch.where(most > 0, most / form.largest, torch.ones_like(most))
+    return rounded(wide / scales.unsqueeze(1), form.dtype), scales
+
+
+def _blocks(piece: Tensor, form: WeightFormat) -> Tensor:
+    """Rows [n, K] as blocks, uint8 [n, bytes]."""
     import gguf  # a GGUF reader; its import takes a while
 
     kind = {"q8_0": "Q8_0", "q4_0": "Q4_0", "q4_1": "Q4_1"}[form.value]
-    quantized = gguf.quants.quantize(weight.float().contiguous().numpy(), gguf.GGMLQuantizationType[kind])
-    return QuantizedTensor(torch.from_numpy(quantized), None, form, columns)
+    return torch.from_numpy(gguf.quants.quantize(piece.float().contiguous().numpy(), gguf.GGMLQuantizationType[kind]))
 
 
 def rounded(numbers: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,71 +1,120 @@
-"""How much memory loading a checkpoint takes, measured in a process of its own."""
+"""How much memory loading a checkpoint takes, measured in processes of their own."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.decoder import gguf_files
+from tests.decoder.test_packed import settings
+
+# Every case is a fork of a process that has loaded small models, so that what is imported and made only once is there.
 SCRIPT = """
-import sys, threading, time
+import json, os, sys, threading, time
 import torch
 from paceline import AutoDecoder
+
+torch.set_num_threads(1)
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096
 
-def load(folder):
-    return AutoDecoder.from_pretrained(folder, backend="eager", amp="bf16", n_positions=64)
+def load(folder, quantization):
+    return AutoDecoder.from_pretrained(
+        folder, backend="eager", amp="bf16", n_positions=64, quantization=quantization or None)
 
-load(sys.argv[1])  # what is imported and made only once
-before, peak, going = resident(), 0, True
+def measure(folder, quantization):
+    before, peak, going = resident(), 0, True
+    def watch():
+        nonlocal peak
+        while going:
+            peak = max(peak, resident())
+            time.sleep(0.001)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    kept = load(folder, quantization)
+    going = False
+    watcher.join()
+    weights = sum(p.numel() * p.element_size() for p in kept.body.parameters())
+    return (max(peak, resident()) - before) / weights, weights
 
-def watch():
-    global peak
-    while going:
-        peak = max(peak, resident())
-        time.sleep(0.002)
-
-watcher = threading.Thread(target=watch)
-watcher.start()
-kept = load(sys.argv[2])
-going = False
-watcher.join()
-weights = sum(p.numel() * p.element_size() for p in kept.body.parameters())
-print((max(peak, resident()) - before) / weights, weights)
+cases = json.loads(sys.argv[1])
+for _, small, _, quantization in cases:
+    load(small, quantization)
+for name, _, large, quantization in cases:
+    if not os.fork():
+        print(json.dumps([name, *measure(large, quantization)]), flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 
-def write(folder: Path, *, hidden: int, stored: torch.dtype, pickled: bool) -> None:
-    config = LlamaConfig(
-        vocab_size=4000,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        max_position_embeddings=64,
-        tie_word_embeddings=False,
+def model(hidden: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=4000 if hidden > 64 else gguf_files.VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=6,
+            num_attention_heads=gguf_files.HEADS,
+            num_key_value_heads=gguf_files.KEY_HEADS,
+            max_position_embeddings=64,
+            tie_word_embeddings=False,
+        )
     )
-    model = LlamaForCausalLM(config).to(stored)
-    model.save_pretrained(folder, max_shard_size="60MB")
-    if pickled:
-        for file in folder.glob("*.safetensors*"):
-            file.unlink()
-        torch.save(model.state_dict(), folder / "pytorch_model.bin")
+
+
+def write(folder: Path, hidden: int) -> dict[str, Path]:
+    """The same model in every format; which may be loaded otherwise, too."""
+    network = model(hidden)
+    made = {name: folder / name for name in ("float32", "bfloat16", "pickle", "packed")}
+    network.save_pretrained(made["float32"], max_shard_size="60MB")
+    for name in ("pickle", "packed"):
+        network.config.save_pretrained(made[name])
+    torch.save(network.state_dict(), made["pickle"] / "pytorch_model.bin")
+    made["q8_0"] = gguf_files.write(folder / "q8_0.gguf", network, GGMLQuantizationType.Q8_0)
+    network.to(torch.bfloat16).save_pretrained(made["bfloat16"])
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in network.float().state_dict().items():
+        if "proj" not in name:
+            tensors[name] = tensor.clone()
+            continue
+        zeros = torch.zeros(tensor.shape[0], tensor.shape[1] // 8, dtype=torch.int32)
+        scales = torch.full((tensor.shape[0], tensor.shape[1] // 32), 0.0078125)
+        tensors |= {
+            name + "_packed": zeros,
+            name + "_scale": scales,
+            name + "_shape": torch.tensor(tensor.shape),
+        }
+    save_file(tensors, made["packed"] / "model.safetensors", {"format": "pt"})
+    config: dict[str, Any] = json.loads((made["packed"] / "config.json").read_text())
+    config["quantization_config"] = settings("4 bits in groups")
+    (made["packed"] / "config.json").write_text(json.dumps(config))
+    return made
+
+
+CASES = [
+    ("bfloat16", ""), ("float32", ""), ("pickle", ""), ("bfloat16", "int8"), ("float32", "int8_per_tensor"),
+    ("float32", "q4_0"), ("pickle", "q4_0"), ("q8_0", ""), ("q8_0", "gguf"), ("q8_0", "q4_0"), ("packed", "q4_0"),
+]  # fmt: skip
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    ("stored", "pickled"), [(torch.bfloat16, False), (torch.float32, False), (torch.float32, True)]
-)
-def test_a_load_takes_little_more_than_the_weights(tmp_path: Path, stored: torch.dtype, pickled: bool) -> None:
-    write(tmp_path / "small", hidden=64, stored=stored, pickled=pickled)
-    write(tmp_path / "large", hidden=832, stored=stored, pickled=pickled)
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "small"), str(tmp_path / "large")]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert int(output[1]) > 100_000_000
-    assert float(output[0]) <= 1.2, f"{output[0]} x the weights"
+def test_a_load_takes_little_more_than_the_weights(tmp_path: Path) -> None:
+    small, large = write(tmp_path / "small", 64), write(tmp_path / "large", 832)
+    cases = [(f"{name} {how}", str(small[name]), str(large[name]), how) for name, how in CASES]
+    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(cases)], capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [name for name, *_ in found] == [name for name, *_ in cases], done.stderr
+    assert all(weights > 30_000_000 for _, _, weights in found)
+    assert {name: ratio for name, ratio, _ in found if ratio > 1.2} == {}, found

@@ -1,0 +1,140 @@
+"""One tensor of a weight file as a decoder keeps it: in its dtype or quantised, whole or a rank's part.
+
+A large one is read some rows at a time, from the file opened anew for each of them, because what was read of a mapped
+file stays in memory until it is closed. Beside the result no more than such a piece is held. Not here: which tensors
+there must be (`paceline.decoder.weights.checkpoint`), and how numbers are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.core.errors import ConfigurationError, WeightValueError
+from paceline.decoder.parallel.sharding import TensorSlice, TensorSpec
+from paceline.decoder.weights.files import WeightFile, is_gguf, is_mapped, open_weight_file
+from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat, joined_rows, quantize_pieces
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file: an open one, its path, the name there, what it must be, and the numbers of a piece."""
+
+    source: WeightFile
+    file: Path
+    name: str
+    spec: TensorSpec
+    portion: int
+
+    def pieces(self, *, dim: int = 0) -> Iterator[Tensor]:
+        """Rows (dim 0) or columns (dim 1) one after another; a tensor with one dimension is one piece."""
+        shape = self.spec.shape
+        step = max(1, self.portion * shape[dim] // max(1, prod(shape))) if shape else 1
+        if len(shape) < 2 or step >= shape[dim]:
+            yield self.source.read(self.name)
+            return
+        for begin in range(0, shape[dim], step):
+            span = (begin, min(begin + step, shape[dim]))
+            if is_gguf(self.file) or not is_mapped(self.file):  # it maps anew by itself, or is in memory anyway
+                yield self.source.read_range(self.name, span, dim=dim)
+                continue
+            with open_weight_file(self.file) as anew:
+                yield anew.read_range(self.name, span, dim=dim)
+
+
+def read_matrix(stored: StoredTensor, form: WeightFormat | None, part: TensorSlice | None) -> QuantizedTensor:
+    """A quantised matrix [out, in]; ``form`` None: as it is stored, or Q8_0.
+
+    It is made of the whole one: a rank's part has the numbers that one rank would have.
+
+    Raises:
+        ConfigurationError: the format does not go with its width, or with the ranks.
+        WeightValueError: it holds NaN or infinity.
+    """
+    spec = stored.spec
+    made = stored.source.read_quantized(stored.name)
+    if made is not None and form not in (None, made.format):
+        made = None  # before the other one is made
+    if made is None:
+        rows, columns = reversed(spec.shape) if spec.transposed else spec.shape
+        try:
+            made = quantize_pieces(lambda: _finite_rows(stored), (rows, columns), form or WeightFormat.Q8_0)
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{stored.file}: {stored.name}: {error}") from error
+    if part is None:
+        return made
+    if (part.dim == 1) is not spec.transposed:
+        (span,) = part.ranges  # of columns there is one
+        return made.columns_of(*span, part.size)
+    pieces = [made.rows(*span) for span in part.ranges]
+    return joined_rows([joined_rows([piece], size) for piece, size in zip(pieces, part.sizes, strict=True)])
+
+
+def read_tensor(stored: StoredTensor, dtype: torch.dtype, part: TensorSlice | None) -> Tensor:
+    """A contiguous copy in a dtype: the file may change or go afterwards, and take a window on it with it.
+
+    Raises:
+        WeightValueError: it holds NaN or infinity, or numbers beyond the dtype.
+    """
+    if part is not None:
+        return _converted(stored, _read_part(stored.source, stored.name, part), dtype)
+    made: Tensor | None = None
+    begin = 0
+    for piece in stored.pieces():
+        if piece.shape == stored.spec.shape:
+            return _converted(stored, piece, dtype)
+        if made is None:
+            made = torch.empty(stored.spec.shape, dtype=dtype)
+        made[begin : begin + len(piece)] = _converted(stored, piece, dtype)
+        begin += len(piece)
+    assert made is not None, "a tensor has a piece"
+    return made
+
+
+def _finite_rows(stored: StoredTensor) -> Iterator[Tensor]:
+    """Rows of the matrix [out, in], in float32, in which every stored number is exact."""
+    for piece in stored.pieces(dim=1 if stored.spec.transposed else 0):
+        if piece.numel() and not _is_finite(piece):
+            raise _damaged(stored)
+        yield piece.t() if stored.spec.transposed else piece
+
+
+def _converted(stored: StoredTensor, found: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = found.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if tensor.numel() and not _is_finite(tensor):
+        if _is_finite(found):
+            raise WeightValueError(
+                f"{stored.file}: {stored.name} holds values beyond the range of {dtype}; load it in torch.bfloat16 or "
+                "torch.float32."
+            )
+        raise _damaged(stored)
+    return tensor
+
+
+def _damaged(stored: StoredTensor) -> WeightValueError:
+    return WeightValueError(
+        f"{stored.file}: {stored.name} holds NaN or infinity; download the file again, and if that does not help the "
+        "checkpoint itself is damaged."
+    )
+
+
+def _read_part(source: WeightFile, name: str, part: TensorSlice) -> Tensor:
+    pieces: list[Tensor] = []
+    for (first, last), size in zip(part.ranges, part.sizes, strict=True):
+        piece = source.read_range(name, (first, last), dim=part.dim)
+        pieces.append(piece)
+        if missing := size - (last - first):
+            shape = [missing if dim == part.dim else length for dim, length in enumerate(piece.shape)]
+            pieces.append(piece.new_zeros(shape))
+    return torch.cat(pieces, part.dim) if len(pieces) > 1 else pieces[0]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    # One pass without a temporary, where isfinite().all() makes several of the tensor's size; keeps NaN.
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low)) and bool(torch.isfinite(high))
