@@ -33,6 +33,8 @@ DEFAULTS: dict[str, object] = {
 class Gemma2Model(AssembledModel):
     """See `DecoderModel`."""
 
+    bare_prefix = "model."
+
     names = GEMMA_NAMES
 
     @staticmethod

@@ -15,6 +15,8 @@ from paceline.decoder.models.reading import assembled, translated
 class Gemma3Model(AssembledModel):
     """See `DecoderModel`."""
 
+    bare_prefix = "model."
+
     names = GEMMA_NAMES
 
     @staticmethod

@@ -22,6 +22,8 @@ EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_he
 class LlamaModel(DecoderModel):
     """See `DecoderModel`."""
 
+    bare_prefix = "model."
+
     # Rotary frequencies, which old versions of transformers saved although config.json determines them.
     ignored = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 

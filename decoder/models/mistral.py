@@ -11,6 +11,8 @@ from paceline.decoder.models.reading import activation, assembled, everywhere, t
 class MistralModel(AssembledModel):
     """See `DecoderModel`."""
 
+    bare_prefix = "model."
+
     names = LLAMA_NAMES
 
     @staticmethod

@@ -13,6 +13,8 @@ from paceline.decoder.models.reading import activation, assembled, everywhere, r
 class MixtralModel(AssembledModel):
     """See `DecoderModel`."""
 
+    bare_prefix = "model."
+
     names = replace(
         LLAMA_NAMES,
         inner={

@@ -15,6 +15,8 @@ _APART = ("q", "k", "v", "gate", "up")
 class Phi3Model(AssembledModel):
     """See `DecoderModel`."""
 
+    bare_prefix = "model."
+
     names = replace(
         LLAMA_NAMES,
         inner={

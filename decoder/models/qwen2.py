@@ -11,6 +11,8 @@ from paceline.decoder.models.reading import activation, assembled, sliding, tran
 class Qwen2Model(AssembledModel):
     """See `DecoderModel`."""
 
+    bare_prefix = "model."
+
     names = LLAMA_NAMES
 
     @staticmethod

@@ -12,6 +12,8 @@ from paceline.decoder.models.reading import activation, assembled, translated
 class Qwen3Model(AssembledModel):
     """See `DecoderModel`."""
 
+    bare_prefix = "model."
+
     names = LLAMA_NAMES
 
     @staticmethod

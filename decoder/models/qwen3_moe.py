@@ -15,6 +15,8 @@ _NEUTRAL = {"decoder_sparse_step": 1, "mlp_only_layers": [], "capacity_factor": 
 class Qwen3MoeModel(AssembledModel):
     """See `DecoderModel`."""
 
+    bare_prefix = "model."
+
     names = replace(
         LLAMA_NAMES,
         inner={

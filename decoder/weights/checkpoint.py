@@ -22,6 +22,7 @@ from paceline.core.errors import (
     WeightShapeError,
 )
 from paceline.decoder.models import registry
+from paceline.decoder.models.base import DecoderModel
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.parallel.sharding import Shard, TensorSpec
 from paceline.decoder.weights.compressed import STORED_FORMATS
@@ -35,11 +36,11 @@ from paceline.decoder.weights.files import (
 )
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.decoder.weights.quantize import Stored, WeightFormat
-from paceline.decoder.weights.read_tensors import StoredTensor, read_matrix, read_tensor
+from paceline.decoder.weights.read_tensors import TensorInFile, read_matrix, read_tensor
 from paceline.decoder.weights.scaled import scale_name
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PORTION, _PORTIONS = 1 << 19, 256  # numbers that are read before a file is opened anew: so many, or that share of all
+_PORTION, _PORTIONS = 1 << 18, 256  # numbers that are read before a file is opened anew: so many, or that share of all
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def load_weights(
     family = registry.family(config.model_type)
     expected = family.tensors(config)
     place = checkpoint_path(path)
-    places = _prefixed(_survey(place), family.bare_prefix)
+    places = _prefixed(_survey(place), family)
     originals = {copy: name for name, spec in expected.items() for copy in spec.copies if copy in places}
     relevant = [name for name in places if not family.ignores(name)]
     _check_names(place, relevant, expected, copies=set(originals))
@@ -94,7 +95,7 @@ def load_weights(
         with open_weight_file(file) as source:
             for name in names:
                 cut = None if shard is None else shard.slice_of(specs[name])
-                stored = StoredTensor(source, file, places[name].stored, specs[name], portion)
+                stored = TensorInFile(source, file, places[name].stored, specs[name], portion)
                 tensor: Stored = (
                     read_matrix(stored, matrices[name], cut) if name in matrices else read_tensor(stored, dtype, cut)
                 )
@@ -191,11 +192,13 @@ def _portions(
             yield file, portion
 
 
-def _prefixed(places: dict[str, _Place], prefix: str) -> dict[str, _Place]:
+def _prefixed(places: dict[str, _Place], family: type[DecoderModel]) -> dict[str, _Place]:
     """The names of a whole model, where the checkpoint is of the network without its head."""
+    prefix = family.bare_prefix
     if not prefix or any(name.startswith(prefix) for name in places):
         return places
-    return {name if name.startswith("lm_head.") else prefix + name: place for name, place in places.items()}
+    whole = {name for name in places if name.startswith("lm_head.") or family.ignores(name)}
+    return {name if name in whole else prefix + name: place for name, place in places.items()}
 
 
 def _check_names(folder: Path, found: list[str], expected: dict[str, TensorSpec], *, copies: set[str]) -> None:

@@ -28,7 +28,7 @@ from paceline.decoder.weights.quantize import GROUP, QuantizedTensor, WeightForm
 
 _PACKED, _SCALE, _SHAPE, _ZERO, _ORDER = "_packed", "_scale", "_shape", "_zero_point", "_g_idx"
 _BESIDE = (_SCALE, _SHAPE, _ZERO)
-_PIECE = 1 << 18  # numbers that are unpacked at a time
+_PIECE = 1 << 16  # numbers that are unpacked at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,8 @@ class PackedFile:
         scales = self._scales(name, rows)
         groups = scales.shape[1]
         words = self.source.infos()[name + _PACKED]
-        bits = next((bits for bits in (4, 8) if -(-columns * bits // 32) == words.shape[-1]), 0)
-        if words.dtype != "I32" or len(words.shape) != 2 or words.shape[0] != rows or not bits or columns % groups:
+        bits = next((bits for bits in (4, 8) if words.shape == (rows, -(-columns * bits // 32))), 0)
+        if words.dtype != "I32" or not bits or columns % groups:
             raise CheckpointError(
                 f"{self.path}: {name}{_PACKED} has shape {list(words.shape)} and {groups} groups, which is no matrix "
                 f"of {rows} x {columns} numbers of 4 or 8 bits; download the file again."

@@ -22,7 +22,7 @@ from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat, joi
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
+class TensorInFile:
     """A tensor in a file: an open one, its path, the name there, what it must be, and the numbers of a piece."""
 
     source: WeightFile
@@ -47,7 +47,7 @@ class StoredTensor:
                 yield anew.read_range(self.name, span, dim=dim)
 
 
-def read_matrix(stored: StoredTensor, form: WeightFormat | None, part: TensorSlice | None) -> QuantizedTensor:
+def read_matrix(stored: TensorInFile, form: WeightFormat | None, part: TensorSlice | None) -> QuantizedTensor:
     """A quantised matrix [out, in]; ``form`` None: as it is stored, or Q8_0.
 
     It is made of the whole one: a rank's part has the numbers that one rank would have.
@@ -61,7 +61,7 @@ def read_matrix(stored: StoredTensor, form: WeightFormat | None, part: TensorSli
     if made is not None and form not in (None, made.format):
         made = None  # before the other one is made
     if made is None:
-        rows, columns = reversed(spec.shape) if spec.transposed else spec.shape
+        rows, columns = spec.shape[::-1] if spec.transposed else spec.shape
         try:
             made = quantize_pieces(lambda: _finite_rows(stored), (rows, columns), form or WeightFormat.Q8_0)
         except ConfigurationError as error:
@@ -75,7 +75,7 @@ def read_matrix(stored: StoredTensor, form: WeightFormat | None, part: TensorSli
     return joined_rows([joined_rows([piece], size) for piece, size in zip(pieces, part.sizes, strict=True)])
 
 
-def read_tensor(stored: StoredTensor, dtype: torch.dtype, part: TensorSlice | None) -> Tensor:
+def read_tensor(stored: TensorInFile, dtype: torch.dtype, part: TensorSlice | None) -> Tensor:
     """A contiguous copy in a dtype: the file may change or go afterwards, and take a window on it with it.
 
     Raises:
@@ -96,7 +96,7 @@ def read_tensor(stored: StoredTensor, dtype: torch.dtype, part: TensorSlice | No
     return made
 
 
-def _finite_rows(stored: StoredTensor) -> Iterator[Tensor]:
+def _finite_rows(stored: TensorInFile) -> Iterator[Tensor]:
     """Rows of the matrix [out, in], in float32, in which every stored number is exact."""
     for piece in stored.pieces(dim=1 if stored.spec.transposed else 0):
         if piece.numel() and not _is_finite(piece):
@@ -104,7 +104,7 @@ def _finite_rows(stored: StoredTensor) -> Iterator[Tensor]:
         yield piece.t() if stored.spec.transposed else piece
 
 
-def _converted(stored: StoredTensor, found: Tensor, dtype: torch.dtype) -> Tensor:
+def _converted(stored: TensorInFile, found: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = found.to(dtype, copy=True, memory_format=torch.contiguous_format)
     if tensor.numel() and not _is_finite(tensor):
         if _is_finite(found):
@@ -116,7 +116,7 @@ def _converted(stored: StoredTensor, found: Tensor, dtype: torch.dtype) -> Tenso
     return tensor
 
 
-def _damaged(stored: StoredTensor) -> WeightValueError:
+def _damaged(stored: TensorInFile) -> WeightValueError:
     return WeightValueError(
         f"{stored.file}: {stored.name} holds NaN or infinity; download the file again, and if that does not help the "
         "checkpoint itself is damaged."

@@ -194,7 +194,7 @@ BAD: list[tuple[dict[str, object], type[PacelineError], str]] = [
     ({"layer.surplus.weight": torch.zeros(2)}, CheckpointError, "surplus"),
     ({"norm.weight": torch.ones(7)}, WeightShapeError, "norm.weight"),
     ({"norm.weight": torch.full((32,), torch.nan)}, WeightValueError, "norm.weight"),
-    ({"norm.weight": torch.ones(32, dtype=torch.int8)}, CheckpointError, r"norm.weight is stored as torch.int8"),
+    ({"norm.weight": torch.ones(32, dtype=torch.int8)}, CheckpointError, r"norm.weight is stored as I8"),
     ({"fc.weight": torch.ones(32, 96).to(torch.float8_e4m3fn)}, CheckpointError, "quantised"),
     ({"embed_tokens.weight": torch.full((VOCABULARY, 32), torch.inf)}, WeightValueError, "embed_tokens"),
     ({"d2t": torch.zeros(5, dtype=torch.int64)}, WeightShapeError, "d2t"),

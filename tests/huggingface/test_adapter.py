@@ -279,6 +279,19 @@ def test_slots_are_exchanged_on_a_compiled_graph(both: Both) -> None:
         assert torch.equal(new[:, :, :64], old[[2, 2, 0], :, :64])
 
 
+def test_beams_of_a_model_on_two_ranks(both: Both) -> None:
+    decoder = AutoDecoder.from_pretrained(
+        both.folder, batch_size=6, n_positions=64, context_length_estimate=[8, 16], amp="f32", backend="eager",
+        tp_degree=2,
+    )  # fmt: skip
+    try:
+        asked: dict[str, Any] = {"attention_mask": MASK, "num_beams": 3, "max_new_tokens": 12, "pad_token_id": 0}
+        made = HuggingFaceGenerationAdapter(decoder).generate(PADDED, do_sample=False, **asked)
+        assert torch.equal(made, both.theirs.generate(PADDED, do_sample=False, **asked))
+    finally:
+        decoder.close()
+
+
 def test_the_adapter_is_a_model_of_transformers(both: Both) -> None:
     assert isinstance(both.theirs, LlamaForCausalLM)
     assert both.ours.can_generate() and both.ours.config.model_type == "llama"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import string
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, pipeline
 from transformers.generation import StoppingCriteriaList
@@ -14,6 +17,7 @@ from transformers.generation.streamers import BaseStreamer, TextIteratorStreamer
 
 from paceline import HuggingFaceGenerationAdapter, SpeculativeGenerator
 from paceline.core.errors import ConfigurationError
+from tests.fakes_models import V, load, network, saved
 from tests.huggingface.conftest import Both
 from tests.huggingface.test_adapter import CALLS, GREEDY, MASK, ONE, PADDED, SAMPLED, EndOn, Favour
 
@@ -52,6 +56,37 @@ def test_an_assistant_gives_the_tokens_of_transformers(both: Both, name: str) ->
         assert torch.equal(made, expected(both, **asked))
         statistics = both.ours.statistics
         assert statistics is not None and 0 < statistics.num_accepted_tokens < statistics.num_draft_tokens
+
+
+def characters(text: str) -> PreTrainedTokenizerFast:
+    """A tokenizer of one character for each id."""
+    words = Tokenizer(models.WordLevel({sign: number for number, sign in enumerate(text)}, unk_token=text[0]))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=words)
+
+
+@pytest.mark.parametrize("asked", [GREEDY, SAMPLED], ids=["greedy", "sampling"])
+def test_an_assistant_with_a_tokenizer_of_its_own(both: Both, tmp_path: Path, asked: dict[str, Any]) -> None:
+    """Its ids, and the rows of its weights, are the target's in the opposite order: it drafts as the target does."""
+    signs = (string.ascii_letters + string.digits)[:V]
+    other = network()
+    with torch.no_grad():
+        for matrix in (other.model.embed_tokens.weight, other.lm_head.weight):
+            matrix.copy_(matrix.flip(0))
+    assistant = load(saved(other, tmp_path))
+    given: dict[str, Any] = {"attention_mask": torch.ones_like(ONE), **NEW, **asked}
+    pair = {"tokenizer": characters(signs), "assistant_tokenizer": characters(signs[::-1])}
+    torch.manual_seed(3)
+    made = both.ours.generate(ONE, assistant_model=assistant, **given, **pair)
+    statistics = both.ours.statistics
+    assert statistics is not None and statistics.num_accepted_tokens > 0
+    torch.manual_seed(3)
+    plain = HuggingFaceGenerationAdapter(SpeculativeGenerator(None, both.decoder, k=0)).generate(ONE, **given)
+    assert torch.equal(made, plain)
+    if asked is GREEDY:
+        assert torch.equal(made, expected(both, **asked))
+    with pytest.raises(ConfigurationError, match="one of two"):
+        both.ours.generate(ONE, assistant_model=assistant, **given, assistant_tokenizer=pair["assistant_tokenizer"])
 
 
 def test_the_prompt_is_looked_up(both: Both) -> None:

@@ -215,7 +215,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     for change, error, said in (
         ({"heads.0.blocks.0.bias": torch.full((6,), float("nan"))}, WeightValueError, "holds NaN"),
         ({"heads.0.blocks.0.bias": torch.ones(5)}, WeightShapeError, "has shape"),
-        ({"heads.0.blocks.0.bias": torch.ones(6, dtype=torch.int8)}, CheckpointError, "stored as torch.int8"),
+        ({"heads.0.blocks.0.bias": torch.ones(6, dtype=torch.int8)}, CheckpointError, "stored as I8"),
         ({"0.1.weight": torch.ones(9, 6)}, CheckpointError, "are both"),
         ({"heads.0.blocks.0.bias": torch.tensor(1.0)}, WeightShapeError, "single number"),
         ({"heads.1.projection.weight": torch.tensor(1.0)}, WeightShapeError, "single number"),
