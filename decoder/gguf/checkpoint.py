@@ -40,7 +40,7 @@ ARCHITECTURES = {"llama": Architecture(llama.config, llama.hugging_face_name, ll
 
 _KEPT = {"Q8_0": WeightFormat.Q8_0, "Q4_0": WeightFormat.Q4_0, "Q4_1": WeightFormat.Q4_1}
 
-_PIECE = 1 << 20  # numbers that are dequantised at a time
+_PIECE = 1 << 17  # numbers that are dequantised at a time
 
 
 def read_checkpoint(path: Path) -> GgufHeader:
@@ -125,10 +125,11 @@ class GgufFile:
         shape = self.header.tensors[self.names[name]].shape
         return self._rows(name, (0, shape[0]), columns=span)
 
-    def read_quantized(self, name: str) -> QuantizedTensor | None:
+    def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
         """See `paceline.decoder.weights.files.WeightFile`: Q8_0, Q4_0 and Q4_1."""
         stored = self.header.tensors[self.names[name]]
-        if stored.type not in _KEPT or len(stored.shape) != 2:
+        form = _KEPT.get(stored.type)
+        if form is None or len(stored.shape) != 2 or wanted not in (None, form):
             return None
         order = _architecture(self.header).row_order(self.header, name)
         rows = np.empty((stored.shape[0], stored.row_bytes), np.uint8)
@@ -136,7 +137,7 @@ class GgufFile:
             wanted = np.arange(begin, end)
             raw = _mapped(self.header.path)[stored.offset : stored.offset + stored.num_bytes]
             rows[begin:end] = raw.reshape(stored.shape[0], -1)[wanted if order is None else order(wanted)]
-        return QuantizedTensor(torch.from_numpy(rows), None, _KEPT[stored.type], stored.shape[1])
+        return QuantizedTensor(torch.from_numpy(rows), None, form, stored.shape[1])
 
     def _rows(self, name: str, span: tuple[int, int], *, columns: tuple[int, int] | None = None) -> Tensor:
         stored = self.header.tensors[self.names[name]]

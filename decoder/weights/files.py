@@ -20,7 +20,7 @@ from paceline.core.errors import CheckpointError, MissingWeightsError, WeightVal
 from paceline.decoder.json_fields import read_json_object
 from paceline.decoder.weights.atomic_write import save_pickle, save_tensors
 from paceline.decoder.weights.compressed import STORED_FORMATS
-from paceline.decoder.weights.quantize import QuantizedTensor
+from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
 from paceline.decoder.weights.scaled import scale_name, scaled_matrix
 
 _ZIP = b"PK\x03\x04"
@@ -63,8 +63,8 @@ class WeightFile(Protocol):
     def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
         """Rows (dim 0) or columns (dim 1) of a ``span``, whose end is not included; no others are read."""
 
-    def read_quantized(self, name: str) -> QuantizedTensor | None:
-        """The matrix as it is stored, copied, if it is stored in a `WeightFormat`."""
+    def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
+        """The matrix as it is stored, copied, if that is a `WeightFormat`, and the wanted one where one is wanted."""
 
 
 def has_weight_files(folder: Path) -> bool:
@@ -156,14 +156,17 @@ class _SafetensorsFile:
         tensor: Tensor = part[slice(*span)] if dim == 0 else part[:, slice(*span)]
         return tensor
 
-    def read_quantized(self, name: str) -> QuantizedTensor | None:
+    def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
         scale = scale_name(name, self.handle.keys())
         if scale is None:
             return None
         part = self.handle.get_slice(name)
+        form = STORED_FORMATS[part.get_dtype()]
+        if wanted not in (None, form):
+            return None
         return scaled_matrix(
             name,
-            STORED_FORMATS[part.get_dtype()],
+            form,
             tuple(part.get_shape()),
             read=lambda begin, end: part[begin:end],
             scales=self.handle.get_tensor(scale),
@@ -184,12 +187,14 @@ class _PickleFile:
     def read_range(self, name: str, span: tuple[int, int], *, dim: int) -> Tensor:
         return self.read(name).narrow(dim, span[0], span[1] - span[0])
 
-    def read_quantized(self, name: str) -> QuantizedTensor | None:
+    def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
         scale = scale_name(name, self.tensors)
         if scale is None:
             return None
         data = self.read(name)
         form = STORED_FORMATS[dtype_name(data)]
+        if wanted not in (None, form):
+            return None
         return scaled_matrix(
             name, form, tuple(data.shape), read=lambda begin, end: data[begin:end], scales=self.read(scale)
         )

@@ -102,15 +102,18 @@ class PackedFile:
             return self._floats(name, span)
         return self.read(name).narrow(1, span[0], span[1] - span[0])
 
-    def read_quantized(self, name: str) -> QuantizedTensor | None:
+    def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
         """See `WeightFile`. A symmetric matrix of 4 bits is Q4_0 where its scales are numbers of float16, and one of 8
         bits with a scale for every row is int8, number by number.
         """
         if name not in self.matrices:
-            return self.source.read_quantized(name)
+            return self.source.read_quantized(name, wanted)
         matrix = self._matrix(name)
         rows, columns = self.matrices[name]
-        if matrix.zeros is not None:
+        if matrix.zeros is not None or wanted not in (
+            None,
+            WeightFormat.INT8 if matrix.bits == 8 else WeightFormat.Q4_0,
+        ):
             return None
         if matrix.bits == 8:
             if matrix.groups > 1 or not bool((matrix.scales > 0).all()):

@@ -57,9 +57,7 @@ def read_matrix(stored: TensorInFile, form: WeightFormat | None, part: TensorSli
         WeightValueError: it holds NaN or infinity.
     """
     spec = stored.spec
-    made = stored.source.read_quantized(stored.name)
-    if made is not None and form not in (None, made.format):
-        made = None  # before the other one is made
+    made = stored.source.read_quantized(stored.name, form)
     if made is None:
         rows, columns = spec.shape[::-1] if spec.transposed else spec.shape
         try:
