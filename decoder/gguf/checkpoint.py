@@ -134,9 +134,9 @@ class GgufFile:
         order = _architecture(self.header).row_order(self.header, name)
         rows = np.empty((stored.shape[0], stored.row_bytes), np.uint8)
         for begin, end in _pieces(stored, (0, stored.shape[0])):
-            wanted = np.arange(begin, end)
+            piece = np.arange(begin, end)
             raw = _mapped(self.header.path)[stored.offset : stored.offset + stored.num_bytes]
-            rows[begin:end] = raw.reshape(stored.shape[0], -1)[wanted if order is None else order(wanted)]
+            rows[begin:end] = raw.reshape(stored.shape[0], -1)[piece if order is None else order(piece)]
         return QuantizedTensor(torch.from_numpy(rows), None, form, stored.shape[1])
 
     def _rows(self, name: str, span: tuple[int, int], *, columns: tuple[int, int] | None = None) -> Tensor:
