@@ -40,7 +40,7 @@ ARCHITECTURES = {"llama": Architecture(llama.config, llama.hugging_face_name, ll
 
 _KEPT = {"Q8_0": WeightFormat.Q8_0, "Q4_0": WeightFormat.Q4_0, "Q4_1": WeightFormat.Q4_1}
 
-_PIECE = 1 << 17  # numbers that are dequantised at a time
+_PIECE = 1 << 16  # numbers that are dequantised at a time
 
 
 def read_checkpoint(path: Path) -> GgufHeader:

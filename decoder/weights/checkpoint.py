@@ -40,7 +40,7 @@ from paceline.decoder.weights.read_tensors import TensorInFile, read_matrix, rea
 from paceline.decoder.weights.scaled import scale_name
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PORTION, _PORTIONS = 1 << 18, 256  # numbers that are read before a file is opened anew: so many, or that share of all
+_PORTION, _PORTIONS = 1 << 17, 512  # numbers that are read before a file is opened anew: so many, or that share of all
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from paceline.decoder.weights.quantize import GROUP, QuantizedTensor, WeightForm
 
 _PACKED, _SCALE, _SHAPE, _ZERO, _ORDER = "_packed", "_scale", "_shape", "_zero_point", "_g_idx"
 _BESIDE = (_SCALE, _SHAPE, _ZERO)
-_PIECE = 1 << 16  # numbers that are unpacked at a time
+_PIECE = 1 << 15  # numbers that are unpacked at a time
 
 
 @dataclass(frozen=True, slots=True)

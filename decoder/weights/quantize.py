@@ -21,7 +21,7 @@ from paceline.core.errors import ConfigurationError
 GROUP = 32
 """Numbers of a block."""
 
-_PIECE = 1 << 16  # numbers of a matrix that are quantised at a time
+_PIECE = 1 << 15  # numbers of a matrix that are quantised at a time
 
 
 class WeightFormat(Enum):

@@ -18,7 +18,7 @@ from paceline.core.errors import WeightValueError
 from paceline.decoder.weights.compressed import SCALE
 from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
 
-_PIECE = 1 << 20  # numbers that are read at a time
+_PIECE = 1 << 17  # numbers that are read at a time
 _NXD_SCALE = ".scale"
 
 
