@@ -73,7 +73,7 @@ def test_an_assistant_with_a_tokenizer_of_its_own(both: Both, tmp_path: Path, as
     with torch.no_grad():
         for matrix in (other.model.embed_tokens.weight, other.lm_head.weight):
             matrix.copy_(matrix.flip(0))
-    assistant = load(saved(other, tmp_path))
+    assistant = load(saved(other, tmp_path), slots=6)
     given: dict[str, Any] = {"attention_mask": torch.ones_like(ONE), **NEW, **asked}
     pair = {"tokenizer": characters(signs), "assistant_tokenizer": characters(signs[::-1])}
     torch.manual_seed(3)
