@@ -38,6 +38,7 @@ LONG = (
     "tests/neuron/test_native.py",
     "tests/decoder/test_compiled.py",
     "tests/decoder/test_ranks.py",
+    "tests/decoder/test_load_memory.py",
     "tests/equality/test_formats.py",
     "tests/decoder/test_round_costs.py",
     "tests/orchestrator/test_trees.py",

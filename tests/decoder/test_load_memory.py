@@ -81,5 +81,4 @@ def test_a_load_takes_little_more_than_the_weights(tmp_path: Path) -> None:
         ratio, weights = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         assert weights > 30_000_000
         found[f"{name} in {amp} {how}"] = round(ratio, 3)
-    print(found)
     assert {name: ratio for name, ratio in found.items() if ratio > 1.2} == {}, found
