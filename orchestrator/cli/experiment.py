@@ -65,12 +65,13 @@ def run(
             deadline = math.inf if minutes is None else monotonic() + 60 * minutes
             results = runner.run(planned, store, reached, deadline=deadline)
             traces = record_traces.record_traces(planned, store, reached, deadline=deadline) if config.traces else []
-        tables.write_rows(store.folder, results)
-        store.write("round_times.json", whatif.save_times(record_traces.round_times(results)))
-        report.write_reports(store, config.name, results)
+        if config.runs:
+            tables.write_rows(store.folder, results)
+            store.write("round_times.json", whatif.save_times(record_traces.round_times(results)))
+            report.write_reports(store, config.name, results)
         summaries = [tables.summary(result) for result in results]
         failed = runner.failed(results)
-        missing = len(planned.cells) - len(results), record_traces.count(planned) - len(traces)
+        missing = (len(planned.cells) - len(results)) * config.runs, record_traces.count(planned) - len(traces)
     if as_json:
         typer.echo(json.dumps({"out": str(out), "failed": len(failed), "cells": summaries}))
     else:

@@ -144,6 +144,7 @@ class ExperimentConfig(_Strict):
     repeats         timed runs of every group of prompts; medians are shown
     baseline        also time plain decoding of every group, in turns with the cell, and compare the tokens
     traces          record every drafter's proposals along the texts, for what-if questions
+    runs            run the cells; off: record traces alone, which answer whatever is no question of time
     ray             address of a Ray cluster on which cells run at the same time; "auto" finds that of this machine,
                     "local" starts one; None: one cell after the other, in this process
     cores_per_cell  on it: NeuronCores, or CPUs where there are none, that a cell has for itself
@@ -164,6 +165,7 @@ class ExperimentConfig(_Strict):
     repeats: int = Field(default=1, ge=1)
     baseline: bool = True
     traces: bool = False
+    runs: bool = True
     ignore_eos: bool = False
     backend: str = "inductor"
     amp: str = "bf16"

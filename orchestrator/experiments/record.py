@@ -1,26 +1,29 @@
 """Records a trace: the target decodes alone, one token a round, and every drafter says what it would propose.
 
 Every drafter gets the limits of a round of its own, so that it proposes as far as it can, and none of its tokens is
-accepted; so it is asked at every position. Drafters that look at the text alone and are cheap (n-grams, suffixes) are
-not recorded: what-if runs them again. Not here: files (`trace.py`), and what is made of them (`replay.py`).
+accepted; so it is asked at every position. Once the texts are known, a drafter that reads nothing but tokens is asked
+along them without the target. Drafters that look at the text alone and are cheap (n-grams, suffixes) are not recorded:
+what-if runs them again. Not here: files (`trace.py`), and what is made of them (`replay.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from paceline.core.errors import ConfigurationError
-from paceline.core.protocols import Drafter, ReportsConfidence
+from paceline.core.protocols import Drafter, Reading, ReportsConfidence, Verifier
 from paceline.core.reading import finish
 from paceline.core.sampling import sampling_tensors
-from paceline.core.types import Commit, Proposal, RoundLimits, SamplingTensors
+from paceline.core.types import PAD, Commit, PrefillResult, Proposal, RoundLimits, SamplingTensors
+from paceline.decoder.decoder import CompiledDecoder
 from paceline.engine.request import Request, SamplingParams, TargetLimits
 from paceline.engine.stopping import StopChecker
 from paceline.experiments.trace import RecordedDrafter, Trace, TraceText
+from paceline.outputs import FinishReason
 from paceline.target.verifier import CompiledVerifier
 
 
@@ -58,86 +61,184 @@ def prompted(
 
 
 def record_drafter(drafter: Drafter, verifier: CompiledVerifier, prompts: Sequence[Prompted]) -> list[Recorded]:
-    """The texts of some prompts, and what a drafter proposes along them. All slots but the first stay idle.
+    """The texts of some prompts, and what a drafter proposes along them; as many at a time as the target has slots.
 
     verifier  for the drafter's own shape, of the rule ``match``
 
     Raises:
         ConfigurationError: its proposals were drawn from probabilities, so that texts depend on them.
     """
-    return [_record(drafter, verifier, one) for one in prompts]
+    slots = verifier.decoder.batch_size
+    groups = [prompts[first : first + slots] for first in range(0, len(prompts), slots)]
+    return [one for group in groups for one in _Recording(drafter, verifier, group, decoder=verifier.decoder).run()]
 
 
-def _record(drafter: Drafter, verifier: CompiledVerifier, prompt: Prompted) -> Recorded:
-    request, slots, kv_buckets = prompt.request, verifier.decoder.batch_size, verifier.decoder.kv_buckets
-    checker = StopChecker(request.stopping, request.prompt)
-    row = sampling_tensors([request.sampling])
-    first = finish(verifier.prefill(0, request.prompt, row))
-    drafter.add_request(0, request.prompt, first.features)
-    width = drafter.draft_shape.depth + 1
-    sampling = sampling_tensors([request.sampling] * slots)
-    commit = _first_commit(first.token, len(request.prompt), slots=slots, width=width)
-    if first.features is not None:
-        features = first.features.new_zeros(slots, width, first.features.shape[-1])
-        features[0, 0] = first.features[-1]
-        commit = replace(commit, features=features)
-    nothing = torch.zeros(slots, dtype=torch.int32)
-    proposals: list[tuple[int, ...]] = []
-    confidences: list[tuple[float, ...]] = []
-    _, reason = checker.extend([first.token])
-    try:
-        while reason is None:
-            length = len(checker.text)
-            drafter.update(commit)
-            deep = _room(drafter, length, kv_buckets)
-            limits = torch.zeros(slots, dtype=torch.int32)
-            limits[0] = deep
-            nodes, sure = _proposed(drafter, commit, sampling, limits=RoundLimits(limits, length)) if deep else ((), ())
-            proposals.append(nodes)
-            confidences.append(sure)
-            commit = verifier(commit, None, sampling, RoundLimits(nothing, length))
-            _, reason = checker.extend([int(commit.tokens[0, 0])])
-            commit = _idle_others(commit)
-    finally:
-        drafter.finish_request(0)
-        verifier.finish_request(0)
-    answer = tuple(checker.text[len(request.prompt) :])
-    text = TraceText(
-        prompt.key,
-        prompt.category,
-        request.prompt,
-        answer,
-        request.sampling.seed,
-        request.stopping.max_length,
-        reason,
-    )
-    return Recorded(text, tuple(proposals), tuple(confidences))
+def record_along(
+    drafter: Drafter, decoder: CompiledDecoder, prompts: Sequence[Prompted], *, texts: Sequence[TraceText]
+) -> list[Recorded]:
+    """What a drafter that reads nothing but tokens proposes along texts that are known: the target does not run.
+
+    decoder  the target, for how many slots it has and how long its caches are
+    texts    of the prompts
+
+    Raises:
+        ConfigurationError: it reads the target's features; or as of `record_drafter`.
+    """
+    if drafter.reads is not None:
+        raise ConfigurationError("a drafter that reads the target's features is recorded beside the target")
+    found: list[Recorded] = []
+    for first in range(0, len(prompts), decoder.batch_size):
+        some = slice(first, first + decoder.batch_size)
+        found += _Recording(drafter, _KnownTexts(texts[some]), prompts[some], decoder=decoder).run()
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownTexts:
+    """Commits the texts that are known, each in the slot of its place. A `paceline.core.protocols.Verifier`."""
+
+    texts: Sequence[TraceText]
+
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
+        yield from ()  # nothing is read
+        return PrefillResult(self.texts[slot].tokens[0])
+
+    def finish_request(self, slot: int) -> None:
+        """Nothing was kept."""
+
+    def __call__(
+        self, commit: Commit, proposal: Proposal | None, sampling: SamplingTensors, limits: RoundLimits
+    ) -> Commit:
+        first_row = commit.first_row + commit.count
+        tokens = torch.full_like(commit.tokens, PAD)
+        tokens[:, 0] = 0
+        for slot, text in enumerate(self.texts):
+            place = int(first_row[slot]) - len(text.prompt)
+            if 0 <= place < len(text.tokens):  # texts that have ended compute on, as idle slots do
+                tokens[slot, 0] = text.tokens[place]
+        return Commit(tokens, torch.ones_like(commit.count), first_row)
+
+
+@dataclass(slots=True)
+class _Text:
+    """One text while it is recorded. ``reason``: why it ended; None: it goes on."""
+
+    prompted: Prompted
+    checker: StopChecker
+    reason: FinishReason | None = None
+    proposals: list[tuple[int, ...]] = field(default_factory=list)
+    confidences: list[tuple[float, ...]] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        return len(self.checker.text)
+
+    def recorded(self) -> Recorded:
+        request, reason = self.prompted.request, self.reason
+        assert reason is not None, "it has ended"
+        text = TraceText(
+            self.prompted.key,
+            self.prompted.category,
+            request.prompt,
+            tuple(self.checker.text[len(request.prompt) :]),
+            request.sampling.seed,
+            request.stopping.max_length,
+            reason,
+        )
+        return Recorded(text, tuple(self.proposals), tuple(self.confidences))
+
+
+class _Recording:
+    """Some texts at the same time, one for every slot, until the last of them has ended; nothing is accepted."""
+
+    def __init__(
+        self, drafter: Drafter, verifier: Verifier, prompts: Sequence[Prompted], *, decoder: CompiledDecoder
+    ) -> None:
+        self._drafter, self._verifier, self._kv_buckets = drafter, verifier, decoder.kv_buckets
+        self._texts = [_Text(one, StopChecker(one.request.stopping, one.request.prompt)) for one in prompts]
+        self._slots, self._width = decoder.batch_size, drafter.draft_shape.depth + 1
+        last = [prompts[-1].request.sampling] * (self._slots - len(prompts))
+        self._sampling = sampling_tensors([*(one.request.sampling for one in prompts), *last])
+        self._nothing = torch.zeros(self._slots, dtype=torch.int32)
+
+    def run(self) -> list[Recorded]:
+        """Decode, and ask at every position."""
+        try:
+            commit = self._begin()
+            while any(one.reason is None for one in self._texts):
+                self._drafter.update(commit)
+                self._ask(commit)
+                limits = RoundLimits(self._nothing, max(text.length for _, text in self._open()))
+                commit = self._verifier(commit, None, self._sampling, limits)
+                for slot, text in self._open():
+                    self._extend(slot, text, int(commit.tokens[slot, 0]))
+                self._idle(commit)
+        finally:
+            for slot, _ in self._open():
+                self._finish(slot)
+        return [one.recorded() for one in self._texts]
+
+    def _open(self) -> list[tuple[int, _Text]]:
+        return [(slot, text) for slot, text in enumerate(self._texts) if text.reason is None]
+
+    def _begin(self) -> Commit:
+        """Read the prompts. -> the first token of every text, and what predicted it"""
+        tokens = torch.full((self._slots, self._width), PAD, dtype=torch.int32)
+        tokens[:, 0] = 0
+        rows = torch.zeros(self._slots, dtype=torch.int32)
+        features: torch.Tensor | None = None
+        for slot, text in enumerate(self._texts):
+            request = text.prompted.request
+            first = finish(self._verifier.prefill(slot, request.prompt, sampling_tensors([request.sampling])))
+            self._drafter.add_request(slot, request.prompt, first.features)
+            tokens[slot, 0], rows[slot] = first.token, len(request.prompt)
+            if first.features is not None:
+                if features is None:
+                    features = first.features.new_zeros(self._slots, self._width, first.features.shape[-1])
+                features[slot, 0] = first.features[-1]
+            self._extend(slot, text, first.token)
+        commit = Commit(tokens, torch.ones(self._slots, dtype=torch.int32), rows, features)
+        self._idle(commit)
+        return commit
+
+    def _extend(self, slot: int, text: _Text, token: int) -> None:
+        _, text.reason = text.checker.extend([token])
+        if text.reason is not None:
+            self._finish(slot)
+
+    def _finish(self, slot: int) -> None:
+        self._drafter.finish_request(slot)
+        self._verifier.finish_request(slot)
+
+    def _idle(self, commit: Commit) -> None:
+        """Slots without a text, and those whose text has ended, stay at row 0."""
+        idle = [slot for slot in range(self._slots) if slot >= len(self._texts) or self._texts[slot].reason is not None]
+        commit.first_row[idle] = 0
+
+    def _ask(self, commit: Commit) -> None:
+        """Note what is proposed behind every text."""
+        limits = torch.zeros(self._slots, dtype=torch.int32)
+        for slot, text in self._open():
+            limits[slot] = _room(self._drafter, text.length, self._kv_buckets)
+        longest = max(text.length for _, text in self._open())
+        asked = None
+        if int(limits.max()):
+            asked = _proposed(self._drafter, commit, self._sampling, limits=RoundLimits(limits, longest))
+        for slot, text in self._open():
+            nodes, sure = asked(slot) if asked is not None and int(limits[slot]) else ((), ())
+            text.proposals.append(nodes)
+            text.confidences.append(sure)
 
 
 def _proposed(
     drafter: Drafter, commit: Commit, sampling: SamplingTensors, *, limits: RoundLimits
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Nodes in slot 0, and how sure the drafter is of each, if it says so."""
+) -> Callable[[int], tuple[tuple[int, ...], tuple[float, ...]]]:
+    """-> from a slot to its nodes, and how sure the drafter is of each, if it says so"""
     if not isinstance(drafter, ReportsConfidence):
-        return _nodes(drafter.propose(commit, sampling, limits)), ()
+        proposal = drafter.propose(commit, sampling, limits)
+        return lambda slot: (_nodes(proposal, slot), ())
     proposal, confidence = drafter.propose_with_confidence(commit, sampling, limits)
-    return _nodes(proposal), tuple(confidence[0].tolist())
-
-
-def _first_commit(token: int, first_row: int, *, slots: int, width: int) -> Commit:
-    tokens = torch.full((slots, width), -1, dtype=torch.int32)
-    tokens[:, 0] = 0
-    tokens[0, 0] = token
-    rows = torch.zeros(slots, dtype=torch.int32)
-    rows[0] = first_row
-    return Commit(tokens, torch.ones(slots, dtype=torch.int32), rows)
-
-
-def _idle_others(commit: Commit) -> Commit:
-    """Slots without a request stay at row 0."""
-    if len(commit.count) > 1:
-        commit.first_row[1:] = 0
-    return commit
+    return lambda slot: (_nodes(proposal, slot), tuple(confidence[slot].tolist()))
 
 
 def _room(drafter: Drafter, length: int, kv_buckets: Sequence[int]) -> int:
@@ -151,19 +252,19 @@ def _room(drafter: Drafter, length: int, kv_buckets: Sequence[int]) -> int:
     return max(0, deep)
 
 
-def _nodes(proposal: Proposal) -> tuple[int, ...]:
-    """Slot 0 of a proposal: tokens of the nodes, and parents where they are its own."""
+def _nodes(proposal: Proposal, slot: int) -> tuple[int, ...]:
+    """One slot of a proposal: tokens of the nodes, and parents where they are its own."""
     if proposal.draft_probs is not None:
         raise ConfigurationError("a drafter that draws from probabilities cannot be recorded; use acceptor: match")
-    tokens = tuple(proposal.tokens[0].tolist())
+    tokens = tuple(proposal.tokens[slot].tolist())
     own = proposal.parents
-    return tokens if not isinstance(own, torch.Tensor) else (*tokens, *own[0].tolist())
+    return tokens if not isinstance(own, torch.Tensor) else (*tokens, *own[slot].tolist())
 
 
 def recorded_drafter(
-    name: str, drafter: Drafter, rows: Sequence[Recorded], *, draft: str, prefixes: bool
+    name: str, drafter: Drafter, rows: Sequence[Recorded], *, draft: str, prefixes: bool, key: str = ""
 ) -> RecordedDrafter:
-    """What a trace keeps of a drafter."""
+    """What a trace keeps of a drafter. ``key``: as in `RecordedDrafter`."""
     shape = drafter.draft_shape
     reports = isinstance(drafter, ReportsConfidence)
     return RecordedDrafter(
@@ -177,15 +278,16 @@ def recorded_drafter(
         tuple(row.proposals for row in rows),
         drafter.confidence_threshold if isinstance(drafter, ReportsConfidence) else 0.0,
         tuple(row.confidences for row in rows) if reports else None,
+        key,
     )
 
 
 def joined(
     target: Mapping[str, Any],
-    rows: Sequence[Recorded],
+    texts: Sequence[TraceText],
     drafters: Sequence[RecordedDrafter],
     *,
     source: Mapping[str, object],
 ) -> Trace:
     """A trace of texts and drafters. ``target``: the fields of `Trace` before its texts."""
-    return Trace(**target, texts=tuple(row.text for row in rows), drafters=tuple(drafters), provenance=source)
+    return Trace(**target, texts=tuple(texts), drafters=tuple(drafters), provenance=source)

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic
 
@@ -128,13 +128,16 @@ def _fitting(cell: Cell, config: ExperimentConfig) -> Prompts:
 def run(planned: ExperimentPlan, store: Store, report: Report, *, deadline: float = math.inf) -> list[CellResult]:
     """Run what is not finished. -> all cells, failed ones with their error
 
-    deadline  of `time.monotonic`, behind which no cell begins in this process: the others are then not in the answer
+    deadline  of `time.monotonic`, behind which no cell begins in this process: the others are then not in the answer;
+    without ``runs`` none begins
 
     Raises:
         StorageError: a result cannot be written; finished cells stay.
         PlanError: the cluster has no room for a cell.
         WorkerError: it does not answer.
     """
+    if not planned.config.runs:
+        planned = replace(planned, cells=())
     listing = {
         "config": json.loads(planned.config.model_dump_json()),
         "cells": [one.key for one in planned.cells],

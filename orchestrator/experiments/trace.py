@@ -25,7 +25,7 @@ from paceline.decoder.weights.atomic_write import save_bytes
 from paceline.outputs import FinishReason
 
 MAGIC = b"paceline-trace\n"
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,8 @@ class RecordedDrafter:
     confidence_threshold  the drafter's own, which a replay applies; proposals are recorded without it
     confidences    for every proposal the largest probability at each of its places, float32, which a threshold is
                    compared with; None = of another kind of drafter
+    key            the cell that asked for it (`paceline.experiments.cells.cell_key`): with other files of the drafter
+                   or other options it is another one
     """
 
     name: str
@@ -73,6 +75,7 @@ class RecordedDrafter:
     proposals: tuple[tuple[tuple[int, ...], ...], ...]
     confidence_threshold: float = 0.0
     confidences: tuple[tuple[tuple[float, ...], ...], ...] | None = None
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +210,7 @@ def _drafter_header(drafter: RecordedDrafter, numbers: array[int]) -> dict[str, 
         "prefixes": drafter.prefixes,
         "counts": [len(proposals) for proposals in drafter.proposals],
         "confidence_threshold": drafter.confidence_threshold,
+        "key": drafter.key,
         "has_confidences": drafter.confidences is not None,
     }
 

@@ -56,7 +56,7 @@ def recorded(generator: SpeculativeGenerator, params: SamplingParams, *, prefixe
         "kv_buckets": target.kv_buckets,
         "vocab_size": target.config.vocab_size,
     }
-    return joined(about, texts, [one], source={})
+    return joined(about, [row.text for row in texts], [one], source={})
 
 
 def real(generator: SpeculativeGenerator, params: SamplingParams) -> tuple[Statistics, list[list[int]]]:
