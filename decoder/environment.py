@@ -5,6 +5,7 @@ Workers and their cores have theirs in `paceline.placement.host.environment`.
 PACELINE_CACHE  folder of compiled artefacts; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
 PACELINE_NEURON_LAYOUT  "rounds": weights lie on Neuron as the largest graph of a round wants them; default "plain"
+PACELINE_NEURON_ROUNDS  rounds that a graph on Neuron has between two looks of the host; default 1
 
 Read by the client of the Hugging Face hub, whose names they are, where a model is given by its id:
 
@@ -53,6 +54,8 @@ from pathlib import Path
 from filelock import BaseFileLock, FileLock, Timeout
 
 from paceline.core.errors import BackendError, ConfigurationError
+
+_MAX_ROUNDS = 32  # as many as may run without a look at the queue (`paceline.engine.batch`)
 
 
 def cache_root() -> Path:
@@ -106,6 +109,21 @@ def neuron_layout() -> bool:
     if layout not in ("plain", "rounds"):
         raise ConfigurationError(f"PACELINE_NEURON_LAYOUT={layout!r} is unknown; make it plain or rounds")
     return layout == "rounds"
+
+
+def neuron_rounds() -> int:
+    """How many rounds a graph of fused rounds has for the time between two looks of the host.
+
+    Raises:
+        ConfigurationError: the variable holds something else than a number from 1 to 32.
+    """
+    rounds = os.environ.get("PACELINE_NEURON_ROUNDS") or "1"
+    if not rounds.isdigit() or not 1 <= int(rounds) <= _MAX_ROUNDS:
+        raise ConfigurationError(
+            f"PACELINE_NEURON_ROUNDS={rounds!r} must be a number from 1 (the default: the host sees every round) to "
+            f"{_MAX_ROUNDS}; docs/neuron.md says when more than 1 pays"
+        )
+    return int(rounds)
 
 
 def neuron_defaults() -> None:

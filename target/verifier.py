@@ -8,7 +8,7 @@ copies what goes in and out.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -37,13 +37,11 @@ from paceline.decoder.backends.base import MultiRoundStep, Step
 from paceline.decoder.decoder import CompiledDecoder, FeatureBuffer, ModelWithCache
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.steps import prefill_in_chunks
+from paceline.target.consecutive import ConsecutiveRounds, ConsecutiveStep, RunRounds, consecutive_key
 from paceline.target.steps import FusedStep, VerifyStep, pad_draft_probs
 
 _Fused = tuple[TraceableDrafter, int, int, bool, SamplingKind]
 """A drafter, its bucket, that of the target, whether features are on the device, and the kind of sampling."""
-
-_RunRounds = Callable[[list[Tensor], float, MultiRoundLimits | None], tuple[list[RoundReport], list[Tensor]]]
-"""`paceline.decoder.backends.base.MultiRoundStep.run_rounds`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ class _FusedRounds:
     kind: SamplingKind
     bucket: int
     rows: range
-    run: _RunRounds
+    run: RunRounds
     several: bool
 
 
@@ -94,7 +92,7 @@ class CompiledVerifier:
         self.decoder, self.draft_shape, self._rule, self._reads = decoder, draft_shape, rule, reads
         self._wide = wide
         self._keys: dict[tuple[DraftShape, int, int, bool, SamplingKind], GraphKey] = {}  # every round asks for one
-        self._fused_steps: dict[_Fused, tuple[_RunRounds, bool]] = {}
+        self._fused_steps: dict[_Fused, tuple[RunRounds, bool]] = {}
         self._fused: _FusedRounds | None = None
         self._nothing = torch.full((decoder.batch_size, draft_shape.num_draft_tokens), PAD, dtype=torch.int32)
 
@@ -185,26 +183,34 @@ class CompiledVerifier:
         bucket, draft_bucket = self.decoder.bucket_for(rows), drafter.bucket(rows)
         which = (drafter, draft_bucket, bucket, kept, self.decoder.sampling_kind(kind))
         if which not in self._fused_steps:
-            step, lean = self._fused_step(which, carry, inputs), self.decoder.backend.device_state
-            if isinstance(step, MultiRoundStep):
-                self._fused_steps[which] = step.run_rounds, True
-            else:
-                self._fused_steps[which] = partial(_one_round, step=step, lean=lean), False
+            self._fused_steps[which] = self._run_fused(which, carry, inputs)
         run, several = self._fused_steps[which]
         same = bisect_right(range(rows, bucket + 1), draft_bucket, key=drafter.bucket)
         return _FusedRounds(drafter, kept, kind, bucket, range(rows, rows + same), run, several)
 
-    def _fused_step(self, which: _Fused, carry: FeatureBuffer | None, inputs: list[Tensor]) -> Step | MultiRoundStep:
-        """The graph of a drafter's step and its verification."""
+    def _run_fused(self, which: _Fused, carry: FeatureBuffer | None, inputs: list[Tensor]) -> tuple[RunRounds, bool]:
+        """What runs fused rounds, and whether it can run more than one in a call."""
         drafter, draft_bucket, bucket, kept, kind = which
+        backend = self.decoder.backend
         alone = self._key(self.draft_shape, self._width, bucket, kind=kind)
         key = replace(alone, kept=kept, draft=drafter.step_key(draft_bucket))
+        graph = partial(self.decoder.graph, guest=drafter.cache_key, owner=drafter.state)
 
-        def make(body: ModelWithCache, bucket: int) -> nn.Module:
+        def make(body: ModelWithCache, bucket: int) -> FusedStep:
             verify = self._step(body, bucket, draft_shape=self.draft_shape, kind=kind)
-            return FusedStep(drafter.step(draft_bucket, kind), verify, carry, lean=self.decoder.backend.device_state)
+            return FusedStep(drafter.step(draft_bucket, kind), verify, carry, lean=backend.device_state)
 
-        return self.decoder.graph(key, make, inputs, guest=drafter.cache_key, owner=drafter.state)
+        step = graph(key, make, inputs)
+        if isinstance(step, MultiRoundStep):
+            return step.run_rounds, True
+        one = partial(_one_round, step=step, lean=backend.device_state)
+        rounds = backend.rounds_in_graph
+        if rounds == 1 or (self._reads is not None and not kept):  # the next round has another graph
+            return one, False
+        several = partial(
+            graph, consecutive_key(key, rounds), lambda body, bucket: ConsecutiveStep(make(body, bucket), rounds)
+        )
+        return ConsecutiveRounds(one, several, rounds=rounds, width=self._width).run_rounds, True
 
     def _in_one_bucket(self, limits: MultiRoundLimits, which: _FusedRounds, rows: int) -> MultiRoundLimits:
         """Fewer rounds, where the drafter would need another graph before the last of them."""

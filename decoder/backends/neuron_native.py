@@ -110,6 +110,7 @@ class NeuronNativeBackend(LocalBackend):
     draft_lengths = DRAFT_LENGTHS
 
     def __init__(self) -> None:
+        self.rounds_in_graph = environment.neuron_rounds()
         self._runtime = runtime()
         self.kernels: Kernels = TraceableKernels()
 

@@ -14,7 +14,16 @@ import torch
 
 from paceline.core.protocols import Round
 from paceline.core.reading import finish
-from paceline.core.types import Commit, DeviceFeatures, Proposal, RoundLimits, SamplingKind, SamplingTensors
+from paceline.core.types import (
+    IDLE,
+    Commit,
+    DeviceFeatures,
+    MultiRoundLimits,
+    Proposal,
+    RoundLimits,
+    SamplingKind,
+    SamplingTensors,
+)
 from paceline.decoder import steps
 from paceline.decoder.backends import base as backends
 from paceline.decoder.decoder import CompiledDecoder
@@ -66,7 +75,8 @@ def compile_graphs(
         for one, own_width, limits in _rounds(variant):
             own = commit if own_width == width else fitted(commit, own_width)[1]
             for kind, rows in product(distinct_kinds(decoders, kinds), lengths(target)):
-                _run(one, own, sampling=replace(batch.sampling, kind=kind), rows=rows, limits=limits)
+                asked = replace(batch.sampling, kind=kind)
+                _run(one, own, sampling=asked, rows=rows, limits=limits, rounds=target.backend.rounds_in_graph)
 
 
 def distinct_kinds(
@@ -91,14 +101,18 @@ def _rounds(variant: Variant) -> Iterator[tuple[Round, int, list[int]]]:
         yield known.rest.round, known.rest.width, [shape.max_accept]
 
 
-def _run(one: Round, commit: Commit, *, sampling: SamplingTensors, rows: int, limits: list[int]) -> None:
-    """A round over texts of that length."""
+def _run(one: Round, commit: Commit, *, sampling: SamplingTensors, rows: int, limits: list[int], rounds: int) -> None:
+    """A round over texts of that length, and ``rounds`` in one graph."""
+    several = MultiRoundLimits([IDLE] * len(commit.count), frozenset(), rounds) if rounds > 1 else None
     for limit in limits:
         full = RoundLimits(torch.full_like(commit.count, limit), rows)
-        result = one(commit, sampling, full)
+        result, later = one(commit, sampling, full), commit
         features = result.commit.features
         if isinstance(features, DeviceFeatures):  # the next round has another graph, which reads them there
-            one(replace(commit, features=features), sampling, full)
+            later = replace(commit, features=features)
+            one(later, sampling, full)
+        if limit and several is not None:
+            one(later, sampling, replace(full, multi_round=several))
         if limit and isinstance(one, TwoGraphRound):
             _lengthen(one, commit, sampling=sampling, bounds=full, drafted=max(result.reports[-1].drafted))
 

@@ -43,6 +43,7 @@ class NeuronBackend:
     draft_lengths = DRAFT_LENGTHS
 
     def __init__(self, degree: int = 1) -> None:
+        self.rounds_in_graph = environment.neuron_rounds()
         self._chip = chip()
         self._chip.claim(degree)
         self.kernels: Kernels = TraceableKernels()
