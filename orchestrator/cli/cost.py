@@ -27,6 +27,7 @@ def cost_of_round(
     tp: Annotated[int, typer.Option(help="Cores that both models are divided over.")] = 8,
     k: Annotated[int, typer.Option(min=1, help="Drafted tokens a round.")] = 4,
     sampling: Annotated[str, typer.Option(help="Kind of sampling: greedy, top-k, full or wide.")] = "greedy",
+    rounds: Annotated[int, typer.Option(min=1, max=32, help="Rounds that share a graph (PACELINE_NEURON_ROUNDS).")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Estimate a round of speculation on Inferentia2 or Trainium1 by arithmetic. No weights and no chip are needed."""
@@ -34,7 +35,7 @@ def cost_of_round(
         (kind,) = known_kinds([sampling])
         verifier = read_config(target)
         setup = RoundSetup(verifier, read_draft(draft, verifier), tp, k, kind)
-        found = round_cost(setup, instance_named(instance))
+        found = round_cost(setup, instance_named(instance), rounds=rounds)
     if as_json:
         typer.echo(to_json(found))
         return
