@@ -200,7 +200,10 @@ class CompiledVerifier:
             verify = self._step(body, bucket, draft_shape=self.draft_shape, kind=kind)
             return FusedStep(drafter.step(draft_bucket, kind), verify, carry, lean=backend.device_state)
 
-        step = graph(key, make, inputs)
+        def fused() -> Step | MultiRoundStep:
+            return graph(key, make, inputs)
+
+        step = fused()
         if isinstance(step, MultiRoundStep):
             return step.run_rounds, True
         one = partial(_one_round, step=step, lean=backend.device_state)
