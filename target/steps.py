@@ -122,13 +122,13 @@ class FusedStep(nn.Module):
             self.carry.features.copy_(features.pop())
         return (report, *features) if self._lean else (report, following, accepted, start + count, *features)
 
-    def round(self, tokens: Tensor, count: Tensor, start: Tensor, limit: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
-        """One round, which leaves a ``carry`` as it is. ``rest``: params, seeds, and features if they are read.
+    def round(self, tokens: Tensor, count: Tensor, start: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+        """One round, which leaves a ``carry`` as it is. ``rest``: limit, params, seeds, and features if they are read.
 
         -> the report; tokens [B, W] and count [B] of the next Commit; and its features if they are read, as many as a
         ``carry`` holds.
         """
-        params, seeds, *read = rest
+        limit, params, seeds, *read = rest
         proposed = self.draft(tokens, count, start, params, seeds, *read)
         missing = self.verify.draft_shape.num_draft_tokens - proposed[0].shape[1]
         if missing:  # a chain shorter than the window, and so are its probabilities, if it has any

@@ -77,7 +77,7 @@ def round_cost(setup: RoundSetup, instance: Instance, *, rounds: int = 1) -> dic
             name: {kind: round(seconds * 1e3, 3) for kind, seconds in part.items()}
             for name, part in sorted(times.items(), key=lambda item: -sum(item[1].values()))
         },
-        "over_limits": _over(total, memory, instance, rounds),
+        "over_limits": _over(total, memory, instance, rounds=rounds),
         "sources": {figure.what: figure.source for figure in _FIGURES},
     }
 
@@ -125,7 +125,7 @@ def times_of(work: Work, instance: Instance) -> dict[str, float]:
     }
 
 
-def _over(work: Work, memory: int, instance: Instance, rounds: int) -> list[str]:
+def _over(work: Work, memory: int, instance: Instance, *, rounds: int) -> list[str]:
     found = []
     if memory > instance.memory:
         found.append(f"memory: {memory / 2**30:.1f} GiB a core of {instance.memory / 2**30:.0f}")
