@@ -33,6 +33,10 @@ TorchNeuron, which reads them when it is used):
     TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY  1: a tensor that was left on the CPU is an error, and never copied
     NEURON_RT_STOCHASTIC_ROUNDING_EN           as above
 
+Written for it where a model is divided over cores, each of which has a process: what `torchrun` sets there too:
+
+    RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+
 Which cores a process sees is set by whoever starts it (`paceline.placement`), never here.
 
 Written only while a graph is compiled:
@@ -154,6 +158,44 @@ def neuron_native_defaults() -> None:
         ("TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY", "1"),
     ):
         os.environ.setdefault(name, value)
+
+
+def with_variables(variables: dict[str, str]) -> dict[str, str]:
+    """This process's environment with these in it, for another process."""
+    return {**os.environ, **variables}
+
+
+def rank_variables(rank: int, degree: int, port: int) -> dict[str, str]:
+    """What `torchrun` sets in a process of this machine's ranks, which meet at a port of the loopback."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(degree),
+        "LOCAL_WORLD_SIZE": str(degree),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def is_rank() -> bool:
+    """Whether this process is rank 0 of divided models, or was."""
+    return "LOCAL_RANK" in os.environ
+
+
+def become_rank(variables: dict[str, str]) -> None:
+    """Set `rank_variables` in this process.
+
+    Raises:
+        ConfigurationError: `torchrun`, or something like it, has made this process one of its ranks.
+    """
+    for name in ("RANK", "WORLD_SIZE"):
+        if os.environ.get(name, variables[name]) != variables[name]:
+            raise ConfigurationError(
+                f"this process is rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} already: torchrun "
+                "started it, or it divided another model over so many cores. A divided model starts the processes of "
+                "its other ranks by itself; load this one in a process of its own, without torchrun"
+            )
+    os.environ.update(variables)
 
 
 @lru_cache(maxsize=1)

@@ -74,6 +74,7 @@ BACKENDS: dict[str, BackendRow] = {
             "neuron-native",
             "paceline.decoder.backends.neuron_native:NeuronNativeBackend",
             "AWS Neuron through TorchNeuron: Trainium2, Trainium3",
+            divided="paceline.decoder.backends.neuron_native_ranks:NeuronNativeRanks",
             blocks=False,
         ),
     )

@@ -4,7 +4,7 @@ A step is lowered to a pure graph, as for every compiler of graphs; what it chan
 device's tensors, which the compiler turns into outputs that alias inputs. Written against TorchNeuron 2.13 and 2.14 of
 Neuron SDK 2.33 (October 2026, a public beta); it has run on a stand-in for that compiler only, never on a chip. Not
 here: Inferentia2 and Trainium1, which TorchNeuron does not support (`paceline.decoder.backends.neuron`), and models
-divided over cores, each of which would be a process.
+divided over cores, each of which is a process (`paceline.decoder.backends.neuron_native_ranks`).
 """
 
 from __future__ import annotations
@@ -120,14 +120,11 @@ class NeuronNativeBackend(LocalBackend):
         Raises:
             BackendError: the graph breaks a rule of the compiler.
         """
-        lowered = lower(graph.name, graph.module, graph.example)
-        if found := graph_lint.lint(lowered):
-            raise BackendError(f"{graph.name} cannot be compiled for Neuron: {'; '.join(map(str, found[:3]))}")
         announce(f"compiling {graph.name}")
-        return _Compiled(graph, lowered, self._runtime)
+        return compiled(graph, self._runtime)
 
     def read_state(self, state: Tensor) -> Tensor:
-        return _copies().of(state, self._runtime.device).cpu().clone()
+        return state_on(self._runtime, state)
 
     def sampling_refusal(self) -> str | None:
         """See `paceline.decoder.backends.base.ChecksNoise`."""
@@ -136,6 +133,23 @@ class NeuronNativeBackend(LocalBackend):
     def record_noise_check(self, *, passed: bool) -> None:
         """See `paceline.decoder.backends.base.ChecksNoise`."""
         noise_record.write(self._runtime, outcome=passed)
+
+
+def compiled(graph: Graph, home: Runtime) -> Step:
+    """One graph on a device, traced now and compiled at its first call.
+
+    Raises:
+        BackendError: it breaks a rule of the compiler.
+    """
+    lowered = lower(graph.name, graph.module, graph.example)
+    if found := graph_lint.lint(lowered):
+        raise BackendError(f"{graph.name} cannot be compiled for Neuron: {'; '.join(map(str, found[:3]))}")
+    return _Compiled(graph, lowered, home)
+
+
+def state_on(home: Runtime, state: Tensor) -> Tensor:
+    """A copy of what a state of graphs on a device holds now."""
+    return _copies().of(state, home.device).cpu().clone()
 
 
 class Copies:

@@ -1,4 +1,4 @@
-"""The eager backend of a divided model: every step runs on all ranks, which are processes of this machine."""
+"""Backends of a divided model whose ranks are processes: every step runs on all of them. The eager one is here."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from torch import Tensor, nn
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels
-from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.decoder.parallel.members import EAGER
 from paceline.decoder.parallel.ranks import shared
 
 
 class RankedBackend(LocalBackend):
-    """As `EagerBackend`, on several ranks, for one decoder."""
+    """As `EagerBackend`, on several ranks, for one decoder. ``kind``: of their `paceline.decoder.parallel.members`."""
 
     name = "eager"
+    kind = EAGER
 
     def __init__(self, degree: int) -> None:
-        self.ranks, self._number = shared(degree), 0
-        self.kernels: Kernels = TorchKernels()
-        self.group = self.ranks.group
+        self.ranks, self._number = shared(degree, self.kind), 0
+        self.kernels: Kernels = self.ranks.member.kernels
+        self.group = self.ranks.member.group
 
     def attach(self, body: nn.Module, path: str) -> None:
         """Have the other ranks load their parts of the model."""
@@ -33,10 +34,11 @@ class RankedBackend(LocalBackend):
         self.ranks.divide(self._number, first, others)
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
-        number = self.ranks.make(self._number, graph.name, graph.module)
+        step = self.ranks.member.compile(graph)
+        number = self.ranks.make(self._number, graph)
 
         def run(*inputs: Tensor) -> list[Tensor]:
-            return self.ranks.run(number, graph.module, inputs)
+            return self.ranks.run(number, step, inputs)
 
         return run
 

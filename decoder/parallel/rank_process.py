@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import PacelineError, RankError
+from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.decoder import ModelWithCache
-from paceline.decoder.kernels.protocol import Kernels
-from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import DecoderOptions
-from paceline.decoder.parallel.collectives import GlooGroup, join
+from paceline.decoder.parallel.members import Member, make_member
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
 
@@ -29,12 +29,11 @@ from paceline.decoder.weights.checkpoint import load_weights
 class Follower:
     """One rank: its parts of models, and the steps over them."""
 
-    def __init__(self, rank: int, group: GlooGroup) -> None:
-        self._rank, self._group = rank, group
-        self.kernels: Kernels = TorchKernels()
+    def __init__(self, rank: int, member: Member) -> None:
+        self._rank, self.member = rank, member
         self.bodies: dict[int, ModelWithCache] = {}
         self.tensors: dict[tuple[str, str], Tensor] = {}
-        self._steps: dict[int, tuple[int, nn.Module]] = {}
+        self._steps: dict[int, tuple[int, Step]] = {}
 
     def load(self, number: int, path: str, *, config: ModelConfig, options: DecoderOptions) -> None:
         """Read this rank's part of a model."""
@@ -46,7 +45,7 @@ class Follower:
             quantization=options.quantization,
         )
         self.bodies[number] = ModelWithCache(
-            config, options, weights, kernels=self.kernels, rank=self._rank, group=self._group
+            config, options, weights, kernels=self.member.kernels, rank=self._rank, group=self.member.group
         ).eval()
 
     def release(self, number: int) -> None:
@@ -60,14 +59,14 @@ class Follower:
             tensor = torch.load(io.BytesIO(data), weights_only=True)
             self.tensors[name] = nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
 
-    def make(self, number: int, made: int, step: bytes) -> None:
-        """Take a step of a model."""
-        self._steps[made] = number, _Receiver(io.BytesIO(step), self).load()
+    def make(self, number: int, made: int, step: bytes, *, key: GraphKey, example: tuple[Tensor, ...]) -> None:
+        """Take a step of a model, for inputs like the example's."""
+        module: nn.Module = _Receiver(io.BytesIO(step), self).load()
+        self._steps[made] = number, self.member.compile(Graph(key, module, example, {}))
 
     def run(self, number: int, inputs: list[Tensor]) -> None:
         """Run a step. What comes out is what rank 0 gets too."""
-        with torch.no_grad():
-            self._steps[number][1](*inputs)
+        self._steps[number][1](*inputs)
 
 
 class _Receiver(pickle.Unpickler):
@@ -82,7 +81,7 @@ class _Receiver(pickle.Unpickler):
         if kind == "body":
             return self._follower.bodies[rest[0]]
         if kind == "kernels":
-            return self._follower.kernels
+            return self._follower.member.kernels
         if kind == "of body":
             number, name = rest
             body = self._follower.bodies[number]
@@ -98,13 +97,14 @@ class _Receiver(pickle.Unpickler):
 def main() -> None:
     """Meet the others, then follow."""
     pipe = Connection(int(sys.argv[1]))
-    group, meeting, rank, threads, path = pipe.recv()
+    kind, rank, degree, name, meeting, threads, path = pipe.recv()
     sys.path[:] = path  # steps may be of modules that only rank 0's program knows the way to
     torch.set_num_threads(threads)
+    member = make_member(kind, rank, degree, name=name)
     pipe.send(None)
-    member = join(meeting, rank, group)
+    member.meet(meeting)
     pipe.send(None)
-    follower = Follower(rank, group)
+    follower = Follower(rank, member)
     while True:
         try:
             order, rest, named = pickle.loads(pipe.recv_bytes())
@@ -117,7 +117,6 @@ def main() -> None:
             if order == "run":
                 # The ranks are no longer at the same place; the others see that this one is gone.
                 pipe.send(message)
-                del member
                 os._exit(1)
             pipe.send(error if isinstance(error, PacelineError) else RankError(f"rank {rank} failed: {message}"))
         else:

@@ -17,10 +17,9 @@ import threading
 import uuid
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import lru_cache
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,11 +27,13 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.core.errors import ConfigurationError, RankError
+from paceline.decoder import environment
+from paceline.decoder.backends.base import Graph, Step
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.options import DecoderOptions
-from paceline.decoder.parallel.collectives import GlooGroup, join, leave
+from paceline.decoder.parallel.members import EAGER, Member, make_member
 from paceline.decoder.parallel.parts import parts_of
 
 _PATIENCE = 5.0  # seconds a process gets to end by itself
@@ -42,12 +43,15 @@ _FAREWELL = 1.0  # seconds to wait for the last words of a process that failed
 class Ranks:
     """A group of ``degree`` ranks. It ends when the last body in it is released, or with this process.
 
+    ``kind``: of their `paceline.decoder.parallel.members.Member`, "module:Class".
+
     Raises:
         RankError: a process could not be started.
     """
 
-    def __init__(self, degree: int) -> None:
-        self.group = GlooGroup(degree, f"paceline-{uuid.uuid4().hex}")
+    def __init__(self, degree: int, kind: str = EAGER) -> None:
+        self._kind, self._name = kind, f"paceline-{uuid.uuid4().hex}"
+        self.member: Member = make_member(kind, 0, degree, name=self._name)
         self._lock = threading.RLock()
         self._bodies: weakref.WeakKeyDictionary[ModelWithCache, int] = weakref.WeakKeyDictionary()
         self._names = WeakTensorKeyDictionary()  # tensors the other ranks have too, and what they are called there
@@ -55,12 +59,15 @@ class Ranks:
         self._left: list[int] = []  # bodies that were given up, which the other ranks do not know yet
         self._steps: dict[int, int] = {}  # whose each step is
         self._count = 0
-        self._others = [_start() for _ in range(1, degree)]
-        self._end = weakref.finalize(self, _end, self.group, self._others)
+        self._others = [_start(self.member.variables(rank)) for rank in range(1, degree)]
+        self._end = weakref.finalize(self, _end, self.member, self._others)
         try:
-            # The meeting's file is gone as soon as all have met: nobody is left to remove it after a kill.
-            with tempfile.TemporaryDirectory(prefix="paceline-ranks-", ignore_cleanup_errors=True) as folder:
-                self._member = self._meet(str(Path(folder) / "meeting"))
+            with ExitStack() as meeting:
+                place = tempfile.TemporaryDirectory(prefix="paceline-ranks-", ignore_cleanup_errors=True)
+                self._meet(degree, meeting.enter_context(place))
+                # If it does not stay, it is gone as soon as all have met: nobody is left to remove it after a kill.
+                if self.member.keeps_meeting:
+                    weakref.finalize(self, meeting.pop_all().close)
         except (OSError, RuntimeError) as error:
             lost = self._lost(error)
             self._end()
@@ -69,14 +76,13 @@ class Ranks:
             self._end()
             raise
 
-    def _meet(self, place: str) -> object:
-        threads = max(1, torch.get_num_threads() // self.group.degree)
+    def _meet(self, degree: int, folder: str) -> None:
+        threads = max(1, torch.get_num_threads() // degree)
         for rank, (_, pipe) in enumerate(self._others, 1):
-            pipe.send((self.group, place, rank, threads, sys.path))
+            pipe.send((self._kind, rank, degree, self._name, folder, threads, sys.path))
         self._answers()  # all are there, so that none is waited for in vain
-        member = join(place, 0, self.group)
+        self.member.meet(folder)
         self._answers()  # all have found each other
-        return member
 
     @property
     def alive(self) -> bool:
@@ -139,8 +145,8 @@ class Ranks:
             self._send_each("take", given)
             self._names.update(names)
 
-    def make(self, number: int, name: str, step: nn.Module) -> int:
-        """Give a step of a body to all ranks. -> its number.
+    def make(self, number: int, graph: Graph) -> int:
+        """Give a step of a body to all other ranks, which make a graph of it as rank 0 does. -> its number.
 
         Raises:
             ConfigurationError: the step cannot be sent.
@@ -152,20 +158,20 @@ class Ranks:
             try:
                 stream = io.BytesIO()
                 sender = _Sender(stream, self._bodies, self._names)
-                sender.dump(step)
+                sender.dump(graph.module)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise ConfigurationError(
-                    f"{name} cannot be sent to the other ranks ({error}); a drafter's step must be made of modules "
-                    "that can be pickled, or pass fused=False"
+                    f"{graph.name} cannot be sent to the other ranks ({error}); a drafter's step must be made of "
+                    "modules that can be pickled, or pass fused=False"
                 ) from error
-            self._send("make", number, step_number, stream.getvalue())
+            self._send("make", number, step_number, stream.getvalue(), key=graph.key, example=graph.example)
             self._answers()
             self._names.update(sender.new)  # only now do the other ranks have them
             self._steps[step_number] = number
             return step_number
 
-    def run(self, number: int, step: nn.Module, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Run a step on all ranks. -> its outputs, which are the same on each.
+    def run(self, number: int, step: Step, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Run a step on all ranks; ``step`` is rank 0's. -> its outputs, which are the same on each.
 
         Raises:
             RankError: a rank is gone.
@@ -281,27 +287,28 @@ def _packed(x: Tensor) -> bytes:
     return stream.getvalue()
 
 
-def shared(degree: int) -> Ranks:
-    """The group of this process with so many ranks, started if there is none."""
+def shared(degree: int, kind: str = EAGER) -> Ranks:
+    """The group of this process with so many ranks of a kind, started if there is none."""
     known = _known()
-    ranks = known.get(degree)
+    ranks = known.get((degree, kind))
     if ranks is None or not ranks.alive:
-        ranks = known[degree] = Ranks(degree)
+        ranks = known[degree, kind] = Ranks(degree, kind)
     return ranks
 
 
 @lru_cache(maxsize=1)
-def _known() -> weakref.WeakValueDictionary[int, Ranks]:
+def _known() -> weakref.WeakValueDictionary[tuple[int, str], Ranks]:
     return weakref.WeakValueDictionary()
 
 
-def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+def _start(variables: dict[str, str]) -> tuple[subprocess.Popen[bytes], Connection]:
     """A process of its own session: Ctrl-C is for this one, which ends the others."""
     here, there = socket.socketpair()
     with there:
         process = subprocess.Popen(
             [sys.executable, "-m", "paceline.decoder.parallel.rank_process", str(there.fileno())],
             pass_fds=(there.fileno(),),
+            env=environment.with_variables(variables),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -316,7 +323,7 @@ def _last_words(pipe: Connection) -> str:
         return ""
 
 
-def _end(group: GlooGroup, others: list[tuple[subprocess.Popen[bytes], Connection]]) -> None:
+def _end(member: Member, others: list[tuple[subprocess.Popen[bytes], Connection]]) -> None:
     """End the processes: a closed pipe tells them to; one that does not hear is killed."""
     for _, pipe in others:
         pipe.close()
@@ -326,4 +333,4 @@ def _end(group: GlooGroup, others: list[tuple[subprocess.Popen[bytes], Connectio
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    leave(group)
+    member.leave()

@@ -21,6 +21,7 @@ from paceline import AutoDecoder, MedusaDrafter, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import CheckpointError, ConfigurationError, RankError
 from paceline.decoder import steps
+from paceline.decoder.backends.base import Graph
 from paceline.decoder.backends.ranked import RankedBackend
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.parallel.ranks import Ranks
@@ -206,7 +207,7 @@ def test_processes_end_with_the_last_decoder_that_is_closed_or_dropped(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     own = Ranks(2)
     assert not list(tmp_path.iterdir())  # a kill would leave it
-    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", lambda _degree: own)
+    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", lambda *_: own)
     first, second = load(workshop, 2), load(workshop, 2, "draft")
     processes = own.processes
     tokens(first)
@@ -237,7 +238,7 @@ def test_a_rank_that_fails_says_why(alone: SamplingDecoder) -> None:
     """Rank 1 gets an input of another shape, so that it fails where rank 0 waits for it."""
     own = ranks(alone)
     step = Sum(alone)
-    made = own.make(own._bodies[alone.body], "sum", step)
+    made = own.make(own._bodies[alone.body], Graph(GraphKey("sum"), step, (), {}))
     own._send("run", made, [torch.ones(2), torch.ones(3)])
     with pytest.raises(RankError, match="rank 1 failed: RuntimeError: The size of tensor"):
         own.run(made, step, [torch.ones(2), torch.ones(2)])
@@ -260,7 +261,7 @@ def test_a_rank_that_cannot_load_its_part_is_the_caller_s_error(
 ) -> None:
     folder = shutil.copytree(workshop.checkpoint(), tmp_path / "model")
     own, adopt = Ranks(2), Ranks.adopt
-    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", lambda _degree: own)
+    monkeypatch.setattr("paceline.decoder.backends.ranked.shared", lambda *_: own)
 
     def late(*given: object, **named: object) -> int:
         """The files are gone by the time the others look."""

@@ -5,20 +5,17 @@ them: what Dynamo and AOTAutograd make of our steps is PyTorch's own, and the st
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
-from torch import Tensor, fx
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 
 from paceline import SpeculativeGenerator
-from paceline.core.errors import BackendError, ConfigurationError, SamplingError
+from paceline.core.errors import BackendError, SamplingError
 from paceline.decoder.backends import neuron_native
 from paceline.decoder.backends.base import make
 from paceline.decoder.backends.neuron_native import Runtime, in_place
@@ -33,26 +30,10 @@ from paceline.decoder.weights.checkpoint import load_weights
 from paceline.diagnostics import selftest
 from tests.decoder.steps import STEPS, inputs
 from tests.decoder.tiny import Workshop, fresh
+from tests.neuron.native_stand_in import Recorded
 from tests.neuron.torch_mlir_operators import takes
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 2, [5, 5]]
-
-
-class Recorded:
-    """The graphs that reached the compiler, after Dynamo and AOTAutograd."""
-
-    def __init__(self) -> None:
-        self.graphs: list[fx.GraphModule] = []
-        # TorchNeuron's choice (create_neuron_backend): what is written into an input stays a write into that input.
-        self.compiler: Callable[..., Any] = aot_autograd(fw_compiler=self._keep, keep_inference_input_mutations=True)
-
-    def _keep(self, graph: fx.GraphModule, _example: list[Tensor]) -> Callable[..., Any]:
-        self.graphs.append(graph)
-        run: Callable[..., Any] = make_boxed_func(graph.forward)
-        return run
-
-    def calls(self) -> list[fx.Node]:
-        return [node for graph in self.graphs for node in graph.graph.nodes if node.op == "call_function"]
 
 
 @pytest.fixture
@@ -150,8 +131,6 @@ def test_collectives_of_a_divided_model_stay_functional_ones(workshop: Workshop)
     names = [str(node.target) for node in in_place(lowered, torch.device("meta")).graph.nodes]
     assert names.count("_c10d_functional.all_reduce.default") == 1 + 2 * config.num_layers
     assert names.count("_c10d_functional.all_gather_into_tensor.default") == 1
-    with pytest.raises(ConfigurationError, match="backend='neuron-native' runs on one rank"):
-        make("neuron-native", 3)
 
 
 def test_without_torchneuron_the_error_names_it() -> None:

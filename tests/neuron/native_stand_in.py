@@ -1,0 +1,60 @@
+"""A stand-in for TorchNeuron's compiler and for its process group, in this process and in those of other ranks.
+
+The compiler records the graphs that it is given and runs them; the group is gloo's. No tests in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+
+from paceline.decoder import environment
+from paceline.decoder.backends.neuron_native import Runtime
+from paceline.decoder.backends.neuron_native_ranks import NativeMember
+from paceline.decoder.parallel.collectives import GlooGroup, join, leave
+
+VERSIONS = ("2.13.3.0", "2.28.7631.0")
+
+
+class Recorded:
+    """The graphs that reached the compiler, after Dynamo and AOTAutograd."""
+
+    def __init__(self) -> None:
+        self.graphs: list[fx.GraphModule] = []
+        # TorchNeuron's choice (create_neuron_backend): what is written into an input stays a write into that input.
+        self.compiler: Callable[..., Any] = aot_autograd(fw_compiler=self._keep, keep_inference_input_mutations=True)
+
+    def _keep(self, graph: fx.GraphModule, _example: list[Tensor]) -> Callable[..., Any]:
+        self.graphs.append(graph)
+        run: Callable[..., Any] = make_boxed_func(graph.forward)
+        return run
+
+    def calls(self) -> list[fx.Node]:
+        return [node for graph in self.graphs for node in graph.graph.nodes if node.op == "call_function"]
+
+
+class StandInMember(NativeMember):
+    """A rank on the CPU, whose process has to have been told its number as TorchNeuron reads it."""
+
+    keeps_meeting = False
+
+    def __init__(self, rank: int, degree: int, name: str) -> None:
+        self.recorded = Recorded()
+        super().__init__(rank, degree, name)
+        assert environment.with_variables({})["LOCAL_RANK"] == str(rank)
+        self._gloo, self._held = GlooGroup(degree, name), object()
+
+    def find(self) -> Runtime:
+        return Runtime(torch.device("cpu"), self.recorded.compiler, VERSIONS)
+
+    def meet(self, folder: str) -> None:
+        self._held = join(str(Path(folder) / "meeting"), self._rank, self._gloo)
+
+    def leave(self) -> None:
+        leave(self._gloo)

@@ -1,0 +1,87 @@
+"""Backend neuron-native on several cores: every rank a process, over stand-ins for TorchNeuron's compiler and group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.core.errors import ConfigurationError
+from paceline.decoder import environment
+from paceline.decoder.backends import neuron_native
+from paceline.decoder.backends.base import make
+from paceline.decoder.backends.neuron_native_ranks import NeuronNativeRanks
+from tests.decoder.tiny import CHUNK, Workshop
+from tests.neuron.native_stand_in import StandInMember
+from tests.neuron.torch_mlir_operators import takes
+
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6] * 2, [5, 5]]
+COLLECTIVES = "_c10d_functional."
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
+    """Ranks are those of the stand-in, and this process is none of them yet."""
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    for name in environment.rank_variables(0, 2, 0):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    neuron_native.runtime.cache_clear()
+    monkeypatch.setattr(NeuronNativeRanks, "kind", "tests.neuron.native_stand_in:StandInMember")
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def test_a_divided_pair_has_the_tokens_of_eager_and_collectives_in_whole_graphs(
+    workshop: Workshop, stand_in: None
+) -> None:
+    draft, target = (
+        AutoDecoder.from_pretrained(
+            workshop.checkpoint(role),
+            backend="neuron-native",
+            amp="f32",
+            batch_size=2,
+            context_length_estimate=[CHUNK],
+            tp_degree=2,
+        )
+        for role in ("draft", "target")
+    )
+    try:
+        for decoder in (draft, target):
+            decoder.on_graph = lambda _event: None
+        wanted = workshop.decoder(slots=2).sample(PROMPTS, max_new_tokens=8)
+        generator = SpeculativeGenerator(draft, target, k=1, fused=True)
+        assert torch.equal(generator.sample(PROMPTS, max_new_tokens=8), wanted)
+        assert generator.statistics.tau > 1.3
+        member = target.backend.ranks.member
+        assert isinstance(member, StandInMember) and member is draft.backend.ranks.member
+        assert target.body.shard.degree == 2 and not counters["graph_break"]
+        recorded = member.recorded
+        assert len(recorded.graphs) == len(draft._steps) + len(target._steps), "each key is compiled once"
+        names = [str(node.target) for node in recorded.calls() if isinstance(node.target, torch._ops.OpOverload)]
+        # Two sums a layer and one for the embedding, in each graph, of which the smallest reads a prompt.
+        fewest = min(draft.config.num_layers, target.config.num_layers)
+        assert names.count(COLLECTIVES + "all_reduce.default") >= len(recorded.graphs) * (1 + 2 * fewest)
+        assert COLLECTIVES + "all_gather_into_tensor.default" in names
+        others = {name for name in names if not name.startswith((COLLECTIVES, "aten.copy_."))}
+        assert {name for name in others if not takes(name)} == set()
+    finally:
+        draft.close()
+        target.close()
+
+
+def test_a_process_is_one_rank(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> None:
+    """Who started it may have made it one; and TorchNeuron gives it one core."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigurationError, match="this process is rank 1 of 2 already: torchrun started it, or"):
+        make("neuron-native", 2)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigurationError, match="is rank 0 of 2 already"):
+        make("neuron-native", 4)
