@@ -56,6 +56,7 @@ LONG = (
     "tests/decoder/test_idle_slots.py",
     "tests/orchestrator/test_same_tokens.py",
     "tests/eagle/test_divided_heads.py",
+    "tests/neuron/test_native_ranks.py",
 )
 """The other files that take long, the longest first. The second compiles what many others wait for."""
 
