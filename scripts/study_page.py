@@ -1,8 +1,7 @@
-"""The figures of docs/study.md, asked of the traces and results of its experiments; the page has them between markers.
+"""The tables of docs/study.md between its markers, from benchmarks/results/study.json.
 
-A block stands between `<!-- study:NAME -->` and `<!-- /study -->`; the text around it is written by hand and says
-nothing that other figures would make wrong. `collect` writes benchmarks/results/study.json, from which the blocks are
-made, so that a page is made again without the traces. Nothing is measured here.
+A block stands between `<!-- study:NAME -->` and `<!-- /study -->`; the text around it is written by hand. The page is
+made again without the traces; what the figures are asked of them is in `study_figures.py`.
 
     python scripts/study_page.py --collect build/study    from the folders of scripts/study
     python scripts/study_page.py [--check]                the page alone
@@ -14,7 +13,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,142 +22,164 @@ from report_tables import table
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "benchmarks" / "results" / "study.json"
 PAGE = ROOT / "docs" / "study.md"
-TEXT_DRAFTERS = ("suffix", "ngram")
-DEPTH = 4
-_SOURCE = ("git_commit", "processor", "cores", "load", "time")
+BUSY = 1.0
+"""Load of the machine, for each of its cores, above which a measured time is said to be of a busy machine."""
+
+Figures = Mapping[str, Any]
 
 
-def collect(out: Path) -> dict[str, Any]:
-    """Every trace below a folder, at one depth for all drafters, and the timed cells of its experiments."""
-    from paceline.experiments.provenance import provenance
-    from paceline.experiments.trace import load_trace
-
-    traces = [_asked(load_trace(path)) for path in sorted(out.glob("*/traces/*.trace"))]
-    source = {name: value for name, value in provenance().items() if name in _SOURCE}
-    return {"depth": DEPTH, "traces": traces, "cells": list(_timed(out)), "provenance": source}
+def _by_target(figures: Figures) -> Iterator[tuple[str, list[Figures]]]:
+    for target in dict.fromkeys(one["target"] for one in figures["traces"]):
+        yield target, [one for one in figures["traces"] if one["target"] == target]
 
 
-def _asked(trace: Any) -> dict[str, Any]:
-    from paceline.experiments.definitions import Acceptance
-    from paceline.experiments.whatif import Policy, ask, best_per_text
-
-    chains = [one for one in trace.drafters if one.parents is None and not one.dynamic]
-    policies = {one.name: Policy((one.name,), min(DEPTH, one.k)) for one in chains}
-    policies |= {name: Policy((name,), DEPTH) for name in TEXT_DRAFTERS}
-    answers = {name: ask(trace, policy) for name, policy in policies.items()}
-    answers["choice"] = ask(trace, Policy.parse("choice:" + "+".join(policies), DEPTH))
-    _, perfect = best_per_text(trace, list(policies.values()))
-    categories = [text.category for text in trace.texts]
-    found: dict[str, Any] = {}
-    for name, answer in answers.items():
-        rows = list(zip(categories, answer.replayed.requests, strict=True))
-        found[name] = {
-            "rounds": answer.acceptance.num_rounds,
-            "tokens_per_round": answer.acceptance.tokens_per_round,
-            "by_category": {
-                category: Acceptance.pooled([one for other, one in rows if other == category]).tokens_per_round
-                for category in sorted(set(categories))
-            },
-        }
-    sampling = trace.sampling.get("temperature", 0)
-    return {
-        "target": trace.target,
-        "temperature": sampling,
-        "texts": len(trace.texts),
-        "new_tokens": sum(len(text.tokens) for text in trace.texts),
-        "drafters": found,
-        "perfect_rounds": perfect.num_rounds,
-    }
+def _sampling(trace: Figures) -> str:
+    return f"T = {trace['temperature']:g}" if trace["temperature"] else "greedy"
 
 
-def _timed(out: Path) -> Iterator[dict[str, Any]]:
-    from paceline.experiments.store import read_results
-
-    for listed in sorted(out.glob("*/experiment.json")):
-        for result in read_results(listed.parent):
-            if result.error is None and result.totals.get("speedup"):
-                yield {**result.names, **{name: result.totals[name] for name in ("speedup", "tokens_per_second")}}
+def _bold(values: Sequence[float | None]) -> list[str]:
+    best = max((round(one, 2) for one in values if one is not None), default=None)
+    return ["" if v is None else f"**{v:.2f}**" if round(v, 2) == best else f"{v:.2f}" for v in values]
 
 
-def _fixed(trace: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one for name, one in trace["drafters"].items() if name != "choice"}
+def drafters(figures: Figures) -> str:
+    """Tokens a round of every drafter at one depth; a column for every sampling."""
+    parts = []
+    for target, traces in _by_target(figures):
+        names = list(dict.fromkeys(name for one in traces for name in one["drafters"]))
+        columns = [_bold([one["drafters"].get(name, {}).get("tokens_per_round") for name in names]) for one in traces]
+        rows = [(name, *(column[i] for column in columns)) for i, name in enumerate(names)]
+        size = f"{traces[0]['texts']} texts, {', '.join(str(one['new_tokens']) for one in traces)} tokens"
+        parts.append(f"{target} ({size}):\n\n" + table(("drafter", *map(_sampling, traces)), rows))
+    return "\n\n".join(parts)
 
 
-def drafters(figures: Mapping[str, Any]) -> str:
-    """Tokens a round of every drafter at one depth."""
-    rows, said = [], []
-    for trace in figures["traces"]:
-        fixed = _fixed(trace)
-        best = max(fixed, key=lambda name: fixed[name]["tokens_per_round"])
-        for name, one in sorted(fixed.items(), key=lambda item: -item[1]["tokens_per_round"]):
-            length = f"{one['tokens_per_round']:.2f}"
-            rows.append((*_where(trace), name, f"**{length}**" if name == best else length, one["rounds"]))
-        said.append(f"{trace['target']}, {_where(trace)[1]}: {best}")
-    head = ("target", "sampling", "drafter", "tokens a round", "rounds")
-    return table(head, rows) + "\n\nThe most tokens a round: " + "; ".join(said) + "."
+def depths(figures: Figures) -> str:
+    """Tokens a round against the number of drafted tokens."""
+    rows = []
+    for target, traces in _by_target(figures):
+        for one in traces:
+            for name, known in one["depths"].items():
+                known = {int(k): value for k, value in known.items()}
+                rows.append((target, _sampling(one), name, *_plain(known.get(k) for k in _depths(figures))))
+    return table(("target", "sampling", "drafter", *(f"k = {k}" for k in _depths(figures))), rows)
 
 
-def categories(figures: Mapping[str, Any]) -> str:
+def _depths(figures: Figures) -> list[int]:
+    return sorted({int(k) for one in figures["traces"] for known in one["depths"].values() for k in known})
+
+
+def _plain(values: Iterator[float | None]) -> list[str]:
+    return ["" if value is None else f"{value:.2f}" for value in values]
+
+
+def categories(figures: Figures) -> str:
     """By kind of prompt, where a trace has more than one."""
     parts = []
-    for trace in figures["traces"]:
-        fixed = _fixed(trace)
-        names = list(next(iter(fixed.values()))["by_category"])
-        if len(names) < 2:
-            continue
-        rows = []
-        for category in names:
-            values = {name: one["by_category"][category] for name, one in fixed.items()}
-            best = max(values, key=lambda name: values[name])
-            rows.append((category, *(f"**{v:.2f}**" if n == best else f"{v:.2f}" for n, v in values.items())))
-        parts.append(f"{trace['target']}, {_where(trace)[1]}, tokens a round:\n\n" + table(("prompts", *fixed), rows))
+    for target, traces in _by_target(figures):
+        for one in traces:
+            if len(one["categories"]) < 2:
+                continue
+            names = list(one["drafters"])
+            rows = [
+                (kind, *_bold([one["drafters"][name]["by_category"][kind] for name in names]))
+                for kind in one["categories"]
+            ]
+            parts.append(f"{target}, {_sampling(one)}, tokens a round:\n\n" + table(("prompts", *names), rows))
     return "\n\n".join(parts) or "Not recorded yet: `make study-counts`."
 
 
-def choice(figures: Mapping[str, Any]) -> str:
+def batches(figures: Figures) -> str:
+    """Rounds of plain decoding for one of speculative decoding, in batches."""
+    rows = []
+    sizes = sorted({int(size) for one in figures["traces"] for row in one["batches"].values() for size in row})
+    for target, traces in _by_target(figures):
+        for one in traces:
+            for name, row in one["batches"].items():
+                rows.append((target, _sampling(one), name, *_plain(row.get(str(size)) for size in sizes)))
+    return table(("target", "sampling", "drafter", *(f"batch {size}" for size in sizes)), rows)
+
+
+def choice(figures: Figures) -> str:
     """What a choice at run time loses against the best fixed drafter, and wins against the worst."""
     rows = []
-    for trace in figures["traces"]:
-        fixed, chosen = {name: one["rounds"] for name, one in _fixed(trace).items()}, trace["drafters"]["choice"]
-        best = min(fixed, key=lambda name: fixed[name])
-        against = (fixed[best], max(fixed.values()), trace["perfect_rounds"])
-        regrets = (f"{chosen['rounds'] / rounds - 1:+.0%}" for rounds in against)
-        rows.append((*_where(trace), chosen["rounds"], best, *regrets))
+    for target, traces in _by_target(figures):
+        for one in traces:
+            asked = one["choice"]
+            regrets = (f"{asked[f'regret_against_{who}']:+.0%}" for who in ("best_fixed", "worst_fixed"))
+            perfect = f"{asked['regret_against_a_perfect_choice']:+.0%}"
+            found = (asked["rounds"]["choice"], asked["best_fixed"], *regrets, perfect)
+            rows.append((target, _sampling(one), *found))
     return table(("target", "sampling", "rounds", "best fixed", "against it", "the worst", "a perfect choice"), rows)
 
 
-def speed(figures: Mapping[str, Any]) -> str:
+def rules(figures: Figures) -> str:
+    """Mean acceptance length of both rules, with intervals."""
+    rows = []
+    for one in figures["rules"]:
+        match, reject = one["match"], one["reject"]
+        said = (f"{value:.2f} [{low:.2f}, {high:.2f}]" for value, low, high in (match, reject))
+        rows.append((one["target"], one["drafter"], one["k"], *said, f"{1 - match[0] / reject[0]:.0%}"))
+    head = ("target", "drafter", "k", "`match`", "`reject`", "given up by `match`")
+    return table(head, rows) if rows else "Not run yet: `make study-counts`."
+
+
+def speed(figures: Figures) -> str:
     """Speed-ups of timed cells."""
     rows = [
         (one["target"], one["drafter"], one["k"], one["sampling"], one["batch_size"], f"{one['speedup']:.2f}")
         for one in figures["cells"]
     ]
-    head = ("target", "drafter", "k", "sampling", "batch", "times plain decoding")
+    if not rows:
+        return "Not measured yet: `make study`, on a quiet machine."
+    loads = [one["provenance"]["load"] / one["provenance"]["cores"] for one in figures["cells"]]
+    busy = sum(load > BUSY for load in loads)
+    said = (
+        f"\n\n{busy} of these {len(rows)} cells began on a busy machine (load above {BUSY:g} a core)." if busy else ""
+    )
+    return table(("target", "drafter", "k", "sampling", "batch", "times plain decoding"), rows) + said
+
+
+def predictions(figures: Figures) -> str:
+    """What the planner of speed said before a run, and what the run said."""
+    rows = [
+        (
+            load["trace"].partition(",")[0],
+            load["batch_size"],
+            load["verdict"],
+            *(one["label"], f"{one['predicted']:.1f}", f"{one['measured']:.1f}", f"{one['error']:+.0%}"),
+        )
+        for load in figures["predictions"]
+        for one in load["verified"]
+    ]
+    head = ("target", "load", "verdict", "what was run", "tokens/s predicted", "measured", "error")
     return table(head, rows) if rows else "Not measured yet: `make study`, on a quiet machine."
 
 
-def source(figures: Mapping[str, Any]) -> str:
-    """When and with what the figures were asked of the traces."""
+def source(figures: Figures) -> str:
+    """With what, and when, the traces were recorded."""
+    lines = []
+    for target, traces in _by_target(figures):
+        seen = dict.fromkeys((one["provenance"]["time"][:10], one["provenance"]["git_commit"]) for one in traces)
+        lines.append(f"{target}: {'; '.join(f'recorded on {day} at {commit}' for day, commit in seen)}")
     one = figures["provenance"]
-    return (
-        f"Asked of the traces on {one['time'][:10]} at {one['git_commit']}, {one['cores']} cores, {one['processor']}."
-    )
+    return f"{'. '.join(lines)}. {one['cores']} cores, {one['processor']}."
 
 
-def _where(trace: Mapping[str, Any]) -> tuple[str, str]:
-    return trace["target"], f"T = {trace['temperature']:g}" if trace["temperature"] else "greedy"
-
-
-BLOCKS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+BLOCKS: dict[str, Callable[[Figures], str]] = {
     "drafters": drafters,
+    "depths": depths,
     "categories": categories,
+    "batches": batches,
     "choice": choice,
+    "rules": rules,
     "speed": speed,
+    "predictions": predictions,
     "source": source,
 }
 
 
-def page(text: str, figures: Mapping[str, Any]) -> str:
+def page(text: str, figures: Figures) -> str:
     """The page with its blocks made anew; a marker with an unknown name is a KeyError."""
     return re.sub(
         r"(<!-- study:(\w+) -->\n).*?(<!-- /study -->)",
@@ -175,6 +196,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the page is out of date")
     options = parser.parse_args()
     if options.collect is not None:
+        from study_figures import collect
+
         FIGURES.write_text(json.dumps(collect(options.collect), indent=1) + "\n")
     current = PAGE.read_text()
     text = page(current, json.loads(FIGURES.read_text()))

@@ -74,7 +74,7 @@ def run(
         missing = (len(planned.cells) - len(results)) * config.runs, record_traces.count(planned) - len(traces)
     if as_json:
         typer.echo(json.dumps({"out": str(out), "failed": len(failed), "cells": summaries}))
-    else:
+    elif config.runs:
         _show_cells(summaries)
     for result in failed:
         console.say(console.err(), f"failed: {_title(result.names)}: {result.error}", style="red")

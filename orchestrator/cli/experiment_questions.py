@@ -90,6 +90,33 @@ def whatif(
 
 
 @app.command()
+def regret(
+    trace: Annotated[Path, typer.Argument(help="A file below traces/ of an experiment.")],
+    *,
+    drafter: Annotated[
+        list[str] | None, typer.Option(help="To choose among. Default: all that draft chains, ngram and suffix.")
+    ] = None,
+    k: Annotated[int, typer.Option(help="Drafted tokens a round.", min=1)] = 4,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a choice among drafters loses against the best fixed one, in rounds, on recorded texts."""
+    with console.refusals():
+        from paceline.experiments.regret import regret as asked
+        from paceline.experiments.trace import load_trace
+
+        found = asked(load_trace(trace), drafter or (), k=k)
+    if as_json:
+        typer.echo(json.dumps(found.to_dict()))
+        return
+    table = Table("drafter", "rounds", "best for so many texts", "the choice against it")
+    rows = [(name, one.acceptance.num_rounds, found.best_of.count(name)) for name, one in found.fixed.items()]
+    for name, rounds, texts in [*rows, ("the best for every text", found.perfect.num_rounds, len(found.best_of))]:
+        table.add_row(Text(name), str(rounds), str(texts), f"{found.against(rounds):+.1%}")
+    console.out().print(table)
+    typer.echo(f"the choice: {found.choice.acceptance.num_rounds} rounds; best fixed drafter: {found.best}")
+
+
+@app.command()
 def tune(
     folder: ResultFolder,
     trace: Annotated[Path, typer.Argument(help="A file below its traces/.")],

@@ -225,15 +225,11 @@ def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTi
     return Answer(policy, batch_size, replayed, total + times.prefill * len(trace.texts))
 
 
-def best_per_text(trace: Trace, policies: Sequence[Policy]) -> tuple[list[str], Acceptance]:
-    """For every text the policy with the fewest rounds, and the acceptance of these: a perfect choice."""
-    answers = [ask(trace, policy) for policy in policies]
-    chosen = []
-    for index in range(len(trace.texts)):
-        rounds = [answer.replayed.requests[index].num_rounds for answer in answers]
-        chosen.append(int(np.argmin(rounds)))
-    names = [policies[index].label for index in chosen]
-    return names, Acceptance.pooled([answers[c].replayed.requests[i] for i, c in enumerate(chosen)])
+def best_per_text(answers: Sequence[Answer]) -> tuple[list[int], Acceptance]:
+    """For every text which of some answers has the fewest rounds, and the acceptance of these: a perfect choice."""
+    texts = zip(*(answer.replayed.requests for answer in answers), strict=True)
+    chosen = [int(np.argmin([one.num_rounds for one in row])) for row in texts]
+    return chosen, Acceptance.pooled([answers[c].replayed.requests[i] for i, c in enumerate(chosen)])
 
 
 def parse_depths(text: str) -> tuple[int, ...]:

@@ -155,11 +155,12 @@ class JobWorkers(AbstractContextManager["JobWorkers"]):
                 yield Outcome(index, None, f"{type(error.cause).__name__}: {error.cause}")
             except ray.exceptions.RayError as error:  # the process or its node is lost
                 self._remove(worker)
-                with suppress(PlanError, WorkerError):
-                    self._fill(wait=0.0 if self._workers else _PLACE_S)
                 if attempt < _TRIES:
                     waiting.appendleft((index, attempt + 1))
-                else:
+                if len(waiting) > len(self._workers) - len(under_way):  # more than those that are free now can take
+                    with suppress(PlanError, WorkerError):
+                        self._fill(wait=0.0 if self._workers else _PLACE_S)
+                if attempt == _TRIES:
                     yield Outcome(index, None, f"its worker was lost {attempt} times: {type(error).__name__}")
 
     def _fill(self, wait: float) -> None:

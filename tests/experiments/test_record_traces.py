@@ -1,0 +1,142 @@
+"""Traces of an experiment: all texts at the same time, a file after every drafter, and what has changed alone again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.core.errors import ConfigurationError, TraceError
+from paceline.experiments import record_traces, runner, trace
+from paceline.experiments.cells import fingerprint
+from paceline.experiments.config import ExperimentConfig
+from paceline.experiments.record import record_along
+from paceline.experiments.regret import chain_policies, regret
+from paceline.experiments.store import Store
+from paceline.experiments.trace import Trace, load_trace
+from paceline.experiments.tune import verifying
+from paceline.experiments.whatif import Policy, ask
+from tests.cli.calling import call
+from tests.experiments.grids import grid, save_models, save_prompts
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A target, and two drafters that are of equal files until one is changed."""
+    torch.set_num_threads(1)
+    save_models(tmp_path)
+    save_prompts(tmp_path / "prompts.jsonl", 5)
+    shutil.copytree(tmp_path / "draft", tmp_path / "other")
+    return tmp_path
+
+
+def traced(home: Path, names: tuple[str, ...] = ("draft", "other"), **changes: Any) -> ExperimentConfig:
+    drafters = ["suffix", *({"name": name, "draft": str(home / name), "k": 3} for name in names)]
+    values = grid(home, drafters=drafters, traces=True, runs=False, batch_sizes=2, samplings={"temperature": 1})
+    return ExperimentConfig(**{**values, **changes})
+
+
+def record(config: ExperimentConfig, out: Path, **options: Any) -> tuple[list[Path], list[str]]:
+    """-> the files that are complete, and the drafters that were recorded now"""
+    store, seen = Store(out), list[str]()
+    plan = runner.plan(config, store)
+    files = record_traces.record_traces(plan, store, lambda label, *_: seen.append(label), **options)
+    return files, [label.partition("+ ")[2].partition(" ")[0] for label in seen]
+
+
+def perturb(folder: Path) -> None:
+    """Other weights of the same shapes."""
+    (file,) = folder.glob("*.safetensors")
+    save_file({name: value.flip(0).contiguous() for name, value in load_file(file).items()}, file)
+
+
+def test_what_is_missing_or_has_changed_is_recorded_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, out = traced(home), home / "out"
+    clock: Iterator[float] = iter([0.0, 2.0])
+    with monkeypatch.context() as patch:
+        patch.setattr(record_traces, "monotonic", lambda: next(clock))
+        assert record(config, out, deadline=1.0) == ([], ["draft"])
+    (path,) = (out / "traces").iterdir()
+    assert [one.name for one in load_trace(path).drafters] == ["draft"], "a file after every drafter"
+    assert record(config, out) == ([path], ["other"])
+    assert record(config, out) == ([path], [])
+    whole = load_trace(path)
+    ours, theirs = whole.drafters
+    assert ours.proposals == theirs.proposals, "beside the target, or along the texts that are known"
+    perturb(home / "other")
+    assert record(config, out) == ([path], ["other"])
+    changed = load_trace(path)
+    assert changed.texts == whole.texts and changed.drafters[0] == ours
+    assert changed.drafters[1].key != theirs.key and changed.drafters[1].proposals != theirs.proposals
+    assert record(traced(home, ("other",)), out) == ([path], [])
+    assert load_trace(path).drafters == changed.drafters[1:], "what is not in the experiment any more is not in it"
+    (longer,), _ = record(traced(home, ("other",), max_new_tokens=7), out)
+    assert longer != path, "other texts, another file"
+    assert not list((out / "cells").iterdir()), "no cell was run"
+
+
+def test_texts_do_not_depend_on_how_many_are_recorded_at_a_time(home: Path) -> None:
+    """5 texts, one at a time, and in groups of 2 of which the last is alone. They end at different places."""
+    found = []
+    for size in (1, 2):
+        (path,), _ = record(traced(home, ("draft",), batch_sizes=size), home / str(size))
+        found.append(load_trace(path))
+    assert found[0].texts == found[1].texts and len(found[0].texts) == 5
+    assert found[0].drafters[0].proposals == found[1].drafters[0].proposals
+
+
+def test_a_trace_of_an_older_version_is_recorded_again(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, out = traced(home, ("draft",)), home / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(trace, "VERSION", trace.VERSION - 1)
+        (path,), _ = record(config, out)
+    with pytest.raises(TraceError, match="of version"):
+        load_trace(path)
+    assert record(config, out) == ([path], ["draft"])
+    assert len(load_trace(path).drafters) == 1
+
+
+def test_a_trace_of_another_experiment_is_refused_by_name(home: Path) -> None:
+    config, policy = traced(home), Policy(("draft",), 2)
+
+    def of(target: str, files: str) -> Trace:
+        return Trace(target, files, {"temperature": 0.5}, (64,), 96, (), (), {})
+
+    with pytest.raises(TraceError, match="the trace is of somebody, and the experiment of target"):
+        verifying(config, of("somebody", "0"), policy, batch_size=1)
+    with pytest.raises(TraceError, match="another model"):
+        verifying(config, of("target", "0"), policy, batch_size=1)
+    own = verifying(config, of("target", fingerprint(str(home / "target"))), policy, batch_size=1)
+    assert own.samplings[0].temperature == 0.5 and own.k == (2,), "the trace's sampling, not the experiment's"
+
+
+def test_who_reads_features_is_not_asked_without_the_target() -> None:
+    with pytest.raises(ConfigurationError, match="beside the target"):
+        record_along(SimpleNamespace(reads=object()), None, [], texts=[])  # type: ignore[arg-type]
+
+
+def test_regret_of_a_choice(home: Path) -> None:
+    perturb(home / "other")
+    (path,), _ = record(traced(home), home / "out")
+    whole = load_trace(path)
+    assert list(chain_policies(whole, 2)) == ["draft", "other", "suffix", "ngram"]
+    found = regret(whole, k=2)
+    rounds = {name: ask(whole, Policy((name,), 2)).acceptance.num_rounds for name in found.fixed}
+    best, worst = min(rounds.values()), max(rounds.values())
+    choice = ask(whole, Policy.parse("choice:draft+other+suffix+ngram", 2)).acceptance.num_rounds
+    assert found.perfect.num_rounds <= best < worst and rounds[found.best] == best
+    said = json.loads(call("experiment", "regret", path, "--k", "2", "--json").stdout)
+    assert said == found.to_dict() and said["rounds"] == {**rounds, "choice": choice}
+    assert said["regret_against_best_fixed"] == choice / best - 1
+    assert said["regret_against_worst_fixed"] == choice / worst - 1
+    shown = call("experiment", "regret", path, "--drafter", "draft", "--drafter", "ngram", "--k", "3")
+    assert shown.exit_code == 0 and "the choice: " in shown.stdout
+    alone = call("experiment", "regret", path, "--drafter", "draft")
+    assert alone.exit_code == 2 and "at least two" in alone.stderr
