@@ -7,10 +7,12 @@ is measured here. Not here: the page (`study_page.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from paceline.auto_drafter import recognise
+from paceline.draft_spec import parse_draft
 from paceline.experiments.definitions import Acceptance
 from paceline.experiments.provenance import provenance
 from paceline.experiments.regret import chain_policies, regret
@@ -22,6 +24,8 @@ from paceline.experiments.whatif import Answer, Policy, ask
 DEPTH = 4
 DEPTHS = (1, 2, 4, 6)
 BATCHES = (1, 2, 4)
+_ANSWERS = {"SmolLM2-135M-Instruct": "suffix:corpus=examples/smollm2/answers.bin,min_match=1"}
+"""Text drafters over answers that a target wrote before."""
 _SOURCE = ("git_commit", "processor", "cores", "load", "time")
 
 
@@ -43,17 +47,14 @@ def collect(out: Path) -> dict[str, Any]:
 def asked(trace: Trace) -> dict[str, Any]:
     """What a trace says: every drafter at one depth, chains at several, batches, and a choice among the chains."""
     chains, plain = chain_policies(trace, DEPTH), Policy(())
-    others = {one.name: Policy((one.name,)) for one in trace.drafters if one.name not in chains}
+    every = {**_others(trace, chains), **chains}
     return {
         "target": trace.target,
         "temperature": trace.sampling.get("temperature", 0),
         "texts": len(trace.texts),
         "new_tokens": sum(len(text.tokens) for text in trace.texts),
         "categories": sorted({text.category for text in trace.texts}),
-        "drafters": {
-            name: {"tree": name in others, **_lengths(trace, ask(trace, policy))}
-            for name, policy in {**others, **chains}.items()
-        },
+        "drafters": {name: _lengths(trace, ask(trace, policy)) for name, policy in every.items()},
         "depths": {name: dict(_depths(trace, name)) for name in chains},
         "batches": {
             name: {
@@ -61,11 +62,25 @@ def asked(trace: Trace) -> dict[str, Any]:
                 for size in BATCHES
                 if size <= len(trace.texts)
             }
-            for name, policy in {**others, **chains}.items()
+            for name, policy in every.items()
         },
         "choice": regret(trace, k=DEPTH).to_dict(),
         "provenance": _source(trace.provenance),
     }
+
+
+def _others(trace: Trace, chains: Collection[str]) -> dict[str, Policy]:
+    """Trees as they were recorded, the target's own answers as a corpus, and text drafters in front of draft models."""
+    found = {one.name: Policy((one.name,)) for one in trace.drafters if one.name not in chains}
+    free = {"suffix": "suffix"}
+    if trace.target in _ANSWERS:
+        free["suffix with answers"] = _ANSWERS[trace.target]
+        found["suffix with answers"] = Policy((_ANSWERS[trace.target],), DEPTH)
+    for one in trace.drafters:
+        path = parse_draft(json.loads(one.draft))[0].path
+        if path is not None and recognise(path) == "model":  # heads cannot be in a list
+            found |= {f"{name}, then {one.name}": Policy((text, one.name), DEPTH) for name, text in free.items()}
+    return found
 
 
 def _lengths(trace: Trace, answer: Answer) -> dict[str, Any]:
@@ -73,7 +88,6 @@ def _lengths(trace: Trace, answer: Answer) -> dict[str, Any]:
     return {
         "rounds": answer.acceptance.num_rounds,
         "tokens_per_round": answer.acceptance.tokens_per_round,
-        "by_position": [place.unconditional for place in answer.acceptance.positions],
         "by_category": {
             category: Acceptance.pooled([one for text, one in rows if text.category == category]).tokens_per_round
             for category in sorted({text.category for text in trace.texts})

@@ -1,4 +1,4 @@
-"""The tables of docs/study.md between its markers, from benchmarks/results/study.json.
+"""The tables of docs/study.md between its markers, and its charts, from benchmarks/results/study.json.
 
 A block stands between `<!-- study:NAME -->` and `<!-- /study -->`; the text around it is written by hand. The page is
 made again without the traces; what the figures are asked of them is in `study_figures.py`.
@@ -17,11 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import study_charts
 from report_tables import table
 
 ROOT = Path(__file__).resolve().parents[1]
 FIGURES = ROOT / "benchmarks" / "results" / "study.json"
 PAGE = ROOT / "docs" / "study.md"
+IMAGES = ROOT / "docs" / "images"
 BUSY = 1.0
 """Load of the machine, for each of its cores, above which a measured time is said to be of a busy machine."""
 
@@ -200,10 +202,13 @@ def main() -> int:
 
         FIGURES.write_text(json.dumps(collect(options.collect), indent=1) + "\n")
     current = PAGE.read_text()
-    text = page(current, json.loads(FIGURES.read_text()))
+    figures = json.loads(FIGURES.read_text())
+    text = page(current, figures)
     if options.check:
-        return int(text != current)
+        return int(text != current or bool(study_charts.stale(figures, IMAGES)))
     PAGE.write_text(text)
+    if study_charts.stale(figures, IMAGES):
+        study_charts.draw(figures, IMAGES)
     return 0
 
 

@@ -97,6 +97,9 @@ def _show_plan(planned: object, seconds: float, *, as_json: bool) -> None:
     for one in planned.cells:
         state = "finished" if one.finished else "to run"
         typer.echo(f"{state:9} {one.cell.title()} ({len(one.prompts.rows)} prompts)")
+    if not planned.config.runs:
+        typer.echo("no cell is run (runs: false): their drafters are recorded along the target's texts")
+        return
     left = sum(not one.finished for one in planned.cells)
     typer.echo(f"{left} of {len(planned.cells)} cells to run, roughly {_duration(seconds)} on a quiet machine")
 

@@ -20,7 +20,7 @@ def study() -> Iterator[ModuleType]:
         import study_page
 
         yield study_page
-    for name in ("study_page", "report_tables"):
+    for name in ("study_page", "study_charts", "report_charts", "report_tables"):
         sys.modules.pop(name, None)
 
 
@@ -28,6 +28,7 @@ def test_the_page_shows_the_figures(study: ModuleType) -> None:
     figures = json.loads(study.FIGURES.read_text())
     text = study.PAGE.read_text()
     assert study.page(text, figures) == text, "make it again: python scripts/study_page.py"
+    assert study.study_charts.stale(figures, study.IMAGES) == []
     assert all(f"<!-- study:{name} -->" in text for name in study.BLOCKS)
 
 
