@@ -47,7 +47,7 @@ def collect(out: Path) -> dict[str, Any]:
 def asked(trace: Trace) -> dict[str, Any]:
     """What a trace says: every drafter at one depth, chains at several, batches, and a choice among the chains."""
     chains, plain = chain_policies(trace, DEPTH), Policy(())
-    every = {**_others(trace, chains), **chains}
+    every = {**chains, **_others(trace, chains)}
     return {
         "target": trace.target,
         "temperature": trace.sampling.get("temperature", 0),

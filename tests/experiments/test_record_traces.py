@@ -24,6 +24,7 @@ from paceline.experiments.trace import Trace, load_trace
 from paceline.experiments.tune import verifying
 from paceline.experiments.whatif import Policy, ask
 from tests.cli.calling import call
+from tests.docs.pages import ROOT
 from tests.experiments.grids import grid, save_models, save_prompts
 
 
@@ -140,3 +141,27 @@ def test_regret_of_a_choice(home: Path) -> None:
     assert shown.exit_code == 0 and "the choice: " in shown.stdout
     alone = call("experiment", "regret", path, "--drafter", "draft")
     assert alone.exit_code == 2 and "at least two" in alone.stderr
+
+
+def test_the_study_asks_a_trace_and_shows_it(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a folder as scripts/study leaves it to every table of docs/study.md."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import study_figures
+    import study_page
+
+    perturb(home / "other")
+    (path,), _ = record(traced(home), home / "build" / "counts")
+    values = grid(home, acceptors=["match", "reject"], drafters={"draft": str(home / "draft"), "k": 3}, traces=False)
+    store = Store(home / "build" / "rules")
+    runner.run(runner.plan(ExperimentConfig(**values), store), store, lambda *_: None)
+    figures = json.loads(json.dumps(study_figures.collect(home / "build")))
+    (one,) = figures["traces"]
+    whole, before = load_trace(path), Policy(("suffix", "draft"), study_figures.DEPTH)
+    assert one["drafters"]["suffix, then draft"]["rounds"] == ask(whole, before).acceptance.num_rounds
+    assert one["depths"]["draft"].keys() == {"1", "2"} and one["depths"]["ngram"].keys() == {"1", "2", "4", "6"}
+    assert one["batches"]["draft"]["1"] == pytest.approx(one["drafters"]["draft"]["tokens_per_round"], rel=0.2)
+    assert [rule["drafter"] for rule in figures["rules"]] == ["draft"] and figures["cells"] != []
+    blocks = "".join(f"<!-- study:{name} -->\n<!-- /study -->\n" for name in study_page.BLOCKS)
+    page = study_page.page(blocks, figures)
+    for said in ("| ngram | ", "| target | T = 1 | draft | ", "| target | draft | 3 | ", "recorded on"):
+        assert said in page
