@@ -7,11 +7,13 @@ is measured here. Not here: the page (`study_page.py`).
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from paceline.auto_drafter import recognise
+from paceline.core.errors import TraceError
 from paceline.draft_spec import parse_draft
 from paceline.experiments.definitions import Acceptance
 from paceline.experiments.provenance import provenance
@@ -31,7 +33,7 @@ _SOURCE = ("git_commit", "processor", "cores", "load", "time")
 
 def collect(out: Path) -> dict[str, Any]:
     """Figures of every trace and result below the folder of scripts/study."""
-    traces = [asked(load_trace(path)) for path in sorted(out.glob("*/traces/*.trace"))]
+    traces = [asked(one) for path in sorted(out.glob("*/traces/*.trace")) if (one := _read(path)) is not None]
     results = [one for path in sorted(out.glob("*/experiment.json")) for one in read_results(path.parent)]
     finished = [one for one in results if one.error is None]
     return {
@@ -42,6 +44,14 @@ def collect(out: Path) -> dict[str, Any]:
         "predictions": list(_predictions(out)),
         "provenance": _source(provenance()),
     }
+
+
+def _read(path: Path) -> Trace | None:
+    try:
+        return load_trace(path)
+    except TraceError as error:  # of an earlier version of the program, which recorded under another name
+        print(f"left out: {error}", file=sys.stderr)
+        return None
 
 
 def asked(trace: Trace) -> dict[str, Any]:
