@@ -39,6 +39,15 @@ class DraftHead(nn.Module, ABC):
         """Keys and values of every layer, each [slots, groups, rows, width]; [] = nothing is kept between rounds."""
         return []
 
+    def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
+        """How many rows of a window somebody waits for in every slot, [B] int32; None: they are all computed anyway."""
+        return None
+
+    def seated_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
+        """What `real_rows` is for a head that passes it to its products: nothing in slots without a request."""
+        skips = self.kernels.skips_padding and self.options.batch_size > 1
+        return sampling.seated * window if skips else None
+
     @abstractmethod
     def step(self, k: int, bucket: int, kind: SamplingKind) -> nn.Module:
         """The step that drafts chains of ``k``; see `paceline.core.protocols.TraceableDrafter.step`."""
@@ -87,10 +96,6 @@ class AutoregressiveHead(DraftHead):
         padded = real is not None
         real = torch.full_like(row, count) if real is None else real
         return CachePosition(row, real, self.slots, bucket, padded=padded, tree=tree)
-
-    def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
-        """How many rows of a window somebody waits for in every slot, [B] int32; None: they are all computed anyway."""
-        return None
 
     def allocate_cache(self, groups: int, width: int) -> tuple[Tensor, Tensor]:
         """Empty keys and values of a layer, to be registered as buffers."""
@@ -183,10 +188,15 @@ class ParallelStep(nn.Module):
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
     ) -> tuple[Tensor]:
         """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] -> drafts [B, N] int32."""
-        logits = self.head.parallel(at_index(features, count - 1).squeeze(1), self._k)
+        sampling = SamplingTensors(params, seeds, self._kind)
+        logits = self.scores(at_index(features, count - 1).squeeze(1), sampling)
         ahead = torch.arange(self._k, dtype=torch.int32, device=tokens.device)
         positions = (first_row + count).unsqueeze(1) + ahead
-        return (self.choose(logits, positions, SamplingTensors(params, seeds, self._kind)),)
+        return (self.choose(logits, positions, sampling),)
+
+    def scores(self, state: Tensor, sampling: SamplingTensors) -> Tensor:
+        """state [B, F] -> logits [B, k, V]; anything finite in slots without a request."""
+        return self.head.parallel(state, self._k)
 
     def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         """logits [B, k, V], positions [B, k] int32 -> tokens [B, N] int32; N = k, the head's first choices."""

@@ -120,6 +120,10 @@ class EagleHead(AutoregressiveHead):
     def caches(self) -> list[tuple[Tensor, Tensor]]:
         return [(self.keys, self.values)]
 
+    def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
+        divided = any(group.degree > 1 for group in (self.group, *self._groups))  # as in the target's own windows
+        return None if divided else self.seated_rows(sampling, window)
+
     def read(self, tokens: Tensor, features: Tensor | None, place: CachePosition, *, last: Tensor) -> Tensor:
         return self.last_pair(tokens, features, place, last=last).hidden
 
@@ -131,11 +135,12 @@ class EagleHead(AutoregressiveHead):
         attended = self.attend(qkv, place)
         stream, attended, q, k, v = (at_index(x, last) for x in (stream, attended, *qkv))
         row = (place.row + last).clamp(min=0, max=self.options.n_positions - 1)
-        return LastPair(self.network.finish(stream, attended), (q, k, v), row)
+        real = None if place.real is None else place.real.clamp(max=1)
+        return LastPair(self.network.finish(stream, attended, real), (q, k, v), row)
 
     def next(self, token: Tensor, hidden: Tensor, place: CachePosition) -> Tensor:
-        stream, qkv = self.project(token, hidden, place.row.unsqueeze(1))
-        return self.network.finish(stream, self.attend(qkv, place))
+        stream, qkv = self.project(token, hidden, place.row.unsqueeze(1), real=place.real)
+        return self.network.finish(stream, self.attend(qkv, place), place.real)
 
     def project(
         self, tokens: Tensor, hidden: Tensor, positions: Tensor, *, real: Tensor | None = None
@@ -149,12 +154,12 @@ class EagleHead(AutoregressiveHead):
         """Write pairs to their rows and attend to those before them. -> [b, n, heads of this rank * D]"""
         return self.kernels.attend(qkv, (self.keys, self.values), place)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.spread(self.scores(hidden))
+    def logits(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
+        return self.spread(self.scores(hidden, real))
 
-    def scores(self, hidden: Tensor) -> Tensor:
+    def scores(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
         """[b, n, H] -> [b, n, U] float32."""
-        return whole(self.network.scores(hidden), self.config.draft_vocab_size, self._groups[1])
+        return whole(self.network.scores(hidden, real), self.config.draft_vocab_size, self._groups[1])
 
     @property
     def part(self) -> VocabPart:
@@ -164,20 +169,21 @@ class EagleHead(AutoregressiveHead):
         return VocabPart(ids, sizes.vocab_size, group, gaps=sizes.draft_vocab_size < sizes.vocab_size)
 
     def sample_tokens(self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
-        part = self.part
+        part, real = self.part, self.real_rows(sampling, hidden.shape[1])
         if part.gaps and not self.kernels.sampling_kinds:
-            return super().sample_tokens(hidden, positions, sampling)
-        return choose(self.network.scores(hidden), positions, sampling, part=part, kernels=self.kernels)
+            return self.kernels.sample_tokens(self.logits(hidden, real).contiguous(), positions, sampling)
+        return choose(self.network.scores(hidden, real), positions, sampling, part=part, kernels=self.kernels)
 
     def rank_tokens(
         self, hidden: Tensor, positions: Tensor, sampling: SamplingTensors, *, count: int
     ) -> tuple[Tensor, Tensor]:
         """The first choices of a position, as `Kernels.rank_tokens`. hidden [b, n, H] -> [b, n, count] twice"""
-        part = self.part
+        part, real = self.part, self.real_rows(sampling, hidden.shape[1])
         if part.gaps and part.divided and not self.kernels.sampling_kinds:
-            every = self.scores(hidden).contiguous()
+            every = self.scores(hidden, real).contiguous()
             return self.kernels.rank_tokens(every, positions, sampling, count=count, ids=self.ids)
-        return rank(self.network.scores(hidden), positions, sampling, count=count, part=part, kernels=self.kernels)
+        scores = self.network.scores(hidden, real)
+        return rank(scores, positions, sampling, count=count, part=part, kernels=self.kernels)
 
     def spread(self, scores: Tensor) -> Tensor:
         """[b, n, U] -> [b, n, V], `reduce.NEGATIVE` for ids that cannot be drafted."""

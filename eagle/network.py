@@ -124,17 +124,17 @@ class EagleNetwork:
         q, k, v = qkv.unflatten(-1, (heads + 2 * groups, config.head_dim)).split((heads, groups, groups), dim=2)
         return stream, (apply_rope(q, *rotation), apply_rope(k, *rotation), v)
 
-    def finish(self, stream: Tensor, attended: Tensor) -> Tensor:
+    def finish(self, stream: Tensor, attended: Tensor, real: Tensor | None = None) -> Tensor:
         """Pairs after attention: stream [b, n, H], attended [b, n, heads * D] -> hidden [b, n, H]."""
-        out = self.group.reduce(self.kernels.linear(attended.contiguous(), self.weights.out))
+        out = self.group.reduce(self.kernels.linear(attended.contiguous(), self.weights.out, real))
         stream = stream + biased(out, self.weights.out_bias)
-        return gated_mlp(stream, self.weights.mlp, kernels=self.kernels, group=self.group)
+        return gated_mlp(stream, self.weights.mlp, real, kernels=self.kernels, group=self.group)
 
-    def scores(self, hidden: Tensor) -> Tensor:
+    def scores(self, hidden: Tensor, real: Tensor | None = None) -> Tensor:
         """hidden [b, n, H] -> logits [b, n, U] of the ids that can be drafted, or of this rank's part of them."""
         if self.weights.norm is not None:
             hidden = rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
-        return self.kernels.linear(hidden, self.weights.head)
+        return self.kernels.linear(hidden, self.weights.head, real)
 
     def _linear(self, x: Tensor, weight: MatrixLike, bias: Tensor | None, *, real: Tensor | None = None) -> Tensor:
         return biased(self.kernels.linear(x, weight, real), bias)

@@ -51,9 +51,9 @@ class TreeStep(nn.Module):
         self, tokens: Tensor, count: Tensor, first_row: Tensor, params: Tensor, seeds: Tensor, features: Tensor
     ) -> tuple[Tensor, ...]:
         """The fields of a Commit [B, W], params [B, 4], seeds [B, 4], features [B, W, F] -> what the tree gives."""
-        place = self.head.place(first_row - row_shift(self.head), tokens.shape[1], self._bucket)
-        root = self.head.last_pair(tokens.clamp(min=0), features, place, last=count - 1)
         sampling = SamplingTensors(params, seeds, self._kind)
+        place = self.head.place(first_row - row_shift(self.head), tokens.shape[1], self._bucket, sampling=sampling)
+        root = self.head.last_pair(tokens.clamp(min=0), features, place, last=count - 1)
         drafts: tuple[Tensor, ...] = self.draft_tree(self.head, root, sampling, self._bucket)
         return drafts
 
@@ -95,7 +95,7 @@ class StaticTree(nn.Module):
 
     def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, bucket: int) -> tuple[Tensor, ...]:
         """-> drafts [B, N] int32."""
-        frontier, hidden, levels = TreeFrontier(head, root, bucket), root.hidden, []
+        frontier, hidden, levels = TreeFrontier(head, root, bucket, sampling=sampling), root.hidden, []
         for level, most in enumerate(self._choices, 1):
             _, picks = best(head, hidden, most, sampling=sampling, positions=_positions(root, level))
             tokens = picks.flatten(1).index_select(1, self.get_buffer(f"pick_{level}"))
@@ -134,7 +134,7 @@ class DynamicTree(nn.Module):
     def forward(self, head: EagleHead, root: LastPair, sampling: SamplingTensors, bucket: int) -> tuple[Tensor, ...]:
         """-> drafts [B, N] int32, parents [B, N] int32."""
         slots, width = len(root.row), self.width
-        frontier, hidden = TreeFrontier(head, root, bucket), root.hidden
+        frontier, hidden = TreeFrontier(head, root, bucket, sampling=sampling), root.hidden
         # A product with the identity is exact, and what it gives is computed once: see `best`.
         logprob, tokens = best(head, hidden, width, sampling=sampling, positions=_positions(root))
         logprob, tokens = head.kernels.linear(logprob, self.get_buffer("same")).squeeze(1), tokens.squeeze(1)
@@ -200,8 +200,8 @@ class TreeFrontier:
     not the rows before it; that is cheap beside the products.
     """
 
-    def __init__(self, head: EagleHead, root: LastPair, bucket: int) -> None:
-        self._head, self._root, self._bucket = head, root, bucket
+    def __init__(self, head: EagleHead, root: LastPair, bucket: int, *, sampling: SamplingTensors) -> None:
+        self._head, self._root, self._bucket, self._sampling = head, root, bucket, sampling
         self._qkv = root.qkv
         self._parents = torch.full_like(root.row, -1).unsqueeze(1)
         self._level = 0
@@ -210,12 +210,14 @@ class TreeFrontier:
         """Add a level. tokens [B, n], hidden [B, n, H] and rows ``parents`` [B, n] of their parents -> [B, n, H]."""
         self._level += 1
         head, count = self._head, tokens.shape[1]
-        stream, qkv = head.project(tokens, hidden, _positions(self._root, self._level - 1).expand(-1, count))
+        real = head.real_rows(self._sampling, count)
+        stream, qkv = head.project(tokens, hidden, _positions(self._root, self._level - 1).expand(-1, count), real=real)
         q, k, v = (torch.cat(pair, 1) for pair in zip(self._qkv, qkv, strict=True))
         self._qkv = (q, k, v)
         self._parents = torch.cat([self._parents, parents], 1)
-        place = head.place(self._root.row, self._parents.shape[1], self._bucket, tree=Tree.of(self._parents))
-        return head.network.finish(stream, head.attend(self._qkv, place)[:, -count:])
+        ancestry = Tree.of(self._parents)
+        place = head.place(self._root.row, self._parents.shape[1], self._bucket, tree=ancestry, sampling=self._sampling)
+        return head.network.finish(stream, head.attend(self._qkv, place)[:, -count:], real)
 
 
 def best(

@@ -23,6 +23,7 @@ from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.options import DecoderOptions
 from paceline.decoder.parallel.vocab_parallel import rank
 from paceline.decoder.weights.locate import checkpoint_path
+from paceline.decoder.weights.quantize import MatrixLike
 from paceline.draft.base import HeadDrafter
 from paceline.draft.heads import ParallelHead, ParallelStep
 from paceline.medusa import checkpoint
@@ -39,9 +40,22 @@ class MedusaHead(ParallelHead):
         super().__init__(kernels, options)
         self.heads = heads
 
-    def parallel(self, state: Tensor, k: int) -> Tensor:
-        """As `ParallelHead.parallel`; of a divided target, the logits of this rank's ids (`Heads.part`)."""
-        return self.heads.scores(state, self.kernels.linear, k)
+    def real_rows(self, sampling: SamplingTensors, window: int) -> Tensor | None:
+        return self.seated_rows(sampling, window)
+
+    def parallel(self, state: Tensor, k: int, seated: Tensor | None = None) -> Tensor:
+        """As `ParallelHead.parallel`; of a divided target, the logits of this rank's ids (`Heads.part`).
+
+        seated  [B] int32, 0 for slots that need not be computed; None: all are
+        """
+
+        def linear(x: Tensor, weight: MatrixLike) -> Tensor:
+            if seated is None:
+                return self.kernels.linear(x, weight)
+            lines = x if x.dim() > 2 else x.unsqueeze(1)
+            return self.kernels.linear(lines, weight, seated * lines.shape[1]).view(*x.shape[:-1], -1)
+
+        return self.heads.scores(state, linear, k)
 
 
 class MedusaStep(ParallelStep):
@@ -56,6 +70,9 @@ class MedusaStep(ParallelStep):
         ranks = max(choices.widths)
         index = [(len(path) - 1) * ranks + path[-1] for path in choices.paths]
         self.register_buffer("index", torch.tensor(index, dtype=torch.int32))
+
+    def scores(self, state: Tensor, sampling: SamplingTensors) -> Tensor:
+        return self.head.parallel(state, self._k, self.head.real_rows(sampling, 1))
 
     def choose(self, logits: Tensor, positions: Tensor, sampling: SamplingTensors) -> Tensor:
         """The tokens of the nodes: the first choices of every head, which chooses as the target does."""

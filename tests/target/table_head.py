@@ -42,14 +42,16 @@ class TableHead(DraftHead):
         hidden = tokens.gather(1, last.long().unsqueeze(1)).to(torch.float32).unsqueeze(-1)
         return LastPair(hidden, (hidden, hidden, hidden), place.row + last - 1)
 
-    def project(self, tokens: Tensor, _hidden: Tensor, _at: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    def project(
+        self, tokens: Tensor, _hidden: Tensor, _at: Tensor, **_: object
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         stream = tokens.to(torch.float32).unsqueeze(-1)
         return stream, (stream, stream, stream)
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], _place: CachePosition) -> Tensor:
         return qkv[0]
 
-    def finish(self, stream: Tensor, _attended: Tensor) -> Tensor:
+    def finish(self, stream: Tensor, *_: object) -> Tensor:
         return stream
 
     def scores(self, hidden: Tensor) -> Tensor:
