@@ -37,6 +37,7 @@ from benchmarks.common import publish
 from benchmarks.service_processes import processes
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.host import environment
 from paceline.placement.planning.detect import host_cpus
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
@@ -173,7 +174,7 @@ def service(options: argparse.Namespace) -> Iterator[int]:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     machine = host_cpus()
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own is 15: beside this client it would get little
+    environment.prepare_new_cluster()
     ray.init(
         address="local", log_to_driver=False, num_cpus=2, resources={"neuron_cores": machine.cores},
         include_dashboard=False,

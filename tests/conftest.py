@@ -69,6 +69,7 @@ def fair_share() -> Iterator[None]:
     """Ray's workers get as much of a busy machine as the tests and compilers beside them, and Serve waits longer."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_worker_niceness", "0")  # Ray's own is 15, a thirtieth of what others get
+        patch.setenv("RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD", "0")  # as in clusters that `paceline serve` starts
         patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # Serve's own is 5
         yield
 

@@ -11,6 +11,7 @@ RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not ch
 PACELINE_CORES                     the same range under our own name, for a host without Neuron
 RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S and _TIMEOUT_S   written: how soon Ray Serve replaces a proxy that does not answer
 RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS   written: Ray Serve ends a replica that does not answer without waiting for it
+RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD   written: whether Ray Serve gives our code an event loop beside its own
 RAY_worker_niceness                written: the priority of Ray's worker processes, on the scale of nice
 PACELINE_LOCKS                     read: folder of the locks of simulated cores; default below the temporary folder
 """
@@ -30,6 +31,7 @@ FORCE_STOP = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
 PROXY_CHECKS = ("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S")
 _PROXY_CHECK_S = "3"
 NICENESS = "RAY_worker_niceness"
+USER_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
 FIRST_PORT = 62182
 CORES = "NEURON_RT_VISIBLE_CORES"
 NOSET = "RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES"
@@ -86,16 +88,25 @@ def apply(env: tuple[tuple[str, str], ...]) -> None:
 
 
 def prepare_new_cluster() -> None:
-    """Have a cluster that this process starts replace what does not answer within some 20 seconds, and run models at
-    the usual priority.
+    """Have a cluster that this process starts replace what does not answer within some 20 seconds, run models at
+    the usual priority, and pass on what is ready in one piece.
 
     A stopped replica cannot end itself, and Ray Serve would give it the time that answers under way have when a service
     is taken down. A proxy is lost after three checks in a row, each of a pause and a time to answer of 10 seconds by
     default; 3 seconds are enough for a process that has nothing else to do than to pass text on. Ray starts workers at
     niceness 15: beside anything else that computes they get a thirtieth of a CPU, and take minutes to be there again.
+
+    Ray Serve runs a deployment's code in a thread and an event loop of its own, so that code that blocks does not keep
+    Serve's loop from its work, and hands every item of a stream from one loop to the other. Ours does not block: models
+    load before a replica is asked anything, the engine and tokenizers have threads of their own, and whether a replica
+    is healthy is asked in the loop of our code in any case. In one loop an item is taken when Ray is done with the one
+    before, so that several rounds of a stream come as one item where Ray is behind
+    (`paceline.workers.async_engine`). Handles stay as they are (RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP): their
+    loop has no part in items, and without it a request that is given up while it is assigned may not be cancelled.
     """
     os.environ.setdefault(FORCE_STOP, "1")
     os.environ.setdefault(NICENESS, "0")
+    os.environ.setdefault(USER_THREAD, "0")
     for name in PROXY_CHECKS:
         os.environ.setdefault(name, _PROXY_CHECK_S)
 

@@ -95,6 +95,29 @@ def test_a_step_is_handed_over_once_for_all_streams() -> None:
     assert figures.num_accepted_tokens == sum(figures.num_accepted_tokens_per_pos) > 0
 
 
+def test_who_reads_slowly_gets_several_steps_as_one_update() -> None:
+    """So that what is done for every update, such as an item through Ray, is done once for all that lies there."""
+    made = made_for(2)
+
+    async def work() -> tuple[list[CallUpdate], list[CallUpdate]]:
+        engine = AsyncEngine(made[0])
+        asks = [call(made, ticket, PROMPTS[0], max_new_tokens=40) for ticket in ("slow", "quick")]
+        quick = asyncio.create_task(listen(engine, asks[1]))
+        stream = engine.generate(asks[0])
+        first = asyncio.ensure_future(anext(stream))
+        await until(lambda: len(made[0]._calls) == 2)
+        made[1].let(1000)
+        taken = [await first]
+        everything = await quick
+        await until(lambda: not made[0]._calls)
+        return [*taken, *[update async for update in stream]], everything
+
+    slow, quick = run(work())
+    assert text(slow) == text(quick) == wanted(PROMPTS[0], max_new_tokens=40)
+    assert len(slow) <= 3 < len(quick) and slow[-1].ended
+    assert [timing.index for update in slow for timing in update.finished] == [0]
+
+
 def test_a_cancelled_stream_frees_its_slot_after_the_step_that_runs() -> None:
     made = made_for(1)
 
