@@ -49,6 +49,7 @@ KINDS = ("model:big", "draft", "ingress", "proxy", "controller", "allocator")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _BETWEEN_S = 2.0  # between the two faults of a pair
 _SLOW_S = 0.3  # between the reads of a slow client
+_NODE = "loss of a node"
 _GROWTH = 1.1  # of the memory of a process in a soak, its last third over its middle third, that is bounded
 
 
@@ -231,7 +232,7 @@ def lose_node(groups: Sequence[ReplicaGroupPlan], *, tokens: int, streams: int) 
         client.wait_until_whole()
         wanted = [client.stream(seed).text for seed in range(streams)]
         cluster.add_node(num_cpus=1, resources={"neuron_cores": cores})
-        return under_streams(client, "loss of a node", lambda: cluster.remove_node(first, allow_graceful=False), wanted)
+        return under_streams(client, _NODE, lambda: cluster.remove_node(first, allow_graceful=False), wanted)
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -305,7 +306,8 @@ def main() -> None:
         for name, names in itertools.product(options.signals, victims)
         if record.is_open(name_of(names, _SIGNALS[name]), options.streams)
     ]
-    if faults or options.clients or options.soak:
+    clients = options.clients and record.is_open("slow clients: the others", options.streams - options.streams // 2)
+    if faults or clients or options.soak:
         with service(groups) as url:
             client = Client(url, tokens=options.tokens)
             client.wait_until_whole()
@@ -313,11 +315,11 @@ def main() -> None:
             for names, number in faults:
                 if record.is_open(name_of(names, number), options.streams):
                     record.note([strike_processes(client, names, number, wanted)])
-            if options.clients:
+            if clients:
                 record.note(bad_clients(client, wanted))
             if options.soak:
                 soaked = soak(client, options.soak, streams=options.streams)
-    if options.node:
+    if options.node and record.is_open(_NODE, options.streams):
         record.note([lose_node(groups, tokens=options.tokens, streams=options.streams)])
     if options.markdown:
         print(table(record.outcomes))
