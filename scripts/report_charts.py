@@ -66,7 +66,7 @@ def chat(axes: Any, reports: Reports) -> None:
         axes.text(speeds[name] + 1, place, f"{speeds[name]:.0f}", va="center", color=INK, fontsize=9)
     axes.set_yticks(range(len(names)), [label(name) for name in names])
     axes.set_xlim(0, 1.12 * max(speeds.values()))
-    axes.set_xlabel("tokens per second, prompt included, greedy, SmolLM2-135M-Instruct")
+    axes.set_xlabel("tokens a second, prompt included")
 
 
 def targets(axes: Any, reports: Reports) -> None:
