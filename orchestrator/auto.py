@@ -11,7 +11,7 @@ from torch import Tensor
 
 from paceline.core.errors import CheckpointError
 from paceline.decoder import kv_memory
-from paceline.decoder.backends.base import make
+from paceline.decoder.backends.base import check_formats, make
 from paceline.decoder.decoder import CompiledDecoder
 from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.models.rope import check_positions
@@ -120,9 +120,8 @@ class AutoDecoder:
                                  model was trained on. A single number gives buckets 128, 256, 512, ... up to it
         context_length_estimate  lengths of the prefill graphs; default 64 and 256
         amp                      "bf16", "f16" or "f32": number format of weights and cache
-        backend                  "inductor" (compiled, CPU), "eager", "neuron", or "xla" (to try graphs out)
-        tp_degree                over how many ranks the model is divided; above 1 with "eager" (ranks are processes,
-                                 which end with the decoder: see ``close``) and "neuron" (cores)
+        backend                  "inductor" (compiled, CPU), "eager", "neuron", "neuron-native", "xla" (to try graphs)
+        tp_degree                ranks that divide the model; above 1 on "eager", "neuron", "neuron-native"; see `close`
         group_query_attention    where K/V heads live then: a `GQA` or its value; default: whole heads, else copies
         quantization             of the weight matrices: a `WeightFormat` ("int8", "fp8_e4m3", "q4_1", ...), or "gguf":
                                  those of a GGUF file; default: the format of ``amp``
@@ -157,6 +156,7 @@ class AutoDecoder:
         if not engine.device_state:  # its state stays in this machine's memory
             kv_memory.check_cache(shard, options, kv_memory.machine_bytes())
         weights = load_weights(place, config, options.dtype, progress=progress, shard=shard, quantization=quantization)
+        check_formats(backend, weights.values())
         decoder = SamplingDecoder(config, options, weights, backend=engine)
         engine.attach(decoder.body, os.fspath(place))
         decoder.folder = place

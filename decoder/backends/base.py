@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from paceline.core.types import MultiRoundLimits, RoundReport
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
-from paceline.decoder.weights.quantize import WeightFormat
+from paceline.decoder.weights.quantize import QuantizedTensor, Stored, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,8 @@ class BackendRow:
     narrow_cache   whether keys and values may have 8 bits (kv_cache_dtype)
     blocks   whether products with quantised blocks (Q8_0, Q4_0, Q4_1) are possible; those with numbers of
              8 bits and a scale for every row are everywhere
+    e4m3     whether fp8_e4m3 is computed as it is stored: the e4m3 of Neuron's chips ends at 240 and has infinities and
+             NaN where PyTorch's goes on to 448 (neuronx_distributed, `quantization_config.py`: `F8E4M3_MAX`)
     """
 
     name: str
@@ -40,6 +42,7 @@ class BackendRow:
     saves: bool = False
     blocks: bool = True
     narrow_cache: bool = False
+    e4m3: bool = True
 
 
 BACKENDS: dict[str, BackendRow] = {
@@ -69,6 +72,7 @@ BACKENDS: dict[str, BackendRow] = {
             divided="paceline.decoder.backends.neuron.backend:NeuronBackend",
             saves=True,
             blocks=False,
+            e4m3=False,
         ),
         BackendRow(
             "neuron-native",
@@ -76,6 +80,7 @@ BACKENDS: dict[str, BackendRow] = {
             "AWS Neuron through TorchNeuron: Trainium2, Trainium3",
             divided="paceline.decoder.backends.neuron_native_ranks:NeuronNativeRanks",
             blocks=False,
+            e4m3=False,
         ),
     )
 }
@@ -249,6 +254,11 @@ class LocalBackend:
 
 def why_not_quantized(row: BackendRow, quantization: str | None) -> str:
     """Why a backend cannot run a model with matrices in that format; nothing if it can. The planner's rule too."""
+    if quantization == WeightFormat.FP8_E4M3.value and not row.e4m3:
+        return (
+            f"backend={row.name!r} has no numbers above 240 in 8 bits of e4m3, which fp8_e4m3 weights have: they would "
+            "be infinity or NaN; quantise the original as 'int8' or 'fp8_e5m2'"
+        )
     if row.blocks or quantization is None:
         return ""
     if quantization != "gguf" and not WeightFormat.of(quantization).block_bytes:
@@ -256,8 +266,15 @@ def why_not_quantized(row: BackendRow, quantization: str | None) -> str:
     able = ", ".join(one.name for one in BACKENDS.values() if one.blocks)
     return (
         f"backend={row.name!r} multiplies with no blocks of quantised weights, as quantization={quantization!r} asks; "
-        f"use 'int8' or 'fp8_e4m3', or one of the backends {able}"
+        f"use 'int8', or one of the backends {able}"
     )
+
+
+def check_formats(name: str, weights: Iterable[Stored]) -> None:
+    """Raise ConfigurationError if a backend cannot run weights as they were stored, whatever was asked for."""
+    for form in {one.format.value for one in weights if isinstance(one, QuantizedTensor)}:
+        if reason := why_not_quantized(BACKENDS[name], form):
+            raise ConfigurationError(reason)
 
 
 def why_not_cached(row: BackendRow, kv_cache_dtype: str | None) -> str:

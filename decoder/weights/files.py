@@ -6,7 +6,7 @@ tensors and refuses everything else: no code from a file is run.
 """
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -186,16 +186,23 @@ class _PickleFile:
         return self.read(name).narrow(dim, span[0], span[1] - span[0])
 
     def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
-        scale = scale_name(name, self.tensors)
-        if scale is None:
-            return None
-        data = self.read(name)
-        form = STORED_FORMATS[dtype_name(data)]
-        if wanted not in (None, form):
-            return None
-        return scaled_matrix(
-            name, form, tuple(data.shape), read=lambda begin, end: data[begin:end], scales=self.read(scale)
-        )
+        return scaled_matrix_in(self, name, self.tensors, wanted=wanted)
+
+
+def scaled_matrix_in(
+    file: WeightFile, name: str, names: Container[str], *, wanted: WeightFormat | None
+) -> QuantizedTensor | None:
+    """`WeightFile.read_quantized` of a file whose ``names`` are read whole."""
+    scale = scale_name(name, names)
+    if scale is None:
+        return None
+    data = file.read(name)
+    form = STORED_FORMATS[dtype_name(data)]
+    if wanted not in (None, form):
+        return None
+    return scaled_matrix(
+        name, form, tuple(data.shape), read=lambda begin, end: data[begin:end], scales=file.read(scale)
+    )
 
 
 def write_weight_file(path: Path, tensors: dict[str, Tensor]) -> None:

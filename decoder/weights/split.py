@@ -15,10 +15,8 @@ from torch import Tensor
 
 from paceline.core.errors import CheckpointError
 from paceline.decoder.json_fields import read_json_object
-from paceline.decoder.weights.compressed import STORED_FORMATS
-from paceline.decoder.weights.files import TensorInfo, dtype_name, load_pickle
+from paceline.decoder.weights.files import TensorInfo, dtype_name, load_pickle, scaled_matrix_in
 from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
-from paceline.decoder.weights.scaled import scale_name, scaled_matrix
 
 INDEX = "key_to_filename.json"
 _RANDOM = ".empty_json"
@@ -68,16 +66,7 @@ class SplitFolder:
         return self.read(name).narrow(dim, span[0], span[1] - span[0])
 
     def read_quantized(self, name: str, wanted: WeightFormat | None = None) -> QuantizedTensor | None:
-        scale = scale_name(name, self.files)
-        if scale is None:
-            return None
-        data = self.read(name)
-        form = STORED_FORMATS[dtype_name(data)]
-        if wanted not in (None, form):
-            return None
-        return scaled_matrix(
-            name, form, tuple(data.shape), read=lambda begin, end: data[begin:end], scales=self.read(scale)
-        )
+        return scaled_matrix_in(self, name, self.files, wanted=wanted)
 
 
 def _place(folder: Path, file: object) -> Path:
