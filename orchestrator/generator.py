@@ -132,7 +132,7 @@ class SpeculativeGenerator:
         if streamer is not None:
             streamers.check(streamer, len(requests))
         with (
-            self._held() as statistics,
+            self._held() as (statistics, _),
             closing(self.engine.run(ListQueue(requests), statistics, verify_width=params.verify_width)) as steps,
         ):
             outputs: Iterator[RequestOutput] = chain.from_iterable(steps)
@@ -151,7 +151,7 @@ class SpeculativeGenerator:
         attention_mask: Tensor | None = None,
         **overrides: Any,
     ) -> OutputStream:
-        """The tokens of `sample`, as they are committed; `statistics` is complete when the stream is at its end.
+        """The tokens of `sample`, as they are committed; `statistics` are those up to the last output.
 
         Bad input and a busy decoder raise here, not at the first output. The decoders are held from here on until the
         stream is at its end, closed or dropped.
@@ -199,8 +199,8 @@ class SpeculativeGenerator:
         return {} if self._chooser is None else self._chooser.choice_counts
 
     @contextmanager
-    def _held(self) -> Iterator[Statistics]:
-        """Hold the decoders for one call. -> its statistics"""
+    def _held(self) -> Iterator[tuple[Statistics, Callable[[], None]]]:
+        """Hold the decoders for one call. -> its statistics, and what notes there what drafters did up to now"""
         holder, last = object(), self._last_holder if self.config.prefix_caching else None
         with ExitStack() as stack:
             for decoder in self.decoders:
@@ -210,13 +210,18 @@ class SpeculativeGenerator:
             reporter = self._reporter
             before = None if reporter is None else reporter.health
             chosen = self.choice_counts
-            try:
-                yield statistics
-            finally:
+
+            def note_drafters() -> None:
                 after = None if reporter is None else reporter.health
                 if before is not None and after is not None:
                     statistics.drafter_health = after.since(before)
-                statistics.drafters = {name: one.since(chosen[name]) for name, one in self.choice_counts.items()}
+                if chosen:
+                    statistics.drafters = {name: one.since(chosen[name]) for name, one in self.choice_counts.items()}
+
+            try:
+                yield statistics, note_drafters
+            finally:
+                note_drafters()
 
 
 Sampler = SpeculativeGenerator | SamplingDecoder
@@ -237,7 +242,7 @@ class HeldStream(Iterator[Item]):
         verify_width: int | None,
     ) -> None:
         self._resources = ExitStack()
-        statistics = self._resources.enter_context(generator._held())
+        statistics, self._note_drafters = self._resources.enter_context(generator._held())
         try:
             generator.engine.variant(verify_width)  # what cannot be done is refused now
         except BaseException:
@@ -247,10 +252,12 @@ class HeldStream(Iterator[Item]):
 
     def __next__(self) -> Item:
         try:
-            return next(self._items)
+            item = next(self._items)
         except BaseException:
             self.close()
             raise
+        self._note_drafters()  # who gets the last item may ask for the statistics before the call has ended
+        return item
 
     def close(self) -> None:
         """End the call; its requests are given up."""

@@ -112,6 +112,17 @@ def test_the_best_for_the_text_at_hand_drafts(workshop: Workshop) -> None:
         assert isinstance(values, dict) and values["a"]["num_drafts"] == counts["a"].num_drafts
 
 
+def test_counts_are_complete_with_the_last_output(workshop: Workshop) -> None:
+    (text,) = plain(workshop)
+    drafter = ChoiceDrafter([FunctionDrafter(knows(text, lambda _at: True), K)] * 2, ["a", "b"], choose_by="length")
+    _, generator = rounds(drafter, workshop)
+    for output in generator.stream([PROMPT], max_new_tokens=NEW):
+        statistics = generator.statistics
+        assert sum(one.num_drafts for one in statistics.drafters.values()) == statistics.num_drafts
+        if output.finish_reason is not None:
+            assert statistics.num_drafts
+
+
 def test_a_choice_is_written_like_every_draft() -> None:
     parts = (DraftSpec("suffix"), DraftSpec(path="a", k=3))
     written = {"type": "choice", "drafts": ["suffix", {"path": "a", "k": 3}], "shadow_every": 4}
