@@ -23,6 +23,7 @@ from paceline.decoder.compile import cache
 from paceline.decoder.kernels import graph_product, graph_topk
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.native import build
+from paceline.decoder.native.huge_pages import use_huge_pages
 from paceline.decoder.native.ops import Native, c_shims
 from paceline.decoder.native.rounds import Rounds
 
@@ -116,6 +117,7 @@ class _Package:
             ) from error
         state = _state(graph)
         self.keep = {name: state[name] for name in loader.get_constant_fqns()}  # the package has no reference
+        use_huge_pages(parameter.detach() for parameter in graph.module.parameters())
         loader.load_constants(self.keep, False, True, True)
         self._run, self._path, self._example = loader.run, folder / _PACKAGE, graph.example
         self._rounds: Rounds | None = None

@@ -98,7 +98,7 @@ const float* prepare(int64_t M, int64_t K, float* common, Fill fill) {
 
 // ------------------------------------------------------------------------------------------------------- the product --
 
-constexpr int64_t AHEAD = 4096;  // bytes: weights come from memory in the time that a few rows of them take
+constexpr int64_t AHEAD = 8192;  // bytes: weights come from memory in the time that a few rows of them take
 
 // ROWS x (COLS x columns of a V) results at once. One accumulator for each, walked along K: the same arithmetic for every
 // ROWS, COLS and V. A function by itself, so that nothing around it costs it a register. found [ROWS, all columns]
