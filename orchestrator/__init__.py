@@ -40,7 +40,7 @@ from paceline.medusa.drafter import MedusaDrafter
 from paceline.neuron_config import NeuronConfig
 from paceline.outputs import GenerationResult, RequestOutput, Statistics
 from paceline.text.stop_strings import StopStrings
-from paceline.text.structured_output import StructuredOutput
+from paceline.text.structured_output import ReasoningMarkers, StructuredOutput
 
 if TYPE_CHECKING:
     from paceline.application import DecoderApplication
@@ -78,6 +78,7 @@ __all__ = [
     "Qwen2ForSampling",
     "Qwen3ForSampling",
     "Qwen3MoeForSampling",
+    "ReasoningMarkers",
     "RequestOutput",
     "SamplingParams",
     "SpeculativeConfig",

@@ -39,6 +39,7 @@ from paceline.serving.deployments import (
     model_deployment,
 )
 from paceline.serving.ingress import Ingress
+from paceline.serving.logs import SERVE_LOGGING
 from paceline.serving.settings import ApiSettings
 
 _ARGUMENTS = ("models", "instance", "api")
@@ -106,6 +107,7 @@ def application(
         graceful_shutdown_timeout_s=SHUTDOWN_S,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
+        logging_config=SERVE_LOGGING,
         ray_actor_options={"num_cpus": CPU_SHARE},
     )
     return ingress.bind(handles, settings or ApiSettings(), groups=tuple(groups), fault_policy=fault_policy)

@@ -13,6 +13,7 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.host import environment
 from paceline.placement.planning.groups import ReplicaGroupPlan
+from paceline.serving.logs import SERVE_LOGGING
 from paceline.serving.replica import ModelReplica
 
 SHUTDOWN_S = 60.0  # for answers that are under way when the service is taken down
@@ -41,6 +42,7 @@ def model_deployment(group: ReplicaGroupPlan, fault_policy: FaultPolicy) -> serv
         graceful_shutdown_timeout_s=SHUTDOWN_S,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=HEALTH_TIMEOUT_S,
+        logging_config=SERVE_LOGGING,
         ray_actor_options={
             "num_cpus": CPU_SHARE,
             "resources": {RESOURCE: target},

@@ -12,6 +12,7 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.api import create_app
 from paceline.serving.lifecycle import ModelLifecycle
+from paceline.serving.logs import write_with_serve
 from paceline.serving.managed import ManagedRouter
 from paceline.serving.serve_loader import ServeLoader
 from paceline.serving.serve_router import RECOVERY_S, ModelRoute, ServeRouter
@@ -30,6 +31,7 @@ class Ingress:
         groups: Sequence[ReplicaGroupPlan],
         fault_policy: FaultPolicy,
     ) -> None:
+        write_with_serve()
         routes = {model: ModelRoute(handle) for model, handle in handles.items()}
         router = ServeRouter(routes, resume_s=max(RECOVERY_S, fault_policy.startup_timeout_s))
         application = serve.get_replica_context().app_name

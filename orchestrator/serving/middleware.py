@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import json
 import logging
 import re
 import secrets
@@ -33,9 +32,10 @@ def refused_response(error: RefusedError) -> JSONResponse:
 
 
 class AccessLog:
-    """Gives every request an id, answers with it, and logs a line of JSON when the answer is over.
+    """Gives every request an id, answers with it, and logs a record when the answer is over.
 
-    The line has what routes put into ``scope["state"]["access"]``, too. ``enabled``: whether it is logged.
+    The record's ``access`` has its fields (`paceline.serving.logs` writes them as JSON), and what routes put into
+    ``scope["state"]["access"]``. ``enabled``: whether it is logged.
     """
 
     def __init__(self, app: ASGIApp, *, enabled: bool) -> None:
@@ -64,15 +64,15 @@ class AccessLog:
             await self._app(scope, receive, send_on)
         finally:
             if self._enabled:
-                line = {
-                    "time": time.time(),
+                fields = {
                     "method": scope["method"],
                     "path": scope["path"],
                     "status": status,
                     "first_byte_s": round(first, 4),
                     "seconds": round(time.perf_counter() - begin, 4),
+                    **about,
                 }
-                log.info(json.dumps(line | about, ensure_ascii=False))
+                log.info("%(method)s %(path)s %(status)s", fields, extra={"access": fields})
 
 
 class ApiKeys:

@@ -144,7 +144,7 @@ class ModelServer:
             prompts = chat_prompts(self._tokenizer, chat_request, self._format)
         else:
             prompts = completion_prompts(self._tokenizer, chat_request)
-        params = sampling_params(chat_request, self._tokenizer)
+        params = sampling_params(chat_request, self._tokenizer, prompts.reasoning)
         rows = [ids for ids in prompts.ids for _ in range(chat_request.candidates)]
         requests = Request.batch(rows, params, self._limits_of(chat_request, rows, context.max_sequence))
         writer = self._writer(request, context, prompts)
@@ -191,7 +191,7 @@ class ModelServer:
             parser = JsonListParser()
         elif request.tools_offered and self._format.tools is not None:
             parser = self._format.tools.make()
-        if self._format.reasoning is not None and request.structured is None:
+        if self._format.reasoning is not None:
             return ReasoningParser(self._format.reasoning, parser, started=prompts.in_reasoning)
         return parser
 

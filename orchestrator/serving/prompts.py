@@ -14,6 +14,7 @@ from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.parsers.reasoning import ReasoningRow, reasoning_of
 from paceline.serving.parsers.tools import ToolFormat, tool_format
 from paceline.serving.refused import RefusedError
+from paceline.text.structured_output import ReasoningMarkers
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,13 @@ class Prompts:
     ids             of each
     texts           of each, where they are repeated in the answer
     in_reasoning    whether the template opened the reasoning of the answer already
+    reasoning       how reasoning is marked that may come before the answer; None: there is none
     """
 
     ids: list[list[int]]
     texts: tuple[str, ...] = ()
     in_reasoning: bool = False
+    reasoning: ReasoningMarkers | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -90,8 +93,12 @@ def chat_prompts(tokenizer: Tokenizer, request: ChatRequest, form: ChatFormat) -
     if request.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", request.reasoning_effort)
     text = chat_text(tokenizer, ChatPrompt(request.messages, request.tools_offered, kwargs), form)
-    opened = form.reasoning is not None and text.rstrip().endswith(form.reasoning.start)
-    return Prompts([tokenizer.encode(text, add_special_tokens=False)], in_reasoning=opened)
+    ids, row = [tokenizer.encode(text, add_special_tokens=False)], form.reasoning
+    if row is None or text.rstrip().endswith(row.end):  # it was closed before it began: the model is not to reason
+        return Prompts(ids)
+    opened = text.rstrip().endswith(row.start)
+    markers = ReasoningMarkers(row.end, "" if opened else row.start)
+    return Prompts(ids, in_reasoning=opened, reasoning=markers)
 
 
 def chat_text(tokenizer: Tokenizer, prompt: ChatPrompt, form: ChatFormat) -> str:

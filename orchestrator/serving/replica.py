@@ -24,6 +24,7 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.replica_group import ReplicaGroup
 from paceline.placement.cluster.worker_spec import WorkerSpec
 from paceline.placement.planning.groups import ReplicaGroupPlan
+from paceline.serving.logs import write_with_serve
 from paceline.serving.metrics import MetricSet, timed
 from paceline.serving.model_server import ModelServer
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
@@ -41,6 +42,7 @@ class ModelReplica:
     """Serves one target. Requests share its rounds; those that find no slot wait for one."""
 
     def __init__(self, group: ReplicaGroupPlan, fault_policy: FaultPolicy, max_waiting: int | None = None) -> None:
+        write_with_serve()
         bundles = ray.util.get_current_placement_group()
         if bundles is None:
             raise WorkerError(f"{group.name} has no placement group; deploy it with paceline.serving.app")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from paceline.core.detokenizer import Tokenizer
@@ -10,17 +11,21 @@ from paceline.serving.openai.chat import ChatRequest, NamedTool, Tool
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.fields import StructuredOutputs
 from paceline.text.stop_strings import StopStrings
-from paceline.text.structured_output import StructuredOutput
+from paceline.text.structured_output import ReasoningMarkers, StructuredOutput
 
 
-def sampling_params(request: CompletionRequest | ChatRequest, tokenizer: Tokenizer) -> SamplingParams:
+def sampling_params(
+    request: CompletionRequest | ChatRequest, tokenizer: Tokenizer, reasoning: ReasoningMarkers | None = None
+) -> SamplingParams:
     """What the engine is asked for. A greedy request has all values too, so that one out of range is always refused.
+
+    ``reasoning``: how text is marked that may come before a structured answer.
 
     Raises:
         SamplingError: a value is out of range, or a schema, expression or grammar cannot be compiled.
     """
     stops = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
-    best_of = request.candidates > request.n
+    best_of, structured = request.candidates > request.n, _structured(request)
     return SamplingParams(
         max_new_tokens=request.max_new_tokens,
         min_tokens=request.min_tokens,
@@ -37,7 +42,7 @@ def sampling_params(request: CompletionRequest | ChatRequest, tokenizer: Tokeniz
         frequency_penalty=request.frequency_penalty,
         logit_bias={int(token): bias for token, bias in request.logit_bias.items()} or None,
         logprobs=0 if best_of and request.top_logprobs_wanted is None else request.top_logprobs_wanted,
-        structured_outputs=_structured(request),
+        structured_outputs=None if structured is None else replace(structured, after=reasoning),
         prediction=request.prediction.text if request.prediction is not None else None,
         use_speculation=not request.speculative.is_off,
         max_draft_tokens=request.speculative.k or None,

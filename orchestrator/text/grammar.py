@@ -11,13 +11,13 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from paceline.core.errors import SamplingError
-from paceline.text.structured_output import StructuredOutput
+from paceline.text.structured_output import ReasoningMarkers, StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -26,6 +26,9 @@ _KEPT = 64
 """Compiled grammars, and tokenizers, that are kept for requests to come."""
 
 _BITS = torch.arange(8, dtype=torch.uint8)
+
+_Key = tuple[int, str, str, ReasoningMarkers | None, frozenset[int]]
+"""Of a compiled grammar: identity of the tokenizer, what was asked for, and the eos ids."""
 
 
 class Grammar:
@@ -119,7 +122,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
         self._tokenizers: OrderedDict[int, tuple[object, LLTokenizer]] = OrderedDict()
-        self._grammars: OrderedDict[tuple[int, str, str, frozenset[int]], Grammar] = OrderedDict()
+        self._grammars: OrderedDict[_Key, Grammar] = OrderedDict()
 
     def compile(self, requested: StructuredOutput, tokenizer: object, *, eos: frozenset[int]) -> Grammar:
         """The grammar of a request.
@@ -127,13 +130,13 @@ class GrammarCompiler:
         Raises:
             SamplingError: it is no grammar, uses what is not supported, is too large, or the tokenizer cannot be used.
         """
-        key = (id(tokenizer), requested.kind, requested.source, eos)
+        key = (id(tokenizer), requested.kind, requested.source, requested.after, eos)
         with self._lock:
             if (known := self._grammars.get(key)) is not None:
                 self._grammars.move_to_end(key)
                 return known
             words = self._words(tokenizer)
-        grammar = Grammar(_matcher(requested, words), vocab_size=self._vocab_size, eos=eos)
+        grammar = Grammar(_matcher(requested, words, tokenizer), vocab_size=self._vocab_size, eos=eos)
         with self._lock:
             self._grammars[key] = grammar
             if len(self._grammars) > _KEPT:
@@ -165,7 +168,7 @@ class GrammarCompiler:
         return words
 
 
-def _matcher(requested: StructuredOutput, words: LLTokenizer) -> LLMatcher:
+def _matcher(requested: StructuredOutput, words: LLTokenizer, tokenizer: object) -> LLMatcher:
     """Compiled, at its beginning."""
     from llguidance import LLMatcher, LLParserLimits
 
@@ -184,6 +187,8 @@ def _matcher(requested: StructuredOutput, words: LLTokenizer) -> LLMatcher:
             grammar = LLMatcher.grammar_from_lark(source)
     except ValueError as error:
         raise SamplingError(f"structured_outputs: this {requested.kind} cannot be read: {error}") from None
+    if requested.after is not None:
+        grammar = _behind_reasoning(requested.after, grammar, tokenizer)
     # Work of compiling (a few tenths of a second) and of one mask (about 15 ms), and memory. Counts, not seconds, so
     # that the same grammar is refused on every machine.
     limits = LLParserLimits(
@@ -201,6 +206,26 @@ def _matcher(requested: StructuredOutput, words: LLTokenizer) -> LLMatcher:
             "docs/structured.md lists what can"
         )
     return matcher
+
+
+def _behind_reasoning(markers: ReasoningMarkers, grammar: str, tokenizer: object) -> str:
+    """The grammar with free text before it, and the line breaks that templates write behind a marker."""
+    answer, *others = json.loads(grammar)["grammars"]
+    special = _special_token(markers.end, tokenizer)
+    text = "/(?s:.*)/"
+    free = f"thought: {text} {special}" if special else f"thought[suffix={json.dumps(markers.end)}]: {text}"
+    opening = _special_token(markers.start, tokenizer) or json.dumps(markers.start)
+    first = f"({opening} thought BREAKS?)?" if markers.start else "thought BREAKS?"
+    lark = f"start: {first} @answer\n{free}\nBREAKS: /\\n{{1,3}}/"
+    grammars = [{"name": "reasoning", "lark_grammar": lark}, {**answer, "name": "answer"}, *others]
+    return json.dumps({"grammars": grammars})
+
+
+def _special_token(marker: str, tokenizer: object) -> str | None:
+    """A marker that is a special token, which is no text, as llguidance writes it; None where it is text."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    added = backend.get_added_tokens_decoder()
+    return next((f"<[{number}]>" for number, one in added.items() if one.special and one.content == marker), None)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -19,13 +19,26 @@ MAX_SOURCE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningMarkers:
+    """Around free text before a structured answer.
+
+    end    the text, or the special token, behind which the answer must be what was asked for
+    start  what opens the free text, if there is any; "": the prompt has opened it, so that it comes first in any case
+    """
+
+    end: str
+    start: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """What the whole text of an answer must be.
+    """What the whole text of an answer must be, or all of it behind its reasoning.
 
     kind   json_schema: JSON that a JSON schema admits; json_object: any JSON object; regex: what a regular expression
            matches from its first to its last character (without look-around); grammar: a context-free grammar in
            llguidance's Lark format; choice: one of some strings
     value  the schema (a mapping, or JSON text), None, the expression, the grammar, or the strings
+    after  how reasoning is marked that may come first; None: there is none
 
     Raises:
         SamplingError: the kind is unknown, or the value is not of it.
@@ -33,6 +46,7 @@ class StructuredOutput:
 
     kind: StructuredKind
     value: Mapping[str, object] | str | Sequence[str] | None = None
+    after: ReasoningMarkers | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(StructuredKind):

@@ -9,9 +9,12 @@ import json
 import re
 
 import pytest
+import torch
+from torch import Tensor
 
-from paceline import SpeculativeGenerator
+from paceline import ReasoningMarkers, SpeculativeGenerator
 from paceline.core.errors import SamplingError
+from paceline.text.grammar import GrammarCompiler
 from paceline.text.structured_output import MAX_SOURCE_BYTES, StructuredOutput
 from tests.fakes import TableDecoder, near, table
 from tests.orchestrator.json_tokens import BOS, END, EOS, SIZE, VOCABULARY, tokenizer
@@ -59,14 +62,14 @@ def valid(kind: str, text: str) -> bool:
     return True
 
 
-def generator(mode: str) -> SpeculativeGenerator:
+def generator(mode: str, target: Tensor = TARGET, draft_of_it: Tensor = DRAFT) -> SpeculativeGenerator:
     draft: object = {
-        "model": TableDecoder(DRAFT, slots=4, eos=(EOS,)),
+        "model": TableDecoder(draft_of_it, slots=4, eos=(EOS,)),
         "tree": Orchard([], grown=False),
         "grown": Orchard([], grown=True),
     }.get(mode, None if mode == "plain" else mode)
     options = {"k": 3} if mode in ("model", "ngram", "suffix") else {}
-    return SpeculativeGenerator(draft, TableDecoder(TARGET, slots=4, eos=(EOS,)), **options)  # type: ignore[arg-type]
+    return SpeculativeGenerator(draft, TableDecoder(target, slots=4, eos=(EOS,)), **options)  # type: ignore[arg-type]
 
 
 def outputs(made: SpeculativeGenerator, kind: str, *, drawn: bool, count: int = 8) -> list[tuple[list[int], str]]:
@@ -100,6 +103,51 @@ def test_a_draft_model_under_the_mask_is_accepted_about_as_much_as_without_a_gra
     made = generator("model")
     outputs(made, "flat", drawn=False)
     assert made.statistics.acceptance_rate > 0.5  # most of it is forced, and the rest is chosen under the mask
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["text", "special token"])
+def test_the_grammar_begins_where_the_reasoning_ends_also_inside_a_draft(special: bool) -> None:
+    """What a draft brings behind the end of the reasoning is under the grammar, and moves it."""
+    words = tokenizer()
+    if special:
+        words.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    asked = StructuredOutput("json_schema", FLAT, after=ReasoningMarkers("<end>"))
+    likely = torch.zeros(SIZE)
+    likely[END] = 3.0  # so that the reasoning ends soon
+    prompts = [[BOS, place] for place in range(8)]
+    params = {"max_new_tokens": 60, "structured_outputs": asked, "tokenizer": words, "do_sample": True, "seed": 5}
+    plain: dict[int, list[int]] = {}
+    finished = crossed = 0
+    for mode in ("plain", "ngram", "suffix", "model", "tree", "grown"):
+        texts: dict[int, list[int]] = {place: [] for place in range(8)}
+        for output in generator(mode, TARGET + likely, DRAFT + likely).stream(prompts, **params):  # type: ignore[arg-type]
+            texts[output.index] += output.tokens
+            crossed += mode == "model" and END in output.tokens[: output.accepted][:-1]
+            if output.finish_reason == "stop" and mode == "plain":
+                reasoning, answer = texts[output.index], texts[output.index][:]
+                del answer[: reasoning.index(END) + 1]
+                assert valid("flat", words.decode(answer, skip_special_tokens=True))
+                finished += 1
+        plain = plain or texts
+        assert texts == plain, mode
+    assert finished >= 4 and crossed > 0
+
+
+def test_reasoning_comes_first_if_it_is_opened() -> None:
+    grammars = GrammarCompiler(SIZE)
+
+    def accepted(text: str, after: ReasoningMarkers) -> bool:
+        grammar = grammars.compile(StructuredOutput("choice", ["abc"], after=after), WORDS, eos=frozenset({EOS}))
+        ids = [*WORDS.encode(text), EOS]
+        return grammar.state().accepts([], ids) == len(ids)
+
+    assert [accepted(text, ReasoningMarkers("}")) for text in ("ab-y}abc", "}abc", "abc", "ab-y}ab")] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    optional = ReasoningMarkers("}", start="{")
+    assert [accepted(text, optional) for text in ("{ab-y}abc", "abc", "ab-y}abc", "{abc")] == [
+        True, True, False, False,
+    ]  # fmt: skip
 
 
 def test_an_eos_id_comes_only_where_the_grammar_accepts_and_every_one_of_several_may() -> None:

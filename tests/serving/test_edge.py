@@ -10,7 +10,13 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serving.edge import ScriptedEngine, client_of, scripted, texts
+from paceline.engine.request import TargetLimits
+from paceline.serving.api import create_app
+from paceline.serving.local import LocalRouter
+from paceline.serving.model_server import ModelServer
+from paceline.serving.settings import ApiSettings
+from paceline.text.grammar import GrammarCompiler
+from tests.serving.edge import POSITIONS, ScriptedEngine, card, chat_tokenizer, client_of, scripted, texts
 
 SAYS = {
     "plain": "Caf\u00e9 \u65e5\u672c\u8a9e, we go up!",
@@ -145,6 +151,16 @@ def test_reasoning_that_the_template_opened(client: openai.OpenAI) -> None:
     kwargs = {"chat_template_kwargs": {"open_reasoning": True}}
     message = ask(client, "opened", extra_body=kwargs).choices[0].message
     assert (message.model_extra["reasoning"], message.content) == ("so it is\n", "Yes.")
+
+
+def test_reasoning_before_a_structured_answer_is_parted_too() -> None:
+    tokenizer = chat_tokenizer()
+    engine = ScriptedEngine(tokenizer, lambda _: '<think>hm</think>\n\n{"a": 1}')
+    limits = TargetLimits(len(tokenizer), POSITIONS, (0,), grammars=GrammarCompiler(len(tokenizer)))
+    server = ModelServer(tokenizer, engine, limits, card=card())  # type: ignore[arg-type]
+    with client_of(create_app(LocalRouter({"m": server}), ApiSettings())) as client:
+        message = ask(client, "x", response_format={"type": "json_object"}).choices[0].message
+    assert (message.model_extra["reasoning"], message.content) == ("hm", '{"a": 1}')
 
 
 def test_completions_stop_echo_and_count(client: openai.OpenAI) -> None:

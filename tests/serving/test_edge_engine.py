@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from paceline import SpeculativeGenerator
+from paceline.engine.request import Request
 from paceline.serving.api import create_app
 from paceline.serving.local import LocalRouter
 from paceline.serving.model_server import ModelServer
@@ -19,7 +20,9 @@ from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.fields import read_body
 from paceline.serving.openai.responses import ResponsesRequest
 from paceline.serving.openai.union import GenerationRequest
+from paceline.serving.prompts import ChatFormat, Prompts, chat_prompts
 from paceline.serving.router import Accepted, Chunk, Failed, RequestContext
+from paceline.serving.sampling import sampling_params
 from paceline.serving.settings import ApiSettings
 from paceline.workers.shared_engine import SharedEngine
 from tests.fakes import TableDecoder, near, table
@@ -174,6 +177,36 @@ def test_structured_answers_are_valid_and_those_of_plain(client: openai.OpenAI, 
     assert complete(client, extra_body={"guided_regex": "[ab]{3}"}).choices[0].text.strip("ab") == ""
     grammar = {"structured_outputs": {"grammar": 'start: "a" tail\ntail: "b" | "c"'}}
     assert complete(client, extra_body=grammar, temperature=temperature).choices[0].text in ("ab", "ac")
+
+
+ANSWER = '{"a":"x"}'
+
+
+def chat_of(fields: dict[str, Any]) -> tuple[ChatRequest, Prompts]:
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
+    request = read_body(ChatRequest, json.dumps(body).encode())
+    return request, chat_prompts(TOKENIZER, request, ChatFormat.of(TOKENIZER))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said", "possible"),
+    [
+        ({}, f"<think>so<a></think>{ANSWER}", True),
+        ({}, ANSWER, True),
+        ({}, f"so</think>{ANSWER}", False),
+        ({"open_reasoning": True}, f"so</think>{ANSWER}", True),
+        ({"open_reasoning": True}, ANSWER, False),
+    ],
+)
+def test_a_structured_answer_may_have_reasoning_before_it(kwargs: object, said: str, possible: bool) -> None:
+    """As the template marks it: what was asked for begins behind it."""
+    form = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    request, prompts = chat_of({"response_format": form, "chat_template_kwargs": kwargs})
+    params = sampling_params(request, TOKENIZER, prompts.reasoning)
+    (asked,) = Request.batch(prompts.ids, params, generator().limits)
+    assert asked.rules is not None and asked.rules.grammar is not None
+    ids = [*TOKENIZER.encode(said), 0]
+    assert (asked.rules.grammar.state().accepts([], ids) == len(ids)) == possible
 
 
 def test_demanded_calls_are_made(client: openai.OpenAI) -> None:

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from paceline.core.errors import ConfigurationError
 from paceline.serving.api import create_app
 from paceline.serving.local import LocalRouter
+from paceline.serving.logs import JsonFormatter
 from paceline.serving.settings import ApiSettings
 from tests.serving.edge import ScriptedEngine, running, scripted
 
@@ -248,7 +249,7 @@ def test_a_client_that_leaves_frees_its_slot(stream: bool, caplog: pytest.LogCap
             assert not stream
         end = time.monotonic() + 20
         while not engine.ended or not (
-            lines := [one.message for one in caplog.records if one.name == "paceline.access"]
+            lines := [JsonFormatter().format(one) for one in caplog.records if one.name == "paceline.access"]
         ):
             assert time.monotonic() < end
             time.sleep(0.01)
@@ -260,11 +261,12 @@ def test_the_access_log_has_a_line_of_json_for_every_request(caplog: pytest.LogC
     with caplog.at_level(logging.INFO, "paceline.access"), running(app) as address:
         answered = httpx.post(f"{address}/v1/completions", json=COMPLETION, headers={"x-request-id": "mine-7"})
         httpx.get(f"{address}/nothing", headers={"x-request-id": 'bad "id"'})
-    lines = [json.loads(record.message) for record in caplog.records if record.name == "paceline.access"]
+    records = [record for record in caplog.records if record.name == "paceline.access"]
+    lines = [json.loads(JsonFormatter().format(record)) for record in records]
     assert answered.headers["x-request-id"] == lines[0]["request_id"] == "mine-7"
     assert (lines[0]["model"], lines[0]["status"], lines[0]["completion_tokens"]) == ("m", 200, 3)
     assert (lines[1]["path"], lines[1]["status"]) == ("/nothing", 404) and lines[1]["request_id"].startswith("req-")
-    assert "prompt" not in lines[0]
+    assert lines[0]["message"] == "POST /v1/completions 200" and "prompt" not in lines[0]
 
 
 def test_a_model_that_is_not_there_makes_the_service_unready() -> None:

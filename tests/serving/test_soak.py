@@ -1,0 +1,104 @@
+"""A service that has answered many requests is as large as one that has answered some: nothing of a request stays.
+
+Counts, not a process' memory, so that it takes seconds; `benchmarks/faults.py --soak` reads that of real processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx2 as httpx
+
+import paceline
+from paceline.serving.api import create_app
+from paceline.serving.local import LocalRouter
+from paceline.serving.model_server import ModelServer
+from paceline.serving.settings import ApiSettings
+from paceline.workers.shared_engine import SharedEngine
+from tests.serving.edge import card, running
+from tests.serving.test_edge_engine import SCHEMA, TOKENIZER, generator
+
+FORM = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+ASKED: list[tuple[str, dict[str, object]]] = [
+    ("completions", {"prompt": "abc", "stream": True, "ignore_eos": True, "max_tokens": 40}),
+    ("completions", {"prompt": ["abc", "fox"], "n": 2, "logprobs": 2}),
+    ("completions", {"prompt": "abc", "stream": True, "ignore_eos": True, "max_tokens": 400}),  # its client leaves
+    ("chat/completions", {**CHAT, "response_format": FORM, "max_tokens": 60}),
+    ("chat/completions", {**CHAT, "stream": True, "max_tokens": 30, "stop": ["qq"]}),
+    ("chat/completions", {**CHAT, "temperature": -1}),  # is refused
+    ("responses", {"input": "abc", "max_output_tokens": 20, "stream": True}),
+]
+LEAVES = 2  # its place in the list
+KEPT_BYTES = 65_536  # that 280 requests may leave, such as the last 256 tickets that were given up early
+
+
+def test_nothing_of_a_request_stays() -> None:
+    made = generator()
+    engine = SharedEngine(made, None)
+    server = ModelServer(TOKENIZER, engine, made.limits, card=card())
+    app = create_app(LocalRouter({"m": server}), ApiSettings(api_keys=("k",), max_requests_per_key=50))
+    with running(app) as address, httpx.Client(base_url=address, timeout=60) as client:
+
+        def ask(place: int) -> int:
+            kind = place % len(ASKED)
+            path, fields = ASKED[kind]
+            body = {"model": "m", "seed": place % 5, **fields}
+            with client.stream("POST", f"/v1/{path}", json=body, headers={"authorization": "Bearer k"}) as response:
+                if kind == LEAVES:
+                    next(response.iter_raw())
+                else:
+                    response.read()
+            return response.status_code
+
+        def wave(count: int) -> Counter[int]:
+            with ThreadPoolExecutor(8) as pool:
+                statuses = Counter(pool.map(ask, range(count)))
+            until(lambda: not engine._calls)
+            return statuses
+
+        wave(56)
+        tracemalloc.start()
+        try:
+            wave(56)
+            before, first = living(), taken()
+            statuses = wave(280)
+            until(lambda: not living() - before)  # what ends after its answer has a moment for it
+            last = taken()
+        finally:
+            tracemalloc.stop()
+    assert statuses == {200: 240, 400: 40}
+    assert last - first < KEPT_BYTES
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for it."""
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def living() -> Counter[str]:
+    """Objects of ours, and tasks of event loops, by class."""
+    gc.collect()
+    kinds = (type(one) for one in gc.get_objects())
+    return Counter(
+        kind.__qualname__ for kind in kinds if kind is asyncio.Task or kind.__module__.startswith("paceline")
+    )
+
+
+def taken() -> int:
+    """Bytes that lines of ours have allocated and that are still held."""
+    folder = Path(str(paceline.__file__)).parent.parent
+    ours = tracemalloc.Filter(True, f"{folder}/*")
+    apart = tracemalloc.Filter(False, f"{folder}/.venv/*"), tracemalloc.Filter(False, f"{folder}/tests/*")
+    statistics = tracemalloc.take_snapshot().filter_traces([ours, *apart]).statistics("filename")
+    return sum(one.size for one in statistics)
