@@ -27,6 +27,14 @@ class Stream:
     pause_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """How a service came back. ``unanswered``: how often it said that it was ready, and a request got no answer."""
+
+    seconds: float
+    unanswered: int
+
+
 class Client:
     """Streams of one service, all of the model "big" at temperature 0.8, told apart by their seed."""
 
@@ -65,19 +73,20 @@ class Client:
             begun.abort()
         return Stream("".join(parts), error, pause)
 
-    def wait_until_whole(self) -> float:
-        """Seconds until everything answers, three times in a row; infinite where that does not come."""
-        begin, good = time.monotonic(), 0
+    def wait_until_whole(self) -> Whole:
+        """Until the service is ready and a new request is answered, three times in a row."""
+        begin, good, unanswered = time.monotonic(), 0, 0
         while good < 3:
             if time.monotonic() - begin > GIVE_UP_S:
-                return float("inf")
+                return Whole(float("inf"), unanswered)
             try:
                 ready = urlopen(f"{self._url}/health/ready", timeout=3).status == 200
-                good = good + 1 if ready and self.answers() else 0
+                answered = ready and self.answers()
+                good, unanswered = good + 1 if answered else 0, unanswered + (ready and not answered)
             except (OSError, HTTPException):
                 good = 0
             time.sleep(0.3)
-        return time.monotonic() - begin
+        return Whole(time.monotonic() - begin, unanswered)
 
     def answers(self) -> bool:
         """Whether a new request is answered."""

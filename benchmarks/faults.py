@@ -13,6 +13,8 @@ broken     streams whose connection broke (possible only where proxy or ingress 
 different  streams that ended well, with another text: there should be none
 pause_s    longest time between two pieces of a stream
 whole_s    from the fault until every model is ready and a new request is answered
+unanswered how often the service said meanwhile that it was ready, and a new request got no answer
+left       processes and locks of cores that are there 60 seconds later and were not there before; null: not looked for
 """
 
 from __future__ import annotations
@@ -24,10 +26,11 @@ import os
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any
@@ -36,10 +39,12 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from benchmarks.fault_clients import GIVE_UP_S, Client, Stream
-from benchmarks.service_processes import memory, processes
+from benchmarks.fault_clients import GIVE_UP_S, Client, Stream, Whole
+from benchmarks.fault_record import Outcome, Record, outcome, table
+from benchmarks.service_processes import count_processes, memory, processes
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.host import environment
+from paceline.placement.host.core_locks import held
 from paceline.placement.planning.detect import host_cpus
 from paceline.placement.planning.groups import ReplicaGroupPlan, plan_groups
 from paceline.placement.planning.model_specs import models_of
@@ -50,30 +55,9 @@ _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _BETWEEN_S = 2.0  # between the two faults of a pair
 _SLOW_S = 0.3  # between the reads of a slow client
 _NODE = "loss of a node"
+_LEAVE_S = 60.0  # for what is replaced to end
+_LOCK = "lock of a core"
 _GROWTH = 1.1  # of the memory of a process in a soak, its last third over its middle third, that is bounded
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """A row of the table; see the module."""
-
-    fault: str
-    streams: int
-    equal: int
-    typed: int
-    broken: int
-    different: int
-    pause_s: float
-    whole_s: float
-
-
-def outcome(fault: str, ended: Sequence[Stream], wanted: Sequence[str], whole_s: float) -> Outcome:
-    """How streams ended, against their texts without a fault."""
-    equal = sum(stream.text == text and not stream.error for stream, text in zip(ended, wanted, strict=True))
-    typed, broken = (sum(stream.error == kind for stream in ended) for kind in ("typed", "broken"))
-    pause = max((stream.pause_s for stream in ended), default=0.0)
-    different = len(ended) - equal - typed - broken
-    return Outcome(fault, len(ended), equal, typed, broken, different, round(pause, 1), round(whole_s, 1))
 
 
 def under_streams(client: Client, fault: str, strike: Callable[[], None], wanted: Sequence[str]) -> Outcome:
@@ -85,8 +69,9 @@ def under_streams(client: Client, fault: str, strike: Callable[[], None], wanted
             begun.wait(GIVE_UP_S)
         begin = time.monotonic()
         strike()
+        struck_s = time.monotonic() - begin
         whole = client.wait_until_whole()
-        whole = time.monotonic() - begin if whole != float("inf") else whole
+        whole = replace(whole, seconds=struck_s + whole.seconds)
         ended = [stream.result(GIVE_UP_S) for stream in streams]
     return outcome(fault, ended, wanted, whole)
 
@@ -107,11 +92,27 @@ def strike_processes(client: Client, victims: Sequence[str], number: int, wanted
                 os.kill(pid, number)
 
     try:
-        return under_streams(client, name_of(victims, number), strike, wanted)
+        found = under_streams(client, name_of(victims, number), strike, wanted)
+        return replace(found, left=_left_over())
     finally:
         for pid in pids:  # one that was stopped, and that nobody has replaced, goes on
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
+
+
+def _left_over() -> int:
+    """What there is besides one process of a kind, and a core for each model; what is replaced has a minute to end."""
+    due = Counter(dict.fromkeys(KINDS, 1) | {_LOCK: 2})
+    end = time.monotonic() + _LEAVE_S
+    while True:
+        locks = sum(len(held(node["NodeID"])) for node in ray.nodes() if node["Alive"])
+        more = count_processes(os.getpid()) + Counter({_LOCK: locks}) - due
+        if not more or time.monotonic() > end:
+            break
+        time.sleep(1)
+    if more:
+        print(f"left over: {dict(more)}", flush=True)
+    return sum(more.values())
 
 
 def _waited_for(victim: str) -> int:
@@ -133,13 +134,14 @@ def bad_clients(client: Client, wanted: Sequence[str]) -> list[Outcome]:
             odd = [pool.submit(client.stream, seed, **options) for seed in range(half)]  # type: ignore[arg-type]
             usual = [pool.submit(client.stream, seed) for seed in range(half, len(wanted))]
             ended = [stream.result(GIVE_UP_S) for stream in usual]
-            seconds = time.monotonic() - begin
+            seconds = Whole(time.monotonic() - begin, 0)
             rows.append(outcome(f"{fault}: the others", ended, wanted[half:], seconds))
             left = [stream.result(GIVE_UP_S) for stream in odd]
         if "leave" not in options:
             rows.append(outcome(f"{fault}: themselves", left, wanted[:half], client.wait_until_whole()))
         else:
-            rows.append(outcome(f"{fault}: until every slot is free", [], [], client.seconds_until_idle()))
+            idle = Whole(client.seconds_until_idle(), 0)
+            rows.append(outcome(f"{fault}: until every slot is free", [], [], idle))
     return rows
 
 
@@ -236,43 +238,6 @@ def lose_node(groups: Sequence[ReplicaGroupPlan], *, tokens: int, streams: int) 
     finally:
         ray.shutdown()
         cluster.shutdown()
-
-
-def table(outcomes: Sequence[Outcome]) -> str:
-    """The rows for a page."""
-    lines = [
-        "| fault | same text | error object | broken | another text | longest pause, s | whole again, s |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for one in outcomes:
-        of = f"{one.equal} of {one.streams}"
-        lines.append(
-            f"| {one.fault} | {of} | {one.typed} | {one.broken} | {one.different} | {one.pause_s} | {one.whole_s} |"
-        )
-    return "\n".join(lines)
-
-
-class Record:
-    """What this run saw, and earlier ones where there is a file. ``limit_s``: seconds after which no fault is begun."""
-
-    def __init__(self, file: Path | None, limit_s: float) -> None:
-        lines = file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []
-        self._file, self._end = file, time.monotonic() + limit_s
-        self.outcomes = [Outcome(**json.loads(line)) for line in lines]
-
-    def is_open(self, fault: str, streams: int) -> bool:
-        """Whether it is to be tried now."""
-        known = {(one.fault, one.streams) for one in self.outcomes}
-        return (fault, streams) not in known and time.monotonic() < self._end
-
-    def note(self, rows: Sequence[Outcome]) -> None:
-        """Take down what was seen."""
-        self.outcomes.extend(rows)
-        for row in rows:
-            print(row, flush=True)
-            if self._file is not None:
-                with self._file.open("a", encoding="utf-8") as out:
-                    out.write(json.dumps(asdict(row)) + "\n")
 
 
 def parsed() -> argparse.Namespace:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,16 +21,22 @@ _MODEL = "ray::ServeReplica:paceline:model-"
 
 def processes(root: int) -> dict[str, int]:
     """Kind -> pid, of the processes below ``root``: those of KINDS, and "model:NAME" for the replica of a model."""
-    found = {}
+    return dict(every_process(root))
+
+
+def count_processes(root: int) -> Counter[str]:
+    """Kind -> how many there are. One that has ended, and that nobody has waited for yet, has no name: no kind."""
+    return Counter(kind for kind, _ in every_process(root))
+
+
+def every_process(root: int) -> Iterator[tuple[str, int]]:
+    """Kind and pid of each."""
     for pid in descendants(root):
         with suppress(OSError):
             title = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
             if title.startswith(_MODEL):
-                found[f"model:{title.removeprefix(_MODEL).split(' ')[0].partition('.')[0]}"] = pid
-            for start, kind in KINDS.items():
-                if title.startswith(start):
-                    found[kind] = pid
-    return found
+                yield f"model:{title.removeprefix(_MODEL).split(' ')[0].partition('.')[0]}", pid
+            yield from ((kind, pid) for start, kind in KINDS.items() if title.startswith(start))
 
 
 def memory(root: int) -> dict[str, float]:

@@ -210,7 +210,8 @@ def _matcher(requested: StructuredOutput, words: LLTokenizer, tokenizer: object)
 
 def _behind_reasoning(markers: ReasoningMarkers, grammar: str, tokenizer: object) -> str:
     """The grammar with free text before it, and the line breaks that templates write behind a marker."""
-    answer, *others = json.loads(grammar)["grammars"]
+    is_list = grammar.lstrip().startswith("{")  # of grammars, as llguidance makes it of a schema; else it is Lark
+    answer, *others = json.loads(grammar)["grammars"] if is_list else [{"lark_grammar": grammar}]
     special = _special_token(markers.end, tokenizer)
     text = "/(?s:.*)/"
     free = f"thought: {text} {special}" if special else f"thought[suffix={json.dumps(markers.end)}]: {text}"

@@ -6,7 +6,7 @@ cores of their own (`draft_of`), and how drafters are loaded (`paceline.auto_dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,6 +74,19 @@ def read_speculative(keys: Mapping[str, object], where: str, resolve: Callable[[
         return str(folder)
 
     return config.with_paths(located)
+
+
+def adapted(config: SpeculativeConfig, drafts: Sequence[InProcessDraft]) -> SpeculativeConfig:
+    """With ``k="auto"`` where nothing says a length: under load, the longest that pays is a short one, or none.
+
+    Heads keep the length of their tree, or the usual one. ``drafts``: those of the configuration that have weights.
+    """
+    leaves = config.leaves()
+    lengths = [spec.k for spec in (*config.draft, *leaves) if spec.k is not None]
+    heads = any(draft.config is None for draft in drafts)
+    if config.k is not None or lengths or heads or not leaves or any(leaf.name == "none" for leaf in leaves):
+        return config
+    return config.model_copy(update={"k": "auto"})
 
 
 def in_process_drafts(config: SpeculativeConfig, where: str) -> tuple[InProcessDraft, ...]:

@@ -19,7 +19,7 @@ Keys of a model:
                   (ngram), a folder with a draft model, Medusa heads or an EAGLE head, either with options (DIR:k=3) or
                   as a mapping ({path: DIR, k: 3}), or a list of these
     k, acceptor, exact, fused, confidence_threshold, vocabulary, prefix_caching   as in
-                  `paceline.config.SpeculativeConfig`
+                  `paceline.config.SpeculativeConfig`; but k is "auto" where nothing says it, and nobody drafts by heads
     draft_of      the target's name, or a list: a draft model on cores of its own, for one target or several; of the
                   keys above it has ``k`` alone
     quota         limits for the targets of a draft (`quota`): max_targets, max_slots, weights: {target: weight}
@@ -57,6 +57,7 @@ from paceline.placement.planning.footprint import Shape
 from paceline.placement.planning.in_process_draft import (
     KEYS,
     InProcessDraft,
+    adapted,
     in_process_drafts,
     read_speculative,
 )
@@ -152,6 +153,7 @@ class ModelEntry(ResidencyEntry):
         config, home = _configuration(self, folder, where)
         targets = [self.draft_of] if isinstance(self.draft_of, str) else self.draft_of
         speculative = self._speculative(folder, where)
+        drafts = in_process_drafts(speculative, where)
         residency = self.residency(where, batch_size=self.batch_size, is_draft=bool(targets), replicas=self.replicas)
         return ModelSpec(
             self.name,
@@ -166,8 +168,8 @@ class ModelEntry(ResidencyEntry):
             ),
             None if self.tp_degree == "auto" else self.tp_degree,
             tuple(dict.fromkeys(targets)),
-            speculative,
-            in_process_drafts(speculative, where),
+            adapted(speculative, drafts),
+            drafts,
             self.replicas or 1,
             backend=self.backend,
             gqa=None if self.group_query_attention is None else GQA(self.group_query_attention),

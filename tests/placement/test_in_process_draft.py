@@ -39,6 +39,24 @@ def test_folders_are_relative_to_the_file(home: Path) -> None:
     assert (spec.speculative.draft[1].k, spec.speculative.exact, spec.k) == (2, False, 4)
 
 
+@pytest.mark.parametrize(
+    ("keys", "k"),
+    [
+        ({"draft": "ngram"}, "auto"), ({"draft": "draft"}, "auto"), ({"draft": ["suffix", "draft"]}, "auto"),
+        ({"draft": {"type": "choice", "drafts": ["ngram", "suffix"]}}, "auto"),
+        ({"draft": "ngram", "k": 3}, 3), ({"draft": {"path": "draft", "k": 2}}, None),
+        ({"draft": {"type": "choice", "drafts": ["ngram", "suffix"], "k": 2}}, None),
+        ({"draft": "none"}, None), ({"draft": "./medusa"}, None), ({"draft": "./eagle"}, None), ({}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_length_of_drafts_is_chosen_in_every_round_unless_it_is_given(
+    home: Path, keys: dict[str, object], k: object
+) -> None:
+    (spec,) = read(home, {"name": "chat", **keys})
+    assert spec.speculative.k == k
+
+
 def test_an_entry_without_a_draft_decodes_plainly(home: Path) -> None:
     (spec,) = read(home, {"name": "chat"})
     assert spec.speculative.draft == spec.drafts == ()

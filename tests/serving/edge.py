@@ -31,7 +31,8 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
     "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}"
     "</tool_call>{% endfor %}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% if open_reasoning %}<think>\n{% endif %}{% endif %}"
+    "{% if add_generation_prompt %}[assistant]{% if open_reasoning %}<think>\n{% endif %}"
+    "{% if no_reasoning %}<think></think>{% endif %}{% endif %}"
     "{# reasoning ends with </think> #}"
 )
 POSITIONS = 4096

@@ -9,18 +9,34 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
+from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
 import openai
 from ray import serve
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.service_processes import processes
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.remote.drafter import DraftTimeouts
 from paceline.serving.app import application
+from tests.decoder.tiny import VOCABULARY
 from tests.simulation import check_nothing_left
+
+
+def with_tokenizer(folder: Path, *, template: str | None) -> Path:
+    """One id for each of 96 characters."""
+    letters = {chr(32 + index): index for index in range(VOCABULARY)}
+    made = Tokenizer(models.BPE(vocab=letters, merges=[], unk_token=" "))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False)
+    if template is not None:
+        fast.chat_template = template
+    fast.save_pretrained(folder)
+    return folder
 
 
 def running() -> dict[str, int]:

@@ -12,7 +12,7 @@ from ray.serve.schema import ServeDeploySchema
 from typer.testing import CliRunner
 
 from paceline.cli.main import app
-from paceline.core.errors import PlanError
+from paceline.core.errors import ConfigurationError, PlanError
 from paceline.serving.app import build
 from paceline.serving.deployments import model_deployment
 from tests.decoder.tiny import Workshop
@@ -116,3 +116,9 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(
     line = [str(workshop.checkpoint()) if word == "MODEL" else word for word in line]
     done = CliRunner().invoke(app, ["serve", *line])
     assert done.exit_code == 2 and says in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("wrong", [{}, {"models": "m.yaml", "model": "x"}])
+def test_the_builder_refuses_arguments_it_does_not_know(wrong: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match="arguments are `models`, and perhaps `instance` and `api`"):
+        build(wrong)

@@ -151,6 +151,7 @@ def test_lengths_by_every_name(client: openai.OpenAI) -> None:
     assert least.usage.completion_tokens in (50, 51), "its end is as likely as can be, and may not come earlier"
 
 
+NO_REASONING = {"chat_template_kwargs": {"no_reasoning": True}}
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "yy"]}},
@@ -166,7 +167,7 @@ def test_structured_answers_are_valid_and_those_of_plain(client: openai.OpenAI, 
     for mode in ({}, {"enabled": False}):
         chat = client.chat.completions.create(
             model="m", messages=[{"role": "user", "content": "a"}], response_format=form, max_tokens=300, seed=3,
-            temperature=temperature, extra_body={"speculative": mode},
+            temperature=temperature, extra_body={"speculative": mode, **NO_REASONING},
         )  # fmt: skip
         texts.add(chat.choices[0].message.content)
         assert chat.choices[0].finish_reason == "stop"
@@ -196,6 +197,8 @@ def chat_of(fields: dict[str, Any]) -> tuple[ChatRequest, Prompts]:
         ({}, f"so</think>{ANSWER}", False),
         ({"open_reasoning": True}, f"so</think>{ANSWER}", True),
         ({"open_reasoning": True}, ANSWER, False),
+        ({"no_reasoning": True}, f"<think>so</think>{ANSWER}", False),
+        ({"no_reasoning": True}, ANSWER, True),
     ],
 )
 def test_a_structured_answer_may_have_reasoning_before_it(kwargs: object, said: str, possible: bool) -> None:
@@ -213,7 +216,12 @@ def test_demanded_calls_are_made(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
     for choice, names in (("required", {"f", "g"}), ({"type": "function", "function": {"name": "g"}}, {"g"})):
         chat = client.chat.completions.create(
-            model="m", messages=[{"role": "user", "content": "a"}], tools=tools, tool_choice=choice, max_tokens=400
+            model="m",
+            messages=[{"role": "user", "content": "a"}],
+            tools=tools,
+            tool_choice=choice,
+            max_tokens=400,
+            extra_body=NO_REASONING,
         )  # type: ignore[call-overload]
         calls = chat.choices[0].message.tool_calls
         assert calls and {call.function.name for call in calls} <= names

@@ -15,14 +15,15 @@ from pathlib import Path
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
+from urllib.request import urlopen
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.cluster_utils import Cluster
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+from benchmarks.service_processes import count_processes
 from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError, WorkerError
 from paceline.placement import INSTANCES
@@ -31,26 +32,14 @@ from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import plan_groups
 from paceline.placement.planning.model_specs import models_of
 from paceline.serving import launch as serving_run
-from paceline.serving.app import build, deploy_config
+from paceline.serving.app import deploy_config
 from paceline.serving.settings import ApiSettings
-from tests.decoder.tiny import VOCABULARY, save_pair
-from tests.serving.served import admin, answer_of, process, served
+from tests.decoder.tiny import save_pair
+from tests.serving.served import admin, answer_of, process, served, with_tokenizer
 
 pytestmark = pytest.mark.ray
 PROMPT = "def f(a, b):"
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}{% endfor %}a:"
-
-
-def with_tokenizer(folder: Path, *, template: str | None) -> Path:
-    """One id for each of 96 characters."""
-    letters = {chr(32 + index): index for index in range(VOCABULARY)}
-    made = Tokenizer(models.BPE(vocab=letters, merges=[], unk_token=" "))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False)
-    if template is not None:
-        fast.chat_template = template
-    fast.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +127,32 @@ def test_completions_are_those_of_one_process(client: openai.OpenAI, home: Path)
     assert (cut.text, cut.finish_reason) == (whole[: whole.index(stop)], "stop")
     both = client.completions.create(**{**drawn, "prompt": [PROMPT, "x"], "max_tokens": 4})
     assert [len(choice.text) for choice in both.choices] == [4, 4] and both.choices[0].text == whole[:4]
+
+
+def test_a_model_is_one_process_whose_counts_and_logs_are_found(client: openai.OpenAI, cluster: Cluster) -> None:
+    """The proxy and the ingress are those of all models; each writes lines of JSON with the id of the request."""
+    kinds = count_processes(os.getpid())
+    assert kinds["model:small"] == kinds["ingress"] == kinds["proxy"] == 1
+    address = str(client.base_url).replace("/v1/", "/metrics")
+
+    def tokens() -> float:
+        families = text_string_to_metric_families(urlopen(address, timeout=30).read().decode())
+        samples = [sample for family in families for sample in family.samples]
+        own = [one for one in samples if one.name == "vllm:generation_tokens_total"]
+        return sum(one.value for one in own if one.labels["model_name"] == "small")
+
+    before = tokens()
+    asked = {"model": "small", "prompt": PROMPT, "max_tokens": 7, "extra_headers": {"x-request-id": "find-me-7"}}
+    client.completions.create(**asked)  # type: ignore[call-overload]
+    assert tokens() == before + 7
+    folder = Path(cluster.head_node.get_session_dir_path()) / "logs" / "serve"
+    end = time.monotonic() + 20
+    while not (found := [line for file in folder.glob("*openai*") for line in file.open() if "find-me-7" in line]):
+        assert time.monotonic() < end, list(folder.iterdir())
+        time.sleep(0.1)
+    (line,) = map(json.loads, found)
+    assert (line["request_id"], line["access"]["request_id"]) == ("find-me-7", "find-me-7")
+    assert (line["access"]["status"], line["access"]["completion_tokens"]) == (200, 7)
 
 
 def test_chat_goes_through_the_template(client: openai.OpenAI, home: Path) -> None:
@@ -276,12 +291,6 @@ def test_a_cluster_with_other_applications_keeps_them(
     applications = serve.status().applications
     assert applications["paceline"].status == "RUNNING" and "more" not in applications
     assert sorted(model.id for model in client.models.list()) == ["chat", "small"]
-
-
-@pytest.mark.parametrize("wrong", [{}, {"models": "m.yaml", "model": "x"}])
-def test_the_builder_refuses_arguments_it_does_not_know(wrong: dict[str, str]) -> None:
-    with pytest.raises(ConfigurationError, match="arguments are `models`, and perhaps `instance` and `api`"):
-        build(wrong)
 
 
 def test_streams_survive_the_death_of_their_model(client: openai.OpenAI, home: Path) -> None:
