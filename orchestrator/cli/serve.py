@@ -89,7 +89,9 @@ class OneModel:
     draft: Annotated[tuple[str, ...] | None, typer.Option(help="Who drafts: ngram, suffix, a folder; repeatable.")] = (
         None
     )
-    k: Annotated[str | None, typer.Option(help="Drafted tokens per round: 4, 0,2,4 or auto. Default: auto; of heads, their own.")] = None
+    k: Annotated[
+        str | None, typer.Option(help="Drafted tokens per round: 4, 0,2,4 or auto. Default: auto; of heads, their own.")
+    ] = None
     acceptor: Annotated[str | None, typer.Option(help="Acceptance rule: match, reject or typical.")] = None
     backend: Annotated[str | None, typer.Option(help="What compiles and runs the graphs.")] = None
     amp: Annotated[str | None, typer.Option(help="Number format: bf16, f16 or f32.")] = None
