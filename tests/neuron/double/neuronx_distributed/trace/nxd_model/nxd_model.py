@@ -3,26 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch_neuronx
-
-from neuronx_distributed.parallel_layers import parallel_state
-
-
-class Rank(torch.fx.Interpreter):
-    """Runs a graph as one rank of several."""
-
-    def __init__(self, graph, rank, meeting) -> None:
-        super().__init__(graph)
-        self._rank, self._meeting = rank, meeting
-
-    def call_function(self, target, args, kwargs):
-        if str(target).startswith("neuron_double."):
-            every = self._meeting.exchange(self._rank, args[0])
-            return sum(every[1:], every[0]) if "reduce" in str(target) else torch.cat(every, -1)
-        return super().call_function(target, args, kwargs)
+from torch_neuronx.ranks import execute
 
 
 class SPMDModel:
@@ -117,28 +101,7 @@ class NxDModel(torch.nn.Module):
         for given, wanted in zip(args, graph.provided_args, strict=True):
             if (given.dtype, given.device.type) != (wanted.tensor.dtype, "cpu"):
                 raise RuntimeError(f"{key}: {wanted.param_name} must be a CPU tensor of {wanted.tensor.dtype}")
-        meeting = parallel_state.Meeting(self.world_size)
-
-        def one(rank):
-            try:
-                states, held = self.states[rank], self.weights[rank]
-                values = [(states if name in states else held)[name] for name in graph.hlo.weights]
-                values = [x.T if getattr(x, "laid", False) else x for x in values]
-                with torch.no_grad():
-                    # A flat list: what a graph of lists takes, in order.
-                    return Rank(graph.hlo.graph, rank, meeting).run(*values, *[x.clone() for x in args])
-            except BaseException:
-                meeting.abort()
-                raise
-
-        with ThreadPoolExecutor(self.world_size) as pool:
-            results = list(pool.map(one, range(self.world_size)))
-        for rank, (changed, _) in enumerate(results):
-            for name, value in zip(graph.hlo.states, changed, strict=True):
-                self.states[rank][name].copy_(value)
-        out = [x.clone() for x in results[0][1]]
-        if any(not torch.equal(x, y) for _, other in results[1:] for x, y in zip(out, other, strict=True)):
-            raise RuntimeError(f"{key}: ranks disagree, and only the first one's outputs come back")
+        out = execute(key, graph.hlo, self.states, self.weights, args)
         size = [sum(x.numel() * x.element_size() for x in part) for part in (args, out)]
         torch_neuronx.RUNTIME.calls.append((key, size[0], size[1]))
         return out

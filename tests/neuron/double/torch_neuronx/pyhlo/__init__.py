@@ -1,0 +1,1 @@
+"""A stand-in for the SDK's classes of HLO."""

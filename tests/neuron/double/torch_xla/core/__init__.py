@@ -1,0 +1,1 @@
+"""A stand-in for what steps of the SDK import."""

@@ -1,0 +1,3 @@
+"""Names of variables."""
+
+HOST_WORLD_SIZE = "HOST_WORLD_SIZE"

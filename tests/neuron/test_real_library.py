@@ -1,0 +1,113 @@
+"""Our calls of neuronx_distributed through its own Python, where a machine has it; nothing of it is in this repository.
+
+PACELINE_NXD_SOURCE names a folder that holds ``neuronx_distributed`` (a site-packages, or ``src`` of its repository).
+Its validation, tracing, compilation, routing, parallel state and mappings are real here; below them `generate_hlo`, the
+protobufs, the compiler, the loader and `SPMDModel` are the stand-in's (double/README.md), and so is the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline import AutoDecoder, SpeculativeGenerator
+from paceline.decoder.backends.neuron import noise_record
+from paceline.decoder.backends.neuron import sdk as neuron_sdk
+from tests.decoder.tiny import CHUNK, Workshop
+
+SOURCE = os.environ.get("PACELINE_NXD_SOURCE")
+FILES = (
+    "trace/functions.py",
+    "trace/hlo_utils.py",
+    "trace/model_builder_utils.py",
+    "trace/mock_torchdist.py",
+    "trace/parallel_context.py",
+    "trace/nxd_model/base_nxd_model.py",
+    "trace/nxd_model/nxd_model.py",
+    "trace/nxd_model/utils.py",
+    "parallel_layers/comm.py",
+    "parallel_layers/mappings.py",
+    "parallel_layers/parallel_state.py",
+    "parallel_layers/utils.py",
+    "utils/__init__.py",
+    "utils/logger.py",
+    "utils/model_utils.py",
+    "utils/random.py",
+    "utils/utils.py",
+)
+"""Those that run. Packages are imported without their own ``__init__``, which imports training and pipelines too."""
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 5]]
+
+pytestmark = [
+    pytest.mark.skipif(
+        SOURCE is None, reason="PACELINE_NXD_SOURCE is not set: it names a folder that holds neuronx_distributed"
+    ),
+    pytest.mark.filterwarnings("ignore"),  # the library's own
+]
+
+
+@pytest.fixture
+def real(install: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], Any]:
+    """The real files over the stand-in. Called when a decoder is loaded, gives the stand-in's runtime."""
+    install()
+    noise_record.write(neuron_sdk.find(), outcome=True)
+    package, source = tmp_path / "real" / "neuronx_distributed", Path(str(SOURCE)) / "neuronx_distributed"
+    digest = hashlib.sha256()
+    for name in FILES:
+        place = package / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(source / name)
+        digest.update((source / name).read_bytes())
+    for folder in ("", "trace", "trace/nxd_model", "parallel_layers"):
+        (package / folder / "__init__.py").write_text("" if folder else "import torch_neuronx.spmd\n")
+    (package / "trace" / "trace.py").write_text("get_sharded_checkpoint = preprocess_checkpoint = None\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    version = re.search(r'__version__ = "(.+)"', (source / "_version.py").read_text())
+    print(f"neuronx_distributed {version and version.group(1)}, sha256 of {len(FILES)} files {digest.hexdigest()}")
+
+    def loaded() -> Any:
+        base: Any = importlib.import_module("neuronx_distributed.trace.nxd_model.base_nxd_model")
+        assert Path(base.__file__).resolve() == (source / "trace/nxd_model/base_nxd_model.py").resolve()
+        monkeypatch.setattr(base, "torch", _OnCpu())
+        return importlib.import_module("torch_neuronx").RUNTIME
+
+    return loaded
+
+
+class _OnCpu:
+    """PyTorch whose zeros are the host's: the device of a rank is not there."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def zeros(self, shape: list[int], *, dtype: torch.dtype, device: str) -> torch.Tensor:
+        assert re.fullmatch(r"privateuseone:\d+", device)
+        return torch.zeros(shape, dtype=dtype)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_a_fused_pair_has_the_tokens_of_eager(workshop: Workshop, real: Callable[[], Any], degree: int) -> None:
+    found = []
+    for backend in ("eager", "neuron"):
+        made = [
+            AutoDecoder.from_pretrained(
+                workshop.checkpoint(role), backend=backend, amp="f32", batch_size=2, context_length_estimate=[CHUNK],
+                tp_degree=degree if backend == "neuron" else 1,
+            )
+            for role in ("draft", "target")
+        ]  # fmt: skip
+        for decoder in made:
+            decoder.on_graph = lambda _event: None
+        runtime = real() if backend == "neuron" else None
+        done = SpeculativeGenerator(made[0], made[1], k=2).sample(PROMPTS, max_new_tokens=8, return_dict=True)
+        found.append((done.sequences.tolist(), done.statistics.num_accepted_tokens_per_pos))
+    assert found[0] == found[1]
+    assert runtime is not None and runtime.calls and all("--target=inf2" in flags for flags in runtime.compiled)
