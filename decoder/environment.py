@@ -5,6 +5,7 @@ Workers and their cores have theirs in `paceline.placement.host.environment`.
 PACELINE_CACHE  folder of compiled artefacts; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
 PACELINE_NEURON_LAYOUT  "rounds": weights lie on Neuron as the largest graph of a round wants them; default "plain"
+PACELINE_NEURON_PROMPTS  "plain": prompts are never attended to by the SDK's kernel; default "kernel"
 PACELINE_NEURON_ROUNDS  rounds that a graph on Neuron has between two looks of the host; default 1
 
 Read by the client of the Hugging Face hub, whose names they are, where a model is given by its id:
@@ -19,6 +20,7 @@ Read for Neuron, whose names they are:
 
     NEURON_PLATFORM_TARGET_OVERRIDE  chip to compile for, where there is none
     NEURON_LOGICAL_NC_CONFIG         physical cores of a logical core
+    TORCH_NEURONX_COMPILE_ONLY       graphs are compiled and not run, which backend='neuron-native' refuses
 
 Written for Neuron where they are not set yet, before its SDK is imported:
 
@@ -115,6 +117,18 @@ def neuron_layout() -> bool:
     return layout == "rounds"
 
 
+def neuron_prompt_kernel() -> bool:
+    """Whether prompts are attended to by the SDK's kernel, where it has one.
+
+    Raises:
+        ConfigurationError: the variable holds something else.
+    """
+    form = os.environ.get("PACELINE_NEURON_PROMPTS") or "kernel"
+    if form not in ("kernel", "plain"):
+        raise ConfigurationError(f"PACELINE_NEURON_PROMPTS={form!r} is unknown; make it kernel or plain")
+    return form == "kernel"
+
+
 def neuron_rounds() -> int:
     """How many rounds a graph of fused rounds has for the time between two looks of the host.
 
@@ -158,6 +172,11 @@ def neuron_native_defaults() -> None:
         ("TORCH_NEURONX_DYNAMO_DISABLE_CPU_AUTOCOPY", "1"),
     ):
         os.environ.setdefault(name, value)
+
+
+def neuron_native_compile_only() -> bool:
+    """Whether TorchNeuron is told to compile graphs and to run none."""
+    return os.environ.get("TORCH_NEURONX_COMPILE_ONLY", "0").lower() in ("1", "true", "yes", "on")
 
 
 def with_variables(variables: dict[str, str]) -> dict[str, str]:

@@ -23,12 +23,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paceline.core.errors import BackendError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
-from paceline.decoder.backends.neuron import noise_record
+from paceline.decoder.backends.neuron import attention_kernel, noise_record
 from paceline.decoder.backends.neuron.engines import DRAFT_LENGTHS
-from paceline.decoder.backends.neuron.sdk import instance_family
+from paceline.decoder.backends.neuron.sdk import CAPABILITIES, Chip, instance_family
 from paceline.decoder.compile import graph_lint
 from paceline.decoder.compile.lowering import Lowered, lower, state_of
-from paceline.decoder.kernels import graph_product, graph_topk
+from paceline.decoder.kernels import graph_product, graph_topk, prompt_attention
+from paceline.decoder.kernels.prompt_attention import PromptAttention
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.kernels.traceable import TraceableKernels
 
@@ -85,6 +86,12 @@ def runtime() -> Runtime:
         BackendError: TorchNeuron is missing, is the older package of the same name, or sees no core.
     """
     environment.neuron_native_defaults()
+    if environment.neuron_native_compile_only():
+        raise BackendError(
+            "TORCH_NEURONX_COMPILE_ONLY is set: TorchNeuron compiles graphs then and runs none, and no document says "
+            "where a model's tensors are meanwhile; unset it. `paceline export-hlo` writes graphs to be compiled "
+            "without a chip"
+        )
     try:
         importlib.import_module("torch_neuronx")  # which PyTorch has done already, unless it was told not to
         versions = tuple(metadata.version(name) for name in PACKAGES)
@@ -112,7 +119,8 @@ class NeuronNativeBackend(LocalBackend):
     def __init__(self) -> None:
         self.rounds_in_graph = environment.neuron_rounds()
         self._runtime = runtime()
-        self.kernels: Kernels = TraceableKernels()
+        self._prompts = prompt_form()
+        self.kernels: Kernels = TraceableKernels(self._prompts)
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         """Trace. The compiler runs at the step's first call, which is the only one that it runs at.
@@ -121,7 +129,7 @@ class NeuronNativeBackend(LocalBackend):
             BackendError: the graph breaks a rule of the compiler.
         """
         announce(f"compiling {graph.name}")
-        return compiled(graph, self._runtime)
+        return compiled(graph, self._runtime, self._prompts, announce)
 
     def read_state(self, state: Tensor) -> Tensor:
         return state_on(self._runtime, state)
@@ -135,16 +143,32 @@ class NeuronNativeBackend(LocalBackend):
         noise_record.write(self._runtime, outcome=passed)
 
 
-def compiled(graph: Graph, home: Runtime) -> Step:
-    """One graph on a device, traced now and compiled at its first call.
+def prompt_form() -> PromptAttention:
+    """How prompts are attended to: by the NKI Library's kernel, which TorchNeuron calls on every chip that it supports.
 
     Raises:
-        BackendError: it breaks a rule of the compiler.
+        ConfigurationError: a variable that decides it holds something else than it may.
     """
+    if not environment.neuron_prompt_kernel():
+        return PromptAttention("PACELINE_NEURON_PROMPTS=plain")
+    return PromptAttention(cores=environment.neuron_logical_cores() or CAPABILITIES[Chip.TRN2].logical[0])
+
+
+def compiled(graph: Graph, home: Runtime, prompts: PromptAttention, announce: Callable[[str], None]) -> Step:
+    """One graph on a device, traced now and compiled at its first call.
+
+    ``prompts``: of the kernels that the graph's module has.
+
+    Raises:
+        BackendError: it breaks a rule of the compiler, or what it calls is not installed.
+    """
+    prompts.said = ""
     lowered = lower(graph.name, graph.module, graph.example)
+    if prompts.said:
+        announce(f"{graph.name}: {prompts.said}")
     if found := graph_lint.lint(lowered):
         raise BackendError(f"{graph.name} cannot be compiled for Neuron: {'; '.join(map(str, found[:3]))}")
-    return _Compiled(graph, lowered, home)
+    return _Compiled(graph, lowered, home, cores=prompts.cores)
 
 
 def state_on(home: Runtime, state: Tensor) -> Tensor:
@@ -174,12 +198,13 @@ def _copies() -> Copies:
 class _Compiled:
     """One graph, and the device's tensors that it reads and writes."""
 
-    def __init__(self, graph: Graph, lowered: Lowered, home: Runtime) -> None:
+    def __init__(self, graph: Graph, lowered: Lowered, home: Runtime, *, cores: int) -> None:
         self._name, self._device = graph.name, home.device
         # Weak where a weight's life is the decoder's own: the copies are kept here.
         self._state = [_copies().of(x, home.device) for x in state_of(graph.module, lowered).values()]
         # A graph module has code of its own, so that each key is compiled once and none counts as another's recompile.
-        self._call = torch.compile(in_place(lowered, home.device), backend=home.compiler, fullgraph=True, dynamic=False)
+        step = in_place(lowered, home.device, cores=cores)
+        self._call = torch.compile(step, backend=home.compiler, fullgraph=True, dynamic=False)
         self._ready = False
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
@@ -197,11 +222,15 @@ class _Compiled:
         return outputs
 
 
-def in_place(lowered: Lowered, device: torch.device) -> fx.GraphModule:
+def in_place(lowered: Lowered, device: torch.device, *, cores: int = 1) -> fx.GraphModule:
     """A lowered step that takes its state and its inputs, writes into the state, and gives its outputs.
 
-    Products and top-k become PyTorch's own, what torch-mlir has no lowering for is rewritten, and what a step makes
-    from nothing is made on the device.
+    Products and top-k become PyTorch's own, attention over a prompt the NKI Library's, what torch-mlir has no lowering
+    for is rewritten, and what a step makes from nothing is made on the device. ``cores``: physical ones of a logical
+    core.
+
+    Raises:
+        BackendError: the graph calls the NKI Library, which is not there.
     """
     graph = fx.Graph()
     results = graph.graph_copy(lowered.graph.graph, {})
@@ -212,6 +241,8 @@ def in_place(lowered: Lowered, device: torch.device) -> fx.GraphModule:
     own |= {one.Scalar: _typed(one.Tensor) for one in (aten.bitwise_and, aten.bitwise_or, aten.bitwise_xor)}
     for node in graph.nodes:
         if node.op == "call_function":
+            if node.target == prompt_attention.operator():
+                node.target = attention_kernel.native(cores)
             node.target = own.get(node.target, node.target)
             if "device" in node.kwargs:
                 node.kwargs = {**node.kwargs, "device": device}

@@ -36,7 +36,8 @@ class NativeMember:
     keeps_meeting = True  # nothing says when the last core has read what the others left there
 
     def __init__(self, rank: int, degree: int, name: str) -> None:
-        self.kernels: Kernels = TraceableKernels()
+        self.prompts = neuron_native.prompt_form()
+        self.kernels: Kernels = TraceableKernels(self.prompts)
         self.group: Collectives = DeviceGroup(degree, name)
         self._rank = rank
         self._port = _free_port() if rank == 0 else 0
@@ -82,7 +83,7 @@ class NativeMember:
             torch.distributed.destroy_process_group()
 
     def compile(self, graph: Graph) -> Step:
-        return neuron_native.compiled(graph, self.runtime)
+        return neuron_native.compiled(graph, self.runtime, self.prompts, _quiet)
 
 
 class NeuronNativeRanks(RankedBackend):
@@ -98,11 +99,14 @@ class NeuronNativeRanks(RankedBackend):
         super().__init__(degree)
         member = self.ranks.member
         assert isinstance(member, NativeMember)
-        self._runtime = member.runtime
+        self._member, self._runtime = member, member.runtime
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         announce(f"compiling {graph.name} on {self.group.degree} cores")
-        return super().compile(graph, announce)
+        step = super().compile(graph, announce)
+        if said := self._member.prompts.said:
+            announce(f"{graph.name}: {said}")
+        return step
 
     def read_state(self, state: Tensor) -> Tensor:
         """What rank 0 has in it: states that are read are the same on all ranks."""
@@ -115,6 +119,10 @@ class NeuronNativeRanks(RankedBackend):
     def record_noise_check(self, *, passed: bool) -> None:
         """See `paceline.decoder.backends.base.ChecksNoise`."""
         noise_record.write(self._runtime, outcome=passed)
+
+
+def _quiet(_said: str) -> None:
+    """Every rank makes the same graphs; the backend tells of them once."""
 
 
 def _free_port() -> int:

@@ -19,6 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.decoder.compile import rewrites
 from paceline.decoder.compile.lowering import Lowered, operator
+from paceline.decoder.kernels import prompt_attention
 
 FREE = frozenset(
     [
@@ -54,6 +55,8 @@ _REDUCTIONS = frozenset({"amax", "amin", "sum"})
 PRODUCTS = frozenset({"addmm", "bmm", "embedding", "linear", "matmul", "mm", "product"})
 GATHERS = frozenset({"gather", "index", "index_select"})
 COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor"})
+KERNELS = frozenset({prompt_attention.NAME})
+"""Of a device's library: no passes over rows of logits."""
 
 
 @dataclass(slots=True)
@@ -87,7 +90,7 @@ class RowCost:
             self.topk += self._rows(size)
         elif name in _REDUCTIONS:
             self.reductions += self._rows(size)
-        elif name not in FREE | PRODUCTS:
+        elif name not in FREE | PRODUCTS | KERNELS:
             self.passes += self._rows(out)
 
     def _rows(self, size: int) -> float:

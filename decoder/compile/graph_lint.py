@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from paceline.decoder.compile.hlo_lint import Finding
 from paceline.decoder.compile.lowering import Lowered, constants_of, operator
+from paceline.decoder.kernels import prompt_attention
 
 _LOWERS = """
     __and__ __or__ __xor__ _to_copy _unsafe_view abs add alias amax amin arange bitwise_not
@@ -27,6 +28,9 @@ LOWERS = frozenset(_LOWERS.split())
 
 COLLECTIVES = frozenset({"all_reduce", "all_gather_into_tensor", "wait_tensor"})
 """PyTorch's own, in whose place a backend of several ranks puts its device's."""
+
+KERNELS = frozenset({prompt_attention.NAME})
+"""In whose place a backend puts a kernel of its device's library: one custom call (AwsNeuronCustomNativeKernel)."""
 
 PRODUCTS = frozenset({"bmm", "linear", "matmul", "mm", "product"})
 _MOVES = frozenset({"clone", "expand", "index_select", "permute", "reshape", "select", "slice", "squeeze", "transpose"})
@@ -48,7 +52,7 @@ def lint(lowered: Lowered) -> list[Finding]:
 
 def _operator(node: fx.Node) -> Iterator[Finding]:
     name = operator(node.target)
-    if name not in LOWERS | COLLECTIVES:
+    if name not in LOWERS | COLLECTIVES | KERNELS:
         yield Finding("operator", f"{node.name}: {node.target} has not been seen to lower; see graph_lint.LOWERS")
     if name in PRODUCTS and _first(node).dtype in _INTEGERS:
         yield Finding("integer dot", f"{node.name}: a product of integers is computed in float32, or refused")

@@ -20,13 +20,15 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from paceline.core.errors import BackendError
 from paceline.decoder.compile import rewrites
-from paceline.decoder.kernels import graph_product, graph_topk
+from paceline.decoder.kernels import graph_product, graph_topk, prompt_attention
 from paceline.decoder.parallel.collectives import Collectives
 
 Product = Callable[[Tensor, Tensor], Tensor]
 """As `paceline.decoder.kernels.graph_product.operator`."""
 TopK = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 """As `paceline.decoder.kernels.graph_topk.topk`."""
+Attention = Callable[..., Tensor]
+"""As `paceline.decoder.kernels.prompt_attention.operator`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +57,17 @@ class Lowered:
         ranks: Collectives | None = None,
         topk: TopK | None = None,
         product: Product | None = None,
+        attention: Attention | None = None,
     ) -> tuple[dict[str, Tensor], list[Tensor]]:
         """Execute on the device of the inputs. -> new values of what changed, outputs.
 
-        ``ranks`` are what the step's collectives become there, and ``topk`` and ``product`` what
-        `paceline.decoder.kernels.graph_topk` and `graph_product` become; without them PyTorch's own are called.
+        ``ranks`` are what the step's collectives become there, and ``topk``, ``product`` and ``attention`` what
+        `paceline.decoder.kernels.graph_topk`, `graph_product` and `prompt_attention` become; without them PyTorch's
+        own are called.
         """
         tensors = [state[name] for name in self.state]
-        own: dict[Any, Callable[..., Any]] = {}
-        if topk is not None:
-            own[graph_topk.operator()] = topk
-        if product is not None:
-            own[graph_product.operator()] = product
+        given = {graph_topk.operator: topk, graph_product.operator: product, prompt_attention.operator: attention}
+        own: dict[Any, Callable[..., Any]] = {one(): call for one, call in given.items() if call is not None}
         flat = _Anywhere(self.graph, inputs[0].device, ranks=ranks, own=own).run(*tensors, *inputs)
         changed = dict(zip(self.changed, flat, strict=False))
         return changed, list(flat[len(self.changed) :])

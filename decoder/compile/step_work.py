@@ -18,7 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.decoder.compile import rewrites
-from paceline.decoder.compile.cost_lint import COLLECTIVES, FREE, GATHERS, PRODUCTS, RowCost, is_of_rows, tensors
+from paceline.decoder.compile.cost_lint import (
+    COLLECTIVES,
+    FREE,
+    GATHERS,
+    KERNELS,
+    PRODUCTS,
+    RowCost,
+    is_of_rows,
+    tensors,
+)
 from paceline.decoder.compile.lowering import operator
 
 _SCALAR = frozenset({"exp", "log", "log1p", "pow", "rsqrt", "silu", "sigmoid", "sin", "cos", "tanh", "gelu"})
@@ -127,7 +136,9 @@ class _Counting(TorchDispatchMode):
             return
         work.operations += 1
         work.tiles += -(-size // self._tile)
-        if name in PRODUCTS:
+        if name in KERNELS:
+            self._prompt(taken)
+        elif name in PRODUCTS:
             self._product(name, taken, out)
         elif name in COLLECTIVES:
             work.collectives[name, taken[0].numel() * taken[0].element_size()] += 1
@@ -156,6 +167,21 @@ class _Counting(TorchDispatchMode):
         self.work.products[str(sides[0].dtype).removeprefix("torch.")] += 2 * out[0].numel() * sides[0].shape[-1]
         self.work.read += sum(x.numel() * x.element_size() for x in sides if x in self._state)
         self.work.tiles += -(-sides[1].numel() // (128 * 128))  # the engine holds 128 x 128 numbers of a matrix
+
+    def _prompt(self, taken: list[Tensor]) -> None:
+        """Attention over a prompt by a kernel: two products and a softmax, whose scores are never written to memory.
+
+        Scores of rows that are masked are counted: which prior rows are used is not known before.
+        """
+        query, keys = taken[0], taken[1:-1:2]  # of the chunk, and of the rows before it
+        columns = sum(x.shape[1] for x in keys)
+        scores = query.shape[0] * query.shape[1] * columns
+        self.work.products[str(query.dtype).removeprefix("torch.")] += 4 * scores * query.shape[2]
+        self.work.read += sum(x.numel() * x.element_size() for x in taken[1:-1] if x in self._state)
+        self.work.scalar += scores  # exponentials
+        self.work.vector += 2 * scores  # their maximum and their sum
+        self.work.tiles += 3 * -(-scores // self._tile)
+        self.work.tiles += 2 * keys[0].shape[0] * -(-columns // 128) * -(-query.shape[2] // 128)
 
     def _mark(self, found: list[Tensor]) -> None:
         for x in found:

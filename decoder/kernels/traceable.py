@@ -18,7 +18,8 @@ from torch import Tensor
 from paceline.core import noise, probs, reduce
 from paceline.core.errors import ConfigurationError
 from paceline.core.types import SamplingTensors
-from paceline.decoder.kernels import graph_product, graph_sampling
+from paceline.decoder.kernels import graph_product, graph_sampling, prompt_attention
+from paceline.decoder.kernels.prompt_attention import Chunk, PromptAttention
 from paceline.decoder.kernels.protocol import PLAIN_ATTENTION, AttentionRule, CachePosition
 from paceline.decoder.kernels.torch_kernels import distances, within
 from paceline.decoder.kernels.vocab_part import VocabPart
@@ -29,12 +30,18 @@ MAX_EXACT = 1 << 24
 
 
 class TraceableKernels:
-    """Plain operations of static shape."""
+    """Plain operations of static shape.
+
+    ``prompts`` says which chunks of prompts are attended to by a kernel of the device's library; None: it has none.
+    """
 
     batch_invariant = False  # a compiler may order a row's sums by the number of rows
     skips_padding = False
     sampling_kinds = True  # nothing looks at a value, so what all rows have in common must be known beforehand
     layers = None
+
+    def __init__(self, prompts: PromptAttention | None = None) -> None:
+        self._prompts = prompts
 
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
         """As `Kernels.linear`; padding is computed like everything else.
@@ -67,6 +74,10 @@ class TraceableKernels:
         lines, window, heads, width = q.shape
         groups, share = k.shape[2], heads // k.shape[2]
         rows = place.row.unsqueeze(1) + torch.arange(window, dtype=torch.int32, device=q.device)  # [b, T]
+        if self._prompts is not None and place.padded and place.tree is None and lines == 1:
+            chunk = Chunk(window, place.bucket - window, heads, groups, width, cache[0].dtype)
+            if self._prompts.takes(chunk, rule):
+                return read_prompt(qkv, cache, place, before=chunk.before, window=rule.window)
         # Nodes of a tree may lie behind the bucket: more of them are tried than can be accepted.
         extent = place.bucket if place.tree is None else min(place.bucket + window, cache[0].shape[2])
         for part, new in zip(cache, (k, v), strict=True):
@@ -157,6 +168,32 @@ def read(cache: Tensor, slots: Tensor, extent: int) -> Tensor:
     near = cache[:, :, :extent]
     # A call with a line for every slot has them in order, so nothing needs to be moved.
     return near if len(slots) == len(cache) else near.index_select(0, slots)
+
+
+def read_prompt(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    cache: tuple[Tensor, Tensor],
+    place: CachePosition,
+    *,
+    before: int,
+    window: int,
+) -> Tensor:
+    """As `Kernels.attend` for one line that is a prompt's chunk, which is behind at most ``before`` rows.
+
+    Keys and values are those of the cache's type; what is there already is read without waiting for them.
+    """
+    q, *new = qkv
+    _, length, heads, width = q.shape
+    query = (q[0].transpose(0, 1) * (1 / math.sqrt(width))).to(cache[0].dtype)
+    keys, values = (x[0].transpose(0, 1).to(part.dtype) for x, part in zip(new, cache, strict=True))
+    prior = None
+    if before:
+        prior = (read(cache[0], place.slots, before)[0], read(cache[1], place.slots, before)[0])
+    mixed = prompt_attention.attend(query, (keys, values), prior, place.row, window=window)
+    rows = place.row.unsqueeze(1) + torch.arange(length, dtype=torch.int32, device=q.device)
+    for part, rows_of in zip(cache, (keys, values), strict=True):
+        store(part, rows_of.unsqueeze(0), slots=place.slots, rows=rows)
+    return mixed.float().transpose(0, 1).reshape(1, length, heads * width)
 
 
 def visible(place: CachePosition, rows: Tensor, extent: int) -> Tensor:

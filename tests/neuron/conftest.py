@@ -13,7 +13,7 @@ import pytest
 from paceline.decoder.backends.neuron import backend, noise_record
 from paceline.decoder.backends.neuron import sdk as neuron_sdk
 
-NAMES = ("torch_neuronx", "neuronx_distributed", "neuronxcc", "torch_xla", "libneuronxla")
+NAMES = ("torch_neuronx", "neuronx_distributed", "neuronxcc", "torch_xla", "libneuronxla", "nki", "nkilib")
 DOUBLE = Path(__file__).parent / "double"
 SDK = {
     "neuronx-cc": "2.23.6484.0",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from paceline.core.errors import ArtefactError, BackendError
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, Step
-from paceline.decoder.backends.neuron import noise_record
+from paceline.decoder.backends.neuron import attention_kernel, noise_record
 from paceline.decoder.backends.neuron import ranks as neuron_ranks
 from paceline.decoder.backends.neuron.chip import Chip, chip
 from paceline.decoder.backends.neuron.engines import DRAFT_LENGTHS
@@ -46,7 +46,8 @@ class NeuronBackend:
         self.rounds_in_graph = environment.neuron_rounds()
         self._chip = chip()
         self._chip.claim(degree)
-        self.kernels: Kernels = TraceableKernels()
+        self._prompts = self._chip.sdk.prompts()
+        self.kernels: Kernels = TraceableKernels(self._prompts)
         self.group: Collectives = SingleRank() if degree == 1 else DeviceGroup(degree)
         self._root = environment.cache_root() / "neuron"
         self._shipped: Path | None = None
@@ -63,11 +64,20 @@ class NeuronBackend:
                 compiler refuses it.
         """
         graph = replace(graph, example=tuple(x.contiguous() for x in graph.example))
+        self._prompts.said = ""
         lowered = lower(graph.name, graph.module, graph.example)
+        if self._prompts.said:
+            announce(f"{graph.name}: {self._prompts.said}")
         if found := graph_lint.lint(lowered):
             raise BackendError(f"{graph.name} cannot be compiled for Neuron: {'; '.join(map(str, found[:3]))}")
         traced = self._chip.trace(
-            Stateful(lowered, self._chip.names.of(graph.module, lowered), self._chip.ranks), graph
+            Stateful(
+                lowered,
+                self._chip.names.of(graph.module, lowered),
+                self._chip.ranks,
+                attention=attention_kernel.through_xla(self._prompts.cores),
+            ),
+            graph,
         )
         _check(graph.name, traced.hlo, announce)
         flags = self._chip.sdk.flags(prompt=graph.key.is_prompt)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from paceline.core.errors import BackendError
 from paceline.decoder import environment
+from paceline.decoder.kernels.prompt_attention import PromptAttention
 
 PACKAGES = {
     "neuronx-cc": "neuronxcc",
@@ -52,20 +53,28 @@ class Capability:
     first, last  SDK lines 2.first to 2.last that have ModelBuilder for it
     degrees      tensor-parallel degrees the runtime takes
     logical      physical cores a logical core may be made of; the first is the default
+    attention    SDK lines from 2.attention on have an attention kernel for prompts that goes on behind rows of a
+                 cache; None: no release has one for the chip
     """
 
     first: int
     last: int
     degrees: tuple[int, ...]
     logical: tuple[int, ...]
+    attention: int | None = None
 
 
 CAPABILITIES = {
     Chip.INF2: Capability(28, 28, (1, 2, 4, 8, 24), (1,)),
     Chip.TRN1: Capability(28, 28, (1, 2, 8, 16, 32), (1,)),
-    Chip.TRN2: Capability(28, 31, (1, 2, 4, 8, 16, 32, 64), (2, 1)),
+    Chip.TRN2: Capability(28, 31, (1, 2, 4, 8, 16, 32, 64), (2, 1), attention=29),
 }
-"""Later lines have no ModelBuilder (maintained until 2.31), earlier ones were not looked at."""
+"""Later lines have no ModelBuilder (maintained until 2.31), earlier ones were not looked at.
+
+Attention: from 2.29 on NxD Inference calls ``attention_cte`` of the NKI Library through `nki.jit`, on Trainium2 and
+newer alone. What it called in 2.28 are private modules of the compiler (`neuronxcc.nki._pre_prod_kernels`), and on trn1
+not with rows of a cache.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +125,19 @@ class Sdk:
         else:
             flags.append("--enable-saturate-infinity")
         return " ".join(flags)
+
+    def prompts(self) -> PromptAttention:
+        """How prompts are attended to here.
+
+        Raises:
+            ConfigurationError: the variable that decides it holds something else than it may.
+        """
+        first = self.capability.attention
+        if not environment.neuron_prompt_kernel():
+            return PromptAttention("PACELINE_NEURON_PROMPTS=plain")
+        if first is None or self.minor < first:
+            return PromptAttention(f"SDK 2.{self.minor} has no documented kernel for it on {self.chip.value}")
+        return PromptAttention(cores=self.logical)
 
     def check_degree(self, degree: int) -> None:
         """Raise BackendError unless the chip takes this tensor-parallel degree."""

@@ -1,4 +1,7 @@
-"""A lowered step in the form that the SDK's tracer takes, with the SDK's own top-k in it. Not here: the tracing."""
+"""A lowered step in the form that the SDK's tracer takes, with the SDK's own top-k and attention over prompts in it.
+
+Not here: the tracing.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core import reduce
-from paceline.decoder.compile.lowering import Lowered
+from paceline.decoder.compile.lowering import Attention, Lowered
 from paceline.decoder.kernels.graph_product import xla_product
 from paceline.decoder.parallel.collectives import Collectives
 
@@ -25,10 +28,15 @@ class Stateful(nn.Module):
     """
 
     def __init__(
-        self, lowered: Lowered, tensors: dict[str, tuple[str, Tensor]], ranks: Collectives | None = None
+        self,
+        lowered: Lowered,
+        tensors: dict[str, tuple[str, Tensor]],
+        ranks: Collectives | None = None,
+        *,
+        attention: Attention | None = None,
     ) -> None:
         super().__init__()
-        self._lowered, self._ranks = lowered, ranks
+        self._lowered, self._ranks, self._attention = lowered, ranks, attention
         self.shared = {inner: name for inner, (name, _) in tensors.items()}
         for inner, (name, tensor) in tensors.items():
             if hasattr(self, name):
@@ -43,7 +51,9 @@ class Stateful(nn.Module):
         """The step on its inputs x0, x1, ...; those that a graph does not have are None."""
         present = [x for x in inputs if x is not None]
         state = {inner: getattr(self, name) for inner, name in self.shared.items()}
-        changed, outputs = self._lowered.run(state, present, ranks=self._ranks, topk=device_topk, product=xla_product)
+        changed, outputs = self._lowered.run(
+            state, present, ranks=self._ranks, topk=device_topk, product=xla_product, attention=self._attention
+        )
         for inner, value in changed.items():
             setattr(self, self.shared[inner], value)
         return tuple(outputs)

@@ -1,0 +1,1 @@
+"""As the NKI Library's package of the same name."""
