@@ -4,6 +4,7 @@ Workers and their cores have theirs in `paceline.placement.host.environment`.
 
 PACELINE_CACHE  folder of compiled artefacts; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
+PACELINE_NEURON_EAGER  1: backend='neuron-native' runs its graphs operation by operation, to look for errors
 PACELINE_NEURON_LAYOUT  "rounds": weights lie on Neuron as the largest graph of a round wants them; default "plain"
 PACELINE_NEURON_PROMPTS  "plain": prompts are never attended to by the SDK's kernel; default "kernel"
 PACELINE_NEURON_ROUNDS  rounds that a graph on Neuron has between two looks of the host; default 1
@@ -61,6 +62,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 
 from paceline.core.errors import BackendError, ConfigurationError
 
+_ON = ("1", "true", "yes", "on")
 _MAX_ROUNDS = 32  # as many as may run without a look at the queue (`paceline.engine.batch`)
 
 
@@ -176,7 +178,12 @@ def neuron_native_defaults() -> None:
 
 def neuron_native_compile_only() -> bool:
     """Whether TorchNeuron is told to compile graphs and to run none."""
-    return os.environ.get("TORCH_NEURONX_COMPILE_ONLY", "0").lower() in ("1", "true", "yes", "on")
+    return os.environ.get("TORCH_NEURONX_COMPILE_ONLY", "0").lower() in _ON
+
+
+def neuron_native_eager() -> bool:
+    """Whether TorchNeuron runs graphs operation by operation, without compiling them as a whole."""
+    return os.environ.get("PACELINE_NEURON_EAGER", "0").lower() in _ON
 
 
 def with_variables(variables: dict[str, str]) -> dict[str, str]:

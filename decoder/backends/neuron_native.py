@@ -162,10 +162,9 @@ def compiled(graph: Graph, home: Runtime, prompts: PromptAttention, announce: Ca
     Raises:
         BackendError: it breaks a rule of the compiler, or what it calls is not installed.
     """
-    prompts.said = ""
     lowered = lower(graph.name, graph.module, graph.example)
-    if prompts.said:
-        announce(f"{graph.name}: {prompts.said}")
+    if news := prompts.news():
+        announce(f"{graph.name}: {news}")
     if found := graph_lint.lint(lowered):
         raise BackendError(f"{graph.name} cannot be compiled for Neuron: {'; '.join(map(str, found[:3]))}")
     return _Compiled(graph, lowered, home, cores=prompts.cores)
@@ -203,8 +202,9 @@ class _Compiled:
         # Weak where a weight's life is the decoder's own: the copies are kept here.
         self._state = [_copies().of(x, home.device) for x in state_of(graph.module, lowered).values()]
         # A graph module has code of its own, so that each key is compiled once and none counts as another's recompile.
-        step = in_place(lowered, home.device, cores=cores)
-        self._call = torch.compile(step, backend=home.compiler, fullgraph=True, dynamic=False)
+        self._call: Callable[..., Any] = in_place(lowered, home.device, cores=cores)
+        if not environment.neuron_native_eager():
+            self._call = torch.compile(self._call, backend=home.compiler, fullgraph=True, dynamic=False)
         self._ready = False
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:

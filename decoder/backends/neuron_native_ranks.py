@@ -36,6 +36,7 @@ class NativeMember:
     keeps_meeting = True  # nothing says when the last core has read what the others left there
 
     def __init__(self, rank: int, degree: int, name: str) -> None:
+        self.announce: Callable[[str], None] = _quiet  # on rank 0 the backend's: every rank makes the same graphs
         self.prompts = neuron_native.prompt_form()
         self.kernels: Kernels = TraceableKernels(self.prompts)
         self.group: Collectives = DeviceGroup(degree, name)
@@ -83,7 +84,7 @@ class NativeMember:
             torch.distributed.destroy_process_group()
 
     def compile(self, graph: Graph) -> Step:
-        return neuron_native.compiled(graph, self.runtime, self.prompts, _quiet)
+        return neuron_native.compiled(graph, self.runtime, self.prompts, self.announce)
 
 
 class NeuronNativeRanks(RankedBackend):
@@ -103,10 +104,8 @@ class NeuronNativeRanks(RankedBackend):
 
     def compile(self, graph: Graph, announce: Callable[[str], None]) -> Step:
         announce(f"compiling {graph.name} on {self.group.degree} cores")
-        step = super().compile(graph, announce)
-        if said := self._member.prompts.said:
-            announce(f"{graph.name}: {said}")
-        return step
+        self._member.announce = announce
+        return super().compile(graph, announce)
 
     def read_state(self, state: Tensor) -> Tensor:
         """What rank 0 has in it: states that are read are the same on all ranks."""
@@ -122,7 +121,7 @@ class NeuronNativeRanks(RankedBackend):
 
 
 def _quiet(_said: str) -> None:
-    """Every rank makes the same graphs; the backend tells of them once."""
+    """Tells nobody."""
 
 
 def _free_port() -> int:

@@ -52,21 +52,28 @@ class Chunk:
 
 
 class PromptAttention:
-    """Which chunks are attended to by the library's kernel, and what was chosen last.
+    """Which chunks are attended to by the library's kernel, and what was chosen.
 
     missing  why there is none here; nothing where there is one
     cores    physical cores of a logical one, over which it divides heads
-    said     of the chunk that was traced last, for people; nothing before any was
+    chosen   for the chunk that was traced last, for people; nothing before any was
     """
 
     def __init__(self, missing: str = "", *, cores: int = 1) -> None:
-        self.missing, self.cores, self.said = missing, cores, ""
+        self.missing, self.cores, self.chosen = missing, cores, ""
+        self._told: set[str] = set()
 
     def takes(self, chunk: Chunk, rule: AttentionRule) -> bool:
         """Whether a chunk goes to the kernel."""
         why = self.missing or refusal(chunk, rule, cores=self.cores)
-        self.said = f"plain attention over the prompt: {why}" if why else f"attention over the prompt by {KERNEL}"
+        self.chosen = f"plain attention over prompts: {why}" if why else f"attention over prompts by {KERNEL}"
         return not why
+
+    def news(self) -> str:
+        """What was chosen last, the first time; nothing if it was told already."""
+        new = "" if self.chosen in self._told else self.chosen
+        self._told.add(self.chosen)
+        return new
 
 
 def refusal(chunk: Chunk, rule: AttentionRule, *, cores: int) -> str:

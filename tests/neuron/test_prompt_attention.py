@@ -61,7 +61,7 @@ def test_a_chunk_attends_as_without_the_kernel(window: int, bucket: int, row: in
         cache = (caches[0].clone(), caches[1].clone())
         kernels = TraceableKernels(prompts)
         made.append((kernels.attend(qkv, cache, place, rule=AttentionRule(window)), *cache))  # type: ignore[arg-type]
-    assert prompts is not None and prompts.said == f"attention over the prompt by {KERNEL}"
+    assert prompts is not None and prompts.chosen == f"attention over prompts by {KERNEL}"
     torch.testing.assert_close(made[1][0], made[0][0], rtol=0.02, atol=0.02)
     assert made[1][0].std() > 0.2
     assert torch.equal(made[0][1], made[1][1]) and torch.equal(made[0][2], made[1][2])
@@ -89,7 +89,9 @@ def test_a_chunk_that_the_kernel_does_not_take_is_told(
 ) -> None:
     prompts = PromptAttention(cores=cores)
     assert prompts.takes(replace(CHUNK_256, **change), rule) == (not why)
-    assert why in prompts.said and prompts.said.startswith("plain attention" if why else "attention over the prompt by")
+    assert why in prompts.chosen and prompts.chosen.startswith(
+        "plain attention" if why else "attention over prompts by"
+    )
 
 
 def test_the_table_decides_and_the_user_may_say_no(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +99,10 @@ def test_the_table_decides_and_the_user_may_say_no(monkeypatch: pytest.MonkeyPat
     for chip, minor in ((Chip.INF2, 28), (Chip.TRN1, 28), (Chip.TRN2, 28)):
         plain = Sdk(chip, minor, (), 2).prompts()
         assert not plain.takes(CHUNK_256, PLAIN_ATTENTION)
-        assert plain.said.endswith(f"SDK 2.28 has no documented kernel for it on {chip.value}")
+        assert plain.chosen.endswith(f"SDK 2.28 has no documented kernel for it on {chip.value}")
     monkeypatch.setenv("PACELINE_NEURON_PROMPTS", "plain")
     for prompts in (Sdk(Chip.TRN2, 29, (), 2).prompts(), neuron_native.prompt_form()):
-        assert not prompts.takes(CHUNK_256, PLAIN_ATTENTION) and "PACELINE_NEURON_PROMPTS=plain" in prompts.said
+        assert not prompts.takes(CHUNK_256, PLAIN_ATTENTION) and "PACELINE_NEURON_PROMPTS=plain" in prompts.chosen
     monkeypatch.setenv("PACELINE_NEURON_PROMPTS", "fast")
     with pytest.raises(ConfigurationError, match="PACELINE_NEURON_PROMPTS='fast' is unknown"):
         neuron_native.prompt_form()
@@ -124,12 +126,12 @@ def test_prompts_are_read_by_the_kernel_of_trainium2(
     assert len(calls) == layers, "once in each layer of the one graph"
     assert calls[0]["shapes"] == [(4, CHUNK, 8), (2, CHUNK, 8), (2, CHUNK, 8)] and calls[0]["grid"] == 2
     assert calls[0]["k_prior"].shape == calls[0]["v_prior"].shape == (2, room, 8)
-    assert any(f"attention over the prompt by {KERNEL}" in event for event in events)
+    assert any(f"attention over prompts by {KERNEL}" in event for event in events)
     monkeypatch.setenv("PACELINE_NEURON_PROMPTS", "plain")
     told: list[str] = []
     plain = _prefill(workshop, told)
     assert len(calls) == layers
-    assert any("plain attention over the prompt: PACELINE_NEURON_PROMPTS=plain" in event for event in told)
+    assert any("plain attention over prompts: PACELINE_NEURON_PROMPTS=plain" in event for event in told)
     torch.testing.assert_close(kernel, plain, rtol=0.05, atol=0.1)
     assert not torch.equal(kernel, plain)
 
@@ -203,7 +205,7 @@ def test_torchneuron_calls_the_kernel_inside_of_whole_graphs(
     kernel = _prefill(workshop, events, backend="neuron-native")
     nodes = [str(node.target) for node in recorded.calls()]
     assert nodes.count("paceline.prompt_attention.default") == 2 and len(recorded.graphs) == 1
-    assert any(f"attention over the prompt by {KERNEL}" in event for event in events)
+    assert any(f"attention over prompts by {KERNEL}" in event for event in events)
     calls = importlib.import_module("nkilib.core.attention.attention_cte").attention_cte.calls
     assert {call["grid"] for call in calls} == {2} and calls[0]["tp_k"] is True
     monkeypatch.setenv("PACELINE_NEURON_PROMPTS", "plain")

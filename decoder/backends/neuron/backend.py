@@ -64,10 +64,9 @@ class NeuronBackend:
                 compiler refuses it.
         """
         graph = replace(graph, example=tuple(x.contiguous() for x in graph.example))
-        self._prompts.said = ""
         lowered = lower(graph.name, graph.module, graph.example)
-        if self._prompts.said:
-            announce(f"{graph.name}: {self._prompts.said}")
+        if news := self._prompts.news():
+            announce(f"{graph.name}: {news}")
         if found := graph_lint.lint(lowered):
             raise BackendError(f"{graph.name} cannot be compiled for Neuron: {'; '.join(map(str, found[:3]))}")
         traced = self._chip.trace(
