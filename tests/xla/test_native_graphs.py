@@ -1,0 +1,52 @@
+"""The graphs that TorchNeuron is given, through torch_xla's export: as HLO they break no rule, and all of it has a form
+in StableHLO, which is what TorchNeuron's compiler reads. Its own way there is torch-mlir, which is not run here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.decoder.backends import neuron_native, xla
+from paceline.decoder.backends.neuron_native import in_place
+from paceline.decoder.compile import hlo_lint
+from paceline.decoder.compile.lowering import lower, state_of
+from tests.decoder.steps import STEPS, inputs
+from tests.decoder.tiny import Workshop
+from tests.xla.test_graphs import BUDGETS
+
+_OPERATION = re.compile(r"stablehlo\.(\w+)")
+_STABLE = {"dot_general": "dot", "broadcast_in_dim": "broadcast", "return": "tuple"}
+
+
+@pytest.mark.parametrize("name", ["prefill", "window, tree", "fused", "fused eagle 3, chain"])
+def test_a_graph_of_torchneuron_has_no_finding_and_a_form_in_stablehlo(
+    workshop: Workshop, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, body = xla.device(), workshop.decoder(backend="xla").body
+    # Top-k is a call of the device's own there, and no sort.
+    monkeypatch.setattr(neuron_native, "topk", partial(xla._custom_topk, home))
+    step, example = STEPS[name](body, 128), inputs(name, 1)
+    lowered = lower(name, step, example)
+    graph = in_place(lowered, home.torch)
+    state = {key: tensor.detach().to(home.torch) for key, tensor in state_of(step, lowered).items()}
+    given = [x.to(home.torch) for x in example]
+    home.library.sync()
+    home.reset_counters()
+    with torch.no_grad():
+        outputs = graph(*state.values(), *given)
+    assert not home.fallbacks()
+    results = [*(state[key] for key in lowered.changed), *outputs]
+    text: str = home.bridge._get_xla_tensors_hlo(results)
+    assert hlo_lint.lint(text, budget=BUDGETS[name]) == []
+    model: Any = importlib.import_module("torch_xla.core.xla_model")
+    stable: str = model.get_stablehlo(results)
+    home.bridge._clear_pending_irs(str(home.torch))
+    found = {_STABLE.get(operation, operation.replace("_", "-")) for operation in _OPERATION.findall(stable)}
+    assert {"dot", "scatter", "exponential"} <= found
+    assert found <= hlo_lint.LISTED | set(hlo_lint.ALLOWED), sorted(found - hlo_lint.LISTED - set(hlo_lint.ALLOWED))
