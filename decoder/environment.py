@@ -4,6 +4,7 @@ Workers and their cores have theirs in `paceline.placement.host.environment`.
 
 PACELINE_CACHE  folder of compiled artefacts; default ~/.cache/paceline
 CXX             the C++ compiler; default g++
+PACELINE_NEURON_CACHE  "tiled": caches have their rows in tiles of 128 on Neuron; default "plain"
 PACELINE_NEURON_EAGER  1: backend='neuron-native' runs its graphs operation by operation, to look for errors
 PACELINE_NEURON_LAYOUT  "rounds": weights lie on Neuron as the largest graph of a round wants them; default "plain"
 PACELINE_NEURON_PROMPTS  "plain": prompts are never attended to by the SDK's kernel; default "kernel"
@@ -113,10 +114,16 @@ def neuron_layout() -> bool:
     Raises:
         ConfigurationError: the variable holds something else.
     """
-    layout = os.environ.get("PACELINE_NEURON_LAYOUT") or "plain"
-    if layout not in ("plain", "rounds"):
-        raise ConfigurationError(f"PACELINE_NEURON_LAYOUT={layout!r} is unknown; make it plain or rounds")
-    return layout == "rounds"
+    return _one_of("PACELINE_NEURON_LAYOUT", "plain", "rounds") == "rounds"
+
+
+def neuron_tiled_caches() -> bool:
+    """Whether caches have their rows in tiles on the device.
+
+    Raises:
+        ConfigurationError: the variable holds something else.
+    """
+    return _one_of("PACELINE_NEURON_CACHE", "plain", "tiled") == "tiled"
 
 
 def neuron_prompt_kernel() -> bool:
@@ -125,10 +132,15 @@ def neuron_prompt_kernel() -> bool:
     Raises:
         ConfigurationError: the variable holds something else.
     """
-    form = os.environ.get("PACELINE_NEURON_PROMPTS") or "kernel"
-    if form not in ("kernel", "plain"):
-        raise ConfigurationError(f"PACELINE_NEURON_PROMPTS={form!r} is unknown; make it kernel or plain")
-    return form == "kernel"
+    return _one_of("PACELINE_NEURON_PROMPTS", "kernel", "plain") == "kernel"
+
+
+def _one_of(name: str, default: str, other: str) -> str:
+    """A variable that is one of two words."""
+    value = os.environ.get(name) or default
+    if value not in (default, other):
+        raise ConfigurationError(f"{name}={value!r} is unknown; make it {default} or {other}")
+    return value
 
 
 def neuron_rounds() -> int:

@@ -75,6 +75,7 @@ class NeuronBackend:
                 self._chip.names.of(graph.module, lowered),
                 self._chip.ranks,
                 attention=attention_kernel.through_xla(self._prompts.cores),
+                laid=self._chip.names.laid,
             ),
             graph,
         )

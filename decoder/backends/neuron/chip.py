@@ -42,7 +42,7 @@ class Chip:
             self._compiler = Compiler(layout=environment.neuron_layout(), logical=self.sdk.logical)
         except ImportError as error:
             raise BackendError(f"the Neuron SDK cannot be imported ({error}); {neuron_sdk.SETUP}") from error
-        self.names = Names()
+        self.names = Names(tiles=environment.neuron_tiled_caches())
         self.graphs: dict[str, Entry] = {}  # that are compiled, and loaded unless nothing is
         self.failed: dict[str, BackendError] = {}
         self.resident: Resident | None = None
@@ -147,7 +147,7 @@ class Chip:
         name = self.names.find(state)
         if self.resident is None or name not in self.resident.states:
             return state.clone()
-        return self.resident.read(name)
+        return self.resident.read(name).reshape(state.shape)
 
     def _wait(self) -> None:
         """For the compilers, telling who asked for a graph when it is there; what fails is dropped."""

@@ -14,11 +14,26 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from paceline.decoder.compile.lowering import Lowered, constants_of, state_of
 from paceline.decoder.parallel.parts import parts_of
 
+TILE = 128
+
+
+def tiled(tensor: Tensor) -> Tensor:
+    """A cache [slots, G, R, D] as [slots, G, 128, R / 128, D], over the same numbers in the same order; anything else,
+    and a cache whose rows are no multiple of 128, as it is.
+
+    A hint for the compiler, which NxD Inference gives it where writes into a cache follow each other in one graph
+    (`kv_cache_tiling`, release 2.29). Whether it helps here, only a chip can tell.
+    """
+    if tensor.dim() != 4 or tensor.shape[2] % TILE or tensor.shape[2] == TILE:
+        return tensor
+    return tensor.unflatten(2, (TILE, -1))
+
 
 class Names:
-    """From tensors of the host to the names they have on the device."""
+    """From tensors of the host to the names they have on the device. ``tiles``: whether states are `tiled` there."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, tiles: bool = False) -> None:
+        self._tiles = tiles
         self._names = WeakTensorKeyDictionary()
         self._changed: dict[str, Tensor] = {}
         self._fixed: dict[str, Tensor] = {}
@@ -70,11 +85,17 @@ class Names:
         for tensor in self._changed.values():
             if tensor not in self._parts:
                 self._parts[tensor] = [tensor.clone() for _ in range(1, ranks)]
-        return [{name: self._of(tensor, rank) for name, tensor in self._changed.items()} for rank in range(ranks)]
+        return [
+            {name: self.laid(self._of(tensor, rank)) for name, tensor in self._changed.items()} for rank in range(ranks)
+        ]
 
     def weights(self, ranks: int = 1) -> list[dict[str, Tensor]]:
         """Tensors that no graph changes, by name, for every rank. What is not divided, all ranks share."""
         return [{name: self._of(x, rank).detach() for name, x in self._fixed.items()} for rank in range(ranks)]
+
+    def laid(self, state: Tensor) -> Tensor:
+        """A state of the host in its shape on the device, over the same numbers."""
+        return tiled(state) if self._tiles else state
 
     def _of(self, tensor: Tensor, rank: int) -> Tensor:
         if not rank or tensor not in self._parts:
