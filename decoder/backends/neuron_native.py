@@ -129,7 +129,7 @@ class NeuronNativeBackend(LocalBackend):
             BackendError: the graph breaks a rule of the compiler.
         """
         announce(f"compiling {graph.name}")
-        return compiled(graph, self._runtime, self._prompts, announce)
+        return compiled(graph, self._runtime, prompts=self._prompts, announce=announce)
 
     def read_state(self, state: Tensor) -> Tensor:
         return state_on(self._runtime, state)
@@ -154,7 +154,7 @@ def prompt_form() -> PromptAttention:
     return PromptAttention(cores=environment.neuron_logical_cores() or CAPABILITIES[Chip.TRN2].logical[0])
 
 
-def compiled(graph: Graph, home: Runtime, prompts: PromptAttention, announce: Callable[[str], None]) -> Step:
+def compiled(graph: Graph, home: Runtime, *, prompts: PromptAttention, announce: Callable[[str], None]) -> Step:
     """One graph on a device, traced now and compiled at its first call.
 
     ``prompts``: of the kernels that the graph's module has.

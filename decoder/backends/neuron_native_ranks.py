@@ -84,7 +84,7 @@ class NativeMember:
             torch.distributed.destroy_process_group()
 
     def compile(self, graph: Graph) -> Step:
-        return neuron_native.compiled(graph, self.runtime, self.prompts, self.announce)
+        return neuron_native.compiled(graph, self.runtime, prompts=self.prompts, announce=self.announce)
 
 
 class NeuronNativeRanks(RankedBackend):

@@ -173,11 +173,11 @@ class _Counting(TorchDispatchMode):
 
         Scores of rows that are masked are counted: which prior rows are used is not known before.
         """
-        query, keys = taken[0], taken[1:-1:2]  # of the chunk, and of the rows before it
+        query, keys = taken[0], taken[1:5:2]  # of the chunk, and of the rows before it if there are any
         columns = sum(x.shape[1] for x in keys)
         scores = query.shape[0] * query.shape[1] * columns
         self.work.products[str(query.dtype).removeprefix("torch.")] += 4 * scores * query.shape[2]
-        self.work.read += sum(x.numel() * x.element_size() for x in taken[1:-1] if x in self._state)
+        self.work.read += sum(x.numel() * x.element_size() for x in taken if x in self._state)
         self.work.scalar += scores  # exponentials
         self.work.vector += 2 * scores  # their maximum and their sum
         self.work.tiles += 3 * -(-scores // self._tile)

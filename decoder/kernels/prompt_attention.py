@@ -94,17 +94,15 @@ def refusal(chunk: Chunk, rule: AttentionRule, *, cores: int) -> str:
     return ""
 
 
-def attend(
-    query: Tensor, active: tuple[Tensor, Tensor], prior: tuple[Tensor, Tensor] | None, used: Tensor, *, window: int = 0
-) -> Tensor:
+def attend(chunk: list[Tensor], prior: list[Tensor], *, window: int = 0) -> Tensor:
     """Every row attends to the first ``used`` prior rows, and to the rows of the chunk up to its own.
 
-    query [H, T, D], already scaled; active: keys and values of the chunk, [G, T, D] each; prior: those before it,
-    [G, R, D] each, None if there are none; used [1] int32; window: as `AttentionRule.window` -> [H, T, D].
-    All of the query's type; query head h reads key-value head h // (H / G).
+    chunk   query [H, T, D], already scaled, and the chunk's keys and values, [G, T, D] each, all of one type
+    prior   keys and values before them, [G, R, D] each of that type, and used [1] int32; empty if there are none
+    window  as `AttentionRule.window`
+    -> [H, T, D] of that type. Query head h reads key-value head h // (H / G).
     """
-    k_prior, v_prior = (None, None) if prior is None else prior
-    mixed: Tensor = operator()(query, *active, k_prior, v_prior, used, window)
+    mixed: Tensor = operator()(chunk, prior, window)
     return mixed
 
 
@@ -116,21 +114,20 @@ def operator() -> Any:
     return torch.ops.paceline_graph.prompt_attention.default
 
 
-def plain(
-    q: Tensor, k: Tensor, v: Tensor, k_prior: Tensor | None, v_prior: Tensor | None, used: Tensor, window: int
-) -> Tensor:
+def plain(chunk: list[Tensor], prior: list[Tensor], window: int) -> Tensor:
     """The operator in PyTorch, in float32."""
-    rows, before, share = q.shape[1], 0, q.shape[0] // k.shape[0]
-    if k_prior is not None and v_prior is not None:
-        before, k, v = k_prior.shape[1], torch.cat((k_prior, k), 1), torch.cat((v_prior, v), 1)
-    keys, values = (x.float().repeat_interleave(share, 0) for x in (k, v))
-    column = torch.arange(before + rows, dtype=torch.int32, device=q.device)
-    row = torch.arange(rows, dtype=torch.int32, device=q.device).unsqueeze(1)
-    # Where a column lies in the text, counted from the chunk's first row: prior rows end there.
-    place = torch.where(column < before, column - used, column - before)
-    seen = (place <= row) & ((column < used) | (column >= before))
-    if window:
-        seen = seen & (row - place < window)
+    q, keys, values = chunk
+    before, rows, share = 0, q.shape[1], q.shape[0] // keys.shape[0]
+    column = torch.arange(rows, dtype=torch.int32, device=q.device)
+    # Where a column lies in the text, counted from the chunk's first row, and whether there is anything.
+    place, filled = column, torch.ones_like(column, dtype=torch.bool)
+    if prior:
+        before, keys, values = prior[0].shape[1], torch.cat((prior[0], keys), 1), torch.cat((prior[1], values), 1)
+        earlier = torch.arange(before, dtype=torch.int32, device=q.device) - prior[2]
+        place, filled = torch.cat((earlier, place)), torch.cat((earlier < 0, filled))
+    distance = column.unsqueeze(1) - place
+    seen = filled & (distance >= 0) & ((distance < window) if window else filled)
+    keys, values = (x.float().repeat_interleave(share, 0) for x in (keys, values))
     scores = torch.where(seen, q.float() @ keys.transpose(1, 2), reduce.NEGATIVE)
     return (torch.softmax(scores, -1) @ values).to(q.dtype)
 
@@ -139,13 +136,11 @@ def plain(
 def _library() -> torch.library.Library:
     """Kept for the life of the process: the operators go with it."""
     library = torch.library.Library("paceline_graph", "FRAGMENT")
-    library.define(
-        f"{NAME}(Tensor q, Tensor k, Tensor v, Tensor? k_prior, Tensor? v_prior, Tensor used, int window) -> Tensor"
-    )
+    library.define(f"{NAME}(Tensor[] chunk, Tensor[] prior, int window) -> Tensor")
     library.impl(NAME, plain, "CompositeExplicitAutograd")
     torch.library.register_fake(f"paceline_graph::{NAME}", _shape, lib=library)
     return library
 
 
-def _shape(q: Tensor, *_rest: object) -> Tensor:
-    return q.new_empty(q.shape)
+def _shape(chunk: list[Tensor], _prior: list[Tensor], _window: int) -> Tensor:
+    return chunk[0].new_empty(chunk[0].shape)

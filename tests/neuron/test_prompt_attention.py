@@ -153,16 +153,16 @@ def test_the_stand_in_refuses_what_the_page_does_not_allow(install: Install) -> 
     call = attention_kernel.through_xla(2)
     q, k = torch.zeros(4, 16, 8).bfloat16(), torch.zeros(2, 16, 8).bfloat16()
     prior, used = torch.zeros(2, 32, 8).bfloat16(), torch.zeros(1, dtype=torch.int32)
-    assert call(q, k, k, prior, prior, used, 0).shape == (4, 16, 8)
-    for wrong in (
-        (q, k.transpose(1, 2), k, prior, prior, used, 0),
-        (q, k, k, prior.transpose(1, 2), prior, used, 0),
-        (q.float(), k, k, prior, prior, used, 0),
-        (q, k, k, prior, prior, used.repeat(2), 0),
-        (q[:3], k, k, prior, prior, used, 0),
+    assert call([q, k, k], [prior, prior, used], 0).shape == (4, 16, 8)
+    for chunk, before in (
+        ([q, k.transpose(1, 2), k], [prior, prior, used]),
+        ([q, k, k], [prior.transpose(1, 2), prior, used]),
+        ([q.float(), k, k], [prior, prior, used]),
+        ([q, k, k], [prior, prior, used.repeat(2)]),
+        ([q[:3], k, k], [prior, prior, used]),
     ):
         with pytest.raises(AssertionError, match="attention_cte"):
-            call(*wrong)
+            call(chunk, before, 0)
 
 
 def test_without_the_library_the_message_says_what_to_do(install: Install) -> None:
@@ -171,7 +171,7 @@ def test_without_the_library_the_message_says_what_to_do(install: Install) -> No
     with pytest.raises(
         BackendError, match=r"No module named 'nki'.*install nki and nkilib .*PACELINE_NEURON_PROMPTS=plain"
     ):
-        attention_kernel.through_xla(2)(q, q, q, None, None, torch.zeros(1), 0)
+        attention_kernel.through_xla(2)([q, q, q], [], 0)
 
 
 def _torch_neuronx() -> ModuleType:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.core.errors import BackendError
 from paceline.decoder.kernels.prompt_attention import KERNEL
@@ -21,7 +22,7 @@ from paceline.decoder.kernels.prompt_attention import KERNEL
 _MODULE = f"nkilib.core.attention.{KERNEL}"
 _SCALE = 1.0  # must be, where there are prior rows
 
-Call = Callable[..., torch.Tensor]
+Call = Callable[..., Tensor]
 """As `paceline.decoder.kernels.prompt_attention.operator`."""
 
 
@@ -32,9 +33,9 @@ def through_xla(cores: int) -> Call:
         BackendError: at the first call, if the NKI Library cannot be imported.
     """
 
-    def attend(q: Any, k: Any, v: Any, k_prior: Any, v_prior: Any, used: Any, window: int) -> torch.Tensor:
-        prior = {} if k_prior is None else {"k_prior": k_prior, "v_prior": v_prior, "prior_used_len": used}
-        return _launch(_on_grid(_imported("nki").jit(_kernel()), cores), q, k, v, window=window, **prior)
+    def attend(chunk: list[Tensor], prior: list[Tensor], window: int) -> Tensor:
+        kernel = _on_grid(_imported("nki").jit(_kernel()), cores)
+        return _launch(kernel, chunk, prior, window=window)
 
     return attend
 
@@ -52,9 +53,20 @@ def native(cores: int) -> Call:
         launched, nki_op = _on_grid(torch_neuronx.wrap_nki(kernel), cores), torch_neuronx.nki_op
     except AttributeError as error:
         raise _missing(error) from error
+    after_rows = nki_op("paceline::prompt_attention", mutates_args={})(_behind(launched))
+    at_start = nki_op("paceline::prompt_attention_at_start", mutates_args={})(_first(launched))
 
-    # The types are named in full: the operator's schema is read from them.
-    def behind(
+    def attend(chunk: list[Tensor], prior: list[Tensor], window: int) -> Tensor:
+        mixed: Tensor = after_rows(*chunk, *prior, window) if prior else at_start(*chunk, window)
+        return mixed
+
+    return attend
+
+
+def _behind(kernel: Any) -> Call:
+    """The operator for a chunk with rows before it. Its types are named in full: its schema is read from them."""
+
+    def forward(
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -63,32 +75,25 @@ def native(cores: int) -> Call:
         used: torch.Tensor,
         window: int,
     ) -> torch.Tensor:
-        return _launch(launched, q, k, v, window=window, k_prior=k_prior, v_prior=v_prior, prior_used_len=used)
+        return _launch(kernel, [q, k, v], [k_prior, v_prior, used], window=window)
 
-    def first(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
-        return _launch(launched, q, k, v, window=window)
-
-    after_rows = nki_op("paceline::prompt_attention", mutates_args={})(behind)
-    at_start = nki_op("paceline::prompt_attention_at_start", mutates_args={})(first)
-
-    def attend(q: Any, k: Any, v: Any, k_prior: Any, v_prior: Any, used: Any, window: int) -> torch.Tensor:
-        given = (q, k, v)
-        mixed: torch.Tensor = (
-            at_start(*given, window) if k_prior is None else after_rows(*given, k_prior, v_prior, used, window)
-        )
-        return mixed
-
-    return attend
+    return forward
 
 
-def _launch(
-    kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int, **prior: torch.Tensor
-) -> torch.Tensor:
-    """q [H, T, D], k and v [G, T, D], and of the rows before them k_prior and v_prior [G, R, D] and prior_used_len [1]
-    -> [H, T, D]
-    """
+def _first(kernel: Any) -> Call:
+    """The same for a chunk without."""
+
+    def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int) -> torch.Tensor:
+        return _launch(kernel, [q, k, v], [], window=window)
+
+    return forward
+
+
+def _launch(kernel: Any, chunk: list[Tensor], prior: list[Tensor], *, window: int) -> Tensor:
+    """Tensors as `paceline.decoder.kernels.prompt_attention.attend` has them, laid as the kernel's flags say."""
     flags = {"causal_mask": True, "sliding_window": window, "tp_q": True, "tp_k": True, "tp_out": False}
-    mixed: torch.Tensor = kernel(q, k, v, _SCALE, **flags, **prior)
+    before = dict(zip(("k_prior", "v_prior", "prior_used_len"), prior, strict=True)) if prior else {}
+    mixed: Tensor = kernel(*chunk, _SCALE, **flags, **before)
     return mixed
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import nki
 import torch
 
@@ -11,36 +13,41 @@ def _need(holds, what) -> None:
         raise AssertionError(f"attention_cte: {what}")
 
 
+OPTIONS = {
+    "k_prior": None,
+    "v_prior": None,
+    "prior_used_len": None,
+    "sink": None,
+    "sliding_window": None,
+    "tp_q": True,
+    "tp_k": False,
+    "tp_out": False,
+    "cache_softmax": False,
+    "softmax_dtype": None,
+    "mm_out_dtype": None,
+    "cp_offset": None,
+    "global_cp_deg": None,
+    "cp_strided_q_slicing": False,
+    "bound_min": None,
+    "bound_max": None,
+}
+"""What may be given by name in release 2.29, with its defaults."""
+ABSENT = ("sink", "cache_softmax", "cp_offset", "global_cp_deg", "bound_min", "bound_max")
+
+
 @nki.jit
-def attention_cte(
-    q,
-    k,
-    v,
-    scale=1.0,
-    causal_mask=True,
-    k_prior=None,
-    v_prior=None,
-    prior_used_len=None,
-    sink=None,
-    sliding_window=None,
-    tp_q=True,
-    tp_k=False,
-    tp_out=False,
-    cache_softmax=False,
-    softmax_dtype=None,
-    mm_out_dtype=None,
-    cp_offset=None,
-    global_cp_deg=None,
-    cp_strided_q_slicing=False,
-    bound_min=None,
-    bound_max=None,
-):
+def attention_cte(q, k, v, scale=1.0, causal_mask=True, **given):
+    if unknown := set(given) - set(OPTIONS):
+        raise TypeError(f"attention_cte() got an unexpected keyword argument {sorted(unknown)}")
+    asked = SimpleNamespace(**{**OPTIONS, **given})
+    k_prior, v_prior, prior_used_len = asked.k_prior, asked.v_prior, asked.prior_used_len
+    sliding_window, tp_q, tp_k, tp_out = asked.sliding_window, asked.tp_q, asked.tp_k, asked.tp_out
+    _need(not any(getattr(asked, name) is not OPTIONS[name] for name in ABSENT), "not in this stand-in")
     behind = k_prior is not None
     _need(
         behind == (v_prior is not None) == (prior_used_len is not None),
         "k_prior, v_prior and prior_used_len go together",
     )
-    _need(sink is None and not cache_softmax and cp_offset is None and bound_min is None, "not in this stand-in")
     _need(scale == 1.0 or not (behind or sliding_window), "scale must be 1.0 with prior rows or a sliding window")
     _need(causal_mask or not sliding_window, "a sliding window is causal")
     given = [x for x in (q, k, v, k_prior, v_prior) if x is not None]
