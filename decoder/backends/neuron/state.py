@@ -26,7 +26,7 @@ def tiled(tensor: Tensor) -> Tensor:
     """
     if tensor.dim() != 4 or tensor.shape[2] % TILE or tensor.shape[2] == TILE:
         return tensor
-    return tensor.unflatten(2, (TILE, -1))
+    return tensor.view(*tensor.shape[:2], TILE, -1, tensor.shape[3])
 
 
 class Names:

@@ -81,6 +81,6 @@ def attention_cte(q, k, v, scale=1.0, causal_mask=True, **given):
         seen = seen & (distance < sliding_window)
     repeated = [x.repeat_interleave(heads // groups, 0) for x in (keys, values)]
     scores = scale * torch.matmul(query, repeated[0].transpose(1, 2))
-    weights = torch.softmax(scores.masked_fill(~seen, -3.4028235e38), -1)
+    weights = torch.softmax(scores.masked_fill(~seen, torch.finfo(torch.float32).min), -1)
     mixed = torch.matmul(weights, repeated[1]).to(q.dtype)
     return mixed.transpose(1, 2) if tp_out else mixed
