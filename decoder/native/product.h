@@ -108,13 +108,14 @@ __attribute__((noinline)) void block(const float* x, const R w, float* found) {
   const int64_t K = w.K;
   V sum[ROWS * COLS];
   unrolled<ROWS * COLS>([&](auto i) { sum[i] = V{}; });
+  constexpr int CACHE = ROWS == 1 ? 3 : 2;  // level 1; level 2 where the rows of x need level 1 for themselves
   const char* ahead = w.bytes() + AHEAD;
   int64_t due = 0;  // bytes that were read and not yet fetched ahead
   int64_t k = 0;
   for (; k + STEP <= K; k += STEP) {
     Pair<V> column[COLS];
     unrolled<COLS>([&](auto n) { column[n] = w.template pair<V>(n * EACH, k); });
-    for (due += ALL * R::SPREAD; due >= 64; due -= 64, ahead += 64) __builtin_prefetch(ahead);
+    for (due += ALL * R::SPREAD; due >= 64; due -= 64, ahead += 64) __builtin_prefetch(ahead, 0, CACHE);
     unrolled<ROWS>([&](auto m) {
       V row = in_register(repeated<V>(x + m * K + k));
       unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].first, row); });
