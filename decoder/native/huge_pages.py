@@ -17,23 +17,31 @@ PAGE = 2 << 20
 _HUGEPAGE, _COLLAPSE = 14, 25  # MADV_HUGEPAGE, and MADV_COLLAPSE of Linux 6.1: madvise(2)
 
 
-def use_huge_pages(tensors: Iterable[Tensor]) -> int:
+def use_huge_pages(tensors: Iterable[Tensor]) -> None:
     """Move the memory of these tensors to huge pages, where it is; their addresses and contents stay.
 
     Pages that are not mostly theirs are left alone, so that memory grows by little. Systems that have no huge pages
     lose speed alone.
-
-    Returns:
-        how many pages of `PAGE` bytes are huge now; 0 where the system does not do this.
     """
     if not sys.platform.startswith("linux"):
-        return 0
+        return
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes, madvise.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
-    pages = [page for page, used in _pages(tensors).items() if used >= PAGE // 2]
+    runs = _runs(sorted(page for page, used in _pages(tensors).items() if used >= PAGE // 2))
+    for run in runs:
+        madvise(run.start, len(run), _HUGEPAGE)  # older systems then do it in the background
+        madvise(run.start, len(run), _COLLAPSE)  # one call for a run: each waits for all processors
+
+
+def _runs(pages: list[int]) -> list[range]:
+    """Addresses of pages, in order, as ranges of bytes without a gap."""
+    runs: list[range] = []
     for page in pages:
-        madvise(page, PAGE, _HUGEPAGE)  # older systems then do it in the background
-    return sum(madvise(page, PAGE, _COLLAPSE) == 0 for page in pages)
+        if runs and runs[-1].stop == page:
+            runs[-1] = range(runs[-1].start, page + PAGE)
+        else:
+            runs.append(range(page, page + PAGE))
+    return runs
 
 
 def _pages(tensors: Iterable[Tensor]) -> Counter[int]:
