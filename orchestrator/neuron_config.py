@@ -21,24 +21,18 @@ from paceline.config import configuration_error
 from paceline.core.errors import ConfigurationError
 from paceline.decoder.options import AMP
 from paceline.engine.request import SamplingParams
-from paceline.neuron_config_keys import REFUSED, WITHOUT_EFFECT
+from paceline.neuron_config_keys import (
+    KV_CACHES,
+    KV_DEFAULT,
+    KV_KEYS,
+    REFUSED,
+    SAMPLING_WITHOUT_EFFECT,
+    WITHOUT_EFFECT,
+)
 
 log = logging.getLogger("paceline")
 
 _DTYPES = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", **{name: name for name in AMP}}
-_SAMPLING_WITHOUT_EFFECT: dict[str, str] = {
-    "dynamic": "sampling is per request, always",
-    "deterministic": "the same seed gives the same tokens, always",
-    "global_topk": "top_k may be any number",
-    "global_top_k": "top_k may be any number",
-    "top_p_min_tokens": "at least one token is left, always",
-    "top_k_kernel_enabled": "kernels are the backend's choice",
-    "sampling_dp_degree": "sampling is divided as the vocabulary is",
-    "on_device_sampling_config": "set in every file of NxD's, and says nothing",
-    "per_batch_line": "sampling is per request, always",
-    "max_length": "give sequence_length to sample()",
-    "config": "the file of the model says it",
-}
 
 
 class OnDeviceSampling(BaseModel):
@@ -242,17 +236,24 @@ class _Reader:
         return f"fp8_{dtype[2:]}"
 
     def _kv_cache(self) -> str | None:
-        asked = self.fields.pop("kv_cache_quant", None)
-        if not isinstance(asked, Mapping):  # NxD's flag: float8_e4m3fn
-            return "fp8_e4m3" if asked else None
-        dtype = asked.get("quant_dtype")
-        formats = {"s8": "int8", "int8": "int8", "f8e4m3": "fp8_e4m3", "f8e5m2": "fp8_e5m2"}
-        if dtype not in formats:
+        """Of NxD's kv_quant_config (`KVQuantizationConfig`), or of kv_cache_quant: NxD's flag, an object before it."""
+        quant, config = self.fields.pop("kv_cache_quant", None), self.fields.pop("kv_quant_config", None)
+        name, asked = ("kv_cache_quant", quant) if config is None else ("kv_quant_config", config)
+        if not isinstance(asked, Mapping):
+            if config is not None:
+                raise ConfigurationError(f"kv_quant_config is a {type(config).__name__}; it must be an object")
+            return KV_CACHES[KV_DEFAULT] if asked else None
+        if unknown := sorted(map(str, asked.keys() - KV_KEYS[name])):
+            raise ConfigurationError(f"{name} has no option {', '.join(unknown)}; it has {', '.join(KV_KEYS[name])}")
+        dtype = str(asked.get("quant_dtype", KV_DEFAULT)).removeprefix("torch.")
+        if dtype not in KV_CACHES:
             raise ConfigurationError(
-                f"kv_cache_quant: quant_dtype={dtype!r} cannot be followed: keys and values are {', '.join(formats)}"
+                f"{name}: quant_dtype={dtype!r} cannot be followed: keys and values are {', '.join(KV_CACHES)}"
             )
-        self.without_effect["kv_cache_quant"] = "its dequant_dtype and quantize_method: every row of a head has a scale"
-        return formats[dtype]
+        rest = " and ".join(key for key in KV_KEYS[name] if key in asked and key != "quant_dtype")
+        if rest:
+            self.without_effect[name] = f"its {rest}: every row of a head has a scale"
+        return KV_CACHES[dtype]
 
     def _sampling(self) -> OnDeviceSampling | None:
         sampling = self.fields.pop("on_device_sampling_config", None) or self.fields.pop("on_device_generation", None)
@@ -262,9 +263,9 @@ class _Reader:
         if not isinstance(sampling, Mapping):
             raise ConfigurationError(f"on_device_sampling_config is a {type(sampling).__name__}; it must be an object")
         fields = dict(sampling)
-        for name in [name for name in fields if name in _SAMPLING_WITHOUT_EFFECT]:
+        for name in [name for name in fields if name in SAMPLING_WITHOUT_EFFECT]:
             del fields[name]
-            self.without_effect[f"on_device_sampling_config.{name}"] = _SAMPLING_WITHOUT_EFFECT[name]
+            self.without_effect[f"on_device_sampling_config.{name}"] = SAMPLING_WITHOUT_EFFECT[name]
         try:
             return OnDeviceSampling(**fields)
         except ValidationError as error:

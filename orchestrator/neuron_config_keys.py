@@ -164,7 +164,6 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "attention_dp_degree": ((1,), "batches are not divided over ranks; load one decoder for each part"),
     "moe_ep_degree": ((1,), "experts are not divided by themselves; use tp_degree"),
     "pp_stages": ((1,), "layers are not divided over stages; use tp_degree"),
-    "kv_quant_config": ((None,), "every row of a head has a scale of its own; use kv_cache_quant"),
     "early_expert_affinity_modulation": ((False,), "experts compute what the checkpoint's family says"),
     "glu_type": (("glu",), "experts compute what the checkpoint's family says"),
     "hidden_act_bias": ((0, 0.0), "experts compute what the checkpoint's family says"),
@@ -193,3 +192,33 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "capacity_factor": ((None,), "experts take every token that is routed to them"),
 }
 """Keys that would change what is computed: the values that go, and what to do instead."""
+
+SAMPLING_WITHOUT_EFFECT: dict[str, str] = {
+    "dynamic": "sampling is per request, always",
+    "deterministic": "the same seed gives the same tokens, always",
+    "global_topk": "top_k may be any number",
+    "global_top_k": "top_k may be any number",
+    "top_p_min_tokens": "at least one token is left, always",
+    "top_k_kernel_enabled": "kernels are the backend's choice",
+    "sampling_dp_degree": "sampling is divided as the vocabulary is",
+    "on_device_sampling_config": "set in every file of NxD's, and says nothing",
+    "per_batch_line": "sampling is per request, always",
+    "max_length": "give sequence_length to sample()",
+    "config": "the file of the model says it",
+}
+"""Keys of NxD's sampling that change nothing here, and why."""
+
+KV_DEFAULT = "float8_e4m3fn"
+"""What NxD stores keys and values as, where no type is named."""
+
+KV_CACHES = {
+    "s8": "int8", "int8": "int8", "f8e4m3": "fp8_e4m3", "f8e4m3fn": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3",
+    "f8e5m2": "fp8_e5m2", "float8_e5m2": "fp8_e5m2",
+}  # fmt: skip
+"""`kv_cache_dtype` by the names of both projects for the type."""
+
+KV_KEYS = {
+    "kv_cache_quant": ("quant_dtype", "dequant_dtype", "quantize_method"),
+    "kv_quant_config": ("quant_dtype", "direct_cast", "k_quant_method", "v_quant_method"),
+}
+"""The fields of what says how keys and values are quantised, of transformers-neuronx and of NxD Inference."""
