@@ -5,6 +5,7 @@
     python benchmarks/modes.py --modes "plain; pair 3; medusa tree-8" --prompts 4 --repeats 2
     python benchmarks/modes.py --model smollm2                           the chat model, by category of prompts
     python benchmarks/modes.py --model smollm2 --beside transformers llama.cpp
+    python benchmarks/modes.py --quantization int8                       quantised target and draft, the same heads
 
 A mode is one of
 
@@ -166,6 +167,8 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=12, help="of smollm2: so many of each category, at most 8")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quantization", help="format of the weights of target and draft; default bf16")
+    parser.add_argument("--kv-cache-dtype", help="format of their keys and values; default bf16")
     options = parser.parse_args()
     sampling = {"do_sample": True, "temperature": options.temperature, "seed": 7} if options.temperature else {}
     model, chat = MODELS[options.model], options.model == "smollm2"
@@ -174,9 +177,10 @@ def main() -> None:
     longest = max(map(len, rows))
     lengths = {"n_positions": longest + options.new, "context_length_estimate": longest}
     names = [one.replace("_", " ").strip() for one in (options.modes or (CHAT_MODES if chat else MODES)).split(";")]
-    target = AutoDecoder.from_pretrained(path, **lengths)
+    formats = {"quantization": options.quantization, "kv_cache_dtype": options.kv_cache_dtype}
+    target = AutoDecoder.from_pretrained(path, **lengths, **formats)
     drafting = any(part.strip().startswith(("pair", "fused")) for name in names for part in name.split("+"))
-    draft = AutoDecoder.from_pretrained(model.folder / "draft", **lengths) if drafting else None
+    draft = AutoDecoder.from_pretrained(model.folder / "draft", **lengths, **formats) if drafting else None
     modes = []
     for name in names:
         made = generator(name, model, target, draft)
@@ -187,7 +191,7 @@ def main() -> None:
         theirs.append(llama_side(path, options.new, lengths["n_positions"]))
     take_turns(modes, rows, options.repeats, once=theirs)
     report = {"prompts": len(rows), "new_tokens": options.new, "temperature": options.temperature}
-    publish({**report, "modes": figures(modes + theirs), "categories": by_category(modes, categories)})
+    publish({**report, **formats, "modes": figures(modes + theirs), "categories": by_category(modes, categories)})
 
 
 def figures(modes: Sequence[Mode]) -> dict[str, object]:
