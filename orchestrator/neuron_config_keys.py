@@ -189,7 +189,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "tensor_replacement_config": ((None,), "tensors cannot be replaced"),
     "tensor_capture_config": ((None,), "tensors cannot be captured"),
     "sparse_attn": ((None,), "attention is that of the checkpoint"),
-    "capacity_factor": ((None,), "experts take every token that is routed to them"),
+    "capacity_factor": ((None,), "experts take every token that is routed to them, whatever else is in a call"),
 }
 """Keys that would change what is computed: the values that go, and what to do instead."""
 
