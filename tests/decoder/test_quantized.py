@@ -210,6 +210,15 @@ def test_a_gguf_file_is_kept_as_it_is(tmp_path: Path, kind: str) -> None:
         assert torch.equal(packed[0].dequantize(), plain.body.model.embedding.detach())
 
 
+def test_a_gguf_file_is_quantised_anew_on_wish(tmp_path: Path) -> None:
+    path = gguf_files.write(tmp_path / "model.gguf", gguf_files.network(), gguf.GGMLQuantizationType.Q8_0)
+    kept, anew = load(path, quantization="gguf"), load(path, quantization="q4_0")
+    for one, form in ((kept, WeightFormat.Q8_0), (anew, WeightFormat.Q4_0)):
+        assert {module.format for module in one.body.modules() if isinstance(module, PackedMatrix)} == {form}
+    stored, found = (next(m for m in one.body.modules() if isinstance(m, PackedMatrix)) for one in (kept, anew))
+    assert torch.equal(found.data, quantize(stored.dequantize(), WeightFormat.Q4_0).data)
+
+
 def test_what_cannot_be_done_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigurationError, match=r"quantization='int3' is unknown; use one of int8, int8_per_tensor, fp8_e4m3, .*q4_1"
