@@ -20,11 +20,11 @@ from typing import Any
 
 from common import PAIR, facts
 
-from paceline.experiments import record_traces, runner
+from paceline.experiments import record_traces, round_times, runner
 from paceline.experiments.config import ExperimentConfig
 from paceline.experiments.store import CellResult, Store
 from paceline.experiments.trace import load_trace
-from paceline.experiments.whatif import Policy, ask
+from paceline.experiments.whatif import Answer, Policy, ask
 
 DEPTHS = (1, 2, 3, 4, 5)
 BATCH_SIZES = (1, 2, 4)
@@ -52,7 +52,8 @@ def main() -> None:
     if len(results) < len(planned.cells) or not traces:
         print(json.dumps({**facts(), "finished": len(results), "of": len(planned.cells)}))
         return
-    print(json.dumps({**facts(), "backend": asked.backend, "amp": asked.amp, **calibration(results, traces[0])}))
+    figures = calibration(config, results, traces[0])
+    print(json.dumps({**facts(), "backend": asked.backend, "amp": asked.amp, **figures}))
 
 
 def experiment(backend: str, amp: str, *, tokens: int, repeats: int) -> ExperimentConfig:
@@ -79,19 +80,21 @@ def is_timed(result: CellResult) -> bool:
     return result.names["batch_size"] in ends and result.names["k"] in (None, DEPTHS[0], DEPTHS[-1])
 
 
-def calibration(results: list[CellResult], file: Path) -> dict[str, object]:
+def calibration(config: ExperimentConfig, results: list[CellResult], file: Path) -> dict[str, object]:
     """Predictions for the cells that were not timed, and their errors."""
     trace = load_trace(file)
-    times = record_traces.round_times([one for one in results if is_timed(one)])
-    plain = {
-        size: ask(trace, Policy(()), batch_size=size, times=times).tokens_per_second or 0.0 for size in BATCH_SIZES
-    }
+    times = round_times.measured(config, [one for one in results if is_timed(one)]).of(trace)
+
+    def predicted(policy: Policy, size: int) -> Answer:
+        return ask(trace, policy, batch_size=size, times=times, grouped=True)
+
+    plain = {size: predicted(Policy(()), size).tokens_per_second or 0.0 for size in BATCH_SIZES}
     cells = []
     for one in results:
         name, k, size = str(one.names["drafter"]), one.names["k"], int(str(one.names["batch_size"]))
         if is_timed(one) or not isinstance(k, int):
             continue
-        answer = ask(trace, Policy((name,), k), batch_size=size, times=times)
+        answer = predicted(Policy((name,), k), size)
         speed = answer.tokens_per_second or 0.0
         measured, speedup = one.totals["tokens_per_second"], one.totals["speedup"]
         cells.append(

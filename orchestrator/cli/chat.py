@@ -17,6 +17,7 @@ from paceline.cli.load import load_draft, load_target
 from paceline.cli.options import LoaderOptions, SamplingOptions, TargetFolder
 from paceline.config import SpeculativeConfig
 from paceline.core.errors import PacelineError
+from paceline.draft_spec import parse_draft
 from paceline.engine.request import SamplingParams
 from paceline.generator import SpeculativeGenerator
 from paceline.outputs import Statistics
@@ -24,6 +25,10 @@ from paceline.text.chat import Conversation
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
 app = typer.Typer()
+
+PLAIN = "plain"
+_OF_DRAFTS = ("acceptor", "synthetic_acceptance", "fused")
+_OF_MODELS = frozenset({"confidence_threshold", "vocabulary"})
 
 HELP = """/mode DRAFT   who drafts from now on, as --draft says it: plain, ngram, suffix, a folder, DIR:k=4
 /stats        counts and times of the last answer
@@ -73,10 +78,7 @@ class Modes:
             PacelineError: there is no such draft, or it does not fit the target. The one before stays.
         """
         if draft not in self.generators:
-            config = self.config
-            if draft is not None:
-                options = {"draft": None if draft == "plain" else draft}
-                config = SpeculativeConfig(**{**_given(self.config), "k": None, **options})
+            config = self.config if draft is None else _of_mode(self.config, draft)
             generator, decoders = load_draft(self.target, config)
             if self.compiled:
                 progress.compiling(console.err(), decoders, [generator.compile])
@@ -89,8 +91,14 @@ class Modes:
         return self.generators[self.current]
 
 
-def _given(config: SpeculativeConfig) -> dict[str, object]:
-    return {name: getattr(config, name) for name in config.model_fields_set}
+def _of_mode(config: SpeculativeConfig, draft: str) -> SpeculativeConfig:
+    """The command line's configuration with another draft, without the options that mean nothing to it."""
+    specs = () if draft == PLAIN else parse_draft(draft)
+    dropped = {"draft", "k", *(() if specs else _OF_DRAFTS)}
+    if not any(leaf.path for spec in specs for leaf in spec.leaves()):
+        dropped |= _OF_MODELS
+    kept = {name: getattr(config, name) for name in config.model_fields_set - dropped}
+    return SpeculativeConfig(draft=specs, **kept)
 
 
 @dataclass(slots=True)
@@ -117,6 +125,8 @@ class Session:
                     self.reply(line)
             except PacelineError as error:
                 console.say(console.err(), f"error: {error}", style="red")
+            except KeyboardInterrupt:  # while a mode is loaded or compiled
+                console.say(console.err(), " [stopped]")
 
     def _read(self) -> str | None:
         try:
@@ -146,8 +156,12 @@ class Session:
             self.conversation.turns.pop()
             raise
         statistics = self.modes.generator.statistics
+        if (warning := console.acceptance_warning(statistics)) is not None:
+            console.say(console.err(), warning, style="bold red")
         try:
             for event in stream:
+                if event.error is not None:
+                    raise event.error
                 pieces.append(view.show(event))
         except KeyboardInterrupt:
             console.say(console.err(), " [stopped]")
@@ -167,7 +181,7 @@ class Session:
             self.modes.use(value)
         elif name == "stats":
             err.print(console.statistics_table(*self.last) if self.last else "nothing was answered yet")
-        elif name == "seed" and value.removeprefix("-").isdigit():
+        elif name == "seed" and value.removeprefix("-").isdecimal():
             self.params = replace(self.params, seed=int(value))
         elif name == "system" and value:
             self.conversation.system = value

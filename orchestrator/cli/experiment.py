@@ -40,7 +40,7 @@ def run(
     Exit status 1 if a cell failed, 75 if --minutes ended before all was done.
     """
     with console.refusals():
-        from paceline.experiments import record_traces, report, runner, tables, whatif
+        from paceline.experiments import record_traces, report, round_times, runner, tables
         from paceline.experiments.config import load_config
         from paceline.experiments.store import Store
 
@@ -67,7 +67,7 @@ def run(
             traces = record_traces.record_traces(planned, store, reached, deadline=deadline) if config.traces else []
         if config.runs:
             tables.write_rows(store.folder, results)
-            store.write("round_times.json", whatif.save_times(record_traces.round_times(results)))
+            store.write("round_times.json", round_times.save_times(round_times.measured(config, results)))
             report.write_reports(store, config.name, results)
         summaries = [tables.summary(result) for result in results]
         failed = runner.failed(results)

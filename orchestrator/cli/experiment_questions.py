@@ -53,24 +53,28 @@ def whatif(
     with console.refusals():
         from paceline.experiments import whatif as questions
         from paceline.experiments.cells import fingerprint
+        from paceline.experiments.round_times import load_times
         from paceline.experiments.trace import check_target, load_trace
 
         loaded = load_trace(trace)
+        recorded = [one.name for one in loaded.drafters]
         if target is not None:
             check_target(loaded, fingerprint(str(target)), str(target))
         if batch_size < 1:
             raise ConfigurationError(f"--batch-size must be at least 1, not {batch_size}")
         k = asked.k
-        names = asked.drafter or tuple(one.name for one in loaded.drafters) or ("suffix",)
+        names = asked.drafter or tuple(recorded) or ("suffix",)
         ladder = () if k is None or not k.startswith("[") else tuple(sorted(questions.parse_depths(k.strip("[]"))))
         depths = [None] if k is None or ladder else list(questions.parse_depths(k))
         nodes = None if asked.tree is None else questions.parse_depths(asked.tree)
         thresholds = [None] if asked.confidence is None else list(questions.parse_thresholds(asked.confidence))
-        measured = None if times is None else questions.load_times(times)
+        measured = None if times is None else load_times(times).of(loaded)
         answers = [
             questions.ask(
                 loaded,
-                replace(questions.Policy.parse(name, depth, nodes), ladder=ladder, confidence=threshold),
+                replace(
+                    questions.Policy.parse(name, depth, nodes, recorded=recorded), ladder=ladder, confidence=threshold
+                ),
                 batch_size=batch_size,
                 times=measured,
             ).to_dict()
@@ -128,34 +132,43 @@ def tune(
     check: Annotated[bool, typer.Option(help="Run the best beside plain decoding.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Find the fastest drafter, depth and threshold for the prompts of a trace, run it, and write a models file."""
+    """Find the fastest drafter, depth and threshold for the prompts of a trace, run it, and write a models file.
+
+    A run that fails ends it before anything is written.
+    """
     with console.refusals():
         from paceline.decoder.weights.atomic_write import save_bytes
-        from paceline.experiments import runner, store, tune, whatif
+        from paceline.experiments import round_times, runner, store, tune
         from paceline.experiments.trace import load_trace
 
+        if batch_size < 1:
+            raise ConfigurationError(f"--batch-size must be at least 1, not {batch_size}")
         config, loaded = store.read_config(folder), load_trace(trace)
-        times = whatif.load_times(folder / "round_times.json")
+        times = round_times.load_times(folder / "round_times.json").of(loaded)
         answers = tune.search(loaded, times, batch_size=batch_size, max_depth=max_depth)
         answers = tune.search_thresholds(loaded, times, answers, batch_size=batch_size, trials=trials)
-        best, measured = answers[0], None
+        best, run = answers[0], None
         own = tune.verifying(config, loaded, best.policy, batch_size=batch_size)
         planned = runner.plan(own, None)
         cell = planned.cells[0].cell
         if check:
             with progress.bar(console.err(), "verify", len(planned.cells)) as shown:
                 results = runner.run(planned, store.Store(folder / "verify"), lambda text, *_: shown.step(text))
-            measured = [result.totals.get("tokens_per_second") for result in results]
+            run = tune.checked(loaded, times, best.policy, result=results[0])
         save_bytes(out, [tune.models_file(config, best.policy, cell).encode()])
     answers_json = [answer.to_dict() for answer in answers]
     if as_json:
-        typer.echo(json.dumps({"best": answers_json[0], "measured_tokens_per_second": measured, "all": answers_json}))
+        found = {"best": answers_json[0], "run": None if run is None else run.to_dict(), "all": answers_json}
+        typer.echo(json.dumps(found))
         return
     for row in answers_json[:10]:
         speed, length = row["tokens_per_second"], row["mean_acceptance_length"]
         typer.echo(f"{speed:8.1f} tokens/s predicted, length {length:.2f}: {row['policy']}")
-    if measured is not None:
-        typer.echo("measured: " + ", ".join("failed" if one is None else f"{one:.1f} tokens/s" for one in measured))
+    if run is not None:
+        typer.echo(f"run: {run.predicted:.1f} tokens/s predicted, {run.measured:.1f} measured, plain {run.plain:.1f}")
+    if run is not None and run.speedup < 1:
+        said = f"warning: the run was {run.speedup:.2f} times as fast as plain decoding beside it. Run it again on a "
+        console.say(console.err(), said + "quiet machine, and serve without a draft if it stays so", style="yellow")
     typer.echo(f"written: {out}")
 
 
@@ -191,6 +204,7 @@ def compare(
                 **names,
                 "figure": figure,
                 "prompts": one.prompts,
+                "units": one.units,
                 "first": one.first,
                 "second": one.second,
                 "difference": one.difference.value,
@@ -207,6 +221,36 @@ def compare(
         where = [Text(str(names[name])) for name in ("drafter", "k", "sampling", "batch_size")]
         values = [str(one.prompts), f"{one.first:.3f}", f"{one.second:.3f}", str(one.difference), f"{one.p_value:.4f}"]
         table.add_row(*where, *(Text(value) for value in values))
+    console.out().print(table)
+    if alone := len(ours) + len(theirs) - 2 * len(shared):
+        console.say(console.err(), f"{alone} cells are in one of the runs alone, and are left out", style="yellow")
+
+
+@app.command("import")
+def import_records(
+    files: Annotated[list[Path], typer.Argument(help="JSON lines: vLLM's responses or AIPerf's records.")],
+    *,
+    as_json: AsJson = False,
+) -> None:
+    """Show the acceptance that other engines recorded, by the definitions of this program; a line for every file.
+
+    Records need the arrays of every step (vLLM: --per-request-spec-decode-metrics detailed).
+    """
+    with console.refusals():
+        from paceline.experiments.definitions import Acceptance
+        from paceline.experiments.exchange import read_records
+
+        found = [(file, [one for _, one in read_records(file)]) for file in files]
+    rows = [{"file": str(file), "requests": len(ones), **Acceptance.pooled(ones).to_dict()} for file, ones in found]
+    if as_json:
+        typer.echo(json.dumps(rows))
+        return
+    shown = ("mean_acceptance_length", "tokens_per_round", "draft_acceptance_rate", "conditional_acceptance_rate")
+    table = Table("file", "requests", *(name.replace("_", " ") for name in shown), "acceptance by position")
+    for row in rows:
+        figures = [f"{row[name]:.3f}" for name in shown]
+        places = "  ".join(f"{place:.0%}" for place in row["acceptance_by_position"])
+        table.add_row(Text(row["file"]), str(row["requests"]), *figures, places)
     console.out().print(table)
 
 

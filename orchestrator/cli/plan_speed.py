@@ -73,6 +73,8 @@ def plan_speed(
             raise ConfigurationError(f"--batch-sizes {batch_sizes!r}: a batch has at least one request")
         if (measured.experiment is None) == (hardware.target is None):
             raise ConfigurationError("give --experiment for measured times, or --target and --draft for a Neuron chip")
+        if measured.verify and measured.experiment is None:
+            raise ConfigurationError("--verify runs what was measured before; it needs --experiment and --trace")
         if measured.experiment is not None:
             plans = _measured(measured, measured.experiment, acceptance, sizes=sizes, max_depth=max_depth)
         else:
@@ -96,23 +98,25 @@ def _measured(
     options: MeasuredOptions, folder: Path, acceptance: str | None, *, sizes: Sequence[int], max_depth: int
 ) -> list[LoadPlan]:
     from paceline.experiments import speed_plan
+    from paceline.experiments.round_times import PLAIN, load_times
     from paceline.experiments.trace import load_trace
-    from paceline.experiments.whatif import load_times
 
-    times = load_times(folder / "round_times.json")
+    timed = load_times(folder / "round_times.json")
     error = options.time_error
     if (options.trace is None) == (acceptance is None):
         raise ConfigurationError("acceptance comes from --trace, or from --acceptance; give one of them")
     if options.trace is not None:
         trace = load_trace(options.trace)
+        times = timed.of(trace)
         return [
             speed_plan.from_trace(trace, times, batch_size=size, max_depth=max_depth, error=error) for size in sizes
         ]
-    timed = sorted({name for name, *_ in times.rounds} - {"none"})
     if options.verify:
         raise ConfigurationError("--verify runs the prompts of a trace; give --trace")
+    times = timed.alone()
     if options.drafter is None:
-        raise ConfigurationError(f"say with --drafter whose acceptance this is; {', '.join(timed)} were timed")
+        names = ", ".join(sorted({name for name, *_ in times.rounds} - {PLAIN}))
+        raise ConfigurationError(f"say with --drafter whose acceptance this is; {names} were timed")
     rates = speed_plan.parse_rates(acceptance or "")
     return [
         speed_plan.from_rates(times, options.drafter, rates, batch_size=size, max_depth=max_depth, error=error)
@@ -145,36 +149,32 @@ def _hardware(
 def _verified(options: MeasuredOptions, plans: Sequence[LoadPlan]) -> list[dict[str, Any]]:
     """Run the fastest drafter and plain decoding at every load; predicted against measured."""
     from paceline.experiments import runner, speed_plan, store, tune
+    from paceline.experiments.round_times import load_times
     from paceline.experiments.trace import load_trace
+    from paceline.experiments.whatif import Policy
 
     assert options.experiment is not None and options.trace is not None
     trace = load_trace(options.trace)
-    config, found = store.read_config(options.experiment), []
+    times = load_times(options.experiment / "round_times.json").of(trace)
+    config, found = store.read_config(options.experiment), list[dict[str, Any]]()
     for plan in plans:
         drafting = next((one for one in plan.candidates if not one.plain), None)
         if drafting is None:
             continue
-        own = tune.verifying(config, trace, speed_plan.policy_of(drafting), batch_size=plan.batch_size)
-        planned = runner.plan(own, None)
+        policy = speed_plan.policy_of(drafting)
+        planned = runner.plan(tune.verifying(config, trace, policy, batch_size=plan.batch_size), None)
         with progress.bar(console.err(), "verify", len(planned.cells)) as shown:
-            results = runner.run(
+            (result,) = runner.run(
                 planned, store.Store(options.experiment / "verify"), lambda text, *_, to=shown: to.step(text)
             )
-        for result in results:
-            if result.error is not None:
-                raise ConfigurationError(f"the run failed: {result.error}")
-            plain = next(one for one in plan.candidates if one.plain)
-            for one, name in ((drafting, "tokens_per_second"), (plain, "plain_tokens_per_second")):
-                measured = float(result.totals[name])
-                found.append(
-                    {
-                        "batch_size": plan.batch_size,
-                        "label": one.label,
-                        "predicted": one.tokens_per_second,
-                        "measured": measured,
-                        "error": one.tokens_per_second / measured - 1,
-                    }
-                )
+        run = tune.checked(trace, times, policy, result=result)
+        plain = tune.checked(trace, times, Policy(()), result=result)
+        for label, predicted, seen in (
+            (drafting.label, run.predicted, run.measured),
+            ("plain", plain.predicted, run.plain),
+        ):
+            figures = {"predicted": predicted, "measured": seen, "error": predicted / seen - 1}
+            found.append({"batch_size": plan.batch_size, "label": label, **figures})
     return found
 
 

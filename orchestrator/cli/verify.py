@@ -51,11 +51,11 @@ def verify(
     with console.refusals():
         from paceline.diagnostics.verify import VerifySettings
         from paceline.diagnostics.verify import verify as run_tests
-        from paceline.text.tokenizer import load_tokenizer, prompt_ids
+        from paceline.text.tokenizer import has_tokenizer, load_tokenizer, prompt_ids
 
         sizes = _sizes(tests.batch_sizes, loader.batch_size)
         settings = VerifySettings(minutes=tests.minutes / len(sizes), only=tests.only or (), seed=tests.seed)
-        if tests.prompts is not None or (target / "tokenizer.json").exists():
+        if tests.prompts is not None or has_tokenizer(target):
             tokenizer = load_tokenizer(target)
             texts = () if tests.prompts is None else prompt_files.prompts(tests.prompts)
             ids = [prompt_ids(tokenizer, text) for text in texts]

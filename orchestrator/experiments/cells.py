@@ -90,6 +90,12 @@ def _is_tree(drafter: DrafterEntry) -> bool:
     )
 
 
+def learns_from_texts(drafter: DrafterEntry) -> bool:
+    """Whether what it proposes depends on texts that it drafted before: a suffix drafter with earlier outputs."""
+    leaves = (leaf for spec in parse_draft(drafter.draft) for leaf in spec.leaves())
+    return any(dict(leaf.options).get("max_cached_tokens") is not None for leaf in leaves)
+
+
 def cell_key(cell: Cell, config: ExperimentConfig, *, prompts: str, models: tuple[str, ...]) -> str:
     """The cell's name on disk. ``prompts``: digest of its prompts' ids; ``models``: fingerprints."""
     shared = config.model_dump(include=_SHARED)

@@ -10,7 +10,7 @@ import hashlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from paceline.config import parse_k
 from paceline.core.errors import ConfigurationError
@@ -174,6 +174,16 @@ class ExperimentConfig(_Strict):
     ray: str | None = None
     cores_per_cell: int = Field(default=1, ge=1)
     cells_at_once: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> ExperimentConfig:
+        """Results, traces and comparisons go by names, so that none may stand for two things."""
+        for key in ("targets", "drafters", "samplings", "prompt_sets"):
+            names = [one.label for one in getattr(self, key)]
+            if twice := [name for name in names if names.count(name) > 1]:
+                remedy = "leave one out" if key == "samplings" else "give each a `name` of its own"
+                raise ConfigurationError(f"two {key} are called {twice[0]!r}; {remedy}")
+        return self
 
 
 def load_config(path: Path) -> ExperimentConfig:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.outputs import RequestOutput, Statistics
 
@@ -103,6 +104,21 @@ class Acceptance:
     def tokens_per_round(self) -> float:
         """1 + accepted tokens over rounds, also those in which nothing was drafted."""
         return 1 + _ratio(self.num_accepted_tokens, self.num_rounds)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: all figures by their names."""
+        return {
+            "new_tokens": self.new_tokens,
+            "num_rounds": self.num_rounds,
+            "num_drafts": self.num_drafts,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "tokens_per_round": self.tokens_per_round,
+            "draft_acceptance_rate": self.draft_acceptance_rate,
+            "conditional_acceptance_rate": self.conditional_acceptance_rate,
+            "drafted_token_share": self.drafted_token_share,
+            "acceptance_by_position": [place.unconditional for place in self.positions],
+            "conditional_by_position": [place.conditional for place in self.positions],
+        }
 
     @property
     def positions(self) -> tuple[Position, ...]:

@@ -11,7 +11,7 @@ Not here: our own files (`store.py`, `tables.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,7 +19,7 @@ from paceline.core.detokenizer import Decodes
 from paceline.core.errors import ConfigurationError, PromptError
 from paceline.decoder.weights.atomic_write import save_bytes
 from paceline.experiments.definitions import Acceptance, Draft
-from paceline.experiments.store import CellResult, Row, read_config, read_results
+from paceline.experiments.store import CellResult, read_config, read_results
 from paceline.experiments.tables import acceptance_of
 from paceline.text.tokenizer import load_tokenizer
 
@@ -124,7 +124,8 @@ def _record(row: Any, number: int, path: Path) -> tuple[str, Acceptance]:
             raise ConfigurationError(f"{where}: {name} is {figures[name]}, and its steps add up to {value}")
     drafts = tuple(Draft(d, a) for d, a in zip(drafted, accepted, strict=True) if d)
     tokens = figures.get("completion_tokens") or _below(row, "completion_tokens") or 1 + len(drafted) + sum(accepted)
-    name = str(row.get("request_id", row.get("id", number)))
+    named = row if isinstance(row, Mapping) else {}
+    name = str(named.get("request_id", named.get("id", number)))
     return name, Acceptance(drafts, len(drafted), int(tokens))
 
 
@@ -144,21 +145,6 @@ def _below(value: Any, key: str) -> Any:
     if isinstance(value, list):
         return next((found for part in value if (found := _below(part, key)) is not None), None)
     return None
-
-
-def rows_of_records(records: Sequence[tuple[str, Acceptance]]) -> list[Row]:
-    """As rows of results, to compare them with ours."""
-    return [
-        {
-            "prompt": name,
-            "num_drafts": one.num_drafts,
-            "num_accepted_tokens": one.num_accepted_tokens,
-            "new_tokens": one.new_tokens,
-            "mean_acceptance_length": one.mean_acceptance_length,
-            "draft_acceptance_rate": one.draft_acceptance_rate,
-        }
-        for name, one in records
-    ]
 
 
 def write_exports(folder: Path, experiment: Path, layout: str) -> list[Path]:

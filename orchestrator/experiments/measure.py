@@ -1,7 +1,8 @@
 """One cell of an experiment: its generator, made over decoders that cells share, and what it does with every prompt.
 
 Prompts go in groups of the batch size. Every group is also decoded plainly, in turns with the cell, so that a noisy
-machine slows both, and so that equal tokens are seen to be equal. Compiling and a first group are not measured.
+machine slows both, and so that equal tokens are seen to be equal. Compiling and a first group are not measured. A
+drafter that learns from texts is made anew for every pass over the prompts, or it would know the answers already.
 Not here: the order of cells, and files (`runner.py`, `store.py`).
 """
 
@@ -20,7 +21,7 @@ from paceline.auto_drafter import load_draft_models
 from paceline.config import SpeculativeConfig
 from paceline.core.sampling import Sampling, kind_of, row_seed
 from paceline.engine.request import SamplingParams
-from paceline.experiments.cells import Cell
+from paceline.experiments.cells import Cell, learns_from_texts
 from paceline.experiments.config import ExperimentConfig
 from paceline.experiments.definitions import Acceptance
 from paceline.experiments.prompts import Prompt, Prompts
@@ -74,20 +75,21 @@ class Bench(AbstractContextManager["Bench"]):
         run_group(generator, groups[0], self.params(cell, 0, len(groups[0])))
         if plain is not None:
             run_group(plain, groups[0], self.params(cell, 0, len(groups[0])))
-        rows: list[Row] = []
-        times: list[tuple[float, float]] = []
-        counted: list[Statistics] = []
-        for number, group in enumerate(groups):
-            params = self.params(cell, number * cell.batch_size, len(group))
-            ours: list[Timed] = []
-            theirs: list[Timed] = []
-            for _ in range(config.repeats):
-                ours.append(run_group(generator, group, params))
+        ours: list[list[Timed]] = [[] for _ in groups]
+        theirs: list[list[Timed]] = [[] for _ in groups]
+        for _ in range(config.repeats):
+            if learns_from_texts(cell.drafter):
+                generator = self._anew(cell, prompts)
+            for number, group in enumerate(groups):
+                params = self.params(cell, number * cell.batch_size, len(group))
+                ours[number].append(run_group(generator, group, params))
                 if plain is not None:
-                    theirs.append(run_group(plain, group, params))
-            counted.append(ours[0].statistics)
-            rows += _rows(group, ours, theirs, number=number)
-            times.append((_median(ours), _median(theirs) if theirs else 0.0))
+                    theirs[number].append(run_group(plain, group, params))
+        rows: list[Row] = []
+        for number, group in enumerate(groups):
+            rows += _rows(group, ours[number], theirs[number], number=number)
+        times = [(_median(o), _median(t) if t else 0.0) for o, t in zip(ours, theirs, strict=True)]
+        counted = [runs[0].statistics for runs in ours]
         return rows, _totals(rows, times, counted, wall=perf_counter() - begin)
 
     def params(self, cell: Cell, first: int, count: int) -> SamplingParams:
@@ -108,13 +110,22 @@ class Bench(AbstractContextManager["Bench"]):
         """The cell's generator, its graphs compiled."""
         target = self.target(cell, prompts)
         options = speculative_options(cell, exact=self._config.exact)
-        which = repr((sorted(options.items(), key=lambda item: item[0]), cell.sampling.temperature > 0))
+        which = self._name(cell)
         if which not in self._generators:
             config = load_draft_models(SpeculativeConfig(**options), target, self._draft)
             generator = SpeculativeGenerator(target=target, **dict(config))
             generator.compile(kinds=(kind_of(_sampling(cell)),))
             self._generators[which] = generator
         return self._generators[which]
+
+    def _anew(self, cell: Cell, prompts: Prompts) -> SpeculativeGenerator:
+        """The same, whose drafter has not seen a text yet."""
+        self._generators.pop(self._name(cell), None)
+        return self.generator(cell, prompts)
+
+    def _name(self, cell: Cell) -> str:
+        options = speculative_options(cell, exact=self._config.exact)
+        return repr((sorted(options.items(), key=lambda item: item[0]), cell.sampling.temperature > 0))
 
     def target(self, cell: Cell, prompts: Prompts) -> SamplingDecoder:
         """The cell's target, loaded for its batch size and for texts as long as its prompts need."""

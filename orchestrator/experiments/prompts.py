@@ -91,7 +91,13 @@ def load_prompts(chosen: PromptSet, tokenizer: Tokenizer, vocab_size: int) -> Pr
         else:
             ids = prompt_ids(tokenizer, row.messages[-1]["content"], f"prompt {row.key} of {chosen.path}")
         rows.append(Prompt(row.key, row.category, tuple(ids)))
-    return Prompts(chosen.label, tuple(rows), tuple(_warnings(raw, rows, tokenizer, chat=chat, size=vocab_size)))
+    warnings = list(_warnings(raw, rows, tokenizer, chat=chat, size=vocab_size))
+    if chosen.chat == "auto" and has_template and not chat:
+        warnings.append(
+            "the target has a chat template, and not all of these prompts say that they are questions (by a category, "
+            "turns or messages): they are continued as texts; set chat: true, or chat: false if that is meant"
+        )
+    return Prompts(chosen.label, tuple(rows), tuple(warnings))
 
 
 def _chosen(raw: list[RawPrompt], chosen: PromptSet) -> list[RawPrompt]:

@@ -24,9 +24,8 @@ from paceline.experiments.measure import Bench
 from paceline.experiments.provenance import provenance
 from paceline.experiments.record import Recorded, joined, prompted, record_along, record_drafter, recorded_drafter
 from paceline.experiments.runner import ExperimentPlan, PlannedCell, Report
-from paceline.experiments.store import CellResult, Store
+from paceline.experiments.store import Store
 from paceline.experiments.trace import RecordedDrafter, Trace, TraceText, load_trace, save_trace
-from paceline.experiments.whatif import RoundTimes
 from paceline.registry import DRAFTERS
 from paceline.target.verifier import CompiledVerifier
 
@@ -186,23 +185,3 @@ class _Group:
             "kv_buckets": target.kv_buckets,
             "vocab_size": target.config.vocab_size,
         }
-
-
-def round_times(results: Sequence[CellResult]) -> RoundTimes:
-    """Seconds of a round of the batch, from finished cells with the rule ``match``."""
-    rounds: dict[tuple[str, int, int], float] = {}
-    prefill: list[float] = []
-    for result in results:
-        if result.error is not None or result.names["acceptor"] != "match" or result.totals["draft_lengths"]:
-            continue
-        groups: dict[int, int] = {}
-        for row in result.rows:  # a group's rounds are those of its longest text
-            groups[row["group"]] = max(groups.get(row["group"], 0), row["num_rounds"])
-        depth = max((max(row["per_step_drafted"], default=0) for row in result.rows), default=0)
-        k = result.names["k"] if isinstance(result.names["k"], int) else depth
-        seconds = sum(float(result.totals[name]) for name in ("draft_seconds", "verify_seconds", "host_seconds"))
-        if sum(groups.values()):
-            key = (str(result.names["drafter"]), int(k), int(str(result.names["batch_size"])))
-            rounds.setdefault(key, seconds / sum(groups.values()))
-        prefill.append(float(result.totals["prefill_seconds"]) / max(1, len(result.rows)))
-    return RoundTimes(rounds, sum(prefill) / len(prefill) if prefill else 0.0)

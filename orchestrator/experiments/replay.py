@@ -77,12 +77,15 @@ def replay(
     batch_size: int = 1,
     max_new_tokens: int | None = None,
     ladder: Ladder | None = None,
+    grouped: bool = False,
 ) -> Replayed:
     """Decode the texts of a trace with a drafter that needs no model.
 
     max_new_tokens  end every text there, if it has not ended before; not more than was recorded
     ladder          choose the depth anew in every round, as with ``k="auto"``; but where drafting pauses, plain steps
                     are rounds of their own here
+    grouped         begin no text before the ``batch_size`` texts before it have ended, as ``experiment run`` does;
+                    else a text begins as soon as a slot is free, as in one call with all of them and in ``serve``
 
     Raises:
         ConfigurationError: the drafter cannot be had at one of the ladder's depths.
@@ -104,8 +107,10 @@ def replay(
     ]
     statistics = Statistics()
     outputs: list[list[RequestOutput]] = [[] for _ in texts]
-    for output in chain.from_iterable(engine.run(ListQueue(requests), statistics)):
-        outputs[output.index].append(output)
+    together = batch_size if grouped else max(1, len(requests))
+    for begin in range(0, len(requests), together):
+        for output in chain.from_iterable(engine.run(ListQueue(requests[begin : begin + together]), statistics)):
+            outputs[output.index].append(output)
     lengths = [sum(len(output.tokens) for output in row) for row in outputs]
     assert lengths == [len(text.tokens) for text in texts], "a replay has the recorded texts"
     return Replayed(statistics, tuple(map(Acceptance.of, outputs)), tuple(seen))

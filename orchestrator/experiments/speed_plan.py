@@ -15,10 +15,11 @@ from operator import mul
 from typing import Any
 
 from paceline.core.errors import ConfigurationError
+from paceline.experiments.round_times import PLAIN, RoundTimes
 from paceline.experiments.statistics import ratio_interval
 from paceline.experiments.trace import Trace
 from paceline.experiments.tune import search
-from paceline.experiments.whatif import Answer, Policy, RoundTimes
+from paceline.experiments.whatif import Answer, Policy
 
 TIME_ERROR = 0.1
 """Relative error of a predicted time that is allowed for, where none is known: what calibration aims at."""
@@ -139,7 +140,7 @@ def from_rates(
     Raises:
         ConfigurationError: one of them was not timed.
     """
-    candidates = [Candidate("plain", "", 0, batch_size, 1.0, times.seconds("none", 0, batch_size))]
+    candidates = [Candidate("plain", "", 0, batch_size, 1.0, times.seconds(PLAIN, 0, batch_size))]
     candidates += [
         Candidate(
             "speculative",
@@ -201,5 +202,5 @@ def ranked(batch_size: int, candidates: Sequence[tuple[Candidate, float]]) -> Lo
     for one, error in candidates:
         ratio = one.tokens_per_second / base
         spread = 0.0 if one.plain else error
-        rated.append(replace(one, speedup=ratio, low=ratio * (1 - spread), high=ratio * (1 + spread)))
+        rated.append(replace(one, speedup=ratio, low=ratio * max(0.0, 1 - spread), high=ratio * (1 + spread)))
     return LoadPlan(batch_size, tuple(sorted(rated, key=lambda one: -one.speedup)))

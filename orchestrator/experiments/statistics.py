@@ -14,6 +14,7 @@ from paceline.core.errors import ConfigurationError
 from paceline.experiments.store import CellResult, Row
 
 RESAMPLES = 2000
+_TIMES = ("tokens_per_second", "seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,14 @@ class Comparison:
 
     figure       what is compared
     first        of the first run; second: of the second
+    units        what is drawn again and flipped: prompts, or for times the groups of prompts that ran together
     difference   second less first, with its interval
-    p_value      two-sided, of a sign-flip test over prompts: how likely so large a mean difference is by chance
+    p_value      two-sided, of a sign-flip test over units: how likely so large a mean difference is by chance
     """
 
     figure: str
     prompts: int
+    units: int
     first: float
     second: float
     difference: Interval
@@ -73,7 +76,8 @@ class Comparison:
 
 
 def compare_rows(first: Sequence[Row], second: Sequence[Row], figure: str, *, seed: int = 0) -> Comparison:
-    """Compare a figure of rows prompt by prompt; ``tokens_per_second`` is new tokens over seconds.
+    """Compare a figure of rows prompt by prompt; times group by group, since prompts that ran together share theirs.
+    ``tokens_per_second`` is new tokens over seconds.
 
     Raises:
         ConfigurationError: the two have no prompt in common.
@@ -82,12 +86,21 @@ def compare_rows(first: Sequence[Row], second: Sequence[Row], figure: str, *, se
     pairs = [(row, theirs[row["prompt"]]) for row in first if row["prompt"] in theirs]
     if not pairs:
         raise ConfigurationError("the two runs have no prompt in common; compare runs of the same prompt set")
-    a, b = (np.array([_figure(pair[side], figure) for pair in pairs]) for side in (0, 1))
+    units: dict[object, list[tuple[Row, Row]]] = {}
+    for index, pair in enumerate(pairs):
+        units.setdefault(_together(pair) if figure in _TIMES else index, []).append(pair)
+    a, b = (np.array([_figure([p[side] for p in unit], figure) for unit in units.values()]) for side in (0, 1))
     deltas, dice = b - a, np.random.default_rng(seed)
     drawn = dice.integers(0, len(deltas), size=(RESAMPLES, len(deltas)))
     low, high = np.quantile(deltas[drawn].mean(1), (0.025, 0.975))
     interval = Interval(float(deltas.mean()), float(low), float(high))
-    return Comparison(figure, len(pairs), float(a.mean()), float(b.mean()), interval, _sign_flips(deltas, dice))
+    first_mean, second_mean = float(a.mean()), float(b.mean())
+    return Comparison(figure, len(pairs), len(units), first_mean, second_mean, interval, _sign_flips(deltas, dice))
+
+
+def _together(pair: tuple[Row, Row]) -> tuple[object, ...]:
+    """The groups that the two rows of a prompt ran in; without any, the prompt itself."""
+    return tuple(row.get("group", row["prompt"]) for row in pair)
 
 
 def _sign_flips(deltas: np.ndarray, dice: np.random.Generator) -> float:
@@ -101,5 +114,8 @@ def _sign_flips(deltas: np.ndarray, dice: np.random.Generator) -> float:
     return float((means >= observed - 1e-12).mean())
 
 
-def _figure(row: Row, name: str) -> float:
-    return row["new_tokens"] / row["seconds"] if name == "tokens_per_second" else float(row[name])
+def _figure(rows: Sequence[Row], name: str) -> float:
+    """Of a unit: seconds are those of the group, the same in all its rows."""
+    if name == "tokens_per_second":
+        return sum(row["new_tokens"] for row in rows) / float(rows[0]["seconds"])
+    return float(rows[0][name])

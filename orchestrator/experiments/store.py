@@ -25,6 +25,8 @@ VERSION = 1
 
 Row = dict[str, Any]
 
+_LISTING = "experiment.json"
+
 
 @dataclass(frozen=True, slots=True)
 class CellResult:
@@ -110,7 +112,10 @@ class Store:
             raise StorageError(f"{path} cannot be read ({error}); remove it, and the cell is run again") from error
         if not isinstance(values, dict) or values.pop("version", None) != VERSION:
             raise StorageError(f"{path} is of another version of this program; name another folder, or remove it")
-        return CellResult(**values)
+        try:
+            return CellResult(**values)
+        except TypeError as error:
+            raise StorageError(f"{path} is no cell ({error}); remove it, and the cell is run again") from error
 
 
 def read_results(folder: Path) -> list[CellResult]:
@@ -119,10 +124,7 @@ def read_results(folder: Path) -> list[CellResult]:
     Raises:
         ConfigurationError: the folder holds no experiment.
     """
-    listed = folder / "experiment.json"
-    if not listed.is_file():
-        raise ConfigurationError(f"{folder} holds no experiment; give the --out folder of `paceline experiment run`")
-    keys = json.loads(listed.read_text(encoding="utf-8"))["cells"]
+    keys = _listing(folder)["cells"]
     store = Store(folder)
     return [result for key in keys if (result := store.peek(key)) is not None]
 
@@ -133,10 +135,21 @@ def read_config(folder: Path) -> ExperimentConfig:
     Raises:
         ConfigurationError: the folder holds no experiment.
     """
-    listed = folder / "experiment.json"
+    return parse_config(_listing(folder)["config"], str(folder / _LISTING))
+
+
+def _listing(folder: Path) -> Mapping[str, Any]:
+    """The configuration and the cells of a folder's experiment."""
+    listed = folder / _LISTING
     if not listed.is_file():
         raise ConfigurationError(f"{folder} holds no experiment; give the --out folder of `paceline experiment run`")
-    return parse_config(json.loads(listed.read_text(encoding="utf-8"))["config"], str(listed))
+    try:
+        values = json.loads(listed.read_text(encoding="utf-8"))
+        return {"config": values["config"], "cells": values["cells"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigurationError(
+            f"{listed} cannot be read ({error!r}); `paceline experiment run` writes it anew, and keeps finished cells"
+        ) from error
 
 
 def flat_rows(results: Sequence[CellResult]) -> Iterator[Row]:

@@ -8,8 +8,9 @@ rounds that the experiment measured. Not here: the questions themselves (`whatif
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -17,31 +18,55 @@ from typing import Any
 from paceline.core.errors import ConfigurationError, TraceError
 from paceline.draft_spec import DraftSpec, parse_draft
 from paceline.experiments.cells import Cell, fingerprint
-from paceline.experiments.config import DrafterEntry, ExperimentConfig, SamplingEntry
+from paceline.experiments.config import DrafterEntry, ExperimentConfig, PromptSet, SamplingEntry, TargetEntry
+from paceline.experiments.prompts import load_prompts
+from paceline.experiments.round_times import CHOICE, PLAIN, RoundTimes, policy_name, reads_text_alone
+from paceline.experiments.store import CellResult
 from paceline.experiments.trace import RecordedDrafter, Trace, check_target
-from paceline.experiments.whatif import Answer, Policy, RoundTimes, ask
+from paceline.experiments.whatif import Answer, Policy, ask
+from paceline.text.tokenizer import load_tokenizer
+
+log = logging.getLogger("paceline")
 
 
 def search(trace: Trace, times: RoundTimes, *, batch_size: int, max_depth: int = 8) -> list[Answer]:
     """All points of the grid whose rounds can be timed, the fastest first; plain decoding is one of them.
 
+    A drafter that was timed and cannot be asked is left out, which is logged with the reason.
+
     Raises:
-        ConfigurationError: nothing was timed, plain decoding included.
+        ConfigurationError: plain decoding was not timed, or not at this batch size nor at two others.
     """
     timed = {name for name, *_ in times.rounds}
-    if "none" not in timed:
+    if PLAIN not in timed:
         raise ConfigurationError("plain decoding was not timed; put `none` among the drafters of the experiment")
-    recorded = {one.name: one for one in trace.drafters}
-    policies = [Policy(())]
-    for name in sorted(timed - {"none"}):
-        parts = tuple(name.split("+"))
-        known = [recorded[part] for part in parts if part in recorded]
-        if len(known) == len(parts) and len(parts) == 1:
-            policies += [Policy(parts, k) for k in _depths(known[0], max_depth)]
-        elif all(part in recorded or _is_text(part) for part in parts):
-            policies += [Policy(parts, k) for k in range(1, max_depth + 1)]
-    answers = [ask(trace, policy, batch_size=batch_size, times=times) for policy in policies]
+    answers = [ask(trace, Policy(()), batch_size=batch_size, times=times)]
+    for name in sorted(timed - {PLAIN}):
+        try:
+            policies = list(_grid(trace, name, max_depth))
+            answers += [ask(trace, policy, batch_size=batch_size, times=times) for policy in policies]
+        except ConfigurationError as error:
+            log.warning("%s is left out: %s", name, error)
     return sorted(answers, key=lambda answer: -(answer.tokens_per_second or 0.0))
+
+
+def _grid(trace: Trace, name: str, max_depth: int) -> Iterator[Policy]:
+    """Every depth at which a timed drafter can be asked about.
+
+    Raises:
+        ConfigurationError: it, or a part of it, is neither recorded nor looks at the text alone.
+    """
+    recorded = {one.name: one for one in trace.drafters}
+    if name in recorded:
+        yield from (Policy((name,), k) for k in _depths(recorded[name], max_depth))
+        return
+    if name.startswith(CHOICE):
+        raise ConfigurationError("a choice goes by measured times, which no trace knows; run it in an experiment")
+    parts = tuple(name.split("+"))
+    for part in parts:
+        if part not in recorded and not _is_text(part):
+            trace.drafter(part)  # says which there are
+    yield from (Policy(parts, k) for k in range(1, max_depth + 1))
 
 
 def search_thresholds(
@@ -81,10 +106,8 @@ def _depths(drafter: RecordedDrafter, most: int) -> Sequence[int | None]:
 
 
 def _is_text(name: str) -> bool:
-    from paceline.registry import DRAFTERS
-
-    row = DRAFTERS.get(name.partition(":")[0])
-    return row is not None and row.given_as == "name"
+    specs = parse_draft(name)
+    return len(specs) == 1 and reads_text_alone(specs[0])
 
 
 def best_entry(config: ExperimentConfig, policy: Policy) -> tuple[DrafterEntry, int | None]:
@@ -95,7 +118,7 @@ def best_entry(config: ExperimentConfig, policy: Policy) -> tuple[DrafterEntry, 
     """
     if not policy.drafters:
         return DrafterEntry(draft="none"), None
-    entries = {one.label: one for one in config.drafters}
+    entries = {policy_name(one, config): one for one in config.drafters}
     whole = entries.get("+".join(policy.drafters))
     sure = {} if policy.confidence is None else {"confidence_threshold": policy.confidence}
     if whole is not None:
@@ -110,7 +133,8 @@ def verifying(config: ExperimentConfig, trace: Trace, policy: Policy, *, batch_s
     """An experiment of the best policy alone, beside plain decoding, with the target, sampling and prompts of a trace.
 
     Raises:
-        TraceError: the trace is not of this experiment: of another target, or its files are others by now.
+        TraceError: the trace is not of this experiment: of another target or other prompts, or their files are others
+            by now.
     """
     targets = tuple(one for one in config.targets if one.label == trace.target)
     if not targets:
@@ -120,9 +144,52 @@ def verifying(config: ExperimentConfig, trace: Trace, policy: Policy, *, batch_s
     entry, k = best_entry(config, policy)
     update: dict[str, Any] = {"drafters": (entry,), "batch_sizes": (batch_size,), "acceptors": ("match",)}
     update |= {"targets": targets[:1], "samplings": (SamplingEntry(**trace.sampling),)}
+    update["prompt_sets"] = (_prompt_set(config, trace, targets[0]),)
     if k is not None:
         update["k"] = (k,)
     return config.model_copy(update={**update, "baseline": True, "traces": False, "name": "verify"})
+
+
+def _prompt_set(config: ExperimentConfig, trace: Trace, target: TargetEntry) -> PromptSet:
+    """The one whose prompts a trace has."""
+    tokenizer, wanted = load_tokenizer(Path(target.path)), [text.prompt for text in trace.texts]
+    for one in config.prompt_sets:
+        if [row.ids for row in load_prompts(one, tokenizer, trace.vocab_size).rows] == wanted:
+            return one
+    names = ", ".join(one.label for one in config.prompt_sets)
+    raise TraceError(f"the trace has none of the experiment's prompts ({names}), or they changed; record it again")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A run of the best policy: tokens per second as predicted for it, measured, and of plain decoding beside it."""
+
+    predicted: float
+    measured: float
+    plain: float
+
+    @property
+    def speedup(self) -> float:
+        """Over plain decoding, in turns with it."""
+        return self.measured / self.plain
+
+    def to_dict(self) -> dict[str, float]:
+        """Plain values for JSON."""
+        return {**asdict(self), "speedup": self.speedup}
+
+
+def checked(trace: Trace, times: RoundTimes, policy: Policy, *, result: CellResult) -> Check:
+    """What a run of `verifying` says about a prediction.
+
+    Raises:
+        ConfigurationError: the run failed.
+    """
+    if result.error is not None:
+        raise ConfigurationError(f"the run of {policy.label} failed: {result.error}")
+    size = int(str(result.names["batch_size"]))
+    answer = ask(trace, policy, batch_size=size, times=times, grouped=True)
+    measured = float(result.totals["tokens_per_second"])
+    return Check(answer.tokens_per_second or 0.0, measured, float(result.totals["plain_tokens_per_second"] or measured))
 
 
 def models_file(config: ExperimentConfig, policy: Policy, cell: Cell) -> str:

@@ -6,17 +6,15 @@ times of rounds. Not here: the trace's file.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from paceline.auto_drafter import check_options
-from paceline.core.errors import ConfigurationError, TraceError
+from paceline.core.errors import ConfigurationError
 from paceline.core.protocols import Drafter
 from paceline.draft.choice import SHADOW_EVERY, ChoiceDrafter
 from paceline.draft.fallback import FallbackDrafter
@@ -24,10 +22,9 @@ from paceline.draft.none import NoDrafter
 from paceline.draft_spec import parse_draft
 from paceline.experiments.definitions import Acceptance
 from paceline.experiments.replay import Ladder, ReplayDrafter, Replayed, replay
+from paceline.experiments.round_times import CHOICE, PLAIN, RoundTimes, reads_text_alone
 from paceline.experiments.trace import Trace
 from paceline.registry import DRAFTERS, resolve
-
-_CHOICE = "choice:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +49,18 @@ class Policy:
 
     @classmethod
     def parse(
-        cls, text: str, k: int | None = None, nodes: tuple[int, ...] | None = None, *, shadow_every: int = SHADOW_EVERY
+        cls,
+        text: str,
+        k: int | None = None,
+        nodes: tuple[int, ...] | None = None,
+        *,
+        shadow_every: int = SHADOW_EVERY,
+        recorded: Collection[str] = (),
     ) -> Policy:
-        """Of ``a``, of a list ``a+b``, or of a choice ``choice:a+b``."""
-        names = text.removeprefix(_CHOICE)
+        """Of ``a``, of a list ``a+b``, or of a choice ``choice:a+b``. ``recorded``: names that may have a plus sign."""
+        if text in recorded:
+            return cls((text,), k, nodes)
+        names = text.removeprefix(CHOICE)
         return cls(tuple(names.split("+")), k, nodes, None if names == text else shadow_every)
 
     @property
@@ -71,7 +76,7 @@ class Policy:
     @property
     def name(self) -> str:
         """As `parse` reads it."""
-        return ("" if self.shadow_every is None else _CHOICE) + ("+".join(self.drafters) or "none")
+        return ("" if self.shadow_every is None else CHOICE) + ("+".join(self.drafters) or PLAIN)
 
 
 def drafter_of(trace: Trace, policy: Policy) -> Drafter:
@@ -111,7 +116,7 @@ def _drafter(trace: Trace, name: str, policy: Policy) -> Drafter:
         confidence = None if one.confidences is None else policy.confidence
         return ReplayDrafter(trace, one, depth=depth, nodes=policy.nodes, confidence=confidence)
     specs = parse_draft(name) if name.partition(":")[0] in DRAFTERS else ()
-    if len(specs) != 1 or specs[0].name is None or DRAFTERS[specs[0].name].given_as != "name":
+    if len(specs) != 1 or specs[0].name is None or not reads_text_alone(specs[0]):
         trace.drafter(name)  # says which there are
         raise ConfigurationError(f"{name!r} was not recorded")
     spec, row = specs[0], DRAFTERS[specs[0].name]
@@ -120,42 +125,6 @@ def _drafter(trace: Trace, name: str, policy: Policy) -> Drafter:
         raise ConfigurationError(f"say how many tokens {name} drafts: --k 4, or {name}:k=4")
     drafter: Drafter = resolve(row.path)(k, **check_options(row, dict(spec.options), f"the draft {name}"))
     return drafter
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTimes:
-    """Measured seconds of a round of the batch, by drafter, depth and batch size; from finished experiments.
-
-    rounds   (drafter, depth, batch size) -> seconds of a round, drafting and the host's part included
-    prefill  seconds of a prompt
-    """
-
-    rounds: Mapping[tuple[str, int, int], float]
-    prefill: float = 0.0
-
-    def seconds(self, drafter: str, k: int, batch_size: int) -> float:
-        """Of a round; depths and batch sizes between and beyond measured ones by a line through the two nearest.
-
-        Raises:
-            ConfigurationError: nothing was measured for this drafter.
-        """
-        known = {(depth, size): value for (name, depth, size), value in self.rounds.items() if name == drafter}
-        if not known:
-            names = ", ".join(sorted({name for name, *_ in self.rounds}))
-            raise ConfigurationError(f"no round of {drafter!r} was timed; there are times of {names}")
-        by_size: dict[int, dict[int, float]] = {}
-        for (depth, size), value in known.items():
-            by_size.setdefault(size, {})[depth] = value
-        return _line({size: _line(depths, k) for size, depths in by_size.items()}, batch_size)
-
-
-def _line(points: Mapping[int, float], x: int) -> float:
-    """On the line through the two points nearest to x; with one point its value."""
-    if x in points or len(points) == 1:
-        return points.get(x, next(iter(points.values())))
-    a, b = sorted(sorted(points, key=lambda point: abs(point - x))[:2])
-    slope = (points[b] - points[a]) / (b - a)
-    return max(1e-9, points[a] + slope * (x - a))
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,30 +146,28 @@ class Answer:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        figures = self.acceptance
         return {
             "policy": self.policy.label,
             "batch_size": self.batch_size,
-            "mean_acceptance_length": figures.mean_acceptance_length,
-            "tokens_per_round": figures.tokens_per_round,
-            "draft_acceptance_rate": figures.draft_acceptance_rate,
-            "acceptance_by_position": [place.unconditional for place in figures.positions],
-            "conditional_by_position": [place.conditional for place in figures.positions],
-            "num_rounds": figures.num_rounds,
+            **self.acceptance.to_dict(),
             "batch_rounds": len(self.replayed.rounds),
             "tokens_per_second": self.tokens_per_second,
         }
 
 
-def ask(trace: Trace, policy: Policy, *, batch_size: int = 1, times: RoundTimes | None = None) -> Answer:
+def ask(
+    trace: Trace, policy: Policy, *, batch_size: int = 1, times: RoundTimes | None = None, grouped: bool = False
+) -> Answer:
     """What a policy would have done.
+
+    grouped  as of `paceline.experiments.replay.replay`: True to foretell what ``experiment run`` measures
 
     Raises:
         ConfigurationError: the trace does not say, or no round of it was timed.
     """
     if policy.ladder:
         return _ask_ladder(trace, policy, batch_size=batch_size, times=times)
-    replayed = replay(trace, drafter_of(trace, policy), batch_size=batch_size)
+    replayed = replay(trace, drafter_of(trace, policy), batch_size=batch_size, grouped=grouped)
     seconds = None
     if times is not None:
         name = policy.name
@@ -216,7 +183,7 @@ def _ask_ladder(trace: Trace, policy: Policy, *, batch_size: int, times: RoundTi
         raise ConfigurationError("a ladder goes by times of rounds; give those of an experiment (--times)")
     name = policy.name
     seconds = {
-        k: times.seconds(name, k, batch_size) if k else times.seconds("none", 0, batch_size) for k in policy.ladder
+        k: times.seconds(name, k, batch_size) if k else times.seconds(PLAIN, 0, batch_size) for k in policy.ladder
     }
     drafter = drafter_of(trace, replace(policy, k=policy.ladder[-1], ladder=()))
     replayed = replay(trace, drafter, batch_size=batch_size, ladder=Ladder(seconds))
@@ -261,25 +228,3 @@ def parse_thresholds(text: str) -> tuple[float, ...]:
     if not values or not all(0 <= value <= 1 for value in values):
         raise ConfigurationError(f"--confidence {text!r} are no probabilities; write 0.4, or 0.2,0.4")
     return values
-
-
-def save_times(times: RoundTimes) -> str:
-    """As JSON."""
-    rows = [[*key, seconds] for key, seconds in times.rounds.items()]
-    return json.dumps({"rounds": rows, "prefill": times.prefill})
-
-
-def load_times(path: Path) -> RoundTimes:
-    """From JSON that `save_times` made.
-
-    Raises:
-        TraceError: it cannot be read.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        rounds = {(str(name), int(k), int(size)): float(seconds) for name, k, size, seconds in values["rounds"]}
-        return RoundTimes(rounds, float(values["prefill"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise TraceError(
-            f"{path} holds no times of rounds ({error}); `experiment run` writes round_times.json"
-        ) from error

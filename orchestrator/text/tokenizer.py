@@ -11,7 +11,7 @@ from paceline.decoder.weights.files import is_gguf
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.text.gguf_tokenizer import load_gguf_tokenizer
 
-__all__ = ["IncrementalDetokenizer", "Tokenizer", "load_tokenizer", "prompt_ids"]
+__all__ = ["IncrementalDetokenizer", "Tokenizer", "has_tokenizer", "load_tokenizer", "prompt_ids"]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
@@ -33,6 +33,12 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         ) from error
     tokenizer: Tokenizer = loaded
     return tokenizer
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether a checkpoint, given as to `load_tokenizer`, holds a tokenizer: a GGUF file always does."""
+    place = checkpoint_path(path)
+    return is_gguf(place) or (place / "tokenizer.json").is_file()
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str, name: str = "the prompt") -> list[int]:

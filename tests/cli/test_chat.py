@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from paceline.cli.chat import Modes
 from paceline.cli.main import app
-from paceline.core.errors import PromptError
+from paceline.core.errors import PromptError, RequestError
+from paceline.generator import SpeculativeGenerator
 from paceline.outputs import RequestOutput
 from paceline.text.chat import Conversation, chat_ids
 from paceline.text.tokenizer import load_tokenizer
@@ -103,6 +105,44 @@ def test_ctrl_c_stops_an_answer_and_keeps_the_conversation(chatty: Path, monkeyp
     said = answers[0].split()
     assert said == whole[: len(said)] and len(said) < len(whole)
     assert answers[1] == answer(chatty, f"w1 w5 w1 {' '.join(said)} w1 w6 w2")
+
+
+def test_a_mode_takes_what_means_something_to_it(chatty: Path) -> None:
+    """Options of draft models go with folders alone, and those of drafts with none where nothing is drafted."""
+    options = ("--draft", chatty, "--vocabulary", "intersection", "--confidence-threshold", 0.1, "--k", 2)
+    lines = ("w5", "/reset", "/mode ngram", "w5", "/reset", "/mode plain", "w5", "/reset", f"/mode {chatty}:k=3", "w5")
+    answers, rest = talk(chatty, *lines, options=options)
+    assert answers == [answer(chatty, "w1 w5 w2")] * 4 and "error" not in rest
+
+
+def test_a_lossy_rule_says_so_and_an_error_is_shown(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rest = talk(chatty, "w5", options=("--draft", chatty, "--acceptor", "typical"))[1]
+    assert "LOSSY" in rest
+    failing = iter([RequestOutput(0, (), 0, "error", error=RequestError("that went wrong"))])
+    with monkeypatch.context() as patch:
+        patch.setattr(SpeculativeGenerator, "stream", lambda *_, **__: Closing(failing))
+        answers, rest = talk(chatty, "w5", "/seed \u00b2")
+    assert "error: that went wrong" in rest and "/mode DRAFT" in rest and answers == []
+
+
+class Closing(list[RequestOutput]):
+    """A stream, as far as the conversation looks at it."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_ctrl_c_while_a_mode_is_loaded_keeps_the_conversation(chatty: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use = Modes.use
+
+    def interrupted(modes: Modes, draft: str | None) -> None:
+        if draft == "suffix":
+            raise KeyboardInterrupt
+        use(modes, draft)
+
+    monkeypatch.setattr(Modes, "use", interrupted)
+    answers, rest = talk(chatty, "/mode suffix", "w5")
+    assert "stopped" in rest and answers == [answer(chatty, "w1 w5 w2")]
 
 
 def test_without_a_template_it_is_refused(target: Path) -> None:

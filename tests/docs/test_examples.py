@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 import paceline
-from tests.docs.pages import python
+from paceline.experiments.config import load_config
+from paceline.experiments.round_times import policy_name
+from tests.docs.pages import ROOT, python, text
 
 
 def on_the_tiny_pair(block: str) -> str:
@@ -26,6 +29,15 @@ def test_python_of_the_first_pages_runs(
     monkeypatch.chdir(home.parents[1])
     exec(on_the_tiny_pair(block), {})
     assert capsys.readouterr().out.startswith("def main(argv=None):")
+
+
+def test_questions_of_the_page_of_experiments_are_about_its_example() -> None:
+    """`build/quick` is what quick.yaml makes: it has traces, and drafters of the names that are asked for."""
+    config = load_config(ROOT / "examples" / "experiments" / "quick.yaml")
+    names = {policy_name(one, config) for one in config.drafters}
+    lines = [line for line in text("docs/experiments.md").splitlines() if "paceline" in line and "build/quick" in line]
+    asked = {name for line in lines for name in re.findall(r'--drafter "([^"]+)"', line)}
+    assert config.traces and len(lines) > 6 and {"draft model", "suffix+draft model"} <= asked <= names
 
 
 def test_drafters_of_the_guide_keep_the_tokens(home: Path) -> None:

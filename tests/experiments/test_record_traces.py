@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ConfigurationError, TraceError
 from paceline.experiments import record_traces, runner, trace
-from paceline.experiments.cells import fingerprint
 from paceline.experiments.config import ExperimentConfig
 from paceline.experiments.record import record_along
 from paceline.experiments.regret import chain_policies, regret
 from paceline.experiments.store import Store
-from paceline.experiments.trace import Trace, load_trace
+from paceline.experiments.trace import load_trace
 from paceline.experiments.tune import verifying
 from paceline.experiments.whatif import Policy, ask
 from tests.cli.calling import call
@@ -105,17 +105,21 @@ def test_a_trace_of_an_older_version_is_recorded_again(home: Path, monkeypatch: 
 
 
 def test_a_trace_of_another_experiment_is_refused_by_name(home: Path) -> None:
-    config, policy = traced(home), Policy(("draft",), 2)
-
-    def of(target: str, files: str) -> Trace:
-        return Trace(target, files, {"temperature": 0.5}, (64,), 96, (), (), {})
-
-    with pytest.raises(TraceError, match="the trace is of somebody, and the experiment of target"):
-        verifying(config, of("somebody", "0"), policy, batch_size=1)
-    with pytest.raises(TraceError, match="another model"):
-        verifying(config, of("target", "0"), policy, batch_size=1)
-    own = verifying(config, of("target", fingerprint(str(home / "target"))), policy, batch_size=1)
+    few = save_prompts(home / "few.jsonl", 2)
+    config = traced(home, ("draft",), prompt_sets=[str(home / "prompts.jsonl"), str(few)])
+    policy = Policy(("draft",), 2)
+    files, _ = record(config, home / "out")
+    (short,) = (one for one in map(load_trace, files) if len(one.texts) == 2)
+    own = verifying(config, replace(short, sampling={"temperature": 0.5}), policy, batch_size=1)
     assert own.samplings[0].temperature == 0.5 and own.k == (2,), "the trace's sampling, not the experiment's"
+    assert [one.path for one in own.prompt_sets] == [str(few)], "and its prompts alone"
+    for wrong, message in (
+        ({"target": "somebody"}, "the trace is of somebody, and the experiment of target"),
+        ({"fingerprint": "0"}, "another model"),
+        ({"texts": short.texts[:1]}, "none of the experiment's prompts .prompts, few."),
+    ):
+        with pytest.raises(TraceError, match=message):
+            verifying(config, replace(short, **wrong), policy, batch_size=1)  # type: ignore[arg-type]
 
 
 def test_who_reads_features_is_not_asked_without_the_target() -> None:

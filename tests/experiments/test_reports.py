@@ -13,10 +13,12 @@ import yaml
 from paceline.core.errors import ConfigurationError
 from paceline.experiments.cells import cells
 from paceline.experiments.exchange import read_records
+from paceline.experiments.measure import Bench
 from paceline.experiments.statistics import compare_rows, length_interval, ratio_interval
-from paceline.experiments.store import CellResult, read_config
+from paceline.experiments.store import CellResult, read_config, read_results
+from paceline.experiments.trace import load_trace
 from paceline.experiments.tune import models_file
-from paceline.experiments.whatif import Policy
+from paceline.experiments.whatif import Policy, ask
 from paceline.placement.planning.model_specs import read_models
 from tests.cli.calling import call
 from tests.experiments.grids import grid, save_models, save_prompts
@@ -28,9 +30,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("finished")
     save_models(home)
     save_prompts(home / "prompts.jsonl")
-    drafters = ["none", "suffix", {"name": "model", "draft": str(home / "draft"), "k": [1, 3]}]
+    model = {"name": "model", "draft": str(home / "draft"), "k": [1, 3]}
+    both = {"name": "one, then the other", "draft": ["suffix", str(home / "draft")]}
     file = home / "exp.yaml"
-    file.write_text(yaml.safe_dump(grid(home, drafters=drafters, traces=True)))
+    values = grid(home, drafters=["none", "suffix", model, both], batch_sizes=[1, 2], traces=True)
+    file.write_text(yaml.safe_dump(values))
     result = call("experiment", "run", file, "--out", home / "out")
     assert result.exit_code == 0, result.stderr
     return home / "out"
@@ -39,9 +43,18 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_page_needs_nothing_from_anywhere(done: Path) -> None:
     page, text = (done / "report.html").read_text(), (done / "report.md").read_text()
     assert not re.search(r"(?:src|href)=\"(?!#)", page) and "<script" not in page and "@import" not in page
-    for heading in ("by position, unconditional", "by position, conditional", "by category", "Cost of a round"):
-        assert heading in page
-    assert page.count("<svg") >= 6 and "| drafter |" in text and "Mean acceptance length by category" in text
+    for heading in (
+        "Acceptance by position, unconditional",
+        "Acceptance by position, conditional",
+        "Accepted tokens of a draft",
+        "Mean acceptance length by category",
+        "Cost of a round",
+        "Throughput against interactivity",
+        "Speed-up against depth",
+        "Speed-up against batch size",
+    ):
+        assert f"<figure><h2>{heading}</h2><svg" in page
+    assert page.count("<svg") == 8 and "| drafter |" in text and "Mean acceptance length by category" in text
 
 
 def test_what_if_says_what_the_run_counted(done: Path) -> None:
@@ -49,22 +62,46 @@ def test_what_if_says_what_the_run_counted(done: Path) -> None:
     found = json.loads(call("experiment", "whatif", trace, "--drafter", "model", "--k", "1,3", "--json").stdout)
     lines = [json.loads(line) for line in (done / "results.jsonl").read_text().splitlines()]
     for answer, k in zip(found, (1, 3), strict=True):
-        rows = [row for row in lines if row["drafter"] == "model" and row["k"] == k]
+        rows = [row for row in lines if (row["drafter"], row["k"], row["batch_size"]) == ("model", k, 1)]
         assert answer["num_rounds"] == sum(row["num_rounds"] for row in rows)
         accepted, drafts = (sum(row[n] for row in rows) for n in ("num_accepted_tokens", "num_drafts"))
         assert answer["mean_acceptance_length"] == pytest.approx(1 + accepted / drafts)
     times = str(done / "round_times.json")
     predicted = call("experiment", "whatif", trace, "--drafter", "model", "--k", "2", "--times", times, "--json")
     assert json.loads(predicted.stdout)[0]["tokens_per_second"] > 0
+    asked = ["experiment", "whatif", trace, "--drafter", "suffix+model", "--k", "3", "--times", times, "--json"]
+    assert json.loads(call(*asked, "--batch-size", "2").stdout)[0]["tokens_per_second"] > 0, "a list is timed as asked"
+    untimed = call(*asked, "--drafter", "choice:suffix+model")
+    assert untimed.exit_code == 2 and "no round of 'choice:suffix+model' was timed" in " ".join(untimed.stderr.split())
     refused = call("experiment", "whatif", trace, "--target", done.parent / "draft")
     assert refused.exit_code == 2 and "another model" in refused.stderr
+
+
+def test_rounds_of_groups_are_those_of_the_run(done: Path) -> None:
+    """Of two prompts that run together the faster one waits; in one call with all, the next would begin."""
+    (file,) = (done / "traces").glob("*.trace")
+    trace, seen = load_trace(file), set[bool]()
+    policies = {"suffix": Policy(("suffix",), 2), "one, then the other": Policy(("suffix", "model"), 2)}
+    for result in read_results(done):
+        names = result.names
+        policy = policies.get(str(names["drafter"]))
+        if names["drafter"] == "model":
+            policy = Policy(("model",), int(str(names["k"])))
+        if policy is None or names["batch_size"] != 2:
+            continue
+        groups = [[row["num_rounds"] for row in result.rows if row["group"] == number] for number in (0, 1)]
+        grouped = ask(trace, policy, batch_size=2, grouped=True).replayed
+        assert len(grouped.rounds) == sum(map(max, groups))
+        assert [one.num_rounds for one in grouped.requests] == [*groups[0], *groups[1]]
+        seen.add(len(ask(trace, policy, batch_size=2).replayed.rounds) < len(grouped.rounds))
+    assert True in seen, "it makes a difference here"
 
 
 @pytest.mark.parametrize("layout", ["spec-bench", "aiperf", "vllm"])
 def test_exports(done: Path, tmp_path: Path, layout: str) -> None:
     assert call("experiment", "export", done, layout, "--out", tmp_path).exit_code == 0
     files = sorted(tmp_path.iterdir())
-    assert len(files) == 4
+    assert len(files) == 10
     if layout == "vllm":
         assert all("vllm:spec_decode_num_drafts_total{" in file.read_text() for file in files)
         return
@@ -98,6 +135,22 @@ def test_records_of_vllm(tmp_path: Path) -> None:
         read_records(file)
 
 
+def test_records_of_other_engines_are_shown_by_our_definitions(tmp_path: Path) -> None:
+    steps = {"per_step_accepted": [2, 0, 0], "per_step_drafted": [3, 3, 0]}
+    ours = {"id": "a", "usage": {"completion_tokens": 6}, "metrics": {"speculative_decoding": steps}}
+    file = tmp_path / "responses.jsonl"
+    file.write_text((json.dumps(ours) + "\n") * 2)
+    (row,) = json.loads(call("experiment", "import", file, "--json").stdout)
+    assert (row["requests"], row["num_drafts"], row["mean_acceptance_length"]) == (2, 4, 2.0)
+    assert row["draft_acceptance_rate"] == 4 / 12 and row["conditional_acceptance_rate"] == 4 / 8
+    assert row["acceptance_by_position"] == [0.5, 0.5, 0.0] and row["tokens_per_round"] == 1 + 4 / 6
+    shown = call("experiment", "import", file, file)
+    assert shown.exit_code == 0 and shown.stdout.count("2.000") == 2
+    file.write_text("[1]\n")
+    refused = call("experiment", "import", file)
+    assert refused.exit_code == 2 and "per_step_accepted" in refused.stderr
+
+
 def rows(values: list[float]) -> list[dict[str, Any]]:
     return [{"prompt": str(i), "seconds": 1.0, "new_tokens": v} for i, v in enumerate(values)]
 
@@ -113,6 +166,17 @@ def test_a_paired_test_sees_a_difference_and_no_other() -> None:
         compare_rows(a, [{"prompt": "x"}], "seconds")
 
 
+def test_prompts_that_ran_together_are_one_unit_of_times() -> None:
+    """Their seconds are the same, so that more of them are no more evidence."""
+    many = [{**row, "group": index // 2, "num_drafts": index} for index, row in enumerate(rows([10.0] * 8))]
+    faster = [{**row, "seconds": 0.5, "num_drafts": row["num_drafts"] + 1} for row in many]
+    speed = compare_rows(many, faster, "tokens_per_second")
+    assert (speed.prompts, speed.units, speed.first, speed.second) == (8, 4, 20.0, 40.0)
+    assert speed.p_value == pytest.approx(2 / 2**4)
+    counts = compare_rows(many, faster, "num_drafts")
+    assert counts.units == 8 and counts.p_value == pytest.approx(2 / 2**8)
+
+
 def test_intervals_hold_their_figure() -> None:
     one = ratio_interval([1.0, 2, 3, 4], [1.0, 1, 1, 1])
     assert one.low < one.value == 2.5 < one.high
@@ -122,7 +186,7 @@ def test_intervals_hold_their_figure() -> None:
 
 def test_compare(done: Path) -> None:
     same = json.loads(call("experiment", "compare", done, done, "--json").stdout)
-    assert len(same) == 4 and all(one["difference"] == 0 and one["p_value"] == 1 for one in same)
+    assert len(same) == 10 and all(one["difference"] == 0 and one["p_value"] == 1 for one in same)
     assert call("experiment", "compare", done, done, "--figure", "beauty").exit_code == 2
 
 
@@ -133,9 +197,28 @@ def test_tune_runs_the_best_and_writes_what_serve_reads(done: Path, tmp_path: Pa
     speeds = [one["tokens_per_second"] for one in found["all"]]
     assert speeds == sorted(speeds, reverse=True) and found["best"] == found["all"][0]
     assert {"none", "model k=1", "model k=3"} <= {one["policy"] for one in found["all"]}
-    assert len(found["measured_tokens_per_second"]) == 1 and found["measured_tokens_per_second"][0] > 0
+    assert {"suffix k=4", "suffix+model k=4"} <= {one["policy"] for one in found["all"]}, "lists and text drafters too"
+    run = found["run"]
+    assert min(run.values()) > 0 and run["speedup"] == pytest.approx(run["measured"] / run["plain"])
     plan = call("plan", file, "--instance", "cpu")
     assert plan.exit_code == 0, plan.stderr
+
+
+def test_a_run_that_fails_ends_tune_before_it_writes(
+    done: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise ConfigurationError("no such luck")
+
+    (trace,) = (done / "traces").glob("*.trace")
+    file = tmp_path / "tuned.yaml"
+    monkeypatch.setattr(Bench, "measure", failing)
+    asked = ["experiment", "tune", done, trace, "--out", file, "--trials", "0"]
+    failed = call(*asked)
+    assert failed.exit_code == 2 and "no such luck" in failed.stderr and not file.exists()
+    untimed = call(*asked, "--batch-size", "3", "--no-check")
+    assert untimed.exit_code == 0, "on the line through 1 and 2"
+    assert call(*asked, "--batch-size", "0").exit_code == 2
 
 
 def test_a_plan_of_speed_is_made_of_measured_times_and_run(done: Path) -> None:

@@ -19,7 +19,10 @@ from paceline.core.errors import CheckpointError, ConfigurationError, ContextErr
 from paceline.experiments import runner, tables
 from paceline.experiments.config import ExperimentConfig, PromptSet, load_config, parse_config
 from paceline.experiments.prompts import load_prompts, read_prompts
+from paceline.experiments.record_traces import record_traces
 from paceline.experiments.store import Store, read_results
+from paceline.experiments.trace import load_trace
+from paceline.experiments.whatif import Policy, ask
 from paceline.text.tokenizer import load_tokenizer
 from tests.cli.calling import call
 from tests.experiments.grids import grid, save_models, save_prompts
@@ -84,6 +87,8 @@ def test_finished_cells_are_not_run_again_and_failed_ones_alone_are(home: Path, 
         ({"max_new_tokens": 500}, ContextError, "does not fit"),
         ({"prompt_sets": "no/such/file.jsonl"}, PromptError, "file.jsonl"),
         ({"samplings": [{"temprature": 1}]}, ConfigurationError, "temprature"),
+        ({"drafters": ["ngram", "none", "ngram"]}, ConfigurationError, "two drafters are called 'ngram'"),
+        ({"samplings": [{"temperature": 0}, {"top_k": 3}]}, ConfigurationError, "two samplings are called 'greedy'"),
     ],
 )
 def test_bad_input_is_refused_by_name_before_work_starts(
@@ -117,10 +122,11 @@ from paceline.experiments import runner
 from paceline.experiments.config import load_config
 from paceline.experiments.store import Store
 torch.set_num_threads(1)
-config, store = load_config(Path(sys.argv[1])), Store(Path(sys.argv[2]))
+config = load_config(Path(sys.argv[1]))
 import os
 for line in sys.stdin:
     if os.fork() == 0:
+        store = Store(Path(line.strip()))
         runner.run(runner.plan(config, store), store, lambda *_: None)
         os._exit(0)
     print(flush=True)
@@ -128,29 +134,41 @@ for line in sys.stdin:
 
 
 def test_killed_at_random_points_it_loses_no_finished_cell(home: Path, tmp_path: Path) -> None:
-    """SIGKILL, 20 times. A child that has loaded everything is forked for every try, or starting would take it all."""
+    """SIGKILL, 20 times. A child that has loaded everything is forked for every try, or starting would take it all.
+
+    On a slow machine the kills come later, until there is something to lose; where all is done, another folder begins.
+    """
     values = grid(home, k=[1, 2, 3], drafters=["none", "suffix", "ngram"], baseline=False, max_new_tokens=3)
-    file, out = tmp_path / "exp.yaml", tmp_path / "out"
+    file, number = tmp_path / "exp.yaml", 0
     file.write_text(yaml.safe_dump(values))
-    dice, kept = random.Random(5), dict[str, bytes]()
-    command = [sys.executable, "-c", CHILD, str(file), str(out)]
+    dice, kept, longest, cut = random.Random(5), dict[str, bytes](), 0.25, 0
+    command = [sys.executable, "-c", CHILD, str(file)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as mother:
         assert mother.stdin is not None and mother.stdout is not None
         for _ in range(20):
-            mother.stdin.write("\n")
+            out = tmp_path / f"out{number}"
+            mother.stdin.write(f"{out}\n")
             mother.stdin.flush()
             mother.stdout.readline()
-            time.sleep(dice.uniform(0.0, 0.25))
+            time.sleep(dice.uniform(0.0, longest))
             for child in Path(f"/proc/{mother.pid}/task/{mother.pid}/children").read_text().split():
                 os.kill(int(child), signal.SIGKILL)
             now = {path.name: path.read_bytes() for path in (out / "cells").glob("*.json")}
             assert kept.items() <= now.items(), "a finished cell was lost or done again"
-            kept = now
-        whole = runner.plan(load_config(file), Store(out))
+            cut += len(kept) < len(now) < CELLS
+            longest *= 1.0 if now else 1.5
+            kept, number = (now, number) if len(now) < CELLS else ({}, number + 1)
+        assert cut, "never killed with some cells done and some not"
+        store = Store(tmp_path / f"out{number}")
+        whole = runner.plan(load_config(file), store)
         assert sum(one.finished for one in whole.cells) == len(kept)
-        results = runner.run(whole, Store(out), silent)
-    assert len(results) == 7 and not runner.failed(results)
-    assert kept.items() <= {path.name: path.read_bytes() for path in (out / "cells").glob("*.json")}.items()
+        results = runner.run(whole, store, silent)
+    assert len(results) == CELLS and not runner.failed(results)
+    assert kept.items() <= {path.name: path.read_bytes() for path in (store.folder / "cells").glob("*.json")}.items()
+
+
+CELLS = 7
+"""Plain decoding, and two drafters at three depths."""
 
 
 LAYOUTS: dict[str, tuple[str, list[dict[str, Any]]]] = {
@@ -177,11 +195,41 @@ def test_layouts_of_prompts(name: str, automatic: bool, tmp_path: Path) -> None:
     assert (read.key, read.category, read.messages[-1]["content"]) == ("1", "x", "a b")
 
 
+def test_a_drafter_that_learns_from_texts_does_not_know_the_answers_already(home: Path, tmp_path: Path) -> None:
+    """What is not measured, and repeats, leave nothing behind: so a run counts what a new drafter would."""
+    learning = "suffix:max_cached_tokens=4000,min_match=1"
+    values = grid(home, drafters=[learning], batch_sizes=[1, 2], repeats=2, baseline=False, traces=True)
+    config, store = ExperimentConfig(**values), Store(tmp_path)
+    planned = runner.plan(config, store)
+    results = runner.run(planned, store, silent)
+    (file,) = record_traces(planned, store, silent)
+    trace = load_trace(file)
+    for result, size in zip(results, (1, 2), strict=True):
+        answer = ask(trace, Policy((learning,), 2), batch_size=size, grouped=True)
+        assert [one.num_rounds for one in answer.replayed.requests] == [row["num_rounds"] for row in result.rows]
+        assert answer.acceptance.num_accepted_tokens == sum(row["num_accepted_tokens"] for row in result.rows)
+
+
+def test_a_damaged_listing_or_cell_says_what_to_do(home: Path, tmp_path: Path) -> None:
+    (result,) = run(grid(home, drafters=["none"], baseline=False, max_new_tokens=2), tmp_path)
+    (tmp_path / "experiment.json").write_text("{")
+    with pytest.raises(ConfigurationError, match="writes it anew, and keeps finished cells"):
+        read_results(tmp_path)
+    (tmp_path / "cells" / f"{result.key}.json").write_text('{"version": 1, "key": "x"}')
+    with pytest.raises(StorageError, match="remove it, and the cell is run again"):
+        Store(tmp_path).load(result.key)
+
+
 def test_files_without_text_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "trace.jsonl"
     file.write_text('{"timestamp": 0, "input_length": 100, "output_length": 5}\n')
     with pytest.raises(PromptError, match="lengths alone"):
         list(read_prompts(file))
+
+
+def save_texts(path: Path) -> Path:
+    path.write_text('{"prompt": "&*&*"}\n')
+    return path
 
 
 def test_what_is_suspicious_in_prompts_is_said(home: Path, tmp_path: Path) -> None:
@@ -192,6 +240,9 @@ def test_what_is_suspicious_in_prompts_is_said(home: Path, tmp_path: Path) -> No
     said = " ".join(load_prompts(PromptSet(path=str(file), layout="spec-bench"), tokenizer, 96).warnings)
     for part in ("further turns", "put into the target's as well", "splits into 7 tokens", "random tokens"):
         assert part in said
+    unsure = load_prompts(PromptSet(path=str(save_texts(tmp_path / "y.jsonl"))), tokenizer, 96).warnings
+    assert len(unsure) == 1 and "set chat: true, or chat: false if that is meant" in unsure[0]
+    assert load_prompts(PromptSet(path=str(tmp_path / "y.jsonl"), chat=False), tokenizer, 96).warnings == ()
     tokenizer.chat_template = None
     assert load_prompts(PromptSet(path=str(home / "prompts.jsonl")), tokenizer, 96).warnings == ()
 

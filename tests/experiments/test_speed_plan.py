@@ -11,8 +11,8 @@ import pytest
 from paceline.decoder.backends.neuron import engines
 from paceline.diagnostics.part_cost import PartTimes
 from paceline.diagnostics.round_cost import round_cost
+from paceline.experiments.round_times import RoundTimes
 from paceline.experiments.speed_plan import Candidate, LoadPlan, expected_tokens, from_rates, ranked
-from paceline.experiments.whatif import RoundTimes
 from paceline.placement.planning.instances import instance
 from tests.cli.calling import call
 from tests.neuron.test_round_cost import fields, setup
@@ -69,4 +69,6 @@ def test_a_plan_by_arithmetic(tmp_path: Path) -> None:
     assert values["times"] == "arithmetic, not measured"
     # The draft is as large as its target: all that a round saves is a launch, and that is not sure.
     assert load["verdict"].startswith("uncertain: shared cores: draft model, k 1, 8 cores is 1.")
+    refused = call(*asked, "--acceptance", "0.9", "--verify")
+    assert refused.exit_code == 2 and "it needs --experiment and --trace" in " ".join(refused.stderr.split())
     assert "needs --target, --draft and --acceptance" in " ".join(call(*asked).stderr.split())

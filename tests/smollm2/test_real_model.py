@@ -13,8 +13,9 @@ from paceline import AutoDecoder
 from paceline.auto import SamplingDecoder
 from paceline.decoder import steps
 from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.weights import known_models
 from paceline.decoder.weights.checkpoint import load_weights
-from paceline.text.tokenizer import load_tokenizer
+from paceline.text.tokenizer import has_tokenizer, load_tokenizer
 from tests.fakes_models import generated
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -90,6 +91,13 @@ def test_the_configuration_of_both_is_one(smollm2: Path) -> None:
     assert found == ModelConfig.from_pretrained(smollm2)
     assert (found.num_layers, found.hidden_size, found.vocab_size) == (30, 576, 49152)
     assert (found.rope.theta, found.rms_norm_eps, found.tie_word_embeddings) == (100_000.0, 1e-5, True)
+
+
+def test_a_name_and_a_file_have_a_tokenizer(smollm2: Path, alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`paceline verify` takes texts and stop strings from it, and used to find it in folders alone."""
+    monkeypatch.setattr(known_models, "fetched", lambda _row: smollm2)
+    assert all(map(has_tokenizer, (Path("smollm2"), smollm2, alone)))
+    assert not has_tokenizer(alone.parent / "nowhere")
 
 
 def test_the_tokenizer_and_the_chat_template_are_the_file_s(smollm2: Path, alone: Path) -> None:

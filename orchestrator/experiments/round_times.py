@@ -1,0 +1,251 @@
+"""How long rounds take: measured by finished cells, kept for each target and sampling, and asked by predictions.
+
+Depths and batch sizes between and beyond measured ones lie on lines; what no line can be drawn for is refused. Not
+here: how many rounds a text takes (`replay.py`), and what is predicted (`whatif.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from paceline.core.errors import ConfigurationError, TraceError
+from paceline.draft_spec import DraftSpec, parse_draft
+from paceline.experiments.config import DrafterEntry, ExperimentConfig, SamplingEntry
+from paceline.experiments.store import CellResult
+from paceline.experiments.trace import Trace
+from paceline.registry import DRAFTERS
+
+PLAIN = "none"
+CHOICE = "choice:"
+VERSION = 2
+"""Of the file."""
+
+_Key = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Measured seconds of a round of the batch, by drafter, depth and batch size.
+
+    rounds   (drafter as `policy_name` calls it, depth, batch size) -> seconds of a round, drafting and the host's part
+             included
+    prefill  seconds of a prompt
+    """
+
+    rounds: Mapping[_Key, float]
+    prefill: float = 0.0
+
+    def seconds(self, drafter: str, k: int, batch_size: int) -> float:
+        """Of a round. Between measured depths or batch sizes, on the line from one to the next; beyond them, on the
+        line of the last two. A single measured depth and plain decoding, which is depth 0, make a line too.
+
+        Raises:
+            ConfigurationError: nothing was measured for this drafter, or a single depth or batch size that is another.
+        """
+        sizes: dict[int, dict[int, float]] = {}
+        for (name, depth, size), value in self.rounds.items():
+            if name == drafter:
+                sizes.setdefault(size, {})[depth] = value
+        if not sizes:
+            names = ", ".join(sorted({name for name, *_ in self.rounds}))
+            raise ConfigurationError(f"no round of {drafter!r} was timed; there are times of {names}")
+        if batch_size in sizes:
+            return self._at_depth(drafter, k, batch_size, depths=sizes[batch_size])
+        if len(sizes) == 1:
+            (size,) = sizes
+            raise ConfigurationError(
+                f"rounds of {drafter!r} were timed at batch size {size} alone, which says nothing about {batch_size}; "
+                f"run the experiment with batch_sizes: [{size}, {batch_size}]"
+            )
+        at_depth = {size: self._at_depth(drafter, k, size, depths=depths) for size, depths in sizes.items()}
+        return _line(at_depth, batch_size)
+
+    def _at_depth(self, drafter: str, k: int, size: int, *, depths: Mapping[int, float]) -> float:
+        plain = self.rounds.get((PLAIN, 0, size))
+        if plain is not None and (k < min(depths) or len(depths) == 1):
+            depths = {0: plain, **depths}
+        if k not in depths and len(depths) == 1:
+            (depth,) = depths
+            raise ConfigurationError(
+                f"rounds of {drafter!r} were timed with {depth} drafted tokens alone at batch size {size}, which says "
+                f"nothing about {k}; run the experiment with k: [{depth}, {k}], or with `none` among its drafters"
+            )
+        return _line(depths, k)
+
+
+def _line(points: Mapping[int, float], x: int) -> float:
+    """On the line through the points around x, or through the last two on its side.
+
+    More drafted tokens or requests never make a round shorter, and a share of them takes that share of it or more: a
+    line that noise has bent does not go beyond that.
+    """
+    if x in points:
+        return points[x]
+    known = sorted(points)
+    right = min(max(1, bisect_left(known, x)), len(known) - 1)
+    a, b = known[right - 1], known[right]
+    slope = (points[b] - points[a]) / (b - a)
+    if x > b:
+        return points[b] + max(0.0, slope) * (x - b)
+    value = points[a] + slope * (x - a)
+    return max(value, points[a] * x / a) if x < a else value
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRounds:
+    """Times of the cells of one target and one sampling, by their labels."""
+
+    target: str
+    sampling: str
+    times: RoundTimes
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentTimes:
+    """All times of an experiment."""
+
+    parts: tuple[TimedRounds, ...]
+
+    def of(self, trace: Trace) -> RoundTimes:
+        """Of the target and the sampling of a trace; where that was not timed, of all samplings of the target together.
+
+        Raises:
+            ConfigurationError: the target was not timed.
+        """
+        own = self._of_target(trace.target)
+        sampling = SamplingEntry(**trace.sampling).label
+        return _mean([one for one in own if one.sampling == sampling] or own)
+
+    def alone(self) -> RoundTimes:
+        """Of the only target, all its samplings together.
+
+        Raises:
+            ConfigurationError: there are several.
+        """
+        targets = dict.fromkeys(one.target for one in self.parts)
+        if len(targets) > 1:
+            raise ConfigurationError(
+                f"the experiment timed several targets ({', '.join(targets)}); give a trace, which says of which"
+            )
+        return _mean(self.parts)
+
+    def _of_target(self, name: str) -> list[TimedRounds]:
+        own = [one for one in self.parts if one.target == name]
+        if not own:
+            names = ", ".join(dict.fromkeys(one.target for one in self.parts)) or "none"
+            raise ConfigurationError(f"rounds of {name} were not timed; there are times of {names}")
+        return own
+
+
+def _mean(parts: Sequence[TimedRounds]) -> RoundTimes:
+    rounds: dict[_Key, list[float]] = {}
+    for one in parts:
+        for key, seconds in one.times.rounds.items():
+            rounds.setdefault(key, []).append(seconds)
+    prefill = [one.times.prefill for one in parts]
+    return RoundTimes({key: fmean(values) for key, values in rounds.items()}, fmean(prefill) if prefill else 0.0)
+
+
+def measured(config: ExperimentConfig, results: Sequence[CellResult]) -> ExperimentTimes:
+    """From finished cells with the rule ``match``; those of several prompt sets are means."""
+    names = {one.label: policy_name(one, config) for one in config.drafters}
+    parts: dict[tuple[str, str], list[TimedRounds]] = {}
+    for target, sampling, times in _cells(results, names):
+        parts.setdefault((target, sampling), []).append(TimedRounds(target, sampling, times))
+    return ExperimentTimes(tuple(replace(members[0], times=_mean(members)) for members in parts.values()))
+
+
+def _cells(results: Sequence[CellResult], policies: Mapping[str, str]) -> Iterator[tuple[str, str, RoundTimes]]:
+    """Of every cell its target, its sampling, and its own times."""
+    for result in results:
+        names = result.names
+        if result.error is not None or names["acceptor"] != "match" or result.totals["draft_lengths"]:
+            continue
+        groups: dict[int, int] = {}
+        for row in result.rows:  # a group's rounds are those of its longest text
+            groups[row["group"]] = max(groups.get(row["group"], 0), row["num_rounds"])
+        depth = max((max(row["per_step_drafted"], default=0) for row in result.rows), default=0)
+        k = names["k"] if isinstance(names["k"], int) else depth
+        prefill = float(result.totals["prefill_seconds"])
+        seconds = float(result.totals["seconds"]) - prefill
+        rounds: dict[_Key, float] = {}
+        if sum(groups.values()) and seconds > 0:
+            name = policies.get(str(names["drafter"]), str(names["drafter"]))
+            rounds[name, int(k), int(str(names["batch_size"]))] = seconds / sum(groups.values())
+        yield str(names["target"]), str(names["sampling"]), RoundTimes(rounds, prefill / max(1, len(result.rows)))
+
+
+def policy_name(entry: DrafterEntry, config: ExperimentConfig) -> str:
+    """What a question to a trace calls a drafter of an experiment: a recorded one by its name there, one that looks at
+    the text alone as drafts are written, a list ``a+b``, a choice ``choice:a+b``.
+    """
+    specs = parse_draft(entry.draft)
+    if not specs:
+        return PLAIN
+    if len(specs) > 1 or specs[0].parts:
+        parts = "+".join(_part(spec, entry, config) for spec in specs[0].parts or specs)
+        return CHOICE + parts if specs[0].parts else parts
+    return str(specs[0]) if reads_text_alone(specs[0]) else entry.label
+
+
+def reads_text_alone(spec: DraftSpec) -> bool:
+    """Whether it is a drafter that is made by its name and needs no model."""
+    return spec.name is not None and DRAFTERS[spec.name].given_as == "name"
+
+
+def _part(spec: DraftSpec, entry: DrafterEntry, config: ExperimentConfig) -> str:
+    """A part of a list or a choice: where the experiment has it by itself too, it is recorded by that name."""
+    if reads_text_alone(spec):
+        return str(spec)
+    for one in config.drafters:
+        alone = parse_draft(one.draft)
+        if len(alone) == 1 and replace(alone[0], k=spec.k) == spec and one.vocabulary == entry.vocabulary:
+            return one.label
+    return str(spec)
+
+
+def save_times(times: ExperimentTimes) -> str:
+    """As JSON."""
+    parts = [
+        {
+            "target": one.target,
+            "sampling": one.sampling,
+            "rounds": [[*key, seconds] for key, seconds in one.times.rounds.items()],
+            "prefill": one.times.prefill,
+        }
+        for one in times.parts
+    ]
+    return json.dumps({"version": VERSION, "times": parts})
+
+
+def load_times(path: Path) -> ExperimentTimes:
+    """From JSON that `save_times` made.
+
+    Raises:
+        TraceError: it cannot be read.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if values.get("version") != VERSION:
+            raise TraceError(
+                f"{path} is of another version of this program; `paceline experiment run` writes it anew, and keeps "
+                "finished cells"
+            )
+        return ExperimentTimes(tuple(_timed(part) for part in values["times"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TraceError(
+            f"{path} holds no times of rounds ({error}); `paceline experiment run` writes round_times.json"
+        ) from error
+
+
+def _timed(part: Mapping[str, object]) -> TimedRounds:
+    listed = part["rounds"]
+    if not isinstance(listed, list):
+        raise TypeError("rounds must be a list")
+    rounds = {(str(name), int(k), int(size)): float(seconds) for name, k, size, seconds in listed}
+    return TimedRounds(str(part["target"]), str(part["sampling"]), RoundTimes(rounds, float(str(part["prefill"]))))
