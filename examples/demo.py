@@ -110,7 +110,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(MODELS), default="smollm2")
     parser.add_argument("--mode", choices=MODES, help="who drafts")
-    parser.add_argument("--k", type=int, help="drafted tokens per round; default: 2 for smollm2, 4 for pycode")
+    parser.add_argument("--k", type=int, help="drafted tokens per round; default: 4, and 2 for the head of smollm2")
     parser.add_argument("--prompts", type=positive, default=6, help="how many prompts are measured")
     parser.add_argument("--max-new-tokens", type=positive, default=128)
     parser.add_argument("--repetitions", type=positive, default=3)
@@ -146,7 +146,7 @@ def demo(console: Console, options: argparse.Namespace) -> int:
     """The whole demo; the exit status."""
     model = found(MODELS[options.model])
     mode = options.mode or model.mode
-    k = options.k if options.k is not None else 2 if model.chat else 4
+    k = options.k if options.k is not None else 2 if model.chat and mode == "eagle" else 4
     tokenizer = load_tokenizer(model.target)
     prompts = read_prompts(model, tokenizer)
     decoders = {"target": decoder(model, model.target)}

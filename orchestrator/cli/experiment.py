@@ -64,11 +64,11 @@ def run(
 
             deadline = math.inf if minutes is None else monotonic() + 60 * minutes
             results = runner.run(planned, store, reached, deadline=deadline)
+            if config.runs:
+                tables.write_rows(store.folder, results)
+                store.write("round_times.json", round_times.save_times(round_times.measured(config, results)))
+                report.write_reports(store, config.name, results)
             traces = record_traces.record_traces(planned, store, reached, deadline=deadline) if config.traces else []
-        if config.runs:
-            tables.write_rows(store.folder, results)
-            store.write("round_times.json", round_times.save_times(round_times.measured(config, results)))
-            report.write_reports(store, config.name, results)
         summaries = [tables.summary(result) for result in results]
         failed = runner.failed(results)
         missing = (len(planned.cells) - len(results)) * config.runs, record_traces.count(planned) - len(traces)

@@ -109,23 +109,24 @@ class _Group:
 
     def __init__(self, members: Sequence[PlannedCell], bench: Bench, path: Path) -> None:
         self._members, self._bench, self.path = members, bench, path
-        chosen = [one for one in members if needs_recording(one.cell)]
-        none = replace(members[0].cell, drafter=DrafterEntry(draft="none"), k=None)
-        # without any, the texts alone are recorded, for drafters that what-if runs again
-        self._chosen = chosen or [replace(members[0], cell=none)]
+        self._chosen = [one for one in members if needs_recording(one.cell)]
+        # where none can be recorded, the texts alone are, for drafters that what-if runs again
+        self._plain = replace(members[0], cell=replace(members[0].cell, drafter=DrafterEntry(draft="none"), k=None))
 
     def complete(self, report: Callable[[str], None], *, fingerprint: str, deadline: float) -> bool:
         """Record what is missing. -> whether nothing is left for another time
 
         Raises:
-            ConfigurationError: no drafter could be recorded.
+            ConfigurationError: not even the target's texts could be recorded.
             StorageError: the file cannot be written.
         """
         kept = self._kept()
         known = {one.key: one for one in kept.drafters} if kept is not None else {}
         texts: Sequence[TraceText] = kept.texts if kept is not None else ()
-        left = [one for one in self._chosen if one.key not in known and not (texts and one.cell.drafter.plain)]
-        for one in left:
+        left = [one for one in self._chosen if one.key not in known]
+        for one in (*left, self._plain):
+            if texts and one.cell.drafter.plain:
+                continue
             if monotonic() > deadline:
                 return False
             report(f"recording {one.cell.title()}")
@@ -143,7 +144,7 @@ class _Group:
             about = self._about(one, fingerprint)
             save_trace(self.path, joined(about, texts, self._wanted(known), source=provenance()))
         if not texts:
-            raise ConfigurationError(f"no drafter of {self._members[0].cell.title()} could be recorded")
+            raise ConfigurationError(f"no text of {self._members[0].cell.target.label} could be recorded")
         if kept is not None and not left and kept.drafters != tuple(wanted := self._wanted(known)):
             save_trace(self.path, replace(kept, drafters=tuple(wanted)))  # some are not in the experiment any more
         return True

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from paceline.core.errors import ConfigurationError, TraceError
@@ -120,6 +121,19 @@ def test_a_trace_of_another_experiment_is_refused_by_name(home: Path) -> None:
     ):
         with pytest.raises(TraceError, match=message):
             verifying(config, replace(short, **wrong), policy, batch_size=1)  # type: ignore[arg-type]
+
+
+def test_a_drafter_that_cannot_be_recorded_leaves_the_texts(home: Path) -> None:
+    """And the report of the cells is written, in which it failed too."""
+    file, out = home / "exp.yaml", home / "out"
+    drafters = [{"name": "far", "draft": str(home / "draft"), "k": 500}]
+    file.write_text(yaml.safe_dump(grid(home, drafters=drafters, traces=True, baseline=False)))
+    done = call("experiment", "run", file, "--out", out)
+    assert done.exit_code == 1 and "501 rows" in " ".join(done.stderr.split())
+    assert "501 rows" in (out / "report.md").read_text()
+    (path,) = (out / "traces").iterdir()
+    assert not load_trace(path).drafters
+    assert ask(load_trace(path), Policy(("suffix",), 3)).acceptance.num_rounds > 0
 
 
 def test_who_reads_features_is_not_asked_without_the_target() -> None:
