@@ -84,7 +84,7 @@ class ServeOptions:
 class OneModel:
     """A model to serve without a file; the keys are those of an entry of `models`."""
 
-    target: Annotated[Path | None, typer.Option(help="Folder of the target, where there is no models file.")] = None
+    target: Annotated[Path | None, typer.Option(help="The target, a folder or a fetched model's name, if there is no file.")] = None
     name: Annotated[str | None, typer.Option(help="What requests call it; default: the folder's name.")] = None
     draft: Annotated[tuple[str, ...] | None, typer.Option(help="Who drafts: ngram, suffix, a folder; repeatable.")] = (
         None
@@ -103,9 +103,10 @@ class OneModel:
     def entries(self) -> list[dict[str, object]]:
         """The list `models` of a file with this model alone."""
         assert self.target is not None
+        there = self.target.exists()  # else it may be the name of a fetched model, or an id of the hub
         values = {
             "name": self.name or self.target.resolve().name,
-            "path": str(self.target.resolve()),
+            "path": str(self.target.resolve() if there else self.target),
             "draft": list(self.draft) if self.draft else None,
             "k": self.k,
             "acceptor": self.acceptor,

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from paceline.cli.main import app
 from paceline.core.errors import ConfigurationError, PlanError
+from paceline.decoder.weights import known_models
 from paceline.serving.app import build
 from paceline.serving.deployments import model_deployment
 from tests.decoder.tiny import Workshop
@@ -99,6 +100,18 @@ def test_a_model_needs_no_file(workshop: Workshop) -> None:
     (placement,) = ingress.init_args[0]["m"]._bound_deployment.init_args[0].plan.placements
     assert placement.model.speculative.draft[0].path == draft and placement.model.k == 2
     assert ingress.init_args[1].api_keys == ("s",)
+
+
+def test_a_fetched_model_needs_no_folder(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`paceline serve --target smollm2`, as the README has it."""
+    monkeypatch.setattr(known_models, "fetched", lambda _row: workshop.checkpoint())
+    line = ["serve", "--target", "smollm2", "--draft", "suffix", "--amp", "f32", "--backend", "eager"]
+    done = CliRunner().invoke(app, [*line, "--print-serve-config"])
+    assert done.exit_code == 0, done.output
+    (application,) = ServeDeploySchema(**yaml.safe_load(done.stdout)).applications
+    ingress = build(application.args)._bound_deployment
+    (placement,) = ingress.init_args[0]["smollm2"]._bound_deployment.init_args[0].plan.placements
+    assert placement.model.folder == workshop.checkpoint().resolve()
 
 
 @pytest.mark.parametrize(
