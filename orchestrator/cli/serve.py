@@ -84,7 +84,9 @@ class ServeOptions:
 class OneModel:
     """A model to serve without a file; the keys are those of an entry of `models`."""
 
-    target: Annotated[Path | None, typer.Option(help="The target, a folder or a fetched model's name, if there is no file.")] = None
+    target: Annotated[
+        Path | None, typer.Option(help="The target, a folder or a fetched model's name, if there is no file.")
+    ] = None
     name: Annotated[str | None, typer.Option(help="What requests call it; default: the folder's name.")] = None
     draft: Annotated[tuple[str, ...] | None, typer.Option(help="Who drafts: ngram, suffix, a folder; repeatable.")] = (
         None
