@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
@@ -15,6 +17,9 @@ from paceline.cli import console, progress
 from paceline.cli.config_options import command
 from paceline.cli.options import AsJson
 from paceline.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from paceline.experiments.whatif import Policy
 
 app = typer.Typer()
 
@@ -39,6 +44,19 @@ class PolicyOptions:
     tree: Annotated[str | None, typer.Option(help="Nodes of a recorded static tree to keep, such as 0,1,3.")] = None
 
 
+def _policies(asked: PolicyOptions, recorded: tuple[str, ...]) -> Iterator[Policy]:
+    """Every drafter, depth and threshold that is asked about; without a drafter, all that were recorded."""
+    from paceline.experiments.whatif import Policy, parse_depths, parse_thresholds
+
+    k = asked.k
+    ladder = () if k is None or not k.startswith("[") else tuple(sorted(parse_depths(k.strip("[]"))))
+    depths = [None] if k is None or ladder else list(parse_depths(k))
+    nodes = None if asked.tree is None else parse_depths(asked.tree, "--tree")
+    thresholds = [None] if asked.confidence is None else list(parse_thresholds(asked.confidence))
+    for name, depth, threshold in product(asked.drafter or recorded or ("suffix",), depths, thresholds):
+        yield replace(Policy.parse(name, depth, nodes, recorded=recorded), ladder=ladder, confidence=threshold)
+
+
 @command(app, "whatif")
 def whatif(
     trace: Annotated[Path, typer.Argument(help="A file below traces/ of an experiment.")],
@@ -57,31 +75,23 @@ def whatif(
         from paceline.experiments.trace import check_target, load_trace
 
         loaded = load_trace(trace)
-        recorded = [one.name for one in loaded.drafters]
+        recorded = tuple(one.name for one in loaded.drafters)
         if target is not None:
             check_target(loaded, fingerprint(str(target)), str(target))
         if batch_size < 1:
             raise ConfigurationError(f"--batch-size must be at least 1, not {batch_size}")
-        k = asked.k
-        names = asked.drafter or tuple(recorded) or ("suffix",)
-        ladder = () if k is None or not k.startswith("[") else tuple(sorted(questions.parse_depths(k.strip("[]"))))
-        depths = [None] if k is None or ladder else list(questions.parse_depths(k))
-        nodes = None if asked.tree is None else questions.parse_depths(asked.tree)
-        thresholds = [None] if asked.confidence is None else list(questions.parse_thresholds(asked.confidence))
         measured = None if times is None else load_times(times).of(loaded)
-        answers = [
-            questions.ask(
-                loaded,
-                replace(
-                    questions.Policy.parse(name, depth, nodes, recorded=recorded), ladder=ladder, confidence=threshold
-                ),
-                batch_size=batch_size,
-                times=measured,
-            ).to_dict()
-            for name in names
-            for depth in depths
-            for threshold in thresholds
-        ]
+        answers: list[dict[str, Any]] = []
+        refused: list[tuple[str, ConfigurationError]] = []
+        for policy in _policies(asked, recorded):
+            try:
+                answers.append(questions.ask(loaded, policy, batch_size=batch_size, times=measured).to_dict())
+            except ConfigurationError as error:
+                refused.append((policy.label, error))
+        if refused and (asked.drafter or not answers):
+            raise refused[0][1]
+    for label, error in refused:  # nobody asked for these by name
+        console.say(console.err(), f"left out: {label}: {error}", style="yellow")
     if as_json:
         typer.echo(json.dumps(answers))
         return

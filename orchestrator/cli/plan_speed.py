@@ -68,7 +68,7 @@ def plan_speed(
     with console.refusals():
         from paceline.experiments.whatif import parse_depths
 
-        sizes = parse_depths(batch_sizes)
+        sizes = parse_depths(batch_sizes, "--batch-sizes")
         if min(sizes) < 1:
             raise ConfigurationError(f"--batch-sizes {batch_sizes!r}: a batch has at least one request")
         if (measured.experiment is None) == (hardware.target is None):

@@ -199,8 +199,8 @@ def best_per_text(answers: Sequence[Answer]) -> tuple[list[int], Acceptance]:
     return chosen, Acceptance.pooled([answers[c].replayed.requests[i] for i, c in enumerate(chosen)])
 
 
-def parse_depths(text: str) -> tuple[int, ...]:
-    """``4``, ``1,2,4`` or ``1:8`` (both ends included).
+def parse_depths(text: str, option: str = "--k") -> tuple[int, ...]:
+    """``4``, ``1,2,4`` or ``1:8`` (both ends included). ``option``: what errors call it.
 
     Raises:
         ConfigurationError: it is none of these.
@@ -211,7 +211,7 @@ def parse_depths(text: str) -> tuple[int, ...]:
     except ValueError:
         depths = ()
     if not depths or min(depths) < 0:
-        raise ConfigurationError(f"--k {text!r} are no depths; write 4, 1,2,4 or 1:8")
+        raise ConfigurationError(f"{option} {text!r} are no numbers from 0 on; write 4, 1,2,4 or 1:8")
     return depths
 
 

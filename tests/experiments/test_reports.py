@@ -71,6 +71,10 @@ def test_what_if_says_what_the_run_counted(done: Path) -> None:
     assert json.loads(predicted.stdout)[0]["tokens_per_second"] > 0
     asked = ["experiment", "whatif", trace, "--drafter", "suffix+model", "--k", "3", "--times", times, "--json"]
     assert json.loads(call(*asked, "--batch-size", "2").stdout)[0]["tokens_per_second"] > 0, "a list is timed as asked"
+    deep = call("experiment", "whatif", trace, "--k", "2:5", "--json")
+    assert [one["policy"] for one in json.loads(deep.stdout)] == ["model k=2", "model k=3"]
+    assert "left out: model k=5: model was recorded with depth 3" in " ".join(deep.stderr.split())
+    assert call("experiment", "whatif", trace, "--drafter", "model", "--k", "2:5").exit_code == 2, "asked for by name"
     untimed = call(*asked, "--drafter", "choice:suffix+model")
     assert untimed.exit_code == 2 and "no round of 'choice:suffix+model' was timed" in " ".join(untimed.stderr.split())
     refused = call("experiment", "whatif", trace, "--target", done.parent / "draft")

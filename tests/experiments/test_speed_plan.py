@@ -69,6 +69,8 @@ def test_a_plan_by_arithmetic(tmp_path: Path) -> None:
     assert values["times"] == "arithmetic, not measured"
     # The draft is as large as its target: all that a round saves is a launch, and that is not sure.
     assert load["verdict"].startswith("uncertain: shared cores: draft model, k 1, 8 cores is 1.")
+    unread = call(*asked, "--acceptance", "0.9", "--batch-sizes", "many")
+    assert unread.exit_code == 2 and "--batch-sizes 'many' are no numbers" in " ".join(unread.stderr.split())
     refused = call(*asked, "--acceptance", "0.9", "--verify")
     assert refused.exit_code == 2 and "it needs --experiment and --trace" in " ".join(refused.stderr.split())
     assert "needs --target, --draft and --acceptance" in " ".join(call(*asked).stderr.split())
