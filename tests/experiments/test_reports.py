@@ -240,7 +240,7 @@ def test_a_plan_of_speed_is_made_of_measured_times_and_run(done: Path) -> None:
     assert {one["k"]: one["tokens_per_round"] for one in rated} == {0: 1.0, 1: 1.5, 2: 1.625, 3: 1.65625}
     for wrong, message in (
         (["--acceptance", "2", "--drafter", "model"], "is no rate"),
-        (["--acceptance", "0.5"], "model, suffix were timed"),
+        (["--acceptance", "0.5"], "model, suffix, suffix+model were timed"),
         ([], "--trace, or from --acceptance"),
         (["--acceptance", "0.5", "--drafter", "other"], "no round of 'other'"),
         (["--trace", trace, "--target", done.parent / "target"], "give --experiment"),
