@@ -90,8 +90,8 @@ def whatif(
                 refused.append((policy.label, error))
         if refused and (asked.drafter or not answers):
             raise refused[0][1]
-    for label, error in refused:  # nobody asked for these by name
-        console.say(console.err(), f"left out: {label}: {error}", style="yellow")
+    for label, reason in refused:  # nobody asked for these by name
+        console.say(console.err(), f"left out: {label}: {reason}", style="yellow")
     if as_json:
         typer.echo(json.dumps(answers))
         return
