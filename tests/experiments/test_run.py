@@ -124,6 +124,8 @@ from paceline.experiments.store import Store
 torch.set_num_threads(1)
 config = load_config(Path(sys.argv[1]))
 import os
+store = Store(Path(sys.argv[2]))  # once here, so that whatever is imported and made at first use is there
+runner.run(runner.plan(config, store), store, lambda *_: None)
 for line in sys.stdin:
     if os.fork() == 0:
         store = Store(Path(line.strip()))
@@ -135,14 +137,14 @@ for line in sys.stdin:
 
 def test_killed_at_random_points_it_loses_no_finished_cell(home: Path, tmp_path: Path) -> None:
     """SIGKILL, 20 times: while it starts, or a little after one or two more cells, however slow the machine is. Where
-    all is done, another folder begins. A child that has loaded everything is forked for every try, or starting would
-    take all the time.
+    all is done, another folder begins. A child that has loaded everything, and run it once, is forked for every try,
+    or starting would take all the time.
     """
     values = grid(home, k=[1, 2, 3], drafters=["none", "suffix", "ngram"], baseline=False, max_new_tokens=3)
     file, number = tmp_path / "exp.yaml", 0
     file.write_text(yaml.safe_dump(values))
     dice, kept, cut = random.Random(5), dict[str, bytes](), 0
-    command = [sys.executable, "-c", CHILD, str(file)]
+    command = [sys.executable, "-c", CHILD, str(file), str(tmp_path / "before")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as mother:
         assert mother.stdin is not None and mother.stdout is not None
         for _ in range(20):
