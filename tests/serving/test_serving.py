@@ -129,6 +129,11 @@ def test_completions_are_those_of_one_process(client: openai.OpenAI, home: Path)
     assert [len(choice.text) for choice in both.choices] == [4, 4] and both.choices[0].text == whole[:4]
 
 
+def lines_of(folder: Path, names: str) -> list[str]:
+    """Of the files with such names."""
+    return [line for file in folder.glob(names) for line in file.read_text().splitlines()]
+
+
 def test_a_model_is_one_process_whose_counts_and_logs_are_found(client: openai.OpenAI, cluster: Cluster) -> None:
     """The proxy and the ingress are those of all models; each writes lines of JSON with the id of the request."""
     kinds = count_processes(os.getpid())
@@ -147,7 +152,7 @@ def test_a_model_is_one_process_whose_counts_and_logs_are_found(client: openai.O
     assert tokens() == before + 7
     folder = Path(cluster.head_node.get_session_dir_path()) / "logs" / "serve"
     end = time.monotonic() + 20
-    while not (found := [line for file in folder.glob("*openai*") for line in file.open() if "find-me-7" in line]):
+    while not (found := [line for line in lines_of(folder, "*openai*") if "find-me-7" in line]):
         assert time.monotonic() < end, list(folder.iterdir())
         time.sleep(0.1)
     (line,) = map(json.loads, found)
