@@ -46,6 +46,7 @@ Which cores a process sees is set by whoever starts it (`paceline.placement`), n
 Written only while a graph is compiled:
 
     TORCHINDUCTOR_CACHE_DIR  Inductor's scratch folder, one for each process below PACELINE_CACHE
+    CPLUS_INCLUDE_PATH       folders that the C++ compiler looks into first; what was there comes behind them
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -82,6 +83,11 @@ def cache_root() -> Path:
 def compiler() -> str:
     """The C++ compiler."""
     return os.environ.get("CXX") or "g++"
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def default_pjrt_device() -> None:
@@ -266,15 +272,23 @@ def _remove_unused(path: Path) -> None:
 
 
 @contextmanager
-def inductor_scratch() -> Iterator[None]:
-    """Give Inductor a folder for its scratch files that no other process writes to."""
-    name = "TORCHINDUCTOR_CACHE_DIR"
-    before = os.environ.get(name)
-    os.environ[name] = _scratch()[0].name
+def inductor_scratch(include: Sequence[Path] = ()) -> Iterator[None]:
+    """Give Inductor a folder for its scratch files that no other process writes to.
+
+    ``include``: folders of headers that come before those which Inductor names. A folder that is named both with -I and
+    in this variable has its place in the variable (GCC, "Options for Directory Search"; clang does the same), so one
+    that Inductor names itself has to be among them, behind what replaces a part of it.
+    """
+    names = [str(folder) for folder in include]
+    path = os.pathsep.join([*names, *filter(None, [os.environ.get("CPLUS_INCLUDE_PATH")])])
+    wanted = {"TORCHINDUCTOR_CACHE_DIR": _scratch()[0].name, **({"CPLUS_INCLUDE_PATH": path} if names else {})}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

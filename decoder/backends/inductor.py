@@ -19,7 +19,7 @@ from paceline.core.errors import ArtefactError, BackendError
 from paceline.core.types import MultiRoundLimits, RoundReport
 from paceline.decoder import environment
 from paceline.decoder.backends.base import Graph, LocalBackend, Step
-from paceline.decoder.compile import cache
+from paceline.decoder.compile import cache, torch_headers
 from paceline.decoder.kernels import graph_product, graph_topk
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.native import build
@@ -37,6 +37,7 @@ class InductorBackend(LocalBackend):
 
     def __init__(self) -> None:
         build.require_compiler()
+        build.build_both()
         for module in (graph_topk, graph_product):
             module.operator()  # a package from the cache may call it, though nothing was traced in this process
         self.kernels: Kernels = Native()
@@ -86,13 +87,15 @@ class InductorBackend(LocalBackend):
 
 def _compile(graph: Graph, folder: Path) -> None:
     """Trace and compile into ``folder``; the weights stay outside."""
+    include = torch_headers.include_folders()
     configs = {
         "aot_inductor.package_constants_in_so": False,
         "aot_inductor.custom_ops_to_c_shims": c_shims(),
         "aot_inductor.compile_wrapper_opt_level": "O0",
+        **_where_known({"aot_inductor.enable_line_tables": False}),
     }
     try:
-        with torch.no_grad(), environment.inductor_scratch(), warnings.catch_warnings():
+        with torch.no_grad(), environment.inductor_scratch(include), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch's, about its own trees
             program = torch.export.export(graph.module, graph.example, strict=False)
             path = str(folder / _PACKAGE)
@@ -102,6 +105,14 @@ def _compile(graph: Graph, folder: Path) -> None:
     strange = set(_open(folder).get_constant_fqns()) - set(_state(graph))
     # A tensor made inside a step would have to be shipped with the package; steps use buffers or arange instead.
     assert not strange, f"{graph.name} holds constants of its own: {sorted(strange)}"
+
+
+def _where_known(configs: dict[str, object]) -> dict[str, object]:
+    """Those of Inductor's settings that this version of PyTorch has."""
+    from torch._inductor import config  # seconds of imports
+
+    known = config.get_config_copy()
+    return {name: value for name, value in configs.items() if name in known}
 
 
 class _Package:

@@ -1,6 +1,7 @@
 """Builds the native libraries once per machine and loads them.
 
-Not a build system: one compiler call and one shared library in the artefact cache for each.
+Not a build system: the kernels are a few files that are compiled side by side, as many as there are cores, and linked;
+the other library is one file. Each is one artefact in the cache.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hashlib
 import shutil
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,20 +21,20 @@ from paceline.core.errors import BackendError
 from paceline.decoder import environment
 from paceline.decoder.compile import cache
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
-_ROUNDS = Path(__file__).with_name("rounds.cpp")
+_HERE = Path(__file__).parent
+_KERNELS = ("attention_narrow.cpp", "attention.cpp", "products.cpp", "kernels.cpp")
+"""What takes longest comes first."""
+_ROUNDS = _HERE / "rounds.cpp"
 _TORCH = Path(torch.__file__).parent
 # -ffp-contract=off: noise must equal its PyTorch form bit for bit; fused multiply-adds are asked for by name.
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-shared", "-fPIC")
-
-
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fPIC")
 # PyTorch's headers ask for C++20; its library has what they declare.
-_ROUNDS_FLAGS = ("-O2", "-std=c++20", "-shared", "-fPIC")
+_ROUNDS_FLAGS = ("-O2", "-std=c++20", "-fPIC", "-I", str(_TORCH / "include"))
 
 
 def library_facts() -> dict[str, object]:
     """What the built library depends on."""
-    return _facts("native kernels", [*sorted(_SOURCE.parent.glob("*.h")), _SOURCE], _FLAGS)
+    return _facts("native kernels", [*sorted(_HERE.glob("*.h")), *(_HERE / name for name in _KERNELS)], _FLAGS)
 
 
 def _facts(kind: str, files: Sequence[Path], flags: Sequence[str]) -> dict[str, object]:
@@ -62,8 +64,19 @@ def require_compiler() -> str:
     return compiler
 
 
-def _build(folder: Path) -> None:
-    _compile(_SOURCE, _FLAGS, folder / "kernels.so")
+def build_both() -> None:
+    """Build both libraries at the same time where neither is there yet: each alone would leave cores idle at its end.
+
+    Raises:
+        BackendError: no compiler, or the build of the kernels failed. What keeps the other library from being built
+            is told to who needs it.
+    """
+    if library.cache_info().currsize:
+        return
+    with ThreadPoolExecutor(1) as pool:
+        rounds = pool.submit(_rounds_folder)
+        library()
+        rounds.exception()
 
 
 @lru_cache(maxsize=1)
@@ -73,13 +86,7 @@ def rounds_library() -> ctypes.CDLL:
     Raises:
         BackendError: no compiler, or the build failed.
     """
-    flags = [*_ROUNDS_FLAGS, "-I", str(_TORCH / "include")]
-
-    def build(folder: Path) -> None:
-        _compile(_ROUNDS, flags, folder / "rounds.so")
-
-    folder = cache.ensure(environment.cache_root() / "native", _facts("rounds", [_ROUNDS], flags), build)
-    loaded = ctypes.CDLL(str(folder / "rounds.so"))
+    loaded = ctypes.CDLL(str(_rounds_folder() / "rounds.so"))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     loaded.paceline_open.argtypes = [pointer, pointer, pointer, number, pointer, pointer, number]
     loaded.paceline_again.argtypes = loaded.paceline_close.argtypes = [pointer]
@@ -87,10 +94,36 @@ def rounds_library() -> ctypes.CDLL:
     return loaded
 
 
-def _compile(source: Path, flags: Sequence[str], output: Path) -> None:
+def _rounds_folder() -> Path:
+    def build(folder: Path) -> None:
+        _compile([_ROUNDS], folder / "rounds.so", _ROUNDS_FLAGS)
+
+    return cache.ensure(environment.cache_root() / "native", _facts("rounds", [_ROUNDS], _ROUNDS_FLAGS), build)
+
+
+def _build(folder: Path) -> None:
+    _compile([_HERE / name for name in _KERNELS], folder / "kernels.so", _FLAGS)
+
+
+def _compile(sources: Sequence[Path], output: Path, flags: Sequence[str]) -> None:
+    """A shared library of these files."""
+    compiler = require_compiler()
+
+    def compiled(source: Path) -> Path:
+        made = output.with_name(f"{source.stem}.o")
+        _run([compiler, *flags, "-c", str(source), "-o", str(made)], source.name)
+        return made
+
+    with ThreadPoolExecutor(environment.cores()) as pool:
+        objects = list(pool.map(compiled, sources))
     lib = _TORCH / "lib"
     link = ["-L", str(lib), "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{lib}"]
-    command = [require_compiler(), *flags, str(source), "-o", str(output), *link]
+    _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(output), *link], output.name)
+    for made in objects:
+        made.unlink()
+
+
+def _run(command: Sequence[str], what: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise BackendError(f"building {source.name} failed: {' '.join(command)}\n{done.stderr[-2000:]}")
+        raise BackendError(f"building {what} failed: {' '.join(command)}\n{done.stderr[-2000:]}")

@@ -4,7 +4,7 @@
 
 #include "vectors.h"
 
-namespace {
+namespace paceline [[gnu::visibility("hidden")]] {
 
 constexpr int64_t SCALE_BYTES = 4;
 
@@ -44,4 +44,4 @@ struct Cache {
   int64_t format;
 };
 
-}  // namespace
+}  // namespace paceline

@@ -6,7 +6,7 @@
 
 #include "row.h"
 
-namespace {
+namespace paceline [[gnu::visibility("hidden")]] {
 
 // Rows of logits, how they sample, and the noise of their positions. `ids` is null for all ids in order.
 struct Choose {
@@ -125,4 +125,4 @@ void probabilities(const float* logits, const float* params, float* out, int64_t
   }
 }
 
-}  // namespace
+}  // namespace paceline

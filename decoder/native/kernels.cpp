@@ -6,10 +6,13 @@
 //
 // Built with -ffp-contract=off except where a fused multiply-add is asked for by name, so that the noise of `choose`
 // equals that of paceline.core.noise bit for bit. The stable C interface of AOTInductor is declared by hand: no
-// PyTorch header is needed and the files build in seconds. Here are the entry points; the work is in the headers.
+// PyTorch header is needed. Here are the entry points; the work is in the headers, and what takes a compiler long is in
+// files of its own (attention*.cpp, products.cpp), which are compiled side by side.
 
 #include "choice.h"
 #include "layer.h"
+
+using namespace paceline;
 
 // ----------------------------------------------------------------------------------------------- plain C entry points --
 // dtype of norms and biases: 0 float32, 1 bfloat16, 2 float16; format of matrices and caches: those or a quantised one

@@ -6,8 +6,9 @@
 
 #include "attention.h"
 #include "product.h"
+#include "softmax.h"
 
-namespace {
+namespace paceline [[gnu::visibility("hidden")]] {
 
 // Lines of a window, of which some tokens are padding: the numbers of those that are real.
 inline std::vector<int64_t> real_rows(int64_t batch, int64_t window, const int32_t* count) {
@@ -163,4 +164,4 @@ void mlp_half(const Stream& s, const W* norm, const Matrix<W>& gate_up, const Ma
   }
 }
 
-}  // namespace
+}  // namespace paceline

@@ -8,7 +8,7 @@
 
 #include "vectors.h"
 
-namespace {
+namespace paceline [[gnu::visibility("hidden")]] {
 
 constexpr int STEP = 2 * VL;  // numbers of K walked at once
 
@@ -242,4 +242,4 @@ struct Matrix : Stored {
   float plus(float value, int64_t n) const { return bias ? value + widen(bias[n]) : value; }
 };
 
-}  // namespace
+}  // namespace paceline

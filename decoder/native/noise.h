@@ -3,7 +3,7 @@
 
 #include "vectors.h"
 
-namespace {
+namespace paceline [[gnu::visibility("hidden")]] {
 
 constexpr int WORDS = 16;  // ids whose words are made at a time
 typedef uint16_t Words __attribute__((vector_size(WORDS * 2)));
@@ -109,4 +109,4 @@ inline void gumbel(Words high, Words low, float* out) {
   }
 }
 
-}  // namespace
+}  // namespace paceline

@@ -7,7 +7,7 @@
 #include "noise.h"
 #include "softmax.h"
 
-namespace {
+namespace paceline [[gnu::visibility("hidden")]] {
 
 constexpr int64_t BLOCK = 64;  // scores that share a largest one
 constexpr float NEGATIVE = -1.0e30f, LOWEST = -INFINITY;
@@ -195,4 +195,4 @@ struct Row : Blocks {
   int32_t id(int64_t place) const { return ids.empty() ? (int32_t)place : ids[place]; }
 };
 
-}  // namespace
+}  // namespace paceline

@@ -3,7 +3,7 @@
 
 #include "vectors.h"
 
-namespace {
+namespace paceline [[gnu::visibility("hidden")]] {
 
 // exp(x) for x <= 0, by range reduction and a polynomial of degree 6 (coefficients of Cephes' expf). Error 2 ulp.
 inline Vec exponential(Vec x) {
@@ -39,4 +39,4 @@ inline float weigh(float* s, int64_t n) {
   return 1.0f / total(sum);
 }
 
-}  // namespace
+}  // namespace paceline

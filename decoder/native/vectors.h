@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-namespace {
+namespace paceline [[gnu::visibility("hidden")]] {
 
 constexpr int VL = 8;  // lanes of a vector; fixed, so that every machine sums in the same order
 typedef float Vec __attribute__((vector_size(VL * 4)));
@@ -269,4 +269,4 @@ inline __attribute__((always_inline)) void totals(const Wide* sum, float* found)
 }
 #endif
 
-}  // namespace
+}  // namespace paceline

@@ -16,6 +16,7 @@ from paceline.decoder.backends.inductor import InductorBackend
 from paceline.decoder.compile import cache
 from paceline.decoder.decoder import GraphEvent
 from paceline.decoder.graph_key import GraphKey
+from paceline.decoder.native import build
 from tests.decoder.tiny import Workshop, fresh
 from tests.equality.settings import PROMPTS, plain, run, texts
 
@@ -53,7 +54,8 @@ def refuse_compiling(event: GraphEvent) -> None:
 
 @pytest.fixture
 def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], Path]:
-    """Points PACELINE_CACHE at a new folder."""
+    """Points PACELINE_CACHE at a new folder, for what is built from here on."""
+    build.library()
 
     def point(name: str) -> Path:
         monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / name))

@@ -1,0 +1,65 @@
+// Blocks of the product of a few rows with a weight matrix, for every format and every number of rows: most of what there
+// is to compile of the products.
+#include "product.h"
+
+namespace paceline [[gnu::visibility("hidden")]] {
+
+constexpr int64_t AHEAD = 8192;  // bytes: weights come from memory in the time that a few rows of them take
+
+// ROWS x (COLS x columns of a V) results at once. One accumulator for each, walked along K: the same arithmetic for every
+// ROWS, COLS and V. A function by itself, so that nothing around it costs it a register. found [ROWS, all columns]
+template <class R, class V, int ROWS, int COLS>
+__attribute__((noinline)) void block(const float* x, const R w, float* found) {
+  constexpr int EACH = sizeof(V) / sizeof(Vec), ALL = COLS * EACH;
+  const int64_t K = w.K;
+  V sum[ROWS * COLS];
+  unrolled<ROWS * COLS>([&](auto i) { sum[i] = V{}; });
+  constexpr int CACHE = ROWS == 1 ? 3 : 2;  // level 1; level 2 where the rows of x need level 1 for themselves
+  const char* ahead = w.bytes() + AHEAD;
+  int64_t due = 0;  // bytes that were read and not yet fetched ahead
+  int64_t k = 0;
+  for (; k + STEP <= K; k += STEP) {
+    Pair<V> column[COLS];
+    unrolled<COLS>([&](auto n) { column[n] = w.template pair<V>(n * EACH, k); });
+    for (due += ALL * R::SPREAD; due >= 64; due -= 64, ahead += 64) __builtin_prefetch(ahead, 0, CACHE);
+    unrolled<ROWS>([&](auto m) {
+      V row = in_register(repeated<V>(x + m * K + k));
+      unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].first, row); });
+    });
+    unrolled<ROWS>([&](auto m) {
+      V row = in_register(repeated<V>(x + m * K + k + VL));
+      unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].second, row); });
+    });
+  }
+  totals<ROWS * COLS>(sum, found);
+  for (; k < K; k++)
+    for (int m = 0; m < ROWS; m++)
+      for (int n = 0; n < ALL; n++)
+        found[m * ALL + n] = __builtin_fmaf(x[m * K + k], w.tail(n, k), found[m * ALL + n]);
+  for (int m = 0; m < ROWS; m++)
+    for (int n = 0; n < ALL; n++) found[m * ALL + n] = w.finished(n, found[m * ALL + n]);
+}
+
+// `block` for a number of rows that is not known before. Here alone are all of them made.
+template <class R, class V, int COLS>
+__attribute__((noinline)) void block_of(int rows, const float* x, const R& w, float* found) {
+  unrolled<MOST_ROWS<V>>([&](auto less) {
+    if (rows == less + 1) block<R, V, less + 1, COLS>(x, w, found);
+  });
+}
+
+#define FOR_ROWS(...)                                                                           \
+  template void block_of<__VA_ARGS__, Wide, 2>(int, const float*, const __VA_ARGS__&, float*); \
+  template void block_of<__VA_ARGS__, Vec, 1>(int, const float*, const __VA_ARGS__&, float*);
+
+FOR_ROWS(Plain<float>)
+FOR_ROWS(Plain<BFloat16>)
+FOR_ROWS(Plain<Float16>)
+FOR_ROWS(Int8)
+FOR_ROWS(Floats8<Float8E4M3>)
+FOR_ROWS(Floats8<Float8E5M2>)
+FOR_ROWS(Blocked<BlockQ8_0>)
+FOR_ROWS(Blocked<BlockQ4_0>)
+FOR_ROWS(Blocked<BlockQ4_1>)
+
+}  // namespace paceline
