@@ -20,20 +20,26 @@ help:
 
 setup: $(VENV)/.stamp
 
-$(VENV)/.stamp: pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
+$(VENV)/.stamp: $(VENV)/.stamp-run
 	$(PIP) install -e ".[dev]"
 	@touch $@
 
-demo: setup
+# What decoding needs, and the demo: without what serves, tests and draws, which takes longer to install than all of this.
+$(VENV)/.stamp-run: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
+	$(PIP) install -e .
+	@touch $@
+
+demo: $(VENV)/.stamp-run
 	$(BIN)/python examples/demo.py $(if $(MODEL),--model $(MODEL)) $(if $(MODE),--mode $(MODE))
 
 # Processes that share the test files among them. Three keep two cores busy: those that use Ray, or ranks, wait a lot.
 WORKERS ?= 3
 
+# Threads that wait must not spin on cores that others need.
 test: setup
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # XLA, and through it Neuron: torch_xla has no newer PyTorch than 2.9, so it gets an environment of its own (about
 # 7 GB: on Linux this version brings CUDA packages with it). The core tests run there too: are the pinned versions good?

@@ -10,25 +10,25 @@ Exit status: 1 if speculative decoding gives other tokens than plain decoding at
 
 import argparse
 import json
-import os
-import statistics
 import sys
-from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
+import comparison
+from comparison import Prompt
 from rich.console import Console
-from rich.table import Table
 
-from paceline import AutoDecoder, PacelineError, SpeculativeGenerator, Statistics
+from paceline import AutoDecoder, PacelineError, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
-from paceline.cli.console import TextView, acceptance_by_position, err, out, say
-from paceline.cli.progress import bar, compiling, loading
+from paceline.cli.console import TextView, err, out, say
+from paceline.cli.progress import compiling, loading
 from paceline.core.errors import DownloadError
+from paceline.decoder.backends.base import prepare
+from paceline.decoder.native import build
 from paceline.fetch import fetch_model
 from paceline.generator import Sampler
-from paceline.outputs import GenerationResult
 from paceline.text.chat import chat_ids
 from paceline.text.tokenizer import Tokenizer, load_tokenizer
 
@@ -70,39 +70,21 @@ MODELS = {
 }
 
 
-@dataclass
-class Prompt:
-    """What is asked: the text to show, its ids, and its category."""
+class Clock:
+    """What the seconds of the demo went into."""
 
-    text: str
-    ids: list[int]
-    category: str = ""
+    def __init__(self) -> None:
+        self._last, self.parts = perf_counter(), dict[str, float]()
 
+    def lap(self, name: str) -> float:
+        """Whatever was done since the last call counts as ``name``. -> its seconds"""
+        now = perf_counter()
+        self.parts[name], self._last = now - self._last, now
+        return self.parts[name]
 
-@dataclass
-class Measured:
-    """One way to decode: seconds of every repetition by prompt, and what it counted in the last one."""
-
-    seconds: list[list[float]] = field(default_factory=list)
-    results: list[GenerationResult] = field(default_factory=list)
-
-    @property
-    def texts(self) -> list[list[int]]:
-        return [result.sequences[0, : int(result.lengths[0])].tolist() for result in self.results]
-
-    def speeds(self, rows: list[int]) -> list[float]:
-        """Tokens per second over these prompts, of every repetition."""
-        tokens = sum(self.results[row].statistics.new_tokens for row in rows)
-        return [tokens / sum(run[row] for row in rows) for run in self.seconds]
-
-    def speed(self, rows: list[int]) -> float:
-        return statistics.median(self.speeds(rows))
-
-    def total(self, rows: list[int]) -> Statistics:
-        made = Statistics()
-        for row in rows:
-            add(made, self.results[row].statistics)
-        return made
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.parts.items())
+        return f"{sum(self.parts.values()):.0f} s: {parts}."
 
 
 def main() -> int:
@@ -144,7 +126,9 @@ def found(model: Model) -> Model:
 
 def demo(console: Console, options: argparse.Namespace) -> int:
     """The whole demo; the exit status."""
-    model = found(MODELS[options.model])
+    clock = Clock()
+    model = fetched(MODELS[options.model])
+    clock.lap("model and kernels")
     mode = options.mode or model.mode
     k = options.k if options.k is not None else 2 if model.chat and mode == "eagle" else 4
     tokenizer = load_tokenizer(model.target)
@@ -154,16 +138,40 @@ def demo(console: Console, options: argparse.Namespace) -> int:
         decoders["draft"] = decoder(model, model.folder / "draft")
     target = decoders["target"]
     source = generator(model, mode, decoders, k)
-    say(err(), "Compiling: about a minute the first time on two cores; from then on the graphs are in the cache.")
+    clock.lap("loading")
+    say(err(), "Compiling, the first time only: from then on the graphs are in the cache.")
     graphs = compiling(err(), decoders, [source.compile])
     fresh = [one for one in graphs if one.compiled]
-    say(err(), f"{len(graphs)} graphs, {len(fresh)} of them compiled in {sum(one.seconds for one in fresh):.0f} s.")
+    say(err(), f"{len(graphs)} graphs, {len(fresh)} of them compiled, in {clock.lap('graphs of the answer'):.0f} s.")
     stream(console, source, tokenizer, prompt=prompts[model.shown], max_new_tokens=options.max_new_tokens)
-    compiling(err(), {"target": target}, [target.compile])
-    chosen = spread(prompts[model.chat :], options.prompts)
+    clock.lap("answer")
     label = {"medusa": "medusa", "suffix": "suffix"}.get(mode, f"{mode}, k = {k}")
     width = None if mode == "medusa" or (mode == "eagle" and model.tree) else k + 1  # a tree has no chain of its width
-    return compare(source, target, chosen, console=console, options=options, label=label, width=width)
+    compiling(err(), {"target": target}, [lambda: compile_plain(target, width)])
+    clock.lap("graphs of plain decoding")
+    chosen = spread(prompts[model.chat :], options.prompts)
+    status = comparison.compare(source, target, chosen, console=console, options=options, label=label, width=width)
+    clock.lap("measuring")
+    say(err(), str(clock))
+    return status
+
+
+def compile_plain(target: SamplingDecoder, width: int | None) -> None:
+    """Plain decoding's graphs, at one row and at this width."""
+    with prepare(target.backend):
+        target.compile()
+        if width is not None:
+            target.compile(width)
+
+
+def fetched(model: Model) -> Model:
+    """The model, and meanwhile the native kernels, where either is not there yet."""
+    say(err(), "Building the CPU kernels meanwhile, where they are not in the cache.")
+    with ThreadPoolExecutor(1) as pool:
+        kernels = pool.submit(build.build_both)
+        model = found(model)
+        kernels.result()
+    return model
 
 
 def decoder(model: Model, path: Path | None) -> SamplingDecoder:
@@ -225,105 +233,6 @@ def stream(console: Console, source: Sampler, tokenizer: Tokenizer, *, prompt: P
     for event in source.stream([prompt.ids], max_new_tokens=max_new_tokens):
         view.show(event)
     console.print("\n")
-
-
-def compare(
-    source: Sampler,
-    target: Sampler,
-    prompts: list[Prompt],
-    *,
-    console: Console,
-    options: argparse.Namespace,
-    label: str,
-    width: int | None,
-) -> int:
-    """Measure both, check that they agree, show the tables; the exit status. ``width``: of a chain; None: a tree."""
-    plain, fast = Measured(), Measured()
-    repetitions = options.repetitions
-    load, cores = os.getloadavg()[0], os.cpu_count() or 1
-    with bar(err(), "measuring, plain and speculative by turns", len(prompts) * 2 * repetitions, still=True) as shown:
-        for _ in range(repetitions):
-            for sampler, measured in ((target, plain), (source, fast)):
-                run(sampler, prompts, measured, max_new_tokens=options.max_new_tokens)
-                shown.advance(len(prompts))
-        wide = Measured()
-        run(target, prompts, wide, max_new_tokens=options.max_new_tokens, verify_width=width)
-    console.print(table(plain, fast, options, label))
-    if any(prompt.category for prompt in prompts):
-        console.print(by_category(plain, fast, [prompt.category for prompt in prompts]))
-    narrow = sum(a == b for a, b in zip(plain.texts, fast.texts, strict=True))
-    if wide.texts != fast.texts:
-        differ = sum(a != b for a, b in zip(wide.texts, fast.texts, strict=True))
-        say(console, f"NOT IDENTICAL: {differ} of {len(prompts)} texts differ at width {width or 1}.", style="red")
-        return 1
-    rows = "one row at a time" if width is None else f"at equal width ({width} rows)"
-    say(console, f"Checked: both outputs are identical, token for token, in all {len(prompts)} texts; plain decoding")
-    say(console, f"went {rows}. Plain decoding at one row gave the same in {narrow} of {len(prompts)}.")
-    every = list(range(len(prompts)))
-    if load > 1.5 * cores:
-        say(
-            console, f"The machine was busy with other work (load {load:.1f} on {cores} cores): speeds here say little."
-        )
-    elif fast.speed(every) < plain.speed(every):
-        say(console, "Speculation does not pay here: its rounds cost more than the tokens they gain.")
-    return 0
-
-
-def run(
-    sampler: Sampler,
-    prompts: list[Prompt],
-    measured: Measured,
-    *,
-    max_new_tokens: int,
-    verify_width: int | None = None,
-) -> None:
-    """Decode all prompts once, greedily."""
-    measured.results, seconds = [], []
-    for prompt in prompts:
-        begin = perf_counter()
-        result = sampler.sample(
-            [prompt.ids], max_new_tokens=max_new_tokens, verify_width=verify_width, return_dict=True
-        )
-        seconds.append(perf_counter() - begin)
-        assert isinstance(result, GenerationResult)
-        measured.results.append(result)
-    measured.seconds.append(seconds)
-
-
-def add(total: Statistics, one: Statistics) -> None:
-    """Add the counts of one call."""
-    for name in ("num_rounds", "num_drafts", "num_draft_tokens", "num_accepted_tokens", "new_tokens"):
-        setattr(total, name, getattr(total, name) + getattr(one, name))
-    for name in ("num_draft_tokens_per_pos", "num_accepted_tokens_per_pos"):
-        sums = zip_longest(getattr(total, name), getattr(one, name), fillvalue=0)
-        setattr(total, name, [before + now for before, now in sums])
-
-
-def table(plain: Measured, fast: Measured, options: argparse.Namespace, label: str) -> Table:
-    """Both, side by side."""
-    every = list(range(len(plain.results)))
-    new, repetitions = options.max_new_tokens, options.repetitions
-    title = f"{len(every)} prompts, up to {new} new tokens, greedy, bf16, median of {repetitions}"
-    rows = Table("", "plain", label, title=title)
-    both, total = (plain, fast), fast.total(every)
-    rows.add_row("tokens/s, prefill included", *(f"{one.speed(every):.0f}" for one in both))
-    rows.add_row(
-        "slowest to fastest", *(f"{min(one.speeds(every)):.0f} to {max(one.speeds(every)):.0f}" for one in both)
-    )
-    rows.add_row("speed-up", "1", f"{fast.speed(every) / plain.speed(every):.2f}")
-    rows.add_row("mean acceptance length (tau)", "1", f"{total.tau:.2f}")
-    rows.add_row("accepted by position", "", acceptance_by_position(total))
-    return rows
-
-
-def by_category(plain: Measured, fast: Measured, categories: list[str]) -> Table:
-    """Speeds and acceptance of each category."""
-    rows = Table("category", "plain, tokens/s", "speculative", "speed-up", "tau")
-    for name in dict.fromkeys(categories):
-        of = [row for row, category in enumerate(categories) if category == name]
-        slow, quick = plain.speed(of), fast.speed(of)
-        rows.add_row(name, f"{slow:.0f}", f"{quick:.0f}", f"{quick / slow:.2f}", f"{fast.total(of).tau:.2f}")
-    return rows
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ def demo(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleT
     spec = importlib.util.spec_from_file_location("demo_under_test", DEMO)
     assert spec is not None and spec.loader is not None
     made = importlib.util.module_from_spec(spec)
+    monkeypatch.syspath_prepend(DEMO.parent)
     monkeypatch.setitem(sys.modules, spec.name, made)  # its dataclasses look there for their types
     spec.loader.exec_module(made)
     for name in ("target", "draft"):
@@ -57,14 +58,14 @@ def test_it_streams_measures_and_says_that_both_are_identical(
 def test_a_text_that_differs_ends_it_with_status_1(
     demo: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    honest = demo.run
+    honest = demo.comparison.run
 
     def run(sampler: object, prompts: object, measured: object, **asked: object) -> None:
         honest(sampler, prompts, measured, **asked)
         if asked.get("verify_width"):
             measured.results[1].sequences[0, -1] ^= 1  # type: ignore[attr-defined]
 
-    monkeypatch.setattr(demo, "run", run)
+    monkeypatch.setattr(demo.comparison, "run", run)
     assert demo.main() == 1
     assert "NOT IDENTICAL: 1 of 2 texts differ" in capsys.readouterr().out
 
