@@ -6,6 +6,7 @@ Models are tables whose distribution is known, and their caches check themselves
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -54,6 +55,12 @@ class SlotText:
         raise error
 
 
+@lru_cache(maxsize=1)
+def seeds() -> Tensor:
+    """Of MANY slots."""
+    return torch.tensor([seed_row(seed + (77 << 32)) for seed in range(MANY)], dtype=torch.int32)
+
+
 def one_depth(source: Drafter, target: TableDecoder, rule: AcceptanceRule) -> Round:
     return TwoGraphRound(source, CompiledVerifier(target, CHAIN, rule=rule, wide=True))
 
@@ -89,8 +96,7 @@ def three_tokens(
     first[:, 0] = prompt[-1]
     ones = torch.ones(slots, dtype=torch.int32)
     commit = Commit(first, ones, ones * (len(prompt) - 1))
-    keys = torch.tensor([seed_row(seed + (77 << 32)) for seed in range(slots)], dtype=torch.int32)
-    sampling = SamplingTensors(torch.tensor([param_row(params)]).expand(slots, 4), keys)
+    sampling = SamplingTensors(torch.tensor([param_row(params)]).expand(slots, 4), seeds()[:slots])
     counts = []
     while int(rounds.truth.length.min()) < len(prompt) + 3:
         rows = int(rounds.truth.length.max())
