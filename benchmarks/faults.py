@@ -53,6 +53,7 @@ from paceline.serving.app import application
 KINDS = ("model:big", "draft", "ingress", "proxy", "controller", "allocator")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _BETWEEN_S = 2.0  # between the two faults of a pair
+_AT_A_TIME = 8  # streams without a fault, for the texts that are wanted
 _SLOW_S = 0.3  # between the reads of a slow client
 _NODE = "loss of a node"
 _LEAVE_S = 60.0  # for what is replaced to end
@@ -276,7 +277,8 @@ def main() -> None:
         with service(groups) as url:
             client = Client(url, tokens=options.tokens)
             client.wait_until_whole()
-            wanted = [client.stream(seed).text for seed in range(options.streams)]
+            with ThreadPoolExecutor(_AT_A_TIME) as pool:
+                wanted = [one.text for one in pool.map(client.stream, range(options.streams))]
             for names, number in faults:
                 if record.is_open(name_of(names, number), options.streams):
                     record.note([strike_processes(client, names, number, wanted)])
