@@ -76,6 +76,9 @@ def run(
         typer.echo(json.dumps({"out": str(out), "failed": len(failed), "cells": summaries}))
     elif config.runs:
         _show_cells(summaries)
+    if not as_json:
+        for path in ([store.folder / "report.html"] if config.runs else []) + traces:
+            console.say(console.err(), f"written: {path}")
     for result in failed:
         console.say(console.err(), f"failed: {_title(result.names)}: {result.error}", style="red")
     if failed:
