@@ -163,6 +163,9 @@ class Session:
                 if event.error is not None:
                     raise event.error
                 pieces.append(view.show(event))
+                if event.finish_reason == "length":
+                    most = f"{self.params.max_new_tokens} tokens"
+                    console.say(console.err(), f" [cut at {most}: --max-new-tokens]", style="yellow")
         except KeyboardInterrupt:
             console.say(console.err(), " [stopped]")
         finally:

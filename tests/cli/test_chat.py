@@ -68,6 +68,7 @@ def test_the_mode_changes_no_token_and_the_seed_does(chatty: Path) -> None:
     hot = ("--temperature", 1.0)
     lines = ("w5", "/reset", "/mode ngram", "w5", "/stats", "/reset", "/mode plain", "w5", "/reset", "/seed 9", "w5")
     answers, rest = talk(chatty, *lines, options=hot)
+    assert rest.count("[cut at 6 tokens: --max-new-tokens]") == 4, "it does not look like the model's own end"
     assert answers[0] == answers[1] == answers[2] == answer(chatty, "w1 w5 w2", *hot)
     assert answers[3] == answer(chatty, "w1 w5 w2", *hot, "--seed", 9) != answers[0]
     assert "acceptance length" in rest
