@@ -24,7 +24,7 @@ def huge_bytes(address: int) -> int:
 
 def collapses() -> bool:
     """Whether this system makes pages huge when asked (MADV_COLLAPSE, Linux 6.1)."""
-    with mmap.mmap(-1, 3 * PAGE) as memory:
+    with mmap.mmap(-1, 3 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.write(b"1" * len(memory))
         address = ctypes.addressof(place := ctypes.c_char.from_buffer(memory))
         whole = ctypes.c_void_p((address + PAGE - 1) // PAGE * PAGE)
