@@ -135,7 +135,9 @@ class ModelWithCache(nn.Module):
         hidden [b, T, H], positions [b, T] int32 -> [b, T] int32; any id in a slot without a request
         """
         part = VocabPart(self.model.ids, self.config.vocab_size, self.group)
-        logits = self.model.logits(hidden, self.real_rows(sampling, hidden.shape[1]))
+        real = self.real_rows(sampling, hidden.shape[1])
+        # Below 0 where there is no request: no choice looks at these logits, which are more than all else of a round.
+        logits = self.model.logits(hidden, None if real is None else real + sampling.seated - 1)
         return choose(logits, positions, sampling, part=part, kernels=self.kernels)
 
 

@@ -108,7 +108,10 @@ class Kernels(Protocol):
         """Kernels for attention and MLP of a layer as a whole, if there are any. A divided model cannot use those."""
 
     def linear(self, x: Tensor, weight: MatrixLike, count: Tensor | None = None) -> Tensor:
-        """x [b, T, in] @ weight [out, in].T -> [b, T, out]; rows from ``count`` [b] on may hold anything finite."""
+        """x [b, T, in] @ weight [out, in].T -> [b, T, out]
+
+        Rows from ``count`` [b] on may hold anything finite, and lines whose count is below 0 anything at all.
+        """
 
     def attend(
         self,
@@ -135,7 +138,10 @@ class Kernels(Protocol):
     def sample_tokens(
         self, logits: Tensor, positions: Tensor, sampling: SamplingTensors, *, stream: int = noise.TARGET
     ) -> Tensor:
-        """As `paceline.core.probs.sample_tokens`."""
+        """As `paceline.core.probs.sample_tokens`; any id in a slot without a request.
+
+        Kernels that skip padding do not look at the logits of such a slot, here and in the two below.
+        """
 
     def rank_tokens(
         self,
@@ -191,7 +197,7 @@ class LayerKernels(Protocol):
         cache: tuple[Tensor, Tensor],
         rotation: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """hidden [b, T, H], cos and sin [b, T, 1, D] -> hidden [b, T, H]; rows from ``count`` on pass through."""
+        """hidden [b, T, H], cos and sin [b, T, 1, D] -> hidden [b, T, H]; rows from ``count`` on are finite."""
 
     def mlp(self, hidden: Tensor, weights: MlpWeights, count: Tensor | None = None) -> Tensor:
-        """hidden [b, T, H] -> [b, T, H]; rows from ``count`` [b] on pass through."""
+        """hidden [b, T, H] -> [b, T, H]; rows from ``count`` [b] on may hold anything finite."""

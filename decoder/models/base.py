@@ -140,5 +140,7 @@ class DecoderModel(nn.Module):
         return rms_norm(hidden, self.norm, self._config.rms_norm_eps)
 
     def logits(self, hidden: Tensor, count: Tensor | None = None) -> Tensor:
-        """hidden [b, T, H] -> [b, T, n] float32, of this rank's ids; of the first ``count`` [b] rows of every line."""
+        """hidden [b, T, H] -> [b, T, n] float32, of this rank's ids; of the first ``count`` [b] rows of every line, as
+        in `Kernels.linear`.
+        """
         return self._kernels.linear(hidden, self.head, count)

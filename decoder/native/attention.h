@@ -37,7 +37,8 @@ void attend_group(const Attend& a, int64_t b, int64_t g, const Heads& h, const C
 // All lines and groups; q and out [batch, window, heads, width], k and v [batch, window, kv_heads, width].
 inline void attend(const Attend& a, const float* q, const float* k, const float* v, const Cache& cache, float* out) {
   const int64_t D = a.width, line = a.heads * D, kv_line = a.kv_heads * D, group = a.group() * D;
-#pragma omp parallel for collapse(2) schedule(static) if (a.batch * a.heads * a.window * a.rows > 2048)
+// One item after the other to each thread in turn: lines without real rows lie behind each other.
+#pragma omp parallel for collapse(2) schedule(static, 1) if (a.batch * a.heads * a.window * a.rows > 2048)
   for (int64_t b = 0; b < a.batch; b++)
     for (int64_t g = 0; g < a.kv_heads; g++) {
       const int64_t at = b * a.window * line + g * group, kv_at = b * a.window * kv_line + g * D, head = g * a.group();

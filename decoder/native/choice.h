@@ -16,6 +16,12 @@ struct Choose {
 
   int32_t id(int64_t place) const { return ids ? ids[place] : (int32_t)place; }
   const float* param(int64_t i) const { return params + i / window * 4; }
+  bool idle(int64_t i) const { return param(i)[0] < 0; }  // no request is in the slot: its logits are not looked at
+  int64_t seated() const {
+    int64_t found = 0;
+    for (int64_t b = 0; b < batch; b++) found += !idle(b * window);
+    return found;
+  }
   RowKeys row_keys(int64_t i) const { return RowKeys(keys + i / window * 4, positions[i], stream); }
 };
 
@@ -36,8 +42,12 @@ int32_t sample(Row& row, const RowKeys& keys, const float* param) {
 
 void choose(const Choose& c, int32_t* out) {
   const int64_t V = c.vocabulary;
-#pragma omp parallel for schedule(static) if (c.batch * c.window * V > 16384)
+#pragma omp parallel for schedule(static, 1) if (c.seated() * c.window * V > 16384)
   for (int64_t i = 0; i < c.batch * c.window; i++) {
+    if (c.idle(i)) {
+      out[i] = 0;
+      continue;
+    }
     if (c.param(i)[0] <= 0) {  // one-hot: no filter removes the largest logit
       out[i] = argmax(c.logits + i * V, V);
       continue;
@@ -76,8 +86,12 @@ void disturb(Row& row, const RowKeys& keys, const Choose& c) {
 // cut comes behind all that they leave.
 void rank(const Choose& c, int64_t count, int32_t* tokens, float* logprobs) {
   const int64_t V = c.vocabulary;
-#pragma omp parallel for schedule(static) if (c.batch * c.window * V > 16384)
+#pragma omp parallel for schedule(static, 1) if (c.seated() * c.window * V > 16384)
   for (int64_t i = 0; i < c.batch * c.window; i++) {
+    if (c.idle(i)) {
+      for (int64_t k = 0; k < count; k++) tokens[i * count + k] = c.id(k), logprobs[i * count + k] = 0;
+      continue;
+    }
     static thread_local Row row;
     static thread_local std::vector<float> whole;
     const float* line = c.logits + i * V;
@@ -114,7 +128,7 @@ void probabilities(const float* logits, const float* params, float* out, int64_t
     float* to = out + i * V;
     std::fill(to, to + V, 0.0f);
     if (param[0] <= 0) {
-      to[argmax(line, V)] = 1.0f;
+      to[param[0] < 0 ? 0 : argmax(line, V)] = 1.0f;
       continue;
     }
     static thread_local Row row;

@@ -57,7 +57,8 @@ extern "C" void paceline_mlp(void* const* p, const int64_t* n, float eps, int64_
   });
 }
 
-// Lines of T rows of which only the first count[b] are real; the others become zero.
+// Lines of T rows of which only the first count[b] are real; the others become zero, and lines with a count below 0 are
+// left as they are.
 extern "C" void paceline_linear_real(const float* x, const void* w, const float* scales, float* out,
                                      const int32_t* count, int64_t lines, int64_t T, int64_t K, int64_t N,
                                      int64_t format) {

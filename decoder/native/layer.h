@@ -19,17 +19,24 @@ inline std::vector<int64_t> real_rows(int64_t batch, int64_t window, const int32
   return rows;
 }
 
-// `linear` of the real rows of lines of T, in one pass over the weights; the other rows become zero.
+// Makes the padding of lines of T rows of N numbers zero, but for lines whose count is below 0, which nobody reads. Of
+// the team each thread has every so many-th line; who needs the zeros waits for all.
+inline void clear_padding(float* out, const int32_t* count, int64_t lines, int64_t T, int64_t N) {
+  if (!count) return;
+  for (int64_t b = omp_get_thread_num(); b < lines; b += omp_get_num_threads())
+    if (count[b] >= 0) std::fill(out + (b * T + std::min<int64_t>(count[b], T)) * N, out + (b + 1) * T * N, 0.0f);
+}
+
+// `linear` of the real rows of lines of T, in one pass over the weights; see `clear_padding` for the others.
 inline void linear_real(const float* in, const Stored& w, float* out, const int32_t* count, int64_t lines, int64_t T,
                         int64_t K, int64_t N) {
   const std::vector<int64_t> rows = real_rows(lines, T, count);
   const int64_t M = rows.size();
-  for (int64_t b = 0; b < lines; b++)
-    std::fill(out + (b * T + std::min<int64_t>(count[b], T)) * N, out + (b + 1) * T * N, 0.0f);
   Shared work(N, PIECES);
   std::vector<float> common(M > FEW ? M * K : 0);
 #pragma omp parallel if (M * K * N > WORTH)
   {
+    clear_padding(out, count, lines, T, N);
     const float* x = prepare(M, K, common.data(), [&](int64_t m, float* to) {
       arrange_line(w.format, in + rows[m] * K, to, K);
     });
@@ -53,18 +60,15 @@ void norm_line(const float* x, const W* weight, float eps, int64_t format, float
       [&](int64_t k) { return widen(weight[k]) * (x[k] * scale); });
 }
 
-// hidden and out [batch, window, width]; rows that are padding pass through unchanged.
+// hidden and out [batch, window, width]; rows that are padding become zero.
 struct Stream {
   const float* hidden;
   float* out;
   int64_t batch, window, width;
   const int32_t* count;  // [batch], or null: every row is real
   float eps;
-  std::vector<int64_t> begin() const {
-    std::vector<int64_t> rows = real_rows(batch, window, count);
-    if ((int64_t)rows.size() < batch * window) std::copy_n(hidden, batch * window * width, out);
-    return rows;
-  }
+  std::vector<int64_t> rows() const { return real_rows(batch, window, count); }
+  void clear() const { clear_padding(out, count, batch, window, width); }
 };
 
 // from [D] turned by the angles of cos and sin [D], as paceline.decoder.models.rope.apply_rope.
@@ -79,14 +83,16 @@ inline void rotate(const float* from, const float* cos, const float* sin, float*
 template <class W>
 void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const Matrix<W>& result, const float* cos,
                     const float* sin, const Attend& a, const Cache& cache) {
-  const std::vector<int64_t> rows = s.begin();
+  const std::vector<int64_t> rows = s.rows();
   const int64_t M = rows.size(), H = s.width, D = a.width, all = a.heads * D, group = a.group();
-  std::vector<int64_t> first(s.batch, 0);  // the place among the real rows of each line's first
-  for (int64_t m = M; m-- > 0;) first[rows[m] / s.window] = m;
+  std::vector<int64_t> lines, first;  // lines with real rows, and the place among these of each one's first
+  for (int64_t m = 0; m < M; m++)
+    if (const int64_t b = rows[m] / s.window; !m || b != lines.back()) lines.push_back(b), first.push_back(m);
   std::vector<float> mixed(M * qkv.N), seen(M * all), common(M > FEW ? M * std::max(H, all) : 0);
-  Shared making(qkv.N, PIECES), looking(s.batch * a.kv_heads, PIECES, 1), adding(H, PIECES);
+  Shared making(qkv.N, PIECES), looking(lines.size() * a.kv_heads, PIECES, 1), adding(H, PIECES);
 #pragma omp parallel if (M * H * qkv.N > WORTH)
   {
+    s.clear();
     const float* x = prepare(M, H, common.data(), [&](int64_t m, float* to) {
       norm_line(s.hidden + rows[m] * H, norm, s.eps, qkv.format, to, H);
     });
@@ -99,9 +105,9 @@ void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const 
     looking.run([&](int64_t begin, int64_t end) {
       static thread_local std::vector<float> turned;
       for (int64_t item = begin; item < end; item++) {
-        const int64_t b = item / a.kv_heads, g = item % a.kv_heads, n = std::min<int64_t>(a.count[b], a.window);
-        if (n <= 0) continue;
-        const float* line = mixed.data() + first[b] * qkv.N;
+        const int64_t b = lines[item / a.kv_heads], begins = first[item / a.kv_heads], g = item % a.kv_heads;
+        const int64_t n = std::min<int64_t>(a.count[b], a.window);
+        const float* line = mixed.data() + begins * qkv.N;
         turned.resize(n * (group + 1) * D);  // of each token: the group's queries, then its key
         for (int64_t t = 0; t < n; t++) {
           const float *row = line + t * qkv.N, *c = cos + (b * s.window + t) * D, *i = sin + (b * s.window + t) * D;
@@ -110,7 +116,7 @@ void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const 
           rotate(row + all + g * D, c, i, to + group * D, D);
         }
         const float *q = turned.data(), *v = line + all + (a.kv_heads + g) * D;
-        float* to = seen.data() + first[b] * all + g * group * D;
+        float* to = seen.data() + begins * all + g * group * D;
         const Heads own{q, q + group * D, v, to, (group + 1) * D, (group + 1) * D, qkv.N, all, g * group};
         attend_group(a, b, g, own, cache);
       }
@@ -130,12 +136,13 @@ void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const 
 // out = hidden + product(silu(gate) * up), where gate and up are the halves of product(norm(hidden)).
 template <class W>
 void mlp_half(const Stream& s, const W* norm, const Matrix<W>& gate_up, const Matrix<W>& down) {
-  const std::vector<int64_t> rows = s.begin();
+  const std::vector<int64_t> rows = s.rows();
   const int64_t M = rows.size(), H = s.width, F = gate_up.N / 2, line = (F + VL - 1) / VL * VL;
   std::vector<float> gates(M * line), ups(M * line), common(M > FEW ? M * std::max(H, F) : 0);
   Shared making(F, PIECES), adding(H, PIECES);
 #pragma omp parallel if (M * H * gate_up.N > WORTH)
   {
+    s.clear();
     const float* x = prepare(M, H, common.data(), [&](int64_t m, float* to) {
       norm_line(s.hidden + rows[m] * H, norm, s.eps, gate_up.format, to, H);
     });

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.core import noise, probs
-from paceline.core.sampling import Sampling, sampling_tensors
+from paceline.core.sampling import IDLE_ROW, Sampling, sampling_tensors
 from paceline.core.types import SamplingTensors
 from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native
@@ -73,6 +73,25 @@ def test_of_a_large_vocabulary_what_cannot_win_gets_no_noise(native: Native, spr
         x = torch.randint(3, x.shape, generator=torch.Generator().manual_seed(5)).float()
     at = torch.arange(2 * len(params), dtype=torch.int32).view(-1, 2)
     assert torch.equal(native.sample_tokens(x, at, sampling), probs.sample_tokens(x, at, sampling))
+
+
+def test_logits_of_a_slot_without_a_request_are_not_looked_at(native: Native) -> None:
+    """Whatever lies there, the ids are legal, and every other row is as it is alone."""
+    sampling = sampling_tensors(PARAMS)
+    idle = list(range(0, len(PARAMS), 3))
+    sampling.params[idle] = torch.tensor(IDLE_ROW)
+    x = logits(100)
+    wanted = probs.sample_tokens(x, places(), sampling)
+    for junk in (float("nan"), float("inf"), 0.0):
+        x[idle] = junk
+        chosen = native.sample_tokens(x, places(), sampling)
+        ranked, logprobs = native.rank_tokens(x, places(), sampling, count=4)
+        likely = native.probabilities(x, sampling)
+        for row in range(len(PARAMS)):
+            if row not in idle:
+                assert torch.equal(chosen[row], wanted[row]) and torch.equal(ranked[row, :, 0], wanted[row])
+        assert not chosen[idle].any() and torch.equal(ranked[idle], torch.arange(4).expand_as(ranked[idle]).int())
+        assert torch.isfinite(logprobs).all() and torch.allclose(likely.sum(-1), torch.ones(likely.shape[:-1]))
 
 
 def one(sampling: Sampling) -> SamplingTensors:

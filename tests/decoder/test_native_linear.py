@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 from torch import Tensor
 
 from paceline.decoder.kernels.torch_kernels import TorchKernels
+from paceline.decoder.native import build
 from paceline.decoder.native.ops import Native
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -98,3 +101,16 @@ def test_padding_is_zero_and_real_rows_have_the_same_bits(
     for b in range(4):
         assert torch.equal(made[b, : count[b]], whole[b, : count[b]])
         assert not made[b, count[b] :].any()
+
+
+def test_a_line_that_nobody_reads_is_neither_computed_nor_written(native: Native) -> None:
+    """Its count is below 0. Lines of idle slots times a vocabulary are more than all else of a round."""
+    weight, x = numbers(130, 384, seed=1), numbers(4, 9, 384)
+    out, library = torch.full((4, 9, 130), 7.0), build.library()
+    count = torch.tensor([-1, 9, -1, 2], dtype=torch.int32)
+    pointers = [ctypes.c_void_p(one.data_ptr()) for one in (x, weight)]
+    rest = [ctypes.c_void_p(one.data_ptr()) for one in (out, count)]
+    sizes = [ctypes.c_int64(size) for size in (4, 9, 384, 130, 0)]
+    library.paceline_linear_real(*pointers, ctypes.c_void_p(None), *rest, *sizes)
+    assert (out[[0, 2]] == 7).all() and not out[3, 2:].any()
+    assert torch.equal(out[1], native.linear(x, weight)[1]) and torch.equal(out[3, :2], native.linear(x, weight)[3, :2])
