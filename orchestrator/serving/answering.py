@@ -135,11 +135,10 @@ class EventStream(Response):
                     raise item.error()
                 elif isinstance(item, Chunk):
                     self._about["completion_tokens"] = sum(item.sent)
-                    if item.data:
-                        await send(_part(item.data))
+                    if item.data or item.last:  # the end goes with the last piece: each is a message between processes
+                        await send(_part(item.data, more=not item.last))
                     if item.last:
                         break
-            await send(_part(b"", more=False))
         except RefusedError as error:  # the answer has begun, so it is an event
             self._about["error"] = error.code or error.message
             await send(_part(_error_event(error, self._generation), more=False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator
@@ -212,3 +213,24 @@ def test_text_to_ids_and_back(client: openai.OpenAI) -> None:
     )
     shown: Any = client.post("/../detokenize", body={"model": "m", "tokens": chat["tokens"]}, cast_to=object)
     assert shown == {"prompt": "[user]a[assistant]"}
+
+
+def test_the_end_of_an_answer_goes_with_its_last_piece() -> None:
+    """Between Ray Serve's processes every piece is a message, and an empty one costs as much as any other."""
+    app, _, _ = scripted(say)
+    body, sent = {"model": "m", "prompt": "plain", "stream": True}, list[dict[str, Any]]()
+    asked = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if not asked:
+            await asyncio.sleep(60)  # the client waits for its answer
+        return asked.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": [], "query_string": b""}
+    asyncio.run(app(scope | {"raw_path": b"/v1/completions", "root_path": ""}, receive, send))
+    assert [one["type"] for one in sent] == ["http.response.start"] + ["http.response.body"] * (len(sent) - 1)
+    assert [one["more_body"] for one in sent[1:]] == [True] * (len(sent) - 2) + [False]
+    assert all(one["body"] for one in sent[1:]) and sent[-1]["body"].endswith(b"data: [DONE]\n\n")
