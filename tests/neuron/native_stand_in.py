@@ -6,6 +6,7 @@ The compiler records the graphs that it is given and runs them; the group is glo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,29 @@ VERSIONS = ("2.13.3.0", "2.28.7631.0")
 
 
 class Recorded:
-    """The graphs that reached the compiler, after Dynamo and AOTAutograd."""
+    """The graphs that reached the compiler, after Dynamo and AOTAutograd. Without ``runs`` their results are zeros."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, runs: bool = True) -> None:
         self.graphs: list[fx.GraphModule] = []
+        self._runs = runs
         # TorchNeuron's choice (create_neuron_backend): what is written into an input stays a write into that input.
         self.compiler: Callable[..., Any] = aot_autograd(fw_compiler=self._keep, keep_inference_input_mutations=True)
 
     def _keep(self, graph: fx.GraphModule, _example: list[Tensor]) -> Callable[..., Any]:
         self.graphs.append(graph)
-        run: Callable[..., Any] = make_boxed_func(graph.forward)
+        call: Callable[..., Any] = graph.forward
+        if not self._runs:
+            results = [node.meta["val"] for node in graph.graph.output_node().args[0]]  # type: ignore[union-attr]
+            call = partial(_zeros, [(x.shape, x.dtype) for x in results])
+        run: Callable[..., Any] = make_boxed_func(call)
         return run
 
     def calls(self) -> list[fx.Node]:
         return [node for graph in self.graphs for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def _zeros(results: list[tuple[torch.Size, torch.dtype]], *_given: Tensor) -> list[Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for shape, dtype in results]
 
 
 class StandInMember(NativeMember):

@@ -28,7 +28,7 @@ from paceline.decoder.parallel.collectives import DeviceGroup
 from paceline.decoder.parallel.sharding import Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.diagnostics import selftest
-from tests.decoder.steps import STEPS, inputs
+from tests.decoder.steps import STEPS, fused, inputs
 from tests.decoder.tiny import Workshop, fresh
 from tests.neuron.native_stand_in import Recorded
 from tests.neuron.torch_mlir_operators import takes
@@ -138,17 +138,28 @@ def test_what_a_step_makes_from_nothing_is_made_on_the_device(traceable: ModelWi
     assert len(made) > 10 and {node.kwargs["device"] for node in made} == {torch.device("meta")}
 
 
-def test_collectives_of_a_divided_model_stay_functional_ones(workshop: Workshop) -> None:
+def test_a_divided_fused_round_is_one_graph_with_functional_collectives(workshop: Workshop) -> None:
     """No process group is needed to trace them, and TorchNeuron lowers them by the name of their group."""
-    config = ModelConfig.from_pretrained(workshop.checkpoint())
+    config = ModelConfig.from_pretrained(workshop.checkpoint("draft"))
     layout = sharding.layout(config, 3)  # with a rank of zeros
     options = replace(workshop.decoder().options, layout=layout)
-    weights = load_weights(workshop.checkpoint(), config, options.dtype, shard=Shard(config, layout))
+    weights = load_weights(workshop.checkpoint("draft"), config, options.dtype, shard=Shard(config, layout))
     body = ModelWithCache(config, options, weights, kernels=TraceableKernels(), group=DeviceGroup(3)).eval()
-    lowered = lower("prefill", STEPS["prefill"](body, 128), inputs("prefill", 1))
+    step, given = fused(body, 128, kind="greedy"), inputs("fused", 1)
+    lowered = lower("fused", step, given)
     names = [str(node.target) for node in in_place(lowered, torch.device("meta")).graph.nodes]
-    assert names.count("_c10d_functional.all_reduce.default") == 1 + 2 * config.num_layers
-    assert names.count("_c10d_functional.all_gather_into_tensor.default") == 1
+    gathers = names.count("_c10d_functional.all_gather_into_tensor.default")
+    # A draft of two tokens is two passes, and the target's is the third.
+    assert names.count("_c10d_functional.all_reduce.default") == 3 * (1 + 2 * config.num_layers) and gathers
+    recorded = Recorded(runs=False)
+    compiled = torch.compile(in_place(lowered, torch.device("cpu")), backend=recorded.compiler, fullgraph=True)
+    with torch.no_grad():
+        compiled(*state_of(step, lowered).values(), *given)
+    (graph,) = recorded.graphs
+    found = [str(node.target) for node in graph.graph.nodes]
+    assert found.count("_c10d_functional.all_reduce.default") == 3 * (1 + 2 * config.num_layers)
+    assert found.count("_c10d_functional.all_gather_into_tensor.default") == gathers
+    torch._dynamo.reset()
 
 
 def test_without_torchneuron_the_error_names_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from paceline import AutoDecoder, SpeculativeGenerator
+from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError
 from paceline.decoder import environment
 from paceline.decoder.backends import neuron_native
@@ -38,42 +38,35 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def test_a_divided_pair_has_the_tokens_of_eager_and_collectives_in_whole_graphs(
+def test_a_divided_model_has_the_tokens_of_eager_and_collectives_in_whole_graphs(
     workshop: Workshop, stand_in: None
 ) -> None:
-    draft, target = (
-        AutoDecoder.from_pretrained(
-            workshop.checkpoint(role),
-            backend="neuron-native",
-            amp="f32",
-            batch_size=2,
-            context_length_estimate=[CHUNK],
-            tp_degree=2,
-        )
-        for role in ("draft", "target")
+    """One layer, decoded plainly: what a fused round adds is traced without other processes in test_native.py."""
+    decoder = AutoDecoder.from_pretrained(
+        workshop.checkpoint("draft"),
+        backend="neuron-native",
+        amp="f32",
+        batch_size=2,
+        context_length_estimate=[CHUNK],
+        tp_degree=2,
     )
     try:
-        for decoder in (draft, target):
-            decoder.on_graph = lambda _event: None
-        wanted = workshop.decoder(slots=2).sample(PROMPTS, max_new_tokens=8)
-        generator = SpeculativeGenerator(draft, target, k=1, fused=True)
-        assert torch.equal(generator.sample(PROMPTS, max_new_tokens=8), wanted)
-        assert generator.statistics.tau > 1.3
-        member = target.backend.ranks.member
-        assert isinstance(member, StandInMember) and member is draft.backend.ranks.member
-        assert target.body.shard.degree == 2 and not counters["graph_break"]
+        decoder.on_graph = lambda _event: None
+        wanted = workshop.decoder("draft", slots=2).sample(PROMPTS, max_new_tokens=6)
+        assert torch.equal(decoder.sample(PROMPTS, max_new_tokens=6), wanted)
+        member = decoder.backend.ranks.member
+        assert isinstance(member, StandInMember)
+        assert decoder.body.shard.degree == 2 and not counters["graph_break"]
         recorded = member.recorded
-        assert len(recorded.graphs) == len(draft._steps) + len(target._steps), "each key is compiled once"
+        assert len(recorded.graphs) == len(decoder._steps), "each key is compiled once"
         names = [str(node.target) for node in recorded.calls() if isinstance(node.target, torch._ops.OpOverload)]
-        # Two sums a layer and one for the embedding, in each graph, of which the smallest reads a prompt.
-        fewest = min(draft.config.num_layers, target.config.num_layers)
-        assert names.count(COLLECTIVES + "all_reduce.default") >= len(recorded.graphs) * (1 + 2 * fewest)
+        # Two sums a layer and one for the embedding, in each graph.
+        assert names.count(COLLECTIVES + "all_reduce.default") >= len(recorded.graphs) * (1 + 2)
         assert COLLECTIVES + "all_gather_into_tensor.default" in names
         others = {name for name in names if not name.startswith((COLLECTIVES, "aten.copy_."))}
         assert {name for name in others if not takes(name)} == set()
     finally:
-        draft.close()
-        target.close()
+        decoder.close()
 
 
 def test_a_process_is_one_rank(monkeypatch: pytest.MonkeyPatch, stand_in: None) -> None:
