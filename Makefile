@@ -24,7 +24,7 @@ $(VENV)/.stamp: $(VENV)/.stamp-run
 	$(PIP) install -e ".[dev]"
 	@touch $@
 
-# What decoding needs, and the demo: without what serves, tests and draws, which takes longer to install than all of this.
+# What decoding needs, and the demo: without what serves, tests and draws.
 $(VENV)/.stamp-run: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) "$(TORCH)"
