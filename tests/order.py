@@ -53,6 +53,7 @@ LONG = (
     "tests/decoder/test_buckets.py",
     "tests/decoder/test_artefacts.py",
     "tests/experiments/test_trace.py",
+    "tests/neuron/test_prompt_attention.py",
     "tests/neuron/test_layout.py",
     "tests/contract/test_prefix_caching.py",
     "tests/decoder/test_float32_integers.py",
@@ -78,6 +79,8 @@ LONG = (
     "tests/decoder/test_idle_slots.py",
     "tests/orchestrator/test_same_tokens.py",
     "tests/eagle/test_divided_heads.py",
+    "tests/neuron/test_tiled_caches.py",
+    "tests/eagle/test_same_tokens.py",
     "tests/decoder/test_torch_headers.py",
 )
 """The other files that take long, the longest first. The second compiles what many others wait for."""
