@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.core.errors import ConfigurationError
+from paceline.decoder.weights.free_memory import return_free_memory
 
 GROUP = 32
 """Numbers of a block."""
@@ -248,6 +249,7 @@ def joined(parts: Sequence[Stored]) -> MatrixLike:
 
     Where they are quantised in several formats, as some GGUF files mix them, all become Q8_0.
     """
+    return_free_memory()  # of the parts that were joined before
     plain = [part for part in parts if isinstance(part, Tensor)]
     if len(plain) == len(parts):
         return matrix(torch.cat(plain))
