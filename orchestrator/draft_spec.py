@@ -59,7 +59,9 @@ class DraftSpec:
 
     def __str__(self) -> str:
         """As in the grammar, for messages."""
-        source = type(self.value).__name__ if self.value is not None else self.name or str(self.path)
+        source = self.name or str(self.path)
+        if self.value is not None:  # a decoder knows its folder
+            source = str(getattr(self.value, "folder", None) or type(self.value).__name__)
         path = (("path", self.path),) if self.name and self.path else ()
         k = (("k", self.k),) if self.k is not None else ()
         drafts = (("drafts", json.dumps([str(part) for part in self.parts])),) if self.parts else ()

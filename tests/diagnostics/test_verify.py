@@ -176,6 +176,7 @@ def test_the_command(workshop: Workshop) -> None:
     done = call("verify", *asked, "--only", "repeats", "--batch-sizes", "1,2", "--json")
     assert done.exit_code == 0, done.stderr
     values = json.loads(done.stdout)
+    assert values["reports"][0]["draft"] == str(draft), "it says of which draft"
     assert values["passed"] and [one["batch_size"] for one in values["reports"]] == [1, 2]
     assert {one["status"] for report in values["reports"] for one in report["findings"]} == {"ok"}
     refused = call("verify", *asked, "--only", "law")
