@@ -1,8 +1,9 @@
 """Operations that compilers of whole graphs take badly, rewritten in ones they take well.
 
 Each entry replaces one operation while a step is lowered. The results are the same bits wherever this package uses
-them: selections move values without computing, running sums are of zeros and ones, and shifts and bit patterns are
-what they were. What torch_xla 2.9 does with the originals is the reason for each:
+them, but for the functions in the last row but one: selections move values without computing, running sums are of zeros
+and ones, and shifts and bit patterns are what they were. What torch_xla 2.9 does with the originals is the reason for
+each:
 
     gather, index  ask for 64-bit indices; an index is compared with a row of small integers, or selects whole rows
     cumsum         a window over the whole row, quadratic in its length; here products with a triangle
@@ -10,6 +11,9 @@ what they were. What torch_xla 2.9 does with the originals is the reason for eac
     view(int32)    no lowering at all: the graph would be cut in two; here the pattern is computed
     mean           holds NaN, for rows of no numbers; here the sum divided by the row's length
     comparisons    with a Python number go through 64 bits; here the number has the tensor's type
+    gelu, softmax, relu
+                   lowered as the compiler chooses, gelu with an erf, which Neuron refuses (EHCA005); here sums,
+                   products, exp and tanh, and numbers within 2e-7 of the originals
     int64, asserts made 32-bit, and dropped: no device of ours has the first, no graph the second
 """
 
@@ -42,6 +46,9 @@ def table() -> dict[Any, Callable[..., Any]]:
         aten.__rshift__.Scalar: shift_right,
         aten.view.dtype: view_as,
         aten._to_copy.default: to_copy,
+        aten.gelu.default: gelu,
+        aten.relu.default: relu,
+        aten.softmax.int: softmax,
         aten._assert_tensor_metadata.default: lambda *_args, **_kwargs: None,
     }
     for overload in (aten.arange.default, aten.arange.start, aten.arange.start_step):
@@ -95,6 +102,37 @@ def mean(x: Tensor, dim: Sequence[int], keepdim: bool = False, *, dtype: torch.d
     """Mean over dimensions that are not empty."""
     size = math.prod(x.shape[axis] for axis in dim)
     return x.sum(list(dim), keepdim, dtype=dtype) / torch.full((), float(size), dtype=dtype or x.dtype, device=x.device)
+
+
+def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    """Of Hendrycks and Gimpel (arXiv 1606.08415), by the error function or by their approximation of it."""
+    if approximate == "tanh":
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
+        return 0.5 * x * (1.0 + torch.tanh(inner))
+    return 0.5 * x * (1.0 + erf(x * math.sqrt(0.5)))
+
+
+def erf(x: Tensor) -> Tensor:
+    """The error function to within 1.5e-7 (Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26)."""
+    size = x.abs()
+    t = torch.ones_like(x) / (1.0 + 0.3275911 * size)
+    total = torch.zeros_like(x)
+    for factor in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        total = t * (total + factor)
+    positive = torch.ones_like(x) - total * torch.exp(-(x * x))
+    return torch.where(x < 0, -positive, positive)
+
+
+def relu(x: Tensor) -> Tensor:
+    """The larger of x and zero."""
+    return torch.maximum(x, torch.zeros_like(x))
+
+
+def softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """exp(x) over its sum; the largest is taken off before, so that no power is beyond the type's range."""
+    wide = x if dtype is None else x.to(dtype)
+    powers = torch.exp(wide - wide.amax(dim, keepdim=True))
+    return powers / powers.sum(dim, keepdim=True)
 
 
 def shift_right(x: Tensor, by: int) -> Tensor:

@@ -76,3 +76,14 @@ def test_the_noise_is_the_same_bits_through_the_rewritten_operations() -> None:
 
     _, (found,) = lowered.run(constants_of(lowered), (keys, positions))
     assert torch.equal(found, noise.gumbel(keys, positions, 1000, traced=True))
+
+
+def test_functions_of_families_are_near_the_originals() -> None:
+    x = torch.cat((torch.linspace(-12, 12, 100_001), torch.tensor([0.0, -0.0, 1e-30, -1e-30, 80.0, -80.0])))
+    for kind in ("none", "tanh"):
+        wanted = torch.nn.functional.gelu(x.double(), approximate=kind)
+        error = (rewrites.gelu(x, approximate=kind).double() - wanted).abs()
+        assert float((error / x.double().abs().clamp(min=1)).max()) < 2e-7
+    assert torch.equal(rewrites.relu(x), torch.relu(x))
+    scores = torch.randn(7, 33, generator=torch.Generator().manual_seed(0)) * 30
+    torch.testing.assert_close(rewrites.softmax(scores, -1), scores.softmax(-1), rtol=1e-6, atol=1e-7)

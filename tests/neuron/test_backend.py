@@ -19,6 +19,7 @@ from paceline.decoder.compile import cache
 from paceline.decoder.graph_key import GraphKey
 from paceline.eagle.tree import Chain
 from paceline.engine.rounds import FusedRound
+from tests.decoder.families import save_pair
 from tests.decoder.headed import SMALL
 from tests.decoder.test_hlo_proto import BREAKING, proto
 from tests.decoder.tiny import VOCABULARY, Workshop, fresh
@@ -135,6 +136,17 @@ def test_weights_of_16_bits_are_multiplied_as_they_are(workshop: Workshop, runti
     plain = target.sample(PROMPTS, max_new_tokens=8).tolist()
     assert SpeculativeGenerator(draft, target, k=2).sample(PROMPTS, max_new_tokens=8).tolist() == plain
     assert "torch_xla" in sys.modules
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral", "neox"])
+def test_other_families(runtime: Runtime, tmp_path: Path, family: str) -> None:
+    """Capped scores and sliding windows, experts, and gelu: the greedy text of eager, drafted or not."""
+    folder = save_pair(tmp_path, family)[1]
+    asked = {"max_new_tokens": 10}
+    wanted = fresh(folder, batch_size=2).sample(PROMPTS, **asked).tolist()
+    target = fresh(folder, backend="neuron", batch_size=2)
+    assert target.sample(PROMPTS, **asked).tolist() == wanted
+    assert SpeculativeGenerator("ngram", target, k=2).sample(PROMPTS, **asked).tolist() == wanted
 
 
 def test_trees_and_what_they_keep(workshop: Workshop, runtime: Runtime) -> None:
