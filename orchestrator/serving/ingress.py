@@ -17,6 +17,7 @@ from paceline.serving.managed import ManagedRouter
 from paceline.serving.serve_loader import ServeLoader
 from paceline.serving.serve_router import RECOVERY_S, ModelRoute, ServeRouter
 from paceline.serving.settings import ApiSettings
+from paceline.serving.watch import watch_cluster
 
 
 @serve.ingress()
@@ -32,6 +33,7 @@ class Ingress:
         fault_policy: FaultPolicy,
     ) -> None:
         write_with_serve()
+        watch_cluster()
         routes = {model: ModelRoute(handle) for model, handle in handles.items()}
         router = ServeRouter(routes, resume_s=max(RECOVERY_S, fault_policy.startup_timeout_s))
         application = serve.get_replica_context().app_name

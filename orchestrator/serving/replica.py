@@ -30,6 +30,7 @@ from paceline.serving.model_server import ModelServer
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.openai.union import GenerationRequest
 from paceline.serving.router import Item, ModelCard, PlacedModel, RequestContext
+from paceline.serving.watch import watch_cluster
 from paceline.text.tokenizer import load_tokenizer
 from paceline.workers.target import TargetHost, make_target
 
@@ -43,6 +44,7 @@ class ModelReplica:
 
     def __init__(self, group: ReplicaGroupPlan, fault_policy: FaultPolicy, max_waiting: int | None = None) -> None:
         write_with_serve()
+        watch_cluster()  # before anything waits for the allocator
         bundles = ray.util.get_current_placement_group()
         if bundles is None:
             raise WorkerError(f"{group.name} has no placement group; deploy it with paceline.serving.app")

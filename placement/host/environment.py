@@ -11,6 +11,7 @@ RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not ch
 PACELINE_CORES                     the same range under our own name, for a host without Neuron
 RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S and _TIMEOUT_S   written: how soon Ray Serve replaces a proxy that does not answer
 RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS   written: Ray Serve ends a replica that does not answer without waiting for it
+RAY_SERVE_SLOW_STARTUP_WARNING_S   written: how long a new controller of Ray Serve waits for a replica that it found
 RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD   written: whether Ray Serve gives our code an event loop beside its own
 RAY_worker_niceness                written: the priority of Ray's worker processes, on the scale of nice
 PACELINE_LOCKS                     read: folder of the locks of simulated cores; default below the temporary folder
@@ -30,6 +31,8 @@ from paceline.placement.planning.instances import Instance
 FORCE_STOP = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
 PROXY_CHECKS = ("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S")
 _PROXY_CHECK_S = "3"
+SLOW_START = "RAY_SERVE_SLOW_STARTUP_WARNING_S"
+_SLOW_START_S = "12"
 NICENESS = "RAY_worker_niceness"
 USER_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
 FIRST_PORT = 62182
@@ -93,7 +96,9 @@ def prepare_new_cluster() -> None:
 
     A stopped replica cannot end itself, and Ray Serve would give it the time that answers under way have when a service
     is taken down. A proxy is lost after three checks in a row, each of a pause and a time to answer of 10 seconds by
-    default; 3 seconds are enough for a process that has nothing else to do than to pass text on. Ray starts workers at
+    default; 3 seconds are enough for a process that has nothing else to do than to pass text on. A controller that was
+    started again asks each replica that it finds, and ends one that has not answered in 12 seconds (30 by default; of
+    replicas that start it only writes a warning after that time). Ray starts workers at
     niceness 15: beside anything else that computes they get a thirtieth of a CPU, and take minutes to be there again.
 
     Ray Serve runs a deployment's code in a thread and an event loop of its own, so that code that blocks does not keep
@@ -107,6 +112,7 @@ def prepare_new_cluster() -> None:
     os.environ.setdefault(FORCE_STOP, "1")
     os.environ.setdefault(NICENESS, "0")
     os.environ.setdefault(USER_THREAD, "0")
+    os.environ.setdefault(SLOW_START, _SLOW_START_S)
     for name in PROXY_CHECKS:
         os.environ.setdefault(name, _PROXY_CHECK_S)
 

@@ -1,0 +1,56 @@
+"""What nobody else asks whether it answers is killed when it does not, and only then."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("ray")
+
+from paceline.serving.watch import Watch
+
+
+class Actor:
+    """``answers``: of each question; ``processes``: the pid at each look, the last one from there on."""
+
+    def __init__(self, answers: str, processes: list[int | None]) -> None:
+        self._answers, self._processes, self.killed = list(answers), processes, list[int | None]()
+
+    def process(self) -> int | None:
+        return self._processes.pop(0) if self._processes[1:] else self._processes[0]
+
+    def answers(self) -> bool:
+        return self._answers.pop(0) == "y"
+
+    def kill(self) -> None:
+        self.killed.append(self._processes[0])
+
+
+def killed_after(answers: str, processes: list[int | None]) -> list[int | None]:
+    actor = Actor(answers, processes)
+    watch = Watch("a", actor)
+    for _ in range(len(answers)):
+        watch.look()
+    return actor.killed
+
+
+@pytest.mark.parametrize(
+    ("answers", "processes", "killed"),
+    [
+        ("nnn", [1], [1]),
+        ("nnnnnn", [1], [1, 1]),  # it still runs, so it is killed again
+        ("nnynn", [1], []),  # a slow answer, and then one
+        ("nnn", [1, 1, 2], []),  # another process, which is starting
+        ("nnn", [1, 1, 1, 2], []),  # replaced by somebody else in the last moment
+    ],
+)
+def test_what_does_not_answer_three_times_in_a_row_is_killed(
+    answers: str, processes: list[int | None], killed: list[int]
+) -> None:
+    assert killed_after(answers, processes) == killed
+
+
+def test_what_is_not_there_is_not_asked() -> None:
+    actor = Actor("", [None])
+    for _ in range(5):
+        Watch("a", actor).look()
+    assert not actor.killed
