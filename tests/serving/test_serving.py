@@ -35,7 +35,7 @@ from paceline.serving import launch as serving_run
 from paceline.serving.app import deploy_config
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import save_pair
-from tests.serving.served import admin, answer_of, process, served, with_tokenizer
+from tests.serving.served import admin, answer_of, process, running, served, with_tokenizer
 
 pytestmark = pytest.mark.ray
 PROMPT = "def f(a, b):"
@@ -337,3 +337,22 @@ def test_streams_do_not_notice_that_the_draft_is_gone(client: openai.OpenAI, hom
         with suppress(ProcessLookupError):
             os.kill(draft, signal.SIGCONT)
     assert text == said(home, PROMPT, max_new_tokens=100, do_sample=True, temperature=1.2, seed=5)
+
+
+def test_what_replaces_others_is_replaced_when_it_stops(client: openai.OpenAI, home: Path) -> None:
+    """Ray Serve's controller and the core allocator, which nobody but our replicas asks whether they answer."""
+    stopped = {name: process(name) for name in ("controller", "allocator")}
+    for number in stopped.values():
+        os.kill(number, signal.SIGSTOP)
+    try:
+        deadline = time.monotonic() + 120
+        while any(running().get(name, number) == number for name, number in stopped.items()):
+            assert time.monotonic() < deadline, "they are not replaced"
+            time.sleep(0.2)
+    finally:
+        for number in stopped.values():
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGCONT)
+    assert call_allocator("taken", timeout=30), "it knows the cores of models that run"
+    answer = client.completions.create(model="chat", prompt=PROMPT, max_tokens=20, temperature=0)
+    assert answer.choices[0].text == said(home, PROMPT, max_new_tokens=20)
