@@ -26,8 +26,8 @@ log = logging.getLogger("paceline")
 
 WATCHED = ((SERVE_CONTROLLER_NAME, SERVE_NAMESPACE), (core_allocator.NAME, nodes.NAMESPACE))
 """Name and namespace of each. Both may be killed at any time: they keep what they know in Ray's key-value store."""
-_PERIOD_S = 3.0  # between questions
-_ANSWER_S = 4.0  # that an answer may take: with the pauses, 20 seconds until an actor is killed
+_PERIOD_S = 2.0  # between questions
+_ANSWER_S = 3.0  # that an answer may take: with the pauses, 15 seconds until an actor is killed
 _MISSES = 3  # in a row, of one process
 
 

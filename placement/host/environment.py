@@ -32,7 +32,7 @@ FORCE_STOP = "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS"
 PROXY_CHECKS = ("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S")
 _PROXY_CHECK_S = "3"
 SLOW_START = "RAY_SERVE_SLOW_STARTUP_WARNING_S"
-_SLOW_START_S = "12"
+_SLOW_START_S = "8"
 NICENESS = "RAY_worker_niceness"
 USER_THREAD = "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD"
 FIRST_PORT = 62182
@@ -97,7 +97,7 @@ def prepare_new_cluster() -> None:
     A stopped replica cannot end itself, and Ray Serve would give it the time that answers under way have when a service
     is taken down. A proxy is lost after three checks in a row, each of a pause and a time to answer of 10 seconds by
     default; 3 seconds are enough for a process that has nothing else to do than to pass text on. A controller that was
-    started again asks each replica that it finds, and ends one that has not answered in 12 seconds (30 by default; of
+    started again asks each replica that it finds, and ends one that has not answered in 8 seconds (30 by default; of
     replicas that start it only writes a warning after that time). Ray starts workers at
     niceness 15: beside anything else that computes they get a thirtieth of a CPU, and take minutes to be there again.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.service_processes import processes
+from paceline import AutoDecoder
 from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.placement.remote.drafter import DraftTimeouts
@@ -51,6 +53,30 @@ def process(name: str) -> int:
         assert time.monotonic() < deadline, f"{name} is not back"
         time.sleep(0.05)
     return number
+
+
+def stop_until_replaced(*names: str) -> None:
+    """Stop these processes, and wait until others do their work."""
+    stopped = {name: process(name) for name in names}
+    for number in stopped.values():
+        os.kill(number, signal.SIGSTOP)
+    try:
+        deadline = time.monotonic() + 120
+        while any(running().get(name, number) == number for name, number in stopped.items()):
+            assert time.monotonic() < deadline, "they are not replaced"
+            time.sleep(0.2)
+    finally:
+        for number in stopped.values():
+            with suppress(ProcessLookupError):
+                os.kill(number, signal.SIGCONT)
+
+
+def said(home: Path, prompt: str, **asked: object) -> str:
+    """What the target says in this process."""
+    decoder = AutoDecoder.from_pretrained(home / "target", n_positions=128, amp="f32", backend="eager")
+    ids = [ord(letter) - 32 for letter in prompt]
+    (row,) = decoder.sample([ids], verify_width=5, **asked).tolist()  # type: ignore[arg-type]
+    return "".join(chr(32 + token) for token in row[len(ids) :])
 
 
 def answer_of(client: openai.OpenAI) -> Any:

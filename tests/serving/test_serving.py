@@ -24,7 +24,6 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from benchmarks.service_processes import count_processes
-from paceline import AutoDecoder
 from paceline.core.errors import ConfigurationError, WorkerError
 from paceline.placement import INSTANCES
 from paceline.placement.cluster.core_allocator import call_allocator
@@ -35,7 +34,7 @@ from paceline.serving import launch as serving_run
 from paceline.serving.app import deploy_config
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import save_pair
-from tests.serving.served import admin, answer_of, process, running, served, with_tokenizer
+from tests.serving.served import admin, answer_of, process, said, served, stop_until_replaced, with_tokenizer
 
 pytestmark = pytest.mark.ray
 PROMPT = "def f(a, b):"
@@ -64,14 +63,6 @@ def client(cluster: object, home: Path) -> Iterator[openai.OpenAI]:
     groups = plan_groups(models_of(entries, folder=Path(), where="test"), INSTANCES["inf2.48xlarge"])
     with served(groups) as connected:
         yield connected
-
-
-def said(home: Path, prompt: str, **asked: object) -> str:
-    """What the target says in this process."""
-    decoder = AutoDecoder.from_pretrained(home / "target", n_positions=128, amp="f32", backend="eager")
-    ids = [ord(letter) - 32 for letter in prompt]
-    (row,) = decoder.sample([ids], verify_width=5, **asked).tolist()  # type: ignore[arg-type]
-    return "".join(chr(32 + token) for token in row[len(ids) :])
 
 
 def test_models_are_listed(client: openai.OpenAI) -> None:
@@ -341,18 +332,7 @@ def test_streams_do_not_notice_that_the_draft_is_gone(client: openai.OpenAI, hom
 
 def test_what_replaces_others_is_replaced_when_it_stops(client: openai.OpenAI, home: Path) -> None:
     """Ray Serve's controller and the core allocator, which nobody but our replicas asks whether they answer."""
-    stopped = {name: process(name) for name in ("controller", "allocator")}
-    for number in stopped.values():
-        os.kill(number, signal.SIGSTOP)
-    try:
-        deadline = time.monotonic() + 120
-        while any(running().get(name, number) == number for name, number in stopped.items()):
-            assert time.monotonic() < deadline, "they are not replaced"
-            time.sleep(0.2)
-    finally:
-        for number in stopped.values():
-            with suppress(ProcessLookupError):
-                os.kill(number, signal.SIGCONT)
+    stop_until_replaced("controller", "allocator")
     assert call_allocator("taken", timeout=30), "it knows the cores of models that run"
     answer = client.completions.create(model="chat", prompt=PROMPT, max_tokens=20, temperature=0)
     assert answer.choices[0].text == said(home, PROMPT, max_new_tokens=20)
