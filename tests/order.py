@@ -21,12 +21,12 @@ RAY = (
 """Files that use the fixture `cluster`: the longest piece, most of it spent waiting for other processes."""
 
 LONG = (
-    "tests/smollm2/test_modes.py",
     "tests/equality/test_equality.py",
     "tests/contract/test_contract.py",
     "tests/neuron/test_backend.py",
     "tests/equality/test_demo.py",
     "tests/decoder/test_quantized.py",
+    "tests/smollm2/test_modes.py",
     "tests/target/test_table_laws.py",
     "tests/orchestrator/test_adaptive.py",
     "tests/decoder/test_lowering.py",
@@ -79,12 +79,13 @@ LONG = (
     "tests/workers/test_target.py",
     "tests/decoder/test_idle_slots.py",
     "tests/orchestrator/test_same_tokens.py",
+    "tests/experiments/test_run.py",
     "tests/eagle/test_divided_heads.py",
     "tests/neuron/test_tiled_caches.py",
     "tests/eagle/test_same_tokens.py",
     "tests/decoder/test_torch_headers.py",
 )
-"""The other files that take long, the longest first. The second compiles what many others wait for."""
+"""The other files that take long, the longest first. The first compiles what many others wait for."""
 
 _PLACES = {file: place for place, file in enumerate((*RAY, *LONG))}
 _LONG_S = 20.0
