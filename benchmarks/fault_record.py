@@ -39,15 +39,18 @@ def outcome(fault: str, ended: Sequence[Stream], wanted: Sequence[str], whole: W
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """The rows for a page."""
+    """The rows for a page, under the names that it has for processes."""
     lines = [
-        "| fault | same text | error object | broken | another text | pause, s | whole, s | ready, no answer | left |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| fault | same text | error object | broken | longest pause, s | whole again, s | ready, no answer | left |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for one in outcomes:
-        numbers = (one.typed, one.broken, one.different, one.pause_s, one.whole_s, one.unanswered, one.left)
+        names = one.fault.replace("model:big", "replica").replace("allocator", "core allocator")
+        same = f"{one.equal} of {one.streams}" + (f" ({one.different} another)" if one.different else "")
+        pause = None if one.broken == one.streams else one.pause_s  # of streams that went on after it
+        numbers = (one.typed, one.broken, pause, one.whole_s, one.unanswered, one.left)
         cells = " | ".join("-" if number is None else str(number) for number in numbers)
-        lines.append(f"| {one.fault} | {one.equal} of {one.streams} | {cells} |")
+        lines.append(f"| {names} | {same} | {cells} |")
     return "\n".join(lines)
 
 
