@@ -90,14 +90,13 @@ class Watch:
 
     def look(self) -> None:
         """Ask once. Kills what has not answered for the last time."""
-        process = self._actor.process()
-        if process != self._process:
-            self._process, self._missed = process, 0
-        if process is None or self._actor.answers():
+        if self._actor.answers():
             self._missed = 0
             return
-        self._missed += 1
-        if self._missed >= _MISSES and self._actor.process() == process:  # nobody else has replaced it meanwhile
+        process = self._actor.process()
+        self._missed = self._missed + 1 if process == self._process else 1
+        self._process = process  # another one than before: somebody has replaced it meanwhile
+        if process is not None and self._missed >= _MISSES:
             log.error("%s (process %s) did not answer %s times in a row; it is killed", self._name, process, _MISSES)
             self._actor.kill()
             self._missed = 0
