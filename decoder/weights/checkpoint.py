@@ -2,8 +2,8 @@
 
 Names, shapes and formats of all tensors are compared before any data are converted, so that a wrong folder
 fails at once. It neither builds a model nor lays weights out for a kernel. Memory: the result plus
-some rows of a tensor and of the files; a rank's part is read at once, and a file in the format of PyTorch before 1.6 is
-held whole while it is read.
+some rows of a tensor and of the files; a rank's columns are read at once, and a file in the format of PyTorch before
+1.6 is held whole while it is read.
 """
 
 import os

@@ -194,6 +194,8 @@ def quantize_pieces(
 def _smaller(pieces: Iterable[Tensor]) -> Iterator[Tensor]:
     """Pieces of a size that several temporaries of them do not count."""
     for piece in pieces:
+        if not len(piece):  # a rank may have nothing of a matrix
+            continue
         yield from piece.split(max(1, _PIECE // max(1, piece.shape[1])))
 
 

@@ -31,42 +31,49 @@ class TensorInFile:
     spec: TensorSpec
     portion: int
 
-    def pieces(self, *, dim: int = 0) -> Iterator[Tensor]:
-        """Rows (dim 0) or columns (dim 1) one after another; a tensor with one dimension is one piece."""
+    def pieces(self, *, dim: int = 0, span: tuple[int, int] | None = None) -> Iterator[Tensor]:
+        """Rows (dim 0) or columns (dim 1) of a ``span`` one after another; a tensor with one dimension is one piece."""
         shape = self.spec.shape
-        step = max(1, self.portion * shape[dim] // max(1, prod(shape))) if shape else 1
-        if len(shape) < 2 or step >= shape[dim]:
+        if len(shape) < 2:
             yield self.source.read(self.name)
             return
-        for begin in range(0, shape[dim], step):
-            span = (begin, min(begin + step, shape[dim]))
+        first, last = span or (0, shape[dim])
+        step = max(1, self.portion * shape[dim] // max(1, prod(shape)))
+        if step >= last - first:
+            yield self.source.read_range(self.name, (first, last), dim=dim)
+            return
+        for begin in range(first, last, step):
+            some = (begin, min(begin + step, last))
             if is_gguf(self.file) or not is_mapped(self.file):  # it maps anew by itself, or is in memory anyway
-                yield self.source.read_range(self.name, span, dim=dim)
+                yield self.source.read_range(self.name, some, dim=dim)
                 continue
             with open_weight_file(self.file) as anew:
-                yield anew.read_range(self.name, span, dim=dim)
+                yield anew.read_range(self.name, some, dim=dim)
 
 
 def read_matrix(stored: TensorInFile, form: WeightFormat | None, part: TensorSlice | None) -> QuantizedTensor:
     """A quantised matrix [out, in]; ``form`` None: as it is stored, or Q8_0.
 
-    It is made of the whole one: a rank's part has the numbers that one rank would have.
+    A rank's part has the numbers that one rank would have. Where they follow from its rows alone, no others are read.
 
     Raises:
         ConfigurationError: the format does not go with its width, or with the ranks.
         WeightValueError: it holds NaN or infinity.
     """
-    spec = stored.spec
+    by_rows = part is not None and (part.dim == 1) is stored.spec.transposed
     made = stored.source.read_quantized(stored.name, form)
+    if made is None and part is not None and by_rows and form is not WeightFormat.INT8_PER_TENSOR:
+        made_parts = [_quantised(stored, form, span) for span in part.ranges]
+        filled = [
+            one if len(one.data) == size else joined_rows([one], size)
+            for one, size in zip(made_parts, part.sizes, strict=True)
+        ]
+        return filled[0] if len(filled) == 1 else joined_rows(filled)
     if made is None:
-        rows, columns = spec.shape[::-1] if spec.transposed else spec.shape
-        try:
-            made = quantize_pieces(lambda: _finite_rows(stored), (rows, columns), form or WeightFormat.Q8_0)
-        except ConfigurationError as error:
-            raise ConfigurationError(f"{stored.file}: {stored.name}: {error}") from error
+        made = _quantised(stored, form, None)
     if part is None:
         return made
-    if (part.dim == 1) is not spec.transposed:
+    if not by_rows:
         (span,) = part.ranges  # of columns there is one
         return made.columns_of(*span, part.size)
     pieces = [made.rows(*span) for span in part.ranges]
@@ -79,24 +86,38 @@ def read_tensor(stored: TensorInFile, dtype: torch.dtype, part: TensorSlice | No
     Raises:
         WeightValueError: it holds NaN or infinity, or numbers beyond the dtype.
     """
-    if part is not None:
-        return _converted(stored, _read_part(stored.source, stored.name, part), dtype)
-    made: Tensor | None = None
+    shape = stored.spec.shape
+    if len(shape) < 2 or (part is not None and part.dim != 0):
+        found = stored.source.read(stored.name) if part is None else _read_part(stored.source, stored.name, part)
+        return _converted(stored, found, dtype)
+    cut = part or TensorSlice(0, ((0, shape[0]),), (shape[0],))
+    made = torch.empty(cut.size, *shape[1:], dtype=dtype)
     begin = 0
-    for piece in stored.pieces():
-        if piece.shape == stored.spec.shape:
-            return _converted(stored, piece, dtype)
-        if made is None:
-            made = torch.empty(stored.spec.shape, dtype=dtype)
-        made[begin : begin + len(piece)] = _converted(stored, piece, dtype)
-        begin += len(piece)
-    assert made is not None, "a tensor has a piece"
+    for span, size in zip(cut.ranges, cut.sizes, strict=True):
+        end = begin
+        for piece in stored.pieces(span=span):
+            made[end : end + len(piece)] = _converted(stored, piece, dtype)
+            end += len(piece)
+        begin += size
+        made[end:begin] = 0  # a rank of zeros
     return made
 
 
-def _finite_rows(stored: TensorInFile) -> Iterator[Tensor]:
+def _quantised(stored: TensorInFile, form: WeightFormat | None, span: tuple[int, int] | None) -> QuantizedTensor:
+    """Rows of the matrix [out, in] in a format; None: all of them."""
+    rows, columns = stored.spec.shape[::-1] if stored.spec.transposed else stored.spec.shape
+    first, last = span or (0, rows)
+    try:
+        return quantize_pieces(
+            lambda: _finite_rows(stored, (first, last)), (last - first, columns), form or WeightFormat.Q8_0
+        )
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{stored.file}: {stored.name}: {error}") from error
+
+
+def _finite_rows(stored: TensorInFile, span: tuple[int, int]) -> Iterator[Tensor]:
     """Rows of the matrix [out, in], in float32, in which every stored number is exact."""
-    for piece in stored.pieces(dim=1 if stored.spec.transposed else 0):
+    for piece in stored.pieces(dim=1 if stored.spec.transposed else 0, span=span):
         if piece.numel() and not _is_finite(piece):
             raise _damaged(stored)
         yield piece.t() if stored.spec.transposed else piece
