@@ -164,7 +164,7 @@ def test_every_matrix_is_quantised_and_nothing_else(folder: Path) -> None:
                 assert torch.equal(tensor.dequantize(), quantize(original, form).dequantize())
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("form", ["int8", "int8_per_tensor", "fp8_e4m3"])
 @pytest.mark.parametrize("degree", [2, 4])
 def test_ranks_have_parts_of_the_same_quantised_matrices(folder: Path, degree: int, form: str) -> None:
     config = ModelConfig.from_pretrained(folder)
