@@ -17,6 +17,9 @@ SCRIPT = """
 import json, sys
 import torch
 from paceline import AutoDecoder
+from paceline.decoder.models.config import ModelConfig
+from paceline.decoder.parallel.sharding import Layout, Shard
+from paceline.decoder.weights.checkpoint import load_weights
 
 torch.set_num_threads(1)
 
@@ -24,16 +27,21 @@ def memory(name):
     line, = (line for line in open("/proc/self/status") if line.startswith(name))
     return int(line.split()[1]) * 1024
 
-def load(folder, amp, quantization):
-    return AutoDecoder.from_pretrained(
-        folder, backend="eager", amp=amp, n_positions=8, quantization=quantization or None)
+def load(folder):
+    if ranks > 1:
+        config, dtype = ModelConfig.from_pretrained(folder), {"bf16": torch.bfloat16, "f32": torch.float32}[amp]
+        shard = Shard(config, Layout(ranks), ranks - 1)
+        return list(load_weights(folder, config, dtype, shard=shard, quantization=quantization).values())
+    decoder = AutoDecoder.from_pretrained(folder, backend="eager", amp=amp, n_positions=8, quantization=quantization)
+    return list(decoder.body.parameters())
 
-small, large, amp, quantization = sys.argv[1:]
-load(small, amp, quantization)
+small, large, amp, quantization = sys.argv[1:5]
+quantization, ranks = quantization or None, int(sys.argv[5])
+load(small)
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
 before = memory("VmRSS")
-kept = load(large, amp, quantization)
-weights = sum(p.numel() * p.element_size() for p in kept.body.parameters())
+kept = load(large)
+weights = sum(one.nbytes for one in kept)
 print(json.dumps([(memory("VmHWM") - before) / weights, weights]))
 """
 
@@ -67,18 +75,19 @@ def write(folder: Path, hidden: int) -> dict[str, Path]:
 
 
 CASES = [
-    ("bfloat16", "bf16", ""), ("pickle", "f32", ""), ("bfloat16", "bf16", "int8"), ("pickle", "bf16", "q4_0"),
+    ("bfloat16", "bf16", "", 1), ("pickle", "f32", "", 1), ("bfloat16", "bf16", "int8", 1),
+    ("pickle", "bf16", "q4_0", 1), ("bfloat16", "bf16", "", 2), ("bfloat16", "bf16", "int8", 2),
 ]  # fmt: skip
-"""What is stored, the type in memory and the quantisation."""
+"""What is stored, the type in memory, the quantisation, and over how many ranks; of these, the last one loads."""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_load_takes_little_more_than_the_weights(tmp_path: Path) -> None:
     small, large = write(tmp_path / "small", 64), write(tmp_path / "large", 832)
     found: dict[str, float] = {}
-    for name, amp, how in CASES:
-        command = [sys.executable, "-c", SCRIPT, str(small[name]), str(large[name]), amp, how]
+    for name, amp, how, ranks in CASES:
+        command = [sys.executable, "-c", SCRIPT, str(small[name]), str(large[name]), amp, how, str(ranks)]
         ratio, weights = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
         assert weights > 30_000_000
-        found[f"{name} in {amp} {how}"] = round(ratio, 3)
+        found[f"{name} in {amp} {how}, {ranks} ranks"] = round(ratio, 3)
     assert {name: ratio for name, ratio in found.items() if ratio > 1.2} == {}, found
