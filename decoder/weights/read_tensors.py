@@ -8,6 +8,7 @@ there must be (`paceline.decoder.weights.checkpoint`), and how numbers are round
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 from paceline.core.errors import ConfigurationError, WeightValueError
 from paceline.decoder.parallel.sharding import TensorSlice, TensorSpec
 from paceline.decoder.weights.files import WeightFile, is_gguf, is_mapped, open_weight_file
-from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat, joined_rows, quantize_pieces
+from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat, joined_rows, quantize, quantize_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ class TensorInFile:
 def read_matrix(stored: TensorInFile, form: WeightFormat | None, part: TensorSlice | None) -> QuantizedTensor:
     """A quantised matrix [out, in]; ``form`` None: as it is stored, or Q8_0.
 
-    A rank's part has the numbers that one rank would have. Where they follow from its rows alone, no others are read.
+    A rank's part has the numbers that one rank would have. Where they follow from its rows alone, no others are read;
+    of its columns' rows, what is not its own is dropped as soon as they have their scales.
 
     Raises:
         ConfigurationError: the format does not go with its width, or with the ranks.
@@ -62,13 +64,8 @@ def read_matrix(stored: TensorInFile, form: WeightFormat | None, part: TensorSli
     """
     by_rows = part is not None and (part.dim == 1) is stored.spec.transposed
     made = stored.source.read_quantized(stored.name, form)
-    if made is None and part is not None and by_rows and form is not WeightFormat.INT8_PER_TENSOR:
-        made_parts = [_quantised(stored, form, span) for span in part.ranges]
-        filled = [
-            one if len(one.data) == size else joined_rows([one], size)
-            for one, size in zip(made_parts, part.sizes, strict=True)
-        ]
-        return filled[0] if len(filled) == 1 else joined_rows(filled)
+    if made is None and part is not None and form is not WeightFormat.INT8_PER_TENSOR:
+        return _quantised_rows(stored, form, part) if by_rows else _quantised_columns(stored, form, part)
     if made is None:
         made = _quantised(stored, form, None)
     if part is None:
@@ -105,12 +102,54 @@ def read_tensor(stored: TensorInFile, dtype: torch.dtype, part: TensorSlice | No
 
 def _quantised(stored: TensorInFile, form: WeightFormat | None, span: tuple[int, int] | None) -> QuantizedTensor:
     """Rows of the matrix [out, in] in a format; None: all of them."""
-    rows, columns = stored.spec.shape[::-1] if stored.spec.transposed else stored.spec.shape
+    rows, columns = _shape(stored)
     first, last = span or (0, rows)
-    try:
+    with _named(stored):
         return quantize_pieces(
             lambda: _finite_rows(stored, (first, last)), (last - first, columns), form or WeightFormat.Q8_0
         )
+
+
+def _quantised_rows(stored: TensorInFile, form: WeightFormat | None, part: TensorSlice) -> QuantizedTensor:
+    """A rank's rows of the matrix [out, in] in a format."""
+    made = [_quantised(stored, form, span) for span in part.ranges]
+    filled = [
+        one if len(one.data) == size else joined_rows([one], size) for one, size in zip(made, part.sizes, strict=True)
+    ]
+    return filled[0] if len(filled) == 1 else joined_rows(filled)
+
+
+def _quantised_columns(stored: TensorInFile, form: WeightFormat | None, part: TensorSlice) -> QuantizedTensor:
+    """A rank's columns of the matrix [out, in] in a format, whose scales are those of the whole rows."""
+    form = form or WeightFormat.Q8_0
+    (span,) = part.ranges  # of columns there is one
+    rows = _shape(stored)[0]
+    data = torch.empty(rows, form.row_bytes(part.size), dtype=form.dtype)
+    scales = None if form.block_bytes else torch.empty(rows)
+    begin = 0
+    with _named(stored):
+        for whole in _finite_rows(stored, (0, rows)):
+            piece = quantize(whole, form).columns_of(*span, part.size)
+            end = begin + len(piece.data)
+            data[begin:end] = piece.data
+            if scales is not None and piece.scales is not None:
+                scales[begin:end] = piece.scales
+            begin = end
+    assert begin == rows, "the pieces are the matrix"
+    return QuantizedTensor(data, scales, form, part.size)
+
+
+def _shape(stored: TensorInFile) -> tuple[int, int]:
+    """Rows and columns of the matrix [out, in]."""
+    shape = stored.spec.shape
+    return (shape[1], shape[0]) if stored.spec.transposed else (shape[0], shape[1])
+
+
+@contextmanager
+def _named(stored: TensorInFile) -> Iterator[None]:
+    """Errors of a format, with the matrix's name."""
+    try:
+        yield
     except ConfigurationError as error:
         raise ConfigurationError(f"{stored.file}: {stored.name}: {error}") from error
 
