@@ -34,6 +34,7 @@ from paceline.decoder.weights.files import (
     is_mapped,
     open_weight_file,
 )
+from paceline.decoder.weights.free_memory import return_free_memory
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.decoder.weights.quantize import Stored, WeightFormat
 from paceline.decoder.weights.read_tensors import TensorInFile, read_matrix, read_tensor
@@ -92,6 +93,7 @@ def load_weights(
     copies: dict[str, Stored] = {}
     portion = max(_PORTION, sum(prod(spec.shape) for spec in specs.values()) // _PORTIONS)
     for file, names in _portions(places, specs, portion):
+        return_free_memory()  # of the pieces that were read before
         with open_weight_file(file) as source:
             for name in names:
                 cut = None if shard is None else shard.slice_of(specs[name])
