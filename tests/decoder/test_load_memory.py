@@ -76,7 +76,7 @@ def write(folder: Path, hidden: int) -> dict[str, Path]:
 
 CASES = [
     ("bfloat16", "bf16", "", 1), ("pickle", "f32", "", 1), ("bfloat16", "bf16", "int8", 1),
-    ("pickle", "bf16", "q4_0", 1), ("bfloat16", "bf16", "", 2), ("bfloat16", "bf16", "int8", 2),
+    ("pickle", "bf16", "q4_0", 1), ("bfloat16", "bf16", "int8", 2),
 ]  # fmt: skip
 """What is stored, the type in memory, the quantisation, and over how many ranks; of these, the last one loads."""
 
