@@ -52,7 +52,7 @@ from paceline.serving.app import application
 
 KINDS = ("model:big", "draft", "ingress", "proxy", "controller", "allocator")
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-_BETWEEN_S = 2.0  # between the two faults of a pair
+_BETWEEN_S = 0.5  # between the two faults of a pair: streams that are not held up end a second later
 _AT_A_TIME = 8  # streams without a fault, for the texts that are wanted
 _SLOW_S = 0.3  # between the reads of a slow client
 _NODE = "loss of a node"
