@@ -16,15 +16,18 @@ from tests.decoder.tiny import KINDS, Workshop
 from tests.xla.counting import census
 
 BUDGETS = {
-    "prefill": 1_000, "prefill, states": 1_000, "window": 1_000, "window, tree": 1_500, "keep": 500,
-    "verify": 4_000, "verify nothing": 4_000, "verify, reject, drawn": 6_500, "verify, typical": 6_500,
-    "verify, tree": 4_500, "verify, dynamic tree": 4_500, "draft": 7_500, "draft, drawn": 12_000,
-    "draft, some known": 7_500, "fused": 11_500, "plain": 11_000, "fused medusa": 11_000, "fused medusa, kept": 11_000,
-    "eagle 3 reads": 1_000, "fused eagle 1": 11_000, "fused eagle 1, static tree": 14_500,
-    "fused eagle 2": 19_500, "fused eagle 3": 19_500, "fused eagle 3, chain": 11_000,
-    "fused eagle 3, static tree": 14_500,
+    "prefill": 1_000, "prefill, states": 750, "window": 700, "window, tree": 1_100, "keep": 400,
+    "verify": 2_750, "verify nothing": 2_550, "verify, reject, drawn": 4_400, "verify, typical": 4_400,
+    "verify, tree": 3_350, "verify, dynamic tree": 3_350, "draft": 4_900, "draft, drawn": 7_450,
+    "draft, some known": 5_100, "fused": 7_650, "plain": 7_300, "fused medusa": 5_350, "fused medusa, kept": 5_350,
+    "eagle 3 reads": 250, "fused eagle 1": 7_050, "fused eagle 1, static tree": 7_850,
+    "fused eagle 2": 8_500, "fused eagle 3": 8_500, "fused eagle 3, chain": 7_050,
+    "fused eagle 3, static tree": 7_900,
 }  # fmt: skip
-"""HLO instructions of each graph at most: what it has, with about a tenth of room."""
+"""HLO instructions of each graph at most: what it has, with about a tenth of room.
+
+Prefill and window of a tree have more: other kinds of models are held to them too.
+"""
 
 
 @pytest.fixture(scope="module", params=STEPS)
