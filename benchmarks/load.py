@@ -2,7 +2,7 @@
 
     python benchmarks/load.py                     random weights of the 110m shape
     python benchmarks/load.py --shape 1.1b        needs 10 GB of disk
-    python benchmarks/load.py --shape tiny        seconds, to try it out
+    python benchmarks/load.py --shape tiny        a minute, to try it out
 
 Each row has a process of its own, which loads a tiny model of the same kind first, so that what is imported and made
 only once is there. ``peak`` is the most memory that the process held from then on (VmHWM of /proc, Linux only), less
