@@ -106,7 +106,11 @@ class EagleHead(AutoregressiveHead):
     def _keep(self, weights: EagleWeights) -> None:
         """Hold the weights as parameters of this module: a graph finds its state there."""
         for name in _OWN:
-            self.register_parameter(name, _optional(getattr(weights, name)))
+            weight = getattr(weights, name)
+            if isinstance(weight, nn.Module):  # the quantised output layer of a target
+                self.add_module(name, weight)
+            else:
+                self.register_parameter(name, _optional(weight))
         for name in _OF_MLP:
             self.register_parameter(f"mlp_{name}", _optional(getattr(weights.mlp, name)))
 

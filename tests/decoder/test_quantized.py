@@ -22,6 +22,7 @@ from paceline.decoder.parallel.sharding import Layout, Shard
 from paceline.decoder.weights.checkpoint import load_weights
 from paceline.decoder.weights.quantize import PackedMatrix, QuantizedTensor, WeightFormat, quantize
 from tests.decoder import families, gguf_files, tiny
+from tests.decoder.headed import HEADED
 
 FORMATS = list(WeightFormat)
 FLOATS8 = [WeightFormat.FP8_E4M3, WeightFormat.FP8_E5M2]
@@ -196,6 +197,18 @@ def test_every_mode_gives_the_tokens_of_plain_decoding(
         for who, fused in modes:
             generator = SpeculativeGenerator(who, target, k=3, fused=fused)
             assert torch.equal(generator.sample([[5, 6, 7, 5, 6]], max_new_tokens=20, **options), plain)
+
+
+@pytest.mark.parametrize("form", ["int8", "q4_0"])
+@pytest.mark.parametrize("name", ["medusa", "eagle 1, chain", "eagle 3, dynamic tree"])
+def test_heads_of_a_quantised_target_keep_its_tokens(folder: Path, tmp_path: Path, form: str, name: str) -> None:
+    """EAGLE-1 borrows the quantised output layer, and each of them the embedding."""
+    target = load(folder, quantization=form)
+    generator = HEADED[name](target, tmp_path)
+    for own in ({}, {"temperature": 0.9, "seed": 3}):
+        asked = {"max_new_tokens": 20, **own}
+        assert torch.equal(generator.sample([[5, 6, 7, 5]], **asked), target.sample([[5, 6, 7, 5]], **asked))
+    assert generator.statistics.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_K"])
