@@ -66,9 +66,14 @@ HEADS: dict[str, Callable[[SamplingDecoder, Path], SpeculativeGenerator]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen3", "phi3"])
-@pytest.mark.parametrize("kind", HEADS)
-def test_heads_on_other_families_keep_the_tokens(tmp_path: Path, family: str, kind: str) -> None:
+ON = [(kind, family) for family in ("qwen3", "phi3") for kind in HEADS]
+ON += [("medusa", family) for family in ("gemma3", "mixtral")]
+ON += [("eagle 1", family) for family in ("gpt2", "opt")]
+ON += [("eagle 3", family) for family in ("bloom", "gemma2", "qwen3 moe")]
+
+
+@pytest.mark.parametrize(("kind", "family"), ON)
+def test_heads_on_other_families_keep_the_tokens(tmp_path: Path, kind: str, family: str) -> None:
     folder, _ = save_pair(tmp_path / "pair", family)
     decoder = AutoDecoder.from_pretrained(
         folder, batch_size=2, amp="f32", backend="eager", context_length_estimate=[16]
