@@ -27,6 +27,7 @@ from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.parallel.ranks import Ranks
 from paceline.medusa import checkpoint as medusa
 from paceline.medusa.config import MedusaConfig
+from tests.decoder.families import save_pair
 from tests.decoder.tiny import CHUNK, VOCABULARY, Workshop
 
 DEGREES = [3, 4]
@@ -147,6 +148,19 @@ def test_every_kind_and_layout_of_heads(workshop: Workshop, target: SamplingDeco
     divided = load(workshop, degree, kind=kind, group_query_attention=gqa)
     assert divided.body.caches[0][0].shape[1] == max(1, divided.config.num_kv_heads // degree)
     assert tokens(divided, **SETTINGS["sampled"]) == tokens(load(workshop, 1, kind=kind), **SETTINGS["sampled"])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gemma2"])
+def test_other_families(target: SamplingDecoder, tmp_path: Path, family: str) -> None:
+    """Experts with 40 columns, and capped scores in heads of 12, for three ranks and for four."""
+    degree = target.options.layout.degree
+    asked = {"backend": "eager", "amp": "f32", "batch_size": 2, "context_length_estimate": [CHUNK]}
+    folders = save_pair(tmp_path, family)
+    whole = AutoDecoder.from_pretrained(folders[0], **asked)  # type: ignore[arg-type]
+    divided, draft = (AutoDecoder.from_pretrained(one, tp_degree=degree, **asked) for one in folders)  # type: ignore[arg-type]
+    wanted = tokens(whole, **SETTINGS["sampled"])
+    assert tokens(divided, **SETTINGS["sampled"]) == wanted
+    assert tokens(SpeculativeGenerator(draft, divided, k=3), **SETTINGS["sampled"]) == wanted
 
 
 class Scale(torch.nn.Module):
