@@ -110,10 +110,8 @@ def host() -> dict[str, object]:
     """
     target, draft = (AutoDecoder.from_pretrained(PAIR / name, n_positions=512) for name in ("target", "draft"))
     generator = SpeculativeGenerator(draft, target, k=4)
+    clock = Clock(generator.decoders, prompts=True)
     generator.compile()
-    clock = Clock()
-    for decoder in (target, draft):
-        decoder._steps = {name: clock.timed(step) for name, step in decoder._steps.items()}
 
     def timed(ids: list[int], count: int) -> tuple[float, float]:
         """Wall time, and that outside of graphs, in seconds."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from paceline.core.protocols import Drafter
+from paceline.core.protocols import Drafter, Reading
 from paceline.core.types import PAD, Commit, DraftShape, PrefillResult, Proposal, RoundLimits, SamplingTensors
 from paceline.placement.lookahead.drafter import LookaheadDrafter
 from paceline.placement.remote.messages import Handshake
@@ -97,7 +97,8 @@ class SleepingVerifier:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> PrefillResult:
+    def prefill(self, slot: int, prompt: Sequence[int], sampling: SamplingTensors) -> Reading:
+        yield from ()  # nothing to read, and no pause
         return PrefillResult(truth(len(prompt)))
 
     def finish_request(self, slot: int) -> None: ...

@@ -89,10 +89,11 @@ class _TimedRounds(_Timed):
 
 
 class Clock:
-    """Time inside the graphs of some decoders, prompts left out."""
+    """Time inside the graphs of some decoders; those of prompts on wish."""
 
-    def __init__(self, decoders: Iterable[CompiledDecoder]) -> None:
+    def __init__(self, decoders: Iterable[CompiledDecoder], *, prompts: bool = False) -> None:
         self.seconds = 0.0
+        self._prompts = prompts
         self._timed: dict[int, object] = {}
         for decoder in decoders:
             # Verifiers keep the steps they were given, so that a graph has to be timed from its first use on.
@@ -100,7 +101,7 @@ class Clock:
 
     def _graph(self, graph: Callable[..., Any], key: GraphKey, *arguments: Any, **options: Any) -> Any:
         step = graph(key, *arguments, **options)
-        if key.is_prompt:
+        if key.is_prompt and not self._prompts:
             return step
         if id(step) not in self._timed:
             self._timed[id(step)] = (_TimedRounds if isinstance(step, MultiRoundStep) else _Timed)(step, self)

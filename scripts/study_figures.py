@@ -28,12 +28,15 @@ DEPTHS = (1, 2, 4, 6)
 BATCHES = (1, 2, 4)
 _ANSWERS = {"SmolLM2-135M-Instruct": "suffix:corpus=examples/smollm2/answers.bin,min_match=1"}
 """Text drafters over answers that a target wrote before."""
+_COUNTED = ("study-chat-counts", "study-counts")
+"""Folders whose traces are counted; those of the timed experiment are of the same texts, and plans are made of them."""
 _SOURCE = ("git_commit", "processor", "cores", "load", "time")
 
 
 def collect(out: Path) -> dict[str, Any]:
-    """Figures of every trace and result below the folder of scripts/study."""
-    traces = [asked(one) for path in sorted(out.glob("*/traces/*.trace")) if (one := _read(path)) is not None]
+    """Figures of the counted traces and of every result below the folder of scripts/study."""
+    paths = [path for name in _COUNTED for path in sorted((out / name / "traces").glob("*.trace"))]
+    traces = [asked(one) for path in paths if (one := _read(path)) is not None]
     results = [one for path in sorted(out.glob("*/experiment.json")) for one in read_results(path.parent)]
     finished = [one for one in results if one.error is None]
     return {

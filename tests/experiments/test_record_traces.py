@@ -168,9 +168,9 @@ def test_the_study_asks_a_trace_and_shows_it(home: Path, monkeypatch: pytest.Mon
     import study_page
 
     perturb(home / "other")
-    (path,), _ = record(traced(home), home / "build" / "counts")
+    (path,), _ = record(traced(home), home / "build" / "study-counts")
     values = grid(home, acceptors=["match", "reject"], drafters={"name": "draft", "draft": str(home / "draft"), "k": 3})
-    store = Store(home / "build" / "rules")
+    store = Store(home / "build" / "study-rules")
     runner.run(runner.plan(ExperimentConfig(**values), store), store, lambda *_: None)
     figures = json.loads(json.dumps(study_figures.collect(home / "build")))
     (one,) = figures["traces"]
