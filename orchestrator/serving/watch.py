@@ -26,7 +26,8 @@ log = logging.getLogger("paceline")
 
 WATCHED = ((SERVE_CONTROLLER_NAME, SERVE_NAMESPACE), (core_allocator.NAME, nodes.NAMESPACE))
 """Name and namespace of each. Both may be killed at any time: they keep what they know in Ray's key-value store."""
-_PERIOD_S = 2.0  # between questions
+_PERIOD_S = 2.0  # between questions, in a small cluster
+_SMALL_NODES = 4  # up to which it is one
 _ANSWER_S = 3.0  # that an answer may take: with the pauses, 15 seconds until an actor is killed
 _MISSES = 3  # in a row, of one process
 
@@ -88,6 +89,11 @@ class Watch:
         self._process: int | None = None
         self._missed = 0
 
+    @property
+    def suspects(self) -> bool:
+        """Whether the last question went without an answer."""
+        return self._missed > 0
+
     def look(self) -> None:
         """Ask once. Kills what has not answered for the last time."""
         if self._actor.answers():
@@ -102,6 +108,18 @@ class Watch:
             self._missed = 0
 
 
+def pause_s(living: int, *, suspects: bool = False) -> float:
+    """Seconds from an answer to the next question.
+
+    There are as many replicas that ask as the cluster has room for, and one controller that answers them all: so that it
+    has no more to answer in a large cluster, each asks the less often the more nodes there are. Who got no answer asks
+    again soon; of many one is always about to ask, so what has stopped is found no later than in a small cluster.
+
+    living  nodes of the cluster
+    """
+    return _PERIOD_S if suspects else _PERIOD_S * max(1.0, living / _SMALL_NODES)
+
+
 def watch_cluster(watched: Sequence[tuple[str, str]] = WATCHED) -> None:
     """Watch actors, each in a thread, until this process ends."""
     for name, namespace in watched:
@@ -110,9 +128,11 @@ def watch_cluster(watched: Sequence[tuple[str, str]] = WATCHED) -> None:
 
 
 def _go_on(watch: Watch) -> None:
+    pause = _PERIOD_S
     while True:
-        time.sleep(_PERIOD_S)
+        time.sleep(pause)
         try:
             watch.look()
+            pause = pause_s(len(nodes.living()), suspects=watch.suspects)
         except Exception:  # of Ray's client while its store is away, say: this thread must not end
             log.exception("a watched actor could not be asked")

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("ray")
 
-from paceline.serving.watch import Watch
+from paceline.serving.watch import Watch, pause_s
 
 
 class Actor:
@@ -48,3 +48,18 @@ def test_what_does_not_answer_three_times_in_a_row_is_killed(
     answers: str, processes: list[int | None], killed: list[int]
 ) -> None:
     assert killed_after(answers, processes) == killed
+
+
+def test_the_questions_of_a_cluster_are_no_more_the_more_nodes_it_has() -> None:
+    assert pause_s(1) == pause_s(4) == 2
+    small, large = (4 * count / pause_s(count) for count in (4, 100))  # of four replicas on each node
+    assert small == large
+
+
+def test_who_got_no_answer_asks_again_as_soon_as_in_a_small_cluster() -> None:
+    watch = Watch("a", Actor("ny", [1]))
+    pauses = []
+    for _ in range(2):
+        watch.look()
+        pauses.append(pause_s(100, suspects=watch.suspects))
+    assert pauses == [pause_s(1), pause_s(100)]
