@@ -4,7 +4,8 @@ Rounds are timed at the shallowest and the deepest draft of each drafter, at the
 these and a trace the planner predicts all other depths and batch sizes, which are run as well. Plain decoding is timed
 in turns with every cell, so that the predicted speed-up has an error that a busy machine does not bend.
 
-Runs in parts: no cell begins after --minutes, and the same command goes on; the last part prints the figures.
+Runs in parts: no cell begins after --minutes, and the same command goes on; the last part prints the figures. Cells of
+another commit or version are refused.
 
     python benchmarks/plan_speed.py --out build/plan-speed --minutes 4
 """
@@ -34,7 +35,7 @@ ALLOWED = 0.1
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="folder; finished cells in it are kept")
+    parser.add_argument("--out", type=Path, required=True, help="folder; finished cells of this commit are kept")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no cell after so many minutes")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--amp", default="bf16")
@@ -45,6 +46,8 @@ def main() -> None:
     deadline = monotonic() + 60 * asked.minutes
     store = Store(asked.out)
     planned = runner.plan(config, store)
+    if others := planned.of_other_programs():  # the report names one commit
+        raise SystemExit(f"{others}; remove {asked.out}, or name another folder")
     results = runner.run(planned, store, lambda label, *_: print(label, flush=True), deadline=deadline)
     if failed := runner.failed(results):
         raise SystemExit(f"failed: {failed[0].error}")

@@ -53,6 +53,9 @@ def run(
         planned = runner.plan(config, store)
         for line in planned.warnings:
             console.say(console.err(), f"warning: {line}", style="yellow")
+        if store is not None and (others := planned.of_other_programs()):
+            remedy = f"they are kept; to run all anew, name another folder or remove {store.cells}"
+            console.say(console.err(), f"warning: {others}; {remedy}", style="yellow")
         if dry_run or store is None:
             _show_plan(planned, planned.estimated_seconds(store), as_json=as_json)
             return

@@ -7,6 +7,7 @@ import os
 import platform
 import socket
 import subprocess
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,8 @@ from pathlib import Path
 import torch
 
 import paceline
+
+_PROGRAM = {"paceline_version": "paceline", "git_commit": "commit", "torch": "torch", "transformers": "transformers"}
 
 
 def provenance() -> dict[str, object]:
@@ -31,6 +34,11 @@ def provenance() -> dict[str, object]:
         "load": round(os.getloadavg()[0], 2),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
+
+
+def program(source: Mapping[str, object]) -> str:
+    """Of a provenance, what says by which program figures were made: figures of two programs may differ for that."""
+    return ", ".join(f"{name} {source[key]}" for key, name in _PROGRAM.items() if source.get(key))
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from paceline.experiments.cells import Cell, cell_key, cells, check_models, mode
 from paceline.experiments.config import ExperimentConfig
 from paceline.experiments.measure import Bench
 from paceline.experiments.prompts import Prompts, load_prompts
-from paceline.experiments.provenance import provenance
+from paceline.experiments.provenance import program, provenance
 from paceline.experiments.store import CellResult, Store
 from paceline.text.tokenizer import load_tokenizer
 
@@ -38,12 +39,16 @@ _COMPILE_SECONDS = 25.0
 
 @dataclass(frozen=True, slots=True)
 class PlannedCell:
-    """A cell that may run: its key on disk, its prompts, and whether it is finished already."""
+    """A cell that may run: its key on disk, its prompts, and the program that has finished it; None: none has."""
 
     cell: Cell
     key: str
     prompts: Prompts
-    finished: bool
+    finished_by: str | None
+
+    @property
+    def finished(self) -> bool:
+        return self.finished_by is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,15 @@ class ExperimentPlan:
     def warnings(self) -> tuple[str, ...]:
         every = (f"{one.prompts.name}: {line}" for one in self.cells for line in one.prompts.warnings)
         return tuple(dict.fromkeys(every))
+
+    def of_other_programs(self) -> str:
+        """Which finished cells other versions or commits than this one have made, counted; "" if none."""
+        now = program(provenance())
+        others = Counter(one.finished_by for one in self.cells if one.finished_by not in (None, now))
+        if not others:
+            return ""
+        listed = "; ".join(f"{count} by {name or 'an unknown program'}" for name, count in others.items())
+        return f"finished cells were made by another version: {listed}; this is {now}"
 
     def estimated_seconds(self, store: Store | None) -> float:
         """A rough estimate of what is left: as the finished cells took, else from the size of the models."""
@@ -105,8 +119,8 @@ def plan(config: ExperimentConfig, store: Store | None) -> ExperimentPlan:
         cell_prompts = prompts[which]
         models = tuple(fingerprints[path] for path in model_paths(cell))
         key = cell_key(cell, config, prompts=cell_prompts.content, models=models)
-        finished = store is not None and store.load(key) is not None
-        planned.append(PlannedCell(cell, key, cell_prompts, finished))
+        kept = None if store is None else store.load(key)
+        planned.append(PlannedCell(cell, key, cell_prompts, None if kept is None else program(kept.provenance)))
     return ExperimentPlan(config, tuple(planned), fingerprints)
 
 

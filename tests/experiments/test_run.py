@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from paceline.experiments import runner, tables
 from paceline.experiments.config import ExperimentConfig, PromptSet, load_config, parse_config
 from paceline.experiments.prompts import load_prompts, read_prompts
 from paceline.experiments.record_traces import record_traces
-from paceline.experiments.store import Store, read_results
+from paceline.experiments.provenance import provenance
+from paceline.experiments.store import CellResult, Store, read_results
 from paceline.experiments.trace import load_trace
 from paceline.experiments.whatif import Policy, ask
 from paceline.text.tokenizer import load_tokenizer
@@ -260,3 +263,37 @@ def test_the_command(home: Path, tmp_path: Path) -> None:
     assert len(dry["cells"]) == 2 and not out.exists() and dry["estimated_seconds"] >= 0
     done = json.loads(call("experiment", "run", str(file), "--out", str(out), "--json").stdout.splitlines()[-1])
     assert done["failed"] == 0 and done["cells"][1]["texts_unlike_plain"] == 0
+
+
+def test_cells_of_another_commit_are_kept_and_said(home: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "exp.yaml", tmp_path / "out"
+    file.write_text(yaml.safe_dump(grid(home, drafters=["none", "suffix"])))
+    run_again = ("experiment", "run", str(file), "--out", str(out), "--json")
+    assert "another version" not in call(*run_again).stderr
+    assert "another version" not in call(*run_again).stderr
+    cell = next((out / "cells").glob("*.json"))
+    values = json.loads(cell.read_text())
+    values["provenance"]["git_commit"] = "0123abc"
+    cell.write_text(json.dumps(values))
+    said = " ".join(call(*run_again).stderr.split())
+    assert "finished cells were made by another version: 1 by paceline" in said and "commit 0123abc" in said
+    assert "to run all anew, name another folder or remove" in said
+    assert json.loads(cell.read_text()) == values
+
+
+def test_the_calibration_refuses_cells_of_another_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(str(benchmarks))
+    calibration: Any = importlib.import_module("plan_speed")
+    arguments = [str(benchmarks / "plan_speed.py"), "--out", str(tmp_path), "--backend", "eager", "--minutes", "0"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    planned = runner.plan(calibration.experiment("eager", "bf16", tokens=64, repeats=2), None)
+    ours = CellResult(planned.cells[0].key, planned.cells[0].cell.names(), provenance=provenance())
+    Store(tmp_path).save(ours)
+    calibration.main()
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["finished"] == 1
+    Store(tmp_path).save(replace(ours, provenance={**ours.provenance, "git_commit": "0123abc"}))
+    with pytest.raises(SystemExit, match="1 by paceline .* commit 0123abc.*name another folder"):
+        calibration.main()
