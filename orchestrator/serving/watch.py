@@ -111,9 +111,9 @@ class Watch:
 def pause_s(living: int, *, suspects: bool = False) -> float:
     """Seconds from an answer to the next question.
 
-    There are as many replicas that ask as the cluster has room for, and one controller that answers them all: so that it
-    has no more to answer in a large cluster, each asks the less often the more nodes there are. Who got no answer asks
-    again soon; of many one is always about to ask, so what has stopped is found no later than in a small cluster.
+    As many replicas ask as the cluster has room for, and one controller answers them all: so that it has no more to
+    answer in a large cluster, each asks the less often the more nodes there are. Who got no answer asks again soon; of
+    many one is always about to ask, so what has stopped is found no later than in a small cluster.
 
     living  nodes of the cluster
     """

@@ -21,8 +21,8 @@ from paceline.core.errors import CheckpointError, ConfigurationError, ContextErr
 from paceline.experiments import runner, tables
 from paceline.experiments.config import ExperimentConfig, PromptSet, load_config, parse_config
 from paceline.experiments.prompts import load_prompts, read_prompts
-from paceline.experiments.record_traces import record_traces
 from paceline.experiments.provenance import provenance
+from paceline.experiments.record_traces import record_traces
 from paceline.experiments.store import CellResult, Store, read_results
 from paceline.experiments.trace import load_trace
 from paceline.experiments.whatif import Policy, ask
@@ -295,5 +295,5 @@ def test_the_calibration_refuses_cells_of_another_commit(
     calibration.main()
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["finished"] == 1
     Store(tmp_path).save(replace(ours, provenance={**ours.provenance, "git_commit": "0123abc"}))
-    with pytest.raises(SystemExit, match="1 by paceline .* commit 0123abc.*name another folder"):
+    with pytest.raises(SystemExit, match=r"1 by paceline .* commit 0123abc.*name another folder"):
         calibration.main()
