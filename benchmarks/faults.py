@@ -174,14 +174,14 @@ def soak(client: Client, seconds: float, *, streams: int) -> dict[str, Any]:
     third = len(seen) // 3
     kinds = {kind: [one[kind] for one in seen if kind in one] for kind in KINDS}
     growth = {
-        kind: [round(max(sizes[third : 2 * third])), round(max(sizes[2 * third :]))]
+        kind: [round(sizes[0]), round(max(sizes[third : 2 * third])), round(max(sizes[2 * third :]))]
         for kind, sizes in kinds.items()
         if len(sizes) > 2 * third > 0
     }
-    bounded = all(after <= before * _GROWTH for before, after in growth.values())
+    bounded = all(after <= before * _GROWTH for _, before, after in growth.values())
     return {
         "seconds": seconds, "requests": done[0], "left": done[1], "wrong": len(wrong), "bounded": bounded,
-        "mib_middle_and_last_third": growth, "idle_again_s": client.seconds_until_idle(),
+        "mib_at_start_in_middle_and_last_third": growth, "idle_again_s": client.seconds_until_idle(),
     }  # fmt: skip
 
 

@@ -80,6 +80,7 @@ LONG = (
     "tests/decoder/test_idle_slots.py",
     "tests/orchestrator/test_same_tokens.py",
     "tests/experiments/test_run.py",
+    "tests/experiments/test_compile_ahead.py",
     "tests/eagle/test_divided_heads.py",
     "tests/neuron/test_tiled_caches.py",
     "tests/eagle/test_same_tokens.py",

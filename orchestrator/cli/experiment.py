@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 from time import monotonic
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -14,6 +14,10 @@ from rich.text import Text
 
 from paceline.cli import console, progress
 from paceline.cli.options import AsJson
+
+if TYPE_CHECKING:
+    from paceline.experiments.runner import ExperimentPlan
+    from paceline.experiments.store import Store
 
 _GO_ON = 75
 """Exit status where time is over before all is done: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -51,11 +55,7 @@ def run(
             raise typer.BadParameter("say where the results go", param_hint="--out")
         store = None if out is None or (dry_run and not out.exists()) else Store(out)
         planned = runner.plan(config, store)
-        for line in planned.warnings:
-            console.say(console.err(), f"warning: {line}", style="yellow")
-        if store is not None and (others := planned.of_other_programs()):
-            remedy = f"they are kept; to run all anew, name another folder or remove {store.cells}"
-            console.say(console.err(), f"warning: {others}; {remedy}", style="yellow")
+        _show_warnings(planned, store)
         if dry_run or store is None:
             _show_plan(planned, planned.estimated_seconds(store), as_json=as_json)
             return
@@ -92,10 +92,15 @@ def run(
         raise typer.Exit(_GO_ON)
 
 
-def _show_plan(planned: object, seconds: float, *, as_json: bool) -> None:
-    from paceline.experiments.runner import ExperimentPlan
+def _show_warnings(planned: ExperimentPlan, store: Store | None) -> None:
+    for line in planned.warnings:
+        console.say(console.err(), f"warning: {line}", style="yellow")
+    if store is not None and (others := planned.of_other_programs()):
+        remedy = f"they are kept; to run all anew, name another folder or remove {store.cells}"
+        console.say(console.err(), f"warning: {others}; {remedy}", style="yellow")
 
-    assert isinstance(planned, ExperimentPlan)
+
+def _show_plan(planned: ExperimentPlan, seconds: float, *, as_json: bool) -> None:
     rows = [{**one.cell.names(), "prompts": len(one.prompts.rows), "finished": one.finished} for one in planned.cells]
     if as_json:
         typer.echo(json.dumps({"cells": rows, "estimated_seconds": round(seconds)}))

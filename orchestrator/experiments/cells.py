@@ -156,3 +156,10 @@ def check_models(config: ExperimentConfig) -> dict[str, str]:
     if missing:
         raise CheckpointError(f"{', '.join(missing)}: no such checkpoint; correct the file, or fetch or train it first")
     return {path: fingerprint(path) for path in paths}
+
+
+def checkpoint_bytes(path: str) -> int:
+    """Size of a checkpoint's files."""
+    place = checkpoint_path(path)
+    files = place.iterdir() if place.is_dir() else [place]
+    return sum(file.stat().st_size for file in files if file == place or (file.is_file() and not is_gguf(file)))

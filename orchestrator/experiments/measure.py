@@ -20,6 +20,7 @@ from paceline.auto import AutoDecoder, SamplingDecoder
 from paceline.auto_drafter import load_draft_models
 from paceline.config import SpeculativeConfig
 from paceline.core.sampling import Sampling, kind_of, row_seed
+from paceline.decoder.decoder import GraphEvent, log_compilation
 from paceline.engine.request import SamplingParams
 from paceline.experiments.cells import Cell, learns_from_texts
 from paceline.experiments.config import ExperimentConfig
@@ -51,10 +52,13 @@ class Timed:
 
 
 class Bench(AbstractContextManager["Bench"]):
-    """Decoders and generators of an experiment. Those of the last target are kept, with their draft models."""
+    """Decoders and generators of an experiment. Those of the last target are kept, with their draft models.
+
+    compiled  graphs that were compiled so far, and not found in the cache
+    """
 
     def __init__(self, config: ExperimentConfig) -> None:
-        self._config = config
+        self._config, self.compiled = config, 0
         self._target: tuple[tuple[Any, ...], SamplingDecoder] | None = None
         self._generators: dict[str, SpeculativeGenerator] = {}
         self._drafts: dict[tuple[Any, ...], SamplingDecoder] = {}
@@ -129,6 +133,15 @@ class Bench(AbstractContextManager["Bench"]):
 
     def target(self, cell: Cell, prompts: Prompts) -> SamplingDecoder:
         """The cell's target, loaded for its batch size and for texts as long as its prompts need."""
+        path, options = self.target_options(cell, prompts)
+        key = (path, *options.values())
+        if self._target is None or self._target[0] != key:
+            self._release()
+            self._target = (key, self._watched(AutoDecoder.from_pretrained(path, **options)))
+        return self._target[1]
+
+    def target_options(self, cell: Cell, prompts: Prompts) -> tuple[str, dict[str, Any]]:
+        """The path of a cell's target, and the options it is loaded with. Cells that agree in them share a decoder."""
         config, entry = self._config, cell.target
         longest = max(len(row.ids) for row in prompts.rows)
         positions = config.n_positions or -(-(longest + config.max_new_tokens) // _BUCKET) * _BUCKET
@@ -140,11 +153,7 @@ class Bench(AbstractContextManager["Bench"]):
             "backend": entry.backend or config.backend,
             "tp_degree": entry.tp_degree,
         }
-        key = (entry.path, *options.values())
-        if self._target is None or self._target[0] != key:
-            self._release()
-            self._target = (key, AutoDecoder.from_pretrained(entry.path, **options))
-        return self._target[1]
+        return entry.path, options
 
     def _plain(self, cell: Cell, prompts: Prompts) -> SpeculativeGenerator:
         none = cell.drafter.model_copy(
@@ -157,8 +166,16 @@ class Bench(AbstractContextManager["Bench"]):
         """A draft model, loaded once for all depths and rules."""
         key = (str(path), repr(sorted(options.items())))
         if key not in self._drafts:
-            self._drafts[key] = AutoDecoder.from_pretrained(path, **options)
+            self._drafts[key] = self._watched(AutoDecoder.from_pretrained(path, **options))
         return self._drafts[key]
+
+    def _watched(self, decoder: SamplingDecoder) -> SamplingDecoder:
+        def note(event: GraphEvent) -> None:
+            self.compiled += bool(event.message)
+            log_compilation(event)
+
+        decoder.on_graph = note
+        return decoder
 
     def _release(self) -> None:
         self._generators.clear()

@@ -12,14 +12,15 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from time import monotonic
 
 from paceline.core.errors import ContextError, PacelineError, PlacementError, StorageError
 from paceline.decoder.models.config import ModelConfig
-from paceline.decoder.weights.files import is_gguf
 from paceline.decoder.weights.locate import checkpoint_path
-from paceline.experiments.cells import Cell, cell_key, cells, check_models, model_paths
+from paceline.experiments.cells import Cell, cell_key, cells, check_models, checkpoint_bytes, model_paths
+from paceline.experiments.compile_ahead import compile_ahead
 from paceline.experiments.config import ExperimentConfig
 from paceline.experiments.measure import Bench
 from paceline.experiments.prompts import Prompts, load_prompts
@@ -32,9 +33,10 @@ log = logging.getLogger("paceline")
 Report = Callable[[str, int, int], None]
 """Told what is done now, how many cells are done, and how many there are."""
 
-_BYTES_PER_SECOND = 4e9
-"""Bytes of weights that a busy core reads in a second, for an estimate where nothing was measured yet."""
-_COMPILE_SECONDS = 25.0
+_BYTES_PER_SECOND = 1e10
+"""Bytes of weights that two cores read in a second, for an estimate where nothing was measured yet."""
+_COMPILE_SECONDS = 15.0
+"""Of the graphs of a drafter and a depth, where the cache is empty; so long takes the first cell alone, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +95,6 @@ class ExperimentPlan:
             seconds += runs * tokens * checkpoint_bytes(one.cell.target.path) / _BYTES_PER_SECOND
             graphs.add((one.cell.target.path, one.cell.drafter.label, str(one.cell.k), one.cell.batch_size))
         return seconds + (_COMPILE_SECONDS * len(graphs) if self.config.backend == "inductor" else 0)
-
-
-def checkpoint_bytes(path: str) -> int:
-    """Size of a checkpoint's files."""
-    place = checkpoint_path(path)
-    files = place.iterdir() if place.is_dir() else [place]
-    return sum(file.stat().st_size for file in files if file == place or (file.is_file() and not is_gguf(file)))
 
 
 def plan(config: ExperimentConfig, store: Store | None) -> ExperimentPlan:
@@ -178,13 +173,26 @@ def run(planned: ExperimentPlan, store: Store, report: Report, *, deadline: floa
 def _in_turn(
     config: ExperimentConfig, cells: Sequence[PlannedCell], report: Report, *, done: int, deadline: float
 ) -> Iterator[tuple[int, CellResult]]:
-    """In this process. ``done``: cells that were finished before."""
+    """In this process. ``done``: cells that were finished before.
+
+    Graphs of all cells that share a target's decoder are compiled before the first of them is run.
+    """
     with Bench(config) as bench:
-        for index, one in enumerate(cells):
-            if monotonic() > deadline:
-                return
-            report(one.cell.title(), done + index, done + len(cells))
-            yield index, run_cell(one, bench)
+        left = list(enumerate(cells))
+        for _, sharing in groupby(left, lambda item: bench.target_options(item[1].cell, item[1].prompts)):
+            group = list(sharing)
+            work = [(one.cell, one.prompts) for _, one in group]
+            shown = _at(report, done + group[0][0], done + len(cells))
+            compile_ahead(bench, config, work, report=shown, deadline=deadline)
+            for index, one in group:
+                if monotonic() > deadline:
+                    return
+                report(one.cell.title(), done + index, done + len(cells))
+                yield index, run_cell(one, bench)
+
+
+def _at(report: Report, done: int, total: int) -> Callable[[str], None]:
+    return lambda label: report(label, done, total)
 
 
 def run_cell(planned: PlannedCell, bench: Bench) -> CellResult:

@@ -7,6 +7,7 @@ NEURON_RT_STOCHASTIC_ROUNDING_EN   off: the same seed gives the same tokens
 NEURON_PROCESS_TAG                 so that neuron-monitor can tell models apart
 NEURON_LOGICAL_NC_CONFIG, NEURON_RT_VIRTUAL_CORE_SIZE   physical cores in a logical one (Trn2); both names in use
 OMP_NUM_THREADS                    this process's share of the host's threads
+OMP_WAIT_POLICY                    PASSIVE for a process that computes beside another one
 RAY_EXPERIMENTALNOSET_NEURON_RT_VISIBLE_CORES   Ray counts cores but must not choose them
 PACELINE_CORES                     the same range under our own name, for a host without Neuron
 RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S and _TIMEOUT_S   written: how soon Ray Serve replaces a proxy that does not answer
@@ -130,6 +131,13 @@ def without_cores(env: Mapping[str, str] | None = None) -> dict[str, str]:
 def for_child(env: tuple[tuple[str, str], ...]) -> dict[str, str]:
     """The whole environment of a process that is started directly, without Ray."""
     return without_cores(os.environ) | dict(env)
+
+
+def beside_another() -> dict[str, str]:
+    """The environment of a process that computes beside this one for a while: its threads sleep where they wait, and
+    take no core from those they wait for.
+    """
+    return {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def lock_folder() -> Path:
