@@ -109,7 +109,9 @@ class Batch:
         self.freed: list[int] = []
         self.active: list[int] = []  # slots whose requests take part in rounds, ascending; changes in place
         self._joining: dict[int, int] = {}  # slots whose prompt is being read -> its length
-        self.sampling = SamplingTensors(_IDLE_PARAMS.repeat(size, 1), torch.zeros(size, 4, dtype=torch.int32), "greedy")
+        self.sampling = SamplingTensors(
+            torch.tensor([IDLE_ROW] * size), torch.zeros(size, 4, dtype=torch.int32), "greedy"
+        )
         self._kinds: list[SamplingKind] = ["greedy"] * size
         tokens = torch.full((size, shape.width), PAD, dtype=torch.int32)
         tokens[:, 0] = 0
@@ -119,7 +121,8 @@ class Batch:
         self._max_accept = [0] * size  # in every slot, as of the last round
         self._remaining = [-1] * size  # nodes each slot could accept; below 0: to be worked out anew
         self._first_idle: Callable[[int], int] = lambda _slot: 0  # row at which an idle slot computes
-        self._requests_changed()
+        self._depths = [0] * size
+        self._end_ids: frozenset[int] | None = frozenset()  # as where there is no request
 
     def keep_rows(self, rows: Callable[[int], int]) -> None:
         """Leave the first ``rows(slot)`` rows of idle slots as they are: rounds compute behind them there."""
@@ -242,7 +245,9 @@ class Batch:
 
     def _requests_changed(self) -> None:
         """Work out again what depends on which requests are there."""
-        self.sampling = replace(self.sampling, kind=widest(self._kinds))
+        kind = widest(self._kinds)
+        if kind != self.sampling.kind:
+            self.sampling = replace(self.sampling, kind=kind)
         seated = [slot for slot in self.slots if slot is not None]
         self._remaining = [-1] * len(self.slots)
         depth, takes_part = self._shape.max_accept, set(self.active)
