@@ -104,36 +104,39 @@ def _verify(decoder: CompiledDecoder, width: int) -> Callable[[], object]:
 
 
 def host() -> dict[str, object]:
-    """Wall time minus the time inside compiled graphs, demo pair: of a round, and of a call besides its rounds.
+    """Wall time minus the time inside compiled graphs, demo pair: of a round, of a prompt, and of a call besides both.
 
-    A call for one token has a prompt to read and no round; what a call for 128 takes beyond it, its rounds take.
+    A call for one token has a prompt to read and no round; what a call for 128 takes beyond it, its rounds take. Of a
+    prompt are counted its tensors and the choice of the first token: the call's own part is that of `turns.py`.
     """
     target, draft = (AutoDecoder.from_pretrained(PAIR / name, n_positions=512) for name in ("target", "draft"))
     generator = SpeculativeGenerator(draft, target, k=4)
     clock = Clock(generator.decoders, prompts=True)
     generator.compile()
 
-    def timed(ids: list[int], count: int) -> tuple[float, float]:
-        """Wall time, and that outside of graphs, in seconds."""
+    def timed(ids: list[int], count: int) -> tuple[float, float, float]:
+        """Seconds of a call, of them those outside of graphs, and those besides its prompt."""
         clock.seconds = 0.0
         begin = perf_counter()
         generator.sample([ids], max_new_tokens=count)
         wall = perf_counter() - begin
-        return wall, wall - clock.seconds
+        return wall, wall - clock.seconds, wall - generator.statistics.prefill_seconds
 
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
-    rounds, shares, calls, whole = [], [], [], []
+    rounds, shares, reading, calls, whole = [], [], [], [], []
     for prompt in prompts(12):
         ids = tokenizer(prompt).input_ids
-        short, around = timed(ids, 1)
-        wall, outside = timed(ids, 128)
+        short, around, call = timed(ids, 1)
+        wall, outside, _ = timed(ids, 128)
         rounds.append(1e6 * (outside - around) / generator.statistics.num_rounds)
         shares.append((outside - around) / (wall - short))
-        calls.append(1e6 * around)
+        reading.append(1e6 * (around - call))
+        calls.append(1e6 * call)
         whole.append(outside / wall)
     return {
         "host_us_per_round": round(statistics.median(rounds), 1),
         "host_share_of_rounds": round(statistics.median(shares), 4),
+        "host_us_per_prompt": round(statistics.median(reading), 1),
         "host_us_per_call": round(statistics.median(calls), 1),
         "host_share_of_calls": round(statistics.median(whole), 4),
     }
