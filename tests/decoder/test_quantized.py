@@ -205,7 +205,7 @@ def test_heads_of_a_quantised_target_keep_its_tokens(folder: Path, tmp_path: Pat
     """EAGLE-1 borrows the quantised output layer, and each of them the embedding."""
     target = load(folder, quantization=form)
     generator = HEADED[name](target, tmp_path)
-    for own in ({}, {"temperature": 0.9, "seed": 3}):
+    for own in ({}, {"do_sample": True, "temperature": 0.9, "seed": 3}):
         asked = {"max_new_tokens": 20, **own}
         assert torch.equal(generator.sample([[5, 6, 7, 5]], **asked), target.sample([[5, 6, 7, 5]], **asked))
     assert generator.statistics.num_draft_tokens > 0
