@@ -48,6 +48,7 @@ LONG = (
     "tests/neuron/test_native_ranks.py",
     "tests/equality/test_formats.py",
     "tests/decoder/test_round_costs.py",
+    "tests/decoder/test_family_modes.py",
     "tests/decoder/test_family_graphs.py",
     "tests/diagnostics/test_verify.py",
     "tests/orchestrator/test_trees.py",

@@ -16,7 +16,7 @@ from paceline.core.types import MultiRoundLimits, RoundReport
 from paceline.decoder.graph_key import GraphKey
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.parallel.collectives import Collectives, SingleRank
-from paceline.decoder.weights.quantize import QuantizedTensor, Stored, WeightFormat
+from paceline.decoder.weights.quantize import E4M3_LARGEST, QuantizedTensor, Stored, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class BackendRow:
     narrow_cache   whether keys and values may have 8 bits (kv_cache_dtype)
     blocks   whether products with quantised blocks (Q8_0, Q4_0, Q4_1) are possible; those with numbers of
              8 bits and a scale for every row are everywhere
-    e4m3     whether fp8_e4m3 is computed as it is stored: the e4m3 of Neuron's chips ends at 240 and has infinities and
-             NaN where PyTorch's goes on to 448 (neuronx_distributed, `quantization_config.py`: `F8E4M3_MAX`)
+    e4m3     whether fp8_e4m3 goes on to 448, as PyTorch's does: that of Neuron's chips before Trainium3 has infinity
+             and NaN behind 240 (neuronx_distributed, `quantization_config.py`: `F8E4M3_MAX`)
     """
 
     name: str
@@ -254,11 +254,6 @@ class LocalBackend:
 
 def why_not_quantized(row: BackendRow, quantization: str | None) -> str:
     """Why a backend cannot run a model with matrices in that format; nothing if it can. The planner's rule too."""
-    if quantization == WeightFormat.FP8_E4M3.value and not row.e4m3:
-        return (
-            f"backend={row.name!r} has no numbers above 240 in 8 bits of e4m3, which fp8_e4m3 weights have: they would "
-            "be infinity or NaN; quantise the original as 'int8' or 'fp8_e5m2'"
-        )
     if row.blocks or quantization is None:
         return ""
     if quantization != "gguf" and not WeightFormat.of(quantization).block_bytes:
@@ -272,9 +267,16 @@ def why_not_quantized(row: BackendRow, quantization: str | None) -> str:
 
 def check_formats(name: str, weights: Iterable[Stored]) -> None:
     """Raise ConfigurationError if a backend cannot run weights as they were stored, whatever was asked for."""
-    for form in {one.format.value for one in weights if isinstance(one, QuantizedTensor)}:
-        if reason := why_not_quantized(BACKENDS[name], form):
+    row, packed = BACKENDS[name], [one for one in weights if isinstance(one, QuantizedTensor)]
+    for form in {one.format.value for one in packed}:
+        if reason := why_not_quantized(row, form):
             raise ConfigurationError(reason)
+    if not row.e4m3 and any(one.beyond for one in packed):
+        raise ConfigurationError(
+            f"backend={name!r} has no numbers above {E4M3_LARGEST:.0f} in 8 bits of e4m3, and this checkpoint has: "
+            "they would be infinity or NaN; load it with quantization='fp8_e4m3', which halves the numbers of such "
+            "rows and doubles their scales"
+        )
 
 
 def why_not_cached(row: BackendRow, kv_cache_dtype: str | None) -> str:

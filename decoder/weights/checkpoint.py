@@ -74,7 +74,8 @@ def load_weights(
 
     ``quantization`` names the `WeightFormat` of all matrices (those of layers and of the vocabulary), or is "gguf":
     what a GGUF file has as Q8_0, Q4_0 or Q4_1 stays as it is, and its other matrices become Q8_0. Matrices that a
-    checkpoint holds in 8 bits (`paceline.decoder.weights.compressed`) stay so without it.
+    checkpoint holds in 8 bits (`paceline.decoder.weights.compressed`) stay so without it; with it, those of fp8_e4m3
+    keep to `E4M3_LARGEST`.
     """
     if dtype not in _DTYPES:
         raise ConfigurationError(f"weights cannot be loaded as {dtype}; choose one of {', '.join(map(str, _DTYPES))}.")
@@ -127,7 +128,8 @@ def _stored_formats(
     places: Mapping[str, _Place], specs: Mapping[str, TensorSpec], quantization: str | None
 ) -> dict[str, WeightFormat | None]:
     """The matrices that are int8 or 8-bit floats in the checkpoint and stay so."""
-    stored: dict[str, WeightFormat | None] = {name: None for name in specs if places[name].scaled}
+    asked = WeightFormat.FP8_E4M3 if quantization == WeightFormat.FP8_E4M3.value else None
+    stored: dict[str, WeightFormat | None] = {name: asked for name in specs if places[name].scaled}
     for form in {STORED_FORMATS[places[name].info.dtype] for name in stored}:
         if quantization is not None and (quantization == "gguf" or WeightFormat.of(quantization).dtype != form.dtype):
             raise ConfigurationError(

@@ -1,8 +1,8 @@
 """Quantised weight matrices: their formats, how one is made of float numbers, and how it is turned back.
 
 `int8` has a scale for every row (output channel): symmetric, ``scale = max |w| / 127``; `int8_per_tensor` has the same
-one in all rows. `fp8_e4m3` and `fp8_e5m2` are the 8-bit floats of Micikevicius et al. (arXiv 2209.05433; 448 and 57344
-are their largest), with a scale for every row, too: ``max |w| / largest``. `q8_0`, `q4_0` and `q4_1` are the blocks of
+one in all rows. `fp8_e4m3` and `fp8_e5m2` are the 8-bit floats of Micikevicius et al. (arXiv 2209.05433), with a scale
+for every row, too: ``max |w| / largest``, which is `E4M3_LARGEST` or 57344. `q8_0`, `q4_0` and `q4_1` are the blocks of
 32 numbers of GGUF files, kept byte by byte as the package ``gguf`` reads and writes them; its `quantize` does the
 rounding. Weights alone are quantised: activations stay float32. Not here: files, and products.
 """
@@ -10,7 +10,7 @@ rounding. Weights alone are quantised: activations stay float32. Not here: files
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -21,6 +21,14 @@ from paceline.decoder.weights.free_memory import return_free_memory
 
 GROUP = 32
 """Numbers of a block."""
+
+E4M3_LARGEST = 240.0
+"""The largest number of fp8_e4m3 that means the same everywhere, and the one that rows are scaled to.
+
+A byte up to it is one number in the type of PyTorch, which goes on to 448, and in that of Neuron's chips before
+Trainium3, whose bytes behind it are infinity and NaN as in IEEE 754. Scaled to it a row has 14 powers of
+two of full precision, where 448 would leave 14.8.
+"""
 
 _PIECE = 1 << 15  # numbers of a matrix that are quantised at a time
 
@@ -56,6 +64,8 @@ class WeightFormat(Enum):
     @property
     def largest(self) -> float:
         """The number that the largest of a row becomes, where rows have scales."""
+        if self is WeightFormat.FP8_E4M3:
+            return E4M3_LARGEST
         return 127.0 if self.dtype is torch.int8 else torch.finfo(self.dtype).max
 
     def row_bytes(self, columns: int) -> int:
@@ -85,12 +95,15 @@ class QuantizedTensor:
     data     int8 or 8-bit floats [N, K], or the blocks of every row, uint8 [N, bytes]
     scales   float32 [N], or None where blocks hold theirs
     columns  K
+    beyond   whether the matrix in the file, of which this may be a rank's part, has numbers of fp8_e4m3 above
+             `E4M3_LARGEST`; what is quantised here has none
     """
 
     data: Tensor
     scales: Tensor | None
     format: WeightFormat
     columns: int
+    beyond: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -104,12 +117,12 @@ class QuantizedTensor:
     def rows(self, start: int, end: int) -> QuantizedTensor:
         """Some of its rows; they share memory with it."""
         scales = None if self.scales is None else self.scales[start:end]
-        return QuantizedTensor(self.data[start:end], scales, self.format, self.columns)
+        return replace(self, data=self.data[start:end], scales=scales)
 
     def at(self, rows: Tensor) -> QuantizedTensor:
         """Its rows in another order. rows [n] int64"""
         scales = None if self.scales is None else self.scales[rows]
-        return QuantizedTensor(self.data[rows], scales, self.format, self.columns)
+        return replace(self, data=self.data[rows], scales=scales)
 
     def columns_of(self, start: int, end: int, columns: int) -> QuantizedTensor:
         """Some of its columns; of blocks, whole ones. Up to ``columns``, zeros follow.
@@ -126,7 +139,7 @@ class QuantizedTensor:
         data = self.data[:, form.row_bytes(start) : form.row_bytes(end)].contiguous()
         if missing := columns - (end - start):
             data = torch.cat((data, data.new_zeros(len(data), form.row_bytes(missing))), 1)  # zeros in every format
-        return QuantizedTensor(data, self.scales, form, columns)
+        return replace(self, data=data, columns=columns)
 
     def dequantize(self) -> Tensor:
         """[N, K] float32; of blocks exactly what the package ``gguf`` gives."""
@@ -146,7 +159,7 @@ def joined_rows(parts: Sequence[QuantizedTensor], rows: int | None = None) -> Qu
     if rows is not None and (missing := rows - len(data)):
         data = torch.cat((data, data.new_zeros(missing, data.shape[1])))  # zeros in every format
         scales = None if scales is None else torch.cat((scales, scales.new_ones(missing)))
-    return QuantizedTensor(data, scales, first.format, first.columns)
+    return replace(first, data=data, scales=scales, beyond=any(part.beyond for part in parts))
 
 
 def quantize(weight: Tensor, form: WeightFormat) -> QuantizedTensor:

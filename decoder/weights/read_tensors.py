@@ -20,6 +20,7 @@ from paceline.core.errors import ConfigurationError, WeightValueError
 from paceline.decoder.parallel.sharding import TensorSlice, TensorSpec
 from paceline.decoder.weights.files import WeightFile, is_gguf, is_mapped, open_weight_file
 from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat, joined_rows, quantize, quantize_pieces
+from paceline.decoder.weights.scaled import within_e4m3
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,7 @@ class TensorInFile:
 def read_matrix(stored: TensorInFile, form: WeightFormat | None, part: TensorSlice | None) -> QuantizedTensor:
     """A quantised matrix [out, in]; ``form`` None: as it is stored, or Q8_0.
 
+    One that is stored as the fp8_e4m3 that is asked for keeps to `E4M3_LARGEST`, as what is quantised here does.
     A rank's part has the numbers that one rank would have. Where they follow from its rows alone, no others are read;
     of its columns' rows, what is not its own is dropped as soon as they have their scales.
 
@@ -64,6 +66,8 @@ def read_matrix(stored: TensorInFile, form: WeightFormat | None, part: TensorSli
     """
     by_rows = part is not None and (part.dim == 1) is stored.spec.transposed
     made = stored.source.read_quantized(stored.name, form)
+    if made is not None and made.beyond and form is WeightFormat.FP8_E4M3:
+        made = within_e4m3(made)
     if made is None and part is not None and form is not WeightFormat.INT8_PER_TENSOR:
         return _quantised_rows(stored, form, part) if by_rows else _quantised_columns(stored, form, part)
     if made is None:

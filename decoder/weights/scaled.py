@@ -10,16 +10,18 @@ and what config.json says (`paceline.decoder.weights.compressed`).
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from paceline.core.errors import WeightValueError
 from paceline.decoder.weights.compressed import SCALE
-from paceline.decoder.weights.quantize import QuantizedTensor, WeightFormat
+from paceline.decoder.weights.quantize import E4M3_LARGEST, QuantizedTensor, WeightFormat
 
 _PIECE = 1 << 17  # numbers that are read at a time
 _NXD_SCALE = ".scale"
+_LARGEST_BITS = int(torch.tensor(E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8))
 
 
 def scale_name(matrix: str, names: Container[str]) -> str | None:
@@ -49,6 +51,7 @@ def scaled_matrix(
             "is damaged, download the file again."
         )
     data = torch.empty(rows, columns, dtype=form.dtype)
+    beyond = False
     step = max(1, _PIECE // max(1, columns))
     for begin in range(0, rows, step):
         end = min(begin + step, rows)
@@ -56,4 +59,29 @@ def scaled_matrix(
         if form.dtype.is_floating_point and bool(piece.float().isnan().any()):
             raise WeightValueError(f"{name} holds NaN; the checkpoint is damaged, download the file again.")
         data[begin:end] = piece
-    return QuantizedTensor(data, flat.clone(), form, columns)
+        beyond = beyond or (form is WeightFormat.FP8_E4M3 and bool(_beyond(piece).any()))
+    return QuantizedTensor(data, flat.clone(), form, columns, beyond)
+
+
+def within_e4m3(matrix: QuantizedTensor) -> QuantizedTensor:
+    """A matrix of fp8_e4m3 without numbers above `E4M3_LARGEST`.
+
+    Rows that have some get half of every number and twice the scale: the same weights, but for numbers below 2^-5,
+    whose halves are stored with a fixed step and may be rounded by half of it.
+    """
+    assert matrix.format is WeightFormat.FP8_E4M3 and matrix.scales is not None
+    rows = _beyond(matrix.data).any(1).nonzero().flatten()
+    if not len(rows):
+        return matrix
+    data, scales = matrix.data.clone(), matrix.scales.clone()
+    for some in rows.split(max(1, _PIECE // max(1, matrix.columns))):
+        data[some] = (data[some].float() / 2).to(data.dtype)
+    scales[rows] *= 2
+    return replace(matrix, data=data, scales=scales, beyond=False)
+
+
+def _beyond(data: Tensor) -> Tensor:
+    """Whether each number of e4m3, none of them NaN, is above the largest one: by its bits, as its type has few
+    operations.
+    """
+    return (data.view(torch.uint8) & 0x7F) > _LARGEST_BITS

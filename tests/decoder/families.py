@@ -91,9 +91,9 @@ def network(name: str, *, layers: int = 3) -> PreTrainedModel:
     return made  # type: ignore[no-any-return]
 
 
-def save_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """``folder/target`` of three layers and ``folder/draft``, the first of them alone."""
-    target, draft = network(name), network(name, layers=1)
+def save_pair(folder: Path, name: str, *, layers: int = 3) -> tuple[Path, Path]:
+    """``folder/target`` of so many layers and ``folder/draft``, the first of them alone."""
+    target, draft = network(name, layers=layers), network(name, layers=1)
     draft.load_state_dict(target.state_dict(), strict=False)
     target.save_pretrained(folder / "target")
     draft.save_pretrained(folder / "draft")

@@ -74,7 +74,9 @@ def test_logits_are_those_of_transformers(folders: dict[str, tuple[Path, Path]],
 
 
 @every_family
-def test_plain_and_drafted_give_the_greedy_text_of_transformers(folders: dict[str, tuple[Path, Path]], name: str) -> None:
+def test_plain_and_drafted_give_the_greedy_text_of_transformers(
+    folders: dict[str, tuple[Path, Path]], name: str
+) -> None:
     target_folder, draft_folder = folders[name]
     model = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.float32, attn_implementation="eager").eval()
     prompt = TEXT[:1, :9]

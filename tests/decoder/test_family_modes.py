@@ -1,8 +1,9 @@
 """Every family, whole and divided over two ranks: every way to draft gives plain decoding's tokens, greedy and sampled.
 
 The wanted tokens are those of the whole model on one rank. Sums of partial products are rounded otherwise than a whole
-product, so that equal tokens are what is to be expected but at a near-tie; between modes of one degree nothing differs.
-What is drafted and accepted is the same on one rank and on two, which a draft that computes something else would change.
+product, so that equal tokens are what is to be expected but at a near-tie; modes of one degree do not differ at all.
+What is drafted and accepted is the same on one rank and on two, which a draft that computes something else would
+change.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder

@@ -12,7 +12,6 @@ import torch
 from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.auto import SamplingDecoder
 from paceline.core.errors import ConfigurationError
-from paceline.decoder.backends.base import check_formats
 from paceline.decoder.kernels.protocol import CachePosition
 from paceline.decoder.kernels.torch_kernels import TorchKernels
 from paceline.decoder.kernels.traceable import TraceableKernels
@@ -241,13 +240,6 @@ def test_what_cannot_be_done_is_refused_by_name(folder: Path, tmp_path: Path) ->
         load(folder, quantization="gguf")
     with pytest.raises(ConfigurationError, match=r"backend='neuron' multiplies with no blocks .*; use 'int8', or"):
         load(folder, "neuron", quantization="q8_0")
-    for name in ("neuron", "neuron-native"):  # asked for, and stored: neither needs the SDK to be refused
-        with pytest.raises(ConfigurationError, match=f"backend='{name}' has no numbers above 240"):
-            load(folder, name, quantization="fp8_e4m3")
-        stored = quantize(weight(4, 32), WeightFormat.FP8_E4M3)
-        with pytest.raises(ConfigurationError, match=f"backend='{name}' has no numbers above 240"):
-            check_formats(name, [weight(4, 32), stored])
-        check_formats(name, [weight(4, 32), quantize(weight(4, 32), WeightFormat.FP8_E5M2)])
     tiny.network().save_pretrained(tmp_path)  # its MLP has 48 columns
     with pytest.raises(ConfigurationError, match=r"down_proj.weight: .*rows of 48 numbers.* use .*'int8'"):
         load(tmp_path, quantization="q4_0")

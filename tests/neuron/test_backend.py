@@ -185,6 +185,28 @@ def test_compiled_graphs_are_found_again_shipped_and_reused(
     assert names[0] == names[1] and len(names[0]) == count
 
 
+@pytest.mark.parametrize("form", ["fp8_e4m3", "int8"])
+def test_quantised_weights_have_the_tokens_of_eager(workshop: Workshop, runtime: Runtime, form: str) -> None:
+    """A draft model and its target; graphs that hold e4m3, and no others, are compiled with the flag for it."""
+    found = []
+    for backend in ("eager", "neuron"):
+        draft, target = (
+            AutoDecoder.from_pretrained(
+                workshop.checkpoint(role),
+                backend=backend,
+                amp="f32",
+                batch_size=2,
+                context_length_estimate=[16],
+                quantization=form,
+            )
+            for role in ("draft", "target")
+        )
+        found.append(SpeculativeGenerator(draft, target, k=2).sample(PROMPTS, **ASKED).tolist())
+    assert found[0] == found[1]
+    assert runtime().compiled
+    assert {"fp8e4m3fn-as-fp8e4m3" in flags for flags in runtime().compiled} == {form == "fp8_e4m3"}
+
+
 def test_the_runtime_finds_its_environment_set(workshop: Workshop, runtime: Runtime) -> None:
     pair(workshop, "neuron")
     assert (runtime().timeout, runtime().rounding) == ("60", "0")

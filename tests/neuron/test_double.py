@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.decoder.backends.neuron.sdk import Chip, Sdk
 from tests.neuron.conftest import DOUBLE
 
 FLAGS = "--target=inf2"
@@ -131,6 +132,25 @@ def test_flags_the_compiler_refuses(sdk: Any, tmp_path: Path, flags: str, words:
     traced = functions.trace(Step(count), kwargs={"x": torch.ones(2)})
     with pytest.raises(RuntimeError, match=words):
         functions.compile(traced.hlo, traced.metaneff, str(tmp_path), flags)
+
+
+def test_a_type_the_compiler_refuses_without_its_flag(sdk: Any, tmp_path: Path) -> None:
+    """Its error NCC_EVRF051, whose page names the flag."""
+    functions = sdk("neuronx_distributed.trace.functions")
+
+    class Narrow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight.float()
+
+    traced = functions.trace(Narrow(), kwargs={"x": torch.ones(2)})
+    given = (traced.hlo, traced.metaneff, str(tmp_path))
+    with pytest.raises(RuntimeError, match="NCC_EVRF051"):
+        functions.compile(*given, "--target=trn2")
+    functions.compile(*given, Sdk(Chip.TRN2, 31, (), 2).flags(prompt=False, e4m3=True))
 
 
 class Maker:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from paceline import SpeculativeGenerator
+from paceline import AutoDecoder, SpeculativeGenerator
 from paceline.core.errors import BackendError, SamplingError
 from paceline.decoder.backends import neuron_native
 from paceline.decoder.backends.base import make
@@ -55,6 +55,23 @@ def traceable(workshop: Workshop) -> ModelWithCache:
     decoder = workshop.decoder()
     weights = load_weights(workshop.checkpoint(), decoder.config, decoder.options.dtype)
     return ModelWithCache(decoder.config, decoder.options, weights, kernels=TraceableKernels()).eval()
+
+
+def test_weights_of_e4m3_reach_the_compiler_as_they_are(workshop: Workshop, recorded: Recorded) -> None:
+    found = []
+    for backend in ("eager", "neuron-native"):
+        target = AutoDecoder.from_pretrained(
+            workshop.checkpoint(),
+            backend=backend,
+            amp="f32",
+            batch_size=2,
+            context_length_estimate=[16],
+            quantization="fp8_e4m3",
+        )
+        found.append(target.sample(PROMPTS, max_new_tokens=8).tolist())
+    assert found[0] == found[1]
+    types = {x.meta["val"].dtype for graph in recorded.graphs for x in graph.graph.nodes if x.op == "placeholder"}
+    assert torch.float8_e4m3fn in types
 
 
 def test_a_fused_pair_has_the_tokens_of_eager_and_one_compilation_for_each_key(

@@ -116,6 +116,8 @@ def test_flags() -> None:
     assert "-O1" in old.flags(prompt=True) and "-O2" in old.flags(prompt=False)
     assert "--lnc" not in old.flags(prompt=True) and "--lnc=2" in new.flags(prompt=True)
     assert "--auto-cast=none" in old.flags(prompt=False)
+    assert [made.flags(prompt=True).count("e4m3") for made in (old, new)] == [0, 0]
+    assert [made.flags(prompt=False, e4m3=True).count("fp8e4m3fn-as-fp8e4m3") for made in (old, new)] == [1, 1]
 
 
 def test_the_planner_names_lines_and_degrees_that_the_backend_takes() -> None:

@@ -7,6 +7,7 @@ import hashlib
 import pytest
 from torch import nn
 
+from paceline import AutoDecoder
 from paceline.decoder.backends import xla
 from paceline.decoder.backends.base import Graph
 from paceline.decoder.compile import hlo_lint
@@ -49,6 +50,20 @@ def test_no_finding(graph: Made) -> None:
     print(f"{name}: {sum(counts.values())} instructions, {len(found)} findings; beyond the list: {', '.join(beyond)}")
     assert found == []
     assert set(beyond) <= set(hlo_lint.ALLOWED), "an operator is either on the published list, or waived by name"
+
+
+@pytest.mark.parametrize(
+    ("form", "kind"), [("int8", "s8"), ("fp8_e4m3", "f8e4m3fn"), ("fp8_e5m2", "f8e5m2")], ids=lambda x: str(x)
+)
+def test_weights_of_8_bits_are_parameters_of_their_type(workshop: Workshop, form: str, kind: str) -> None:
+    decoder = AutoDecoder.from_pretrained(
+        workshop.checkpoint(), backend="xla", batch_size=4, context_length_estimate=[16], quantization=form
+    )
+    graph = Graph(GraphKey("verify"), STEPS["verify"](decoder.body, 128), inputs("verify", 1), {})
+    text = xla.hlo(graph)
+    assert hlo_lint.lint(text) == []
+    held = [line for line in text.splitlines() if f" = {kind}[" in line and " parameter(" in line]
+    assert len(held) >= 2 * 4, "the matrices of two layers"
 
 
 def test_other_values_give_the_same_module(graph: Made) -> None:

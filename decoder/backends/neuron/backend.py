@@ -28,7 +28,7 @@ from paceline.decoder.backends.neuron.engines import DRAFT_LENGTHS
 from paceline.decoder.backends.neuron.layout import Entry
 from paceline.decoder.backends.neuron.stateful import Stateful
 from paceline.decoder.compile import cache, graph_lint, hlo_lint, hlo_proto
-from paceline.decoder.compile.lowering import Lowered, lower
+from paceline.decoder.compile.lowering import Lowered, lower, state_of
 from paceline.decoder.decoder import ModelWithCache
 from paceline.decoder.kernels.protocol import Kernels
 from paceline.decoder.kernels.traceable import TraceableKernels
@@ -80,7 +80,8 @@ class NeuronBackend:
             graph,
         )
         _check(graph.name, traced.hlo, announce)
-        flags = self._chip.sdk.flags(prompt=graph.key.is_prompt)
+        e4m3 = any(state.dtype is torch.float8_e4m3fn for state in state_of(graph.module, lowered).values())
+        flags = self._chip.sdk.flags(prompt=graph.key.is_prompt, e4m3=e4m3)
         facts = self._facts({**graph.facts, "hlo": _digest(traced.hlo), "flags": flags})
 
         def folder(more: dict[str, object], build: Callable[[Path], None]) -> Path:

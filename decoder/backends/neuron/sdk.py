@@ -30,6 +30,10 @@ _BOARD = Path("/sys/devices/virtual/dmi/id/product_name")
 _SDK_OF_COMPILER = 5  # SDK 2.28 ships compiler 2.23, 2.29 ships 2.24, 2.32 ships 2.27, 2.33 ships 2.28
 
 _OVERLAP = "--tensorizer-options='--enable-ccop-compute-overlap --cc-pipeline-tiling-factor=1 --vectorize-strided-dma'"
+_E4M3 = "--internal-hlo2tensorizer-options=--experimental-unsafe-fp8e4m3fn-as-fp8e4m3"
+"""Without it the compiler refuses PyTorch's e4m3 for every chip of `Chip` (its error NCC_EVRF051). It takes the bytes
+as they are for those of the chip's own e4m3. That is unsafe above `E4M3_LARGEST` alone, which `check_formats` refuses.
+"""
 
 SETUP = (
     "set up the Neuron SDK on this machine: install the driver and tools, then torch-neuronx, neuronx-cc and "
@@ -112,8 +116,8 @@ class Sdk:
         named = dict(zip(PACKAGES, self.versions, strict=True))
         return {**named, "target": self.chip.value, "logical cores": self.logical}
 
-    def flags(self, *, prompt: bool) -> str:
-        """Compiler flags of a graph: one that reads a prompt, or one of a round.
+    def flags(self, *, prompt: bool, e4m3: bool = False) -> str:
+        """Compiler flags of a graph: one that reads a prompt, or one of a round; ``e4m3``: whether it holds fp8_e4m3.
 
         Rounds are worth the longer optimisation; prompts are long graphs. That collectives run beside products, and how
         prompts are cut into modules, are the choices of NxD Inference (its model wrapper, April 2026).
@@ -124,6 +128,8 @@ class Sdk:
             flags.append(f"--lnc={self.logical}")
         else:
             flags.append("--enable-saturate-infinity")
+        if e4m3:
+            flags.append(_E4M3)
         return " ".join(flags)
 
     def prompts(self) -> PromptAttention:

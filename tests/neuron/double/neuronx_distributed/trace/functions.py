@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import torch
 import torch_neuronx
 from torch_neuronx.recording import Recorded, record
 
@@ -51,12 +52,14 @@ def trace(model, args=None, kwargs=None, spmd=True, preserve_parameters=True, we
 def compile(hlo_module, metaneff, compiler_workdir=None, compiler_args=None, key=None):  # noqa: A001
     if hlo_module.marked is not None:
         raise RuntimeError(f"{key} is marked for compile_wlo")
+    _check_types(metaneff, compiler_args or "")
     return CompilationArtifacts(_neff(hlo_module, compiler_workdir, compiler_args, key))
 
 
 def compile_wlo(hlo_module, metaneff, compiler_workdir=None, compiler_args=None, key=None):
     if hlo_module.marked is None:
         raise RuntimeError(f"no weights of {key} are marked")
+    _check_types(metaneff, compiler_args or "")
     neff = _neff(hlo_module, compiler_workdir, compiler_args, key)
     wrapped = Path(neff).with_name("wrapped_neff.hlo")
     wrapped.write_text(json.dumps(sorted(hlo_module.laid)))
@@ -75,6 +78,12 @@ def compile_layout_transformer(
     files[1].write_text(Path(wlo_artifacts.wrapped_neff_hlo_filepath).read_text())
     files[2].write_text(json.dumps(sorted(priority_model_weight_name_to_idx)))
     return LayoutTransformerArtifacts(*map(str, files))
+
+
+def _check_types(metaneff, flags) -> None:
+    held = {dtype for _, dtype in (*metaneff.weights.values(), *metaneff.states.values())}
+    if torch.float8_e4m3fn in held and "--experimental-unsafe-fp8e4m3fn-as-fp8e4m3" not in flags:
+        raise RuntimeError("NCC_EVRF051: Data type F8E4M3FN is not supported on TRN1/TRN2")
 
 
 def _neff(hlo_module, compiler_workdir, compiler_args, key) -> str:
