@@ -56,7 +56,7 @@ def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: 
     size = config.hidden_size
     if config.version == 3:
         weights["norm.weight"] = target.norm
-        weights["lm_head.weight"] = target.output.detach()[vocabulary.ids]
+        weights["lm_head.weight"] = target.output.detach()[vocabulary.ids.to(target.device)]
         weights["layer.hidden_norm.weight"] = last["input_layernorm.weight"]
         weights["layer.input_layernorm.weight"] = first["input_layernorm.weight"]
         for side in "qkv":
@@ -72,7 +72,7 @@ def fresh(config: EagleConfig, target: FrozenTarget, *, depth: int, vocabulary: 
         weights["fc.weight"] = fused
     fitting = {name: value for name, value in weights.items() if name in state and value.shape == state[name].shape}
     network.load_state_dict({**state, **fitting})
-    return network
+    return network.to(target.device)
 
 
 @torch.no_grad()
@@ -91,4 +91,4 @@ def continued(found: Checkpoint, target: FrozenTarget, *, where: Path) -> Traina
     network.start = hashlib.sha256(b"".join(x.numpy().tobytes() for x in network.state_dict().values())).hexdigest()[
         :16
     ]
-    return network
+    return network.to(target.device)

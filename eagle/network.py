@@ -195,7 +195,7 @@ class TrainableHead(nn.Module):
         """
         network, config = self.network, self.config
         embedded = F.embedding(tokens, self.get_buffer("embedding")).float()
-        positions = torch.arange(tokens.shape[1]) + len(past)
+        positions = torch.arange(tokens.shape[1], device=tokens.device) + len(past)
         rotation = (self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))
         stream, qkv = network.project(embedded, hidden, rotation)
         q, k, v = (x.transpose(1, 2) for x in qkv)

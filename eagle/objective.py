@@ -77,15 +77,19 @@ class DraftVocab:
         order = torch.argsort(counts, descending=True, stable=True)
         return cls(order[:keep].sort().values, len(counts))
 
+    def to(self, device: str) -> DraftVocab:
+        """The same on another device."""
+        return DraftVocab(self.ids.to(device), self.size)
+
     @property
     def offsets(self) -> Tensor:
         """d2t [U] int64: the target's id of draft id i is i + d2t[i]."""
-        return self.ids - torch.arange(len(self.ids))
+        return self.ids - torch.arange(len(self.ids), device=self.ids.device)
 
     @property
     def mask(self) -> Tensor:
         """t2d [V] bool: whether the head can draft that id."""
-        return torch.zeros(self.size, dtype=torch.bool).index_fill(0, self.ids, True)
+        return torch.zeros(self.size, dtype=torch.bool, device=self.ids.device).index_fill(0, self.ids, True)
 
 
 def objective(
@@ -94,6 +98,8 @@ def objective(
     """The loss of a few texts, a scalar. ``head`` [V, H] is the target's output layer."""
     last = texts.last.float()
     probs, inside = target_probs(last, head, vocabulary)
+    if texts.counted is not None:
+        inside = inside & texts.counted
     first, second, total = options.feature_weight, options.ce_weight, last.new_zeros(())
     if network.config.version == 3:
         first, second = 0.0, 1.0
@@ -130,7 +136,7 @@ def target_probs(last: Tensor, head: Tensor, vocabulary: DraftVocab) -> tuple[Te
     """The target's distribution over the drafted ids [b, S, U], and whether its best id is one of them [b, S]."""
     logits = F.linear(last, head).float()
     if len(vocabulary.ids) == vocabulary.size:
-        return logits.softmax(-1), torch.ones(last.shape[:2], dtype=torch.bool)
+        return logits.softmax(-1), torch.ones(last.shape[:2], dtype=torch.bool, device=last.device)
     return logits[..., vocabulary.ids].softmax(-1), vocabulary.mask[logits.argmax(-1)]
 
 
@@ -144,15 +150,19 @@ def acceptance(
     """
     parts = [text_part(texts, index, 8) for index in range(-(-len(texts.tokens) // 8))]
     agreements = [_agreements(network, part, depth, head=head, vocabulary=vocabulary) for part in parts]
-    agreed = torch.cat(agreements)[:, :, skip:]
-    return [float(x) for x in agreed.double().mean((0, 2))]
+    agreed = torch.cat(agreements)
+    places = torch.ones_like(agreed[:, 0])
+    if texts.counted is not None:  # a chain counts where all that it drafts does
+        places = texts.counted.unfold(1, depth + 1, 1).all(-1)
+    places[:, :skip] = False
+    return [float(row[places].double().mean()) for row in agreed.unbind(1)]
 
 
 def _agreements(network: TrainableHead, texts: Texts, count: int, *, head: Tensor, vocabulary: DraftVocab) -> Tensor:
     """[b, passes, places] bool: whether drafts up to this pass were all right."""
     choices = F.linear(texts.last.float(), head).argmax(-1)
     size = texts.tokens.shape[1] - count
-    standing = torch.ones(len(texts.tokens), size, dtype=torch.bool)
+    standing = torch.ones(len(texts.tokens), size, dtype=torch.bool, device=choices.device)
     rows = []
     for hidden, ahead in passes(network, texts, count):
         drafts = vocabulary.ids[network.logits(hidden).argmax(-1)]
@@ -163,5 +173,4 @@ def _agreements(network: TrainableHead, texts: Texts, count: int, *, head: Tenso
 
 def text_part(texts: Texts, index: int, rows: int) -> Texts:
     """Part ``index`` of some texts, ``rows`` of them."""
-    at = slice(index * rows, (index + 1) * rows)
-    return Texts(texts.tokens[at], texts.last[at], texts.streams[at])
+    return texts.part(slice(index * rows, (index + 1) * rows))

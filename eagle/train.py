@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -43,6 +44,23 @@ def muon(matrices: Sequence[Tensor], rate: float) -> torch.optim.Muon:
     return torch.optim.Muon(matrices, rate, weight_decay=0.01, momentum=0.95, adjust_lr_fn="match_rms_adamw")
 
 
+class Corpus(Protocol):
+    """Batches of `TEXTS_PER_FILE` texts with the target's states, by number: `FeatureCache`, or another maker of them.
+
+    key     tells these texts from others
+    length  tokens of a text, on average
+    """
+
+    key: str
+
+    @property
+    def length(self) -> float: ...
+
+    def batch(self, number: int) -> Texts: ...
+
+    def eval_texts(self) -> Texts: ...
+
+
 class EagleTrainer(Trainer[Texts]):
     """Trains a head in place; ``measure`` is logged now and then.
 
@@ -56,7 +74,7 @@ class EagleTrainer(Trainer[Texts]):
     def __init__(
         self,
         network: TrainableHead,
-        corpus: FeatureCache,
+        corpus: Corpus,
         options: EagleTraining,
         *,
         head: Tensor,
@@ -79,7 +97,7 @@ class EagleTrainer(Trainer[Texts]):
             key={
                 **asdict(network.config),
                 "corpus": corpus.key,
-                "drafted ids": hashlib.sha256(vocabulary.ids.numpy().tobytes()).hexdigest()[:16],
+                "drafted ids": hashlib.sha256(vocabulary.ids.cpu().numpy().tobytes()).hexdigest()[:16],
                 "start": network.start,
             },
         )
@@ -97,7 +115,7 @@ class EagleTrainer(Trainer[Texts]):
             yield text_part(texts, index, rows)
 
     def backward(self, batch: Texts) -> list[float]:
-        with products(self._training.precision):
+        with products(self._training.precision, self._training.device):
             loss = objective(self.network, batch, self._training, head=self._head, vocabulary=self._vocabulary)
         loss.backward()
         return [float(loss.detach())]
@@ -153,7 +171,7 @@ def train(
     """
     sizes = ModelConfig.from_pretrained(target)
     check(head, texts, sizes)
-    frozen, network, vocabulary = _begin(target, stream, head, sizes=sizes, precision=options.precision)
+    frozen, network, vocabulary = _begin(target, stream, head, sizes=sizes, options=options)
     features = FeatureCache(frozen, stream, texts, folder=work / "states")
     eval_texts, output = features.eval_texts(), frozen.output.detach()
 
@@ -170,19 +188,19 @@ def train(
 
 
 def _begin(
-    target: Path, stream: np.ndarray, head: EagleHeadOptions, *, sizes: ModelConfig, precision: str
+    target: Path, stream: np.ndarray, head: EagleHeadOptions, *, sizes: ModelConfig, options: EagleTraining
 ) -> tuple[FrozenTarget, TrainableHead, DraftVocab]:
     """The target, and the head as it is before the first step: a fresh one, or the one to train on."""
     if head.start is not None:
         found = checkpoint.load(head.start, sizes)
-        frozen = FrozenTarget(target, found.config.layers, precision=precision)
-        ids = found.weights.get("ids", torch.arange(sizes.vocab_size))
-        return frozen, initial.continued(found, frozen, where=head.start), DraftVocab(ids, sizes.vocab_size)
+        frozen = FrozenTarget(target, found.config.layers, precision=options.precision, device=options.device)
+        vocabulary = DraftVocab(found.weights.get("ids", torch.arange(sizes.vocab_size)), sizes.vocab_size)
+        return frozen, initial.continued(found, frozen, where=head.start), vocabulary.to(options.device)
     layers = head.layers or (default_layers(sizes.num_layers) if head.version == 3 else ())
-    frozen = FrozenTarget(target, layers, precision=precision)
+    frozen = FrozenTarget(target, layers, precision=options.precision, device=options.device)
     counts = torch.from_numpy(np.bincount(stream, minlength=sizes.vocab_size))
     drafted = sizes.vocab_size if head.draft_vocab_size is None else head.draft_vocab_size
-    vocabulary = DraftVocab.frequent(counts, drafted)
+    vocabulary = DraftVocab.frequent(counts, drafted).to(options.device)
     config = initial.default_config(sizes, version=head.version, layers=layers, draft_vocab_size=len(vocabulary.ids))
     return frozen, initial.fresh(config, frozen, depth=sizes.num_layers, vocabulary=vocabulary), vocabulary
 
@@ -217,9 +235,10 @@ def check(head: EagleHeadOptions, texts: CachedTextOptions, sizes: ModelConfig) 
 
 def write(out: Path, network: TrainableHead, vocabulary: DraftVocab, *, shares: list[float]) -> None:
     """A head in bfloat16 and how well it did."""
-    weights: dict[str, Tensor] = {name: x.detach().bfloat16() for name, x in network.state_dict().items()}
+    state = network.state_dict()
+    weights: dict[str, Tensor] = {name: x.detach().to("cpu", torch.bfloat16) for name, x in state.items()}
     if network.config.version == 3:
-        weights["ids"] = vocabulary.ids
+        weights["ids"] = vocabulary.ids.cpu()
     checkpoint.save(out, Checkpoint(network.config, weights, None))
     text = json.dumps({"greedy chains": [round(share, 4) for share in shares]})
     with atomic_write(out / MEASURED):

@@ -62,7 +62,10 @@ def measure(heads: Heads, windows: Sequence[Windows], output: Tensor) -> Accurac
     count = heads.config.heads
     for part in windows:
         skip = part.first
-        for tokens, states in zip(part.tokens.split(8), part.states.float().split(8), strict=True):
+        for at in range(0, len(part), 8):
+            rows, device = slice(at, at + 8), output.device
+            tokens, states = part.tokens[rows].to(device), part.states[rows].to(device).float()
+            counted = None if part.counted is None else part.counted[rows].to(device)
             choices = (states @ output.T).argmax(-1)  # [n, L]; of the token behind each place
             last = tokens.shape[1] - count - 1
             logits = heads(states[:, skip:last].flatten(0, 1), torch.nn.functional.linear)
@@ -70,8 +73,10 @@ def measure(heads: Heads, windows: Sequence[Windows], output: Tensor) -> Accurac
             target_logits = logits.gather(-1, targets.unsqueeze(-1))
             rank = (~(logits <= target_logits)).sum(-1).clamp(max=TOP)  # what is NaN is right nowhere
             agreed = choices[:, :-1] == tokens[:, 1:]
+            if counted is not None:  # of every head, the token must be one that is drafted at all
+                agreed &= counted[:, 1:]
             all_agreed = torch.stack([agreed[:, skip + i : last + i].flatten() for i in range(count)], 1).all(1)
-            ranks.append(rank[all_agreed])
+            ranks.append(rank[all_agreed].cpu())
     if not sum(map(len, ranks)):
         raise ConfigurationError("no text was long enough to measure the heads on; give more or longer ones")
     return Accuracy(torch.cat(ranks))

@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -75,7 +76,11 @@ class MedusaTraining(TrainingOptions):
             raise ConfigurationError(f"loss_vocab_size={self.loss_vocab_size} is no number of ids; 0 means all")
 
 
-class MedusaTrainer(Trainer[tuple[Tensor, Tensor]]):
+Batch = tuple[Tensor, Tensor, Tensor | None]
+"""tokens [n, L], states [n, L, H] float32, and which places count [n, L] bool; None = all."""
+
+
+class MedusaTrainer(Trainer[Batch]):
     """Trains heads in place.
 
     output  [V, H], the target's output layer
@@ -126,33 +131,37 @@ class MedusaTrainer(Trainer[tuple[Tensor, Tensor]]):
     def rate(self) -> float:
         return _schedule(self.step, self.steps)
 
-    def backward(self, batch: tuple[Tensor, Tensor]) -> list[float]:
-        """The loss of every head. tokens [n, L], states [n, L, H]."""
-        (tokens, states), precision = batch, self._training.precision
+    def backward(self, batch: Batch) -> list[float]:
+        """The loss of every head."""
+        tokens, states, counted = batch
+        block = partial(products, self._training.precision, self._training.device)
         if self._places is not None:
             tokens = self._places[tokens]
         losses, linear = [], torch.nn.functional.linear
-        with torch.no_grad(), products(precision):
+        with torch.no_grad(), block():
             distill = self._training.loss_target == "target"
             labels = torch.softmax(linear(states, self._output).float(), -1) if distill else None
         for index in range(self.heads.config.heads):
             ahead = index + 1  # state t has read token t and predicts t + 1; state t + ahead predicts this head's token
             x = states[:, : -ahead - 1].flatten(0, 1)
-            with products(precision):
+            with block():
                 hidden = self.heads.heads[index](x, linear)
                 tied = self.heads.config.tied
                 table = self._output if tied else self.heads.get_parameter(f"heads.{index}.projection.weight")
                 logits = linear(hidden, table).float()
             targets = tokens[:, ahead + 1 :].flatten()
             label = targets if labels is None else labels[:, ahead:-1].flatten(0, 1)
-            if self._places is not None:
-                logits, label = logits[targets >= 0], label[targets >= 0]
+            seen = targets >= 0
+            if counted is not None:
+                seen &= counted[:, ahead:-1].flatten()
+            if self._places is not None or counted is not None:
+                logits, label = logits[seen], label[seen]
             loss = torch.nn.functional.cross_entropy(logits, label)
             loss.backward()
             losses.append(float(loss.detach()))
         return losses
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self) -> Iterator[Batch]:
         """The order depends on the seed and the pass alone."""
         rows = self._training.batch_size
         places = [(file, at) for file, w in enumerate(self._windows) for at in range(0, len(w), rows)]
@@ -166,7 +175,9 @@ class MedusaTrainer(Trainer[tuple[Tensor, Tensor]]):
                 if step > self.step:
                     file, at = places[index]
                     part = slice(at, at + rows)
-                    yield self._windows[file].tokens[part], self._windows[file].states[part].float()
+                    windows, device = self._windows[file], self._training.device
+                    counted = None if windows.counted is None else windows.counted[part].to(device)
+                    yield windows.tokens[part].to(device), windows.states[part].to(device).float(), counted
 
 
 def _frequent(config: MedusaConfig, windows: Sequence[Windows], output: Tensor, *, keep: int) -> tuple[Tensor, Tensor]:
@@ -180,7 +191,8 @@ def _frequent(config: MedusaConfig, windows: Sequence[Windows], output: Tensor, 
     for part in windows:
         counts += part.tokens.flatten().bincount(minlength=len(output))
     ids = torch.argsort(counts, descending=True, stable=True)[:keep].sort().values
-    return output[ids], torch.full((len(output),), -1).index_copy(0, ids, torch.arange(keep))
+    places = torch.full((len(output),), -1).index_copy(0, ids, torch.arange(keep))
+    return output[ids.to(output.device)], places.to(output.device)
 
 
 def _schedule(step: int, steps: int) -> float:
@@ -260,12 +272,12 @@ def train(
     on the texts kept for that, from place ``first`` on.
     """
     checkpoint.check_place(out)
-    heads = fresh(config, target.output)
+    heads = fresh(config, target.output).to(target.device)
     windows = read_features(states / "train")
     trainer = MedusaTrainer(heads, windows, options, output=target.output, folder=work, data=states.name)
     if not trainer.run(lambda step, steps, loss: report(f"training, loss {loss:.3f}", step, steps)):
         return None
-    weights = {name: p.detach().to(torch.bfloat16) for name, p in heads.own().items()}
+    weights = {name: p.detach().to("cpu", torch.bfloat16) for name, p in heads.own().items()}
     checkpoint.save(out, config, weights)
     measured = accuracy.measure(heads, read_features(states / "measure", first=first), target.output.detach())
     measured.write(out / "accuracy.json")

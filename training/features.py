@@ -33,12 +33,14 @@ _GIGABYTE = 1e9
 class Windows:
     """tokens [n, L] int64, states [n, L, H]; ``states[:, t]`` predicts ``tokens[:, t + 1]``.
 
-    ``first`` is the first place that is not inside a prompt.
+    ``first`` is the first place that is not inside a prompt. ``counted`` [n, L] bool: the places whose prediction is
+    learned, and measured; None = all.
     """
 
     tokens: Tensor
     states: Tensor
     first: int = 0
+    counted: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -57,8 +59,8 @@ def write_features(
             continue
         report(f"states of the target ({name})", index, len(batches))
         tokens = batch()
-        states = torch.cat([target.states(part) for part in tokens.split(8)]).to(torch.bfloat16)
-        save_tensors(path, {"tokens": tokens.to(torch.int32), "states": states})
+        states = torch.cat([target.states(part) for part in tokens.split(8)]).to("cpu", torch.bfloat16)
+        save_tensors(path, {"tokens": tokens.to("cpu", torch.int32), "states": states})
     report(f"states of the target ({name})", len(batches), len(batches))
 
 
@@ -135,7 +137,8 @@ class FeatureCache:
         path = self._folder / f"{number:06d}.safetensors"
         if path.is_file():
             tensors = load_file(path)
-            return Texts(tensors["tokens"].to(torch.int64), tensors["last"], tensors.get("streams", tensors["last"]))
+            texts = Texts(tensors["tokens"].to(torch.int64), tensors["last"], tensors.get("streams", tensors["last"]))
+            return texts.to(self._target.device)
         texts = self._target.read(self._rows(range(number * TEXTS_PER_FILE, (number + 1) * TEXTS_PER_FILE)))
         self._keep(path, texts)
         return texts
@@ -153,9 +156,9 @@ class FeatureCache:
         return torch.from_numpy(np.stack(rows).astype(np.int64))
 
     def _keep(self, path: Path, texts: Texts) -> None:
-        tensors = {"tokens": texts.tokens.to(torch.int32), "last": texts.last}
+        tensors = {"tokens": texts.tokens.to("cpu", torch.int32), "last": texts.last.cpu()}
         if texts.streams is not texts.last and self._target.layers:
-            tensors["streams"] = texts.streams
+            tensors["streams"] = texts.streams.cpu()
         size = sum(x.numel() * x.element_size() for x in tensors.values())
         with atomic_write(path.parent):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, field
 
 from paceline.core.errors import ConfigurationError
-from paceline.training.frozen_model import products
+from paceline.training.frozen_model import check_device, products
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +16,7 @@ class TrainingOptions:
     batch_size     texts in a step
     learning_rate  the largest; it rises over the first steps and falls along a cosine
     precision      of matrix products, "f32" or "bf16"
+    device         of PyTorch where heads learn: "cpu", "cuda" or "cuda:N"
     max_minutes    stop after so long, to resume later; None = run to the end
 
     Raises:
@@ -28,10 +29,12 @@ class TrainingOptions:
         default="f32",
         metadata={"help": "Of matrix products: f32, or bf16, which is faster on a CPU with instructions for it."},
     )
+    device: str = field(default="cpu", metadata={"help": "Where heads learn: cpu, cuda or cuda:N."})
     max_minutes: float | None = field(default=None, metadata={"help": "Stop after so long; run again to resume."})
 
     def __post_init__(self) -> None:
         products(self.precision)
+        check_device(self.device)
         if self.batch_size < 1 or not 0 < self.learning_rate < math.inf:
             raise ConfigurationError("batch_size and learning_rate of a training must be positive")
         if self.max_minutes is not None and not self.max_minutes >= 0:
@@ -40,5 +43,5 @@ class TrainingOptions:
             )
 
     def resume_key(self) -> dict[str, object]:
-        """What must be the same when a run is resumed."""
-        return {name: value for name, value in asdict(self).items() if name != "max_minutes"}
+        """What must be the same when a run is resumed. It may go on with another device."""
+        return {name: value for name, value in asdict(self).items() if name not in {"max_minutes", "device"}}

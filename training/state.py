@@ -72,7 +72,7 @@ class RunState:
         """
         if not self._path.is_file():
             return None
-        saved = torch.load(self._path, weights_only=True)
+        saved = torch.load(self._path, map_location="cpu", weights_only=True)
         before: dict[str, object] = saved["facts"]
         for name in [*self._facts, *(name for name in before if name not in self._facts)]:
             if before.get(name) != self._facts.get(name):

@@ -70,7 +70,7 @@ def medusa(
         stream = token_stream(data, target, dtype=data_dtype)
         results(out)
         work = results(work_dir or out / "work")
-        frozen = FrozenTarget(target, precision=training.precision)
+        frozen = FrozenTarget(target, precision=training.precision, device=training.device)
         with reports("training Medusa heads") as report, until_terminated():
             states = train.gather(frozen, stream, texts, work=work, report=report)
             accuracy = train.train(

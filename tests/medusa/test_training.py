@@ -109,7 +109,7 @@ def test_losses_of_frequent_ids_alone_teach_those_ids(
     assert few.backward(batch)[0] < heads[0].backward(batch)[0]  # of 8 ids instead of all
 
     # By hand: the first head, whose blocks do nothing yet.
-    (tokens, hidden), counts = batch, torch.zeros(VOCABULARY, dtype=torch.int64)
+    (tokens, hidden, _), counts = batch, torch.zeros(VOCABULARY, dtype=torch.int64)
     for part in read_features(states / "train"):
         counts += part.tokens.flatten().bincount(minlength=VOCABULARY)
     ids = counts.argsort(descending=True, stable=True)[:8].sort().values

@@ -28,7 +28,7 @@ from paceline.decoder.models.config import ModelConfig
 from paceline.decoder.weights.locate import checkpoint_path
 from paceline.eagle.aux_layers import default_layers
 from paceline.eagle.objective import DraftVocab, target_probs, text_part
-from paceline.eagle.train import muon
+from paceline.eagle.train import Corpus, muon
 from paceline.training.data import TEXTS_PER_FILE
 from paceline.training.features import CachedTextOptions, FeatureCache
 from paceline.training.frozen_model import FrozenTarget, Texts, products
@@ -52,7 +52,7 @@ class DraftTrainer(Trainer[Texts]):
     def __init__(
         self,
         model: LlamaForCausalLM,
-        corpus: FeatureCache,
+        corpus: Corpus,
         options: DraftTraining,
         *,
         output: Tensor,
@@ -60,9 +60,11 @@ class DraftTrainer(Trainer[Texts]):
         folder: Path,
     ) -> None:
         self._model, self._corpus, self._training = model, corpus, options
-        self._output, self._vocabulary, self._measured = output, vocabulary, corpus.eval_texts()
-        self._places = torch.zeros(vocabulary.size, dtype=torch.int64)  # what is unknown is read as id 0
-        self._places[vocabulary.ids] = torch.arange(len(vocabulary.ids))
+        self._output, self._vocabulary = output, vocabulary.to(options.device)
+        self._measured = corpus.eval_texts()
+        places = torch.zeros(vocabulary.size, dtype=torch.int64)  # what is unknown is read as id 0
+        places[vocabulary.ids] = torch.arange(len(vocabulary.ids))
+        self._places = places.to(options.device)
         parameters = dict(model.named_parameters())
         matrices = {name: p for name, p in parameters.items() if p.dim() == 2 and "layers" in name}
         others = [p for name, p in parameters.items() if name not in matrices]
@@ -89,12 +91,12 @@ class DraftTrainer(Trainer[Texts]):
             yield text_part(texts, index, rows)
 
     def backward(self, batch: Texts) -> list[float]:
-        with products(self._training.precision):
+        with products(self._training.precision, self._training.device):
             probs, inside = target_probs(batch.last.float(), self._output, self._vocabulary)
             found = self._model(self._places[batch.tokens], use_cache=False).logits.float().log_softmax(-1)
         divergence = (probs * (probs.clamp(min=1e-9).log() - found)).sum(-1)
         distance = 1 - torch.minimum(probs, found.exp()).sum(-1)
-        weights = inside.float()
+        weights = (inside if batch.counted is None else inside & batch.counted).float()
         loss = ((divergence + DISTANCE * distance) * weights).sum() / weights.sum().clamp(min=1)
         loss.backward()
         return [float(loss.detach())]
@@ -114,8 +116,9 @@ class DraftTrainer(Trainer[Texts]):
             part = text_part(self._measured, index, 8)
             wanted = F.linear(part.last.float(), self._output).argmax(-1)
             found = self._model(self._places[part.tokens], use_cache=False).logits.argmax(-1)
-            agreed.append((self._vocabulary.ids[found] == wanted).double().mean())
-        return float(torch.stack(agreed).mean())
+            right = self._vocabulary.ids[found] == wanted
+            agreed.append((right if part.counted is None else right[part.counted]).flatten())
+        return float(torch.cat(agreed).double().mean())
 
 
 def cut(target: FrozenTarget, sizes: ModelConfig, folder: Path, ids: Tensor) -> LlamaForCausalLM:
@@ -132,7 +135,15 @@ def cut(target: FrozenTarget, sizes: ModelConfig, folder: Path, ids: Tensor) -> 
     state["lm_head.weight"] = state["model.embed_tokens.weight"]
     model.load_state_dict({name: value.clone() for name, value in state.items()})
     model.tie_weights()
-    return model.train()
+    return model.train().to(target.device)
+
+
+def write(out: Path, model: LlamaForCausalLM, vocabulary: DraftVocab, *, folder: Path) -> None:
+    """The draft in bfloat16, with the part of the target's tokenizer that it knows."""
+    model.to("cpu", torch.bfloat16).save_pretrained(out)
+    tokenizer = cut_tokenizer(json.loads((folder / "tokenizer.json").read_text()), vocabulary.ids.cpu())
+    (out / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False))
+    (out / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
 
 
 def kept_ids(tokenizer: Mapping[str, object], counts: Tensor, keep: int) -> Tensor:
@@ -196,12 +207,8 @@ def main() -> None:
             print(f"{step} of {steps}, loss {loss:.3f}", flush=True)
 
     if trainer.run(show):
-        model.to(torch.bfloat16).save_pretrained(given.out)
-        (given.out / "tokenizer.json").write_text(
-            json.dumps(cut_tokenizer(tokenizer, vocabulary.ids), ensure_ascii=False)
-        )
-        (given.out / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
         print(json.dumps({"agreement": round(trainer.agreement(), 4)}))
+        write(given.out, model, vocabulary, folder=folder)
 
 
 if __name__ == "__main__":
