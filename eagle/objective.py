@@ -109,7 +109,10 @@ def objective(
         surprise = -(probs[:, ahead:] * F.log_softmax(logits, -1)).sum(-1)
         loss = second * (surprise * weights).sum() / weights.sum().clamp(min=1)
         if first:
-            loss = loss + first * F.smooth_l1_loss(hidden.float(), last[:, ahead:])
+            errors = F.smooth_l1_loss(hidden.float(), last[:, ahead:], reduction="none").mean(-1)
+            if texts.counted is not None:
+                errors = errors[texts.counted[:, ahead:]]
+            loss = loss + first * errors.mean()
         total = total + options.ttt_decay**index * loss
     return total
 

@@ -63,10 +63,14 @@ def test_states_are_those_a_decoder_hands_out(workshop: Workshop) -> None:
     torch.testing.assert_close(found.streams[0].float(), streams, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("every", [True, False])
 @pytest.mark.parametrize(("version", "drafted"), [(1, VOCABULARY), (3, 60), (3, VOCABULARY)])
-def test_the_objective_is_that_of_the_papers(workshop: Workshop, tmp_path: Path, version: int, drafted: int) -> None:
+def test_the_objective_is_that_of_the_papers(
+    workshop: Workshop, tmp_path: Path, version: int, drafted: int, every: bool
+) -> None:
     """Place by place over plain recomputed paths: 0.8 to the power of the pass, cross-entropy over the drafted ids
-    where the target's best is one of them, and for version 1 smooth L1 on the next hidden state.
+    where the target's best is one of them, and for version 1 smooth L1 on the next hidden state. Where not every place
+    counts, the means are of those that do.
     """
     target = workshop.decoder(slots=1)
     frozen, corpus, _, _ = parts(workshop, tmp_path, 3)
@@ -76,13 +80,18 @@ def test_the_objective_is_that_of_the_papers(workshop: Workshop, tmp_path: Path,
     network = TrainableHead(made.config, frozen.embedding, output(frozen) if version == 1 else None)
     network.load_state_dict({name: x for name, x in made.weights.items() if name != "ids"})
     whole = corpus.batch(0)
-    texts = Texts(whole.tokens[:2], whole.last[:2], whole.streams[:2])
+    counted = torch.rand(whole.tokens[:2].shape, generator=torch.Generator().manual_seed(0)) < (2.0 if every else 0.4)
+    texts = Texts(whole.tokens[:2], whole.last[:2], whole.streams[:2], None if every else counted)
     size, passes, wanted = texts.tokens.shape[1], 3, 0.0
     for number in range(passes):
         surprises, errors = [], []
-        for tokens, last, streams in zip(texts.tokens, texts.last.float(), texts.streams.float(), strict=True):
+        for row, (tokens, last, streams) in enumerate(
+            zip(texts.tokens, texts.last.float(), texts.streams.float(), strict=True)
+        ):
             real = last if version == 1 else streams
             for place in range(size - 1 - number):
+                if not counted[row, place + 1 + number]:
+                    continue
                 hidden = reference.hidden(real[: place + 1], tokens[1 : place + 2 + number].tolist())
                 logits = last[place + 1 + number] @ output(frozen).T
                 errors.append(F.smooth_l1_loss(hidden, last[place + 1 + number]))
@@ -96,6 +105,25 @@ def test_the_objective_is_that_of_the_papers(workshop: Workshop, tmp_path: Path,
     )
     assert float(found.detach()) == pytest.approx(wanted, rel=1e-3)
     assert EagleTraining(tokens=1).passes(3) == 7, "as the paper's"
+
+
+def test_a_chain_is_measured_where_all_its_places_count(workshop: Workshop, tmp_path: Path) -> None:
+    """Of texts that are cut to the places that count, and of whole ones that say which do, the shares are the same."""
+    frozen, corpus, network, vocabulary = parts(workshop, tmp_path, 3)
+    texts, depth, begin, end = corpus.batch(0), 3, 9, 20
+    given = {"depth": depth, "head": output(frozen), "vocabulary": vocabulary}
+    counted = torch.zeros(texts.tokens.shape, dtype=torch.bool)
+    counted[:, begin:end] = True
+    some = Texts(texts.tokens, texts.last, texts.streams, counted)
+    short = Texts(texts.tokens[:, :end], texts.last[:, :end], texts.streams[:, :end])
+    assert acceptance(network, some, skip=0, **given) == acceptance(network, short, skip=begin, **given)
+    assert acceptance(network, some, skip=0, **given) != acceptance(network, texts, skip=begin, **given)
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "tpu", "mps"])
+def test_a_device_that_is_not_there_is_refused(device: str) -> None:
+    with pytest.raises(ConfigurationError, match=device):
+        EagleTraining(tokens=1, device=device)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,125 @@
+"""The recipe of SmolLM2's drafters on tiny models: many texts at once, and conversations of which the answers count."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from paceline.core.errors import ConfigurationError
+from paceline.training.frozen_model import FrozenTarget
+
+RECIPE = Path(__file__).resolve().parents[2] / "examples" / "smollm2" / "recipe"
+MODULES = ("gpu_decoder", "conversations")
+END = 5
+
+
+@pytest.fixture
+def recipe(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The recipe's modules, which are scripts beside each other and no installed package."""
+    monkeypatch.syspath_prepend(str(RECIPE))
+    found = {name: importlib.import_module(name) for name in MODULES}
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def test_many_texts_at_once_are_those_of_transformers(recipe: dict[str, ModuleType], model: LlamaForCausalLM) -> None:
+    """More prompts than rows, of unequal lengths, some longer than the room leaves: each its own greedy text."""
+    made = recipe["gpu_decoder"]
+    decoder = made.GpuDecoder(model, rows=3, room=32, end=END)
+    prompts = [torch.randint(6, 61, (size,)).tolist() for size in (3, 9, 14, 5, 7, 2, 26, 11)]
+    texts = decoder.texts([made.Prompt(ids, 0.0, 12) for ids in prompts])
+    for ids, text in zip(prompts, texts, strict=True):
+        wanted = model.generate(
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids), dtype=torch.int64),
+            max_new_tokens=min(12, 32 - len(ids)),
+            do_sample=False,
+            eos_token_id=END,
+            pad_token_id=END,
+        )
+        assert text == wanted[0].tolist()
+
+
+def test_a_row_is_drawn_at_its_own_temperature(recipe: dict[str, ModuleType], model: LlamaForCausalLM) -> None:
+    """Against the softmax, within four standard deviations; greedy rows beside them stay greedy."""
+    made, count, ids = recipe["gpu_decoder"], 3000, [7, 8, 9]
+    decoder = made.GpuDecoder(model, rows=100, room=8, end=END)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, -1]
+    torch.manual_seed(0)
+    for heat in (0.5, 2.0):
+        texts = decoder.texts([made.Prompt(ids, heat if at % 2 else 0.0, 1) for at in range(2 * count)])
+        assert {text[3] for text in texts[::2]} == {int(logits.argmax())}
+        probs = (logits / heat).softmax(-1)
+        drawn = torch.tensor([text[3] for text in texts[1::2]]).bincount(minlength=61) / count
+        assert bool(((drawn - probs).abs() <= 4 * (probs * (1 - probs) / count).sqrt() + 1e-9).all())
+
+
+CONVERSATION = [1, 50, 51, END, 1, 52, *range(20, 28), END, 1, 53]
+"""A system's turn, a user's, and the beginning of an answer."""
+
+
+def conversations(recipe: dict[str, ModuleType], model: LlamaForCausalLM, folder: Path, longest: int = 40) -> object:
+    model.save_pretrained(folder)
+    target = FrozenTarget(folder, (1, 2, 3))
+    rng = np.random.default_rng(0)
+    answers = [[*rng.integers(6, 40, size).tolist(), END] for size in rng.integers(3, 30, 70)]
+    stream = np.array([token for answer in answers for token in [*CONVERSATION, *answer]])
+    made = recipe["conversations"]
+    markers = made.Markers([1, 50], [1, 53], END)
+    return made.Conversations(target, stream, stream[:60], markers=markers, longest=longest)
+
+
+def test_answers_alone_count_and_texts_begin_at_their_beginning(
+    recipe: dict[str, ModuleType], model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    corpus = conversations(recipe, model, tmp_path)
+    texts = corpus.batch(0)  # type: ignore[attr-defined]
+    assert texts.tokens.shape[0] == 64 and texts.streams.shape[-1] == 3 * 48
+    assert texts.tokens[:, : len(CONVERSATION)].tolist() == [CONVERSATION] * 64
+    begin = len(CONVERSATION) - 1
+    for tokens, counted in zip(texts.tokens.tolist(), texts.counted.tolist(), strict=True):
+        assert not any(counted[:begin]) and counted[begin]
+        answer = [tokens[place + 1] for place, here in enumerate(counted) if here]
+        assert answer == tokens[begin + 1 : begin + 1 + len(answer)], "one stretch"
+        assert END not in answer[:-1] and (answer[-1] == END or len(CONVERSATION) + len(answer) == 40)
+
+
+def test_every_conversation_has_its_turn_in_a_new_order(
+    recipe: dict[str, ModuleType], model: LlamaForCausalLM, tmp_path: Path
+) -> None:
+    corpus = conversations(recipe, model, tmp_path)
+    first, again, later = (corpus.batch(number).tokens for number in (0, 0, 1))  # type: ignore[attr-defined]
+    assert torch.equal(first, again)
+    assert not torch.equal(first, later)
+
+
+def test_no_conversation_is_refused(recipe: dict[str, ModuleType], model: LlamaForCausalLM, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="hold 0 conversations"):
+        conversations(recipe, model, tmp_path, longest=len(CONVERSATION) - 2)
