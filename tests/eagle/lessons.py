@@ -1,0 +1,42 @@
+"""What the tests of training learn from: a tiny target, easy text, and a head to begin with; no tests in here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from paceline.decoder.models.config import ModelConfig
+from paceline.eagle import initial
+from paceline.eagle.network import TrainableHead
+from paceline.eagle.objective import DraftVocab
+from paceline.training.features import CachedTextOptions, FeatureCache
+from paceline.training.frozen_model import FrozenTarget
+from tests.decoder.tiny import VOCABULARY, Workshop
+
+SHORT = CachedTextOptions(length=24, prompt=6, eval_samples=8, feature_cache_gb=1)
+LAYERS = (0, 1, 2)
+
+
+def output(frozen: FrozenTarget) -> torch.Tensor:
+    return frozen.output.detach()
+
+
+def stream(texts: int = 160) -> np.ndarray:
+    """Text that is easy to go on from: runs of neighbouring ids."""
+    rng = np.random.default_rng(0)
+    starts = rng.integers(0, VOCABULARY, texts * 6)
+    return ((starts[:, None] + np.arange(4)) % VOCABULARY).astype(np.uint16).flatten()
+
+
+def parts(
+    workshop: Workshop, folder: Path, version: int
+) -> tuple[FrozenTarget, FeatureCache, TrainableHead, DraftVocab]:
+    frozen = FrozenTarget(workshop.checkpoint(), LAYERS)
+    sizes = ModelConfig.from_pretrained(workshop.checkpoint())
+    counts = torch.from_numpy(np.bincount(stream(), minlength=VOCABULARY))
+    vocabulary = DraftVocab.frequent(counts, 60 if version == 3 else VOCABULARY)
+    made = initial.default_config(sizes, version=version, layers=LAYERS, draft_vocab_size=len(vocabulary.ids))
+    network = initial.fresh(made, frozen, depth=sizes.num_layers, vocabulary=vocabulary)
+    return frozen, FeatureCache(frozen, stream(), SHORT, folder=folder / "states"), network, vocabulary
