@@ -16,6 +16,7 @@ from dataclasses import replace
 from paceline.core.detokenizer import Tokenizer
 from paceline.core.errors import BackendError, PlacementError
 from paceline.engine.request import Request, TargetLimits
+from paceline.serving.gathering import Gathering
 from paceline.serving.openai.chat import ChatRequest, NamedTool
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.responses import ResponsesRequest
@@ -59,6 +60,7 @@ class ModelServer:
             reasoning=None if form.reasoning is None else form.reasoning.name,
         )
         self._calls: AsyncEngine | None = None
+        self._answers = 0  # under way
 
     async def stream(
         self, request: GenerationRequest, context: RequestContext, skip: Sequence[int] = ()
@@ -73,6 +75,8 @@ class ModelServer:
         if self._calls is None or self._calls.is_over:
             self._calls = AsyncEngine(self._engine)
         self._calls.check_loop()
+        gathering, answer = Gathering(), None
+        self._answers += 1
         try:
             # Templates and tokenizers take milliseconds, and more for long prompts.
             prompts, requests, answer = await asyncio.to_thread(self._prepare, request, context, tuple(skip))
@@ -90,16 +94,20 @@ class ModelServer:
                     first.cancel()
                     await asyncio.wait([first])  # a generator that runs cannot be closed
                 while update is not None:
-                    data = answer.push(update.outputs)
+                    data = gathering.add(answer.push(update.outputs), answers=self._answers, ended=update.ended)
                     if update.ended and update.error is None:
                         yield Chunk(data + answer.end(), answer.sent, last=True)
                         return
                     if data:
                         yield Chunk(data, answer.sent)
                     update = await anext(updates, None)
-            yield Chunk(answer.end(), answer.sent, last=True)
+            yield Chunk(gathering.rest() + answer.end(), answer.sent, last=True)
         except Exception as error:  # tokenizers too, which raise errors of any class
+            if answer is not None and (data := gathering.rest()):
+                yield Chunk(data, answer.sent)
             yield Failed.of(refusal(error, request.prompt_field), lost=isinstance(error, BackendError | PlacementError))
+        finally:
+            self._answers -= 1
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         """See `ModelRouter`."""
