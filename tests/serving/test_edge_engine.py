@@ -12,6 +12,7 @@ import pytest
 
 from paceline import SpeculativeGenerator
 from paceline.engine.request import Request
+from paceline.serving import gathering
 from paceline.serving.api import create_app
 from paceline.serving.local import LocalRouter
 from paceline.serving.model_server import ModelServer
@@ -273,6 +274,17 @@ def test_another_server_goes_on_where_the_first_was_lost(kind: type[Any], fields
             assert rest[-1].sent == chunks[-1].sent
 
     asyncio.run(work())
+
+
+def test_a_stream_whose_events_wait_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = {"model": "m", "stream": True, "seed": 5, "prompt": "abc", "max_tokens": 80, "ignore_eos": True}
+    request = read_body(CompletionRequest, json.dumps(body).encode())
+    at_once = asyncio.run(items(server(), request))
+    monkeypatch.setattr(gathering, "MANY", 1)
+    monkeypatch.setattr(gathering, "OFTEN_S", float("inf"))
+    waited = asyncio.run(items(server(), request))
+    assert len(waited) <= 2, "the first events, and all others with the last"
+    assert contents(b"".join(one.data for one in waited)) == contents(b"".join(one.data for one in at_once))
 
 
 def contents(data: bytes) -> dict[object, object]:

@@ -1,4 +1,4 @@
-"""Where many answers are under way, events of several rounds go together, soon enough; no byte is lost or changes place."""
+"""Where many answers are under way, events of several rounds go together; no byte is lost or changes place."""
 
 from __future__ import annotations
 
