@@ -99,6 +99,9 @@ extern "C" void paceline_probs(const float* logits, const float* params, float* 
 // How many sums lie side by side in a register.
 extern "C" int64_t paceline_abreast() { return ABREAST; }
 
+// Whether an instruction of the processor multiplies bfloat16 in pairs.
+extern "C" int64_t paceline_pairs() { return PAIRS; }
+
 // The noise of ids 0 to n - 1 of one row, to be compared with paceline.core.noise.
 extern "C" void paceline_gumbel(const int32_t* seed, int64_t position, int64_t stream, float* out, int64_t n) {
   const RowKeys row(seed, (int32_t)position, stream);

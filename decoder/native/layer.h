@@ -31,13 +31,13 @@ inline void clear_padding(float* out, const int32_t* count, int64_t lines, int64
 inline void linear_real(const float* in, const Stored& w, float* out, const int32_t* count, int64_t lines, int64_t T,
                         int64_t K, int64_t N) {
   const std::vector<int64_t> rows = real_rows(lines, T, count);
-  const int64_t M = rows.size();
+  const int64_t M = rows.size(), size = prepared(w.format, K);
   Shared work(N, PIECES);
-  std::vector<float> common(M > FEW ? M * K : 0);
+  std::vector<float> common(M > FEW ? M * size : 0);
 #pragma omp parallel if (M * K * N > WORTH)
   {
     clear_padding(out, count, lines, T, N);
-    const float* x = prepare(M, K, common.data(), [&](int64_t m, float* to) {
+    const float* x = prepare(M, size, common.data(), [&](int64_t m, float* to) {
       arrange_line(w.format, in + rows[m] * K, to, K);
     });
     work.run([&](int64_t begin, int64_t end) {
@@ -93,7 +93,7 @@ void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const 
 #pragma omp parallel if (M * H * qkv.N > WORTH)
   {
     s.clear();
-    const float* x = prepare(M, H, common.data(), [&](int64_t m, float* to) {
+    const float* x = prepare(M, prepared(qkv.format, H), common.data(), [&](int64_t m, float* to) {
       norm_line(s.hidden + rows[m] * H, norm, s.eps, qkv.format, to, H);
     });
     making.run([&](int64_t begin, int64_t end) {
@@ -122,7 +122,7 @@ void attention_half(const Stream& s, const W* norm, const Matrix<W>& qkv, const 
       }
     });
 #pragma omp barrier
-    const float* y = prepare(M, all, common.data(), [&](int64_t m, float* to) {
+    const float* y = prepare(M, prepared(result.format, all), common.data(), [&](int64_t m, float* to) {
       arrange_line(result.format, seen.data() + m * all, to, all);
     });
     adding.run([&](int64_t begin, int64_t end) {
@@ -143,7 +143,7 @@ void mlp_half(const Stream& s, const W* norm, const Matrix<W>& gate_up, const Ma
 #pragma omp parallel if (M * H * gate_up.N > WORTH)
   {
     s.clear();
-    const float* x = prepare(M, H, common.data(), [&](int64_t m, float* to) {
+    const float* x = prepare(M, prepared(gate_up.format, H), common.data(), [&](int64_t m, float* to) {
       norm_line(s.hidden + rows[m] * H, norm, s.eps, gate_up.format, to, H);
     });
     making.run([&](int64_t begin, int64_t end) {
@@ -160,7 +160,7 @@ void mlp_half(const Stream& s, const W* norm, const Matrix<W>& gate_up, const Ma
         }
     });
 #pragma omp barrier
-    const float* y = prepare(M, F, common.data(), [&](int64_t m, float* to) {
+    const float* y = prepare(M, prepared(down.format, F), common.data(), [&](int64_t m, float* to) {
       arrange_line(down.format, gates.data() + m * line, to, F);
     });
     adding.run([&](int64_t begin, int64_t end) {

@@ -6,7 +6,7 @@
 #include <omp.h>
 #include <vector>
 
-#include "matrix.h"
+#include "pairs.h"
 
 namespace paceline [[gnu::visibility("hidden")]] {
 
@@ -60,39 +60,52 @@ inline Pair<Vec> arrange(Vec first, Vec second) {
           __builtin_shuffle(first, second, VecI{1, 3, 5, 7, 9, 11, 13, 15})};
 #endif
 }
-// A line of K numbers, each what `number` makes of its place: a vector or, behind the last whole STEP, a single one.
-template <bool EVEN_FIRST, class Vector, class Number>
-inline void arrange_line(float* to, int64_t K, Vector vector, Number number) {
-  int64_t k = 0;
-  for (; k + STEP <= K; k += STEP) {
-    Pair<Vec> pair = arrange<EVEN_FIRST>(vector(k), vector(k + VL));
-    std::memcpy(to + k, &pair, sizeof pair);
-  }
-  for (; k < K; k++) to[k] = number(k);
-}
-// For a matrix of a format.
+// How many float32 a prepared line of K numbers takes.
+inline int64_t prepared(int64_t format, int64_t K) { return PAIRS && format == BFLOAT16 ? (K + 1) / 2 : K; }
+
+// A line of K numbers for a matrix of a format, each what `number` makes of its place: a vector or, behind the last whole
+// STEP, a single one.
 template <class Vector, class Number>
 inline void arrange_line(int64_t format, float* to, int64_t K, Vector vector, Number number) {
-  if (format == BFLOAT16) arrange_line<true>(to, K, vector, number);
-  else arrange_line<false>(to, K, vector, number);
+  int64_t k = 0;
+  if (format != BFLOAT16) {
+    for (; k + VL <= K; k += VL) {
+      const Vec some = vector(k);
+      std::memcpy(to + k, &some, sizeof some);
+    }
+    for (; k < K; k++) to[k] = number(k);
+  } else if constexpr (PAIRS) {
+    BFloat16* pairs = (BFloat16*)to;
+    for (; k + VL <= K; k += VL) {
+      const VecH some = __builtin_convertvector(rounded(vector(k)) >> 16, VecH);
+      std::memcpy(pairs + k, &some, sizeof some);
+    }
+    for (; k < K; k++) narrow(pairs + k, number(k));
+  } else {
+    for (; k + STEP <= K; k += STEP) {
+      const Pair<Vec> pair = arrange<true>((Vec)rounded(vector(k)), (Vec)rounded(vector(k + VL)));
+      std::memcpy(to + k, &pair, sizeof pair);
+    }
+    for (; k < K; k++) to[k] = rounded(number(k));
+  }
 }
 inline void arrange_line(int64_t format, const float* from, float* to, int64_t K) {
   arrange_line(format, to, K, [&](int64_t k) { return load(from + k); }, [&](int64_t k) { return from[k]; });
 }
 
-// M lines of K numbers, written by fill(m, line): by every thread for itself if they are few, which is cheaper than to
-// wait for each other, or by all of the team together into `common`, which holds M * K numbers.
+// M lines that take `size` float32 each, written by fill(m, line): by every thread for itself if they are few, which is
+// cheaper than to wait for each other, or by all of the team together into `common`, which holds all of them.
 constexpr int64_t FEW = 16;
 template <class Fill>
-const float* prepare(int64_t M, int64_t K, float* common, Fill fill) {
+const float* prepare(int64_t M, int64_t size, float* common, Fill fill) {
   if (M > FEW) {
 #pragma omp for schedule(static)
-    for (int64_t m = 0; m < M; m++) fill(m, common + m * K);
+    for (int64_t m = 0; m < M; m++) fill(m, common + m * size);
     return common;
   }
   static thread_local std::vector<float> own;
-  if ((int64_t)own.size() < M * K) own.resize(M * K);
-  for (int64_t m = 0; m < M; m++) fill(m, own.data() + m * K);
+  if ((int64_t)own.size() < M * size) own.resize(M * size);
+  for (int64_t m = 0; m < M; m++) fill(m, own.data() + m * size);
   return own.data();
 }
 
@@ -104,7 +117,7 @@ constexpr int MOST_ROWS = sizeof(V) == sizeof(Vec) ? 5 : 12;
 
 // The results of so many rows with COLS columns of a V; found [rows, all columns]. In products.cpp, for every R.
 template <class R, class V, int COLS>
-void block_of(int rows, const float* x, const R& w, float* found);
+void block_of(int rows, const float* x, int64_t size, const R& w, float* found);
 
 // The first block of so many rows: as few blocks as can be, and no small remainder. With 5 at once 6 is 3 + 3, 7 is 4 + 3,
 // 8 is 4 + 4.
@@ -115,14 +128,14 @@ int64_t first_of(int64_t rows) {
   return rows >= 2 * MOST - 1 ? MOST : (rows + blocks - 1) / blocks;
 }
 
-// M prepared rows with COLS columns of V; emit(m, n, value) gets each result.
+// M prepared rows, which lie `size` float32 apart, with COLS columns of V; emit(m, n, value) gets each result.
 template <class V, int COLS, class R, class Emit>
-inline void columns(const float* x, const R& w, int64_t M, Emit emit) {
+inline void columns(const float* x, int64_t size, const R& w, int64_t M, Emit emit) {
   constexpr int ALL = COLS * sizeof(V) / sizeof(Vec);
   for (int64_t m = 0; m < M;) {
     float found[MOST_ROWS<V> * ALL];
     const int take = (int)first_of<V>(M - m);
-    block_of<R, V, COLS>(take, x + m * w.K, w, found);
+    block_of<R, V, COLS>(take, x + m * size, size, w, found);
     for (int i = 0; i < take; i++)
       for (int n = 0; n < ALL; n++) emit(m + i, n, found[i * ALL + n]);
     m += take;
@@ -133,13 +146,15 @@ inline void columns(const float* x, const R& w, int64_t M, Emit emit) {
 // twice from afar; of many, a block stays close while all of these weights go by.
 template <class Emit>
 void product(const float* x, const Stored& weight, int64_t M, int64_t K, int64_t begin, int64_t end, Emit emit) {
+  const int64_t size = prepared(weight.format, K);
+  const Flushed flushed(weight.format == BFLOAT16);
   in_format(weight, K, [&](auto w) {
     for (int64_t m = 0, rows; m < M; m += rows) {
       rows = M > 2 * FEW ? first_of<Wide>(M - m) : M;
       int64_t n = begin;
       auto to = [&](int64_t i, int64_t j, float value) { emit(m + i, n + j, value); };
-      for (; n + 2 * ABREAST <= end; n += 2 * ABREAST) columns<Wide, 2>(x + m * K, w.from(n), rows, to);
-      for (; n < end; n++) columns<Vec, 1>(x + m * K, w.from(n), rows, to);
+      for (; n + 2 * ABREAST <= end; n += 2 * ABREAST) columns<Wide, 2>(x + m * size, size, w.from(n), rows, to);
+      for (; n < end; n++) columns<Vec, 1>(x + m * size, size, w.from(n), rows, to);
     }
   });
 }
@@ -148,12 +163,13 @@ constexpr int64_t PIECES = 4;  // of a thread's range: fine enough to help out, 
 constexpr int64_t WORTH = 16384;  // multiply-adds that are worth a team
 
 inline void linear(const float* in, const Stored& w, float* out, int64_t M, int64_t K, int64_t N) {
+  const int64_t size = prepared(w.format, K);
   Shared work(N, PIECES);
-  std::vector<float> common(M > FEW ? M * K : 0);
+  std::vector<float> common(M > FEW ? M * size : 0);
 #pragma omp parallel if (M * K * N > WORTH)
   {
     const float* x =
-        prepare(M, K, common.data(), [&](int64_t m, float* to) { arrange_line(w.format, in + m * K, to, K); });
+        prepare(M, size, common.data(), [&](int64_t m, float* to) { arrange_line(w.format, in + m * K, to, K); });
     work.run([&](int64_t begin, int64_t end) {
       product(x, w, M, K, begin, end, [&](int64_t m, int64_t n, float value) { out[m * N + n] = value; });
     });

@@ -6,51 +6,80 @@ namespace paceline [[gnu::visibility("hidden")]] {
 
 constexpr int64_t AHEAD = 8192;  // bytes: weights come from memory in the time that a few rows of them take
 
+// What a block multiplies at k: STEP numbers of its columns with those of each row of x.
+template <class R, class V, int ROWS, int COLS>
+inline __attribute__((always_inline)) void step(const float* x, int64_t size, const R& w, int64_t k, V* sum) {
+  constexpr int EACH = sizeof(V) / sizeof(Vec);
+  if constexpr (PAIRED<R>) {
+#ifdef PACELINE_PAIRS
+    V column[COLS];
+    unrolled<COLS>([&](auto n) { column[n] = load_pairs<V>(w.data + n * EACH * w.K + k, w.K); });
+    unrolled<ROWS>([&](auto m) {
+      V row = in_register(repeated<V>(x + m * size + k / 2));
+      unrolled<COLS>([&](auto n) { multiply_add_pairs(sum[m * COLS + n], column[n], row); });
+    });
+#endif
+  } else {
+    Pair<V> column[COLS];
+    unrolled<COLS>([&](auto n) { column[n] = w.template pair<V>(n * EACH, k); });
+    if constexpr (ROUNDED<R>) unrolled<COLS>([&](auto n) { std::swap(column[n].first, column[n].second); });
+    constexpr int FIRST = ROUNDED<R> ? VL : 0;  // the odd ones come first: the order of pairs
+    unrolled<ROWS>([&](auto m) {
+      V row = in_register(repeated<V>(x + m * size + k + FIRST));
+      unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].first, row); });
+    });
+    unrolled<ROWS>([&](auto m) {
+      V row = in_register(repeated<V>(x + m * size + k + (VL - FIRST)));
+      unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].second, row); });
+    });
+  }
+}
+
+// Number k of a prepared line, behind the last whole STEP.
+template <class R>
+inline float last(const float* line, int64_t k) {
+  if constexpr (PAIRED<R>) return widen(((const BFloat16*)line)[k]);
+  else return line[k];
+}
+
 // ROWS x (COLS x columns of a V) results at once. One accumulator for each, walked along K: the same arithmetic for every
 // ROWS, COLS and V. A function by itself, so that nothing around it costs it a register. found [ROWS, all columns]
 template <class R, class V, int ROWS, int COLS>
-__attribute__((noinline)) void block(const float* x, const R w, float* found) {
+__attribute__((noinline)) void block(const float* x, int64_t size, const R w, float* found) {
   constexpr int EACH = sizeof(V) / sizeof(Vec), ALL = COLS * EACH;
   const int64_t K = w.K;
   V sum[ROWS * COLS];
   unrolled<ROWS * COLS>([&](auto i) { sum[i] = V{}; });
-  constexpr int CACHE = ROWS == 1 ? 3 : 2;  // level 1; level 2 where the rows of x need level 1 for themselves
-  const char* ahead = w.bytes() + AHEAD;
+  // Into level 1; into level 2 where the rows of x need level 1 for themselves.
+  constexpr int CACHE = ROWS == 1 || PAIRED<R> ? 3 : 2;
+  // A block reads all of its columns from the start: the next one's are fetched while this one is computed.
+  const char* ahead = w.bytes() + std::max(AHEAD, ALL * K / STEP * R::SPREAD);
   int64_t due = 0;  // bytes that were read and not yet fetched ahead
   int64_t k = 0;
   for (; k + STEP <= K; k += STEP) {
-    Pair<V> column[COLS];
-    unrolled<COLS>([&](auto n) { column[n] = w.template pair<V>(n * EACH, k); });
     for (due += ALL * R::SPREAD; due >= 64; due -= 64, ahead += 64) __builtin_prefetch(ahead, 0, CACHE);
-    unrolled<ROWS>([&](auto m) {
-      V row = in_register(repeated<V>(x + m * K + k));
-      unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].first, row); });
-    });
-    unrolled<ROWS>([&](auto m) {
-      V row = in_register(repeated<V>(x + m * K + k + VL));
-      unrolled<COLS>([&](auto n) { multiply_add(sum[m * COLS + n], column[n].second, row); });
-    });
+    step<R, V, ROWS, COLS>(x, size, w, k, sum);
   }
   totals<ROWS * COLS>(sum, found);
   for (; k < K; k++)
     for (int m = 0; m < ROWS; m++)
       for (int n = 0; n < ALL; n++)
-        found[m * ALL + n] = __builtin_fmaf(x[m * K + k], w.tail(n, k), found[m * ALL + n]);
+        found[m * ALL + n] = __builtin_fmaf(last<R>(x + m * size, k), w.tail(n, k), found[m * ALL + n]);
   for (int m = 0; m < ROWS; m++)
     for (int n = 0; n < ALL; n++) found[m * ALL + n] = w.finished(n, found[m * ALL + n]);
 }
 
 // `block` for a number of rows that is not known before. Here alone are all of them made.
 template <class R, class V, int COLS>
-__attribute__((noinline)) void block_of(int rows, const float* x, const R& w, float* found) {
+__attribute__((noinline)) void block_of(int rows, const float* x, int64_t size, const R& w, float* found) {
   unrolled<MOST_ROWS<V>>([&](auto less) {
-    if (rows == less + 1) block<R, V, less + 1, COLS>(x, w, found);
+    if (rows == less + 1) block<R, V, less + 1, COLS>(x, size, w, found);
   });
 }
 
-#define FOR_ROWS(...)                                                                           \
-  template void block_of<__VA_ARGS__, Wide, 2>(int, const float*, const __VA_ARGS__&, float*); \
-  template void block_of<__VA_ARGS__, Vec, 1>(int, const float*, const __VA_ARGS__&, float*);
+#define FOR_ROWS(...)                                                                                    \
+  template void block_of<__VA_ARGS__, Wide, 2>(int, const float*, int64_t, const __VA_ARGS__&, float*); \
+  template void block_of<__VA_ARGS__, Vec, 1>(int, const float*, int64_t, const __VA_ARGS__&, float*);
 
 FOR_ROWS(Plain<float>)
 FOR_ROWS(Plain<BFloat16>)
