@@ -78,7 +78,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "quantization_scale_dtype": "scales are float32",
     # Numbers.
     "overrides_torch_dtype": "amp says it",
-    "cast_type": "amp is the format of weights and cache; activations are float32",
+    "cast_type": "amp is the format of weights and cache; activations are float32 between products",
     "attention_dtype": "activations are float32",
     "rpl_reduce_dtype": "activations are float32",
     "all_reduce_dtype": "activations are float32",

@@ -1,8 +1,8 @@
 """What a model family gives a decoder, and the forward pass that families share: embedding, layers, norm, head.
 
 Holds weights (of one rank, where the model is divided) and reads caches that it is given; holds no length and knows
-neither backends nor rounds. Activations are float32 throughout, whatever the type of the weights: no intermediate is
-rounded, so no fusion can change one.
+neither backends nor rounds. Activations are float32 throughout, whatever the type of the weights: none is rounded but
+inside of a product (`Kernels.linear`), so no fusion can change one.
 """
 
 from __future__ import annotations

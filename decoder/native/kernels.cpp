@@ -16,7 +16,7 @@ using namespace paceline;
 
 // ----------------------------------------------------------------------------------------------- plain C entry points --
 // dtype of norms and biases: 0 float32, 1 bfloat16, 2 float16; format of matrices and caches: those or a quantised one
-// (`Format` in vectors.h). Activations are float32.
+// (`Format` in vectors.h). Activations are float32; products with bfloat16 round them (pairs.h).
 
 extern "C" void paceline_linear(const float* x, const void* w, const float* scales, float* out, int64_t M, int64_t K,
                                 int64_t N, int64_t format) {

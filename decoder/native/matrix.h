@@ -1,9 +1,10 @@
 // A weight matrix in any of its formats: plain numbers, numbers of 8 bits with a scale for each row, or blocks of 32 as in
 // GGUF files.
 //
-// Every format gives STEP numbers of a row at a time as float32, in the order `arrange` gives the activations. Blocks are
-// dequantised exactly (a scale of 11 bits times at most 8 bits fits float32), so that a product has the bits of the same
-// product with the dequantised matrix in float32.
+// Every format gives STEP numbers of a row at a time as float32, in the order `arrange_line` gives the activations; what
+// bfloat16 does in place of that, where the processor can, is in pairs.h. Blocks are dequantised exactly (a scale of 11 bits
+// times at most 8 bits fits float32), so that a product has the bits of the same product with the dequantised matrix in
+// float32.
 #pragma once
 
 #include "vectors.h"
@@ -12,7 +13,7 @@ namespace paceline [[gnu::visibility("hidden")]] {
 
 constexpr int STEP = 2 * VL;  // numbers of K walked at once
 
-// STEP numbers of a weight row, or of several rows side by side, in the order `arrange` gives the activations.
+// STEP numbers of a weight row, or of several rows side by side, in the order `arrange_line` gives the activations.
 template <class V>
 struct Pair {
   V first, second;

@@ -1,9 +1,10 @@
-// Products of bfloat16 weights: activations are rounded to bfloat16 too, once for a product, and multiplied two at a time.
+// Products of bfloat16 weights: activations are rounded to bfloat16 too, once for a product, and are multiplied two at a
+// time.
 //
-// One instruction (`vdpbf16ps` of AVX512_BF16) adds two products to a float32 sum: a fused multiply-add of the odd numbers,
-// then one of the even numbers, each rounded to nearest, with denormals taken and given as zeros. Processors without it
-// do these two fused multiply-adds themselves, in that order, and treat denormals in the same way where they can be told to
-// (x86). So the sums have the same bits.
+// One instruction (`vdpbf16ps` of AVX512_BF16) adds two products to a float32 sum: a fused multiply-add of the odd
+// numbers, then one of the even numbers, each rounded to nearest, with denormals taken and given as zeros. Processors
+// without it do these two fused multiply-adds themselves, in that order, and treat denormals in the same way where they can
+// be told to (x86). So the sums have the same bits.
 #pragma once
 
 #include "matrix.h"
@@ -17,7 +18,7 @@ constexpr bool PAIRS = true;
 constexpr bool PAIRS = false;
 #endif
 
-// Whether the activations of products with such rows are rounded, and whether they are kept in 16 bits and in their order.
+// Whether activations are rounded for such rows, and whether they then are kept in 16 bits, in their order.
 template <class R>
 constexpr bool ROUNDED = std::is_same_v<R, Plain<BFloat16>>;
 template <class R>

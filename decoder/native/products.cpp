@@ -52,12 +52,18 @@ __attribute__((noinline)) void block(const float* x, int64_t size, const R w, fl
   unrolled<ROWS * COLS>([&](auto i) { sum[i] = V{}; });
   // Into level 1; into level 2 where the rows of x need level 1 for themselves.
   constexpr int CACHE = ROWS == 1 || PAIRED<R> ? 3 : 2;
-  // A block reads all of its columns from the start: the next one's are fetched while this one is computed.
-  const char* ahead = w.bytes() + std::max(AHEAD, ALL * K / STEP * R::SPREAD);
+  // A block reads all of its columns from the start, so the next one's are fetched while it is computed. One row takes so
+  // little time that those of a short block are asked for at once.
+  const int64_t bytes = ALL * K / STEP * R::SPREAD;
+  const bool at_once = PAIRED<R> && ROWS == 1 && bytes <= AHEAD;
+  if (at_once)
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w.bytes() + bytes + i, 0, CACHE);
+  const char* ahead = w.bytes() + std::max(AHEAD, bytes);
   int64_t due = 0;  // bytes that were read and not yet fetched ahead
   int64_t k = 0;
   for (; k + STEP <= K; k += STEP) {
-    for (due += ALL * R::SPREAD; due >= 64; due -= 64, ahead += 64) __builtin_prefetch(ahead, 0, CACHE);
+    if (!at_once)
+      for (due += ALL * R::SPREAD; due >= 64; due -= 64, ahead += 64) __builtin_prefetch(ahead, 0, CACHE);
     step<R, V, ROWS, COLS>(x, size, w, k, sum);
   }
   totals<ROWS * COLS>(sum, found);
