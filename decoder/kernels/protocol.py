@@ -91,9 +91,9 @@ PLAIN_ATTENTION = AttentionRule()
 class Kernels(Protocol):
     """Lines b, tokens T of a line, heads H, key-value heads G, head width D, cache rows R.
 
-    Activations are float32, and a product may round them to the type of its weights. Weights have the type that ``amp``
-    names, or a quantised one, and caches that one or rows of 8 bits (`paceline.decoder.kernels.cache_rows`), whose R x D
-    numbers are R x (D + 4) elements.
+    Activations are float32; a product may round them to the type of its weights. Weights have the type that ``amp``
+    names, or a quantised one, and caches that one or rows of 8 bits (`paceline.decoder.kernels.cache_rows`), whose
+    R x D numbers are R x (D + 4) elements.
     ``batch_invariant``: a row's bits do not depend on the number of rows of its window.
     ``sampling_kinds``: a graph is made for every kind of sampling, and relies on `SamplingTensors.kind`. Otherwise one
     graph serves all kinds: its kernels look at the values of every row, and the kind says nothing.

@@ -56,9 +56,9 @@ __attribute__((noinline)) void block(const float* x, int64_t size, const R w, fl
   // little time that those of a short block are asked for at once.
   const int64_t bytes = ALL * K / STEP * R::SPREAD;
   const bool at_once = PAIRED<R> && ROWS == 1 && bytes <= AHEAD;
-  if (at_once)
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w.bytes() + bytes + i, 0, CACHE);
   const char* ahead = w.bytes() + std::max(AHEAD, bytes);
+  if (at_once)
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(ahead + i, 0, CACHE);
   int64_t due = 0;  // bytes that were read and not yet fetched ahead
   int64_t k = 0;
   for (; k + STEP <= K; k += STEP) {
