@@ -7,6 +7,10 @@
 // be told to (x86). So the sums have the same bits.
 #pragma once
 
+#ifdef __SSE2__
+#include <xmmintrin.h>
+#endif
+
 #include "matrix.h"
 
 namespace paceline [[gnu::visibility("hidden")]] {
