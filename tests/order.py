@@ -49,6 +49,7 @@ LONG = (
     "tests/equality/test_formats.py",
     "tests/decoder/test_round_costs.py",
     "tests/decoder/test_family_modes.py",
+    "tests/decoder/test_family_compiled.py",
     "tests/decoder/test_family_graphs.py",
     "tests/diagnostics/test_verify.py",
     "tests/orchestrator/test_trees.py",
