@@ -48,7 +48,7 @@ MODES = (
 )
 CHAT_MODES = (
     "plain; ngram 4; suffix 6; fused 3; medusa tree-8; eagle3 chain:2; eagle3 chain:3; eagle3 chain:4; "
-    "eagle3 dynamic:8,4,3; suffix 6 + pair 3; answers 4; answers 4 3 + pair 3"
+    "eagle3 chain:5; eagle3 dynamic:8,4,3; suffix 6 + pair 3; answers 4"
 )
 
 
