@@ -130,7 +130,7 @@ def demo(console: Console, options: argparse.Namespace) -> int:
     model = fetched(MODELS[options.model])
     clock.lap("model and kernels")
     mode = options.mode or model.mode
-    k = options.k if options.k is not None else 2 if model.chat and mode == "eagle" else 4
+    k = options.k if options.k is not None else 3 if model.chat and mode == "eagle" else 4
     tokenizer = load_tokenizer(model.target)
     prompts = read_prompts(model, tokenizer)
     decoders = {"target": decoder(model, model.target)}
