@@ -150,6 +150,9 @@ def acceptance(
     """Share of places from ``skip`` on where drafts 1, 2, ... are all the target's greedy choice.
 
     On texts that the target wrote greedily this is the acceptance of greedy chains, each place being a beginning.
+
+    Raises:
+        ConfigurationError: there is no such place.
     """
     parts = [text_part(texts, index, 8) for index in range(-(-len(texts.tokens) // 8))]
     agreements = [_agreements(network, part, depth, head=head, vocabulary=vocabulary) for part in parts]
@@ -158,6 +161,10 @@ def acceptance(
     if texts.counted is not None:  # a chain counts where all that it drafts does
         places = texts.counted.unfold(1, depth + 1, 1).all(-1)
     places[:, :skip] = False
+    if not bool(places.any()):
+        raise ConfigurationError(
+            f"no text to measure on has a place that counts with room for {depth} drafts; give more or longer ones"
+        )
     return [float(row[places].double().mean()) for row in agreed.unbind(1)]
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from paceline.core.errors import ConfigurationError
 from paceline.eagle.network import TrainableHead
 from paceline.eagle.objective import DraftVocab, EagleTraining, acceptance, objective, target_probs
 from paceline.training.frozen_model import Texts
@@ -71,6 +72,9 @@ def test_a_chain_is_measured_where_all_its_places_count(workshop: Workshop, tmp_
     short = Texts(texts.tokens[:, :end], texts.last[:, :end], texts.streams[:, :end])
     assert acceptance(network, some, skip=0, **given) == acceptance(network, short, skip=begin, **given)
     assert acceptance(network, some, skip=0, **given) != acceptance(network, texts, skip=begin, **given)
+    counted[:, begin + depth :] = False
+    with pytest.raises(ConfigurationError, match="room for 3 drafts"):
+        acceptance(network, some, skip=0, **given)
 
 
 def test_the_law_over_a_part_of_the_vocabulary() -> None:
