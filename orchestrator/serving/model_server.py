@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from paceline.core.detokenizer import Tokenizer
+from paceline.core.detokenizer import Decodes, Tokenizer
 from paceline.core.errors import BackendError, PlacementError
 from paceline.engine.request import Request, TargetLimits
 from paceline.serving.gathering import Gathering
@@ -35,6 +35,7 @@ from paceline.serving.render.pieces import AnswerWriter
 from paceline.serving.render.responses_writer import ResponsesWriter
 from paceline.serving.router import Accepted, Chunk, Failed, Item, ModelCard, RequestContext
 from paceline.serving.sampling import sampling_params
+from paceline.text.marker_tokens import with_markers
 from paceline.text.stop_strings import StopStringFilter, StopStrings
 from paceline.workers.async_engine import AsyncEngine
 from paceline.workers.calls import Call, CallUpdate
@@ -157,10 +158,13 @@ class ModelServer:
         requests = Request.batch(rows, params, self._limits_of(chat_request, rows, context.max_sequence))
         writer = self._writer(request, context, prompts)
         stop = StopStrings.of(params.stop_strings)
+        shown: Decodes = self._tokenizer
+        if isinstance(chat_request, ChatRequest):
+            shown = with_markers(shown, self._format.markers(tools=bool(chat_request.tools_offered)))
         choices = [
             ChoiceRenderer(
                 index,
-                StopStringFilter(stop, self._tokenizer, ids),
+                StopStringFilter(stop, shown, ids),
                 self._parser(chat_request, prompts),
                 skip=skip[index] if skip else 0,
                 by_token=writer.by_token,
@@ -198,7 +202,7 @@ class ModelServer:
         elif request.tool_choice == "required":
             parser = JsonListParser()
         elif request.tools_offered and self._format.tools is not None:
-            parser = self._format.tools.make()
+            parser = self._format.tools.make(request.tool_schemas)
         if self._format.reasoning is not None:
             return ReasoningParser(self._format.reasoning, parser, started=prompts.in_reasoning)
         return parser

@@ -40,6 +40,11 @@ class ChatFormat:
         template = templates if isinstance(templates, str) else "\n".join(map(str, dict(templates).values()))
         return cls(template, tool_format(template), reasoning_of(template))
 
+    def markers(self, *, tools: bool) -> tuple[str, ...]:
+        """Texts that parsers of answers look for, and that may be special tokens. ``tools``: whether calls may come."""
+        marks = self.tools.tokens if tools and self.tools is not None else ()
+        return marks if self.reasoning is None else (*marks, self.reasoning.start, self.reasoning.end)
+
 
 @dataclass(frozen=True, slots=True)
 class Prompts:

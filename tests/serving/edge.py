@@ -38,9 +38,10 @@ TEMPLATE = (
 POSITIONS = 4096
 
 
-def chat_tokenizer(template: str = TEMPLATE) -> PreTrainedTokenizerFast:
-    """Bytes and a few merges, with a chat template."""
+def chat_tokenizer(template: str = TEMPLATE, special: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Bytes and a few merges, with a chat template and special tokens."""
     tokenizer = every_byte()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
     tokenizer.chat_template = template
     return tokenizer
 
@@ -85,10 +86,10 @@ class ScriptedEngine:
 
 
 def scripted(
-    say: Callable[[str], str], template: str = TEMPLATE, **settings: Any
+    say: Callable[[str], str], template: str = TEMPLATE, special: Sequence[str] = (), **settings: Any
 ) -> tuple[FastAPI, ScriptedEngine, ModelServer]:
     """An application over one model, "m"."""
-    tokenizer = chat_tokenizer(template)
+    tokenizer = chat_tokenizer(template, special)
     engine = ScriptedEngine(tokenizer, say)
     server = ModelServer(tokenizer, engine, TargetLimits(len(tokenizer), POSITIONS, (0,)), card=card())  # type: ignore[arg-type]
     return create_app(LocalRouter({"m": server}), ApiSettings(**settings)), engine, server

@@ -136,6 +136,37 @@ def test_what_is_no_call_stays_text(client: openai.OpenAI) -> None:
     assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == (SAYS["broken"], None, "stop")
 
 
+def test_markers_that_are_special_tokens_are_found() -> None:
+    """Mistral's are no text for a tokenizer that leaves out special tokens, as answers do with all the others."""
+    weather = '{"city": "Z\u00fcrich {x}", "days": 2}'
+    text = f"[THINK]2 < 3[/THINK]Well.[TOOL_CALLS]weather[ARGS]{weather}[TOOL_CALLS]add[ARGS]{{}}<x>"
+    template = "{% if tools %}[TOOL_CALLS]{% endif %}{{ messages[-1].content }}{# [THINK] [/THINK] #}"
+    special = ["[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]", "<x>"]
+    app, _, _ = scripted(lambda _: text, template, special)
+    with client_of(app) as client:
+        (choice,) = ask(client, "?", tools=TOOLS).choices
+        chunks = list(ask(client, "?", tools=TOOLS, stream=True))
+        not_asked = ask(client, "?")
+        plain = client.completions.create(model="m", prompt="?", max_tokens=200).choices[0].text
+        about: Any = client.models.list().data[0].model_extra
+    assert (choice.message.reasoning, choice.message.content) == ("2 < 3", "Well.")
+    found = [(call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+    assert found == [("weather", WEATHER), ("add", {})] and texts(chunks) == "Well."
+    assert plain == f"2 < 3Well.weather{weather}add{{}}"
+    assert not_asked.choices[0].message.content == plain.removeprefix("2 < 3")
+    assert (about["paceline"]["tools"], about["paceline"]["reasoning"]) == ("mistral", "mistral")
+
+
+def test_calls_in_tags_have_the_types_of_their_schema() -> None:
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+    tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+    text = "<tool_call>\n<function=weather>\n<parameter=city>\n8001\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+    app, _, _ = scripted(lambda _: f"{text}</function>\n</tool_call>", "{{ tools }}<tool_call><function={{ messages }}")
+    with client_of(app) as client:
+        (choice,) = ask(client, "?", tools=tools).choices
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "8001", "days": 2}
+
+
 @pytest.mark.parametrize(("asked", "thought", "answer"), [("think", "\nhmm, 2 < 3\n", "Two."), ("plain", None, None)])
 def test_reasoning_is_parted_from_the_answer(
     client: openai.OpenAI, asked: str, thought: str | None, answer: str | None

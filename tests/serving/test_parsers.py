@@ -8,6 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from paceline.serving.parsers.base import Delta, Parser, PlainText
+from paceline.serving.parsers.mistral import MistralParser
+from paceline.serving.parsers.qwen3_coder import Qwen3CoderParser
 from paceline.serving.parsers.reasoning import REASONING, ReasoningParser
 from paceline.serving.parsers.tools import (
     HermesParser,
@@ -20,6 +22,27 @@ from paceline.serving.parsers.tools import (
 from paceline.serving.render.pieces import ChoiceText, Step
 
 Calls = list[tuple[str, object]]
+
+SCHEMAS = {
+    "f": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"}, "n": {"type": "integer"}, "on": {"type": "boolean"},
+            "list": {"type": "array"}, "maybe": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+        },
+    }
+}  # fmt: skip
+
+
+def qwen3_coder() -> Parser:
+    return Qwen3CoderParser(SCHEMAS)
+
+
+def tagged(name: str, **values: str) -> str:
+    """A call as Qwen3-Coder's template shows it."""
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
 
 CASES: list[tuple[str, Callable[[], Parser], str, str, Calls]] = [
     ("hermes", HermesParser, 'a <tool_call>{"name": "f", "arguments": {"x": "}<"}}</tool_call>', "a ",
@@ -39,6 +62,27 @@ CASES: list[tuple[str, Callable[[], Parser], str, str, Calls]] = [
     ("pythonic, no literal", PythonicParser, '[f(x=open("y"))]', '[f(x=open("y"))]', []),
     ("list", JsonListParser, '[{"name": "f", "parameters": {"x": 1}}, {"name": "g", "parameters": {}}]', "",
      [("f", {"x": 1}), ("g", {})]),
+    ("mistral", MistralParser,
+     'a [TOOL_CALLS] [{"name": "f", "arguments": {"x": "]"}}, {"name": "g", "arguments": {}}]', "a ",
+     [("f", {"x": "]"}), ("g", {})]),
+    ("mistral, other order", MistralParser, '[TOOL_CALLS][{"arguments": {"x": 1}, "name": "f", "id": "a"}]', "",
+     [("f", {"x": 1})]),
+    ("mistral, by name", MistralParser, 'a[TOOL_CALLS]f[ARGS]{"x": "}["}[TOOL_CALLS]a.g[CALL_ID]9[ARGS]{}', "a",
+     [("f", {"x": "}["}), ("a.g", {})]),
+    ("mistral, by name alone", MistralParser, '[TOOL_CALLS]f{"x": {}}', "", [("f", {"x": {}})]),
+    ("mistral, text", MistralParser, "a [TOOL] b [TOOL_CALL", "a [TOOL] b [TOOL_CALL", []),
+    ("mistral, no call", MistralParser, "[TOOL_CALLS]no call {x}", "[TOOL_CALLS]no call {x}", []),
+    ("mistral, cut", MistralParser, "[TOOL_CALLS]f[AR", "[TOOL_CALLS]f[AR", []),
+    ("mistral, other JSON", MistralParser, '[TOOL_CALLS][{"x": 1}]', '{"x": 1}', []),
+    ("qwen3_coder", qwen3_coder, "a " + tagged("f", text="1", n="2", on="True", list="[3, {}]", maybe="null"), "a ",
+     [("f", {"text": "1", "n": 2, "on": True, "list": [3, {}], "maybe": None})]),
+    ("qwen3_coder, two", qwen3_coder, tagged("f", text='a "b"\n\n c') + "\n" + tagged("g", x="7"), "",
+     [("f", {"text": 'a "b"\n\n c'}), ("g", {"x": "7"})]),
+    ("qwen3_coder, no outer tags", qwen3_coder, "<function=f><parameter=n>5</parameter></function> b", " b",
+     [("f", {"n": 5})]),
+    ("qwen3_coder, no number", qwen3_coder, tagged("f", n="NaN", maybe="four"), "",
+     [("f", {"n": "NaN", "maybe": "four"})]),
+    ("qwen3_coder, text", qwen3_coder, "a < b <tool_call> c <fun", "a < b <tool_call> c <fun", []),
     ("named", lambda: NamedCallParser("f"), '{"x": 1}', "", [("f", {"x": 1})]),
 ]  # fmt: skip
 
@@ -82,6 +126,8 @@ def test_reasoning_cut_anywhere(row: object) -> None:
     ("template", "name"),
     [
         ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ("{% if tools %}<tool_call><function=f>{% endif %}", "qwen3_coder"),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral"),
         ('{{ tools }} {"name": function name, "parameters": dictionary}', "llama3_json"),
         ("{{ tools }} [func_name1(params_name1=params_value1...)]", "pythonic"),
         ("{{ messages }} <tool_call>", None),

@@ -185,6 +185,11 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
         return [] if self.tool_choice == "none" else self.tools
 
     @property
+    def tool_schemas(self) -> dict[str, dict[str, Any]]:
+        """The schema of the parameters of each function that may be called."""
+        return {tool.function.name: tool.function.parameters for tool in self.tools_offered}
+
+    @property
     def structured(self) -> StructuredOutputs | None:
         """What the text must be."""
         return self.response_format.structured or self.guided

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import re
 
+from paceline.serving.parsers.base import Delta, ToolCallDelta
+
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,'
     r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
@@ -85,3 +87,12 @@ def parse_call(text: str) -> tuple[str, str] | None:
         return None
     arguments = call.get("arguments", call.get("parameters", {}))
     return call["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def grown(call: JsonCall, text: str, index: int) -> Delta:
+    """What a call gains by more text."""
+    before = call.name
+    arguments = call.push(text)
+    if not arguments:
+        return Delta()
+    return Delta(tool_calls=(ToolCallDelta(index, call.name if before is None else None, arguments),))

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.serving.parsers.base import Delta, Parser, ToolCallDelta, overlap
-from paceline.serving.parsers.json_call import JsonCall, JsonValue
+from paceline.serving.parsers.json_call import JsonCall, JsonValue, grown
+from paceline.serving.parsers.mistral import START, MistralParser
+from paceline.serving.parsers.qwen3_coder import Qwen3CoderParser, Schemas
 
 
 class HermesParser:
@@ -35,7 +37,7 @@ class HermesParser:
             if self._call is None:
                 delta += Delta(piece if piece.strip() or not self._index else "")
             else:
-                delta += _grown(self._call, piece, self._index)
+                delta += grown(self._call, piece, self._index)
             if place < 0:
                 return delta
             self._held = self._held[len(marker) :]
@@ -49,7 +51,7 @@ class HermesParser:
         held, self._held = self._held, ""
         if self._call is None:
             return Delta(held)
-        return _grown(self._call, held, self._index) + self._finish()
+        return grown(self._call, held, self._index) + self._finish()
 
     def _finish(self) -> Delta:
         call, self._call = self._call, None
@@ -90,7 +92,7 @@ class LlamaJsonParser:
                 self._call, self._value, text = JsonCall(), JsonValue(), begun
             assert self._value is not None
             end = self._value.end(text)
-            delta += _grown(self._call, text[:end], self._index)
+            delta += grown(self._call, text[:end], self._index)
             if end is None:
                 return delta
             text = text[end:]
@@ -159,7 +161,7 @@ class JsonListParser:
                 self._call, self._value, text = JsonCall(), JsonValue(), text[place:]
             assert self._value is not None
             end = self._value.end(text)
-            delta += _grown(self._call, text[:end], self._index)
+            delta += grown(self._call, text[:end], self._index)
             if end is None:
                 return delta
             text, call, self._call = text[end:], self._call, None
@@ -194,19 +196,23 @@ class ToolFormat:
     """A form of tool calls.
 
     name     vLLM's
-    make     a parser, for one answer
+    make     a parser for one answer, from the schemas of the functions that were offered
     markers  a template with all of these teaches it
+    tokens   texts that the parser looks for, and that may be special tokens of the vocabulary
     """
 
     name: str
-    make: Callable[[], Parser]
+    make: Callable[[Schemas], Parser]
     markers: tuple[str, ...]
+    tokens: tuple[str, ...] = ()
 
 
 TOOL_FORMATS: tuple[ToolFormat, ...] = (
-    ToolFormat("hermes", HermesParser, ("<tool_call>",)),
-    ToolFormat("pythonic", PythonicParser, ("[func_name1(",)),
-    ToolFormat("llama3_json", LlamaJsonParser, ('"parameters"', '"name"')),
+    ToolFormat("qwen3_coder", Qwen3CoderParser, ("<tool_call>", "<function="), ("<tool_call>", "</tool_call>")),
+    ToolFormat("hermes", lambda _: HermesParser(), ("<tool_call>",), ("<tool_call>", "</tool_call>")),
+    ToolFormat("mistral", lambda _: MistralParser(), (START,), (START, "[CALL_ID]", "[ARGS]")),
+    ToolFormat("pythonic", lambda _: PythonicParser(), ("[func_name1(",)),
+    ToolFormat("llama3_json", lambda _: LlamaJsonParser(), ('"parameters"', '"name"')),
 )
 """In the order in which templates are searched."""
 
@@ -216,15 +222,6 @@ def tool_format(template: str) -> ToolFormat | None:
     if "tools" not in template:
         return None
     return next((row for row in TOOL_FORMATS if all(marker in template for marker in row.markers)), None)
-
-
-def _grown(call: JsonCall, text: str, index: int) -> Delta:
-    """What a call gains by more text."""
-    before = call.name
-    arguments = call.push(text)
-    if not arguments:
-        return Delta()
-    return Delta(tool_calls=(ToolCallDelta(index, call.name if before is None else None, arguments),))
 
 
 def _python_calls(text: str) -> tuple[ToolCallDelta, ...] | None:
