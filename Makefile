@@ -13,10 +13,10 @@ TORCH_INDEX_URL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-xla check bench measure charts study study-counts picture docs clean
+.PHONY: help setup demo test test-aiperf test-xla check bench measure charts study study-counts picture docs clean
 
 help:
-	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-xla | check | bench | measure | charts | study | study-counts | picture | docs | clean"
+	@echo "make setup | demo [MODEL=pycode] [MODE=...] | test | test-aiperf | test-xla | check | bench | measure | charts | study | study-counts | picture | docs | clean"
 
 setup: $(VENV)/.stamp
 
@@ -40,6 +40,18 @@ WORKERS ?= 3
 # Threads that wait must not spin on cores that others need.
 test: setup
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+# NVIDIA's aiperf against our server. It pins some 140 packages (1.2 GB), so it gets an environment of its own, too.
+AIPERF ?= aiperf==0.13.0
+AIPERF_VENV ?= .venv-aiperf
+
+$(AIPERF_VENV)/.stamp:
+	$(PYTHON) -m venv $(AIPERF_VENV)
+	$(AIPERF_VENV)/bin/python -m pip --disable-pip-version-check --quiet install "$(AIPERF)"
+	@touch $@
+
+test-aiperf: setup $(AIPERF_VENV)/.stamp
+	PATH="$$PATH:$(abspath $(AIPERF_VENV)/bin)" $(BIN)/python -m pytest -m aiperf tests/serving/test_aiperf.py
 
 # XLA, and through it Neuron: torch_xla has no newer PyTorch than 2.9, so it gets an environment of its own (about
 # 7 GB: on Linux this version brings CUDA packages with it). The core tests run there too: are the pinned versions good?
