@@ -12,6 +12,7 @@ KINDS = {
     "ray::ServeReplica:paceline:openai": "ingress",
     "ray::DraftWorker": "draft",
     "ray::CoreAllocator": "allocator",
+    "ray::LifecycleActor": "lifecycle",
     "ray::ServeController": "controller",
     "ray::ProxyActor": "proxy",
 }

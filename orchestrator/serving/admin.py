@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from paceline.core.errors import PacelineError
-from paceline.serving.lifecycle import ModelLifecycle, ModelState
+from paceline.serving.model_state import Lifecycle, ModelState
 from paceline.serving.openai.fields import ModelField, Strict
 from paceline.serving.reading import read
 from paceline.serving.refused import RefusedError
@@ -43,7 +43,7 @@ class PinAction(ModelAction):
     pinned: Annotated[bool, Field(description="true or false")] = True
 
 
-def add_admin(app: FastAPI, lifecycle: ModelLifecycle, settings: ApiSettings) -> None:
+def add_admin(app: FastAPI, lifecycle: Lifecycle, settings: ApiSettings) -> None:
     """Add the routes to an application."""
     is_open = not settings.api_keys
 
@@ -77,7 +77,7 @@ def add_admin(app: FastAPI, lifecycle: ModelLifecycle, settings: ApiSettings) ->
 
 
 @asynccontextmanager
-async def kept(lifecycle: ModelLifecycle) -> AsyncIterator[None]:
+async def kept(lifecycle: Lifecycle) -> AsyncIterator[None]:
     """While the application runs: idle models are unloaded."""
     try:
         await lifecycle.restore()

@@ -19,8 +19,9 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from paceline.serving.admin import ModelAction, PinAction, add_admin, kept
 from paceline.serving.answering import answer
-from paceline.serving.lifecycle import ModelLifecycle
+from paceline.serving.key_counts import KeyCounts
 from paceline.serving.middleware import AccessLog, ApiKeys, BodyLimit, KeyLimit, api_key, refused_response
+from paceline.serving.model_state import Lifecycle
 from paceline.serving.openai.chat import ChatRequest
 from paceline.serving.openai.completion import CompletionRequest
 from paceline.serving.openai.responses import ResponsesRequest
@@ -36,12 +37,18 @@ Generates = type[CompletionRequest] | type[ChatRequest] | type[ResponsesRequest]
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(router: ModelRouter, settings: ApiSettings, lifecycle: ModelLifecycle | None = None) -> FastAPI:
-    """The application. ``lifecycle``: of the router's models, for an operator; None: they are always there."""
+def create_app(
+    router: ModelRouter, settings: ApiSettings, lifecycle: Lifecycle | None = None, *, keys: KeyCounts | None = None
+) -> FastAPI:
+    """The application.
+
+    lifecycle  of the router's models, for an operator; None: they are always there
+    keys       counts the requests of API keys; None: nobody else wants to know
+    """
     middleware = [
         Middleware(AccessLog, enabled=settings.access_log),
         Middleware(ApiKeys, keys=settings.api_keys),
-        Middleware(KeyLimit, limit=settings.max_requests_per_key),
+        Middleware(KeyLimit, limit=settings.max_requests_per_key, counts=keys or KeyCounts()),
         Middleware(BodyLimit, limit=settings.max_body_bytes),
     ]
     app = FastAPI(

@@ -9,15 +9,18 @@ from fastapi import FastAPI
 from ray import serve
 
 from paceline.placement.cluster.fault_policy import FaultPolicy
+from paceline.placement.cluster.nodes import NAMESPACE
 from paceline.placement.planning.groups import ReplicaGroupPlan
 from paceline.serving.api import create_app
-from paceline.serving.lifecycle import ModelLifecycle
+from paceline.serving.key_counts import KeyCounts
 from paceline.serving.logs import write_with_serve
 from paceline.serving.managed import ManagedRouter
-from paceline.serving.serve_loader import ServeLoader
+from paceline.serving.serve_lifecycle import RayOwner, actor_name
 from paceline.serving.serve_router import RECOVERY_S, ModelRoute, ServeRouter
+from paceline.serving.service import Routes, Service
 from paceline.serving.settings import ApiSettings
-from paceline.serving.watch import watch_cluster
+from paceline.serving.shared_lifecycle import SharedLifecycle
+from paceline.serving.watch import WATCHED, watch_cluster
 
 
 @serve.ingress()
@@ -33,15 +36,21 @@ class Ingress:
         fault_policy: FaultPolicy,
     ) -> None:
         write_with_serve()
-        watch_cluster()
+        application = serve.get_replica_context().app_name
+        watch_cluster((*WATCHED, (actor_name(application), NAMESPACE)))
         routes = {model: ModelRoute(handle) for model, handle in handles.items()}
         router = ServeRouter(routes, resume_s=max(RECOVERY_S, fault_policy.startup_timeout_s))
-        application = serve.get_replica_context().app_name
-        planned = {group.name: group for group in groups}
-        loader = ServeLoader(application, planned, router, fault_policy=fault_policy)
-        lifecycle = ModelLifecycle(loader, {group.name: group.residency for group in groups})
+        service = Service(application, {group.name: group for group in groups}, fault_policy)
+        residencies = {group.name: group.residency for group in groups}
+        comes_and_goes = any(
+            own.autoscaling is None and (own.load == "on_demand" or own.idle_ttl_s is not None)
+            for own in residencies.values()
+        )
+        owner = RayOwner(service, needed=comes_and_goes or settings.max_requests_per_key is not None)
+        self._keys, routing = KeyCounts(), Routes(service, router)
+        lifecycle = SharedLifecycle(owner, residencies, follow=routing.follow, keys=self._keys)
         self._router, self._settings = ManagedRouter(router, lifecycle), settings
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Ray Serve calls it in the replica."""
-        return create_app(self._router, self._settings, self._router.lifecycle)
+        return create_app(self._router, self._settings, self._router.lifecycle, keys=self._keys)

@@ -1,64 +1,34 @@
 """Which models of a service are in memory: loaded by the operator or on demand, unloaded when idle or to make room.
 
 `ModelLifecycle` decides; a `Loader` does it. One lifecycle has all models of a service, and is used from one event
-loop. What fits is the planner's answer (`paceline.placement.planning.room`), which the loader asks for. Not here: HTTP
-and Ray.
+loop. Other processes that answer requests ask it through `paceline.serving.shared_lifecycle`, and report who uses what.
+What fits is the planner's answer (`paceline.placement.planning.room`), which the loader asks for. Not here: HTTP and
+Ray.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Literal, Protocol
+from typing import Protocol
 
 from paceline.core.errors import PacelineError, RoomError
 from paceline.placement.planning.residency import Residency
 from paceline.serving.decisions import Decisions
+from paceline.serving.model_state import ANSWERS, ModelState, Report, State, View, first_state, is_awaited
 from paceline.serving.refused import UNAVAILABLE, RefusedError, model_not_found
+from paceline.serving.reports import Reports
 
 log = logging.getLogger("paceline")
-
-State = Literal["loaded", "loading", "unloading", "unloaded", "scaled"]
-"""``scaled``: Ray Serve loads and unloads it, by its load."""
 
 _RETRY_S = 30.0  # after which a model that an operator unloaded may be there again
 _BUSY_RETRY_S = 10.0  # after which one of the models that are in the way may be idle
 _LOOKS = 8  # at idle models in the shortest time to live
-
-
-@dataclass(frozen=True, slots=True)
-class ModelState:
-    """What an operator sees of a model.
-
-    awaited  whether a replica should answer now
-    running  requests under way, or that wait for it to be loaded
-    idle_s   since its last request, or since it was loaded
-    """
-
-    name: str
-    state: State
-    load: str
-    pinned: bool
-    awaited: bool
-    running: int
-    idle_s: float
-    idle_ttl_s: float | None
-
-    def to_dict(self) -> dict[str, object]:
-        """Plain values for JSON."""
-        return {
-            "name": self.name,
-            "state": self.state,
-            "load": self.load,
-            "pinned": self.pinned,
-            "running": self.running,
-            "idle_s": round(self.idle_s, 1),
-            "idle_ttl_s": self.idle_ttl_s,
-        }
 
 
 class Loader(Protocol):
@@ -113,51 +83,60 @@ class _Kept:
 
 
 class ModelLifecycle:
-    """See the module. ``residencies``: of every model of the service, by name."""
+    """A `paceline.serving.model_state.Lifecycle`, and where others are asked to, `reported` and `demand`.
 
-    def __init__(self, loader: Loader, residencies: Mapping[str, Residency]) -> None:
+    residencies  of every model of the service, by name
+    shared       whether other processes use the models too, and report it
+    """
+
+    def __init__(self, loader: Loader, residencies: Mapping[str, Residency], *, shared: bool = False) -> None:
         self._loader = loader
-        self._models = {name: _Kept(own, _first_state(own), own.pinned) for name, own in residencies.items()}
+        self._models = {name: _Kept(own, first_state(own), own.pinned) for name, own in residencies.items()}
         self._changing = asyncio.Lock()  # one model at a time is loaded or unloaded
+        self._reports = Reports(awaited=shared)
+        self._version = time.time_ns()  # above those of an earlier lifecycle of this service
 
     def states(self) -> list[ModelState]:
-        """Of all models, in the order of the models file."""
+        """See `Lifecycle`."""
         now = monotonic()
         return [
             ModelState(
-                name, one.state, one.residency.load, one.pinned, _is_awaited(one), one.running,
-                0.0 if one.running else now - one.used, one.residency.idle_ttl_s,
+                name, one.state, one.residency.load, one.pinned, is_awaited(one.residency, one.state),
+                running, 0.0 if running else now - self._used(name), one.residency.idle_ttl_s,
             )
             for name, one in self._models.items()
+            for running in [self._running(name)]
         ]  # fmt: skip
+
+    def reported(self, process: str, report: Report) -> View:
+        """Another process says who uses what, and is told what it may use without asking."""
+        self._reports.put(process, report)
+        return View(self._version, tuple(self.states()), dict(self._reports.keys(process)))
 
     @asynccontextmanager
     async def use(self, name: str) -> AsyncIterator[None]:
-        """The model stays in memory for a request; it is loaded first where its residency says so.
-
-        Raises:
-            RefusedError: 404, there is no such model; 503, it is unloaded and stays so, it does not start, or models
-                that may not leave are in its way.
-        """
+        """See `Lifecycle`."""
         model = self._model(name)
         model.running += 1
         try:
-            if model.state not in ("loaded", "scaled"):
-                if model.stopped:
-                    message = f"{name} is unloaded; an operator has to load it (paceline models load {name})"
-                    raise RefusedError(503, message, code=UNAVAILABLE, retry_after_s=_RETRY_S)
-                await self._load(name, model)
+            await self.demand(name)
             yield
         finally:
             model.running -= 1
             model.used = monotonic()
 
-    async def load(self, name: str) -> ModelState:
-        """Load it, making room where that is needed. Returns when it answers.
+    async def demand(self, name: str) -> None:
+        """Load it for a request, where it is not loaded and may be. Raises as `use`."""
+        model = self._model(name)
+        if model.state in ANSWERS:
+            return
+        if model.stopped:
+            message = f"{name} is unloaded; an operator has to load it (paceline models load {name})"
+            raise RefusedError(503, message, code=UNAVAILABLE, retry_after_s=_RETRY_S)
+        await self._load(name, model)
 
-        Raises:
-            RefusedError: as `use`; 409 where Ray Serve does it.
-        """
+    async def load(self, name: str) -> ModelState:
+        """See `Lifecycle`."""
         model = self._model(name)
         self._refuse_scaled(name, model)
         await self._decide(model, pinned=model.pinned, stopped=False)
@@ -165,38 +144,25 @@ class ModelLifecycle:
         return self._state(name)
 
     async def unload(self, name: str) -> ModelState:
-        """Unload it. Requests under way are answered; new ones are refused until it is loaded again, or load it where
-        the models file says ``load: on_demand``.
-
-        Raises:
-            RefusedError: 404; 409, it is pinned, or Ray Serve does it.
-        """
+        """See `Lifecycle`."""
         model = self._model(name)
         self._refuse_scaled(name, model)
         if model.pinned:
             raise RefusedError(409, f"{name} is pinned; unpin it first", param="model", code="model_pinned")
         await self._decide(model, pinned=False, stopped=model.residency.load == "eager")
         async with self._changing:
-            await self._unload(name, model)
+            await self._unload(name)
         return self._state(name)
 
     async def pin(self, name: str, *, pinned: bool) -> ModelState:
-        """Keep it in memory, or let it leave again. It does not load it.
-
-        Raises:
-            RefusedError: 404; 409, Ray Serve loads and unloads it.
-        """
+        """See `Lifecycle`."""
         model = self._model(name)
         self._refuse_scaled(name, model)
         await self._decide(model, pinned=pinned, stopped=model.stopped)
         return self._state(name)
 
     async def restore(self) -> None:
-        """Find out what is loaded and what an operator decided, where there was an earlier lifecycle of this service.
-
-        Raises:
-            PacelineError: that cannot be found out.
-        """
+        """See `Lifecycle`."""
         known = await self._loader.remembered()
         loaded = await self._loader.loaded()
         for name, model in self._models.items():
@@ -204,6 +170,7 @@ class ModelLifecycle:
                 model.state = "loaded" if name in loaded else "unloaded"
                 model.pinned = name in known.pinned or (model.residency.pinned and name not in known.unpinned)
                 model.stopped = name in known.stopped and model.state == "unloaded"
+        self._version += 1
 
     async def watch(self) -> None:
         """Unload what is idle for too long, for ever."""
@@ -219,10 +186,11 @@ class ModelLifecycle:
         """Unload every model whose time to live is over."""
         for name, model in self._models.items():
             async with self._changing:
-                limit, idle = model.residency.idle_ttl_s, monotonic() - model.used
-                if limit is not None and idle > limit and self._is_movable(model):
-                    log.info("%s had no request for %.0f s and is unloaded", name, idle)
-                    await self._unload(name, model)
+                limit, idle = model.residency.idle_ttl_s, monotonic() - self._used(name)
+                if limit is None or idle <= limit or not self._is_movable(name):
+                    continue
+                if await self._unload(name, unless_used=True):
+                    log.info("%s had no request for %.0f s and was unloaded", name, idle)
 
     async def _decide(self, model: _Kept, *, pinned: bool, stopped: bool) -> None:
         """An operator's word on a model. Raises RefusedError (503): it cannot be kept, and does not count."""
@@ -242,6 +210,7 @@ class ModelLifecycle:
         except PacelineError as error:
             model.pinned, model.stopped = before
             raise RefusedError(503, str(error), code=UNAVAILABLE, retry_after_s=_RETRY_S) from error
+        self._version += 1
 
     # ---- one at a time
 
@@ -262,36 +231,60 @@ class ModelLifecycle:
                 if model.state == "loaded":
                     return
                 await self._make_room(name)
-                model.state = "loading"
+                self._set(model, "loading")
                 try:
                     await self._loader.load(name)
                 except BaseException:
-                    model.state = "unloaded"
+                    self._set(model, "unloaded")
                     raise
-                model.state, model.used = "loaded", monotonic()
+                self._set(model, "loaded")
+                model.used = monotonic()
         finally:
             model.loading = None
 
     async def _make_room(self, name: str) -> None:
-        movable = sorted(
-            (other for other, one in self._models.items() if self._is_movable(one)),
-            key=lambda other: self._models[other].used,
-        )
-        for other in await self._loader.to_unload(name, movable):
-            log.info("%s is unloaded to make room for %s", other, name)
-            await self._unload(other, self._models[other])
+        while leave := await self._loader.to_unload(name, self._movable()):
+            for other in leave:
+                if not await self._unload(other, unless_used=True):
+                    break  # a request came meanwhile: look again
+                log.info("%s was unloaded to make room for %s", other, name)
+            else:
+                return
 
-    async def _unload(self, name: str, model: _Kept) -> None:
+    def _movable(self) -> list[str]:
+        """What may leave, the least recently used first."""
+        return sorted((name for name in self._models if self._is_movable(name)), key=self._used)
+
+    async def _unload(self, name: str, *, unless_used: bool = False) -> bool:
+        """Unload a model. False: somebody uses it after all, as is known only when all processes have been told."""
+        model = self._models[name]
+        after: State = "loaded"
         if model.state != "loaded":
-            return
-        model.state = "unloading"
+            return True
+        self._set(model, "unloading")
         try:
+            await self._reports.acknowledged(self._version)
+            if unless_used and (model.pinned or self._running(name)):
+                return False
+            after = "unloaded"
             await self._loader.unload(name)
+            return True
         finally:
-            model.state = "unloaded"
+            self._set(model, after)
 
-    def _is_movable(self, model: _Kept) -> bool:
-        return model.state == "loaded" and not model.pinned and not model.running
+    def _set(self, model: _Kept, state: State) -> None:
+        model.state = state
+        self._version += 1
+
+    def _running(self, name: str) -> int:
+        return self._models[name].running + self._reports.running(name)
+
+    def _used(self, name: str) -> float:
+        return max(self._models[name].used, self._reports.used(name))
+
+    def _is_movable(self, name: str) -> bool:
+        model = self._models[name]
+        return model.state == "loaded" and not model.pinned and not self._running(name)
 
     def _model(self, name: str) -> _Kept:
         if name not in self._models:
@@ -306,14 +299,3 @@ class ModelLifecycle:
         if model.state == "scaled":
             message = f"Ray Serve loads and unloads {name} by its load (autoscaling); change its bounds instead"
             raise RefusedError(409, message, param="model", code="model_autoscaled")
-
-
-def _is_awaited(model: _Kept) -> bool:
-    scaling = model.residency.autoscaling
-    return model.state == "loaded" if scaling is None else scaling.min_replicas > 0
-
-
-def _first_state(residency: Residency) -> State:
-    if residency.autoscaling is not None:
-        return "scaled"
-    return "loaded" if residency.load == "eager" else "unloaded"

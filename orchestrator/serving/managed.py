@@ -1,20 +1,21 @@
-"""`ManagedRouter`: a `ModelRouter` whose models come and go, by what a `ModelLifecycle` decides."""
+"""`ManagedRouter`: a `ModelRouter` whose models come and go, by what a `Lifecycle` decides."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 
-from paceline.serving.lifecycle import ModelLifecycle
+from paceline.core.errors import PacelineError
+from paceline.serving.model_state import Lifecycle
 from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from paceline.serving.openai.union import GenerationRequest
-from paceline.serving.refused import RefusedError
+from paceline.serving.refused import RefusedError, refusal
 from paceline.serving.router import Failed, Health, Item, ModelCard, ModelRouter, RequestContext
 
 
 class ManagedRouter:
     """A `ModelRouter` over another one. ``lifecycle``: knows every model of it."""
 
-    def __init__(self, router: ModelRouter, lifecycle: ModelLifecycle) -> None:
+    def __init__(self, router: ModelRouter, lifecycle: Lifecycle) -> None:
         self._router, self.lifecycle = router, lifecycle
 
     async def models(self) -> Sequence[ModelCard]:
@@ -27,8 +28,8 @@ class ManagedRouter:
             async with self.lifecycle.use(request.model):
                 async for item in self._router.stream(request, context):
                     yield item
-        except RefusedError as error:
-            yield Failed.of(error)
+        except (RefusedError, PacelineError) as error:
+            yield Failed.of(refusal(error))
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
         """See `ModelRouter`."""

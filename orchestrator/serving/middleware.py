@@ -7,7 +7,6 @@ import logging
 import re
 import secrets
 import time
-from collections import Counter
 from collections.abc import Sequence
 from hashlib import sha256
 
@@ -15,6 +14,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from paceline.serving.key_counts import KeyCounts
 from paceline.serving.refused import QUEUE_FULL, RefusedError
 
 log = logging.getLogger("paceline.access")
@@ -102,12 +102,12 @@ def api_key(scope: Scope) -> str:
 class KeyLimit:
     """Refuses a request (429) whose key has ``limit`` requests that are answered or wait; None refuses none.
 
-    A request counts until the end of its answer. Only what generates counts: POST below /v1.
+    A request counts until the end of its answer, in whatever process of the service. Only what generates counts: POST
+    below /v1.
     """
 
-    def __init__(self, app: ASGIApp, *, limit: int | None) -> None:
-        self._app, self._limit = app, limit
-        self._counts: Counter[str] = Counter()
+    def __init__(self, app: ASGIApp, *, limit: int | None, counts: KeyCounts) -> None:
+        self._app, self._limit, self._counts = app, limit, counts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         counted = scope["type"] == "http" and scope["method"] == "POST" and scope["path"].startswith("/v1/")
@@ -115,18 +115,13 @@ class KeyLimit:
             await self._app(scope, receive, send)
             return
         key = api_key(scope)
-        if self._counts[key] >= self._limit:
+        if self._counts.total(key) >= self._limit:
             message = f"this key has {self._limit} requests that are answered or wait, and may have no more"
             refused = RefusedError(429, f"{message}; ask again when one has ended", code=QUEUE_FULL, retry_after_s=1.0)
             await refused_response(refused)(scope, receive, send)
             return
-        self._counts[key] += 1
-        try:
+        with self._counts.one_more(key):
             await self._app(scope, receive, send)
-        finally:
-            self._counts[key] -= 1
-            if not self._counts[key]:
-                del self._counts[key]
 
 
 class BodyLimit:

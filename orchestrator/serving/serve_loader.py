@@ -20,7 +20,6 @@ from ray.serve.exceptions import RayServeException
 
 from paceline.core.errors import WorkerError
 from paceline.placement.cluster.core_allocator import call_allocator
-from paceline.placement.cluster.fault_policy import FaultPolicy
 from paceline.placement.cluster.reservation import RESOURCE
 from paceline.placement.planning.core_range import CoreRange
 from paceline.placement.planning.groups import ReplicaGroupPlan
@@ -31,7 +30,8 @@ from paceline.serving.decisions import Decisions
 from paceline.serving.deployments import deployment_name, model_deployment
 from paceline.serving.router import ModelCard
 from paceline.serving.serve_controller import DeploymentState
-from paceline.serving.serve_router import ModelRoute, ServeRouter
+from paceline.serving.serve_router import ServeRouter
+from paceline.serving.service import Service
 
 _LOOK_S = 0.2  # between looks at what became of it
 _ANSWER_S = 30.0  # that the core allocator may take
@@ -42,21 +42,12 @@ _STUCK = ("UNHEALTHY", "DEPLOY_FAILED")
 class ServeLoader:
     """See the module.
 
-    application   the name of the one that serves the models
-    groups        of all of them
-    router        tells which replicas answer, and on which cores; models on demand are put into it when they are loaded
+    router  tells which replicas answer, and on which cores; models on demand are put into it when they are loaded
     """
 
-    def __init__(
-        self,
-        application: str,
-        groups: Mapping[str, ReplicaGroupPlan],
-        router: ServeRouter,
-        *,
-        fault_policy: FaultPolicy,
-    ) -> None:
-        self._application, self._groups, self._router = application, dict(groups), router
-        self._policy = fault_policy
+    def __init__(self, service: Service, router: ServeRouter) -> None:
+        self._service, self._router = service, router
+        self._application, self._groups, self._policy = service.application, service.groups, service.fault_policy
 
     async def load(self, name: str) -> None:
         """See `Loader`."""
@@ -64,8 +55,8 @@ class ServeLoader:
         try:
             if group.is_on_demand:
                 app = model_deployment(group, self._policy)
-                await asyncio.to_thread(serve.run, app, name=self._own(name), route_prefix=None)
-                self._put(name)
+                await asyncio.to_thread(serve.run, app, name=self._service.own_application(name), route_prefix=None)
+                self._router.put(name, self._service.route(name))
             else:
                 await self._scale(name, group.replicas)
             await self._until_it_answers(name)
@@ -82,7 +73,7 @@ class ServeLoader:
         """See `Loader`."""
         if self._groups[name].is_on_demand:
             self._router.remove(name)
-            await asyncio.to_thread(serve.delete, self._own(name))
+            await asyncio.to_thread(serve.delete, self._service.own_application(name))
             return
         await self._scale(name, 0)
         while (await self._deployments())[name].replicas:
@@ -94,10 +85,12 @@ class ServeLoader:
         loaded = [name for name, one in (await self._deployments()).items() if one.target]
         applications = (await asyncio.to_thread(serve.status)).applications
         on_demand = [
-            name for name, group in self._groups.items() if group.is_on_demand and self._own(name) in applications
+            name
+            for name, group in self._groups.items()
+            if group.is_on_demand and self._service.own_application(name) in applications
         ]
         for name in on_demand:
-            self._put(name)
+            self._router.put(name, self._service.route(name))
         return [*loaded, *on_demand]
 
     async def to_unload(self, name: str, movable: Sequence[str]) -> Sequence[str]:
@@ -113,13 +106,6 @@ class ServeLoader:
     async def remembered(self) -> Decisions:
         """See `Loader`."""
         return await serve_decisions.read(self._application)
-
-    def _own(self, name: str) -> str:
-        """The application of a model that is loaded on demand."""
-        return f"{self._application}-{name}"
-
-    def _put(self, name: str) -> None:
-        self._router.put(name, ModelRoute(serve.get_deployment_handle(deployment_name(name), self._own(name))))
 
     async def _until_it_answers(self, name: str) -> None:
         end = monotonic() + self._policy.startup_timeout_s

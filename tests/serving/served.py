@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
@@ -94,6 +95,14 @@ def admin(client: openai.OpenAI, method: str, path: str, body: object = None) ->
     )
     with urlopen(request, timeout=90) as answer:
         return json.load(answer)
+
+
+def statuses(client: openai.OpenAI, model: str) -> list[int]:
+    """What sixteen requests on connections of their own are answered, so that several processes get some of them."""
+    with ThreadPoolExecutor(8) as pool:
+        asked = {"model": model, "prompt": "x", "max_tokens": 1}
+        sent = [pool.submit(client.completions.with_raw_response.create, **asked) for _ in range(16)]  # type: ignore[call-overload]
+        return [getattr(one.exception(180), "status_code", 200) for one in sent]
 
 
 @contextmanager

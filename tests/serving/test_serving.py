@@ -34,7 +34,7 @@ from paceline.serving import launch as serving_run
 from paceline.serving.app import deploy_config
 from paceline.serving.settings import ApiSettings
 from tests.decoder.tiny import save_pair
-from tests.serving.served import admin, answer_of, process, said, served, stop_until_replaced, with_tokenizer
+from tests.serving.served import admin, answer_of, process, said, served, statuses, stop_until_replaced, with_tokenizer
 
 pytestmark = pytest.mark.ray
 PROMPT = "def f(a, b):"
@@ -239,18 +239,17 @@ def test_requests_that_come_together_share_rounds(client: openai.OpenAI, home: P
 
 
 def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Cluster, home: Path) -> None:
-    """With Ray's own command, beside what is served already, and below a prefix."""
+    """With Ray's own command, beside what is served already, below a prefix, and with two processes of HTTP."""
     shape = "n_positions: 128, amp: f32, backend: eager"
     (home / "models.yaml").write_text(f"models:\n  - {{name: again, path: {home / 'target'}, {shape}}}\n")
     config = deploy_config(
         home / "models.yaml", "inf2.48xlarge", ApiSettings(), host="127.0.0.1", port=client.base_url.port or 0
     )
     second = {**config["applications"][0], "name": "second", "route_prefix": "/second"}  # type: ignore[index]
+    second["deployments"] = [{"name": "openai", "num_replicas": 2}]
     (home / "serve.yaml").write_text(json.dumps({**config, "applications": [second]}))  # JSON is YAML too
-    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", "--address", str(cluster.address)]
-    done = subprocess.run(
-        [*command, str(home / "serve.yaml")], capture_output=True, text=True, timeout=150, check=False
-    )
+    line = [sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", "--address", str(cluster.address)]
+    done = subprocess.run([*line, str(home / "serve.yaml")], capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stderr
     below = client.with_options(base_url=str(client.base_url).replace("/v1", "/second/v1"))
     end = time.monotonic() + 180
@@ -258,6 +257,9 @@ def test_a_config_file_deploys_the_builder(client: openai.OpenAI, cluster: Clust
         assert time.monotonic() < end, serve.status()
         time.sleep(0.2)
     assert [model.id for model in below.models.list()] == ["again"]
+    for action, status in (("unload", 503), ("load", 200)):  # who is not told of it waits for a replica, and hangs
+        assert admin(below, "POST", f"/{action}", {"model": "again"})["state"] == f"{action}ed"
+        assert statuses(below, "again") == [status] * 16
     asked = {"model": "again", "prompt": PROMPT, "max_tokens": 100, "temperature": 0}
     stream = iter(below.completions.create(stream=True, **asked))  # type: ignore[call-overload]
     parts = [next(stream).choices[0].text]
