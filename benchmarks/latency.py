@@ -27,7 +27,8 @@ from paceline.decoder.weights.locate import checkpoint_path
 from paceline.text.tokenizer import load_tokenizer
 
 MODES = {
-    "pycode": "plain; ngram 4; suffix 6; fused 2; fused 3; fused 4; eagle3 chain:2; medusa tree-2",
+    "pycode": "plain; ngram 4; suffix 6; fused 2; fused 3; fused 4; pair 3; suffix 6 + pair 3; eagle3 chain:2; "
+    "eagle3 dynamic:8,4,3; medusa tree-2",
     "smollm2": "plain; ngram 4; suffix 6; fused 3; medusa tree-8; eagle3 chain:3",
 }
 
