@@ -24,7 +24,7 @@ from paceline.serving.openai.tokens import DetokenizeRequest, DetokenizeResponse
 from paceline.serving.openai.union import GenerationRequest
 from paceline.serving.parsers.base import Parser, PlainText
 from paceline.serving.parsers.reasoning import ReasoningParser
-from paceline.serving.parsers.tools import JsonListParser, NamedCallParser
+from paceline.serving.parsers.tools import JsonListParser, NamedCallParser, OneCallParser
 from paceline.serving.prompts import ChatFormat, ChatPrompt, Prompts, chat_prompts, chat_text, completion_prompts
 from paceline.serving.refused import TOO_LONG, RefusedError, refusal
 from paceline.serving.render.acceptance import Acceptance
@@ -203,6 +203,7 @@ class ModelServer:
             parser = JsonListParser()
         elif request.tools_offered and self._format.tools is not None:
             parser = self._format.tools.make(request.tool_schemas)
+            parser = parser if request.parallel_tool_calls else OneCallParser(parser)
         if self._format.reasoning is not None:
             return ReasoningParser(self._format.reasoning, parser, started=prompts.in_reasoning)
         return parser

@@ -86,7 +86,8 @@ def _demanded_calls(request: ChatRequest) -> dict[str, Any] | None:
         }
         for tool in request.tools
     ]
-    return {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
+    most = {} if request.parallel_tool_calls else {"maxItems": 1}
+    return {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}}
 
 
 def _arguments(tool: Tool) -> dict[str, Any]:

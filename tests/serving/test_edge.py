@@ -15,6 +15,8 @@ from paceline.engine.request import TargetLimits
 from paceline.serving.api import create_app
 from paceline.serving.local import LocalRouter
 from paceline.serving.model_server import ModelServer
+from paceline.serving.openai.chat import ChatRequest
+from paceline.serving.sampling import sampling_params
 from paceline.serving.settings import ApiSettings
 from paceline.text.grammar import GrammarCompiler
 from tests.serving.edge import POSITIONS, ScriptedEngine, card, chat_tokenizer, client_of, scripted, texts
@@ -117,6 +119,31 @@ def test_calls_of_tools_are_parsed(client: openai.OpenAI, served: tuple[openai.O
     assert answer.choices[0].message.content == SAYS["plain"]
     prompt = served[1].tokenizer.decode(list(served[1].calls[-1].requests[0].prompt))
     assert prompt.startswith("[tools]weather add") and 'weather {"city"' in prompt
+
+
+def test_one_call_at_most_where_none_may_run_beside_it(
+    client: openai.OpenAI, served: tuple[openai.OpenAI, ScriptedEngine]
+) -> None:
+    (choice,) = ask(client, "tool", tools=TOOLS, parallel_tool_calls=False).choices
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", WEATHER)
+    assert (choice.message.content, choice.finish_reason) == ("Let me see. ", "tool_calls")
+    chunks = list(ask(client, "tool", tools=TOOLS, stream=True, parallel_tool_calls=False))
+    assert {one.index for chunk in chunks for one in chunk.choices[0].delta.tool_calls or []} == {0}
+    functions: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    answer = client.responses.create(model="m", input="tool", tools=functions, parallel_tool_calls=False)
+    assert [item.type for item in answer.output] == ["message", "function_call"] and not answer.parallel_tool_calls
+
+
+@pytest.mark.parametrize(("parallel", "most"), [(False, 1), (True, None)])
+def test_demanded_calls_are_one_where_none_may_run_beside_it(parallel: bool, most: int | None) -> None:
+    """By their grammar, which functions with `strict` may count on."""
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    asked = {"tools": strict, "tool_choice": "required", "parallel_tool_calls": parallel}
+    request = ChatRequest.model_validate({"model": "m", "messages": [{"role": "user", "content": "x"}], **asked})
+    structured = sampling_params(request, chat_tokenizer()).structured_outputs
+    assert structured is not None and isinstance(structured.value, dict)
+    assert (structured.value["minItems"], structured.value.get("maxItems")) == (1, most)
 
 
 def test_calls_of_tools_are_streamed_as_they_grow(client: openai.OpenAI) -> None:

@@ -27,6 +27,8 @@ from tests.serving.edge import ScriptedEngine, running, scripted
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 COMPLETION = {"model": "m", "prompt": "x"}
 TOOL = {"type": "function", "function": {"name": "f"}}
+STRICT: dict[str, Any] = {"type": "function", "function": {"name": "g", "strict": True}}
+RESPONSE = {"model": "m", "input": "x"}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +79,13 @@ def refused(response: httpx.Response) -> dict[str, Any]:
         ("chat/completions", CHAT | {"tool_choice": "required"}, None),
         ("chat/completions", CHAT | {"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ("chat/completions", CHAT | {"response_format": {"type": "json_schema"}}, "response_format"),
+        ("chat/completions", CHAT | {"tools": [STRICT]}, "tools"),
+        ("chat/completions", CHAT | {"tools": [TOOL, STRICT], "tool_choice": "auto"}, "tools"),
+        ("responses", RESPONSE | {"tools": [{"type": "function", **STRICT["function"]}]}, "tools"),
+        ("responses", RESPONSE | {"max_tool_calls": 3}, "max_tool_calls"),
+        ("responses", RESPONSE | {"text": {"verbosity": "low"}}, "text"),
+        ("responses", RESPONSE | {"reasoning": {"summary": "auto"}}, "reasoning"),
+        ("responses", RESPONSE | {"reasoning": {"generate_summary": "concise"}}, "reasoning"),
         ("responses", {"model": "m", "input": "x", "store": True}, "store"),
         ("responses", {"model": "m", "input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ("responses", {"model": "m", "input": [{"type": "function_call"}]}, "input"),

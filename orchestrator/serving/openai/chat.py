@@ -18,6 +18,7 @@ from paceline.serving.openai.fields import (
     StreamFields,
     Strict,
     StructuredOutputs,
+    refuse_strict_by_choice,
 )
 
 
@@ -67,7 +68,7 @@ class Message(Strict):
 
 
 class FunctionDefinition(Strict):
-    """A function that the model may call. ``parameters``: a JSON schema."""
+    """A function that the model may call. ``parameters``: a JSON schema, which demanded calls follow always."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str = ""
@@ -130,6 +131,7 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
         Literal["none", "auto", "required"] | NamedTool | None,
         Field(description='"none", "auto", "required", or the name of a function as an object'),
     ] = None
+    parallel_tool_calls: Annotated[bool, Field(description="true or false")] = True
     functions: Annotated[
         list[Any], Field(max_length=0, description="an empty list; give functions by their newer name, tools")
     ] = []
@@ -162,6 +164,7 @@ class ChatRequest(SamplingFields, StreamFields, GuidedFields, IgnoredFields):
             names = [tool.function.name for tool in self.tools]
             if self.tool_choice.function.name not in names:
                 raise ValueError(f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools")
+        refuse_strict_by_choice([one.function.name for one in self.tools if one.function.strict], self.tool_choice)
         return self
 
     @property

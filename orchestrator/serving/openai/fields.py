@@ -8,6 +8,7 @@ field's description completes "must be ..." in an error's message.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -21,6 +22,20 @@ ModelT = TypeVar("ModelT", bound=BaseModel)
 MAX_STOPS = 4
 MAX_CHOICES = 128
 MAX_LOGPROBS = 20
+
+
+def refuse_strict_by_choice(strict: Sequence[str], choice: object) -> None:
+    """``strict``: names of functions whose calls must follow their schemas.
+
+    Raises:
+        RefusedError: the model chooses freely whether it calls, so that nothing holds a call to a schema.
+    """
+    if strict and choice in (None, "auto"):
+        message = (
+            f"strict: true of the function {strict[0]!r} is served where a call is demanded; set tool_choice to "
+            '"required" or to a function, or leave strict out'
+        )
+        raise RefusedError(400, message, param="tools")
 
 
 def only(served: T) -> AfterValidator:
@@ -81,7 +96,6 @@ class IgnoredFields(Strict):
     metadata: Annotated[dict[str, Any], Field(description="an object")] = {}
     store: Annotated[bool, Field(description="true or false")] = False
     service_tier: Annotated[str, Field(description="a text")] = ""
-    parallel_tool_calls: Annotated[bool, Field(description="true or false")] = True
     safety_identifier: Annotated[str, Field(description="a text")] = ""
     prompt_cache_key: Annotated[str, Field(description="a text")] = ""
     prompt_cache_retention: Annotated[str, Field(description="a text")] = ""

@@ -105,15 +105,15 @@ class TextOptions(Strict):
     """Of the answer's text."""
 
     format: TextFormat = TextFormat(type="text")
-    verbosity: Literal["low", "medium", "high"] = "medium"
+    verbosity: Annotated[str, only("medium")] = "medium"
 
 
 class ReasoningOptions(Strict):
     """Passed to the chat template, which may read it."""
 
     effort: str | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    summary: Annotated[str | None, only(None)] = None
+    generate_summary: Annotated[str | None, only(None)] = None
 
 
 class ResponsesRequest(SamplingFields, GuidedFields):
@@ -133,8 +133,12 @@ class ResponsesRequest(SamplingFields, GuidedFields):
         Literal["none", "auto", "required"] | NamedFunction | None,
         Field(description='"none", "auto", "required", or the name of a function as an object'),
     ] = None
-    text: Annotated[TextOptions, Field(description="an object with a format")] = TextOptions()
-    reasoning: Annotated[ReasoningOptions, Field(description="an object with an effort")] = ReasoningOptions()
+    text: Annotated[TextOptions, Field(description="an object with a format, and no other verbosity than medium")] = (
+        TextOptions()
+    )
+    reasoning: Annotated[
+        ReasoningOptions, Field(description="an object with an effort, and without summary: reasoning is given whole")
+    ] = ReasoningOptions()
     top_logprobs: Annotated[
         int | None, only(None), Field(description="left out; log-probabilities are served by chat completions")
     ] = None
@@ -149,7 +153,9 @@ class ResponsesRequest(SamplingFields, GuidedFields):
     include: Annotated[list[str], Field(max_length=0, description="an empty list")] = []
     truncation: Annotated[Literal["disabled"], Field(description='"disabled"; nothing is cut')] = "disabled"
     parallel_tool_calls: Annotated[bool, Field(description="true or false")] = True
-    max_tool_calls: Annotated[int | None, Field(ge=1, description="at least 1")] = None
+    max_tool_calls: Annotated[
+        int | None, only(None), Field(description="left out; it counts calls of OpenAI's own tools, and there are none")
+    ] = None
     metadata: Annotated[dict[str, Any], Field(description="an object")] = {}
     user: Annotated[str, Field(description="a text")] = ""
     service_tier: Annotated[str, Field(description="a text")] = ""
@@ -181,6 +187,7 @@ class ResponsesRequest(SamplingFields, GuidedFields):
             "tools": tools,
             "tool_choice": {"type": "function", "function": {"name": choice.name}} if named else choice,  # type: ignore[union-attr]
             "response_format": {"type": form.type, "json_schema": schema},
+            "parallel_tool_calls": self.parallel_tool_calls,
             "stream": self.stream,
             "reasoning_effort": self.reasoning.effort,
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paceline.serving.parsers.base import Delta, Parser, ToolCallDelta, overlap
 from paceline.serving.parsers.json_call import JsonCall, JsonValue, grown
@@ -189,6 +189,25 @@ class NamedCallParser:
     def flush(self) -> Delta:
         """See `Parser`."""
         return Delta()
+
+
+class OneCallParser:
+    """What another parser finds, without the calls behind the first."""
+
+    def __init__(self, parser: Parser) -> None:
+        self._parser = parser
+
+    def push(self, text: str) -> Delta:
+        """See `Parser`."""
+        return _first_call(self._parser.push(text))
+
+    def flush(self) -> Delta:
+        """See `Parser`."""
+        return _first_call(self._parser.flush())
+
+
+def _first_call(delta: Delta) -> Delta:
+    return replace(delta, tool_calls=tuple(call for call in delta.tool_calls if not call.index))
 
 
 @dataclass(frozen=True, slots=True)
